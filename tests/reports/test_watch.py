@@ -67,6 +67,16 @@ def run(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
+def trained(tmp_path: Path) -> Iterator[RunLock]:
+    """The lock of ``run`` in the test's folder, held: somebody trains it."""
+    (tmp_path / "run").mkdir()
+    lock = RunLock(RunDirectory(tmp_path / "run").lock)
+    lock.take()
+    yield lock
+    lock.release()
+
+
+@pytest.fixture
 def watched(run: Path) -> Callable[..., Follower]:
     """Followers that a page looks at, on a clock that a test moves, each without its thread."""
 
@@ -182,6 +192,7 @@ def test_a_page_is_told_of_damaged_samples_though_nothing_else_comes(
     assert follower.message(seen["serial"], seen["epoch"])["damaged"] == 1
 
 
+@pytest.mark.usefixtures("trained")
 def test_a_timeline_is_built_as_rarely_as_it_is_dear_and_never_for_nobody(tmp_path: Path) -> None:
     whole = story(versions=6)
     run, clock = written(tmp_path / "run", whole[:-40]), Clock()
@@ -193,6 +204,40 @@ def test_a_timeline_is_built_as_rarely_as_it_is_dear_and_never_for_nobody(tmp_pa
     assert up_to_date(follower).message(0, -1)["timeline"] == 1, "it was built a moment ago"
     clock.now += 60
     assert up_to_date(follower).message(0, -1)["timeline"] == 2
+
+
+@pytest.mark.usefixtures("trained")
+def test_the_cards_of_a_run_that_goes_on_are_as_new_as_what_is_said_beside_them(tmp_path: Path) -> None:
+    whole = story(versions=6)
+    begun = events_until(3, whole)
+    run, clock = written(tmp_path / "run", begun), Clock()
+    follower = Follower(RunDirectory(run), clock)
+    follower.page_opened()
+    up_to_date(follower)
+    append(run, events_until(5, whole)[len(begun) :])
+    told = up_to_date(follower).message(0, -1)
+    assert told["timeline"] == 1, "it was built a moment ago"
+    cards = {name: value for name, value, _ in told["figures"]}
+    assert (cards["versions"], cards["groups trained"]) == ("5", str(told["ledger"]["groups"]["trained"]))
+
+
+@pytest.mark.parametrize("end", ["finished", "killed"])
+def test_the_last_timeline_and_curves_are_made_at_once_when_a_run_ends(
+    end: str, tmp_path: Path, trained: RunLock
+) -> None:
+    whole = story(versions=6)
+    begun = events_until(3, whole)
+    run = written(tmp_path / "run", begun)
+    follower = Follower(RunDirectory(run), Clock())
+    follower.page_opened()
+    first = up_to_date(follower).message(0, -1)
+    append(run, whole[len(begun) :] if end == "finished" else events_until(5, whole)[len(begun) :])
+    trained.release()
+    last = up_to_date(follower).message(first["serial"], first["epoch"])
+    assert (first["timeline"], last["timeline"]) == (1, 2)
+    assert last["curves"] is not None
+    up_to_date(follower)
+    assert follower.message(0, -1)["timeline"] == 2, "it is made once"
 
 
 def test_a_record_that_is_damaged_ends_with_the_line_that_is(run: Path) -> None:

@@ -21,7 +21,7 @@ from headway.config.layers import flatten
 from headway.errors import ConfigError
 from headway.reports import human
 from headway.reports.alive import standing
-from headway.reports.curves import ACCURACY, CurveLog, Place, value_at
+from headway.reports.curves import ACCURACY, CurveLog, Place, point_at
 from headway.reports.metrics import RunMetrics
 from headway.reports.report import events_of
 from headway.reports.run_directory import RunDirectory
@@ -143,7 +143,7 @@ def _results(runs: Sequence[RunRead]) -> list[Row]:
         Row("groups trained", tuple(human.count(of["groups"]["trained"]) for of in figures)),
         Row("seconds", tuple(human.number(end.seconds) for end in ends)),
         Row("tokens trained", tuple(human.number(of["tokens"]["trained"]) for of in figures)),
-        *at_equal("accuracy", [run.curves.points(ACCURACY) for run in runs]),
+        *at_equal("accuracy", [run.curves.points(ACCURACY) for run in runs], versions=True),
         *at_equal("training reward", [_smooth(run.curves.points(REWARD)) for run in runs]),
     ]
 
@@ -162,10 +162,10 @@ def _results(runs: Sequence[RunRead]) -> list[Row]:
     return rows
 
 
-def at_equal(name: str, points: Sequence[Sequence[tuple[Place, float]]]) -> list[Row]:
+def at_equal(name: str, points: Sequence[Sequence[tuple[Place, float]]], *, versions: bool = False) -> list[Row]:
     """Rows of a metric at the groups, seconds and tokens that all runs with a value of it have reached.
 
-    ``points``: of each run, by version. A run without any value has dashes.
+    ``points``: of each run, by version. A run without any value has dashes. ``versions``: say which version it is of.
     """
     known = [run for run in points if run]
     if not known:
@@ -173,9 +173,15 @@ def at_equal(name: str, points: Sequence[Sequence[tuple[Place, float]]]) -> list
     rows = []
     for axis, unit, write in AXES:
         at = min(getattr(run[-1][0], axis) for run in known)
-        cells = tuple(human.score(value_at(run, axis, at)) for run in points)
+        cells = tuple(_point(point_at(run, axis, at), versions) for run in points)
         rows.append(Row(f"{name} at {write(at)} {unit}", cells))
     return [*rows, Row(f"{name}, best", tuple(_best(run) for run in points))]
+
+
+def _point(point: tuple[Place, float] | None, versions: bool) -> str:
+    if point is None:
+        return human.UNKNOWN
+    return human.score(point[1]) + (f" v{point[0].version}" if versions else "")
 
 
 def _best(points: Sequence[tuple[Place, float]]) -> str:

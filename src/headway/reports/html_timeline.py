@@ -18,6 +18,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+from headway.events import Span
 from headway.reports import human
 from headway.reports.curves import to_json as curves_json
 from headway.reports.events_file import to_json_line
@@ -67,7 +68,7 @@ def page(
         data=data,
         mode=escape(mode),
         status=f'<span class="status {escape(status)}">{escape(status)}</span>{why}',
-        figures="\n".join(_figure(*figure) for figure in _figures(timeline)),
+        figures="\n".join(_figure(*figure) for figure in cards(figures, timeline.window, timeline.simulated)),
         sentence=escape(sentence),
         lanes=_lane_table(timeline),
         reasons=_reason_table(timeline),
@@ -94,12 +95,10 @@ def live_page(name: str) -> str:
 
 
 def live_parts(timeline: Timeline, max_spans: int) -> dict[str, Any]:
-    """Return what the live page shows of a timeline: its data, figures, sentence, idle reasons and remarks as text."""
+    """Return what the live page shows of a timeline: its data, and idle reasons and remarks as text."""
     lanes, resolution = merged(timeline.lanes, timeline.window, max_spans)
     return {
         "data": page_data(timeline, lanes, resolution),
-        "figures": list(_figures(timeline)),
-        "sentence": timeline.summary["bottleneck"],
         "reasons": _reason_rows(timeline),
         "remarks": list(_remarks(timeline, resolution)),
     }
@@ -174,13 +173,16 @@ def inside_script(json: str) -> str:
     return json.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
-def _figures(timeline: Timeline) -> Iterator[tuple[str, str, str]]:
-    """The figures that a reader wants to know first, each with its value and a remark."""
-    figures, lag = timeline.summary, timeline.summary["lag"]
+def cards(figures: dict[str, Any], window: Span, simulated: bool = False) -> Iterator[tuple[str, str, str]]:
+    """The figures that a reader wants to know first, each with its value and a remark.
+
+    ``figures``: as in ``summary.json``; ``window``: first and last event.
+    """
+    lag = figures["lag"]
     evaluations = figures["eval"]
     trained = figures["groups"]["trained"]
     bound = "no bound" if lag["bound"] is None else f"bound {lag['bound']}"
-    yield ("wall time", human.duration(figures["wall_s"] or timeline.window[1] - timeline.window[0]), "")
+    yield ("wall time", human.duration(figures["wall_s"] or window[1] - window[0]), "")
     yield ("versions", human.count(figures["version"]), "")
     yield ("groups trained", human.count(trained), f"of {human.count(figures['groups']['admitted'])} admitted")
     yield ("trainer idle", human.share(figures["trainer/idle_ratio"]), "")
@@ -189,7 +191,7 @@ def _figures(timeline: Timeline) -> Iterator[tuple[str, str, str]]:
     yield ("lag, mean", human.number(lag["mean"]), "")
     yield ("lag, most", human.UNKNOWN if lag["max"] is None else human.count(lag["max"]), bound)
     yield ("groups per second", human.number(figures["throughput"]["samples_per_s"]), "")
-    if evaluations and not timeline.simulated:
+    if evaluations and not simulated:
         first, last = evaluations[0]["accuracy"], evaluations[-1]["accuracy"]
         yield ("validation reward", human.score(last), f"from {human.score(first)}" if len(evaluations) > 1 else "")
 
