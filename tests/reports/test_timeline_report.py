@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from headway.errors import ConfigError
+from headway.errors import ConfigError, RunError
 from headway.events import Event
 from headway.reports.events_file import EventsFile
 from headway.reports.report import report
 from headway.reports.run_directory import RunDirectory, RunLock
+from tests.full_disk import files_of_at_most
 from tests.reports.scripted_run import ScriptedRun
 from tests.reports.timelines import cut_short
 
@@ -90,6 +91,17 @@ def test_a_record_that_does_not_parse_names_the_line(run: Path) -> None:
 def test_a_record_without_any_event_has_nothing_to_report(run: Path) -> None:
     (run / "events.jsonl").write_text("")
     assert "nothing has happened yet" in message(run)
+
+
+def test_a_disk_without_room_is_said_and_left_without_half_a_page(run: Path) -> None:
+    with files_of_at_most(1000), pytest.raises(RunError, match=r"\(File too large\); make room there, or give another"):
+        report(run)
+    assert not (run / "timeline.html").exists()
+
+
+def test_the_page_is_headed_by_the_name_of_its_run(run: Path) -> None:
+    text = report(run).html.read_text(encoding="utf-8")
+    assert "<h1>run <small>async_partial</small></h1>" in text
 
 
 def test_a_file_that_cannot_be_written_is_named_with_its_option(run: Path, tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from headway.reports import human
 from headway.reports.curves import to_json as curves_json
 from headway.reports.events_file import to_json_line
 from headway.reports.page_data import MAX_SPANS, busy_share, merged, page_data
+from headway.reports.run_directory import whole_file
 from headway.reports.sampled import validation_line
 from headway.reports.timeline import KEPT_DISCARDS, Story, Timeline, build_timeline, idle_reasons
 from headway.reports.token_scales import Color, Scale, scale_of
@@ -35,10 +36,20 @@ EMPTY = build_timeline([])
 
 
 def write_html(
-    timeline: Timeline, path: Path, *, bottleneck: str | None = None, samples: Sequence[dict[str, Any]] = ()
+    timeline: Timeline,
+    path: Path,
+    *,
+    bottleneck: str | None = None,
+    samples: Sequence[dict[str, Any]] = (),
+    name: str | None = None,
 ) -> None:
-    """Write the page to ``path``, which is replaced. ``bottleneck`` is a sentence, the summary's own when not given."""
-    path.write_text(page(timeline, bottleneck=bottleneck, samples=samples), encoding="utf-8")
+    """Write the page to ``path``, which is replaced. ``bottleneck`` is a sentence, the summary's own when not given.
+
+    ``name``: the run's.
+    """
+    text = page(timeline, bottleneck=bottleneck, samples=samples, name=name)
+    with whole_file(path) as file:
+        file.write(text)
 
 
 def page(
@@ -47,8 +58,12 @@ def page(
     bottleneck: str | None = None,
     max_spans: int = MAX_SPANS,
     samples: Sequence[dict[str, Any]] = (),
+    name: str | None = None,
 ) -> str:
-    """Return the HTML text of a timeline's page. ``samples``: those to show, as ``samples.jsonl`` has them."""
+    """Return the HTML text of a timeline's page. ``samples``: those to show, as ``samples.jsonl`` has them.
+
+    ``name``: the run's, which heads the page before its mode.
+    """
     figures, sentence = timeline.summary, bottleneck or timeline.summary["bottleneck"]
     mode = str(figures["mode"] or "unknown mode")
     status = "simulated" if timeline.simulated else str(figures["status"])
@@ -64,9 +79,9 @@ def page(
     return filled(
         "timeline.html",
         SCRIPTS,
-        title=f"{mode} · Headway timeline",
+        title=f"{name or mode} · Headway timeline",
         data=data,
-        mode=escape(mode),
+        mode=escape(mode) if name is None else f"{escape(name)} <small>{escape(mode)}</small>",
         status=f'<span class="status {escape(status)}">{escape(status)}</span>{why}',
         figures="\n".join(_figure(*figure) for figure in cards(figures, timeline.window, timeline.simulated)),
         sentence=escape(sentence),

@@ -6,13 +6,13 @@ from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from headway.errors import ConfigError, DataError
+from headway.errors import ConfigError, DataError, RunError
 from headway.events import Event
 from headway.reports.alive import is_trained, standing
 from headway.reports.events_file import read_events
 from headway.reports.groups import GroupLog
 from headway.reports.html_timeline import write_html
-from headway.reports.run_directory import RunDirectory
+from headway.reports.run_directory import FULL, RunDirectory
 from headway.reports.sampled import SampleIndex, for_page, read_all
 from headway.reports.tail import Rewritten
 from headway.reports.timeline import Timeline, TimelineBuilder
@@ -44,12 +44,16 @@ def report(run: Path, html: Path | None = None, trace: Path | None = None) -> Wr
 
     Raises:
         ConfigError: ``run`` is no run's directory, its record cannot be read, or a file cannot be written.
+        RunError: a disk has no room for a file.
     """
     written = places(run, html, trace)
     samples = _samples(run)
     shown = for_page(samples)
     timeline = _timeline(run, {sample["group"] for sample in shown if "group" in sample})
-    _write(lambda timeline, path: write_html(timeline, path, samples=shown), timeline, written.html, "--html")
+    name = run.resolve().name
+    _write(
+        lambda timeline, path: write_html(timeline, path, samples=shown, name=name), timeline, written.html, "--html"
+    )
     _write(write_trace, timeline, written.trace, "--trace")
     return replace(written, damaged=samples.damaged)
 
@@ -118,6 +122,10 @@ def _write(write: Callable[[Timeline, Path], None], timeline: Timeline, path: Pa
         write(timeline, path)
     except OSError as cause:
         problem = cause.strerror or cause
+        if cause.errno in FULL:
+            raise RunError(
+                f"{option}: got {path}, which cannot be written ({problem}); make room there, or give another file"
+            ) from cause
         raise ConfigError(
             f"{option}: got {path}, which cannot be written ({problem}); expected a file in a directory that exists"
         ) from cause
