@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from headway.errors import ConfigError, DataError, RunError
@@ -50,10 +51,8 @@ def report(run: Path, html: Path | None = None, trace: Path | None = None) -> Wr
     samples = _samples(run)
     shown = for_page(samples)
     timeline = _timeline(run, {sample["group"] for sample in shown if "group" in sample})
-    name = run.resolve().name
-    _write(
-        lambda timeline, path: write_html(timeline, path, samples=shown, name=name), timeline, written.html, "--html"
-    )
+    write_page = partial(write_html, samples=shown, name=run.resolve().name)
+    _write(write_page, timeline, written.html, "--html")
     _write(write_trace, timeline, written.trace, "--trace")
     return replace(written, damaged=samples.damaged)
 
