@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from headway.cli import cli
 from headway.errors import ConfigError, RunError
 from headway.events import Event
 from headway.reports.events_file import EventsFile
@@ -86,6 +88,16 @@ def test_a_record_that_does_not_parse_names_the_line(run: Path) -> None:
     assert f"{events}:4" in message(run)
     events.write_bytes(b"\xff\xfe\n")
     assert str(run) in message(run)
+
+
+def test_a_record_that_lacks_its_middle_is_said_not_to_add_up(run: Path) -> None:
+    assert report(run).adds_up
+    events = run / "events.jsonl"
+    lines = events.read_text().splitlines(keepends=True)
+    events.write_text("".join([*lines[:30], *lines[60:]]))
+    assert not report(run).adds_up
+    done = CliRunner().invoke(cli, ["report", str(run)])
+    assert done.stderr.startswith(f"warning: the groups in {events} do not add up: lines of it are missing")
 
 
 def test_a_record_without_any_event_has_nothing_to_report(run: Path) -> None:

@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from headway.config.layers import flatten
+from headway.config.layers import overlay, read_file
 from headway.errors import ConfigError
 from headway.reports import human
 from headway.reports.alive import standing
@@ -104,13 +103,14 @@ def _read(path: Path, name: str) -> RunRead:
 def _settings(path: Path) -> dict[str, Any]:
     config = RunDirectory(path).config
     try:
-        values = yaml.safe_load(config.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as cause:
+        layers = read_file(config)
+    except ConfigError as cause:
         said = " ".join(str(cause).split())  # YAML's own is a small picture
-        raise ConfigError(f"RUN: got {path}, whose {config.name} cannot be read: {said}") from cause
-    if not isinstance(values, dict):
-        raise ConfigError(f"RUN: got {path}, whose {config.name} holds no settings")
-    return dict(flatten(values))
+        raise ConfigError(f"RUN: got {path}, whose settings cannot be read: {said}") from cause
+    values: dict[str, Any] = {}
+    for layer in layers:
+        values = overlay(values, layer.values)
+    return values
 
 
 def compared(runs: Sequence[RunRead]) -> Comparison:

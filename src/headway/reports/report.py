@@ -30,6 +30,8 @@ class Written:
     trace: Path
     damaged: int = 0
     """Number of lines of ``samples.jsonl`` that are no samples, and are left out."""
+    adds_up: bool = True
+    """False where groups of the record are without their fate, or the reverse: lines of it are missing."""
 
 
 def places(run: Path, html: Path | None = None, trace: Path | None = None) -> Written:
@@ -54,7 +56,7 @@ def report(run: Path, html: Path | None = None, trace: Path | None = None) -> Wr
     write_page = partial(write_html, samples=shown, name=run.resolve().name)
     _write(write_page, timeline, written.html, "--html")
     _write(write_trace, timeline, written.trace, "--trace")
-    return replace(written, damaged=samples.damaged)
+    return replace(written, damaged=samples.damaged, adds_up=bool(timeline.summary["balanced"]))
 
 
 def _timeline(run: Path, sampled: Container[int]) -> Timeline:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from headway.reports.trackers.apart import GOOD_ROWS, MOST_STARTS, Memory, TrackerApart, memory_file
+from headway.reports.trackers.factory import ADDRESSES
 from headway.reports.trackers.outbox import Ending, Outbox
 from headway.reports.trackers.trackers import Trackers
 from tests.full_disk import files_of_at_most
@@ -68,6 +69,22 @@ def test_a_tool_that_hangs_is_given_up_at_the_end_and_what_it_lacks_is_said(call
     assert told.warnings[0].endswith(" (it did not answer within 0 s); send it with: headway sync RUN")
     assert not memory(tmp_path).whole
     assert not [thread for thread in threading.enumerate() if thread.name == "tracker-tool"]
+
+
+def test_a_tool_that_never_answered_is_named_with_its_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(
+        ADDRESSES,  # type: ignore[arg-type]
+        "tool",
+        ("TOOL_URI",),
+    )
+    monkeypatch.setenv("TOOL_URI", "http://me:secret@203.0.113.1:5000")
+    tool, told = Tool(hangs_at="open"), Told()
+    tracker = apart(tool, told, tmp_path)
+    trackers = Trackers(None, [tracker], told.say)
+    trackers.start()
+    trackers.finish({"status": "completed"}, limit_s=0.0)
+    assert tracker.join(SOON_S)
+    assert "(it did not answer within 0 s; it is looked for at TOOL_URI=http://203.0.113.1:5000)" in told.warnings[0]
 
 
 def test_a_tool_that_does_not_answer_for_a_minute_is_said_to_be_behind_once(tmp_path: Path) -> None:

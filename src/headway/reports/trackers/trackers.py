@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import shlex
 import time
 from collections.abc import Callable, Sequence
@@ -12,10 +14,10 @@ from typing import Any
 
 from headway.config.layers import flatten
 from headway.config.schema import Config
-from headway.errors import DataError
+from headway.errors import DataError, writable
 from headway.reports.run_directory import RunDirectory
 from headway.reports.trackers.apart import Memory, Say, TrackerApart, memory_file
-from headway.reports.trackers.factory import PACKAGES
+from headway.reports.trackers.factory import ADDRESSES, PACKAGES
 from headway.reports.trackers.outbox import Ending, Outbox
 from headway.reports.trackers.process import TrackerProcess
 from headway.reports.trackers.tables import trimmed
@@ -83,9 +85,9 @@ class Trackers:
         return [tracker.name for tracker in self._apart]
 
     @property
-    def places(self) -> list[tuple[str, str]]:
-        """Names of trackers, and where each shows the run, for those that have said it."""
-        return [(tracker.name, tracker.where) for tracker in self._apart if tracker.where]
+    def places_after(self) -> list[tuple[str, str]]:
+        """Names of trackers, and where each shows the run once it is over, for those that have said it."""
+        return [(tracker.name, tracker.where) for tracker in self._apart if tracker.where and tracker.name in KEPT]
 
     def finish(self, summary: dict[str, Any], model: Path | None = None, *, limit_s: float | None = None) -> None:
         """End all entries, and wait for them for `LIMIT_S` or ``limit_s``, longer where they get the model.
@@ -109,7 +111,7 @@ class Trackers:
             for tracker in self._apart:
                 tracker.give_up()
         for tracker in self._apart:
-            if lacks := tracker.missing(silent):
+            if lacks := tracker.missing(silent + _where(tracker.name)):
                 self._say.warn(lacks)
 
     def _wait(self, limit_s: float) -> None:
@@ -120,6 +122,15 @@ class Trackers:
             self._say.phase(f"waiting for {waiting}, up to {limit_s:.0f} s")
         for tracker in self._apart:
             tracker.join(max(end - self._clock(), 0.0))
+
+
+def _where(name: str) -> str:
+    """Name the variable that says where a tracker is, which may be wrong; "" where none is set."""
+    given = next((key for key in ADDRESSES.get(name, ()) if os.environ.get(key)), None)
+    if given is None:
+        return ""
+    without_password = re.sub(r"//[^/@]*@", "//", os.environ[given])
+    return f"; it is looked for at {given}={writable(without_password)}"
 
 
 def _bytes_in(folder: Path) -> int:
