@@ -75,5 +75,5 @@ def test_each_ends_in_the_message_that_the_document_has(
         done = CliRunner().invoke(cli, typed)
     message, code = rows()[name]
     pattern = ".*".join(re.escape(part) for part in message.split("…"))
-    assert done.exit_code == code, done.stderr
+    assert (done.exit_code, done.stdout) == (code, ""), done.stderr
     assert re.fullmatch(f"error: {pattern}\n", done.stderr), done.stderr

@@ -6,6 +6,7 @@ import fcntl
 import http.client
 import json
 import os
+import shutil
 import socket
 import stat
 import threading
@@ -322,6 +323,15 @@ def test_a_run_goes_on_while_its_lock_is_held_and_was_killed_when_nobody_holds_i
     assert "version 3, 12 of 24 groups trained" in status["words"]
     lock.release()
     assert up_to_date(follower).message(0, -1)["status"]["status"] == "killed"
+
+
+def test_a_directory_that_is_removed_meanwhile_is_said_to_be_gone(run: Path, watched: Callable[..., Follower]) -> None:
+    follower = watched()
+    shutil.rmtree(run)
+    assert up_to_date(follower).message(0, -1)["status"] == {
+        "status": "unreadable",
+        "reason": "the run's directory is gone",
+    }
 
 
 def test_a_run_that_only_starts_is_said_to(tmp_path: Path) -> None:

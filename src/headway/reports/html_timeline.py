@@ -266,6 +266,11 @@ def _remarks(timeline: Timeline, resolution: float) -> Iterator[str]:
         "weights are idle time, with a reason."
     )
     yield (
+        "The table of idle time shares out every second in which nothing was computed. The sentence at the top adds up "
+        "the waits that fetches and updates told of, the one at the end for groups that never came among them, and "
+        "leaves out what it blames on something else: its shares may differ by a few percent."
+    )
+    yield (
         "Where spans are narrower than a pixel, a column is filled from below by the share of each colour. Update "
         "phases are placed by when they were reported and how long they took."
     )

@@ -133,7 +133,7 @@ class TrackerApart:
             try:
                 self._thread.start()
             except RuntimeError as cause:  # the system allows no more threads
-                self._warn(f"cannot be started ({cause}); the run goes on without")
+                self._warn(f"cannot be started ({cause})" + ("; the run goes on without" if self._goes_on else ""))
 
     def on_row(self, row: dict[str, Any]) -> None:
         self._outbox.put_row(row)

@@ -138,6 +138,12 @@ class Follower:
         """Wait so long, or until following ends."""
         self._closing.wait(seconds)
 
+    def first_look(self, timeout_s: float) -> bool:
+        """Wait until the run was read, so many seconds at most; tell whether it can be followed, as far as is known."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._status != READING or self._closing.is_set(), timeout_s)
+        return self._failure is None
+
     def join(self) -> None:
         """Wait until following ends, by `close` or by a failure. Raises `DataError` where the record is damaged.
 
@@ -307,6 +313,8 @@ class Follower:
 
     def _stands(self) -> dict[str, Any]:
         """How the run stands: by its last event, or by who holds its lock."""
+        if not self._directory.path.is_dir():
+            return {"status": "unreadable", "reason": "the run's directory is gone"}
         metrics = self._read.builder.metrics
         found = standing(metrics.started, metrics.finished, self._directory.lock)
         if not found.goes_on:

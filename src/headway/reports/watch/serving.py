@@ -16,6 +16,9 @@ from headway.reports.run_directory import RunDirectory
 from headway.reports.watch.follower import Follower
 from headway.reports.watch.server import Server
 
+FIRST_LOOK_S = 1.0
+"""Seconds that the address waits for the record, which may be damaged; a large one is read behind it."""
+
 
 def serve(run: Path, port: int, tell: Callable[[str], None], open_page: bool) -> None:
     """Serve the page of the run in directory ``run`` until an interrupt. ``tell`` is called with its address.
@@ -30,9 +33,10 @@ def serve(run: Path, port: int, tell: Callable[[str], None], open_page: bool) ->
     thread.start()
     hint: Path | None = None
     try:
-        tell(server.url)
-        if open_page:
-            hint = _opened(server.url)
+        if follower.first_look(FIRST_LOOK_S):
+            tell(server.url)
+            if open_page:
+                hint = _opened(server.url)
         with suppress(KeyboardInterrupt):  # the way to end it
             try:
                 follower.join()
