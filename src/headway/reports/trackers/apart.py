@@ -26,6 +26,7 @@ MOST_STARTS = 3
 """Most processes that are started for one tracker in a run without `GOOD_ROWS` taken in between."""
 GOOD_ROWS = 10
 """Number of rows that a process takes before those that were started before it are forgotten."""
+GOES_ON = "; the run goes on, and what waits is sent later"
 MOST_REFUSALS = 3
 """Times that one row is refused before what is behind it is tried, and that settings are before the run's end."""
 
@@ -88,7 +89,7 @@ class TrackerApart:
         say: Say,
         *,
         remedy: str = "",
-        goes_on: str = "; the run goes on, and what waits is sent later",
+        goes_on: str = GOES_ON,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Prepare; nothing is started. ``link`` starts the tracker's process, in this tracker's thread. ``remedy``: the

@@ -16,7 +16,7 @@ from headway.config.layers import flatten
 from headway.config.schema import Config
 from headway.errors import DataError, writable
 from headway.reports.run_directory import RunDirectory
-from headway.reports.trackers.apart import Memory, Say, TrackerApart, memory_file
+from headway.reports.trackers.apart import GOES_ON, Memory, Say, TrackerApart, memory_file
 from headway.reports.trackers.factory import ADDRESSES, PACKAGES
 from headway.reports.trackers.outbox import Ending, Outbox
 from headway.reports.trackers.process import TrackerProcess
@@ -203,14 +203,14 @@ def _setting(config: Config, directory: RunDirectory) -> Setting:
 
 
 def _apart(
-    name: str, setting: Setting, directory: RunDirectory, say: Say, memory: Memory, **words: str
+    name: str, setting: Setting, directory: RunDirectory, say: Say, memory: Memory, goes_on: str = GOES_ON
 ) -> TrackerApart:
     """Make a tracker in a process of its own, which goes on in the entry that the run's directory remembers."""
     outbox = Outbox(directory.metrics, rows=_lines(directory.metrics), sent=memory.rows)
     link = partial(TrackerProcess, name, directory.logs / f"{name}.log")
     remedy = f"headway sync {shlex.quote(str(directory.path))}" if name in KEPT else ""
     own = replace(setting, entry=memory.entry)
-    return TrackerApart(name, own, outbox, link, say, remedy=remedy, **words)
+    return TrackerApart(name, own, outbox, link, say, remedy=remedy, goes_on=goes_on)
 
 
 def _lines(path: Path) -> int:
