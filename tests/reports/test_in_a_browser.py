@@ -302,6 +302,7 @@ def test_a_live_page_follows_a_run_through_a_kill_and_a_resume(page: Page, tmp_p
     run = written(tmp_path / "run", begun, [sample(2, 0)])
     status = "document.getElementById('status').textContent"
     trained = "[...document.querySelectorAll('#ledger .account .trained')][0].textContent.trim()"
+    card = "[...document.querySelectorAll('#figures div')].find((one) => one.textContent.startsWith('groups trained'))"
     lock = RunLock(run / "run.lock")
     lock.take()
     (run / "events.jsonl").touch()
@@ -312,6 +313,7 @@ def test_a_live_page_follows_a_run_through_a_kill_and_a_resume(page: Page, tmp_p
         page.wait(f"{status}.startsWith('running: version 3, 12 of 32') && {trained} === '12 trained'")
         append(run, whole[len(begun) : whole.index(boundary(6, whole)) + 1])
         page.wait(f"{trained} === '24 trained'")
+        assert page.ask(f"{card}.querySelector('dd').firstChild.textContent") == "24"
         with (run / "samples.jsonl").open("a") as samples:
             samples.write("{nonsense}\n")
         page.wait("document.getElementById('counted').textContent.endsWith('samples.jsonl, which are left out: 1')")
