@@ -18,8 +18,9 @@ from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from headway.errors import HeadwayError, RunError, StallError, UserError, said_by
+from headway.errors import DataError, HeadwayError, RunError, StallError, UserError, said_by
 from headway.reports.alive import is_trained
+from headway.reports.events_file import look_through
 from headway.reports.run_directory import RunDirectory
 
 ADDRESS_BYTES = 107
@@ -244,6 +245,9 @@ def _why_alone(run: RunDirectory) -> str:
     """Return why nobody answers for a run."""
     trained = is_trained(run.lock)
     if trained is False:
+        with suppress(DataError):
+            if look_through(run.events).ended == "completed":
+                return "no process trains this run, which is complete: a run is asked while it trains"
         return f"no process trains this run. To go on with it: headway train --resume {run.path}"
     holder, here = _holder(run), socket.gethostname()
     if trained is None and " on " in holder and not holder.endswith(f" on {here}"):

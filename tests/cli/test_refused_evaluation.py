@@ -18,6 +18,7 @@ from tests.cli.test_commands import run
     ("arguments", "message"),
     [
         (["MODEL"], "expected DATA"),
+        (["/nonexist"], "MODEL: got /nonexist, which does not exist; expected a Hugging Face folder"),
         (["MODEL", "data.max_response_length=4"], "expected DATA"),
         (["MODEL", "test.csv"], "DATA: got test.csv, expected a .jsonl or .parquet file, or a task"),
         (["MODEL", "nowhere.jsonl"], "DATA: got nowhere.jsonl, which does not exist"),

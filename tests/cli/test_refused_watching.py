@@ -36,6 +36,11 @@ def hold_elsewhere(folder: Path) -> None:
     (folder / "run" / "run.lock").write_text("process 7 on there\n")
 
 
+def kill(folder: Path) -> None:
+    events = folder / "run" / "events.jsonl"
+    events.write_text("".join(events.read_text().splitlines(keepends=True)[:-1]))
+
+
 CASES: dict[str, tuple[str, Callable[[Path], None]]] = {
     "watch of what is no run": ("watch nowhere", lambda folder: None),
     "watch of a run whose record is damaged": ("watch other", damage),
@@ -46,7 +51,8 @@ CASES: dict[str, tuple[str, Callable[[Path], None]]] = {
     "compare of settings that cannot be read": ("compare run other", spoil_settings),
     "--html over a file of a run": ("compare run other --html other/events.jsonl", lambda folder: None),
     "ctl of what is no run": ("ctl nowhere profile", lambda folder: None),
-    "ctl of a run that nobody trains": ("ctl run profile", lambda folder: None),
+    "ctl of a run that nobody trains": ("ctl run profile", kill),
+    "ctl of a run that is complete": ("ctl run profile", lambda folder: None),
     "ctl of a run on another machine": ("ctl run profile", hold_elsewhere),
 }
 
@@ -69,5 +75,5 @@ def test_each_ends_in_the_message_that_the_document_has(
         done = CliRunner().invoke(cli, typed)
     message, code = rows()[name]
     pattern = ".*".join(re.escape(part) for part in message.split("…"))
-    assert done.exit_code == code, done.stderr
+    assert (done.exit_code, done.stdout) == (code, ""), done.stderr
     assert re.fullmatch(f"error: {pattern}\n", done.stderr), done.stderr

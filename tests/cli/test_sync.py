@@ -59,9 +59,72 @@ def test_what_cannot_be_sent_is_said_and_is_an_error(tmp_path: Path, monkeypatch
     done = run("sync", str(a_run(tmp_path / "run", "wandb")))
     assert done.exit_code == 1
     assert "wandb did not get 4 of 4 rows, the summary (ConnectionError: no route to host)" in done.stderr
+    assert "the run goes on" not in done.stderr
 
 
 def test_a_run_that_names_no_tracker_which_keeps_anything_is_refused(tmp_path: Path) -> None:
     done = run("sync", str(a_run(tmp_path / "run", "tensorboard")))
     assert done.exit_code == 2
     assert "reports.trackers names none of wandb, mlflow, trackio; name one in" in done.stderr
+
+
+def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    stub(tmp_path, monkeypatch, on_log=LOGS)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    return a_run(tmp_path / "run", "wandb")
+
+
+def test_a_damaged_row_is_named_and_all_others_are_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = offline(tmp_path, monkeypatch)
+    metrics = path / "metrics.jsonl"
+    metrics.write_text(metrics.read_text().replace('{"version": 1}', "garbage"))
+    done = run("sync", str(path))
+    assert done.exit_code == 1
+    memory = path / "trackers" / "wandb.json"
+    assert done.stderr == (
+        f"warning: wandb did not get 1 rows, which {metrics} does not have whole (line 2); to send all of it to a new "
+        f"entry, take that file from a copy, remove {memory}, and give: headway sync {path}\n"
+    )
+    assert logged(path) == [0, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "told"),
+    [
+        ("metrics.jsonl", None, "cannot be read (No such file or directory), from which trackers get the run's rows"),
+        ("summary.json", "{", "take it from a copy of the run, or remove it, to send the run without it"),
+        ("summary.json", "[]", "take it from a copy of the run, or remove it, to send the run without it"),
+        ("trackers/wandb.json", "{{", "so that it is not known what wandb has of the run; take the file from a copy"),
+        ("trackers/wandb.json", '{"entry": 3, "rows": 99}', "it has other values than an entry, a number of rows"),
+        ("trackers/wandb.json", '{"what": 3}', "remove it, to send the run to a new entry"),
+    ],
+)
+def test_a_damaged_file_is_named_before_anything_is_sent(
+    name: str, text: str | None, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = offline(tmp_path, monkeypatch)
+    (path / "trackers").mkdir()
+    if text is None:
+        (path / name).unlink()
+    else:
+        (path / name).write_text(text)
+    done = run("sync", str(path))
+    assert done.exit_code == 2
+    assert done.stderr.startswith(f"error: {path / name} cannot be read (")
+    assert told in done.stderr
+    assert not (path / "logs" / "wandb.log").exists()
+
+
+def test_a_copied_run_without_logs_is_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = offline(tmp_path, monkeypatch)
+    (path / "logs").rmdir()
+    assert run("sync", str(path)).exit_code == 0
+    assert logged(path) == [0, 1, 2, 3]
+
+
+def test_a_run_that_is_all_sent_needs_no_login(tmp_path: Path) -> None:
+    path = a_run(tmp_path / "run", "wandb", "mlflow")  # which are not installed here
+    (path / "trackers").mkdir()
+    for name in ("wandb", "mlflow"):
+        Memory("there", rows=4, whole=True).write(memory_file(path / "trackers", name))
+    assert run("sync", str(path)).stdout == "nothing to send: the trackers have all of this run\n"

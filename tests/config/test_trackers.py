@@ -35,6 +35,10 @@ def test_an_unknown_tracker_is_answered_with_those_that_there_are() -> None:
     assert message.startswith("reports.trackers[0]: got 'comet' (on the command line), expected 'tensorboard', 'wandb'")
 
 
+def test_a_tracker_that_is_misspelled_is_answered_with_what_was_meant() -> None:
+    assert refusal("reports.trackers=wanb").endswith("'trackio' or 'prometheus'; did you mean 'wandb'?")
+
+
 def test_a_tracker_is_named_once() -> None:
     assert "expected each tracker once" in refusal("reports.trackers=[wandb, wandb]")
 

@@ -164,7 +164,7 @@ def written(
     run: Path, events: Sequence[Event], samples: Sequence[dict[str, Any]] = (), config: dict[str, Any] | None = None
 ) -> Path:
     """Write a run's directory: its events, samples and settings."""
-    run.mkdir(parents=True)
+    run.mkdir(parents=True, exist_ok=True)
     (run / "events.jsonl").write_text(lines(event.to_json() for event in events))
     (run / "config.yaml").write_text(json.dumps(config or {"mode": "async_partial", "run": {"dir": str(run)}}))
     if samples:

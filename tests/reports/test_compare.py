@@ -49,9 +49,9 @@ def test_runs_of_different_lengths_are_compared_where_both_have_been() -> None:
     first = read("a", *(row(v, **{ACCURACY: 0.1 * v}) for v in range(6)))
     second = read("b", *(row(v, **{ACCURACY: 0.2 * v} | slow) for v in range(3)))
     found = compared([first, second])
-    assert cells(found, "accuracy at 8 groups") == ("0.200", "0.400")
-    assert cells(found, "accuracy at 20 seconds") == ("0.200", "0.400")
-    assert cells(found, "accuracy at 200 tokens") == ("0.400", "0.400")
+    assert cells(found, "accuracy at 8 groups") == ("0.200 v2", "0.400 v2")
+    assert cells(found, "accuracy at 20 seconds") == ("0.200 v2", "0.400 v2")
+    assert cells(found, "accuracy at 200 tokens") == ("0.400 v4", "0.400 v2")
     assert cells(found, "accuracy, best") == ("0.500", "0.400")
 
 
@@ -157,7 +157,7 @@ def test_comparing_says_what_is_wrong_in_one_message(tmp_path: Path) -> None:
         file.write("nonsense\n")
     code, text = typed(run, damaged)
     assert (code, text.count("\n")) == (2, 1)
-    assert "is not an event" in text
+    assert "is damaged: it is not one whole JSON object" in text
     (damaged / "events.jsonl").write_text("")
     assert "nothing has happened yet" in typed(run, damaged)[1]
 
@@ -165,7 +165,7 @@ def test_comparing_says_what_is_wrong_in_one_message(tmp_path: Path) -> None:
 def test_settings_that_cannot_be_read_are_one_message(tmp_path: Path) -> None:
     runs = [written(tmp_path / name, story(versions=2)) for name in "ab"]
     (runs[1] / "config.yaml").write_text("a: [")
-    with pytest.raises(ConfigError, match=r"config\.yaml cannot be read"):
+    with pytest.raises(ConfigError, match=r"settings cannot be read: .*config\.yaml: not valid YAML: line 1"):
         read_runs(runs)
 
 

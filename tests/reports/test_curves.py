@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.reports.curves import ACCURACY, MOST_CURVES, MOST_POINTS, CurveLog, Place, thinned, to_json, value_at
+from headway.reports.curves import ACCURACY, MOST_CURVES, MOST_POINTS, CurveLog, Place, point_at, thinned, to_json
 
 
 def log_of(*rows: dict[str, Any]) -> CurveLog:
@@ -120,5 +120,6 @@ def test_a_packed_curve_names_the_places_of_its_values() -> None:
 
 def test_the_value_at_a_place_is_the_last_one_until_there() -> None:
     points = log_of(row(0, **{"reward/mean": 0.25}), row(1, **{"reward/mean": 0.5})).points("reward/mean")
-    assert [value_at(points, "groups", groups) for groups in (3, 4, 7, 8, 100)] == [None, 0.25, 0.25, 0.5, 0.5]
-    assert value_at([], "groups", 1) is None
+    found = [point_at(points, "groups", groups) for groups in (3, 4, 7, 8, 100)]
+    assert [point and point[1] for point in found] == [None, 0.25, 0.25, 0.5, 0.5]
+    assert point_at([], "groups", 1) is None

@@ -110,8 +110,16 @@ def test_nothing_of_a_report_is_cut(page: Page, small: Path, width: int, height:
 @pytest.mark.parametrize(("width", "height"), SIZES)
 def test_nothing_of_a_comparison_is_cut(page: Page, tmp_path: Path, width: int, height: int) -> None:
     runs = [
-        written(tmp_path / f"run{i}", story(versions=6 + 4 * i), config={"mode": f"mode{i}", "rollout": {"n": 8 + i}})
-        for i in range(3)
+        written(
+            tmp_path / f"run{i}",
+            story(versions=6 + 4 * i),
+            config={
+                "mode": f"mode{i}",
+                "rollout": {"n": 8 + i},
+                "data": {"train_files": f"/a/long/path/to/the/data/{i}"},
+            },
+        )
+        for i in range(4)
     ]
     write_page(compared(read_runs(runs)), tmp_path / "compare.html")
     page.problems.clear()
@@ -120,6 +128,8 @@ def test_nothing_of_a_comparison_is_cut(page: Page, tmp_path: Path, width: int, 
     page.frame()
     assert page.ask("document.querySelectorAll('.panel').length") >= 8
     assert page.cut() == []
+    over = "[...document.querySelectorAll('.wide')].map((box) => box.scrollWidth - box.clientWidth)"
+    assert page.ask(over) == [0, 0]
     assert page.problems == []
     picture(page, f"compare-{width}")
 
@@ -292,6 +302,7 @@ def test_a_live_page_follows_a_run_through_a_kill_and_a_resume(page: Page, tmp_p
     run = written(tmp_path / "run", begun, [sample(2, 0)])
     status = "document.getElementById('status').textContent"
     trained = "[...document.querySelectorAll('#ledger .account .trained')][0].textContent.trim()"
+    card = "[...document.querySelectorAll('#figures div')].find((one) => one.textContent.startsWith('groups trained'))"
     lock = RunLock(run / "run.lock")
     lock.take()
     (run / "events.jsonl").touch()
@@ -302,6 +313,7 @@ def test_a_live_page_follows_a_run_through_a_kill_and_a_resume(page: Page, tmp_p
         page.wait(f"{status}.startsWith('running: version 3, 12 of 32') && {trained} === '12 trained'")
         append(run, whole[len(begun) : whole.index(boundary(6, whole)) + 1])
         page.wait(f"{trained} === '24 trained'")
+        assert page.ask(f"{card}.querySelector('dd').firstChild.textContent") == "24"
         with (run / "samples.jsonl").open("a") as samples:
             samples.write("{nonsense}\n")
         page.wait("document.getElementById('counted').textContent.endsWith('samples.jsonl, which are left out: 1')")

@@ -138,7 +138,7 @@ def test_the_clock_stands_still_between_the_boundary_and_the_new_start(tmp_path:
 def points(directory: Path, name: str) -> list[int]:
     accumulator = EventAccumulator(str(directory / "tensorboard"))
     accumulator.Reload()
-    return sorted(point.step for point in accumulator.Tensors(name))
+    return sorted(point.step for point in accumulator.Scalars(name))
 
 
 def test_tensorboard_forgets_what_is_undone(undisturbed: Path, tmp_path: Path) -> None:

@@ -39,6 +39,12 @@ def test_a_line_that_is_longer_than_what_is_read_at_once_is_read_whole(
     assert [line for _ in range(3) for _, line in tail.read()] == [b"x" * 50 + b"\n", b"end\n"]
 
 
+def test_a_tail_ends_a_line_where_every_other_reader_does(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    path.write_bytes(b"damaged\rby\r\nbytes \x0b\x0c\x85\nand whole\n")
+    assert [line for _, line in Tail(path).read()] == path.open("rb").readlines()
+
+
 @pytest.mark.parametrize("change", ["replaced", "shortened", "removed"])
 def test_a_tail_notices_a_file_that_is_another_one(tmp_path: Path, change: str) -> None:
     path = tmp_path / "file"

@@ -18,6 +18,7 @@ from headway.config.loading import dump
 from headway.config.schema import Config
 from headway.reports import shown
 from headway.reports.events_file import EventsFile
+from headway.reports.run_directory import RunLock
 from headway.reports.show import print_group
 from headway.reports.token_scales import Color, scale_of, values_of
 from tests.reports.samples import episode, row, sample, validation
@@ -257,9 +258,21 @@ def test_what_cannot_be_shown_is_one_message(run_dir: Path, tmp_path: Path) -> N
     ("events", "samples", "arguments", "message"),
     [
         ("", None, [], "where nothing has happened yet: events.jsonl has no complete line"),
-        ('{"kind": "note", "time": 1.0, "level": "info", "text": "x"}\n', "", [], "the run is still starting"),
-        ('{"kind": "note", "time": 1.0, "level": "info", "text": "x"}\n', "", ["3"], "no group was admitted"),
-        ('{"kind": "group.admitted", "number": 3, "colour": 1}\n', "", ["3"], "is not an event of this version of"),
+        ('{"kind": "note", "time": 1.0, "level": "info", "text": "x"}\n', "", [], "where no group was admitted yet"),
+        (
+            '{"kind": "note", "time": 1.0, "level": "info", "text": "x"}\n',
+            "",
+            ["3"],
+            "admitted yet: nobody",
+        ),
+        (
+            '{"kind": "group.admitted", "number": 3, "colour": 1}\n',
+            "",
+            ["3"],
+            "'group.admitted' lacks admitted, ",
+        ),
+        ('{"kind": "future.thing", "number": 3}\n', "", ["3"], "'future.thing' is none that it has. Read the run with"),
+        ('{"kind": "group.admitted", "number": 3, \n', "", ["3"], "is damaged: it is not one whole JSON object. Take"),
         ("\xff\xfe\n", "", ["3"], "is damaged: it is not UTF-8"),
         ("", "{}\n", [], "whose samples.jsonl has damaged lines and no sample of a group that can be read"),
         ("", "{}\n", ["2", "--validation"], "has damaged lines and no sample of a validation that can be read"),
@@ -280,6 +293,32 @@ def test_a_run_that_was_told_to_keep_nothing_says_so(run_dir: Path, tmp_path: Pa
     (tmp_path / "events.jsonl").write_bytes((run_dir / "events.jsonl").read_bytes())
     assert "which keeps no samples: it has reports.samples=0" in refused(tmp_path)
     assert "the run has reports.samples=0; reports.samples=N keeps N groups a version" in said(tmp_path, "4")
+
+
+def test_whether_a_run_that_has_nothing_yet_is_starting_is_said(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(dump(Config()))
+    (tmp_path / "events.jsonl").write_text("")
+    assert refused(tmp_path).endswith("has no complete line; nobody trains there, and nothing will")
+    lock = RunLock(tmp_path / "run.lock")
+    lock.take()
+    assert refused(tmp_path).endswith("the run is still starting; ask again in a moment")
+    lock.release()
+
+
+def test_a_file_of_samples_that_is_missing_is_said_to_be(run_dir: Path, tmp_path: Path) -> None:
+    (copied(run_dir, tmp_path, []) / "samples.jsonl").unlink()
+    for arguments in ([], ["--validation"], ["2", "--validation"]):
+        assert "whose samples.jsonl is missing: what was said is in no other file" in refused(tmp_path, *arguments)
+    assert "is not known: the run's samples.jsonl is missing." in said(tmp_path, "4")
+
+
+def test_one_episode_is_chosen_in_json_and_of_a_group_without_a_text_too(run_dir: Path) -> None:
+    only = json.loads(said(run_dir, "3", "--json", "--episode", "1"))
+    assert only == {**SAMPLES[1], "episodes": [SAMPLES[1]["episodes"][1]]}
+    told = json.loads(said(run_dir, "4", "--json", "--episode", "0"))["events"]
+    assert [event["k"] for event in told if event["kind"] == "trajectory.finished"] == [0]
+    assert "--episode: got 77, but group 3 has the episodes 0, 1" in refused(run_dir, "3", "--json", "--episode", "77")
+    assert "--episode: got 77, but group 4 has the episodes 0" in refused(run_dir, "4", "--episode", "77")
 
 
 def copied(run_dir: Path, to: Path, samples: list[bytes]) -> Path:

@@ -20,12 +20,7 @@ from tests.full_disk import files_of_at_most
 def scalars(directory: Path) -> dict[str, list[tuple[int, float]]]:
     reader = EventAccumulator(str(directory), size_guidance={"tensors": 0, "scalars": 0})
     reader.Reload()
-    from_tensors = {
-        tag: [(e.step, float(e.tensor_proto.float_val[0])) for e in reader.Tensors(tag)]
-        for tag in reader.Tags()["tensors"]
-        if reader.SummaryMetadata(tag).plugin_data.plugin_name == "scalars"
-    }
-    return from_tensors | {tag: [(e.step, e.value) for e in reader.Scalars(tag)] for tag in reader.Tags()["scalars"]}
+    return {tag: [(e.step, e.value) for e in reader.Scalars(tag)] for tag in reader.Tags()["scalars"]}
 
 
 def test_each_versions_numbers_are_scalars_at_that_step(tmp_path: Path) -> None:

@@ -7,11 +7,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
-from headway.errors import ConfigError
+from headway.cli import cli
+from headway.errors import ConfigError, RunError
 from headway.events import Event
 from headway.reports.events_file import EventsFile
 from headway.reports.report import report
+from headway.reports.run_directory import RunDirectory, RunLock
+from tests.full_disk import files_of_at_most
 from tests.reports.scripted_run import ScriptedRun
 from tests.reports.timelines import cut_short
 
@@ -57,6 +61,16 @@ def test_a_run_that_was_killed_in_the_middle_of_a_line_is_reported(tmp_path: Pat
     assert report(run).html.exists()
 
 
+def test_the_badge_of_a_run_says_whether_anybody_trains_it(tmp_path: Path) -> None:
+    run = written(tmp_path / "run", cut_short())
+    lock = RunLock(RunDirectory(run).lock)
+    lock.take()
+    assert '<span class="status running">running</span>' in report(run).html.read_text(encoding="utf-8")
+    lock.release()
+    page = report(run).html.read_text(encoding="utf-8")
+    assert '<span class="status killed">killed</span><p class="why">nobody trains this run any more' in page
+
+
 def test_no_such_run_a_file_and_a_directory_without_events_are_told_apart(run: Path, tmp_path: Path) -> None:
     assert "does not exist" in message(tmp_path / "nowhere")
     assert "is a file" in message(run / "events.jsonl")
@@ -76,9 +90,30 @@ def test_a_record_that_does_not_parse_names_the_line(run: Path) -> None:
     assert str(run) in message(run)
 
 
+def test_a_record_that_lacks_its_middle_is_said_not_to_add_up(run: Path) -> None:
+    assert report(run).adds_up
+    events = run / "events.jsonl"
+    lines = events.read_text().splitlines(keepends=True)
+    events.write_text("".join([*lines[:30], *lines[60:]]))
+    assert not report(run).adds_up
+    done = CliRunner().invoke(cli, ["report", str(run)])
+    assert done.stderr.startswith(f"warning: the groups in {events} do not add up: lines of it are missing")
+
+
 def test_a_record_without_any_event_has_nothing_to_report(run: Path) -> None:
     (run / "events.jsonl").write_text("")
     assert "nothing has happened yet" in message(run)
+
+
+def test_a_disk_without_room_is_said_and_left_without_half_a_page(run: Path) -> None:
+    with files_of_at_most(1000), pytest.raises(RunError, match=r"\(File too large\); make room there, or give another"):
+        report(run)
+    assert not (run / "timeline.html").exists()
+
+
+def test_the_page_is_headed_by_the_name_of_its_run(run: Path) -> None:
+    text = report(run).html.read_text(encoding="utf-8")
+    assert "<h1>run <small>async_partial</small></h1>" in text
 
 
 def test_a_file_that_cannot_be_written_is_named_with_its_option(run: Path, tmp_path: Path) -> None:

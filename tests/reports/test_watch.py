@@ -6,6 +6,7 @@ import fcntl
 import http.client
 import json
 import os
+import shutil
 import socket
 import stat
 import threading
@@ -64,6 +65,16 @@ def up_to_date(follower: Follower) -> Follower:
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     return written(tmp_path / "run", story(versions=6), [sample(3, 0), sample(20, 4), validated(2, 7)])
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> Iterator[RunLock]:
+    """The lock of ``run`` in the test's folder, held: somebody trains it."""
+    (tmp_path / "run").mkdir()
+    lock = RunLock(RunDirectory(tmp_path / "run").lock)
+    lock.take()
+    yield lock
+    lock.release()
 
 
 @pytest.fixture
@@ -182,6 +193,7 @@ def test_a_page_is_told_of_damaged_samples_though_nothing_else_comes(
     assert follower.message(seen["serial"], seen["epoch"])["damaged"] == 1
 
 
+@pytest.mark.usefixtures("trained")
 def test_a_timeline_is_built_as_rarely_as_it_is_dear_and_never_for_nobody(tmp_path: Path) -> None:
     whole = story(versions=6)
     run, clock = written(tmp_path / "run", whole[:-40]), Clock()
@@ -195,12 +207,46 @@ def test_a_timeline_is_built_as_rarely_as_it_is_dear_and_never_for_nobody(tmp_pa
     assert up_to_date(follower).message(0, -1)["timeline"] == 2
 
 
+@pytest.mark.usefixtures("trained")
+def test_the_cards_of_a_run_that_goes_on_are_as_new_as_what_is_said_beside_them(tmp_path: Path) -> None:
+    whole = story(versions=6)
+    begun = events_until(3, whole)
+    run, clock = written(tmp_path / "run", begun), Clock()
+    follower = Follower(RunDirectory(run), clock)
+    follower.page_opened()
+    up_to_date(follower)
+    append(run, events_until(5, whole)[len(begun) :])
+    told = up_to_date(follower).message(0, -1)
+    assert told["timeline"] == 1, "it was built a moment ago"
+    cards = {name: value for name, value, _ in told["figures"]}
+    assert (cards["versions"], cards["groups trained"]) == ("5", str(told["ledger"]["groups"]["trained"]))
+
+
+@pytest.mark.parametrize("end", ["finished", "killed"])
+def test_the_last_timeline_and_curves_are_made_at_once_when_a_run_ends(
+    end: str, tmp_path: Path, trained: RunLock
+) -> None:
+    whole = story(versions=6)
+    begun = events_until(3, whole)
+    run = written(tmp_path / "run", begun)
+    follower = Follower(RunDirectory(run), Clock())
+    follower.page_opened()
+    first = up_to_date(follower).message(0, -1)
+    append(run, whole[len(begun) :] if end == "finished" else events_until(5, whole)[len(begun) :])
+    trained.release()
+    last = up_to_date(follower).message(first["serial"], first["epoch"])
+    assert (first["timeline"], last["timeline"]) == (1, 2)
+    assert last["curves"] is not None
+    up_to_date(follower)
+    assert follower.message(0, -1)["timeline"] == 2, "it is made once"
+
+
 def test_a_record_that_is_damaged_ends_with_the_line_that_is(run: Path) -> None:
     with (run / "events.jsonl").open("a") as file:
         file.write("{nonsense}\n")
     follower = Follower(RunDirectory(run))
     follower.start()
-    with pytest.raises(DataError, match=r"events\.jsonl:\d+ is not an event"):
+    with pytest.raises(DataError, match=r"events\.jsonl:\d+ is damaged"):
         follower.join()
     assert follower.message(0, -1)["status"]["status"] == "damaged"
     follower.close()
@@ -245,7 +291,7 @@ def test_what_cannot_be_read_for_a_moment_is_read_later(run: Path, monkeypatch: 
         raise PermissionError(13, "Permission denied")
 
     follower = Follower(RunDirectory(run), Clock())
-    for name in ("pathlib.Path.open", "headway.reports.watch.follower.is_trained"):
+    for name in ("pathlib.Path.open", "headway.reports.alive.is_trained"):
         with monkeypatch.context() as refused:
             refused.setattr(name, refuse)
             up_to_date(follower)
@@ -277,6 +323,15 @@ def test_a_run_goes_on_while_its_lock_is_held_and_was_killed_when_nobody_holds_i
     assert "version 3, 12 of 24 groups trained" in status["words"]
     lock.release()
     assert up_to_date(follower).message(0, -1)["status"]["status"] == "killed"
+
+
+def test_a_directory_that_is_removed_meanwhile_is_said_to_be_gone(run: Path, watched: Callable[..., Follower]) -> None:
+    follower = watched()
+    shutil.rmtree(run)
+    assert up_to_date(follower).message(0, -1)["status"] == {
+        "status": "unreadable",
+        "reason": "the run's directory is gone",
+    }
 
 
 def test_a_run_that_only_starts_is_said_to(tmp_path: Path) -> None:

@@ -336,7 +336,7 @@ def test_a_line_that_is_no_event_is_named(tmp_path: Path) -> None:
     run = RecordedRun(versions=2).write(tmp_path / "run")
     with (run / "events.jsonl").open("a") as file:
         file.write("nonsense\n")
-    with pytest.raises(DataError, match=r"events\.jsonl:\d+ is not an event"):
+    with pytest.raises(DataError, match=r"events\.jsonl:\d+ is damaged"):
         profile_run(run)
 
 

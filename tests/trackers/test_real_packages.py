@@ -18,6 +18,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from headway.errors import ConfigError
+from headway.reports.trackers.apart import Memory, memory_file
 from headway.reports.trackers.check import check_trackers
 from headway.reports.trackers.prometheus import PrometheusTracker
 from headway.reports.trackers.tracker import Setting
@@ -289,6 +290,20 @@ def test_a_disk_that_is_full_is_said_and_the_run_goes_on(
     # W&B may have taken the rows before it finds the disk full; what it has is then sent with its own command.
     commands = ("headway sync", "wandb sync") if tracker == "wandb" else ("headway sync",)
     assert last.startswith(f"{tracker} did not get ") and any(command in last for command in commands)
+
+
+def test_what_trackio_could_not_write_is_sent_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over 5 s: imports trackio a few times."""
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    run = Tracked(tmp_path, "trackio")
+    with files_of_at_most(3000):
+        run.go([0, 1, 2])
+    memory = Memory.read(memory_file(run.directory.trackers, "trackio"))
+    assert (memory.rows, memory.whole) == (0, False)
+    run.go([3])  # there is room again
+    logs = stored("headway", run.entry)
+    assert sorted({one["step"] for one in logs if "reward/mean" in one}) == [0, 1, 2, 3]
+    assert Memory.read(memory_file(run.directory.trackers, "trackio")).whole
 
 
 # ---------------------------------------------------------------------------------------------- Prometheus

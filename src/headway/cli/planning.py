@@ -99,6 +99,11 @@ def report(
         check_outputs({"--html": wanted.html, "--trace": wanted.trace}, files_of_run(run))
         written = write(run, html, trace)
         typer.echo(f"page: {written.html}\ntrace, for ui.perfetto.dev: {written.trace}")
+        if not written.adds_up:
+            say(
+                f"warning: the groups in {run / 'events.jsonl'} do not add up: lines of it are missing, and the "
+                "figures are wrong. Take the file from a copy"
+            )
         if written.damaged:
             say(f"damaged lines of {run / 'samples.jsonl'}, which are left out: {written.damaged}")
 

@@ -96,17 +96,18 @@ def _problem(run: Path, problem: int, as_json: bool) -> None:
 
 def _group(run: Path, number: int, color: str, tokens: bool, episode: int | None, as_json: bool) -> None:
     from headway.reports.show import print_group, print_story
-    from headway.reports.shown import Story, found
+    from headway.reports.shown import Story, found, of_episode
     from headway.reports.token_scales import Color
 
     if color not in list(Color):
         raise ConfigError(f"--color: got {color}, expected one of {', '.join(Color)}")
     with _damage_told(run) as damaged:
         sample = found(run, number, damaged)
-    if as_json:
-        _print_json(sample.to_json() if isinstance(sample, Story) else sample)
-    elif isinstance(sample, Story):
-        print_story(sample, _console())
+    if isinstance(sample, Story):
+        story = sample.of_episode(episode)
+        _print_json(story.to_json()) if as_json else print_story(story, _console())
+    elif as_json:
+        _print_json(of_episode(sample, episode))
     else:
         print_group(sample, _console(), color=Color(color), tokens=tokens, episode=episode)
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from contextlib import suppress
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from headway.cli.common import EXIT_FAILED, Debug, errors_as_messages, say
+from headway.errors import DataError, said_by
 
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run's directory.")]
 Limit = Annotated[float, typer.Option("--limit", min=1.0, metavar="SECONDS", help="Seconds to wait for the trackers.")]
@@ -32,7 +32,6 @@ def sync(run: Run, limit: Limit = 600.0, debug: Debug = False) -> None:
                 f"{run}: reports.trackers names none of {', '.join(KEPT)}; name one in {directory.config}, and the run "
                 "is sent to it"
             )
-        check_trackers(config, KEPT)
         lock = RunLock(directory.lock)
         lock.take()
         warnings: list[str] = []
@@ -41,10 +40,9 @@ def sync(run: Run, limit: Limit = 600.0, debug: Debug = False) -> None:
             if not trackers.names:
                 typer.echo("nothing to send: the trackers have all of this run")
                 return
+            check_trackers(config, trackers.names)
+            summary = _summary(directory.summary)
             trackers.start()
-            summary = {}
-            with suppress(OSError, ValueError):  # none of a run that was killed
-                summary = json.loads(directory.summary.read_text(encoding="utf-8"))
             trackers.finish(summary, directory.model if directory.model.is_dir() else None, limit_s=limit)
         finally:
             lock.release()
@@ -53,3 +51,19 @@ def sync(run: Run, limit: Limit = 600.0, debug: Debug = False) -> None:
         if warnings:
             raise typer.Exit(EXIT_FAILED)
         typer.echo(f"sent to {', '.join(trackers.names)}")
+
+
+def _summary(path: Path) -> dict[str, Any]:
+    """Return a run's summary; nothing for a run that was killed, which has none. Raises `DataError`."""
+    try:
+        summary = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(summary, dict):
+            raise ValueError("it holds no object")
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as cause:
+        raise DataError(
+            f"{path} cannot be read ({said_by(cause)}); take it from a copy of the run, or remove it, to send the run "
+            "without it, as one that did not say how it ended"
+        ) from cause
+    return summary

@@ -161,6 +161,8 @@ def _expectation(detail: ErrorDetails) -> str:
             return "text"
         case "path_type":
             return "a path, as text"
+        case "literal_error":
+            return _one_of(re.findall(r"'([^']*)'", detail["ctx"]["expected"]), detail["input"])
         case "greater_than" | "greater_than_equal" | "less_than" | "less_than_equal":
             return detail["msg"].replace("Input should be", "a number")
         case _:

@@ -28,7 +28,7 @@ from headway.config.schema import (
 )
 from headway.data.problems import REASONING_GYM
 from headway.data.tasks import TASKS
-from headway.errors import ConfigError, UserError
+from headway.errors import ConfigError, ModelError, UserError
 from headway.reports.checkpoints import Checkpoints
 from headway.reports.exported import version_of
 from headway.reports.run_directory import RunDirectory
@@ -102,7 +102,7 @@ def settle(
     """Settle what is to be evaluated, checked as far as settings can be without the model and the data.
 
     Raises:
-        UserError: MODEL is a run's directory without a model.
+        UserError: MODEL is a run's directory without a model, or a path where nothing is.
         ConfigError: unknown settings, settings without effect here, no DATA where nothing else names any, or several
             greedy answers.
     """
@@ -113,6 +113,11 @@ def settle(
         )
     base = config_file if config_file is not None else run_config
     if data is None and base is None:
+        if model.startswith(("/", "./", "../")) and not Path(path).exists():
+            raise ModelError(
+                f"MODEL: got {model}, which does not exist; expected a Hugging Face folder, a name on the hub, or a "
+                "run's directory"
+            )
         raise ConfigError(
             f"expected DATA: a .jsonl or .parquet file, or a task ({_tasks()}). It may be left out where MODEL is a "
             "run's directory or --config is given: their held-out problems are asked then"

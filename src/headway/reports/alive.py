@@ -1,11 +1,14 @@
-"""Whether somebody trains a run right now, without touching its lock."""
+"""Whether somebody trains a run right now, without touching its lock, and how the run stands by that."""
 
 from __future__ import annotations
 
 import fcntl
 import os
 import socket
+from dataclasses import dataclass
 from pathlib import Path
+
+from headway.events import RunFinished, RunStarted
 
 LOCKS = Path("/proc/locks")
 
@@ -28,6 +31,33 @@ def is_trained(lock: Path, locks: Path = LOCKS) -> bool | None:
         return _listed(found, locks.read_text(encoding="ascii"))
     except OSError:
         return _tried(lock)
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """How a run stands. ``status``: that of its end, ``running``, ``not begun`` or ``killed``; ``reason``: why."""
+
+    status: str
+    reason: str | None
+    trained: bool | None
+    """Whether somebody trains it; None where that cannot be known."""
+
+    @property
+    def goes_on(self) -> bool:
+        """True where somebody trains the run, or may."""
+        return self.trained is True or self.status == "running"
+
+
+def standing(started: RunStarted | None, finished: RunFinished | None, lock: Path) -> Standing:
+    """Say how a run stands, by what its record has of its start and end, and by who holds its ``lock``."""
+    trained = is_trained(lock)
+    if finished is not None:
+        return Standing(finished.status, finished.reason, trained)
+    if trained is not False:
+        return Standing("running", None, trained)
+    if started is None:
+        return Standing("not begun", "nobody trains in this directory, and nothing was trained", trained)
+    return Standing("killed", "nobody trains this run any more, and it did not say how it ended", trained)
 
 
 def only_starts(lock: Path, record: Path) -> bool:

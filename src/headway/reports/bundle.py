@@ -246,7 +246,7 @@ class Reports:
         written = any(self.directory.tensorboard.glob("*"))  # none where somebody removed the folder
         tensorboard = self.directory.tensorboard if written else None
         resumes = self.directory.path if resumable else None
-        outcome = Outcome(self.directory.events, tensorboard, model, resumes, self._trackers.places)
+        outcome = Outcome(self.directory.events, tensorboard, model, resumes, self._trackers.places_after)
         report_end(self._console, self.summary(), outcome)
 
 

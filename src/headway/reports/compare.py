@@ -12,16 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from headway.config.layers import flatten
+from headway.config.layers import overlay, read_file
 from headway.errors import ConfigError
 from headway.reports import human
-from headway.reports.alive import is_trained
-from headway.reports.curves import ACCURACY, CurveLog, Place, value_at
+from headway.reports.alive import standing
+from headway.reports.curves import ACCURACY, CurveLog, Place, point_at
 from headway.reports.metrics import RunMetrics
 from headway.reports.report import events_of
 from headway.reports.run_directory import RunDirectory
@@ -97,22 +96,21 @@ def _read(path: Path, name: str) -> RunRead:
         metrics.on_event(event)
     figures = summary(metrics)
     metrics.close()
-    status = str(figures["status"])
-    if metrics.finished is None and is_trained(RunDirectory(path).lock) is False:
-        status = "killed"
+    status = standing(metrics.started, metrics.finished, RunDirectory(path).lock).status
     return RunRead(name, _settings(path), curves, figures, status)
 
 
 def _settings(path: Path) -> dict[str, Any]:
     config = RunDirectory(path).config
     try:
-        values = yaml.safe_load(config.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as cause:
+        layers = read_file(config)
+    except ConfigError as cause:
         said = " ".join(str(cause).split())  # YAML's own is a small picture
-        raise ConfigError(f"RUN: got {path}, whose {config.name} cannot be read: {said}") from cause
-    if not isinstance(values, dict):
-        raise ConfigError(f"RUN: got {path}, whose {config.name} holds no settings")
-    return dict(flatten(values))
+        raise ConfigError(f"RUN: got {path}, whose settings cannot be read: {said}") from cause
+    values: dict[str, Any] = {}
+    for layer in layers:
+        values = overlay(values, layer.values)
+    return values
 
 
 def compared(runs: Sequence[RunRead]) -> Comparison:
@@ -145,7 +143,7 @@ def _results(runs: Sequence[RunRead]) -> list[Row]:
         Row("groups trained", tuple(human.count(of["groups"]["trained"]) for of in figures)),
         Row("seconds", tuple(human.number(end.seconds) for end in ends)),
         Row("tokens trained", tuple(human.number(of["tokens"]["trained"]) for of in figures)),
-        *at_equal("accuracy", [run.curves.points(ACCURACY) for run in runs]),
+        *at_equal("accuracy", [run.curves.points(ACCURACY) for run in runs], versions=True),
         *at_equal("training reward", [_smooth(run.curves.points(REWARD)) for run in runs]),
     ]
 
@@ -164,10 +162,10 @@ def _results(runs: Sequence[RunRead]) -> list[Row]:
     return rows
 
 
-def at_equal(name: str, points: Sequence[Sequence[tuple[Place, float]]]) -> list[Row]:
+def at_equal(name: str, points: Sequence[Sequence[tuple[Place, float]]], *, versions: bool = False) -> list[Row]:
     """Rows of a metric at the groups, seconds and tokens that all runs with a value of it have reached.
 
-    ``points``: of each run, by version. A run without any value has dashes.
+    ``points``: of each run, by version. A run without any value has dashes. ``versions``: say which version it is of.
     """
     known = [run for run in points if run]
     if not known:
@@ -175,9 +173,15 @@ def at_equal(name: str, points: Sequence[Sequence[tuple[Place, float]]]) -> list
     rows = []
     for axis, unit, write in AXES:
         at = min(getattr(run[-1][0], axis) for run in known)
-        cells = tuple(human.score(value_at(run, axis, at)) for run in points)
+        cells = tuple(_point(point_at(run, axis, at), versions) for run in points)
         rows.append(Row(f"{name} at {write(at)} {unit}", cells))
     return [*rows, Row(f"{name}, best", tuple(_best(run) for run in points))]
+
+
+def _point(point: tuple[Place, float] | None, versions: bool) -> str:
+    if point is None:
+        return human.UNKNOWN
+    return human.score(point[1]) + (f" v{point[0].version}" if versions else "")
 
 
 def _best(points: Sequence[tuple[Place, float]]) -> str:

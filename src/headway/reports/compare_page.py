@@ -11,13 +11,16 @@ from headway.reports.compare import Comparison, Row
 from headway.reports.curves import KINDS, ChartKind
 from headway.reports.curves import to_json as curves_json
 from headway.reports.html_timeline import filled, table
+from headway.reports.run_directory import whole_file
 
 SCRIPTS = ("common.js", "curves.js", "compare.js")
 
 
 def write_page(found: Comparison, path: Path) -> None:
     """Write the page to ``path``, which is replaced."""
-    path.write_text(page(found), encoding="utf-8")
+    text = page(found)
+    with whole_file(path) as file:
+        file.write(text)
 
 
 def page(found: Comparison) -> str:
@@ -28,6 +31,7 @@ def page(found: Comparison) -> str:
         SCRIPTS,
         title=" · ".join(names),
         data=overlaid(found),
+        count=str(len(names)),
         runs="\n".join(_run(place, run.name, run.status) for place, run in enumerate(found.runs)),
         settings=_rows("setting", names, found.settings) if found.settings else "<p>They have the same settings.</p>",
         results=_rows("result", names, found.results),

@@ -281,11 +281,11 @@ def _or(value: float, otherwise: float) -> float:
     return otherwise if math.isnan(value) else value
 
 
-def value_at(points: Sequence[tuple[Place, float]], axis: str, at: float) -> float | None:
-    """Value of the last of ``points`` at ``at`` or before on ``axis``, a field of `Place`; None for none."""
+def point_at(points: Sequence[tuple[Place, float]], axis: str, at: float) -> tuple[Place, float] | None:
+    """Return the last of ``points`` at ``at`` or before on ``axis``, a field of `Place`; None for none."""
     places = [getattr(place, axis) for place, _ in points]
     found = bisect_left(places, math.nextafter(at, math.inf)) - 1
-    return points[found][1] if found >= 0 else None
+    return points[found] if found >= 0 else None
 
 
 def last_place(log: CurveLog) -> Place | None:

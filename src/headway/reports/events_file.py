@@ -16,7 +16,7 @@ import time
 import types
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from functools import cache
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
@@ -24,12 +24,14 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 import numpy as np
 
 from headway import events
-from headway.errors import DataError
+from headway.errors import DataError, shown
 from headway.events import Event, RunFinished, RunResumed, VersionReached
 
 FLUSH_EVERY_S = 1.0
 KEPT_BYTES = 64 * 2**20
 """Most bytes of lines that are kept while a disk refuses them: minutes of a large run."""
+REPAIR = "Take the file from a copy, or remove that line"
+OTHER_VERSION = "Read the run with the version that wrote it"
 AT_ONCE = (VersionReached, RunResumed)
 """Events that are flushed when they happen: a checkpoint, and whoever reads the file after a kill, relies on them."""
 
@@ -274,10 +276,7 @@ def complete_lines(path: Path) -> Iterator[tuple[int, str]]:
     except OSError as cause:
         raise DataError(f"cannot read the events of a run: {cause}") from cause
     except UnicodeDecodeError as cause:
-        raise DataError(
-            f"{path}:{index + 1} is damaged: it is not UTF-8 (byte {cause.start + 1}). Take the file from a copy, or "
-            "remove that line"
-        ) from cause
+        raise DataError(f"{path}:{index + 1} is damaged: it is not UTF-8 (byte {cause.start + 1}). {REPAIR}") from cause
 
 
 def parse_event(line: str, where: str) -> Event:
@@ -287,7 +286,28 @@ def parse_event(line: str, where: str) -> Event:
         event_type, hints = _event_types()[row.pop("kind")]
         return event_type(**{name: _typed(value, hints[name]) for name, value in row.items()})
     except (ValueError, TypeError, KeyError, AttributeError) as cause:
-        raise DataError(f"{where} is not an event of this version of Headway: {cause!r}") from cause
+        raise DataError(f"{where} {_wrong_with(line)}") from cause
+
+
+def _wrong_with(line: str) -> str:
+    """Say what is wrong with a line that holds no event, and what to do."""
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return f"is damaged: it is not one whole JSON object. {REPAIR}"
+    kind = row.get("kind") if isinstance(row, dict) else None
+    if not isinstance(kind, str):
+        return f"is damaged: it is no object with a kind. {REPAIR}"
+    foreign = f"is not an event of this version of Headway: {shown(kind)}"
+    if kind not in _event_types():
+        return f"{foreign} is none that it has. {OTHER_VERSION}"
+    known = {found.name: found for found in fields(_event_types()[kind][0])}
+    needed = {name for name, found in known.items() if found.default is MISSING and found.default_factory is MISSING}
+    if missing := sorted(needed - row.keys()):
+        return f"{foreign} lacks {', '.join(missing)}. {OTHER_VERSION}"
+    if unknown := sorted(row.keys() - known.keys() - {"kind"}):
+        return f"{foreign} has no {shown(', '.join(unknown))}. {OTHER_VERSION}"
+    return f"{foreign} has values of another kind. {OTHER_VERSION}"
 
 
 @cache

@@ -18,10 +18,12 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+from headway.events import Span
 from headway.reports import human
 from headway.reports.curves import to_json as curves_json
 from headway.reports.events_file import to_json_line
 from headway.reports.page_data import MAX_SPANS, busy_share, merged, page_data
+from headway.reports.run_directory import whole_file
 from headway.reports.sampled import validation_line
 from headway.reports.timeline import KEPT_DISCARDS, Story, Timeline, build_timeline, idle_reasons
 from headway.reports.token_scales import Color, Scale, scale_of
@@ -34,10 +36,20 @@ EMPTY = build_timeline([])
 
 
 def write_html(
-    timeline: Timeline, path: Path, *, bottleneck: str | None = None, samples: Sequence[dict[str, Any]] = ()
+    timeline: Timeline,
+    path: Path,
+    *,
+    bottleneck: str | None = None,
+    samples: Sequence[dict[str, Any]] = (),
+    name: str | None = None,
 ) -> None:
-    """Write the page to ``path``, which is replaced. ``bottleneck`` is a sentence, the summary's own when not given."""
-    path.write_text(page(timeline, bottleneck=bottleneck, samples=samples), encoding="utf-8")
+    """Write the page to ``path``, which is replaced. ``bottleneck`` is a sentence, the summary's own when not given.
+
+    ``name``: the run's.
+    """
+    text = page(timeline, bottleneck=bottleneck, samples=samples, name=name)
+    with whole_file(path) as file:
+        file.write(text)
 
 
 def page(
@@ -46,8 +58,12 @@ def page(
     bottleneck: str | None = None,
     max_spans: int = MAX_SPANS,
     samples: Sequence[dict[str, Any]] = (),
+    name: str | None = None,
 ) -> str:
-    """Return the HTML text of a timeline's page. ``samples``: those to show, as ``samples.jsonl`` has them."""
+    """Return the HTML text of a timeline's page. ``samples``: those to show, as ``samples.jsonl`` has them.
+
+    ``name``: the run's, which heads the page before its mode.
+    """
     figures, sentence = timeline.summary, bottleneck or timeline.summary["bottleneck"]
     mode = str(figures["mode"] or "unknown mode")
     status = "simulated" if timeline.simulated else str(figures["status"])
@@ -63,11 +79,11 @@ def page(
     return filled(
         "timeline.html",
         SCRIPTS,
-        title=f"{mode} · Headway timeline",
+        title=f"{name or mode} · Headway timeline",
         data=data,
-        mode=escape(mode),
+        mode=escape(mode) if name is None else f"{escape(name)} <small>{escape(mode)}</small>",
         status=f'<span class="status {escape(status)}">{escape(status)}</span>{why}',
-        figures="\n".join(_figure(*figure) for figure in _figures(timeline)),
+        figures="\n".join(_figure(*figure) for figure in cards(figures, timeline.window, timeline.simulated)),
         sentence=escape(sentence),
         lanes=_lane_table(timeline),
         reasons=_reason_table(timeline),
@@ -94,12 +110,10 @@ def live_page(name: str) -> str:
 
 
 def live_parts(timeline: Timeline, max_spans: int) -> dict[str, Any]:
-    """Return what the live page shows of a timeline: its data, figures, sentence, idle reasons and remarks as text."""
+    """Return what the live page shows of a timeline: its data, and idle reasons and remarks as text."""
     lanes, resolution = merged(timeline.lanes, timeline.window, max_spans)
     return {
         "data": page_data(timeline, lanes, resolution),
-        "figures": list(_figures(timeline)),
-        "sentence": timeline.summary["bottleneck"],
         "reasons": _reason_rows(timeline),
         "remarks": list(_remarks(timeline, resolution)),
     }
@@ -174,13 +188,16 @@ def inside_script(json: str) -> str:
     return json.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
-def _figures(timeline: Timeline) -> Iterator[tuple[str, str, str]]:
-    """The figures that a reader wants to know first, each with its value and a remark."""
-    figures, lag = timeline.summary, timeline.summary["lag"]
+def cards(figures: dict[str, Any], window: Span, simulated: bool = False) -> Iterator[tuple[str, str, str]]:
+    """The figures that a reader wants to know first, each with its value and a remark.
+
+    ``figures``: as in ``summary.json``; ``window``: first and last event.
+    """
+    lag = figures["lag"]
     evaluations = figures["eval"]
     trained = figures["groups"]["trained"]
     bound = "no bound" if lag["bound"] is None else f"bound {lag['bound']}"
-    yield ("wall time", human.duration(figures["wall_s"] or timeline.window[1] - timeline.window[0]), "")
+    yield ("wall time", human.duration(figures["wall_s"] or window[1] - window[0]), "")
     yield ("versions", human.count(figures["version"]), "")
     yield ("groups trained", human.count(trained), f"of {human.count(figures['groups']['admitted'])} admitted")
     yield ("trainer idle", human.share(figures["trainer/idle_ratio"]), "")
@@ -189,7 +206,7 @@ def _figures(timeline: Timeline) -> Iterator[tuple[str, str, str]]:
     yield ("lag, mean", human.number(lag["mean"]), "")
     yield ("lag, most", human.UNKNOWN if lag["max"] is None else human.count(lag["max"]), bound)
     yield ("groups per second", human.number(figures["throughput"]["samples_per_s"]), "")
-    if evaluations and not timeline.simulated:
+    if evaluations and not simulated:
         first, last = evaluations[0]["accuracy"], evaluations[-1]["accuracy"]
         yield ("validation reward", human.score(last), f"from {human.score(first)}" if len(evaluations) > 1 else "")
 
@@ -247,6 +264,11 @@ def _remarks(timeline: Timeline, resolution: float) -> Iterator[str]:
         "Wall time reaches from the first admission to the last optimizer step (the line under the time axis); ratios "
         "and shares refer to it, of replicas the mean. Idle is whatever is not work: saving a checkpoint and loading "
         "weights are idle time, with a reason."
+    )
+    yield (
+        "The table of idle time shares out every second in which nothing was computed. The sentence at the top adds up "
+        "the waits that fetches and updates told of, the one at the end for groups that never came among them, and "
+        "leaves out what it blames on something else: its shares may differ by a few percent."
     )
     yield (
         "Where spans are narrower than a pixel, a column is filled from below by the share of each colour. Update "

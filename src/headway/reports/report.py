@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
-from headway.errors import ConfigError, DataError
+from headway.errors import ConfigError, DataError, RunError
 from headway.events import Event
+from headway.reports.alive import is_trained, standing
 from headway.reports.events_file import read_events
+from headway.reports.groups import GroupLog
 from headway.reports.html_timeline import write_html
-from headway.reports.run_directory import RunDirectory
+from headway.reports.run_directory import FULL, RunDirectory
 from headway.reports.sampled import SampleIndex, for_page, read_all
 from headway.reports.tail import Rewritten
-from headway.reports.timeline import Timeline, build_timeline
+from headway.reports.timeline import Timeline, TimelineBuilder
 from headway.reports.trace import write_trace
 
 HTML_NAME, TRACE_NAME = "timeline.html", "trace.json"
@@ -27,6 +30,8 @@ class Written:
     trace: Path
     damaged: int = 0
     """Number of lines of ``samples.jsonl`` that are no samples, and are left out."""
+    adds_up: bool = True
+    """False where groups of the record are without their fate, or the reverse: lines of it are missing."""
 
 
 def places(run: Path, html: Path | None = None, trace: Path | None = None) -> Written:
@@ -42,14 +47,25 @@ def report(run: Path, html: Path | None = None, trace: Path | None = None) -> Wr
 
     Raises:
         ConfigError: ``run`` is no run's directory, its record cannot be read, or a file cannot be written.
+        RunError: a disk has no room for a file.
     """
     written = places(run, html, trace)
     samples = _samples(run)
     shown = for_page(samples)
-    timeline = build_timeline(events_of(run), sampled={sample["group"] for sample in shown if "group" in sample})
-    _write(lambda timeline, path: write_html(timeline, path, samples=shown), timeline, written.html, "--html")
+    timeline = _timeline(run, {sample["group"] for sample in shown if "group" in sample})
+    write_page = partial(write_html, samples=shown, name=run.resolve().name)
+    _write(write_page, timeline, written.html, "--html")
     _write(write_trace, timeline, written.trace, "--trace")
-    return replace(written, damaged=samples.damaged)
+    return replace(written, damaged=samples.damaged, adds_up=bool(timeline.summary["balanced"]))
+
+
+def _timeline(run: Path, sampled: Container[int]) -> Timeline:
+    builder = TimelineBuilder(groups=GroupLog(sampled))
+    for event in events_of(run):
+        builder.on_event(event)
+    timeline = builder.build()
+    found = standing(builder.metrics.started, builder.metrics.finished, RunDirectory(run).lock)
+    return replace(timeline, summary=timeline.summary | {"status": found.status, "reason": found.reason})
 
 
 def _samples(run: Path) -> SampleIndex:
@@ -74,7 +90,17 @@ def events_of(run: Path, about: Callable[[str], bool] | None = None) -> Iterator
     except DataError as cause:
         raise ConfigError(f"RUN: got {run}, whose record cannot be read: {cause}") from cause
     if empty and about is None:
-        raise ConfigError(f"RUN: got {run}, where nothing has happened yet: {path.name} has no complete line")
+        raise ConfigError(
+            f"RUN: got {run}, where nothing has happened yet: {path.name} has no complete line; {not_yet(run)}"
+        )
+
+
+def not_yet(run: Path) -> str:
+    """Say why something may not be there yet in the run in directory ``run``, and whether it will be."""
+    trained = is_trained(RunDirectory(run).lock)
+    if trained is False:
+        return "nobody trains there, and nothing will"
+    return f"the run {'is' if trained else 'may be'} still starting; ask again in a moment"
 
 
 def events_file_of(run: Path) -> Path:
@@ -97,6 +123,10 @@ def _write(write: Callable[[Timeline, Path], None], timeline: Timeline, path: Pa
         write(timeline, path)
     except OSError as cause:
         problem = cause.strerror or cause
+        if cause.errno in FULL:
+            raise RunError(
+                f"{option}: got {path}, which cannot be written ({problem}); make room there, or give another file"
+            ) from cause
         raise ConfigError(
             f"{option}: got {path}, which cannot be written ({problem}); expected a file in a directory that exists"
         ) from cause

@@ -244,6 +244,23 @@ def replace_file(path: Path, text: str) -> None:
 
 
 @contextmanager
+def whole_file(path: Path) -> Iterator[TextIO]:
+    """Open a file to write it, in place of what is there. Where that fails midway, no part of it is left.
+
+    Raises `OSError`.
+    """
+    file = path.open("w", encoding="utf-8")
+    try:
+        with file:
+            yield file
+    except OSError:
+        if path.is_file():
+            with suppress(OSError):
+                path.unlink()
+        raise
+
+
+@contextmanager
 def _removed_on_error(*folders: Path) -> Iterator[None]:
     """Remove those of ``folders``, innermost first, that the block made and an `OSError` left empty."""
     made = [folder for folder in folders if not folder.exists()]

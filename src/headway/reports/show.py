@@ -10,9 +10,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from headway.errors import ConfigError
 from headway.reports import human
-from headway.reports.shown import Sample, Story, Summary
+from headway.reports.shown import Sample, Story, Summary, of_episode
 from headway.reports.token_scales import Color, Scale
 from headway.reports.token_view import QUIET, common_scale, figures, legend, token_table, token_text, visible
 
@@ -59,9 +58,9 @@ def print_group(
 ) -> None:
     """Print one group: what was asked, what was said, what it was worth, and what was trained of it.
 
-    ``tokens``: as tables; ``episode``: only that one. Raises `ConfigError` for an episode that the group has not.
+    ``tokens``: as tables; ``episode``: what only that one said. Raises `ConfigError` where the group has it not.
     """
-    episodes = _chosen(sample, episode)
+    episodes = of_episode(sample, episode)["episodes"]
     _print_head(sample, console)
     console.print(_episodes_table(sample["episodes"]))
     scale = common_scale(color, episodes)
@@ -105,7 +104,7 @@ def print_story(story: Story, console: Console) -> None:
         "rewarded": None if story.rewarded is None else story.rewarded.time,
         "settled": None if settled is None else settled.time,
     }
-    lines["times"] = _times(moments)
+    lines["times"] = _times(moments, None if settled is None else settled.fate)
     _print_pairs(lines, console)
     if story.episodes:
         table = _plain_table("episode", "replica", "tokens", "versions", "turns", "finish")
@@ -120,16 +119,6 @@ def print_story(story: Story, console: Console) -> None:
     console.print(Text(visible(story.kept)), soft_wrap=True)
 
 
-def _chosen(sample: Sample, episode: int | None) -> list[Mapping[str, Any]]:
-    episodes: list[Mapping[str, Any]] = sample["episodes"]
-    if episode is None:
-        return episodes
-    if chosen := [one for one in episodes if one["k"] == episode]:
-        return chosen
-    there = ", ".join(str(one["k"]) for one in episodes) or "none, for it ended before any was made"
-    raise ConfigError(f"--episode: got {episode}, but group {sample['group']} has the episodes {there}")
-
-
 def _print_head(sample: Sample, console: Console) -> None:
     trained = sample["fate"] == "trained"
     title = f"group {sample['group']}: {_fate(sample['fate'], sample['reason'])} at version {sample['version']}"
@@ -138,7 +127,7 @@ def _print_head(sample: Sample, console: Console) -> None:
     times = sample["times"]
     started = min((one["started"] for one in sample["episodes"]), default=None)
     moments = {"admitted": times["admitted"], "started": started, **{n: times[n] for n in _AFTER}}
-    lines = {"times": _times(moments)}
+    lines = {"times": _times(moments, sample["fate"])}
     if sample["baseline"] is not None:
         lines["baseline"] = human.number(sample["baseline"])
     _print_pairs(lines, console)
@@ -150,18 +139,19 @@ _WAITS = {
     "started": "waited for an engine",
     "generated": "generated",
     "rewarded": "scored",
-    "settled": "waited for training and trained",
+    "settled": "until its fate was settled",
 }
 
 
-def _times(moments: Mapping[str, float | None]) -> str:
+def _times(moments: Mapping[str, float | None], fate: str | None) -> str:
     """Say how long each part of a group's way took: its moments are in order, and some may be missing."""
+    waits = _WAITS | ({"settled": "waited for training and trained"} if fate == "trained" else {})
     parts, before = [], None
     for name, at in moments.items():
         if at is None:
             continue
         if before is not None:
-            parts.append(f"{human.duration(at - before)} {_WAITS[name]}")
+            parts.append(f"{human.duration(at - before)} {waits[name]}")
         before = at
     return ", ".join(parts) or human.UNKNOWN
 

@@ -8,8 +8,8 @@ A sample is read from ``samples.jsonl`` alone. The record, which is large, is lo
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from headway.events import (
     RunStarted,
     TrajectoryFinished,
 )
-from headway.reports.report import events_file_of, events_of
+from headway.reports.report import events_file_of, events_of, not_yet
 from headway.reports.run_directory import RunDirectory
 from headway.reports.samples_file import mean_of, read_samples
 from headway.reports.tally import FATES, IN_FLIGHT
@@ -57,6 +57,13 @@ class Story:
     settled: GroupSettled | None = None
     kept: str = ""
     """One sentence: why there is no text, and how there would be."""
+
+    def of_episode(self, k: int | None) -> Story:
+        """Return the account with the episode ``k`` alone, or all of it for None. Raises `ConfigError`."""
+        if k is None:
+            return self
+        _check_episode(k, self.admitted.number, sorted(one.k for one in self.episodes))
+        return replace(self, episodes=[one for one in self.episodes if one.k == k])
 
     def to_json(self) -> dict[str, Any]:
         events = [self.admitted, *self.episodes, self.rewarded, self.taken, self.settled]
@@ -135,6 +142,20 @@ def found(run: Path, number: int, damaged: list[int]) -> Sample | Story:
     return last if last is not None else _story(run, number, damaged)
 
 
+def of_episode(sample: Sample, k: int | None) -> Sample:
+    """Return ``sample`` with the episode ``k`` alone, or all of it for None. Raises `ConfigError` where it has none."""
+    if k is None:
+        return sample
+    _check_episode(k, sample["group"], [one["k"] for one in sample["episodes"]])
+    return {**sample, "episodes": [one for one in sample["episodes"] if one["k"] == k]}
+
+
+def _check_episode(k: int, number: int, there: Sequence[int]) -> None:
+    if k not in there:
+        has = ", ".join(map(str, there)) or "none, for it ended before any was made"
+        raise ConfigError(f"--episode: got {k}, but group {number} has the episodes {has}")
+
+
 def _summary(sample: Sample) -> Summary:
     episodes = sample["episodes"]
     lengths = [e["length"] for e in episodes]
@@ -190,6 +211,8 @@ def _why_no_text(run: Path, story: Story, damaged: list[int]) -> str:
         return "Its fate is not settled yet; a group that is drawn leaves its text when it is."
     if drawn == 0:
         return "Its text was not kept, for the run has reports.samples=0; reports.samples=N keeps N groups a version."
+    if not RunDirectory(run).samples.is_file():
+        return "Whether it was drawn, and what it said, is not known: the run's samples.jsonl is missing."
     if story.settled.reason == "resume":
         return "Its text was not kept: it was under way when the run was ended, and lost when it was resumed."
     rate = "some groups" if drawn is None else f"about {drawn} groups"
@@ -202,7 +225,7 @@ def _why_no_text(run: Path, story: Story, damaged: list[int]) -> str:
 def _never_admitted(run: Path, number: int) -> str:
     last = _last_admitted(run)
     if last is None:
-        return f"GROUP: got {number}, but the run in {run} is still starting, or ended before: no group was admitted"
+        return f"GROUP: got {number}, but in {run} no group was admitted yet: {not_yet(run)}"
     return f"GROUP: got {number}, but the run in {run} has admitted the groups 0 to {last}"
 
 
@@ -210,9 +233,11 @@ def _why_none(run: Path, what: str, damaged: list[int]) -> str:
     if damaged:
         return f"RUN: got {run}, whose samples.jsonl has damaged lines and no sample of a {what} that can be read"
     if _last_admitted(run) is None and what == "group":
-        return f"RUN: got {run}, where no group was admitted yet: the run is still starting, or ended before"
+        return f"RUN: got {run}, where no group was admitted yet: {not_yet(run)}"
     if _drawn_per_version(run) == 0:
         return f"RUN: got {run}, which keeps no samples: it has reports.samples=0"
+    if not RunDirectory(run).samples.is_file():
+        return f"RUN: got {run}, whose samples.jsonl is missing: what was said is in no other file; take it from a copy"
     if what == "validation":
         return f"RUN: got {run}, which has no samples of a validation: none has ended, or rollout.test_freq is -1"
     return f"RUN: got {run}, where no group that was drawn has ended yet"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -45,6 +46,6 @@ class Tail:
             chunk = file.read(CHUNK)
             while len(chunk) and b"\n" not in chunk and (more := file.read(CHUNK)):
                 chunk += more
-        for line in chunk[: chunk.rfind(b"\n") + 1].splitlines(keepends=True):
+        for line in io.BytesIO(chunk[: chunk.rfind(b"\n") + 1]):  # `splitlines` would end one at a carriage return, too
             at, self.offset = self.offset, self.offset + len(line)
             yield at, line

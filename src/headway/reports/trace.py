@@ -13,6 +13,7 @@ from typing import Any
 
 from headway.reports.events_file import to_json_line
 from headway.reports.lanes import Lane, LaneSpan
+from headway.reports.run_directory import whole_file
 from headway.reports.timeline import MarkKind, Timeline
 
 TraceEvent = dict[str, Any]
@@ -26,7 +27,7 @@ def write_trace(timeline: Timeline, path: Path) -> None:
     """Write ``timeline`` as JSON to ``path``, which is replaced."""
     events = [*_names(timeline), *sorted(_events(timeline), key=lambda event: (event["ts"], -event.get("dur", 0.0)))]
     figures = {name: value for name, value in timeline.summary.items() if isinstance(value, str | int | float)}
-    with path.open("w", encoding="utf-8") as file:
+    with whole_file(path) as file:
         file.write(f'{{"displayTimeUnit": "ms", "otherData": {to_json_line(figures)}, "traceEvents": [\n')
         file.write(",\n".join(to_json_line(event) for event in events))
         file.write("\n]}\n")

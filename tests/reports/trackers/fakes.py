@@ -30,6 +30,8 @@ class Tool:
     """What is always wrong, by the call, or by the version of a row."""
     account: dict[str, Any] = field(default_factory=dict)
     """What the next answer to a sample or a row says of samples."""
+    loses_at: set[int] = field(default_factory=set)
+    """Numbers of the calls, counted from 1, at which the tool finds that it has not kept what it took."""
     dies_at: set[int] = field(default_factory=set)
     """Numbers of the calls, counted from 1, at which the process ends."""
     calls: list[tuple[str, Any]] = field(default_factory=list)
@@ -72,6 +74,8 @@ class Link:
                 tool.hanging.set()
                 assert self.killed.wait(SOON_S), "nobody ended a tracker that hangs"
                 raise TrackerLost("its process ended (SIGKILL)")
+            if tool.asked + 1 in tool.loses_at:
+                return {"problem": "it could not be persisted", "kept": False}
             if problem := tool.refuses.get(f"row {value['version']}" if call == "on_row" else call):
                 return {"problem": problem}
             if call == "on_row" and tool.problems and (problem := tool.problems.popleft()) is not None:

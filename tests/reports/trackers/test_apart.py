@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from headway.reports.trackers.apart import GOOD_ROWS, MOST_STARTS, Memory, TrackerApart, memory_file
+from headway.reports.trackers.factory import ADDRESSES
 from headway.reports.trackers.outbox import Ending, Outbox
 from headway.reports.trackers.trackers import Trackers
 from tests.full_disk import files_of_at_most
@@ -70,6 +71,22 @@ def test_a_tool_that_hangs_is_given_up_at_the_end_and_what_it_lacks_is_said(call
     assert not [thread for thread in threading.enumerate() if thread.name == "tracker-tool"]
 
 
+def test_a_tool_that_never_answered_is_named_with_its_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(
+        ADDRESSES,  # type: ignore[arg-type]
+        "tool",
+        ("TOOL_URI",),
+    )
+    monkeypatch.setenv("TOOL_URI", "http://me:secret@203.0.113.1:5000")
+    tool, told = Tool(hangs_at="open"), Told()
+    tracker = apart(tool, told, tmp_path)
+    trackers = Trackers(None, [tracker], told.say)
+    trackers.start()
+    trackers.finish({"status": "completed"}, limit_s=0.0)
+    assert tracker.join(SOON_S)
+    assert "(it did not answer within 0 s; it is looked for at TOOL_URI=http://203.0.113.1:5000)" in told.warnings[0]
+
+
 def test_a_tool_that_does_not_answer_for_a_minute_is_said_to_be_behind_once(tmp_path: Path) -> None:
     tool, told, now = Tool(hangs_at="on_row"), Told(), 0.0
     tracker = apart(tool, told, tmp_path, clock=lambda: now)
@@ -125,6 +142,32 @@ def test_a_tool_whose_process_dies_gets_another_one_that_goes_on_in_the_entry(tm
     assert [setting["entry"] for setting in tool.opened_with] == ["", "entry-1"]
     assert tool.rows == [0, 1, 2]
     assert told.warnings == ["tool: its process ended (SIGSEGV); the run goes on, and what waits is sent later"]
+
+
+def test_what_a_tool_took_and_did_not_keep_is_told_again_to_another_process(tmp_path: Path) -> None:
+    tool, told = Tool(loses_at={4}), Told()
+    tracker = apart(tool, told, tmp_path)
+    tracker.start()
+    for version in range(3):
+        tracker.on_row({"version": version})
+        tool.wait_for(version + 2)
+    end(tracker)
+    assert (tool.processes, tool.rows) == (2, [0, 1, 0, 1, 2])
+    assert tracker.missing("silent") == ""
+    assert memory(tmp_path) == Memory("entry-1", rows=3, whole=True)
+
+
+def test_what_a_tool_has_not_kept_at_its_end_is_not_counted_as_taken(tmp_path: Path) -> None:
+    tool, told = Tool(loses_at={4}), Told()
+    tracker = apart(tool, told, tmp_path)
+    tracker.start()
+    tracker.on_row({"version": 0})
+    end(tracker)
+    assert tool.calls == [("on_row", {"version": 0}), ("on_summary", {"status": "completed"})]
+    assert tracker.missing("silent") == (
+        "tool did not get 1 of 1 rows, the summary (it could not be persisted); send it with: headway sync RUN"
+    )
+    assert memory(tmp_path) == Memory("entry-1", rows=0, whole=False)
 
 
 def test_a_tool_whose_process_always_dies_is_started_a_few_times(tmp_path: Path) -> None:

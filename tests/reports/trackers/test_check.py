@@ -40,8 +40,8 @@ def test_packages_that_are_missing_are_said_at_once_with_their_extras(installed:
     with pytest.raises(ConfigError) as refused:
         check_trackers(with_trackers("tensorboard", "wandb", "mlflow", "prometheus"))
     assert str(refused.value) == (
-        "reports.trackers names wandb, prometheus, and wandb, prometheus_client is not installed here; install it with "
-        "pip install 'headway[wandb,prometheus]', or take it out of reports.trackers"
+        "reports.trackers names wandb, prometheus, and wandb, prometheus_client are not installed here; install them "
+        "with pip install 'headway[wandb,prometheus]', or take them out of reports.trackers"
     )
     with pytest.raises(ConfigError) as refused:
         check_trackers(with_trackers("wandb"))
@@ -109,6 +109,13 @@ def test_a_port_in_use_is_said_before_anything_starts(installed: set[str]) -> No
             check_trackers(with_trackers("prometheus", prometheus_port=port))
         assert f"`{refused.value}`".replace(str(port), "9464") in DOCUMENT
     check_trackers(with_trackers("prometheus", prometheus_port=0))
+
+
+@pytest.mark.parametrize("host", ["nosuchhost.invalid", "192.0.2.1"])
+def test_a_host_that_is_not_this_machine_is_not_taken_for_a_port(host: str, installed: set[str]) -> None:
+    installed.add("prometheus_client")
+    with pytest.raises(ConfigError, match=rf"^reports.prometheus_host={host}: it is no address of this machine \("):
+        check_trackers(with_trackers("prometheus", prometheus_host=host, prometheus_port=0))
 
 
 def test_a_tracker_that_there_is_not_is_answered_with_those_that_there_are(tmp_path: Path) -> None:

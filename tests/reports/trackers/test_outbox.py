@@ -4,7 +4,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from headway.reports.trackers.outbox import ROWS, SAMPLES, Ending, Outbox
+import pytest
+
+from headway.reports.trackers.outbox import READ_AT_ONCE, ROWS, SAMPLES, Ending, Outbox
 
 
 def rows(numbers: range) -> list[dict[str, Any]]:
@@ -40,7 +42,7 @@ def test_rows_that_are_nowhere_are_counted_and_do_not_hold_the_others_up(tmp_pat
     for row in told:
         outbox.put_row(row)
     assert drained(outbox) == told[5:]
-    assert outbox.lost() == ["5 rows"]
+    assert outbox.damaged() == f"5 rows, which {tmp_path / 'metrics.jsonl'} does not have whole (line 1, 2, 3, …)"
 
 
 def test_half_a_line_in_the_file_costs_what_is_behind_it_alone(tmp_path: Path) -> None:
@@ -49,7 +51,20 @@ def test_half_a_line_in_the_file_costs_what_is_behind_it_alone(tmp_path: Path) -
     for row in told:
         outbox.put_row(row)
     assert drained(outbox) == told[:3] + told[5:]
-    assert outbox.lost() == ["2 rows"]
+    assert outbox.unread == [4, 5]
+    assert outbox.lost() == []
+
+
+@pytest.mark.parametrize("damage", ["garbage", "{}", "3", "\udcff"])
+def test_a_damaged_line_costs_no_other_row(damage: str, tmp_path: Path) -> None:
+    told = rows(range(2 * READ_AT_ONCE))
+    at = {1, 2, READ_AT_ONCE - 1, READ_AT_ONCE, 2 * READ_AT_ONCE - 1}
+    path = tmp_path / "metrics.jsonl"
+    text = "".join((damage if row["version"] in at else json.dumps(row)) + "\n" for row in told)
+    path.write_text(text, errors="surrogateescape")
+    outbox = Outbox(path, rows=len(told))
+    assert drained(outbox) == [row for row in told if row["version"] not in at]
+    assert outbox.unread == [line + 1 for line in sorted(at)]
 
 
 def test_rows_of_before_that_were_not_sent_come_first(tmp_path: Path) -> None:

@@ -44,6 +44,7 @@ function receive(message) {
     tokens.clear("Choose a group to see what was said.");
   }
   showStatus(message.status);
+  showFigures(message.figures, message.sentence);
   if (message.curves) curves.take(message.curves);
   if (message.ledger) groups.takeLedger(message.ledger);
   groups.addGroups(message.groups);
@@ -66,16 +67,19 @@ function fetchTimeline() {
   }, () => {}).finally(() => { live.fetching = false; });
 }
 
-function showTimeline({ data: timeline, figures, sentence, reasons, remarks }) {
+function showTimeline({ data: timeline, reasons, remarks }) {
   take(timeline);
   dress();
   layout();
-  byId("figures").replaceChildren(...figures.map(([name, value, beside]) => make("div", "", make("dt", "", name), make("dd", "", value, beside ? " " : "", beside ? make("small", "", beside) : null))));
-  byId("sentence").textContent = sentence;
   byId("remarks").replaceChildren(...remarks.map((remark) => make("p", "", remark)));
   const line = (cell, row) => make("tr", "", ...row.map((text, i) => make(cell, i > 1 ? "number" : "", text)));
   byId("reasons").replaceChildren(make("table", "", make("thead", "", line("th", ["who", "why it did nothing", "time", "share of the wall time"])),
     make("tbody", "", ...reasons.map((row) => line("td", row)))));
+}
+
+function showFigures(figures, sentence) {
+  byId("figures").replaceChildren(...figures.map(([name, value, beside]) => make("div", "", make("dt", "", name), make("dd", "", value, beside ? " " : "", beside ? make("small", "", beside) : null))));
+  byId("sentence").textContent = sentence;
 }
 
 function showStatus({ status, reason, words }) {

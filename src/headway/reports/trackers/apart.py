@@ -10,11 +10,11 @@ import json
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from headway.errors import said_by
+from headway.errors import DataError, said_by
 from headway.reports.run_directory import replace_file
 from headway.reports.trackers.outbox import Ending, Message, Outbox
 from headway.reports.trackers.process import Link, TrackerLost
@@ -26,6 +26,7 @@ MOST_STARTS = 3
 """Most processes that are started for one tracker in a run without `GOOD_ROWS` taken in between."""
 GOOD_ROWS = 10
 """Number of rows that a process takes before those that were started before it are forgotten."""
+GOES_ON = "; the run goes on, and what waits is sent later"
 MOST_REFUSALS = 3
 """Times that one row is refused before what is behind it is tried, and that settings are before the run's end."""
 
@@ -42,11 +43,16 @@ class Memory:
 
     @classmethod
     def read(cls, path: Path) -> Memory:
-        """Read the file; one that is missing or damaged is that of a tracker without an entry."""
+        """Read the file; one that is missing is that of a tracker without an entry. Raises `DataError`."""
         try:
-            return cls(**json.loads(path.read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError):
+            found = cls(**json.loads(path.read_text(encoding="utf-8")))
+            if [type(value) for value in astuple(found)] != [str, int, bool] or found.rows < 0:
+                raise ValueError("it has other values than an entry, a number of rows, and whether they are all")
+        except FileNotFoundError:
             return cls()
+        except (OSError, ValueError, TypeError) as cause:
+            raise DataError(f"{path} cannot be read ({said_by(cause)})") from cause
+        return found
 
     def write(self, path: Path) -> None:
         """Replace the file in one step. Raises `OSError`."""
@@ -83,10 +89,11 @@ class TrackerApart:
         say: Say,
         *,
         remedy: str = "",
+        goes_on: str = GOES_ON,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Prepare; nothing is started. ``link`` starts the tracker's process, in this tracker's thread. ``remedy``: the
-        command that sends what the tracker lacks in the end.
+        command that sends what the tracker lacks in the end. ``goes_on``: what follows from a failure, behind it.
         """
         self.name = name
         self.where = ""
@@ -105,9 +112,14 @@ class TrackerApart:
         self._settings_tries = 0
         self._settings_problem = ""
         self._opened = False
+        self._opened_at = 0
+        """Number of the row before which the newest process was opened."""
+        self._lost_some = False
+        """True once a process has not kept what it took."""
         self._complete = False
         self._given_up = False
         self._usual_remedy = remedy
+        self._goes_on = goes_on
         self._own_remedy = ""
         self._problem = ""
         self._warned: set[str] = set()
@@ -122,13 +134,13 @@ class TrackerApart:
             try:
                 self._thread.start()
             except RuntimeError as cause:  # the system allows no more threads
-                self._warn(f"cannot be started ({cause}); the run goes on without")
+                self._warn(f"cannot be started ({cause})" + ("; the run goes on without" if self._goes_on else ""))
 
     def on_row(self, row: dict[str, Any]) -> None:
         self._outbox.put_row(row)
         asked_at = self._asked_at
         if asked_at is not None and (waited := self._clock() - asked_at) >= BEHIND_S:
-            self._warn(f"has not answered for {waited:.0f} s; the run goes on, and what waits is sent later")
+            self._warn(f"has not answered for {waited:.0f} s{self._goes_on}")
 
     def on_sample(self, sample: dict[str, Any]) -> None:
         self._outbox.put_sample(sample)
@@ -156,13 +168,18 @@ class TrackerApart:
         """
         if self._thread.ident is None:
             return ""
-        lost = " and ".join(self._outbox.lost())
+        lost, damaged = " and ".join(self._outbox.lost()), self._outbox.damaged()
+        anew = f"; to send all of it to a new entry, take that file from a copy, remove {self._memory}, and give: "
+        anew = f"{damaged}{anew}{self._usual_remedy}" if damaged and self._usual_remedy else damaged
         if self._complete:
             why = "it was too slow, or refused them"
-            return f"{self.name} did not get {lost} ({why}); the run's directory has them" if lost else ""
+            refused = f"{lost} ({why}); the run's directory has them" if lost else ""
+            told = "; nor ".join(filter(None, (refused, anew)))
+            return f"{self.name} did not get {told}" if told else ""
         left = self._outbox.left() + ([] if self._settings_told else ["the settings"])
         what = ", ".join(left) or "the end of the run"
         aside = f", and not {lost}, which the run's directory has" if lost else ""
+        aside += f", and not {damaged}" if damaged else ""
         why = self._problem or self._settings_problem or silent
         remedy = self._usual_remedy if left else self._own_remedy or self._usual_remedy
         return f"{self.name} did not get {what} ({why}){aside}" + (f"; send it with: {remedy}" if remedy else "")
@@ -206,7 +223,7 @@ class TrackerApart:
         self._outbox.sent(message)
         if message.call == "on_row":
             self._good_rows += 1
-            if self._good_rows == GOOD_ROWS:
+            if self._good_rows == GOOD_ROWS and not self._lost_some:
                 self._starts = 1  # this process alone
             self._remember()
 
@@ -245,6 +262,7 @@ class TrackerApart:
         if not self.where and answer["where"]:
             self._say.note(f"{self.name}: {answer['where']}")
         self.where, self._own_remedy, self._opened = answer["where"], answer["remedy"], True
+        self._opened_at = self._outbox.next
         self._remember()
         if self._settings_tries < MOST_REFUSALS:
             self._tell_settings()
@@ -270,18 +288,26 @@ class TrackerApart:
         try:
             answer = self._link.ask(call, value)
         except TrackerLost as cause:
-            self._link.kill()
-            self._link, self._opened = None, False
-            self._outbox.lose_held()
+            self._end_process()
             answer = {"problem": str(cause)}
         finally:
             self._asked_at = None
+        if answer.get("kept") is False:
+            self._end_process()
+            self._outbox.back_to(self._opened_at)
+            self._lost_some = True
         self._account(answer)
         if "problem" in answer:
             self._fail(answer["problem"])
             return None
         self._problem = ""
         return answer
+
+    def _end_process(self) -> None:
+        if (link := self._link) is not None:
+            link.kill()
+        self._link, self._opened = None, False
+        self._outbox.lose_held()
 
     def _account(self, answer: dict[str, Any]) -> None:
         """Take over what an answer says of samples."""
@@ -291,16 +317,20 @@ class TrackerApart:
                 self._warn(f"did not take samples ({answer['why']}); it gets the rows without them", "samples")
 
     def _remember(self) -> None:
-        path = memory_file(self._setting.folder, self.name)
+        path = self._memory
         try:
             Memory(self._setting.entry, self._outbox.next, self._complete).write(path)
         except OSError as cause:
             self._warn(f"cannot write {path} ({cause.strerror or cause}); a resumed run would begin another entry")
 
+    @property
+    def _memory(self) -> Path:
+        return memory_file(self._setting.folder, self.name)
+
     def _fail(self, problem: str) -> None:
         self._problem = "" if self._given_up else problem
         if not self._given_up:
-            self._warn(f"{problem}; the run goes on, and what waits is sent later")
+            self._warn(f"{problem}{self._goes_on}")
             if self._link is None and self._starts == MOST_STARTS:
                 later = f"; send the rest with: {self._usual_remedy}" if self._usual_remedy else ""
                 self._warn(f"its process ended {MOST_STARTS} times, and gets no other in this run{later}", "no process")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import netrc
 import os
@@ -35,9 +36,10 @@ def check_trackers(config: Config, among: Collection[str] = tuple(PACKAGES)) -> 
     chosen = [name for name in config.reports.trackers if name in PACKAGES and name in among]
     if missing := [name for name in chosen if not _is_installed(PACKAGES[name])]:
         packages = ", ".join(PACKAGES[name] for name in missing)
+        is_not, it = ("is not", "it") if len(missing) == 1 else ("are not", "them")
         raise ConfigError(
-            f"reports.trackers names {', '.join(missing)}, and {packages} is not installed here; install it with "
-            f"pip install 'headway[{','.join(missing)}]', or take it out of reports.trackers"
+            f"reports.trackers names {', '.join(missing)}, and {packages} {is_not} installed here; install {it} "
+            f"with pip install 'headway[{','.join(missing)}]', or take {it} out of reports.trackers"
         )
     if "wandb" in chosen and not wandb_may_log(os.environ) and not _wandb_says_so():
         raise ConfigError(
@@ -101,6 +103,11 @@ def _check_port(host: str, port: int) -> None:
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listening.bind((host, port))
     except OSError as cause:
+        if isinstance(cause, socket.gaierror) or cause.errno == errno.EADDRNOTAVAIL:
+            raise ConfigError(
+                f"reports.prometheus_host={host}: it is no address of this machine ({cause.strerror or cause}); give "
+                "127.0.0.1, for this machine alone, or 0.0.0.0, for others too"
+            ) from cause
         raise ConfigError(
             f"reports.prometheus_port={port}: nothing can listen there on {host} ({cause.strerror or cause}); another "
             "run may; give another port, or 0 for a free one"

@@ -14,6 +14,13 @@ PACKAGES: Mapping[str, str] = {
 }
 """Trackers in processes of their own → the package that each needs. The extra has the tracker's name."""
 
+ADDRESSES: Mapping[str, tuple[str, ...]] = {
+    "wandb": ("WANDB_BASE_URL",),
+    "mlflow": ("MLFLOW_TRACKING_URI",),
+    "trackio": ("TRACKIO_SERVER_URL", "TRACKIO_SPACE_ID"),
+}
+"""Variables that say where a tracker is, which is named where it does not answer."""
+
 
 def make_tracker(name: str, setting: Setting) -> Tracker:
     """Make the tracker ``name``, which imports its package. Raises `ValueError` for a name that is not known."""

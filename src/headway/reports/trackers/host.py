@@ -20,7 +20,7 @@ from typing import Any
 
 from headway.errors import said_by
 from headway.reports.trackers.factory import make_tracker
-from headway.reports.trackers.tracker import Setting, Tracker
+from headway.reports.trackers.tracker import NotKept, Setting, Tracker
 
 ORPHAN_S = 15.0
 """Seconds that the process may outlive its input."""
@@ -79,6 +79,8 @@ class Host:
         tracker = self._tracker
         try:
             answer = self._carry_out(call, value)
+        except NotKept as cause:
+            answer = {"problem": str(cause), "kept": False}
         except (Exception, SystemExit) as cause:
             answer = {"problem": said_by(cause)}
         return answer if tracker is None else answer | tracker.samples.account()

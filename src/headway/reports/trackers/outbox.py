@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 ROWS = 256
-"""Most rows that wait in memory. More than a second's: by then they are in the file."""
+"""Newest rows that are kept in memory, sent or not. More than a second's: by then they are in the file."""
 SAMPLES = 64
+LINES_NAMED = 3
 READ_AT_ONCE = 256
 """Most rows that are read from the file at once."""
 
@@ -50,12 +51,15 @@ class Outbox:
         self._metrics = metrics
         self._news = threading.Condition()
         self._rows: deque[tuple[int, dict[str, Any]]] = deque(maxlen=ROWS)
-        self._from_file: deque[tuple[int, dict[str, Any]]] = deque()
+        self._from_file: deque[tuple[int, dict[str, Any] | None]] = deque()
+        """Rows that were read, each with its number; None for a line that is damaged or missing."""
         self._samples: deque[tuple[int, dict[str, Any]]] = deque(maxlen=SAMPLES)
         """Samples, each with the number of the row that comes behind it."""
         self._told = 0
         """Number of times that something was put here."""
         self._ending: deque[Message] = deque()
+        self._end: tuple[Message, ...] = ()
+        """All of the ending, sent or not."""
         self.ended = False
         self.status = "failed"
         """How the run ended, once it has; a run that does not say failed."""
@@ -64,7 +68,9 @@ class Outbox:
         self.next = min(sent, rows)
         """Number of the next row to send: those before it are sent, or lost."""
         self.lost_rows = 0
-        """Rows that were neither here nor in the file, or that the tracker refused while it took what was behind."""
+        """Rows that the tracker refused while it took what was behind."""
+        self.unread: list[int] = []
+        """Numbers, from 1, of the lines of the file that were needed and hold no row."""
         self.lost_samples = 0
         self._held = 0
         """Samples that were taken off the queue and wait in the tracker's process, with which they would go."""
@@ -87,9 +93,9 @@ class Outbox:
         """Nothing comes any more but ``ending``."""
 
         def put() -> None:
-            self._ending.append(Message("on_summary", ending.summary))
-            if ending.model is not None:
-                self._ending.append(Message("on_model", str(ending.model)))
+            model = () if ending.model is None else (Message("on_model", str(ending.model)),)
+            self._end = (Message("on_summary", ending.summary), *model)
+            self._ending.extend(self._end)
             self.status = ending.summary.get("status") or self.status
             self.ended = True
 
@@ -148,7 +154,7 @@ class Outbox:
             if self.next + 1 == self.rows:
                 return self._ending[0] if self._ending else None
             for number, row in chain(self._from_file, self._rows):
-                if number == self.next + 1:
+                if number == self.next + 1 and row is not None:
                     return Message("on_row", row)
         return None
 
@@ -158,6 +164,14 @@ class Outbox:
             self.lost_rows += 1
             self.next += 1
             self.sent(behind)
+
+    def back_to(self, row: int) -> None:
+        """Put everything from the row with the number ``row`` on back, but for samples."""
+        with self._news:
+            self.next = min(self.next, row)
+            self.unread = [line for line in self.unread if line <= row]
+            self._from_file.clear()
+            self._ending = deque(self._end)
 
     def account(self, held: int, dropped: int) -> None:
         """Take over what the tracker says of the samples that it took: how many wait in it, how many it dropped."""
@@ -172,29 +186,30 @@ class Outbox:
             self._held = 0
 
     def _row(self) -> dict[str, Any] | None:
-        """Return the next row, if it is in memory."""
+        """Return the next row, if it is in memory. One that was read as damaged is passed over."""
         with self._news:
-            for kept in (self._from_file, self._rows):
-                while kept and kept[0][0] < self.next:
-                    kept.popleft()
-                if kept and kept[0][0] == self.next:
-                    return kept[0][1]
-        return None
+            while self._from_file and self._from_file[0][0] <= self.next:
+                number, row = self._from_file[0]
+                if number == self.next:
+                    if row is not None:
+                        return row
+                    self.unread.append(number + 1)
+                    self.next += 1
+                self._from_file.popleft()
+            place = self.next - self._rows[0][0] if self._rows else -1
+            return self._rows[place][1] if 0 <= place < len(self._rows) else None
 
     def _read_rows(self) -> None:
-        """Read the rows from the next one on that have no room in memory. Those that are not there are lost."""
+        """Read the rows from the next one on that have no room in memory."""
         with self._news:
             begin, end = self.next, self._rows[0][0] if self._rows else self.rows
         end = min(end, begin + READ_AT_ONCE)
-        read: list[dict[str, Any]] = []
-        with suppress(OSError, ValueError), self._metrics.open(encoding="utf-8") as lines:
-            for line in islice(lines, begin, end):
-                read.append(json.loads(line))  # noqa: PERF401 - what comes before half a line is kept
+        read: list[dict[str, Any] | None] = []
+        with suppress(OSError), self._metrics.open("rb") as lines:
+            read += map(_row_of, islice(lines, begin, end))
+        read += [None] * (end - begin - len(read))
         with self._news:
             self._from_file.extend(enumerate(read, begin))
-            if not read:
-                self.lost_rows += end - begin
-                self.next = end
 
     def left(self) -> list[str]:
         """Return in words what was put here and can still be sent: rows, the summary, the model."""
@@ -204,8 +219,24 @@ class Outbox:
             return ([f"{rows} of {self.rows} rows"] if rows else []) + [names[end.call] for end in self._ending]
 
     def lost(self) -> list[str]:
-        """Return in words what was put here and will not be sent: rows that are nowhere or were refused, samples."""
+        """Return in words what was put here and will not be sent, though it is whole: rows, samples."""
         with self._news:
             waiting = (len(self._samples) + self._held) * self.ended
             counts = {"rows": self.lost_rows, "samples": self.lost_samples + waiting}
             return [f"{count} {name}" for name, count in counts.items() if count]
+
+    def damaged(self) -> str:
+        """Return in words which rows will not be sent since the file does not have them whole; "" for none."""
+        if not (count := len(self.unread)):
+            return ""
+        lines = ", ".join(map(str, self.unread[:LINES_NAMED])) + (", …" if count > LINES_NAMED else "")
+        return f"{count} rows, which {self._metrics} does not have whole (line {lines})"
+
+
+def _row_of(line: bytes) -> dict[str, Any] | None:
+    """Return the row of a line; None where it holds none."""
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) and isinstance(row.get("version"), int) else None

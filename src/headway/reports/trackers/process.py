@@ -47,6 +47,7 @@ class TrackerProcess:
 
     def __init__(self, name: str, log: Path) -> None:
         path = json.dumps([entry for entry in sys.path if isinstance(entry, str)])
+        log.parent.mkdir(exist_ok=True)  # a run that was copied may have none
         with log.open("ab") as output:
             self._popen = subprocess.Popen(
                 [sys.executable, "-c", BOOT, path, name],

@@ -102,17 +102,14 @@ class _Records:
     def __init__(self, directory: Path) -> None:
         # Slow to import, and not needed where TensorBoard is switched off.
         from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.compat.proto.summary_pb2 import DATA_CLASS_SCALAR, DATA_CLASS_TENSOR, SummaryMetadata
+        from tensorboard.compat.proto.summary_pb2 import DATA_CLASS_TENSOR, SummaryMetadata
         from tensorboard.compat.proto.tensor_pb2 import TensorProto
-        from tensorboard.compat.proto.types_pb2 import DT_FLOAT, DT_STRING
+        from tensorboard.compat.proto.types_pb2 import DT_STRING
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         self._event = Event
-        plugin = SummaryMetadata.PluginData(plugin_name="scalars")
-        self._metadata = SummaryMetadata(plugin_data=plugin, data_class=DATA_CLASS_SCALAR)
         texts = SummaryMetadata.PluginData(plugin_name="text")
         self._is_text = SummaryMetadata(plugin_data=texts, data_class=DATA_CLASS_TENSOR)
-        self._tensor = partial(TensorProto, dtype=DT_FLOAT)
         self._string = partial(TensorProto, dtype=DT_STRING)
         opened = f"{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(_NUMBER):06d}"
         self._writer = RecordWriter((directory / f"events.out.tfevents.{opened}").open("xb"))
@@ -123,7 +120,7 @@ class _Records:
         """Write one event with all ``values``; it is on the disk when this returns."""
         event = self._event(wall_time=time.time(), step=step)
         for name, value in values.items():
-            event.summary.value.add(tag=name, tensor=self._tensor(float_val=[value]), metadata=self._metadata)
+            event.summary.value.add(tag=name, simple_value=value)  # which every reader of these files knows
         self.write(event)
         self._writer.flush()
 
@@ -148,13 +145,14 @@ def _purge(directory: Path, step: int) -> None:
 
     TensorBoard has an event for that (``SessionLog.START``); its Python reader shows the points all the same.
     """
-    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+    from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
+    from tensorboard.compat.proto.event_pb2 import Event
 
     earlier = sorted(directory.glob("*tfevents*"))
     with TemporaryDirectory(prefix=".purging-", dir=directory) as aside:
         records = _Records(Path(aside))
         for file in earlier:
-            for event in EventFileLoader(str(file)).Load():
+            for event in map(Event.FromString, RawEventFileLoader(str(file)).Load()):
                 if event.HasField("summary") and event.step < step:
                     records.write(event)
         records.close()

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from headway.errors import RunError
 from headway.reports.trackers.held import HeldSamples
 
 
@@ -29,6 +30,10 @@ class Setting:
     prometheus_port: int = 0
 
 
+class NotKept(RunError):
+    """Error of a tracker that found that it lost what it had taken: it is made anew, and told all of it again."""
+
+
 class Tracker(Protocol):
     """Writer of one run into one tool.
 
@@ -42,6 +47,7 @@ class Tracker(Protocol):
 
     Calls come from one thread, one after the other. Each may raise anything, and is then made again later, but for
     `on_sample`. Making a tracker raises nothing once a new entry is there: its id would be lost, and another one made.
+    One that raises `NotKept` has lost what it took since it was made.
     A sample that was taken may wait in ``samples`` for the next row, which it never fails. A call may take long: who
     must not wait keeps the tracker in a process of its own (`TrackerApart`).
     A row's version may be lower than that of the row before: a validation that ended late has a row of its own.

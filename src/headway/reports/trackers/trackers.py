@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import shlex
 import time
 from collections.abc import Callable, Sequence
@@ -12,9 +14,10 @@ from typing import Any
 
 from headway.config.layers import flatten
 from headway.config.schema import Config
+from headway.errors import DataError, writable
 from headway.reports.run_directory import RunDirectory
-from headway.reports.trackers.apart import Memory, Say, TrackerApart, memory_file
-from headway.reports.trackers.factory import PACKAGES
+from headway.reports.trackers.apart import GOES_ON, Memory, Say, TrackerApart, memory_file
+from headway.reports.trackers.factory import ADDRESSES, PACKAGES
 from headway.reports.trackers.outbox import Ending, Outbox
 from headway.reports.trackers.process import TrackerProcess
 from headway.reports.trackers.tables import trimmed
@@ -82,9 +85,9 @@ class Trackers:
         return [tracker.name for tracker in self._apart]
 
     @property
-    def places(self) -> list[tuple[str, str]]:
-        """Names of trackers, and where each shows the run, for those that have said it."""
-        return [(tracker.name, tracker.where) for tracker in self._apart if tracker.where]
+    def places_after(self) -> list[tuple[str, str]]:
+        """Names of trackers, and where each shows the run once it is over, for those that have said it."""
+        return [(tracker.name, tracker.where) for tracker in self._apart if tracker.where and tracker.name in KEPT]
 
     def finish(self, summary: dict[str, Any], model: Path | None = None, *, limit_s: float | None = None) -> None:
         """End all entries, and wait for them for `LIMIT_S` or ``limit_s``, longer where they get the model.
@@ -108,7 +111,7 @@ class Trackers:
             for tracker in self._apart:
                 tracker.give_up()
         for tracker in self._apart:
-            if lacks := tracker.missing(silent):
+            if lacks := tracker.missing(silent + _where(tracker.name)):
                 self._say.warn(lacks)
 
     def _wait(self, limit_s: float) -> None:
@@ -119,6 +122,15 @@ class Trackers:
             self._say.phase(f"waiting for {waiting}, up to {limit_s:.0f} s")
         for tracker in self._apart:
             tracker.join(max(end - self._clock(), 0.0))
+
+
+def _where(name: str) -> str:
+    """Name the variable that says where a tracker is, which may be wrong; "" where none is set."""
+    given = next((key for key in ADDRESSES.get(name, ()) if os.environ.get(key)), None)
+    if given is None:
+        return ""
+    without_password = re.sub(r"//[^/@]*@", "//", os.environ[given])
+    return f"; it is looked for at {given}={writable(without_password)}"
 
 
 def _bytes_in(folder: Path) -> int:
@@ -135,17 +147,48 @@ def open_trackers(config: Config, directory: RunDirectory, say: Say, *, undone_f
     board = None
     if "tensorboard" in chosen:
         board = TensorBoardFile(directory.tensorboard, say.warn, replace(setting, undone_from=undone_from))
-    apart = [_apart(name, setting, directory, say) for name in chosen if name in PACKAGES]
+    apart = [
+        _apart(name, setting, directory, say, _remembered(directory, name, say)) for name in chosen if name in PACKAGES
+    ]
     return Trackers(board, apart, say, log_model=config.reports.log_model)
 
 
 def open_lacking(config: Config, directory: RunDirectory, say: Say) -> Trackers:
-    """Make those trackers of a run that is over which lack something of it. `Trackers.names` says which they are."""
+    """Make those trackers of a run that is over which lack something of it. `Trackers.names` says which they are.
+
+    Raises `DataError` where it cannot be read what they have, or what they are to get.
+    """
     setting = _setting(config, directory)
     kept = [name for name in config.reports.trackers if name in KEPT]
-    lacking = [name for name in kept if not Memory.read(memory_file(directory.trackers, name)).whole]
-    apart = [_apart(name, setting, directory, say) for name in lacking]
-    return Trackers(None, apart, say, log_model=config.reports.log_model)
+    lacking: list[TrackerApart] = []
+    for name in kept:
+        try:
+            memory = Memory.read(memory_file(directory.trackers, name))
+        except DataError as cause:
+            raise DataError(
+                f"{cause}, so that it is not known what {name} has of the run; take the file from a copy, or remove "
+                "it, to send the run to a new entry"
+            ) from cause
+        if not memory.whole:
+            lacking.append(_apart(name, setting, directory, say, memory, goes_on=""))
+    if lacking:
+        try:
+            directory.metrics.open("rb").close()
+        except OSError as cause:
+            raise DataError(
+                f"{directory.metrics} cannot be read ({cause.strerror or cause}), from which trackers get the run's "
+                "rows; take it from a copy of the run"
+            ) from cause
+    return Trackers(None, lacking, say, log_model=config.reports.log_model)
+
+
+def _remembered(directory: RunDirectory, name: str, say: Say) -> Memory:
+    """Return what a run that goes on knows of its tracker; nothing, which is said, where the file is damaged."""
+    try:
+        return Memory.read(memory_file(directory.trackers, name))
+    except DataError as cause:
+        say.warn(f"{name}: {cause}; the run begins another entry")
+        return Memory()
 
 
 def _setting(config: Config, directory: RunDirectory) -> Setting:
@@ -159,14 +202,15 @@ def _setting(config: Config, directory: RunDirectory) -> Setting:
     )
 
 
-def _apart(name: str, setting: Setting, directory: RunDirectory, say: Say) -> TrackerApart:
+def _apart(
+    name: str, setting: Setting, directory: RunDirectory, say: Say, memory: Memory, goes_on: str = GOES_ON
+) -> TrackerApart:
     """Make a tracker in a process of its own, which goes on in the entry that the run's directory remembers."""
-    memory, rows = Memory.read(memory_file(directory.trackers, name)), _lines(directory.metrics)
-    outbox = Outbox(directory.metrics, rows=rows, sent=memory.rows)
+    outbox = Outbox(directory.metrics, rows=_lines(directory.metrics), sent=memory.rows)
     link = partial(TrackerProcess, name, directory.logs / f"{name}.log")
     remedy = f"headway sync {shlex.quote(str(directory.path))}" if name in KEPT else ""
     own = replace(setting, entry=memory.entry)
-    return TrackerApart(name, own, outbox, link, say, remedy=remedy)
+    return TrackerApart(name, own, outbox, link, say, remedy=remedy, goes_on=goes_on)
 
 
 def _lines(path: Path) -> int:

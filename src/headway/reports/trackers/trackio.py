@@ -9,13 +9,17 @@ from typing import Any
 
 from headway.reports.trackers.held import HeldSamples
 from headway.reports.trackers.tables import COLUMNS, flat, is_number, scalars, table
-from headway.reports.trackers.tracker import Setting
+from headway.reports.trackers.tracker import NotKept, Setting
+
+LOST = ("could not be persisted", "may be dropped")
+"""Words of the warnings with which trackio says that what it took is lost."""
 
 
 class TrackioTracker:
     """Tracker for trackio: a run with a name that no other of its project has, by which it is found again.
 
-    trackio writes in a thread, and only warns where that fails: the first of its warnings is raised by the next call.
+    trackio writes in a thread, and only warns where that fails, once for each kind: the first of its warnings is raised
+    by the next call, as `NotKept` where it says that something is lost.
     """
 
     def __init__(self, setting: Setting) -> None:
@@ -69,7 +73,7 @@ class TrackioTracker:
     def _raise_trouble(self) -> None:
         if self._troubles:
             trouble, self._troubles = self._troubles[0], []
-            raise RuntimeError(trouble)
+            raise NotKept(trouble) if any(words in trouble for words in LOST) else RuntimeError(trouble)
 
 
 def _free_name(trackio: Any, setting: Setting) -> str:

@@ -19,13 +19,14 @@ from typing import Any
 from headway.errors import DataError, HeadwayError, RunError, said_by
 from headway.events import Event, RunResumed, RunStarted
 from headway.reports import human
-from headway.reports.alive import is_trained, only_starts
+from headway.reports.alive import only_starts, standing
 from headway.reports.curves import to_json as curves_json
 from headway.reports.events_file import Record, look_through, parse_event, to_json_line
 from headway.reports.groups import MOST_GROUPS, GroupLog, ledger
-from headway.reports.html_timeline import live_parts
+from headway.reports.html_timeline import cards, live_parts
 from headway.reports.run_directory import RunDirectory
 from headway.reports.sampled import MOST_VALIDATIONS, Key, SampleIndex
+from headway.reports.summary import summary
 from headway.reports.tail import Rewritten, Tail
 from headway.reports.timeline import TimelineBuilder
 
@@ -94,6 +95,8 @@ class Follower:
         """Charts, with the serial number when they changed."""
         self._timeline: tuple[int, bytes] = (0, b"")
         """Number of the timeline, and its JSON."""
+        self._cards: tuple[int, list[tuple[str, str, str]], str] = (0, [], "")
+        """The page's first figures and its sentence, with the number of lines that they were made from."""
         self._status: dict[str, Any] = READING
         self._built = (-1, -1)
         """Numbers of rows and lines that the newest curves and the newest timeline were made from."""
@@ -135,6 +138,12 @@ class Follower:
         """Wait so long, or until following ends."""
         self._closing.wait(seconds)
 
+    def first_look(self, timeout_s: float) -> bool:
+        """Wait until the run was read, so many seconds at most; tell whether it can be followed, as far as is known."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._status != READING or self._closing.is_set(), timeout_s)
+        return self._failure is None
+
     def join(self) -> None:
         """Wait until following ends, by `close` or by a failure. Raises `DataError` where the record is damaged.
 
@@ -152,10 +161,15 @@ class Follower:
             lines = list(read.builder.groups.lines(since))
             fresh = [key for key, serial in read.serials.items() if serial > since]
             sampled = [f"group={line.number}" for line in lines if line.number in read.samples.groups]
+            if self._cards[0] != read.lines:
+                figures, window = summary(read.builder.metrics), (read.builder.first or 0.0, read.builder.last)
+                self._cards = (read.lines, list(cards(figures, window)), figures["bottleneck"])
             return {
                 "epoch": self.epoch,
                 "serial": self.serial,
                 "status": self._status,
+                "figures": self._cards[1],
+                "sentence": self._cards[2],
                 "ledger": ledger(read.builder.metrics) if read.lines else None,
                 "curves": curves if changed > since else None,
                 "groups": [line.values() for line in lines],
@@ -232,7 +246,7 @@ class Follower:
         with self._changed:
             self._read, self._status = self._anew(record), READING
             self.epoch += 1
-            self._built, self._curves = (-1, -1), (0, None)
+            self._built, self._curves, self._cards = (-1, -1), (0, None), (0, [], "")
             self._curves_due, self._timeline_due = _Due(CURVES_EVERY_S), _Due(TIMELINE_EVERY_S)
             # Serial numbers of groups begin again, and a page's must not be ahead of them: it asks by its epoch.
             self.serial = 0
@@ -299,18 +313,13 @@ class Follower:
 
     def _stands(self) -> dict[str, Any]:
         """How the run stands: by its last event, or by who holds its lock."""
+        if not self._directory.path.is_dir():
+            return {"status": "unreadable", "reason": "the run's directory is gone"}
         metrics = self._read.builder.metrics
-        finished, started = metrics.finished, metrics.started
-        trained = is_trained(self._directory.lock)
-        if finished is not None and not trained:
-            return {"status": finished.status, "reason": finished.reason}
-        if trained is False:
-            if started is None:
-                return {"status": "not begun", "reason": "nobody trains in this directory, and nothing was trained"}
-            return {"status": "killed", "reason": "nobody trains this run any more, and it did not say how it ended"}
-        words = self._words()
-        if trained is None:
-            words += "; the lock does not tell whether it goes on"
+        found = standing(metrics.started, metrics.finished, self._directory.lock)
+        if not found.goes_on:
+            return {"status": found.status, "reason": found.reason}
+        words = self._words() + ("; the lock does not tell whether it goes on" if found.trained is None else "")
         return {"status": "running", "reason": None, "words": words}
 
     def _words(self) -> str:
@@ -331,13 +340,17 @@ class Follower:
     # ------------------------------------------------------------------------------------------ building
 
     def _build(self) -> None:
-        """Make curves and timeline again, where something is new and their time has come, if anybody looks."""
+        """Make curves and timeline again, where something is new and their time has come, if anybody looks.
+
+        Once a run is over both are made at once: nothing follows.
+        """
         with self._changed:
             if not self._watched:
                 return
+            over = self._read.builder.metrics.finished is not None or self._status["status"] != "running"
         read = self._read
         rows, lines = read.builder.curves.serial, read.lines
-        if rows != self._built[0] and self._curves_due.now(self._clock()):
+        if rows != self._built[0] and (over or self._curves_due.now(self._clock())):
             began = self._clock()
             charts = curves_json(read.builder.curves)
             self._built = (rows, self._built[1])
@@ -345,7 +358,7 @@ class Follower:
                 self._bump()
                 self._curves = (self.serial, charts)
             self._curves_due.took(self._clock() - began, self._clock())
-        if lines != self._built[1] and self._timeline_due.now(self._clock()):
+        if lines != self._built[1] and (over or self._timeline_due.now(self._clock())):
             began = self._clock()
             parts = to_json_line(live_parts(read.builder.so_far(), LIVE_SPANS)).encode()
             self._built = (self._built[0], lines)

@@ -11,10 +11,13 @@ from contextlib import suppress
 from html import escape
 from pathlib import Path
 
-from headway.errors import ConfigError
+from headway.errors import ConfigError, DataError
 from headway.reports.run_directory import RunDirectory
 from headway.reports.watch.follower import Follower
 from headway.reports.watch.server import Server
+
+FIRST_LOOK_S = 1.0
+"""Seconds that the address waits for the record, which may be damaged; a large one is read behind it."""
 
 
 def serve(run: Path, port: int, tell: Callable[[str], None], open_page: bool) -> None:
@@ -30,11 +33,15 @@ def serve(run: Path, port: int, tell: Callable[[str], None], open_page: bool) ->
     thread.start()
     hint: Path | None = None
     try:
-        tell(server.url)
-        if open_page:
-            hint = _opened(server.url)
+        if follower.first_look(FIRST_LOOK_S):
+            tell(server.url)
+            if open_page:
+                hint = _opened(server.url)
         with suppress(KeyboardInterrupt):  # the way to end it
-            follower.join()
+            try:
+                follower.join()
+            except DataError as cause:
+                raise ConfigError(f"RUN: got {run}, whose record cannot be read: {cause}") from cause
     finally:
         if hint is not None:
             hint.unlink(missing_ok=True)
