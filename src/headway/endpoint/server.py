@@ -51,6 +51,7 @@ class Endpoint:
         dialects: forms of requests that are understood.
         texts: the policy's tokenizer.
         models: names under which the policy is asked for, the first of which agents are told.
+        tokenizer: where the policy's tokenizer is, which agents are told.
         strict: requests for other sampling than the run's are refused, not overridden.
         host: address to listen at.
         port: 0 for any that is free.
@@ -62,12 +63,14 @@ class Endpoint:
         texts: Texts,
         *,
         models: Sequence[str] = ("policy",),
+        tokenizer: str = "",
         strict: bool = False,
         host: str = "127.0.0.1",
         port: int = 0,
     ) -> None:
         self._texts = texts
         self._models = tuple(models)
+        self._tokenizer = tokenizer
         self._strict = strict
         self._host, self._port = host, port
         self._sessions: dict[str, Session] = {}
@@ -119,7 +122,7 @@ class Endpoint:
         key = f"hw-{secrets.token_urlsafe(24)}"
         session = self._sessions[key] = Session(turns)
         try:
-            yield Access(self.base_url, key, self._models[0])
+            yield Access(self.base_url, key, self._models[0], self._tokenizer)
         finally:
             del self._sessions[key]
             self._forgotten[key] = None

@@ -36,6 +36,7 @@ def chat_hosting(
             DIALECTS,
             Texts(lambda text: chats.renderer.encode(text).tolist(), text_of(tokenizer)),
             models=rollout.agent_models,
+            tokenizer=tokenizer.name_or_path,
             strict=rollout.agent_sampling == "strict",
             host=node if rollout.endpoint_host == "node" else rollout.endpoint_host,
             port=rollout.endpoint_port,
