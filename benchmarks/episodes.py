@@ -3,6 +3,7 @@
     asleep      a thousand episodes at once, whose engine and steps sleep: throughput against the virtual clock's for
                 the same seconds; CPU seconds of a turn
     prefixes    ten turns of a growing context on the native engine: prefilled tokens with its cache and without
+    endpoint    calls of agents over HTTP, 500 episodes open, 100 calls a second: what the endpoint adds to a call
 
 Figures of the first part are of a busy machine where others compute: throughput suffers from them, CPU seconds less so.
 """
@@ -14,6 +15,8 @@ import os
 from collections.abc import Sequence
 
 from benchmarks.episodes_asleep import Measured, Workload, really, virtually
+from benchmarks.episodes_endpoint import Load
+from benchmarks.episodes_endpoint import measure as latencies
 from benchmarks.episodes_prefixes import measure
 from benchmarks.table import report
 from headway.engines.rollout.native.prefix_cache import BLOCK
@@ -23,16 +26,18 @@ QUICK = Workload(chains=200, episodes=1, turns=4)
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.episodes", description="What episodes cost.")
-    parser.add_argument("--only", choices=("asleep", "prefixes"), help="one part; default: both")
+    parser.add_argument("--only", choices=("asleep", "prefixes", "endpoint"), help="one part; default: all")
     parser.add_argument("--quick", action="store_true", help="200 episodes of 4 turns, in half a minute")
     parser.add_argument("--chains", type=int, help=f"episodes at once; default: {Workload().chains}")
     parser.add_argument("--runners", type=int, default=2, help="processes of the program; default: %(default)s")
     chosen = parser.parse_args(arguments)
-    if chosen.only != "prefixes":
+    if chosen.only in (None, "asleep"):
         workload = QUICK if chosen.quick else Workload(chains=chosen.chains or Workload().chains)
         asleep(workload, chosen.runners)
-    if chosen.only != "asleep":
+    if chosen.only in (None, "prefixes"):
         prefixes()
+    if chosen.only in (None, "endpoint"):
+        endpoint(Load(seconds=10.0) if chosen.quick else Load())
 
 
 def asleep(workload: Workload, runners: int) -> None:
@@ -80,6 +85,28 @@ def prefixes() -> None:
             }
         )
     report("episodes-prefixes", "Ten turns on the native engine (1m)", rows, [f"a block: {BLOCK} tokens; aim: 1.1"])
+
+
+def endpoint(load: Load) -> None:
+    """Measure and report calls over HTTP."""
+    busy = os.getloadavg()[0]
+    found = latencies(load)
+    rows = [
+        {
+            "run": f"{load.calls_per_s:g} calls/s",
+            "calls": len(found.ms),
+            "failed": found.failed,
+            "median ms": found.median,
+            "99% ms": found.p99,
+            "longest ms": max(found.ms),
+            "CPU of the endpoint's process": found.server_cpu_s / found.wall_s,
+        }
+    ]
+    notes = [
+        f"{load.episodes} episodes open; an engine that takes no time; load of the machine before: {busy:.1f}",
+        "from when a call's time had come until its answer was read; aims: 3 ms at the median, 20 ms at 99%",
+    ]
+    report("episodes-endpoint", "Calls of agents over HTTP", rows, notes)
 
 
 if __name__ == "__main__":

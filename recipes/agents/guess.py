@@ -22,13 +22,15 @@ async def play(row, chat, shuffled=False):
     """One game: 1 for the number, 0 without it. ``shuffled``: the answers are a coin's, so nothing can be learned."""
     messages, coin = list(row["prompt"]), random.Random(chat.seed)
     hidden = LETTERS.index(row["answer"])
+    low, high = (LETTERS.index(letter) for letter in messages[0]["content"].split("-"))
     for _ in range(TURNS):
-        turn = await chat.turn(messages)
+        turn = await chat.turn(messages, state=f"{low}-{high}")  # what is left: gigpo compares by it
         guess = LETTERS.find(turn.content) if len(turn.content) == 1 else -1
         if guess in (-1, hidden):
             break
         smaller = coin.random() < 0.5 if shuffled else hidden < guess
         messages += [turn.message, {"role": "user", "content": "<" if smaller else ">"}]
+        low, high = (low, min(high, guess - 1)) if smaller else (max(low, guess + 1), high)
     return float(guess == hidden)
 
 

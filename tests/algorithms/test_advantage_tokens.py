@@ -243,6 +243,7 @@ def test_a_fetch_in_which_the_policy_wrote_nothing_has_no_advantage(name: str, s
         values=torch.full((size, 4), math.nan),
         baselines=torch.zeros(size),
         finished=torch.zeros(size, dtype=torch.bool),
+        states=torch.zeros(size, 4, dtype=torch.long),
     )
     got = advantages_of(name, inputs)
     assert got.shape[:2] == (size, 4)

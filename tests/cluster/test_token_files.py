@@ -63,7 +63,9 @@ def test_a_part_has_the_rows_that_it_names_as_they_were_written_and_nothing_else
         mask = rng.random(length) < 0.7
         logprobs, versions = rng.standard_normal(length).astype(np.float32), rng.integers(0, 9, length)
         ids = rng.integers(0, 10**5, length).astype(np.int32)
-        return RowTokens(prompt, ids, logprobs, versions.astype(np.int32), mask, (TurnSpan(0, 0, 2), TurnSpan(1, 3, 5)))
+        return RowTokens(
+            prompt, ids, logprobs, versions.astype(np.int32), mask, (TurnSpan(0, 0, 2), TurnSpan(1, 3, 5, -7))
+        )
 
     shared, other = (rng.integers(0, 9, n).astype(np.int32) for n in (700, 300))
     rows = [row(prompt, n) for prompt, n in ((shared, 1000), (other, 50), (shared, 2001), (shared, 0), (shared, 7))]

@@ -134,6 +134,8 @@ def test_what_passed_once_passes_again_from_its_dump(
             "both mend the gradient",
         ),
         (("algorithm.adv_estimator=pass_at_k", "rollout.n=4"), "compares subsets of k of more than k answers"),
+        (("algorithm.adv_estimator=gigpo",), "program an episode is one turn; choose grpo"),
+        (("algorithm.step_weight=2",), "algorithm.adv_estimator is grpo"),
         (("algorithm.policy_loss.loss_mode=t_ppo",), "without algorithm.policy_loss.ignore_last it is ppo_clip"),
         (
             (
@@ -143,7 +145,10 @@ def test_what_passed_once_passes_again_from_its_dump(
             ),
             "those of an episode with a program may be a tool's",
         ),
-        (("algorithm.turn_discount=0.9",), "without rollout.tools, environment or program an episode is one turn"),
+        (
+            ("algorithm.turn_discount=0.9",),
+            "without rollout.tools, environment, program or agent an episode is one turn",
+        ),
         (
             (
                 "algorithm.policy_loss.loss_mode=truncated_is",

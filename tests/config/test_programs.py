@@ -34,7 +34,7 @@ def test_an_environment_is_enough_and_gives_the_reward(minimal: Load) -> None:
         ([GAME, "mode=async_partial", "async_training.drain=turn"], "async_training.drain has no effect"),
         (
             ["rollout.tools=[t.py:look_up]", "rollout.params={a: 1}"],
-            "rollout.params are for an environment or a program",
+            "rollout.params are for an environment, a program or an agent in Python",
         ),
     ],
 )
@@ -50,6 +50,7 @@ def test_what_clashes_or_does_nothing_is_refused_with_the_reason(
     ("overrides", "least"),
     [
         (["algorithm.adv_estimator=grpo"], 2),
+        (["algorithm.adv_estimator=gigpo"], 2),
         (["algorithm.adv_estimator=reinforce_plus_plus"], 1),
         (["algorithm.adv_estimator=pass_at_k", "algorithm.pass_k=3"], 3),
         (["algorithm.adv_estimator=grpo", "rollout.n=1"], 1),
@@ -63,7 +64,9 @@ def test_a_group_needs_as_many_episodes_as_its_estimator_compares(
 
 
 def test_a_programs_reward_needs_a_program(minimal: Load) -> None:
-    with pytest.raises(ConfigError, match=r"reward.function=program is the reward of rollout.environment or rollout"):
+    with pytest.raises(
+        ConfigError, match=r"reward.function=program is the reward of rollout.environment, program or agent"
+    ):
         diagnose(minimal("reward.function=program"))
 
 

@@ -35,7 +35,13 @@ def test_the_page_is_what_the_schema_says_now() -> None:
 
 def test_the_page_has_every_key_once() -> None:
     named = [name.replace("[]", "") for name in DEFAULTS]
-    sections = {"model.make", "model.warmup", "model.warmup.give_up", "data.task"}  # null by default: values, too
+    sections = {
+        "model.make",
+        "model.warmup",
+        "model.warmup.give_up",
+        "data.task",
+        "rollout.agent",
+    }  # null by default: values, too
     lists = {"data.sources", "data.val_sources", "reward.functions", "algorithm.rollout_correction.also"}
     assert sorted(named) == sorted([*known_keys(), *sections, *lists])
 
@@ -56,7 +62,9 @@ def test_defaults_on_the_page_read_back_as_the_default_configuration() -> None:
         name: yaml.safe_load(text)
         for name, text in DEFAULTS.items()
         if "[]" not in name
-        and not name.startswith(("model.make.", "model.warmup.", "data.task.", "algorithm.policy_loss."))
+        and not name.startswith(
+            ("model.make.", "model.warmup.", "data.task.", "rollout.agent.", "algorithm.policy_loss.")
+        )
     }
     assert Config.model_validate(nest(top)) == Config()
 
@@ -77,6 +85,7 @@ def test_required_keys_are_those_without_which_their_section_is_refused() -> Non
         "model.warmup.give_up.above",
         "model.warmup.give_up.rate",
         "reward.functions[].function",
+        "rollout.agent.command",
     }
 
 

@@ -1,233 +1,322 @@
-"""What requests say in their dialects, and what is told of those that cannot be answered."""
+"""Requests of agents: whose they are, what is asked again or refused, what becomes of clients that hang up."""
 
 from __future__ import annotations
 
-import json
+import asyncio
+import socket
 from typing import Any
 
+import aiohttp
+import numpy as np
 import openai
 import pytest
 
-from headway.endpoint.chat_completions import ChatCompletions
-from headway.endpoint.completions import Completions
-from headway.endpoint.dialect import Dialect, Refused, Texts
-from headway.endpoint.generate import Generate
-from headway.endpoint.messages import Messages
-from headway.endpoint.responses import Responses
-from headway.endpoint.turns import Note
+from headway.episodes.keeper import GroupKeeper
+from headway.episodes.limits import Limits
+from headway.errors import ConfigError
 from headway.programs.messages import Access
-from tests.endpoint.conftest import made
-from tests.endpoint.test_dialects import anthropic_client, client
-from tests.episodes.conftest import renderer_of
+from tests.endpoint.served import endpoint, served
+from tests.episodes.program_episodes import Policy, trained
 
-TEXTS = Texts(lambda text: list(text.encode()), lambda ids: bytes(ids).decode())
-CHAT, COMPLETIONS, RESPONSES, MESSAGES, GENERATE = (
-    *(ChatCompletions(), Completions(), Responses()),
-    *(Messages(), Generate()),
-)
-ASK: Any = {"role": "user", "content": "hi"}
-IMAGE: Any = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
-FUNCTION: Any = {"type": "function", "function": {"name": "add"}}
+HELLO: list[Any] = [{"role": "user", "content": "begin"}]
 
 
-def read(dialect: Dialect, body: Any) -> Any:
-    return dialect.read(json.dumps(body).encode(), TEXTS)
+def client(access: Access, **settings: Any) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=access.base_url, api_key=access.api_key, max_retries=0, **settings)
+
+
+async def post(
+    access: Access, body: Any, *, key: str | None = None, headers: dict[str, str] | None = None, timeout: float = 30.0
+) -> tuple[int, Any]:
+    """Status and body of a chat completion."""
+    key = access.api_key if key is None else key
+    sent = {**({"Authorization": f"Bearer {key}"} if key else {}), **(headers or {})}
+    async with (
+        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(timeout)) as session,
+        session.post(f"{access.base_url}/chat/completions", json=body, headers=sent) as response,
+    ):
+        return response.status, await response.json()
+
+
+async def test_what_comes_over_http_is_what_the_engine_sampled() -> None:
+    async def agent(access: Access) -> None:
+        async with client(access) as openai_client:
+            messages = [*HELLO]
+            for _ in range(3):
+                answer = await openai_client.chat.completions.create(model="policy", messages=messages)
+                said = answer.choices[0].message.model_dump(exclude_none=True)
+                messages += [said, {"role": "user", "content": "go on"}]
+
+    policy = Policy(seconds=0.01)
+    policy.version = 3
+    made = await served(agent, policies=[policy])
+    [row] = made.rows
+    asked = [call.input_ids.tolist() for call in policy.calls]
+    assert made.episode.turns == 3
+    assert made.episode.metrics["forks"] == 0
+    whole = [*row.prompt_ids.tolist(), *row.ids.tolist()]
+    assert all(whole[: len(ids)] == ids for ids in asked)  # each context is what was there
+    sampled = np.concatenate([policy.said[call.number].ids for call in policy.calls])
+    assert trained(row) == sampled.tolist()
+    assert set(row.versions[row.loss_mask].tolist()) == {3}
+    logprobs = np.concatenate([policy.said[call.number].logprobs for call in policy.calls])
+    assert row.logprobs[row.loss_mask].tolist() == logprobs.tolist()
+
+
+async def test_a_request_that_is_asked_again_after_its_client_hung_up_is_one_turn() -> None:
+    async def agent(access: Access) -> Any:
+        body = {"model": "policy", "messages": HELLO}
+        with pytest.raises(TimeoutError):
+            await post(access, body, timeout=0.1)
+        return await post(access, body)
+
+    made = await served(agent, policies=[Policy(seconds=0.5)])
+    [(status, _)] = made.returned
+    assert status == 200
+    assert made.calls == 1
+    assert made.episode.turns == 1
+    assert made.episode.metrics["hung_up_requests"] == 1
+
+
+async def test_an_answer_that_nobody_waited_for_is_not_trained() -> None:
+    async def agent(access: Access) -> None:
+        with pytest.raises(TimeoutError):
+            await post(access, {"model": "policy", "messages": HELLO}, timeout=0.1)
+        await post(access, {"model": "policy", "messages": [{"role": "user", "content": "another"}]})
+
+    made = await served(agent, policies=[Policy(seconds=0.3)])
+    assert made.calls == 2
+    assert made.episode.turns == 1
+    [row] = made.rows
+    assert len(row.turns) == 1
+    assert row.turns[0].number == 0
+
+
+@pytest.mark.parametrize("headers", [{"x-stainless-retry-count": "1"}, {"Idempotency-Key": "one"}])
+async def test_a_request_that_says_that_it_is_asked_again_gets_the_same_answer(headers: dict[str, str]) -> None:
+    async def agent(access: Access) -> Any:
+        body = {"model": "policy", "messages": HELLO}
+        first = {} if "x-stainless-retry-count" in headers else headers
+        return [await post(access, body, headers=first), await post(access, body, headers=headers)]
+
+    made = await served(agent)
+    [[(_, one), (_, other)]] = made.returned
+    assert one["id"] == other["id"]
+    assert one["choices"] == other["choices"]
+    assert made.calls == 1
+    assert made.episode.metrics["repeated_requests"] == 1
+
+
+async def test_equal_requests_that_are_no_repetitions_are_turns_of_their_own() -> None:
+    async def agent(access: Access) -> Any:
+        body = {"model": "policy", "messages": HELLO}
+        return await asyncio.gather(post(access, body), post(access, body))
+
+    made = await served(agent)
+    assert made.calls == 2
+    assert made.episode.turns == 2
+    [[(_, one), (_, other)]] = made.returned
+    assert one["id"] != other["id"]
+
+
+async def test_a_key_is_good_for_its_own_episode_and_while_that_lives() -> None:
+    seen: list[Access] = []
+    both = asyncio.Event()
+
+    async def agent(access: Access) -> Any:
+        seen.append(access)
+        if len(seen) == 2:
+            both.set()
+        await both.wait()
+        body = {"model": "policy", "messages": HELLO}
+        await post(access, body)
+        return [await post(access, body, key=key) for key in ("", "hw-unknown")]
+
+    made = await served(agent, n=2)
+    for tries in made.returned:
+        assert [status for status, _ in tries] == [401, 401]
+        assert ["without a key" in body["error"]["message"] for _, body in tries] == [True, False]
+    assert [episode.turns for episode in made.group.trajectories] == [1, 1]
+    assert seen[0].api_key != seen[1].api_key
+
+    door = endpoint()
+    await door.start()
+    with door.open(None) as access:  # type: ignore[arg-type]  # it is not asked before it is over
+        pass
+    status, body = await post(access, {"model": "policy", "messages": HELLO})
+    await door.close()
+    assert status == 401
+    assert "is over" in body["error"]["message"]
 
 
 @pytest.mark.parametrize(
-    ("dialect", "body", "told"),
+    ("asked", "said"),
     [
-        (CHAT, {"messages": []}, "messages: List should have at least 1 item"),
-        (CHAT, {"messages": [{"role": "king", "content": "x"}]}, "messages.0.role is 'king'; expected one of system"),
-        (CHAT, {"messages": [{"role": "user", "content": [IMAGE]}]}, "the policy reads text alone, no images or files"),
-        (CHAT, {"messages": [{"role": "user", "content": 5}]}, "messages.0.content is 5; expected text"),
-        (CHAT, {"messages": [ASK], "functions": [{"name": "add"}]}, "expected tools, the form that followed"),
-        (CHAT, {"messages": [{"role": "function", "name": "add", "content": "3"}]}, "expected tool_calls and messages"),
-        (CHAT, {"messages": [{**ASK, "tool_calls": [FUNCTION]}]}, "expected a list, in a message of role assistant"),
-        (CHAT, {"messages": [{"role": "assistant", "tool_calls": [1]}]}, "messages.0.tool_calls.0 is 1; expected {"),
-        (CHAT, {"messages": [ASK], "continue_final_message": True}, "the policy begins its answers"),
-        (CHAT, {"messages": [ASK], "tools": [{"type": "web_search"}]}, 'expected {"type": "function"'),
-        (CHAT, {"messages": [ASK], "tools": [FUNCTION, FUNCTION]}, "tools.1: there is a tool named 'add' already"),
-        (
-            CHAT,
-            {"messages": [ASK], "tools": [{"type": "function", "function": {"name": "add", "parameters": 1}}]},
-            "tools.0.parameters is 1; expected a JSON schema",
-        ),
-        (COMPLETIONS, {"prompt": ["a", "b"]}, "expected one prompt"),
-        (COMPLETIONS, {"prompt": "a", "echo": True}, "put the prompt before it yourself"),
-        (COMPLETIONS, {"prompt": "a", "suffix": "b"}, "the policy writes on, and does not fill in"),
-        (COMPLETIONS, {"prompt": [1, -1]}, "prompt"),
-        (COMPLETIONS, {"prompt": "a", "max_tokens": 0}, "max_tokens: Input should be greater than or equal to 1"),
-        (RESPONSES, {"input": "a", "previous_response_id": "resp-0-1"}, "send all items of the conversation as input"),
-        (RESPONSES, {"input": "a", "background": True}, "responses are not kept here"),
-        (RESPONSES, {"input": [{"type": "computer_call"}]}, "input.0.type is 'computer_call'; expected message, func"),
-        (RESPONSES, {"input": "a", "tools": [{"type": "web_search"}]}, 'expected {"type": "function"'),
-        (RESPONSES, {"input": [{"type": "function_call", "call_id": "a", "name": "b"}]}, "input.0.arguments is None"),
-        (MESSAGES, {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "no images or files"),
-        (MESSAGES, {"messages": [ASK, {"role": "assistant", "content": "It is"}]}, "does not go on with yours"),
-        (MESSAGES, {"messages": [ASK], "tools": [{"type": "bash_20250124", "name": "bash"}]}, "no tools of the server"),
-        (GENERATE, {"token_ids": [1], "sampling_params": {}, "features": {"a": 1}}, "no images or files"),
-        (GENERATE, {"token_ids": [2**31], "sampling_params": {}}, "token_ids.0: Input should be less than"),
-        (GENERATE, {"token_ids": [1]}, "sampling_params: Field required"),
+        ({"temperature": 0.7}, "temperature=0.7 (here 1.0)"),
+        ({"n": 4}, "n=4 (here 1)"),
+        ({"logit_bias": {"7": 5}}, "logit_bias={'7': 5.0} (here {})"),
+        ({"response_format": {"type": "json_object"}}, "response_format='json_object' (not done)"),
+        ({"tool_choice": "required"}, "tool_choice='required' (here 'auto')"),
     ],
 )
-def test_what_cannot_be_answered_is_refused_with_where_and_why(dialect, body, told):
-    with pytest.raises(Refused) as refused:
-        read(dialect, body)
-    assert told in str(refused.value)
-    assert refused.value.status == 400
+async def test_sampling_that_training_cannot_follow_is_overridden_and_counted_or_refused(asked: Any, said: str) -> None:
+    async def agent(access: Access) -> Any:
+        return await post(access, {"model": "policy", "messages": HELLO, **asked})
+
+    made = await served(agent)
+    assert made.returned[0][0] == 200
+    assert made.episode.metrics["overridden_sampling"] == 1
+    assert said in made.episode.notes["overridden_sampling"]
+    strict = await served(agent, strict=True)
+    status, body = strict.returned[0]
+    assert status == 400
+    assert said in body["error"]["message"]
+    assert strict.episode.metrics["refused_requests"] == 1
+
+
+async def test_sampling_as_the_run_has_it_is_no_difference() -> None:
+    async def agent(access: Access) -> Any:
+        asked = {"temperature": 1, "top_p": 1.0, "n": 1, "presence_penalty": 0, "seed": 4, "top_k": -1}
+        return await post(access, {"model": "policy", "messages": HELLO, **asked})
+
+    made = await served(agent, strict=True)
+    assert made.returned[0][0] == 200
+    assert made.episode.notes == {}
 
 
 @pytest.mark.parametrize(
-    ("dialect", "body", "sampling"),
+    ("body", "status", "said"),
     [
-        (CHAT, {"messages": [ASK], "temperature": 0.5, "seed": 3, "user": "me"}, {"temperature": 0.5}),
-        (CHAT, {"messages": [ASK], "tool_choice": "required"}, {"tool_choice": "required"}),
-        (CHAT, {"messages": [ASK], "response_format": {"type": "json_object"}}, {"response_format": "json_object"}),
-        (CHAT, {"messages": [ASK], "parallel_tool_calls": False}, {"parallel_tool_calls": False}),
-        (CHAT, {"messages": [ASK], "guided_regex": "a*"}, {"guided_regex": "a*"}),
-        (RESPONSES, {"input": "a", "text": {"format": {"type": "text"}}}, {}),
-        (RESPONSES, {"input": "a", "text": {"format": {"type": "json_schema"}}}, {"text.format": "json_schema"}),
-        (MESSAGES, {"messages": [ASK], "tool_choice": {"type": "any"}}, {"tool_choice": {"type": "any"}}),
-        (
-            MESSAGES,
-            {"messages": [ASK], "tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
-            {"parallel_tool_calls": False},
-        ),
-        (GENERATE, {"token_ids": [1], "sampling_params": {"top_p": 0.5, "n": 2}}, {"top_p": 0.5, "n": 2}),
-        (GENERATE, {"token_ids": [1], "sampling_params": {"prompt_logprobs": 1}}, {"prompt_logprobs": 1}),
+        ({"model": "gpt-4o", "messages": HELLO}, 404, "there is no model 'gpt-4o' here"),
+        ({"messages": []}, 400, "messages: List should have at least 1 item"),
+        ({"model": "policy"}, 400, "messages: Field required"),
+        ({"messages": "hello"}, 400, "messages: Input should be a valid array, given 'hello'"),
+        ({"messages": [{"content": "?"}]}, 400, "a chat message is {'content': '?'}"),
+        ({"messages": HELLO, "max_tokens": 0}, 400, "max_tokens"),
+        ({"messages": HELLO, "tools": [{"type": "web_search"}]}, 400, "tools.0"),
+        ([1, 2], 400, "the request's body"),
     ],
 )
-def test_sampling_that_is_asked_for_is_read_for_the_endpoint_to_compare(dialect, body, sampling):
-    assert read(dialect, body).sampling == sampling
+async def test_a_request_that_cannot_be_answered_is_refused_with_the_reason(body: Any, status: int, said: str) -> None:
+    async def agent(access: Access) -> Any:
+        refused = await post(access, body)
+        await post(access, {"messages": HELLO})  # the episode goes on
+        return refused
+
+    made = await served(agent)
+    got, answer = made.returned[0]
+    assert got == status
+    assert said in answer["error"]["message"]
+    assert said in made.episode.notes["refused_requests"]
+    assert made.episode.turns == 1
+    assert made.episode.failure is None
 
 
-@pytest.mark.parametrize(
-    ("dialect", "body"),
-    [
-        (CHAT, {"messages": [ASK], "tools": [FUNCTION], "tool_choice": "none"}),
-        (RESPONSES, {"input": "hi", "tools": [{"type": "function", "name": "add"}], "tool_choice": "none"}),
-        (MESSAGES, {"messages": [ASK], "tools": [{"name": "add"}], "tool_choice": {"type": "none"}}),
-    ],
-)
-def test_where_no_tool_may_be_called_the_policy_is_told_of_none(dialect, body):
-    assert read(dialect, body).request.tools is None
-    assert read(dialect, {**body, "tool_choice": None}).request.tools is not None
-
-
-def test_a_result_that_is_an_error_says_so():
-    def told(text: str) -> str:
-        result = {"type": "tool_result", "tool_use_id": "a", "content": text, "is_error": True}
-        messages = read(MESSAGES, {"messages": [{"role": "user", "content": [result]}]}).request.messages
-        return str(messages[0]["content"])
-
-    assert told("no such file") == "Error: no such file"
-    assert told("error: no such file") == "error: no such file"
-
-
-def test_thinking_comes_back_as_a_part_of_its_answer():
-    call = {"id": "a", "type": "function", "function": {"name": "add", "arguments": "{}"}}
-    answer = {"role": "assistant", "content": "see", "reasoning_content": "hm", "tool_calls": [call]}
-    items = [
-        {"type": "reasoning", "id": "r", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
-        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "see"}]},
-        {"type": "function_call", "call_id": "a", "name": "add", "arguments": "{}"},
-        {"type": "function_call_output", "call_id": "a", "output": [{"type": "input_text", "text": "3"}]},
-    ]
-    result = {"role": "tool", "content": "3", "tool_call_id": "a", "name": "add"}
-    assert read(RESPONSES, {"input": items}).request.messages == [answer, result]
-    blocks = [
-        {"type": "thinking", "thinking": "hm", "signature": "x"},
-        {"type": "text", "text": "see"},
-        {"type": "tool_use", "id": "a", "name": "add", "input": {}},
-    ]
-    results = [{"type": "tool_result", "tool_use_id": "a", "content": "3"}]
-    told = [{"role": "assistant", "content": blocks}, {"role": "user", "content": results}]
-    call["function"]["arguments"] = {}
-    assert read(MESSAGES, {"messages": told}).request.messages == [answer, result]
-    call["function"]["arguments"] = "{}"
-    plain = [{**answer, "refusal": None, "annotations": []}, {"role": "tool", "content": "3", "tool_call_id": "a"}]
-    assert read(CHAT, {"messages": plain}).request.messages == [answer, result]
-
-
-async def test_a_turn_ends_at_the_agents_own_strings_and_tokens():
-    renderer = renderer_of("qwen2_5")
-    told: list[Any] = []
-
-    async def agent(access: Access) -> float:
-        asked: Any = {"model": access.model, "messages": [ASK]}
-        answer = await anthropic_client(access).messages.create(**asked, max_tokens=50, stop_sequences=["x", "high;"])
-        told.append((answer.stop_reason, answer.stop_sequence, answer.content[0].text))
-        answer = await anthropic_client(access).messages.create(**asked, max_tokens=50, stop_sequences=["zzz"])
-        told.append((answer.stop_reason, answer.stop_sequence, answer.content[0].text))
-        answer = await anthropic_client(access).messages.create(**asked, max_tokens=2)
-        told.append((answer.stop_reason, answer.stop_sequence))
-        chat = await client(access).chat.completions.create(**asked, stop="high;")
-        told.append((chat.choices[0].finish_reason, chat.choices[0].message.content))
-        (end,) = renderer.encode(";").tolist()
-        chat = await client(access).chat.completions.create(**asked, extra_body={"stop_token_ids": [end]})
-        told.append((chat.choices[0].finish_reason, chat.choices[0].message.content))
-        flat = await client(access).responses.create(model=access.model, input="hi", max_output_tokens=2)
-        told.append((flat.status, flat.incomplete_details.reason))
-        return 1.0
-
-    episode = await made(agent, ["too high; too low"] * 6)
-    assert episode.episode.failure is None
-    assert told == [
-        ("stop_sequence", "high;", "too "),
-        ("end_turn", None, "too high; too low"),
-        ("max_tokens", None),
-        ("stop", "too "),
-        ("stop", "too high"),
-        ("incomplete", "max_output_tokens"),
-    ]
-    episode.check(rows=6)
-
-
-async def test_each_dialect_has_errors_of_its_own_form():
-    told: dict[str, Any] = {}
-
-    async def agent(access: Access) -> float:
-        root = access.base_url.removesuffix("/v1")
+async def test_a_body_that_is_too_large_or_no_json_is_refused() -> None:
+    async def agent(access: Access) -> Any:
         headers = {"Authorization": f"Bearer {access.api_key}"}
-        async with openai.DefaultAsyncHttpxClient(base_url=root, headers=headers) as http:
+        found = []
+        async with aiohttp.ClientSession() as session:
+            for body in (b'{"messages": [', b"\xff\xfe", b" " * 100_000_000):
+                url = f"{access.base_url}/chat/completions"
+                async with session.post(url, data=body, headers=headers) as response:
+                    found.append((response.status, (await response.json())["error"]["message"]))
+            async with session.get(f"{access.base_url}/chats", headers=headers) as response:
+                found.append((response.status, (await response.json())["error"]["message"]))
+        await post(access, {"messages": HELLO})
+        return found
 
-            async def post(path: str, **options: Any) -> Any:
-                return await http.post(path, **options)
-
-            for path in ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"):
-                told[path] = [
-                    (answer.status_code, answer.json())
-                    for answer in (
-                        await post(path, content=b"{"),
-                        await post(path, json={}, headers={"Authorization": "Bearer no"}),
-                        await http.get(path),
-                    )
-                ]
-            assert (await http.get("/v1/nothing")).json()["error"]["code"] == "not_found"
-        await client(access).chat.completions.create(model=access.model, messages=[ASK])
-        return 1.0
-
-    episode = await made(agent, ["hi"])
-    for path, answers in told.items():
-        kinds = [body["error"]["type"] for _, body in answers]
-        assert [status for status, _ in answers] == [400, 401, 405]
-        assert kinds == ["invalid_request_error", "authentication_error", "invalid_request_error"]
-        assert all(body["error"]["message"] for _, body in answers)
-        assert all((body.get("type") == "error") == (path == "/v1/messages") for _, body in answers)
-    assert episode.episode.metrics[Note.REFUSED] == len(told)
+    made = await served(agent)
+    assert [status for status, _ in made.returned[0]] == [400, 400, 413, 404]
+    assert "more than 32 MiB" in made.returned[0][2][1]
 
 
-async def test_a_context_that_is_too_long_is_told_in_words_that_agents_know():
-    told: list[str] = []
+async def test_a_limit_ends_the_episode_and_its_agent_is_told() -> None:
+    async def agent(access: Access) -> Any:
+        messages = [*HELLO]
+        while True:
+            status, body = await post(access, {"messages": messages})
+            if status != 200:
+                return status, body
+            messages += [body["choices"][0]["message"], {"role": "user", "content": "go on"}]
 
-    async def agent(access: Access) -> float:
-        await client(access).chat.completions.create(model=access.model, messages=[ASK])
-        with pytest.raises(openai.BadRequestError) as refused:
-            await client(access).completions.create(model=access.model, prompt=[1] * 5000)
-        told.append(str(refused.value))
-        assert refused.value.code == "context_length_exceeded"
-        return 1.0
+    made = await served(agent, limits=Limits(max_length=2000, max_turns=3, step_timeout_s=20))
+    status, body = made.returned[0]
+    assert status == 400
+    assert body["error"]["code"] == "episode_over"
+    assert made.episode.limit == "turns"
+    assert made.episode.failure is None
+    assert made.episode.turns == 3
+    long = await served(agent, limits=Limits(max_length=60, max_turns=30, step_timeout_s=20))
+    assert long.returned[0][1]["error"]["code"] == "context_length_exceeded"
+    assert long.episode.limit == "tokens"
 
-    assert (await made(agent, ["hi"])).episode.limit == "tokens"
-    assert "prompt is too long for the maximum context length" in told[0]
+
+async def test_an_agent_that_never_asks_has_failed() -> None:
+    async def agent(access: Access) -> None:
+        await asyncio.sleep(0)
+
+    made = await served(agent)
+    assert made.episode.failure is not None
+    assert "made no turn" in made.episode.failure
+
+
+async def test_a_port_in_use_is_told_at_the_start() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"cannot listen at 127.0.0.1:{port}: .*rollout.endpoint_port=0"):
+            await endpoint(port=port).start()
+
+
+async def test_a_stream_has_the_same_turn_in_pieces() -> None:
+    async def agent(access: Access) -> Any:
+        async with client(access) as openai_client:
+            stream = await openai_client.chat.completions.create(
+                model="policy", messages=HELLO, stream=True, stream_options={"include_usage": True}
+            )
+            return [piece async for piece in stream]
+
+    made = await served(agent)
+    pieces = made.returned[0]
+    text = "".join(piece.choices[0].delta.content or "" for piece in pieces if piece.choices)
+    assert text == made.episode.text
+    assert [piece.choices[0].finish_reason for piece in pieces if piece.choices][-1] == "stop"
+    assert pieces[-1].usage.completion_tokens == made.episode.length
+
+
+async def test_no_request_is_lost_over_a_hundred_updates_and_the_death_of_a_replica() -> None:
+    """Takes some seconds: a hundred updates of 10 ms, and as much between them, in real time."""
+    policies = [Policy(name, seconds=0.02) for name in ("a", "b")]
+    updates = 100
+
+    async def agent(access: Access) -> int:
+        turns = 0
+        while policies[1].version < updates:
+            status, body = await post(access, {"messages": [{"role": "user", "content": str(turns)}]})
+            assert (status, body["choices"][0]["finish_reason"]) == (200, "stop")
+            turns += 1
+        return turns
+
+    async def meanwhile(keeper: GroupKeeper) -> None:
+        alive = ["a", "b"]
+        for version in range(updates):
+            await keeper.route([], halted=True)
+            await asyncio.sleep(0.01)
+            for policy in policies:
+                policy.version = version + 1
+            if version == updates // 2:
+                policies[0].dies()
+                await keeper.leave("a")
+                alive.remove("a")
+            await keeper.route(alive)
+            await asyncio.sleep(0.01)
+
+    limits = Limits(max_length=2000, max_turns=10_000, step_timeout_s=20, episode_timeout_s=60)
+    made = await served(agent, policies=policies, limits=limits, n=8, meanwhile=meanwhile)
+    for episode, turns in zip(
+        sorted(made.group.trajectories, key=lambda episode: episode.turns), sorted(made.returned), strict=True
+    ):
+        assert episode.failure is None
+        assert episode.turns == turns > 10

@@ -33,6 +33,9 @@ class Policy:
         self.calls: list[Call] = []
         self.aborted: list[int] = []
         self.released: list[TrajectoryId] = []
+        self.said: dict[int, SampledTokens] = {}
+        """What each call was answered with."""
+        self.dead = False
         self.says: Callable[[Call], str] = lambda call: f"turn {len(call.input_ids)}"
         self._batches: asyncio.Queue[list[FinishedCall]] = asyncio.Queue()
 
@@ -66,7 +69,13 @@ class Policy:
         ids = ids[: call.sampling.max_tokens]
         n, version, now = len(ids), self.version, asyncio.get_running_loop().time()
         tokens = SampledTokens(ids, -np.arange(n, dtype=np.float32), np.full(n, version, np.int32))
-        self._batches.put_nowait([FinishedCall(call.number, n, [[0, version]], reason, now, now, tokens)])
+        self.said[call.number] = tokens
+        if not self.dead:
+            self._batches.put_nowait([FinishedCall(call.number, n, [[0, version]], reason, now, now, tokens)])
+
+    def dies(self) -> None:
+        """Answer nothing any more."""
+        self.dead = True
 
 
 class Slow(Policy):

@@ -72,7 +72,8 @@ def plain(row: Row) -> dict[str, Any]:
         "versions": row.versions,
         **row.columns,
     }
-    whole = {"prompt": row.prompt_length, "finished": row.finished, "episode": row.episode, "turns": row.turns}
+    turns = [turn[:3] for turn in row.turns]  # the loop tells no states, which this estimator does not look at
+    whole = {"prompt": row.prompt_length, "finished": row.finished, "episode": row.episode, "turns": turns}
     return whole | {name: np.ascontiguousarray(array).tobytes() for name, array in arrays.items()}
 
 

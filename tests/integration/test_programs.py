@@ -2,6 +2,7 @@
 
 import os
 import signal
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -152,3 +153,36 @@ def test_runners_that_are_killed_cost_no_episode(recipe: Path, tmp_path: Path) -
     result = summary(run)
     assert (result["groups"]["trained"], result["groups"]["failed"], result["balanced"]) == (400, 0, True)
     assert max(episode["metrics"]["tries"] for episode in episodes(run)) > 1
+
+
+def test_a_run_by_gigpo_compares_the_turns_that_were_told_the_same(recipe: Path, tmp_path: Path) -> None:
+    """Takes a while: processes are started for the program, once to look at it and once for the run.
+
+    All but an episode's first turn are told ``on``: they are one state of their group.
+    """
+    settings = ["algorithm.adv_estimator=gigpo", "algorithm.turn_discount=0.5", "algorithm.step_weight=2"]
+    train(recipe, tmp_path / "run", program(recipe, "Count"), "cluster.backend=inline", "mode=on_policy", *settings)
+    checked = 0
+    for group in read_samples(tmp_path / "run" / "samples.jsonl", what="group"):
+        given = [episode["turn_rewards"] for episode in group["episodes"]]
+        ahead = [[rewards[0] + 0.5 * (rewards[1] + 0.5 * rewards[2])] for rewards in given]
+        for returns, rewards in zip(ahead, given, strict=True):
+            returns += [rewards[1] + 0.5 * rewards[2], rewards[2]]
+        firsts, laters = [one[0] for one in ahead], [number for one in ahead for number in one[1:]]
+        for k, episode in enumerate(group["episodes"]):
+            of_episode = above_mean(sum(given[k]), [sum(rewards) for rewards in given])
+            of_turns = [above_mean(number, laters if turn else firsts) for turn, number in enumerate(ahead[k])]
+            expected = [of_episode + 2 * of_turn for of_turn in of_turns]
+            (row,) = episode["rows"]
+            found = [a for a, counts in zip(row["columns"]["advantages"], row["mask"], strict=True) if counts]
+            turns = [one for n, one in enumerate(found) if n == 0 or one != found[n - 1]]
+            distinct = [one for n, one in enumerate(expected) if n == 0 or abs(one - expected[n - 1]) > 1e-9]
+            assert turns == pytest.approx(distinct, rel=1e-3, abs=1e-3)
+            checked += len(distinct) > 1
+    assert checked
+
+
+def above_mean(one: float, numbers: list[float]) -> float:
+    if len(set(numbers)) == 1:
+        return 0.0
+    return (one - statistics.fmean(numbers)) / (statistics.stdev(numbers) + 1e-6)

@@ -104,7 +104,7 @@ def test_what_is_no_environment_is_refused_with_what_to_do(environment, name, me
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        (ProgramSpec(), "there is no program; give rollout.tools, rollout.environment or rollout.program"),
+        (ProgramSpec(), "there is no program; give rollout.tools, environment, program or agent"),
         (ProgramSpec(environment="a.py:A", program="b.py:b"), "rollout.environment and rollout.program are both given"),
         (
             ProgramSpec(tools=("a.py:f",), program="b.py:b"),

@@ -23,6 +23,20 @@ async def test_a_program_has_the_row_the_chat_and_its_parameters(program):
     assert (end.reward, end.turn_rewards) == (103.0, ())
     assert ask.last == [("user", "Play."), ("user", "Win."), ("assistant", "41"), ("user", "sure?")]
     assert [request.max_tokens for request in ask.requests] == [5, None]
+    assert [request.state for request in ask.requests] == [None, None]
+
+
+async def test_a_program_may_name_the_state_of_a_turn(program):
+    code = """
+    async def run(row, chat, states=("room 3", "room 4")):
+        for state in states:
+            await chat.turn(row["prompt"], state=state)
+        return 1
+    """
+    await play(program(code), ask := Script("a", "b"))
+    assert [request.state for request in ask.requests] == ["room 3", "room 4"]
+    with pytest.raises(ProgramFailed, match=r"chat\.turn\(\) was given state=\(3, 4\); expected text, or None"):
+        await play(program(code, params={"states": [(3, 4)]}), Script("a"))
 
 
 RETURNING = """

@@ -33,6 +33,15 @@ async def test_the_player_is_told_which_way_the_number_is_until_it_has_it() -> N
     assert await game("F", "J", "E", "G", "F") == (1.0, ["C-Q", "<", ">", "<"])
 
 
+@pytest.mark.parametrize(
+    ("guesses", "left"), [("JEGF", ["2-16", "2-8", "5-8", "5-5"]), ("ZAFF", ["2-16", "2-16", "2-16"])]
+)
+async def test_a_turn_is_taken_in_the_state_of_the_numbers_that_are_left(guesses: str, left: list[str]) -> None:
+    script = Script(*guesses)
+    await play(ProgramSpec(program=f"{FILE}:play").load(), script, start("C-Q", answer="F"))
+    assert [request.state for request in script.requests] == left
+
+
 async def test_four_wrong_guesses_lose_and_so_does_what_is_no_number() -> None:
     assert await game("F", "J", "J", "J", "J") == (0.0, ["C-Q", "<", "<", "<"])
     assert await game("F", "J", "E>") == (0.0, ["C-Q", "<"])

@@ -23,7 +23,7 @@ TIMEOUT_S = 60.0
 
 
 class Page:
-    """A page of the browser. Each method waits for its answer, `TIMEOUT_S` at the most."""
+    """A page of the browser. Each method waits for its answer, `TIMEOUT_S` or a limit of its own."""
 
     def __init__(self, to: int, answers: int) -> None:
         self._to, self._answers = to, answers
@@ -39,20 +39,23 @@ class Page:
             self.call(f"{domain}.enable")
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
+        return self._call(method, parameters, TIMEOUT_S)
+
+    def _call(self, method: str, parameters: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         self._sent += 1
         message = {"id": self._sent, "method": method, "params": parameters}
         if self._session is not None:
             message["sessionId"] = self._session
         os.write(self._to, json.dumps(message).encode() + b"\0")
-        while (answer := self._next())["id"] != self._sent:
+        while (answer := self._next(timeout_s))["id"] != self._sent:
             pass
         assert "error" not in answer, answer
         found: dict[str, Any] = answer["result"]
         return found
 
-    def _next(self) -> dict[str, Any]:
+    def _next(self, timeout_s: float) -> dict[str, Any]:
         """The next answer; events before it are looked at for problems."""
-        until = time.monotonic() + TIMEOUT_S
+        until = time.monotonic() + timeout_s
         while True:
             line, zero, rest = self._unread.partition(b"\0")
             if not zero:
@@ -82,9 +85,10 @@ class Page:
         self.call("Page.navigate", url=url)
         self.wait("document.readyState === 'complete' && location.href !== 'about:blank'")
 
-    def ask(self, expression: str) -> Any:
+    def ask(self, expression: str, timeout_s: float = TIMEOUT_S) -> Any:
         """Evaluate JavaScript, and wait for what it promises."""
-        answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        parameters = {"expression": expression, "returnByValue": True, "awaitPromise": True}
+        answer = self._call("Runtime.evaluate", parameters, timeout_s)
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
@@ -92,7 +96,7 @@ class Page:
         """Wait until ``condition`` holds, which is looked at with every frame."""
         limit = f"setTimeout(() => no(new Error('not in time')), {1000 * timeout_s})"
         look = f"const look = () => (({condition}) ? yes(true) : requestAnimationFrame(look))"
-        self.ask(f"new Promise((yes, no) => {{ {limit}; {look}; look(); }})")
+        self.ask(f"new Promise((yes, no) => {{ {limit}; {look}; look(); }})", timeout_s + TIMEOUT_S)
 
     def frame(self) -> None:
         """Wait until what has changed is drawn."""

@@ -294,6 +294,7 @@ def test_a_live_page_follows_a_run_through_a_kill_and_a_resume(page: Page, tmp_p
     trained = "[...document.querySelectorAll('#ledger .account .trained')][0].textContent.trim()"
     lock = RunLock(run / "run.lock")
     lock.take()
+    (run / "events.jsonl").touch()
     with Watched(run) as url:
         page.problems.clear()
         page.look(1280, 900)
@@ -301,10 +302,14 @@ def test_a_live_page_follows_a_run_through_a_kill_and_a_resume(page: Page, tmp_p
         page.wait(f"{status}.startsWith('running: version 3, 12 of 32') && {trained} === '12 trained'")
         append(run, whole[len(begun) : whole.index(boundary(6, whole)) + 1])
         page.wait(f"{trained} === '24 trained'")
+        with (run / "samples.jsonl").open("a") as samples:
+            samples.write("{nonsense}\n")
+        page.wait("document.getElementById('counted').textContent.endsWith('samples.jsonl, which are left out: 1')")
         lock.release()
         page.wait(f"{status}.startsWith('killed')")
         picture(page, "watch-killed")
         lock.take()
+        page.wait(f"{status} === 'starting again'")
         restarted = [event for event in whole if isinstance(event, RunStarted)]
         append(run, [RunResumed(time=boundary(4, whole).time, version=4, times=1), *restarted])
         page.wait(f"{status}.startsWith('running') && {trained} === '16 trained'")

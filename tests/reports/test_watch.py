@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import http.client
 import json
+import os
 import socket
 import stat
 import threading
@@ -169,6 +170,18 @@ def test_samples_that_are_rewritten_are_read_anew(run: Path, watched: Callable[.
     assert news["sampled"] == ["group=4"]
 
 
+def test_a_page_is_told_of_damaged_samples_though_nothing_else_comes(
+    run: Path, watched: Callable[..., Follower]
+) -> None:
+    follower = watched()
+    seen = follower.message(0, -1)
+    assert seen["damaged"] == 0
+    with (run / "samples.jsonl").open("a") as file:
+        file.write("{nonsense}\n")
+    assert up_to_date(follower).wait(seen["serial"], seen["epoch"], timeout_s=0)
+    assert follower.message(seen["serial"], seen["epoch"])["damaged"] == 1
+
+
 def test_a_timeline_is_built_as_rarely_as_it_is_dear_and_never_for_nobody(tmp_path: Path) -> None:
     whole = story(versions=6)
     run, clock = written(tmp_path / "run", whole[:-40]), Clock()
@@ -257,6 +270,7 @@ def test_a_run_goes_on_while_its_lock_is_held_and_was_killed_when_nobody_holds_i
     run = written(tmp_path / "run", events_until(3, story(versions=6)))
     lock = RunLock(run / "run.lock")
     lock.take()
+    (run / "events.jsonl").touch()
     follower = up_to_date(Follower(RunDirectory(run), Clock()))
     status = follower.message(0, -1)["status"]
     assert status["status"] == "running"
@@ -273,6 +287,42 @@ def test_a_run_that_only_starts_is_said_to(tmp_path: Path) -> None:
     assert follower.message(0, -1)["status"]["words"] == "starting"
     lock.release()
     assert up_to_date(follower).message(0, -1)["status"]["status"] == "not begun"
+
+
+def test_a_killed_run_that_is_resumed_starts_until_it_trains_and_never_passes_for_its_abandoned_history(
+    tmp_path: Path,
+) -> None:
+    whole = story(versions=6)
+    run = written(tmp_path / "run", events_until(5, whole))
+    os.utime(run / "events.jsonl", (1, 1))  # long ago
+    lock = RunLock(run / "run.lock")
+    lock.take()
+    follower = up_to_date(Follower(RunDirectory(run), Clock()))
+
+    def words() -> str:
+        return str(up_to_date(follower).message(0, -1)["status"]["words"])
+
+    assert words() == "starting again"
+    at = boundary(2, whole)
+    append(run, [RunResumed(time=at.time, version=2, times=1)])
+    assert words() == "starting again from version 2"
+    append(run, [event for event in whole if isinstance(event, RunStarted)])
+    assert words() == "running: version 2, 8 of 24 groups trained"
+    append(run, whole[whole.index(at) + 1 :])
+    assert words() == "completed; it still writes its model and reports"
+    lock.release()
+    assert up_to_date(follower).message(0, -1)["status"] == {"status": "completed", "reason": None}
+
+
+def test_while_a_run_is_read_anew_the_page_does_not_say_how_the_undone_one_stood(tmp_path: Path) -> None:
+    whole = story(versions=6)
+    run = written(tmp_path / "run", events_until(5, whole))
+    follower = up_to_date(Follower(RunDirectory(run), Clock()))
+    assert follower.message(0, -1)["status"]["status"] == "killed"
+    append(run, [RunResumed(time=boundary(2, whole).time, version=2, times=1)])
+    assert follower.look()
+    assert follower.look()
+    assert follower.message(0, -1)["status"]["status"] == "reading"
 
 
 def test_asking_whether_a_run_is_trained_never_takes_its_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,14 +16,25 @@ Idle = tuple[str, str]
 
 ESTIMATOR_KEYS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "norm_adv_by_std_in_grpo": ("grpo", "grpo_passk"),
+        "norm_adv_by_std_in_grpo": ("grpo", "grpo_passk", "gigpo"),
         "gamma": ("gae", "reinforce_plus_plus"),
         "lam": ("gae",),
         "pass_k": ("pass_at_k",),
+        "step_weight": ("gigpo",),
     }
 )
 """Keys of ``algorithm`` → the advantage estimators that look at them."""
-GROUP_RELATIVE = ("grpo", "dr_grpo", "rloo", "opo", "maxrl", "grpo_passk", "pass_at_k", "reinforce_plus_plus_baseline")
+GROUP_RELATIVE = (
+    "grpo",
+    "dr_grpo",
+    "rloo",
+    "opo",
+    "maxrl",
+    "grpo_passk",
+    "pass_at_k",
+    "reinforce_plus_plus_baseline",
+    "gigpo",
+)
 """Estimators that compare the trajectories of a group."""
 CRITIC_KEYS = (
     "ppo_epochs",
@@ -54,7 +65,7 @@ def idle_estimator_keys(config: Config) -> Iterator[Idle]:
         if chosen not in users and not names_a_file(chosen):
             yield f"algorithm.{key}", f"algorithm.adv_estimator is {chosen}"
     if not config.rollout.has_program:
-        yield "algorithm.turn_discount", "without rollout.tools, environment or program an episode is one turn"
+        yield "algorithm.turn_discount", "without rollout.tools, environment, program or agent an episode is one turn"
 
 
 def idle_loss_keys(config: Config) -> Iterator[Idle]:
@@ -183,6 +194,11 @@ def algorithm_problems(config: Config) -> Iterator[str]:
         yield (
             f"rollout.n=1: {algorithm.adv_estimator} compares the trajectories of a group, so every advantage would be "
             "0; give at least 2"
+        )
+    if algorithm.adv_estimator == "gigpo" and not config.rollout.has_program:
+        yield (
+            "algorithm.adv_estimator=gigpo compares the turns of episodes, and without rollout.tools, environment or "
+            "program an episode is one turn; choose grpo, which then says the same"
         )
     if n == 1 and algorithm.filter_groups.enable:
         yield "rollout.n=1: algorithm.filter_groups would filter every group, as one reward has no spread"

@@ -180,13 +180,15 @@ class AlgorithmConfig(Section):
     adv_estimator: str = "grpo"
     """Name in the registry of advantages (docs/algorithms), or ``file.py:function``."""
     norm_adv_by_std_in_grpo: bool = True
-    """Divide by the group's standard deviation or not (``grpo``, ``grpo_passk``)."""
+    """Divide by the group's standard deviation or not (``grpo``, ``grpo_passk``, ``gigpo``)."""
     gamma: float = Field(1.0, ge=0, le=1)
     """Discount γ from token to token (``gae``, ``reinforce_plus_plus``)."""
     lam: float = Field(1.0, ge=0, le=1)
     """λ of generalized advantage estimation (``gae``)."""
     turn_discount: float = Field(1.0, ge=0, le=1)
     """Discount of rewards and values from each turn of an episode to the next (docs/algorithms/gae.md)."""
+    step_weight: float = Field(1.0, ge=0)
+    """Weight ω of what is said of single turns, beside what is said of their episode (``gigpo``)."""
     pass_k: Positive = 4
     """Number k of answers in pass@k (``pass_at_k``)."""
     policy_loss: ChosenLoss = PpoClip()

@@ -143,7 +143,7 @@ def idle_program_keys(rollout: RolloutConfig) -> Iterator[tuple[str, str]]:
             if key not in ("tools", "environment", "program", "agent", "env"):
                 yield (
                     f"rollout.{key}",
-                    "answers have one turn: no rollout.tools, environment, program or agent is given",
+                    "answers have one turn: there is no rollout.tools, environment, program or agent",
                 )
         return
     if rollout.agent is None:

@@ -116,6 +116,9 @@ class TurnSpan(NamedTuple):
     """The turn's number in its episode, from 0."""
     start: int
     stop: int
+    state: int = 0
+    """The state that the turn was taken in, as 64 bits with a sign: equal where the policy was told the same last, or
+    where programs name the same one. 0 where an answer to the prompt is all of its episode."""
 
 
 @pickled_by_fields
@@ -230,8 +233,8 @@ class Trajectory:
     """Spans on the event clock in which its program worked. Of many, neighbours are joined."""
     waits: tuple[tuple[float, float], ...] = ()
     """Spans on the event clock in which its program waited to begin."""
-    notes: tuple[str, ...] = ()
-    """What its agent asked for and did not get: the first reason of each kind."""
+    notes: Mapping[str, str] = field(default_factory=dict)
+    """What its agent asked the endpoint for and did not get: the first reason of each kind."""
 
     @property
     def complete(self) -> bool:

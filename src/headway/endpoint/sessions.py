@@ -48,7 +48,7 @@ class Session:
             again: the client says that it has sent this before.
         """
         found = self._requests.get(digest)
-        if found is not None and not found.turn.cancelled():
+        if found is not None and not _failed(found.turn):
             lost = found.waiting == 0 and not found.delivered and found.turn.done()
             if again or lost:
                 self.turns.note(Note.REPEATED, "")
@@ -82,3 +82,7 @@ class Session:
         for request in self._requests.values():
             request.turn.cancel()
         self._requests.clear()
+
+
+def _failed(turn: asyncio.Task[MadeTurn]) -> bool:
+    return turn.cancelled() or (turn.done() and turn.exception() is not None)

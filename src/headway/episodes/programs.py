@@ -46,6 +46,8 @@ AWAY = wait_exponential(multiplier=0.5, max=30.0)
 """Seconds before a program is run again for something that was away."""
 LOST = wait_exponential(multiplier=0.05, max=1.0)
 """Seconds before a program is run again whose runner was lost."""
+_TOLD = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Settings of sampling that programs are told."""
 MOST_LOSSES = 200
 """Number of runners that an episode may lose to other episodes' doing."""
 
@@ -262,7 +264,15 @@ class ProgramEpisode:
 
         turns = TurnsOfTry(self, one)
         with nullcontext() if self._hosting.endpoint is None else self._hosting.endpoint.open(turns) as access:
-            start = EpisodeStart(turns.name, self._messages(), self._row(), _seed(self._hosting.seed, self.id), access)
+            start = EpisodeStart(
+                turns.name,
+                self._messages(),
+                self._row(),
+                _seed(self._hosting.seed, self.id),
+                access,
+                {name: getattr(self.sampling, name) for name in _TOLD},
+                self._limits.max_length,
+            )
             one.running = asyncio.get_running_loop().create_task(
                 self._hosting.programs.run(start, answer, on_begin=begin)
             )
@@ -409,7 +419,7 @@ class ProgramEpisode:
                 **{str(note): len(reasons) for note, reasons in one.notes.items()},
                 **one.record.metrics,
             },
-            notes=tuple(reasons[0] for reasons in one.notes.values() if reasons[0]),
+            notes={str(note): reasons[0] for note, reasons in one.notes.items() if reasons[0]},
         )
         return MadeEpisode(trajectory, [row for row in rows if isinstance(row, RowTokens)])
 

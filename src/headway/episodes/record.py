@@ -14,11 +14,12 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.data.types import FinishReason, RowAt, RowTokens, TurnSpan
+from headway.data.types import FinishReason, RowAt, RowTokens
+from headway.episodes.messages import message_key, plain_messages
 from headway.episodes.rendering import ChatPrompt, ChatRenderer, Conversations
 from headway.episodes.template_trials import try_template
 from headway.episodes.tool_calls import AUTO, ToolParser, choose_parser
-from headway.episodes.transcript import Row, Transcript
+from headway.episodes.transcript import Row, Transcript, state_key
 from headway.errors import RunError
 from headway.interfaces import FinishedCall
 from headway.programs.messages import TurnAnswer, TurnRequest, said
@@ -34,6 +35,8 @@ class Prompted:
     """Key of the call within its episode."""
     chat: Any = None
     """Whatever the record wants back with the answer."""
+    state: int | None = None
+    """The state that the turn is taken in (`headway.data.types.TurnSpan`); None for what the ids say."""
 
 
 class Record(Protocol):
@@ -98,20 +101,27 @@ class ChatRecord:
         if request.tools:
             self._run.for_tools  # noqa: B018 - raises before the call, not after it
         chat = self._chats.prompt(request.messages, request.tools)
-        return Prompted(chat.ids, self._transcript.next_key(chat.ids), chat)
+        return Prompted(chat.ids, self._transcript.next_key(chat.ids), chat, _state(request))
 
     def answered(self, prompted: Prompted, request: TurnRequest, finished: FinishedCall, number: int) -> TurnAnswer:
         """See `Record.answered`."""
         chat, tokens = prompted.chat, finished.tokens
         if tokens is None:
             raise RunError("a chat needs tokens, and this engine only simulates them")
-        self._transcript.add(prompted.ids, tokens, number)
+        self._transcript.add(prompted.ids, tokens, number, prompted.state)
         text = self._run.renderer.text_before(tokens.ids, request.stop, request.stop_token_ids)
         error_role = "tool"
         cut_off = finished.finish_reason is not FinishReason.STOP
         finish_reason = "length" if cut_off else "stop"
         if chat is None:
-            return TurnAnswer(text, text, said("assistant", text), finish_reason=finish_reason)
+            return TurnAnswer(
+                text,
+                text,
+                said("assistant", text),
+                finish_reason=finish_reason,
+                token_ids=tuple(tokens.ids.tolist()),
+                logprobs=tuple(tokens.logprobs.tolist()),
+            )
         assert isinstance(chat, ChatPrompt)
         if request.tools:
             parser, error_role = self._run.for_tools
@@ -133,10 +143,25 @@ class ChatRecord:
         return {"forks": self._transcript.forks, "tool_call_problems": self._problems}
 
 
+def _state(request: TurnRequest) -> int:
+    """The state of a turn: the one that its program names, or what the policy is told since the last answer.
+
+    By what messages say, not by ids: a template may write the past anew at each turn, and calls of tools have ids that
+    number them.
+    """
+    if request.state is not None:
+        return state_key(request.state.encode(errors="surrogatepass"))
+    messages = request.messages
+    new = next((n for n in range(len(messages), 0, -1) if messages[n - 1].get("role") == "assistant"), 0)
+    told = plain_messages(messages[new:] or messages)
+    texts = [message_key({name: value for name, value in one.items() if name != "tool_call_id"}) for one in told]
+    return state_key("\n".join(texts).encode(errors="surrogatepass"))
+
+
 def row_tokens(row: Row) -> RowTokens:
     """Cut a row of a transcript before its first trained token: what comes before is its prompt."""
     start = row.turns[0].start
-    spans = tuple(TurnSpan(turn.number, turn.start - start, turn.stop - start) for turn in row.turns)
+    spans = tuple(turn._replace(start=turn.start - start, stop=turn.stop - start) for turn in row.turns)
     return RowTokens(
         prompt_ids=row.ids[:start],
         ids=row.ids[start:],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from headway.config.programs import AgentCommand, ProgramKeys
@@ -17,15 +18,16 @@ from headway.runners.runners import Runners
 class ProgramRunners:
     """`headway.episodes.programs.Programs` in processes of their own."""
 
-    def __init__(self, name: str, rollout: ProgramKeys, logs: Path | None) -> None:
+    def __init__(self, name: str, rollout: ProgramKeys, logs: Path | None, model_path: str | None = None) -> None:
         """
         Args:
             name: of the keeper, for messages.
             logs: the directory for what programs print; None for this process's stderr.
+            model_path: folder of the policy's tokenizer; None where there is none yet.
         """
         self._name = name
         self._rollout = rollout
-        self._spec = program_spec(rollout)
+        self._spec = replace(program_spec(rollout), model_path=model_path)
         self._log = None if logs is None else logs / f"{name}-programs.log"
         self._runners: Runners | None = None
 

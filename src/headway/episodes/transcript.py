@@ -109,10 +109,18 @@ class Transcript:
         self._occurred[digest] += 1
         return 0 if first else key
 
-    def add(self, context: Sequence[int] | NDArray[np.int32], tokens: SampledTokens, number: int | None = None) -> bool:
+    def add(
+        self,
+        context: Sequence[int] | NDArray[np.int32],
+        tokens: SampledTokens,
+        number: int | None = None,
+        state: int | None = None,
+    ) -> bool:
         """Add a turn: ``tokens`` [T], sampled after ``context`` [P]. Tells whether it continues a row.
 
-        ``number``: the turn's number in its episode; None for that of turns added so far.
+        Args:
+            number: the turn's number in its episode; None for that of turns added so far.
+            state: the state that it was taken in (`state_key`); None for one of what ``context`` has beyond the row.
 
         Raises:
             ValueError: arrays of ``tokens`` differ in length.
@@ -127,15 +135,17 @@ class Transcript:
         if continues := index is not None:
             row = self._rows[index]
             row.end.ends.remove(index)
+            known = row.turns[-1][0].stop
         else:
+            known = 0
             index = len(self._rows)
             row = _Growing(self._root, parent, shared)
             self._rows.append(row)
         row.end = self._insert(np.concatenate([ids, np.asarray(tokens.ids, np.int32)]), index)
         row.end.ends.append(index)
-        row.turns.append(
-            (TurnSpan(self.turns if number is None else number, len(ids), len(ids) + len(tokens.ids)), tokens)
-        )
+        number = self.turns if number is None else number
+        state = state_key(ids[known:].tobytes()) if state is None else state
+        row.turns.append((TurnSpan(number, len(ids), len(ids) + len(tokens.ids), state), tokens))
         self.turns += 1
         return continues
 
@@ -200,6 +210,11 @@ def call_key(context: Sequence[int] | NDArray[np.int32], occurrence: int) -> int
     digest = xxhash.xxh3_64(np.asarray(context, "<i4").tobytes())
     digest.update(occurrence.to_bytes(8, "little"))
     return digest.intdigest() or 1  # 0 is the first call's
+
+
+def state_key(said: bytes) -> int:
+    """The key of the state that ``said`` describes: 64 bits with a sign, the same on every machine."""
+    return int.from_bytes(xxhash.xxh3_64_digest(said), "big", signed=True)
 
 
 def _common(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:

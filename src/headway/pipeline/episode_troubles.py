@@ -38,6 +38,19 @@ ADVICE = {
 """What to do, by the limit that ended most of the failed episodes; None for episodes that no limit ended."""
 
 
+NOTES = {
+    "refused_requests": (
+        "made requests that the endpoint refused, such as",
+        "Change the agent, or the setting that the reason names",
+    ),
+    "overridden_sampling": (
+        "asked for other sampling than the run's, which holds, such as",
+        "Leave it out in the agent; rollout.agent_sampling=strict refuses such requests",
+    ),
+}
+"""What is said of each kind of `Trajectory.notes`, and what to do."""
+
+
 class EpisodeTroubles:
     """Looks at the episodes of a run in the order in which their groups finish."""
 
@@ -51,12 +64,15 @@ class EpisodeTroubles:
         self._selection_told = self._forks_told = False
         self._run_again = self._run_again_told = 0
         """Number of episodes whose program was run again, now and at the last warning."""
+        self._noted: Counter[str] = Counter()
+        """Kind of what agents did not get of the endpoint → number of episodes."""
+        self._noted_told: Counter[str] = Counter()
 
     def look(self, episodes: Sequence[Trajectory]) -> list[str]:
         """Count the episodes of a finished group. Returns the warnings that are due: of programs that were run again at
         once, others at most once in a half window.
         """
-        again = self._again(episodes)
+        again = [*self._again(episodes), *self._notes(episodes)]
         ended = [episode for episode in episodes if episode.finish_reason is not FinishReason.ABORTED]
         self._episodes += ended
         self._since_look += len(ended)
@@ -73,6 +89,19 @@ class EpisodeTroubles:
         self._run_again_told = self._run_again
         were = "1 episode was" if self._run_again == 1 else f"{self._run_again} episodes were"
         return [f"{were} begun again so far, the last one since {reasons[-1]}. {ADVICE[None]}"]
+
+    def _notes(self, episodes: Sequence[Trajectory]) -> list[str]:
+        """Tell of what agents asked the endpoint for and did not get: at the first episode, and at twice as many."""
+        said = []
+        for episode in episodes:
+            for kind, reason in episode.notes.items():
+                self._noted[kind] += 1
+                if self._noted[kind] >= WORSE * self._noted_told[kind]:
+                    self._noted_told[kind] = self._noted[kind]
+                    what, advice = NOTES[kind]
+                    agents = "1 episode" if self._noted[kind] == 1 else f"{self._noted[kind]} episodes"
+                    said.append(f"the agents of {agents} so far {what}: {reason}. {advice}")
+        return said
 
     def _failures(self) -> str | None:
         failed = [episode for episode in self._episodes if episode.failure is not None]

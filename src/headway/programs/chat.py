@@ -102,6 +102,7 @@ class Chat:
         tools: Sequence[Callable[..., Any] | ToolSchema] | None = None,
         *,
         max_tokens: int | None = None,
+        state: str | None = None,
     ) -> TurnAnswer:
         """Have the policy answer ``messages``.
 
@@ -110,16 +111,24 @@ class Chat:
                 with ``[*messages, answer.message, …]``, the answer unchanged.
             tools: functions with types and a docstring, or their schemas, that the model may call in this turn.
             max_tokens: most tokens to sample; the run's own limits hold in any case.
+            state: name of the state that this turn is taken in, which ``gigpo`` compares turns by. Default: what
+                ``messages`` have since the last answer.
 
         Raises:
             EpisodeOver: a limit has ended the episode; there will be no further turn.
             ProgramFailed: the arguments cannot be used; says which, and what is expected.
         """
-        tally = self._tally
         by_name = self._tools(tools or ())
         request = TurnRequest(
-            self._plain(messages), [schema for _, schema in by_name.values()] or None, self._most(max_tokens)
+            self._plain(messages),
+            [schema for _, schema in by_name.values()] or None,
+            self._most(max_tokens),
+            state=self._state(state),
         )
+        return await self._answer(request, {name: tool for name, (tool, _) in by_name.items()})
+
+    async def _answer(self, request: TurnRequest, tools: Mapping[str, Tool | None]) -> TurnAnswer:
+        tally = self._tally
         if tally.closed:
             raise ProgramFailed(f"{self._who} asked for a turn after it had ended; await every turn before you return")
         if tally.over is not None:
@@ -131,8 +140,23 @@ class Chat:
         except EpisodeOver as over:
             tally.over = over
             raise
-        tally.turns.append(_Turn(place, answer, {name: tool for name, (tool, _) in by_name.items()}))
+        tally.turns.append(_Turn(place, answer, tools))
         return answer
+
+    async def continued(
+        self, token_ids: Sequence[int], *, max_tokens: int | None = None, stop: Sequence[str] = ()
+    ) -> TurnAnswer:
+        """Have the policy continue ``token_ids`` [P]: a turn without chat messages.
+
+        Args:
+            max_tokens: most tokens to sample; the run's own limits hold in any case.
+            stop: strings that end the turn.
+
+        Raises:
+            EpisodeOver: a limit has ended the episode; there will be no further turn.
+        """
+        most = self._most(max_tokens)
+        return await self._answer(TurnRequest([], None, most, token_ids=tuple(token_ids), stop=tuple(stop)), {})
 
     def reward(self, value: float, answer: TurnAnswer | None = None) -> None:
         """Give a turn a reward: the one that made ``answer``, or the last one. Given twice, they add up.
@@ -205,6 +229,11 @@ class Chat:
         raise ProgramFailed(
             f"{self._who}: chat.turn() was given max_tokens={shown(max_tokens)}; expected a whole number from 1"
         )
+
+    def _state(self, state: Any) -> str | None:
+        if state is None or isinstance(state, str):
+            return state
+        raise ProgramFailed(f"{self._who}: chat.turn() was given state={shown(state)}; expected text, or None")
 
     def _tools(self, tools: Any) -> dict[str, tuple[Tool | None, ToolSchema]]:
         """Each tool's function, where it was given, and its schema, by name."""

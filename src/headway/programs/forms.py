@@ -28,6 +28,7 @@ from headway.programs.skyrl import SkyrlProgram
 from headway.programs.tool_loop import ToolLoop
 from headway.programs.tools import load_tools
 from headway.programs.trl import TrlProgram, tool_names
+from headway.programs.verl_loop import VerlLoop, is_verl_loop
 from headway.user_code import load_object
 
 _GYMS = ("gymnasium", "gem", "gym")
@@ -61,9 +62,11 @@ def load_program(spec: ProgramSpec) -> Program:
     return ToolLoop(load_tools(spec.tools))
 
 
-def _own(spec: ProgramSpec, found: Any) -> OwnProgram:
+def _own(spec: ProgramSpec, found: Any) -> Program:
     if inspect.isclass(found) and not hasattr(found, "run") and hasattr(found, "step"):
         raise UserCodeError(f"{spec.shown}: it has step(), as environments have; name it in rollout.environment")
+    if is_verl_loop(found):
+        return VerlLoop(found, spec.shown, spec.params, spec.model_path)
     return OwnProgram(found, spec.shown, spec.params)
 
 

@@ -102,6 +102,10 @@ class EpisodeStart:
     """Seed of the episode, below 2^32: the same at every try, another one for each episode of a group."""
     access: Access | None = None
     """Where the program is an agent: how it reaches the policy."""
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    """The sampling of the episode's turns, by names that vLLM has, too."""
+    most_tokens: int = 0
+    """Most tokens of a conversation, its prompt included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +124,8 @@ class TurnRequest:
     """Strings that end this turn, beside the run's own."""
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end this turn, beside the run's own and those that end every turn."""
+    state: str | None = None
+    """Name of the state that the turn is taken in; None for what the policy is told since its last answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +143,10 @@ class TurnAnswer:
     """``stop``, or ``length`` where the answer was cut off."""
     error_role: str = "tool"
     """Role of the message that answers a call which cannot be read."""
+    token_ids: tuple[int, ...] = ()
+    """The sampled ids [T], of a turn that was asked for by ids."""
+    logprobs: tuple[float, ...] = ()
+    """Their log-probs (nats) as sampled [T]."""
 
     def results(self, texts: Sequence[str]) -> list[Message]:
         """Make the messages that tell the model what came of its calls, one of ``texts`` for each of `calls`."""

@@ -79,6 +79,8 @@ class ProgramSpec:
     """The command of an agent that is one."""
     directory: str | None = None
     """The directory that commands are run in, where it is there."""
+    model_path: str | None = None
+    """Folder of the policy's tokenizer, for programs that work on token ids; None where there is none yet."""
     params: Mapping[str, Any] = field(default_factory=dict)
     max_turns: int | None = None
     """The run's ``rollout.max_turns``, which SkyRL-gym's environments are told."""

@@ -30,6 +30,17 @@ def is_trained(lock: Path, locks: Path = LOCKS) -> bool | None:
         return _tried(lock)
 
 
+def only_starts(lock: Path, record: Path) -> bool:
+    """Tell whether whoever holds the run's ``lock`` has written nothing to its ``record`` yet. Raises `OSError`.
+
+    The lock's file is written when it is taken.
+    """
+    try:
+        return record.stat().st_mtime_ns < lock.stat().st_mtime_ns
+    except FileNotFoundError:
+        return True
+
+
 def _listed(found: os.stat_result, locks: str) -> bool:
     """Tell whether the kernel lists a lock of the file ``found``.
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
-from string import Template
 from typing import Any
 
 from headway.reports.compare import Comparison, Row
 from headway.reports.curves import KINDS, ChartKind
 from headway.reports.curves import to_json as curves_json
-from headway.reports.events_file import to_json_line
-from headway.reports.html_timeline import STYLES, as_script, inside_script, part, policy, table
+from headway.reports.html_timeline import filled, table
 
 SCRIPTS = ("common.js", "curves.js", "compare.js")
 
@@ -24,16 +22,15 @@ def write_page(found: Comparison, path: Path) -> None:
 
 def page(found: Comparison) -> str:
     """Return the HTML text of the page."""
-    script, names = as_script(SCRIPTS), [run.name for run in found.runs]
-    return Template(part("compare.html")).substitute(
-        title=escape(" · ".join(names)),
+    names = [run.name for run in found.runs]
+    return filled(
+        "compare.html",
+        SCRIPTS,
+        title=" · ".join(names),
+        data=overlaid(found),
         runs="\n".join(_run(place, run.name, run.status) for place, run in enumerate(found.runs)),
         settings=_rows("setting", names, found.settings) if found.settings else "<p>They have the same settings.</p>",
         results=_rows("result", names, found.results),
-        data=inside_script(to_json_line(overlaid(found))),
-        css="\n".join(part(name) for name in STYLES),
-        js=script,
-        policy=policy(script),
     )
 
 

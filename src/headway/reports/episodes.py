@@ -13,7 +13,9 @@ from headway.events import TrajectoryFinished
 
 ENVIRONMENT_S = "environment_s"
 """Name of the number that every episode of a program has, and no single answer."""
-BUILT_IN = frozenset({ENVIRONMENT_S, "tool_errors", "tries", "cached_tokens", "forks", "tool_call_problems"})
+ENDPOINT = ("refused_requests", "overridden_sampling", "repeated_requests", "hung_up_requests")
+"""Names of the numbers of episodes whose agents asked an endpoint for what they did not get."""
+BUILT_IN = frozenset({ENVIRONMENT_S, "tool_errors", "tries", "cached_tokens", "forks", "tool_call_problems", *ENDPOINT})
 """Names of the numbers that are Headway's; all others are a program's own."""
 MOST_OWN = 100
 """Most names of a program's own numbers that are reported: each is a series, and a program may invent any number."""
@@ -57,6 +59,8 @@ class EpisodeSums:
     tool_errors: float = 0.0
     unread_calls: float = 0.0
     retries: float = 0.0
+    endpoint: Counter[str] = field(default_factory=Counter)
+    """Kind of requests (`ENDPOINT`) → number of them."""
     limits: Counter[str] = field(default_factory=Counter)
     """Name of the limit that ended an episode → number of episodes."""
     failed_turns: Mean = field(default_factory=Mean)
@@ -91,6 +95,9 @@ class EpisodeSums:
         self.tool_errors += numbers.get("tool_errors", 0.0)
         self.unread_calls += numbers.get("tool_call_problems", 0.0)
         self.retries += max(numbers.get("tries", 1.0) - 1.0, 0.0)
+        for name in ENDPOINT:
+            if name in numbers:
+                self.endpoint[name] += int(numbers[name])
         if event.limit is not None:
             self.limits[event.limit] += 1
         if event.failure is not None:
@@ -120,6 +127,7 @@ class EpisodeSums:
             "tools/unread_calls_mean": self.unread_calls / self.finished,
             "episodes/failed_ratio": self.failed / self.finished,
             "episodes/retries": int(self.retries),
+            **{f"endpoint/{name}": count for name, count in sorted(self.endpoint.items())},
             **{f"episodes/limit/{name}": count / self.finished for name, count in sorted(self.limits.items())},
         }
         if self.failed:

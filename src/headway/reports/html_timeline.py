@@ -22,6 +22,7 @@ from headway.reports import human
 from headway.reports.curves import to_json as curves_json
 from headway.reports.events_file import to_json_line
 from headway.reports.page_data import MAX_SPANS, busy_share, merged, page_data
+from headway.reports.sampled import validation_line
 from headway.reports.timeline import KEPT_DISCARDS, Story, Timeline, build_timeline, idle_reasons
 from headway.reports.token_scales import Color, Scale, scale_of
 
@@ -54,9 +55,16 @@ def page(
     lanes, resolution = merged(timeline.lanes, timeline.window, max_spans)
     data = page_data(timeline, lanes, resolution)
     if timeline.story is not None:
-        data |= story_data(timeline.story) | {"samples": list(samples), "scales": token_scales()}
-    return _filled(
-        title=escape(f"{mode} · Headway timeline"),
+        data |= story_data(timeline.story) | {
+            "samples": list(samples),
+            "validations": [validation_line(sample) for sample in samples if "validation" in sample],
+            "scales": token_scales(),
+        }
+    return filled(
+        "timeline.html",
+        SCRIPTS,
+        title=f"{mode} · Headway timeline",
+        data=data,
         mode=escape(mode),
         status=f'<span class="status {escape(status)}">{escape(status)}</span>{why}',
         figures="\n".join(_figure(*figure) for figure in _figures(timeline)),
@@ -64,15 +72,17 @@ def page(
         lanes=_lane_table(timeline),
         reasons=_reason_table(timeline),
         remarks="\n".join(f"<p>{escape(remark)}</p>" for remark in _remarks(timeline, resolution)),
-        data=inside_script(to_json_line(data)),
     )
 
 
 def live_page(name: str) -> str:
     """Return the HTML text of the page that shows a run, called ``name``, while it goes on, and asks for its parts."""
-    return _filled(
+    return filled(
+        "timeline.html",
+        SCRIPTS,
         live=True,
-        title=escape(f"{name} · Headway"),
+        title=f"{name} · Headway",
+        data={"live": True, "scales": token_scales(), **page_data(EMPTY, (), 0.0)},
         mode=escape(name),
         status='<span class="status">reading</span>',
         figures="",
@@ -80,7 +90,6 @@ def live_page(name: str) -> str:
         lanes="",
         reasons="",
         remarks="",
-        data=inside_script(to_json_line({"live": True, "scales": token_scales(), **page_data(EMPTY, (), 0.0)})),
     )
 
 
@@ -124,10 +133,20 @@ def _as_steps(scale: Scale) -> dict[str, Any]:
     }
 
 
-def _filled(*, live: bool = False, **parts: str) -> str:
-    script = as_script(SCRIPTS)
-    return Template(part("timeline.html")).substitute(
-        parts, css="\n".join(part(name) for name in STYLES), js=script, policy=policy(script, live=live)
+def filled(body: str, scripts: Sequence[str], *, title: str, data: Any, live: bool = False, **parts: str) -> str:
+    """Return the HTML text of a page.
+
+    ``body``: the file of its elements, which ``parts`` fill in as HTML. ``data``: what its ``scripts`` read, as JSON.
+    ``live``: it may ask where it came from for more.
+    """
+    script = as_script(scripts)
+    return Template(part("page.html")).substitute(
+        title=escape(title),
+        body=Template(part(body)).substitute(parts).rstrip(),
+        css="\n".join(part(name) for name in STYLES),
+        js=script,
+        policy=policy(script, live=live),
+        data=inside_script(to_json_line(data)),
     )
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from headway.reports.samples_file import HEAD, parsed
+from headway.reports.samples_file import HEAD, Sample, mean_of, parsed
 from headway.reports.tail import Tail
 
 ON_PAGE = 2 * 10**6
@@ -104,11 +104,17 @@ def _parsed(offset: int, line: bytes) -> Found:
         row = parsed(line)
         if "group" in row:  # spelled in another order than its writer's
             return (int(row["group"]),), At(offset, len(line), int(row["version"])), []
-        key = (int(row["validation"]), int(row["problem"]))
-        told = [*key, str(row.get("source", "")), *_means(row["episodes"])]
+        key, told = (int(row["validation"]), int(row["problem"])), validation_line(row)
     except (ValueError, KeyError, TypeError, AttributeError):
         return None, At(offset, len(line), -1), []
     return key, At(offset, len(line), key[0]), told
+
+
+def validation_line(sample: Sample) -> list[Any]:
+    """Return a held-out problem's line in a list: version, problem, source, mean reward and length."""
+    episodes = sample["episodes"]
+    means = mean_of(episodes, "reward"), mean_of(episodes, "length")
+    return [int(sample["validation"]), int(sample["problem"]), str(sample.get("source", "")), *means]
 
 
 def read_all(path: Path) -> SampleIndex:
@@ -178,12 +184,3 @@ def _small(line: bytes | None) -> dict[str, Any] | None:
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
     return sample
-
-
-def _means(episodes: Sequence[dict[str, Any]]) -> list[float | None]:
-    """Mean reward and mean length, each None where no episode has one."""
-    means: list[float | None] = []
-    for name in ("reward", "length"):
-        values = [episode[name] for episode in episodes if episode.get(name) is not None]
-        means.append(round(sum(values) / len(values), 4) if values else None)
-    return means

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from headway.config.schema import Config
@@ -43,6 +44,12 @@ _OF_ROW = frozenset(
 )
 
 Sample = Mapping[str, Any]
+
+
+def mean_of(episodes: Iterable[Sample], name: str) -> float | None:
+    """Return the mean of what the ``episodes`` of a sample have as ``name``, such as ``reward``; None without any."""
+    values = [value for episode in episodes if (value := episode.get(name)) is not None]
+    return round(fmean(values), 5) if values else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from headway.errors import ConfigError, DataError
@@ -26,7 +25,7 @@ from headway.events import (
 )
 from headway.reports.report import events_file_of, events_of
 from headway.reports.run_directory import RunDirectory
-from headway.reports.samples_file import read_samples
+from headway.reports.samples_file import mean_of, read_samples
 from headway.reports.tally import FATES, IN_FLIGHT
 from headway.reports.token_view import visible
 
@@ -138,11 +137,10 @@ def found(run: Path, number: int, damaged: list[int]) -> Sample | Story:
 
 def _summary(sample: Sample) -> Summary:
     episodes = sample["episodes"]
-    rewards = [e["reward"] for e in episodes if e["reward"] is not None]
     lengths = [e["length"] for e in episodes]
     common = {
         "source": sample["source"],
-        "reward": round(fmean(rewards), 5) if rewards else None,
+        "reward": mean_of(episodes, "reward"),
         "lengths": [min(lengths), max(lengths)] if lengths else None,
         "turns": max((e["turns"] for e in episodes), default=None),
         "prompt": sample["prompt"],

@@ -13,15 +13,16 @@ from headway.data.types import Outcomes, TrajectoryId, TurnSpan
 
 GROUPS = (4, 4, 9, 4, 9, 2)
 """Group of each episode: of three, of two and of one."""
+STATES = (-(2**63), 7, 2**63 - 1)
 COLUMNS = ("now", "advantages", "values", "ref_logprobs", "prox_logprobs", "entropy")
 
 
 def whole(seed: int, *, turns: int = 4) -> tuple[list[Row], Outcomes]:
-    """Episodes of 1 to ``turns`` turns in one row each, with holes between turns, and rewards of turns.
+    """Episodes of 1 to ``turns`` turns in one row each, with holes between turns, rewards and states of turns.
 
     The column ``place`` numbers all tokens of the fetch.
     """
-    rng = np.random.default_rng(seed)
+    rng, of_states = np.random.default_rng(seed), np.random.default_rng([seed, 1])
     rows, count = [], 0
     for k, group in enumerate(GROUPS):
         mask: list[bool] = []
@@ -30,7 +31,7 @@ def whole(seed: int, *, turns: int = 4) -> tuple[list[Row], Outcomes]:
             mask += [False] * (int(rng.integers(0, 3)) if number else 0)
             start = len(mask)
             mask += [True] * int(rng.integers(1, 5))
-            spans.append(TurnSpan(number, start, len(mask)))
+            spans.append(TurnSpan(number, start, len(mask), int(of_states.choice(STATES))))
         length = len(mask)
         near = (-2.0 + 0.3 * rng.standard_normal(length)).astype(np.float32)
         columns = {name: (near + 0.3 * rng.standard_normal(length)).astype(np.float32) for name in COLUMNS}
@@ -90,10 +91,10 @@ def _part(row: Row, kept: NDArray[np.int64]) -> Row:
     for turn in row.turns:
         numbers[turn.start : turn.stop] = turn.number
     spans = []
-    for number in np.unique(numbers[kept]):
-        if number >= 0:
-            (places,) = np.nonzero(numbers[kept] == number)
-            spans.append(TurnSpan(int(number), int(places[0]), int(places[-1]) + 1))
+    for turn in row.turns:
+        (places,) = np.nonzero(numbers[kept] == turn.number)
+        if len(places):
+            spans.append(turn._replace(start=int(places[0]), stop=int(places[-1]) + 1))
     return replace(
         row,
         input_ids=np.concatenate([row.input_ids[: row.prompt_length], row.input_ids[row.prompt_length :][kept]]),

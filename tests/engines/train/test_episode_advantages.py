@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from headway.algorithms.advantages import ADVANTAGES
 from headway.algorithms.scores import episode_scores
 from headway.config.learning import AlgorithmConfig
 from headway.data.collate import Row
-from headway.data.types import Outcomes, TurnSpan
+from headway.data.types import Outcomes
 from headway.engines.train.advantages import FetchAdvantages
 from headway.errors import RunError
 from tests.engines.train.episodes import GROUPS, cut_anywhere, dealt, in_rows, whole
@@ -76,7 +77,8 @@ def test_cutting_an_episodes_row_into_several_changes_no_advantage(
     rows, outcomes = whole(seed)
     if not of_turns:
         outcomes = replace(outcomes, turn_rewards=())
-    algorithm = {"adv_estimator": estimator, "turn_discount": discount, "gamma": 0.9, "lam": 0.8, "pass_k": 2, **kl}
+    params = {"gamma": 0.9, "lam": 0.8, "pass_k": 2, "step_weight": 0.7}
+    algorithm = {"adv_estimator": estimator, "turn_discount": discount, **params, **kl}
     expected = compute(rows, outcomes, **algorithm)
     check_equal(compute(*in_rows(apart(rows, way), outcomes), **algorithm), expected)
 
@@ -224,6 +226,67 @@ def test_a_reward_of_an_episode_alone_is_discounted_by_the_turns_before_it() -> 
     assert ahead != pytest.approx(compute(rows, outcomes, adv_estimator="rloo")["advantages"], rel=1e-2)
 
 
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("discount", [1.0, 0.7, 0.0])
+@pytest.mark.parametrize("coef", [0.0, 0.1])
+@pytest.mark.parametrize("by_std", [True, False])
+def test_gigpo_of_forked_episodes_compares_turns_of_a_group_in_the_same_state(
+    seed: int, discount: float, coef: float, by_std: bool
+) -> None:
+    parts, outcomes = forked(seed)
+    totals: list[tuple[int, float]] = []
+    returns: dict[tuple[int, int], tuple[tuple[int, int], float]] = {}
+    """(episode, turn) → ((group, state), return)."""
+    for k, (rows, group) in enumerate(zip(parts, GROUPS, strict=True)):
+        tokens = tokens_of(rows)
+        rewards = rewards_of(tokens, float(outcomes.rewards[k]), outcomes.turn_rewards[k], coef)
+        totals.append((group, math.fsum(rewards)))
+        for turn in {turn.number: turn for row in rows for turn in row.turns}.values():
+            later = [(u, r) for (u, _, _, _), r in zip(tokens, rewards, strict=True) if u >= turn.number]
+            ahead = math.fsum(discount ** (u - turn.number) * r for u, r in later)
+            returns[k, turn.number] = (group, turn.state), ahead
+    of_episodes = [compared(one, totals, by_std) for one in totals]
+    expected: dict[int, float] = {}
+    for k, rows in enumerate(parts):
+        for turn_number, place, _, _ in tokens_of(rows):
+            of_turn = compared(returns[k, turn_number], list(returns.values()), by_std)
+            expected[place] = of_episodes[k] + 0.7 * of_turn
+    assert len({where for where, _ in returns.values()}) < len(returns)
+    algorithm = {"adv_estimator": "gigpo", "turn_discount": discount, "step_weight": 0.7}
+    kl = {"use_kl_in_reward": True, "kl_ctrl": {"kl_coef": coef}} if coef else {}
+    found = compute(*in_rows(parts, outcomes), **algorithm, norm_adv_by_std_in_grpo=by_std, **kl)
+    check_equal(found, {"advantages": expected})
+
+
+def test_states_are_given_to_estimators_that_are_declared_to_look_at_them(tmp_path: Path) -> None:
+    code = """
+from headway.algorithms.advantages import from_states
+def plain(inputs):
+    assert inputs.states is None and inputs.turns is None and inputs.token_rewards is None
+    return inputs.rewards
+@from_states
+def declared(inputs):
+    assert (inputs.token_rewards.sum(dim=1) == inputs.rewards).all()
+    return (inputs.states == 7) + 2.0 * inputs.turns
+"""
+    (tmp_path / "own.py").write_text(code, encoding="utf-8")
+    parts, outcomes = forked(4)
+    outcomes = replace(outcomes, turn_rewards=())
+    compute(*in_rows(parts, outcomes), adv_estimator=f"{tmp_path}/own.py:plain")
+    found = compute(*in_rows(parts, outcomes), adv_estimator=f"{tmp_path}/own.py:declared")["advantages"]
+    for rows in parts:
+        states = {turn.number: turn.state for row in rows for turn in row.turns}
+        for turn, place, _, _ in tokens_of(rows):
+            assert found[place] == (states[turn] == 7) + 2 * turn
+
+
+def compared(one: tuple[Any, float], all_of_them: Sequence[tuple[Any, float]], by_std: bool) -> float:
+    """How far one (group, number) is above its group's mean."""
+    mine = [number for group, number in all_of_them if group == one[0]]
+    above = one[1] - math.fsum(mine) / len(mine)
+    return above / (statistics.stdev(mine) + 1e-6) if by_std and len(mine) > 1 else above
+
+
 def test_the_reward_of_a_turn_without_a_token_is_at_the_last_token_before_it() -> None:
     rows, outcomes = whole(1)
     at = next(k for k, row in enumerate(rows) if len(row.turns) == 4)
@@ -255,7 +318,7 @@ def test_rows_that_do_not_lie_next_to_each_other_are_refused() -> None:
 def test_a_row_of_one_turn_may_leave_its_span_out() -> None:
     rows, outcomes = whole(4, turns=1)
     bare = [replace(row, turns=()) for row in rows]
-    assert all(row.turns == (TurnSpan(0, 0, len(row.loss_mask)),) for row in rows)
+    assert all([turn[:3] for turn in row.turns] == [(0, 0, len(row.loss_mask))] for row in rows)
     check_equal(
         compute(bare, outcomes, adv_estimator="gae", turn_discount=0.5),
         compute(rows, outcomes, adv_estimator="gae", turn_discount=0.5),

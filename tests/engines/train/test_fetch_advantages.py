@@ -308,11 +308,12 @@ def test_one_that_takes_anything_gets_everything(tmp_path: Path) -> None:
         tmp_path,
         "import torch\n\n"
         "def estimate(inputs, **params):\n"
-        "    assert params == {'normalize_by_std': False, 'gamma': 0.5, 'lam': 0.25, 'k': 2}, params\n"
+        "    expected = {'normalize_by_std': False, 'gamma': 0.5, 'lam': 0.25, 'k': 2, 'step_weight': 3}\n"
+        "    assert params == expected, params\n"
         "    return torch.zeros_like(inputs.rewards)\n",
     )
     columns = compute(
-        *fetch(9), adv_estimator=own, gamma=0.5, lam=0.25, pass_k=2, norm_adv_by_std_in_grpo=False
+        *fetch(9), adv_estimator=own, gamma=0.5, lam=0.25, pass_k=2, norm_adv_by_std_in_grpo=False, step_weight=3.0
     )  # fmt: skip
     assert all((array == 0).all() for array in columns["advantages"])
 

@@ -48,7 +48,7 @@ def per_episode(values: st.SearchStrategy[Any]) -> st.SearchStrategy[list[Any]]:
 
 
 def test_what_looks_at_tokens_is_known() -> None:
-    assert set(ADVANTAGES.names()) - set(FROM_OUTCOMES) == {"gae", "reinforce_plus_plus"}
+    assert set(ADVANTAGES.names()) - set(FROM_OUTCOMES) == {"gae", "gigpo", "reinforce_plus_plus"}
 
 
 @pytest.mark.parametrize("name", FROM_OUTCOMES)

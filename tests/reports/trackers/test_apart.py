@@ -100,7 +100,7 @@ def test_what_a_tool_refused_is_sent_again_with_the_next_row_and_in_order(tmp_pa
 
 
 def test_what_a_tool_refuses_to_the_end_is_said_with_its_reason_and_its_remedy(tmp_path: Path) -> None:
-    tool, told = Tool(problems=deque(["HTTPError: 503"] * 9)), Told()
+    tool, told = Tool(refuses={"row 0": "HTTPError: 503", "on_summary": "HTTPError: 503"}), Told()
     tracker = apart(tool, told, tmp_path)
     tracker.start()
     tracker.on_row({"version": 0})
@@ -204,6 +204,32 @@ def test_a_row_that_is_refused_again_and_again_does_not_hold_up_those_behind_it(
         == "tool did not get 1 rows (it was too slow, or refused them); the run's directory has them"
     )
     assert memory(tmp_path) == Memory("entry-1", rows=7, whole=True)
+
+
+def test_the_last_row_that_is_refused_again_and_again_holds_up_neither_summary_nor_model(tmp_path: Path) -> None:
+    tool, told = Tool(refuses={"row 2": "ValueError: a name"}), Told()
+    tracker = apart(tool, told, tmp_path)
+    tracker.start()
+    for version in range(3):
+        tracker.on_row({"version": version})
+    tracker.end(Ending({"status": "completed"}, tmp_path / "model"))
+    assert tracker.join(SOON_S)
+    assert [call for call, _ in tool.calls] == ["on_row", "on_row", "on_summary", "on_model", "close"]
+    assert (
+        tracker.missing("")
+        == "tool did not get 1 rows (it was too slow, or refused them); the run's directory has them"
+    )
+    assert memory(tmp_path) == Memory("entry-1", rows=3, whole=True)
+
+
+def test_the_last_row_is_taken_where_the_tool_was_away_for_a_moment_at_the_end(tmp_path: Path) -> None:
+    tool, told = Tool(problems=deque(["HTTPError: 503"] * 2)), Told()
+    tracker = apart(tool, told, tmp_path)
+    tracker.start()
+    tracker.on_row({"version": 0})
+    end(tracker)
+    assert [call for call, _ in tool.calls] == ["on_row", "on_summary", "close"]
+    assert (tracker.missing(""), memory(tmp_path).whole) == ("", True)
 
 
 def test_samples_that_the_tool_dropped_are_counted_and_said_once(tmp_path: Path) -> None:

@@ -5,12 +5,14 @@
     group_relative   grpo, dr_grpo, rloo, opo, maxrl
     pass_at_k        grpo_passk, pass_at_k
     reinforce        reinforce_plus_plus, reinforce_plus_plus_baseline, remax
+    gigpo            gigpo
     gae              gae
 
 Importing the package enters them all into `ADVANTAGES`.
 """
 
 from headway.algorithms.advantages.gae import gae
+from headway.algorithms.advantages.gigpo import gigpo
 from headway.algorithms.advantages.group_relative import STD_EPS, dr_grpo, grpo, maxrl, opo, rloo
 from headway.algorithms.advantages.inputs import (
     ADVANTAGES,
@@ -18,6 +20,8 @@ from headway.algorithms.advantages.inputs import (
     AdvantageInputs,
     Advantages,
     from_outcomes_alone,
+    from_states,
+    looks_at_states,
     looks_at_tokens,
     per_token,
 )
@@ -32,9 +36,12 @@ __all__ = [
     "Advantages",
     "dr_grpo",
     "from_outcomes_alone",
+    "from_states",
     "gae",
+    "gigpo",
     "grpo",
     "grpo_passk",
+    "looks_at_states",
     "looks_at_tokens",
     "maxrl",
     "opo",

@@ -8,6 +8,7 @@ Shape suffixes: S trajectories of one fetch, G groups.
 
 from __future__ import annotations
 
+from jaxtyping import Float
 from torch import Tensor
 
 from headway.algorithms.advantages.groups import Groups
@@ -15,6 +16,17 @@ from headway.algorithms.advantages.inputs import ADVANTAGES, AdvantageInputs, fr
 from headway.errors import RunError
 
 STD_EPS = 1e-6
+
+
+def above_mean(scores: Float[Tensor, " S"], groups: Groups, *, by_std: bool) -> Float[Tensor, " S"]:
+    """Subtract from ``scores`` [S] the mean of each one's group, and divide by its std + 1e-6 if ``by_std``.
+
+    Exactly 0 where a whole group has one score.
+    """
+    above_S = groups.centred(scores)
+    if by_std:
+        above_S = above_S / (groups.std(scores)[groups.index] + STD_EPS)
+    return above_S.masked_fill(groups.all_equal(scores), 0.0)
 
 
 @ADVANTAGES.register("grpo")
@@ -32,12 +44,7 @@ def grpo(inputs: AdvantageInputs, *, normalize_by_std: bool = True) -> Tensor:
     Raises:
         RunError: a reward is not finite.
     """
-    scores_S = inputs.scores()
-    groups = Groups.of(inputs.groups)
-    advantages_S = groups.centred(scores_S)
-    if normalize_by_std:
-        advantages_S = advantages_S / (groups.std(scores_S)[groups.index] + STD_EPS)
-    return inputs.shared(advantages_S.masked_fill(groups.all_equal(scores_S), 0.0))
+    return inputs.shared(above_mean(inputs.scores(), Groups.of(inputs.groups), by_std=normalize_by_std))
 
 
 @ADVANTAGES.register("dr_grpo")
@@ -55,9 +62,7 @@ def dr_grpo(inputs: AdvantageInputs) -> Tensor:
     Raises:
         RunError: a reward is not finite.
     """
-    scores_S = inputs.scores()
-    groups = Groups.of(inputs.groups)
-    return inputs.shared(groups.centred(scores_S).masked_fill(groups.all_equal(scores_S), 0.0))
+    return inputs.shared(above_mean(inputs.scores(), Groups.of(inputs.groups), by_std=False))
 
 
 @ADVANTAGES.register("rloo")

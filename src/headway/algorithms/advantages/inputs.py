@@ -55,6 +55,9 @@ class AdvantageInputs:
     """Flag of each trajectory, False where its answer was cut off before its end. Default: all are finished."""
     turns: Int[Tensor, "S T"] | None = None
     """Number of the turn that each token is of, from 0, never less than the one before. Default: all are of turn 0."""
+    states: Int[Tensor, "S T"] | None = None
+    """The state in which the turn was taken that each token is of: any integers, equal where turns of a group were
+    taken in the same one. Given to estimators that are declared with `from_states`."""
     turn_discount: float = 1.0
     """Discount δ from one turn to the next, in [0, 1]."""
 
@@ -65,7 +68,7 @@ class AdvantageInputs:
             if tensor is not None and tensor.shape != (size,):
                 raise ValueError(f"{name} of {size} trajectories has the shape [{size}], not {list(tensor.shape)}")
         shape = (size, self.width)
-        for name in ("token_rewards", "mask", "values", "turns"):
+        for name in ("token_rewards", "mask", "values", "turns", "states"):
             tensor = getattr(self, name)
             if tensor is not None and tensor.shape != shape:
                 raise ValueError(
@@ -79,7 +82,7 @@ class AdvantageInputs:
     @property
     def width(self) -> int:
         """T, the padded length: that of the tensors with one value per token, or else of the longest trajectory."""
-        for tensor in (self.token_rewards, self.mask, self.values, self.turns):
+        for tensor in (self.token_rewards, self.mask, self.values, self.turns, self.states):
             if tensor is not None:
                 return tensor.shape[-1]
         return int(self.lengths.max()) if self.lengths.numel() else 0
@@ -145,6 +148,15 @@ class AdvantageInputs:
             )
         return _of_tokens(self.values, self.counts(), "critic's value")
 
+    def states_of_tokens(self, estimator: str) -> Int[Tensor, "S T"]:
+        """The ``states``. Raises `ConfigError` if there are none, and ``estimator`` needs them."""
+        if self.states is None:
+            raise ConfigError(
+                f"algorithm.adv_estimator: {estimator} needs the state that each turn was taken in, and was given "
+                "none; an estimator gets them if it is declared with from_states"
+            )
+        return self.states
+
     def greedy_rewards(self, estimator: str) -> Float[Tensor, " S"]:
         """The ``baselines``, rewards of the greedy answers, in float64.
 
@@ -186,6 +198,7 @@ ADVANTAGES: Registry[AdvantageEstimator] = Registry("advantage estimator", "algo
 
 E = TypeVar("E", bound=AdvantageEstimator)
 _OUTCOMES_ALONE = "__headway_outcomes_alone__"
+_STATES = "__headway_states__"
 
 
 def from_outcomes_alone(estimator: E) -> E:
@@ -202,6 +215,18 @@ def from_outcomes_alone(estimator: E) -> E:
 def looks_at_tokens(estimator: AdvantageEstimator) -> bool:
     """Tell whether ``estimator`` may look at tokens: True unless it was declared with `from_outcomes_alone`."""
     return not getattr(estimator, _OUTCOMES_ALONE, False)
+
+
+def from_states(estimator: E) -> E:
+    """Declare that ``estimator`` looks at the states in which turns were taken: it is given ``states`` and ``turns``,
+    and ``token_rewards``, in which a trajectory's own reward is at its last token that counts."""
+    setattr(estimator, _STATES, True)
+    return estimator
+
+
+def looks_at_states(estimator: AdvantageEstimator) -> bool:
+    """Tell whether ``estimator`` was declared with `from_states`."""
+    return bool(getattr(estimator, _STATES, False))
 
 
 def per_token(

@@ -15,12 +15,19 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from headway.algorithms.advantages import ADVANTAGES, AdvantageInputs, Advantages, looks_at_tokens, per_token
+from headway.algorithms.advantages import (
+    ADVANTAGES,
+    AdvantageInputs,
+    Advantages,
+    looks_at_states,
+    looks_at_tokens,
+    per_token,
+)
 from headway.algorithms.kl import kl_in_reward
 from headway.config.learning import AlgorithmConfig
 from headway.data.collate import Row
 from headway.data.types import ColumnName, Outcomes
-from headway.engines.train.episodes import Episodes, Get, turn_numbers
+from headway.engines.train.episodes import Episodes, Get, turn_numbers, turn_states
 from headway.errors import ConfigError, RunError
 
 Arrays = list[NDArray[np.float32]]
@@ -40,6 +47,7 @@ class FetchAdvantages:
                 "gamma": algorithm.gamma,
                 "lam": algorithm.lam,
                 "k": algorithm.pass_k,
+                "step_weight": algorithm.step_weight,
             },
         )
         self._algorithm = algorithm
@@ -117,12 +125,15 @@ class FetchAdvantages:
             baselines=torch.tensor(outcomes.baselines) if outcomes.baselines is not None else None,
             turn_discount=self._algorithm.turn_discount,
         )
-        if outcomes.turn_rewards or self._algorithm.turn_discount != 1.0:
+        by_state = looks_at_states(self._estimator)
+        if outcomes.turn_rewards or self._algorithm.turn_discount != 1.0 or by_state:
             turns = episodes.join(turn_numbers)
             token_rewards = inputs.rewards_of_tokens()
             if outcomes.turn_rewards:
                 token_rewards += _padded(_rewards_of_turns(outcomes.turn_rewards, turns, masks))
             inputs = replace(inputs, token_rewards=token_rewards, turns=_padded(turns))
+        if by_state:
+            inputs = replace(inputs, states=_padded(episodes.join(turn_states)))
         if not self._algorithm.use_kl_in_reward:
             return inputs
         reference = known(ColumnName.REF_LOGPROBS, _ref_logprobs)

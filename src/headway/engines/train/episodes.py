@@ -76,7 +76,16 @@ class Episodes:
 
 def turn_numbers(row: Row) -> NDArray[np.int64]:
     """The number [T] of the turn that each response token of ``row`` is of; a hole has that of the turn before it."""
+    return _of_turns(row, [turn.number for turn in row.turns])
+
+
+def turn_states(row: Row) -> NDArray[np.int64]:
+    """The state [T] of the turn that each response token of ``row`` is of; a hole has that of the turn before it."""
+    return _of_turns(row, [turn.state for turn in row.turns])
+
+
+def _of_turns(row: Row, values: Sequence[int]) -> NDArray[np.int64]:
     if not row.turns:
         return np.zeros(len(row.loss_mask), np.int64)
     starts = [0, *(turn.start for turn in row.turns[1:]), len(row.loss_mask)]
-    return np.repeat(np.array([turn.number for turn in row.turns], np.int64), np.diff(starts))
+    return np.repeat(np.array(values, np.int64), np.diff(starts))

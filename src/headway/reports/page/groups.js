@@ -5,7 +5,7 @@ const groups = (() => {
   const list = byId("list"), spacer = byId("spacer"), box = byId("groups");
   const all = new Map(), sampled = new Set(), sources = new Set();
   const wanted = { fate: "", source: "", least: null, most: null, shortest: null, longest: null, sampled: false };
-  let shown = [], chosen = null, queued = false, stale = true, opens = () => {};
+  let shown = [], chosen = null, damaged = 0, queued = false, stale = true, opens = () => {};
 
   const cells = ["group", "version", "fate", "source", "reward", "length", "lag"];
   byId("listhead").append(...cells.map((name, i) => make("span", i > 3 || i === 1 ? "n" : "", name)));
@@ -85,7 +85,7 @@ const groups = (() => {
       const place = shown.findIndex((row) => row.key === top);
       if (place >= 0) list.scrollTop = place * LINE + (list.scrollTop % LINE);
     }
-    byId("counted").textContent = `${shown.length.toLocaleString("en")} of ${all.size.toLocaleString("en")} lines; ● have text`;
+    byId("counted").textContent = `${shown.length.toLocaleString("en")} of ${all.size.toLocaleString("en")} lines; ● have text${damaged ? `; damaged lines of samples.jsonl, which are left out: ${damaged.toLocaleString("en")}` : ""}`;
   }
 
   function draw() {
@@ -180,5 +180,5 @@ const groups = (() => {
     return details;
   }
 
-  return { addGroups, addValidations, addSamples, takeLedger, forget, trim, refresh, onOpen: (then) => { opens = then; } };
+  return { takeDamaged: (count) => { damaged = count; }, addGroups, addValidations, addSamples, takeLedger, forget, trim, refresh, onOpen: (then) => { opens = then; } };
 })();

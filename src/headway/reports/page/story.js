@@ -11,17 +11,8 @@ groups.onOpen((row, hasText) => {
 });
 
 function holdSamples(list) {
-  const mean = (episodes, name) => {
-    const values = episodes.map((episode) => episode[name]).filter((value) => value != null);
-    return values.length ? values.reduce((a, b) => a + b) / values.length : null;
-  };
-  const lines = [];
-  for (const sample of list) {
-    const validation = sample.validation !== undefined;
-    samples.set(validation ? `validation=${sample.validation}&problem=${sample.problem}` : `group=${sample.group}`, sample);
-    if (validation) lines.push([sample.validation, sample.problem, sample.source, mean(sample.episodes, "reward"), mean(sample.episodes, "length")]);
-  }
-  groups.addValidations(lines);
+  for (const sample of list)
+    samples.set(sample.validation !== undefined ? `validation=${sample.validation}&problem=${sample.problem}` : `group=${sample.group}`, sample);
   groups.addSamples(samples.keys());
 }
 
@@ -29,7 +20,8 @@ if (given.curves) curves.take(given.curves);
 if (given.groups) {
   groups.addGroups(given.groups);
   groups.takeLedger(given.ledger);
-  holdSamples(given.samples ?? []);
+  groups.addValidations(given.validations);
+  holdSamples(given.samples);
   groups.refresh();
 }
 
@@ -57,6 +49,7 @@ function receive(message) {
   groups.addGroups(message.groups);
   groups.addValidations(message.validations);
   groups.addSamples(message.sampled);
+  groups.takeDamaged(message.damaged);
   groups.trim(message.most);
   groups.refresh();
   live.wanted = message.timeline;

@@ -27,7 +27,7 @@ MOST_STARTS = 3
 GOOD_ROWS = 10
 """Number of rows that a process takes before those that were started before it are forgotten."""
 MOST_REFUSALS = 3
-"""Times that one row is refused before the row behind it is tried, and that settings are before the run's end."""
+"""Times that one row is refused before what is behind it is tried, and that settings are before the run's end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +197,7 @@ class TrackerApart:
                 self._on_sent(message)
             elif message.call == "on_sample" and self._opened:
                 self._outbox.lose(message)
-            elif message.call != "on_row" or not self._opened or not self._passes_over():
+            elif message.call != "on_row" or not self._opened or not (self._passes_over() or self._tries_again()):
                 return
         if self._settings_tries < MOST_REFUSALS or self._outbox.ended:
             self._tell_settings()
@@ -211,16 +211,20 @@ class TrackerApart:
             self._remember()
 
     def _passes_over(self) -> bool:
-        """Give a row up that was refused `MOST_REFUSALS` times, if the tracker takes the row behind it."""
+        """Give a row up that was refused `MOST_REFUSALS` times, if the tracker takes what is behind it."""
         number, count = self._refusals
         self._refusals = (self._outbox.next, count + 1 if number == self._outbox.next else 1)
         if self._refusals[1] < MOST_REFUSALS or (behind := self._outbox.behind()) is None:
             return False
         if self._ask(behind.call, behind.value) is None:
             return False
-        self._outbox.pass_over()
+        self._outbox.pass_over(behind)
         self._remember()
         return True
+
+    def _tries_again(self) -> bool:
+        """Tell whether a row that was refused is tried again at once: no other comes with which it would be."""
+        return self._outbox.ended and self._refusals[1] < MOST_REFUSALS
 
     def _tell_settings(self) -> None:
         """Send the settings, unless the tracker has them. It gets its rows without them, too."""

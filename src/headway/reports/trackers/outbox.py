@@ -64,7 +64,7 @@ class Outbox:
         self.next = min(sent, rows)
         """Number of the next row to send: those before it are sent, or lost."""
         self.lost_rows = 0
-        """Rows that were neither here nor in the file, or that the tracker refused while it took the row behind."""
+        """Rows that were neither here nor in the file, or that the tracker refused while it took what was behind."""
         self.lost_samples = 0
         self._held = 0
         """Samples that were taken off the queue and wait in the tracker's process, with which they would go."""
@@ -140,18 +140,24 @@ class Outbox:
             self.lost_samples += 1
 
     def behind(self) -> Message | None:
-        """Return the row behind the next one, which stays here; None where it is not in memory."""
+        """Return what comes behind the next row, and stays here: a row, or what ends the run behind the last one.
+
+        None where that is not in memory, or did not come yet.
+        """
         with self._news:
+            if self.next + 1 == self.rows:
+                return self._ending[0] if self._ending else None
             for number, row in chain(self._from_file, self._rows):
                 if number == self.next + 1:
                     return Message("on_row", row)
         return None
 
-    def pass_over(self) -> None:
-        """Take two rows off the queue: one that the tracker refuses, and the one behind it, which it took."""
+    def pass_over(self, behind: Message) -> None:
+        """Take a row off the queue that the tracker refuses, and what was `behind` it, which it took."""
         with self._news:
             self.lost_rows += 1
-            self.next += 2
+            self.next += 1
+            self.sent(behind)
 
     def account(self, held: int, dropped: int) -> None:
         """Take over what the tracker says of the samples that it took: how many wait in it, how many it dropped."""

@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headway.errors import DataError, HeadwayError, RunError, said_by
-from headway.events import Event, RunResumed
+from headway.events import Event, RunResumed, RunStarted
 from headway.reports import human
-from headway.reports.alive import is_trained
+from headway.reports.alive import is_trained, only_starts
 from headway.reports.curves import to_json as curves_json
 from headway.reports.events_file import Record, look_through, parse_event, to_json_line
 from headway.reports.groups import MOST_GROUPS, GroupLog, ledger
@@ -37,6 +37,7 @@ CURVES_EVERY_S, TIMELINE_EVERY_S = 1.0, 3.0
 LIVE_SPANS = 30_000
 """Most spans of a timeline that is drawn again and again."""
 JOIN_TIMEOUT_S = 10.0
+READING: dict[str, Any] = {"status": "reading", "reason": None}
 
 
 @dataclass(slots=True)
@@ -63,6 +64,8 @@ class _Read:
     builder: TimelineBuilder
     lines: int = 0
     """Number of lines of the record that were read."""
+    starting: bool = False
+    """True from a resume to the start behind it."""
     serials: dict[tuple[int, int], int] = field(default_factory=dict)
     """Sample of a validation → serial number when it came."""
 
@@ -91,7 +94,7 @@ class Follower:
         """Charts, with the serial number when they changed."""
         self._timeline: tuple[int, bytes] = (0, b"")
         """Number of the timeline, and its JSON."""
-        self._status: dict[str, Any] = {"status": "reading", "reason": None}
+        self._status: dict[str, Any] = READING
         self._built = (-1, -1)
         """Numbers of rows and lines that the newest curves and the newest timeline were made from."""
 
@@ -158,6 +161,7 @@ class Follower:
                 "groups": [line.values() for line in lines],
                 "validations": [read.samples.lines[key] for key in fresh if key in read.samples.lines],
                 "sampled": sampled + [f"validation={version}&problem={problem}" for version, problem in fresh],
+                "damaged": read.samples.damaged,
                 "timeline": self._timeline[0],
                 "most": 2 * MOST_GROUPS + MOST_VALIDATIONS,
             }
@@ -226,7 +230,7 @@ class Follower:
                 raise cause.__cause__ from cause
             raise
         with self._changed:
-            self._read = self._anew(record)
+            self._read, self._status = self._anew(record), READING
             self.epoch += 1
             self._built, self._curves = (-1, -1), (0, None)
             self._curves_due, self._timeline_due = _Due(CURVES_EVERY_S), _Due(TIMELINE_EVERY_S)
@@ -239,17 +243,17 @@ class Follower:
         if not found:
             return False
         with self._changed:  # the index is what pages ask
+            damaged = read.samples.damaged
             groups, validations = read.samples.merge(found)
             for number in groups:
                 read.builder.groups.touch(number)
             self._advance()
-            if validations:
+            if validations or read.samples.damaged > damaged:
                 self.serial += 1
                 read.builder.groups.serial = self.serial
                 read.serials.update({(version, problem): self.serial for version, problem, *_ in validations})
-            if groups or validations:
-                self._changed.notify_all()
-        return bool(groups or validations)
+            self._changed.notify_all()
+        return True
 
     def _read_events(self) -> bool:
         """Read a chunk of the record. Raises `Rewritten` where the run was resumed since it was looked through."""
@@ -269,6 +273,7 @@ class Follower:
             read.lines = lines
             for event in events:
                 read.builder.on_event(event)
+                read.starting = isinstance(event, RunResumed) or (read.starting and not isinstance(event, RunStarted))
             self._advance()
             self._changed.notify_all()
         return True
@@ -303,13 +308,25 @@ class Follower:
             if started is None:
                 return {"status": "not begun", "reason": "nobody trains in this directory, and nothing was trained"}
             return {"status": "killed", "reason": "nobody trains this run any more, and it did not say how it ended"}
-        of = "" if started is None or started.total_groups is None else f" of {human.count(started.total_groups)}"
-        if started is None or finished is not None:
-            return {"status": "running", "reason": None, "words": "starting"}
-        words = f"running: version {metrics.version}, {human.count(metrics.tally.fates['trained'])}{of} groups trained"
+        words = self._words()
         if trained is None:
-            return {"status": "running", "reason": None, "words": f"{words}; the lock does not tell whether it goes on"}
+            words += "; the lock does not tell whether it goes on"
         return {"status": "running", "reason": None, "words": words}
+
+    def _words(self) -> str:
+        """What a run that goes on does."""
+        read, metrics = self._read, self._read.builder.metrics
+        started, finished = metrics.started, metrics.finished
+        if started is None:
+            return "starting"
+        if read.starting:
+            return f"starting again from version {metrics.version}"
+        if only_starts(self._directory.lock, self._directory.events):
+            return "starting again"
+        if finished is not None:
+            return f"{finished.status}; it still writes its model and reports"
+        of = "" if started.total_groups is None else f" of {human.count(started.total_groups)}"
+        return f"running: version {metrics.version}, {human.count(metrics.tally.fates['trained'])}{of} groups trained"
 
     # ------------------------------------------------------------------------------------------ building
 

@@ -1,0 +1,93 @@
+"""Episodes whose program is an agent of this process, at a real endpoint on loopback."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from headway.data.types import Trajectory
+from headway.endpoint.dialect import Texts
+from headway.endpoint.dialects import DIALECTS
+from headway.endpoint.server import Endpoint
+from headway.episodes.alone import keeping
+from headway.episodes.keeper import GroupKeeper
+from headway.episodes.limits import Limits
+from headway.episodes.programs import Hosting, Turn
+from headway.episodes.record import Chats
+from headway.interfaces import FinishedGroup
+from headway.programs.messages import Access, EpisodeEnd, EpisodeStart
+from tests.episodes.program_episodes import RENDERER, Here, Policy, check_trained_tokens, request
+
+LIMITS = Limits(max_length=2000, max_turns=20, step_timeout_s=20, episode_timeout_s=60)
+Agent = Callable[[Access], Awaitable[Any]]
+
+
+def endpoint(**settings: Any) -> Endpoint:
+    texts = Texts(
+        lambda text: RENDERER.encode(text).tolist(),
+        lambda ids: str(RENDERER.tokenizer.decode(list(ids), skip_special_tokens=False)),
+    )
+    return Endpoint(DIALECTS, texts, **settings)
+
+
+@dataclass
+class Served:
+    """What a group of episodes of an agent came to."""
+
+    group: FinishedGroup
+    policies: Sequence[Policy]
+    returned: list[Any] = field(default_factory=list)
+    """What the agent returned, episode by episode as they ended."""
+
+    @property
+    def episode(self) -> Trajectory:
+        [episode] = self.group.trajectories
+        return episode
+
+    @property
+    def rows(self) -> list[Any]:
+        assert self.group.tokens is not None
+        return list(self.group.tokens.rows)
+
+    @property
+    def calls(self) -> int:
+        """Number of calls that the policies were asked for."""
+        return sum(len(policy.calls) for policy in self.policies)
+
+
+async def served(
+    agent: Agent,
+    *,
+    policies: Sequence[Policy] | None = None,
+    limits: Limits = LIMITS,
+    n: int = 1,
+    meanwhile: Callable[[GroupKeeper], Awaitable[None]] | None = None,
+    **settings: Any,
+) -> Served:
+    """One group of ``n`` episodes, each made by ``agent``, whose reward is 1."""
+    policies = policies or [Policy(seconds=0.01)]
+    returned = []
+
+    async def program(start: EpisodeStart, ask: Turn) -> EpisodeEnd:
+        assert start.access is not None
+        returned.append(await agent(start.access))
+        return EpisodeEnd(1.0)
+
+    hosting = Hosting(
+        Here(program),
+        Chats(RENDERER).record,
+        limits,
+        stop_ids=tuple(RENDERER.end_ids),
+        endpoint=endpoint(**settings),
+    )
+    assert hosting.endpoint is not None
+    await hosting.endpoint.start()
+    async with keeping(*policies, hosting=hosting) as keeper:
+        beside = None if meanwhile is None else asyncio.ensure_future(meanwhile(keeper))
+        (group,) = [group async for group in keeper.generate([request(n)])]
+        if beside is not None:
+            await beside
+    check_trained_tokens(group)
+    return Served(group, policies, returned)

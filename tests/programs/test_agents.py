@@ -1,0 +1,246 @@
+"""Agents: Python of several forms and commands, what they are given, and what becomes of what they return."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headway.errors import ProgramFailed, UserCodeError
+from headway.programs.messages import Access, EpisodeEnd, EpisodeStart, TurnAnswer, TurnRequest, said
+from headway.programs.program import ProgramSpec
+
+ACCESS = Access("http://127.0.0.1:9/v1", "hw-key")
+AGENTS = """
+import functools
+
+async def given(row, base_url, api_key):
+    assert row["prompt"] == row["messages"] == [{"role": "user", "content": "begin"}]
+    return float((row["answer"], base_url, api_key) == (5, "http://127.0.0.1:9/v1", "hw-key"))
+
+def plainly(data, base_url, bonus=1):
+    return bonus
+
+class AReaL:
+    def __init__(self, scale=1.0):
+        self.scale = scale
+    async def run(self, data, **kwargs):
+        assert sorted(kwargs) == ["api_key", "base_url", "http_client"]
+        assert kwargs["http_client"] is not None and not kwargs["http_client"].is_closed
+        return {"chatcmpl-0-aa": 0.5 * self.scale, "chatcmpl-2-bb": self.scale}
+
+async def by_unknown_ids(row, api_key):
+    return {"answer": 1.0}
+
+async def nothing(row):
+    return None
+
+async def wrong(row):
+    return "good"
+
+async def without_row():
+    return 1.0
+
+async def needs_more(row, api_key, sandbox):
+    return 1.0
+
+async def yields(row):
+    yield 1.0
+"""
+
+
+def start(**settings: Any) -> EpisodeStart:
+    given = {"access": ACCESS, "sampling": {"temperature": 1.0}, "most_tokens": 99, **settings}
+    return EpisodeStart("episode (0, 7, 0, 1)", [said("user", "begin")], {"answer": 5}, 17, **given)
+
+
+async def nobody(request: TurnRequest) -> TurnAnswer:
+    raise AssertionError("an agent asks over HTTP")
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    (tmp_path / "agents.py").write_text(AGENTS)
+    return f"{tmp_path}/agents.py"
+
+
+def end_of(spec: ProgramSpec, **settings: Any) -> EpisodeEnd:
+    """The end of one episode, on a loop, or, for what blocks, without one."""
+    program = spec.load()
+    if program.is_async:
+        return asyncio.run(program.serve(start(**settings), nobody))
+    serving = program.serve(start(**settings), nobody)
+    try:
+        serving.send(None)
+    except StopIteration as stopped:
+        end: EpisodeEnd = stopped.value
+        return end
+    raise AssertionError("it waited for a loop")
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "is_async", "reward", "turn_rewards"),
+    [
+        ("given", {}, True, 1.0, ()),
+        ("plainly", {"bonus": 3}, False, 3.0, ()),
+        ("AReaL", {"scale": 2.0}, True, None, (1.0, 0.0, 2.0)),
+        ("nothing", {}, True, None, ()),
+    ],
+)
+def test_an_agent_gets_what_it_has_parameters_for(
+    file: str, name: str, params: dict[str, Any], is_async: bool, reward: float | None, turn_rewards: tuple[float, ...]
+) -> None:
+    spec = ProgramSpec(agent=f"{file}:{name}", params=params)
+    described = spec.load().describe()
+    assert (described.form, described.is_async) == ("agent", is_async)
+    end = end_of(spec)
+    assert (end.reward, end.turn_rewards) == (reward, turn_rewards)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("without_row", "it takes no row of the data; an agent is async def run(row, base_url, api_key)"),
+        ("needs_more", "sandbox"),
+        ("yields", "it yields; return the episode's reward from it instead"),
+    ],
+)
+def test_what_is_no_agent_is_refused_before_a_run(file: str, name: str, said: str) -> None:
+    with pytest.raises(UserCodeError) as refused:
+        ProgramSpec(agent=f"{file}:{name}").load()
+    assert said in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("by_unknown_ids", "a reward for 'answer', which is the id of no answer"),
+        ("wrong", "returned 'good', expected a number"),
+    ],
+)
+def test_a_reward_that_is_none_fails_the_episode(file: str, name: str, said: str) -> None:
+    with pytest.raises(ProgramFailed) as failed:
+        end_of(ProgramSpec(agent=f"{file}:{name}"))
+    assert said in str(failed.value)
+
+
+def command(code: str, directory: Path) -> ProgramSpec:
+    return ProgramSpec(command=(sys.executable, "-c", code), directory=str(directory))
+
+
+def test_a_command_reads_the_row_and_its_last_line_is_the_reward(tmp_path: Path) -> None:
+    code = (
+        "import json, os, sys; row = json.load(sys.stdin); print('working', row['answer']); "
+        "print(json.dumps({'reward': row['answer'] / 10, 'url': os.environ['OPENAI_BASE_URL']})); "
+        "assert os.environ['ANTHROPIC_BASE_URL'] + '/v1' == os.environ['OPENAI_BASE_URL']; "
+        "assert os.environ['OPENAI_API_KEY'] == 'hw-key'; open('here', 'w').close()"
+    )
+    assert end_of(command(code, tmp_path)).reward == 0.5
+    assert (tmp_path / "here").exists()
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("print('done')", "it printed 'done' as its last line; expected a number"),
+        ("import sys; print('no key', file=sys.stderr); sys.exit(3)", "ended with status 3: no key"),
+        ('print(\'{"reward": "high"}\')', "the reward in its last line is 'high'"),
+        ("print('x' * 3_000_000); print('NaN')", "expected a finite number"),
+    ],
+)
+def test_a_command_that_fails_or_gives_no_reward_fails_its_episode(tmp_path: Path, code: str, said: str) -> None:
+    with pytest.raises(ProgramFailed) as failed:
+        end_of(command(code, tmp_path))
+    assert said in str(failed.value)
+
+
+def test_a_command_that_is_not_there_is_refused_before_a_run() -> None:
+    with pytest.raises(UserCodeError, match="there is no program 'no-such-agent' here; install it"):
+        ProgramSpec(command=("no-such-agent",)).load()
+
+
+def test_what_a_command_starts_ends_with_it(tmp_path: Path) -> None:
+    code = (
+        "import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']); "
+        "print('{\"reward\": %d}' % p.pid)"
+    )
+    left = int(end_of(command(code, tmp_path)).reward or 0)
+    stat = Path(f"/proc/{left}/stat")
+    for _ in range(1000):  # it was killed; its end is the kernel's, in its own time
+        if not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z":
+            return
+        time.sleep(0.01)
+    raise AssertionError("it goes on")
+
+
+LOOPS = """
+from types import SimpleNamespace as Output
+
+class Loop:
+    def __init__(self, trainer_config, server_manager, tokenizer, processor, dataset_cls, data_config, **kwargs):
+        self.server_manager = server_manager
+        self.length = trainer_config.config.actor_rollout_ref.rollout.response_length
+
+    async def run(self, sampling_params, **row):
+        assert row["raw_prompt"] == [{"role": "user", "content": "begin"}] and self.length == 99
+        assert sampling_params == {"temperature": 1.0}
+        ids, sampled, mask = [1, 2], [], []
+        for _ in range(2):
+            said = await self.server_manager.generate("id", prompt_ids=ids + sampled, sampling_params=sampling_params)
+            sampled += [*said.token_ids, 9]
+            mask += [1] * len(said.token_ids) + [0]
+        return Output(prompt_ids=ids, response_ids=sampled, response_mask=mask, reward_score=0.25,
+                      num_turns=2, metrics={"tool_calls": 2}, extra_fields={})
+
+class Lies(Loop):
+    async def run(self, sampling_params, **row):
+        await self.server_manager.generate("id", prompt_ids=[1], sampling_params={})
+        return Output(prompt_ids=[1], response_ids=[3, 8], response_mask=[1, 1], reward_score=1.0)
+
+class Nothing(Loop):
+    async def run(self, sampling_params, **row):
+        return None
+
+class Plain(Loop):
+    def run(self, sampling_params, **row):
+        return None
+"""
+
+
+async def continued(request: TurnRequest) -> TurnAnswer:
+    assert request.token_ids is not None
+    n = len(request.token_ids)
+    return TurnAnswer("", "", said("assistant", ""), token_ids=(3, n), logprobs=(-0.5, -1.0))
+
+
+def test_an_agent_loop_of_verls_form_runs_without_verl(tmp_path: Path) -> None:
+    (tmp_path / "loops.py").write_text(LOOPS)
+    program = ProgramSpec(program=f"{tmp_path}/loops.py:Loop").load()
+    assert program.describe().form == "verl's agent loop"
+    end = asyncio.run(program.serve(start(access=None), continued))
+    assert (end.reward, dict(end.metrics)) == (0.25, {"tool_calls": 2.0})
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("Lies", "response_mask is 1 at token 1 of response_ids (8), which was not sampled"),
+        ("Nothing", "returned None"),
+    ],
+)
+def test_an_agent_loop_that_says_what_was_not_sampled_fails_its_episode(tmp_path: Path, name: str, said: str) -> None:
+    (tmp_path / "loops.py").write_text(LOOPS)
+    program = ProgramSpec(program=f"{tmp_path}/loops.py:{name}").load()
+    with pytest.raises(ProgramFailed) as failed:
+        asyncio.run(program.serve(start(access=None), continued))
+    assert said in str(failed.value)
+
+
+def test_an_agent_loop_that_blocks_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "loops.py").write_text(LOOPS)
+    with pytest.raises(UserCodeError, match=r"run\(\) is a plain function"):
+        ProgramSpec(program=f"{tmp_path}/loops.py:Plain").load()
