@@ -1,4 +1,4 @@
-"""An environment of verifiers: the policy is told letters, one a turn, and has to repeat each of them."""
+"""An environment of verifiers: the policy is told a letter, three times, and has to say the one that follows it."""
 
 from __future__ import annotations
 
@@ -13,39 +13,41 @@ __all__ = ["LettersHarness", "LettersTaskset"]
 
 
 class LettersData(vf.TaskData):
-    """A word."""
+    """Letters, and those that follow them."""
 
     letters: str
+    following: str
 
 
 class LettersTask(vf.Task[LettersData]):
-    """A word to be repeated, letter by letter."""
+    """A few letters."""
 
     @vf.reward
-    async def repeated(self, trace: vf.Trace) -> float:
-        """Share of the letters that were repeated."""
+    async def followed(self, trace: vf.Trace) -> float:
+        """Share of the answers that are right."""
         said = [message.content for message in trace.messages if message.role == "assistant"]
-        return sum(one == letter for one, letter in zip(said, self.data.letters, strict=False)) / len(self.data.letters)
+        return sum(map(str.__eq__, self.data.following, map(str, said))) / len(self.data.following)
 
 
 class LettersConfig(vf.TasksetConfig):
-    """The words."""
+    """The tasks that there are."""
 
-    alphabet: str = "ABCD"
+    alphabet: str = "ABCDEFGH"
     length: int = 3
-    words: int = 64
+    tasks: int = 64
     seed: int = 0
 
 
 class LettersTaskset(vf.Taskset[LettersTask, LettersConfig]):
-    """Random words."""
+    """Random letters; A follows the last one."""
 
     def load(self) -> Iterator[LettersTask]:
         """Make the tasks."""
-        draw = random.Random(self.config.seed)
-        for _ in range(self.config.words):
-            letters = "".join(draw.choices(self.config.alphabet, k=self.config.length))
-            yield LettersTask(LettersData(prompt=letters[0], letters=letters), self.config.task)
+        draw, alphabet = random.Random(self.config.seed), self.config.alphabet
+        for _ in range(self.config.tasks):
+            letters = "".join(draw.choices(alphabet, k=self.config.length))
+            following = letters.translate(str.maketrans(alphabet, alphabet[1:] + alphabet[0]))
+            yield LettersTask(LettersData(prompt=letters[0], letters=letters, following=following), self.config.task)
 
 
 class LettersHarness(vf.Harness[vf.HarnessConfig]):

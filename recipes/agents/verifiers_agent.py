@@ -21,6 +21,7 @@ from typing import Any
 
 import verifiers.v1 as vf
 import yaml
+from transformers import AutoTokenizer  # noqa: F401  # takes seconds: not in the first episode
 
 _numbers = itertools.count()
 
@@ -67,7 +68,9 @@ async def run(
         raise RuntimeError("; ".join(f"{error.type}: {error.message}" for error in errors))
     own = [trace for trace in episode.traces if trace.agent.config.client == client]
     if untrained := [trace.agent.name for trace in own if not trace.agent.trainable]:
-        raise RuntimeError(f"{', '.join(untrained)}: not to be trained, and asks the policy; give it a client of its own")
+        raise RuntimeError(
+            f"{', '.join(untrained)}: not to be trained, and asks the policy; give it a client of its own"
+        )
     return fmean(trace.reward for trace in own)
 
 

@@ -1,9 +1,8 @@
-"""An environment of verifiers with two agents: one plays, and another one, which is not trained, says whether it was well."""
+"""An environment of verifiers with two agents, of which one is not to be trained."""
 
 from __future__ import annotations
 
 import verifiers.v1 as vf
-
 from letters import LettersHarness, LettersTaskset
 
 __all__ = ["JudgedEnv", "LettersHarness", "LettersTaskset"]
