@@ -21,7 +21,6 @@ from typing import Any
 
 import verifiers.v1 as vf
 import yaml
-from transformers import AutoTokenizer  # noqa: F401  # takes seconds: not in the first episode
 
 _numbers = itertools.count()
 
