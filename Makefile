@@ -4,7 +4,7 @@
 # make test-all     all tests: these two, and one after the other those that want an environment of their own
 # make test-vllm    tests of the engine over vLLM, in an environment of its own, about 8 minutes    (ARGS="-k probe")
 # make vllm-env     that environment alone, about 1 GB: fails where it cannot be built
-# make test-agents  programs over unmodified environments of TRL, Gymnasium, GEM, SkyRL-gym: 3 minutes    (ARGS="-k sql")
+# make test-agents  programs over unmodified environments of TRL, Gymnasium, GEM, SkyRL-gym, OpenEnv: 3 minutes    (ARGS="-k sql")
 # make agents-env   their packages alone, an environment of about 700 MB without torch
 # make test-verifiers environments of unmodified verifiers, played and trained, 5 minutes    (ARGS="-k tools")
 # make verifiers-env  its packages and Headway's alone, an environment of about 2 GB
@@ -123,13 +123,13 @@ test-agents: agents-env
 
 agents-env: $(AGENTS_STAMP)
 
-# TRL alone, without what it asks for: that is torch, which nothing here needs.
+# TRL and OpenEnv alone, without what they ask for: that is torch and gradio, which nothing here needs.
 $(AGENTS_STAMP): constraints-agents.txt
 	@test -x $(AGENTS_BIN)/pip || $(PYTHON) -m venv .venv-agents || { $(PYTHON) -m venv --clear --without-pip .venv-agents && \
 		$(PYTHON) -m pip --python $(AGENTS_BIN)/python install pip; }
 	$(AGENTS_BIN)/python -m pip install --quiet $(PIP_ARGS) -c constraints-agents.txt gymnasium gem-llm skyrl-gym transformers \
-		hypothesis pytest pytest-asyncio pytest-timeout pytest-xdist
-	$(AGENTS_BIN)/python -m pip install --quiet $(PIP_ARGS) -c constraints-agents.txt --no-deps trl
+		aiohttp mcp fastapi 'fastmcp-slim[client]' uvicorn websockets hypothesis pytest pytest-asyncio pytest-timeout pytest-xdist
+	$(AGENTS_BIN)/python -m pip install --quiet $(PIP_ARGS) -c constraints-agents.txt --no-deps trl openenv
 	@touch $@
 
 # uv is found where it is installed; what the user has set for it, an index say, holds.

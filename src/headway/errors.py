@@ -138,6 +138,10 @@ class Unavailable(HeadwayError, ConnectionError):
     """
 
 
+class SandboxFailed(RunError):
+    """Error when a call in the sandbox could not be made, whatever the code was that it was given."""
+
+
 class EpisodeOver(HeadwayError):
     """Error that a program meets in place of a turn, after a limit of the episode: there will be no further turn.
 

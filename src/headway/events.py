@@ -164,6 +164,8 @@ class TrajectoryFinished(Event):
     neighbours are joined. Empty where no program makes the episodes."""
     waits: list[Span] = field(default_factory=list)
     """Spans in which the program waited to begin: for a process, or for what was away."""
+    notes: dict[str, str] = field(default_factory=dict)
+    """What the episode's agent asked the endpoint for and did not get: the first reason of each kind."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -50,7 +50,7 @@ INTEGERS = ("I", "U", "BOOL")
 NOT_READ = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", r"(^|\.)(attn|attention)\.(masked_)?bias$")
 """Patterns for names of buffers that older checkpoints hold: constants, which the model makes itself."""
 ROWS_AT_ONCE = 4096
-NEEDS_ANSWERS = ("exact_match", "math_verify", "regex")
+NEEDS_ANSWERS = ("code", "exact_match", "math_verify", "regex")
 """Names of built-in rewards that cannot score a row whose answer is null."""
 
 
@@ -180,8 +180,8 @@ def go_offline_without_a_hub(config: Config) -> None:
 
 def _check_program(config: Config, rows: Rows) -> None:
     """Load the program in a process of its own, and check that rows have the columns that it needs."""
-    programs = ProgramRunners("preflight", config.rollout, None)
-    shown = program_spec(config.rollout).shown
+    programs = ProgramRunners("preflight", config, None)
+    shown = program_spec(config).shown
     described = asyncio.run(
         _load_in_a_process(programs, shown, LOAD_TIMEOUT_S, "load what takes long at the first episode")
     )

@@ -20,6 +20,11 @@ def names_a_file(spec: str) -> bool:
     return bool(colon) and path.endswith(".py")
 
 
+def names_a_server(spec: str) -> bool:
+    """Tell whether ``spec`` is the address of a server."""
+    return spec.startswith(("ws://", "wss://", "http://", "https://"))
+
+
 def resolve_spec(spec: str) -> str:
     """Make the path of ``spec`` absolute, so that a process with another working directory finds the same file."""
     path, _, name = spec.rpartition(":")

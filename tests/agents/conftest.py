@@ -4,5 +4,5 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-THEIRS = ("gem", "gymnasium", "skyrl_gym", "trl")
+THEIRS = ("gem", "gymnasium", "openenv", "skyrl_gym", "trl")
 collect_ignore_glob = [] if all(find_spec(name) for name in THEIRS) else ["test_*.py"]

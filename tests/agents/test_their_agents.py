@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from headway.episodes.limits import Limits
 from headway.programs.messages import Access, EpisodeEnd, EpisodeStart, TurnAnswer, TurnRequest, said
 from headway.programs.program import LoadedProgram, ProgramSpec
 from tests.endpoint.served import Served, served
@@ -55,7 +56,8 @@ async def ended(program: LoadedProgram, access: Access) -> EpisodeEnd:
 
 async def play(name: str, policy: Policy, **params: Any) -> Served:
     program = ProgramSpec(agent=f"{THEIRS}/agents.py:{name}", params=params).load()
-    return await served(lambda access: ended(program, access), policies=[policy])
+    limits = Limits(max_length=50_000, max_turns=20, step_timeout_s=20, episode_timeout_s=60)
+    return await served(lambda access: ended(program, access), policies=[policy], limits=limits)
 
 
 def check_exact(made: Served, policy: Policy) -> None:
@@ -70,9 +72,6 @@ def check_exact(made: Served, policy: Policy) -> None:
             assert whole[:start] in contexts
             tokens = policy.said[policy.calls[contexts.index(whole[:start])].number]
             assert np.array_equal(row.logprobs[span.start : span.stop], tokens.logprobs)
-
-
-FINAL = {"answer": "42"}
 
 
 @pytest.mark.parametrize(

@@ -348,6 +348,16 @@ CASES = {
     # programs
     "a tool without types": agent("def act(a):\n    'Acts.'\n", "rollout.tools=[agent.py:act]"),
     "a tool without a docstring": agent("def act(a: int) -> int: return a\n", "rollout.tools=[agent.py:act]"),
+    "two tools of one name": agent(
+        "def act() -> int:\n    'Acts.'\n    return 1\n", "rollout.tools=[agent.py:act, agent.py:act]"
+    ),
+    "tools that give no reward": agent(
+        "def act() -> int:\n    'Acts.'\n    return 1\n", "rollout.tools=[agent.py:act]", "reward.function=program"
+    ),
+    "a server of tools that is not there": setting("rollout.mcp.search.command=[no-such-server]"),
+    "a server of tools that ends": setting("rollout.mcp.search.command=['false']"),
+    "a server of tools in two places": setting("rollout.mcp.search={command: [x], url: http://h}"),
+    "a server of an environment that is away": setting("rollout.environment=ws://127.0.0.1:PORT"),
     "tools that the template does not show": Case(("rollout.tools=[agent.py:act]",), model_with_a_template_and_a_tool),
     "a program and no chat template": agent(PROGRAM, "rollout.program=agent.py:run"),
     "an environment of no known form": agent(

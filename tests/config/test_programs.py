@@ -1,9 +1,13 @@
 """Programs and their limits: what clashes, what has no effect, and whose reward is the default."""
 
 import pytest
+import yaml
 
 from headway.config.algorithm import min_episodes
 from headway.config.doctor import diagnose
+from headway.config.loading import dump
+from headway.config.schema import Config
+from headway.episodes.runners import program_spec
 from headway.errors import ConfigError
 
 from .conftest import Load
@@ -11,6 +15,24 @@ from .conftest import Load
 GAME = "rollout.environment=game.py:Game"
 MODEL = ("model.path=/m", "data.train=train.jsonl", "reward.function=judge.py:score")
 """A model that may have a chat template, which one that is made from nothing has not."""
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "rollout.environment=ws://host:8000",
+        "rollout.environment=https://host/env",
+        "rollout.tools=[config/tools.yaml, tools.py:look_up]",
+        "rollout.mcp.search={command: [npx, search-server], env: {PORT: 80, KEY: $KEY}}",
+        "rollout.mcp.search.url=http://host/mcp",
+    ],
+)
+def test_a_server_a_tool_config_or_an_mcp_server_is_a_program(minimal: Load, override: str) -> None:
+    loaded = minimal(*MODEL, override)
+    assert diagnose(loaded) == []
+    assert loaded.config.rollout.has_program
+    again = Config.model_validate(yaml.safe_load(dump(loaded.config)))
+    assert program_spec(again) == program_spec(loaded.config)
 
 
 def test_an_environment_is_enough_and_gives_the_reward(minimal: Load) -> None:
@@ -36,6 +58,34 @@ def test_an_environment_is_enough_and_gives_the_reward(minimal: Load) -> None:
             ["rollout.tools=[t.py:look_up]", "rollout.params={a: 1}"],
             "rollout.params are for an environment, a program or an agent in Python",
         ),
+        (
+            ["rollout.mcp.a.per_episode=true"],
+            "rollout.mcp.a needs a command or a url, and none is given; write rollout",
+        ),
+        (["rollout.mcp.a={command: [x], url: http://h}"], "rollout.mcp.a needs a command or a url, and both are given"),
+        (
+            ["rollout.mcp.a.url=ws://h"],
+            "rollout.mcp.a.url=ws://h: expected the http:// or https:// address of a server",
+        ),
+        (
+            ["rollout.mcp.a={url: http://h, env: {K: v}}"],
+            "rollout.mcp.a.env is for a command; drop it, or give headers",
+        ),
+        (["rollout.mcp.a={command: [x], headers: {K: v}}"], "rollout.mcp.a.headers are for a url; drop them, or give"),
+        (["rollout.mcp.a={command: [x], tools: []}"], "rollout.mcp.a.tools is empty, so that the server is of no use"),
+        (
+            ["rollout.mcp.a={command: [x], timeout_s: 90}"],
+            "rollout.mcp.a.timeout_s=90 is more than a step may take, ro",
+        ),
+        (['rollout.mcp={"a b": {command: [x]}}'], "rollout.mcp: 'a b' is no name for a server; write letters, digits"),
+        (
+            ["rollout.mcp.a={command: [x]}", "rollout.program=a.py:run"],
+            "rollout.mcp and rollout.program are given, and",
+        ),
+        (["rollout.mcp.a={comand: [x]}"], "rollout.mcp.a.comand: unknown key"),
+        (["rollout.mcp.a={comand: [x]}"], "did you mean rollout.mcp.NAME.command?"),
+        (["rollout.mcp.a={command: x}"], "rollout.mcp.a.command: got 'x'"),
+        (["rollout.mcp.a={command: [x], per_episode: often}"], "rollout.mcp.a.per_episode: got 'often'"),
     ],
 )
 def test_what_clashes_or_does_nothing_is_refused_with_the_reason(

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from headway.data.types import Trajectory
-from headway.endpoint.dialect import Texts
 from headway.endpoint.dialects import DIALECTS
 from headway.endpoint.server import Endpoint
 from headway.episodes.alone import keeping
+from headway.episodes.hosting import texts_of
 from headway.episodes.keeper import GroupKeeper
 from headway.episodes.limits import Limits
 from headway.episodes.programs import Hosting, Turn
 from headway.episodes.record import Chats
-from headway.interfaces import FinishedGroup
+from headway.episodes.rendering import ChatRenderer
+from headway.interfaces import FinishedGroup, SamplingParams
 from headway.programs.messages import Access, EpisodeEnd, EpisodeStart
 from tests.episodes.program_episodes import RENDERER, Here, Policy, check_trained_tokens, request
 
@@ -24,12 +25,8 @@ LIMITS = Limits(max_length=2000, max_turns=20, step_timeout_s=20, episode_timeou
 Agent = Callable[[Access], Awaitable[Any]]
 
 
-def endpoint(**settings: Any) -> Endpoint:
-    texts = Texts(
-        lambda text: RENDERER.encode(text).tolist(),
-        lambda ids: str(RENDERER.tokenizer.decode(list(ids), skip_special_tokens=False)),
-    )
-    return Endpoint(DIALECTS, texts, **settings)
+def endpoint(renderer: ChatRenderer = RENDERER, **settings: Any) -> Endpoint:
+    return Endpoint(DIALECTS, texts_of(renderer), **settings)
 
 
 @dataclass
@@ -63,6 +60,8 @@ async def served(
     policies: Sequence[Policy] | None = None,
     limits: Limits = LIMITS,
     n: int = 1,
+    max_tokens: int = 50,
+    renderer: ChatRenderer = RENDERER,
     meanwhile: Callable[[GroupKeeper], Awaitable[None]] | None = None,
     **settings: Any,
 ) -> Served:
@@ -77,16 +76,17 @@ async def served(
 
     hosting = Hosting(
         Here(program),
-        Chats(RENDERER).record,
+        Chats(renderer).record,
         limits,
-        stop_ids=tuple(RENDERER.end_ids),
-        endpoint=endpoint(**settings),
+        stop_ids=tuple(renderer.end_ids),
+        endpoint=endpoint(renderer, **settings),
     )
     assert hosting.endpoint is not None
     await hosting.endpoint.start()
+    asked = replace(request(n), sampling=SamplingParams(max_tokens))
     async with keeping(*policies, hosting=hosting) as keeper:
         beside = None if meanwhile is None else asyncio.ensure_future(meanwhile(keeper))
-        (group,) = [group async for group in keeper.generate([request(n)])]
+        (group,) = [group async for group in keeper.generate([asked])]
         if beside is not None:
             await beside
     check_trained_tokens(group)

@@ -16,10 +16,9 @@ from headway.endpoint.responses import Responses
 from headway.endpoint.turns import MadeTurn, Note
 from headway.interfaces import SamplingParams
 from headway.programs.messages import Access, TurnAnswer, TurnRequest, calls_made
-from tests.endpoint.conftest import endpoint_of
+from tests.endpoint.served import endpoint as serving
 from tests.endpoint.test_dialects import anthropic_client, client
 from tests.endpoint.test_read_and_refused import ASK, TEXTS
-from tests.episodes.conftest import renderer_of
 
 CALLS = [("call00000", "add", {"a": 1, "b": 2.5}), ("call00001", "look", {"at": {"deep": ["\u2028", None, True]}})]
 MESSAGE = {**calls_made("let me see", CALLS), "reasoning_content": "two things at once"}
@@ -33,6 +32,9 @@ class Echo:
     async def turn(self, request: TurnRequest) -> MadeTurn:
         tokens = SampledTokens(np.arange(5, 9, dtype=np.int32), -np.ones(4, np.float32), np.zeros(4, np.int32))
         return MadeTurn(3, TurnAnswer("…", "let me see", MESSAGE), 7, tokens)
+
+    def count(self, request: TurnRequest) -> int:
+        return 7
 
     def note(self, kind: Note, reason: str) -> None:
         raise AssertionError(f"{kind}: {reason}")
@@ -79,7 +81,7 @@ def again(dialect: Dialect, answer: dict[str, Any]) -> dict[str, Any]:
     ("ask", "dialect"), [(chat, ChatCompletions()), (responses, Responses()), (messages, Messages())]
 )
 async def test_an_answer_is_the_same_streamed_or_not_and_comes_back_as_it_was(ask, dialect):
-    endpoint = endpoint_of(renderer_of("qwen2_5"))
+    endpoint = serving()
     await endpoint.start()
     try:
         with endpoint.open(Echo()) as access:

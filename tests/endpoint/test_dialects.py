@@ -10,12 +10,14 @@ import anthropic
 import openai
 import pytest
 from anthropic.types import Message as AnthropicMessage
+from openai.lib.responses_tool_runner import AsyncRegisteredFunction, AsyncResponsesToolRunner
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response
 
+from headway.endpoint.turns import Note
 from headway.programs.messages import Access
-from tests.endpoint.conftest import ADD, ADD_PARAMETERS, calling, made
+from tests.endpoint.scripted import ADD, ADD_PARAMETERS, calling, made
 from tests.episodes.conftest import renderer_of
 
 SAYS = [calling(1, 2), "let me see\n" + calling(3, 3) + "\n" + calling(4, 5), "it is 3, 6 and 9", "good bye"]
@@ -190,6 +192,60 @@ async def test_dialects_make_the_same_prompts_of_a_conversation(dialect, templat
         assert episode.episode.failure is None
         prompts.append([call.input_ids.tolist() for call, _ in episode.record])
     assert prompts[0] == prompts[1]
+
+
+async def test_anthropics_own_loop_of_tools_which_would_keep_threads_here_sends_its_conversation_whole():
+    async def agent(access: Access) -> float:
+        runner = anthropic_client(access).beta.messages.tool_runner(
+            model=access.model,
+            max_tokens=100,
+            messages=[{"role": "user", "content": FIRST}],
+            tools=[anthropic.beta_async_tool(add)],
+        )
+        answers = [answer async for answer in runner]
+        assert answers[-1].content[0].text == SAYS[2]
+        return 1.0
+
+    episode = await made(agent, SAYS[:3])
+    episode.check(rows=1)
+    assert episode.episode.metrics[Note.REFUSED] == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_openais_own_loop_of_tools_which_checks_all_that_it_reads_goes_through(stream):
+    async def execute(arguments: dict[str, object]) -> str:
+        return added(arguments)
+
+    async def agent(access: Access) -> float:
+        tool: Any = {"type": "function", **ADD, "parameters": ADD_PARAMETERS, "strict": None}
+        runner = AsyncResponsesToolRunner(functions=[AsyncRegisteredFunction(tool, execute)])
+        asked: Any = {"model": access.model, "input": FIRST}
+        answer = await runner.run(client(access), asked, stream=stream, eager=stream)
+        assert answer.output_text == SAYS[2]
+        return 1.0
+
+    (await made(agent, SAYS[:3])).check(rows=1)
+
+
+async def add(a: int, b: int) -> str:
+    """Add two numbers."""
+    return str(a + b)
+
+
+async def test_tokens_are_counted_without_a_turn():
+    counted: list[int] = []
+
+    async def agent(access: Access) -> float:
+        told: Any = {"model": access.model, "messages": [{"role": "user", "content": FIRST}]}
+        counted.append((await anthropic_client(access).messages.count_tokens(**told)).input_tokens)
+        asked = client(access).responses
+        counted.append((await asked.input_tokens.count(model=access.model, input=FIRST)).input_tokens)
+        counted.append((await asked.create(model=access.model, input=FIRST)).usage.input_tokens)
+        return 1.0
+
+    episode = await made(agent, SAYS[2:3])
+    episode.check(rows=1)
+    assert counted == [len(episode.record[0][0].input_ids)] * 3
 
 
 async def test_answers_have_the_fields_of_the_clients_types():

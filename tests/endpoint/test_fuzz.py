@@ -17,12 +17,13 @@ from hypothesis import strategies as st
 from headway.endpoint.dialects import DIALECTS
 from headway.episodes.alone import keeping
 from headway.episodes.limits import Limits
-from headway.episodes.programs import Hosting
+from headway.episodes.programs import Hosting, Turn
 from headway.episodes.record import Chats
 from headway.interfaces import Call, FinishedGroup
-from headway.programs.messages import Access
-from tests.endpoint.conftest import ADD, ADD_PARAMETERS, Agents, Made, Scripted, calling, endpoint_of
-from tests.episodes.program_episodes import RENDERER, request
+from headway.programs.messages import Access, EpisodeEnd, EpisodeStart
+from tests.endpoint.scripted import ADD, ADD_PARAMETERS, Made, Scripted, calling
+from tests.endpoint.served import endpoint
+from tests.episodes.program_episodes import RENDERER, Here, request
 
 LIMITS = Limits(max_length=2000, max_turns=10**6, step_timeout_s=3600, episode_timeout_s=3600)
 MARKS = ("zebra", "giraffe")
@@ -52,12 +53,13 @@ class Open:
     over: asyncio.Event = field(default_factory=asyncio.Event)
     answered: int = 0
 
-    async def agent(self, access: Access) -> float:
-        self.accesses.append(access)
+    async def program(self, start: EpisodeStart, ask: Turn) -> EpisodeEnd:
+        assert start.access is not None
+        self.accesses.append(start.access)
         if len(self.accesses) == len(MARKS):
             self.begun.set()
         await self.over.wait()
-        return 1.0
+        return EpisodeEnd(1.0)
 
     def says(self, call: Call) -> str:
         return f"the {MARKS[call.trajectory[-1]]} {ANSWERS[len(self.policy.record) % len(ANSWERS)]}"
@@ -65,10 +67,10 @@ class Open:
     async def make(self) -> FinishedGroup:
         stop_ids = tuple(sorted(RENDERER.end_ids))
         hosting = Hosting(
-            Agents(self.agent), Chats(RENDERER).record, LIMITS, stop_ids=stop_ids, endpoint=endpoint_of(RENDERER)
+            Here(self.program), Chats(RENDERER).record, LIMITS, stop_ids=stop_ids, endpoint=(serving := endpoint())
         )
         self.policy = Scripted(self.says, RENDERER)
-        await hosting.start()
+        await serving.start()
         async with keeping(self.policy, hosting=hosting) as keeper:
             (group,) = [group async for group in keeper.generate([request(2)])]
             return group
@@ -126,7 +128,7 @@ def check(path: str, status: int, answer: bytes, method: str = "POST") -> None:
         body = read(answer)
         assert isinstance(body["error"]["message"], str)
         assert body["error"]["message"]
-        assert (body.get("type") == "error") == (path == "/v1/messages")
+        assert (body.get("type") == "error") == (path in ("/v1/messages", "/v1/messages/count_tokens"))
     elif answer.startswith((b"data:", b"event:")):
         for block in answer.decode().removesuffix("\n\n").split("\n\n"):
             data = block.split("data: ", 1)[1]
@@ -212,6 +214,7 @@ VALID: dict[str, dict[str, Any]] = {
     },
 }
 PATHS = sorted(VALID)
+COUNTS = {dialect.counts: dialect.path for dialect in DIALECTS if dialect.counts is not None}
 FIELDS = sorted({name for body in VALID.values() for name in body} | {"functions", "suffix", "previous_response_id"})
 LEAVES = st.one_of(
     st.none(),
@@ -305,6 +308,15 @@ HEADERS = st.dictionaries(
 
 
 @FUZZ
+@given(which=WHICH, sent=near_valid())
+def test_what_is_only_to_be_counted_is_counted_or_refused(episodes, which, sent):
+    path, body = sent
+    for counts, of in COUNTS.items():
+        if of == path:
+            episodes.ask(which, counts, json.dumps(body).encode())
+
+
+@FUZZ
 @given(which=WHICH, path=st.sampled_from(PATHS), headers=HEADERS)
 def test_any_headers_are_taken(episodes, which, path, headers):
     episodes.ask(which, path, json.dumps(VALID[path]).encode(), headers=headers)
@@ -320,7 +332,7 @@ def test_no_other_key_is_good(episodes, key, path):
 @FUZZ
 @given(
     method=st.sampled_from(["GET", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS"]),
-    path=st.sampled_from([*PATHS, "/", "/v1", "/v1/models/%00", "/v1//messages", "/v1/messages/../../etc/passwd"]),
+    path=st.sampled_from([*PATHS, *COUNTS, "/", "/v1", "/v1/models/%00", "/v1//messages", "/v1/../../etc/passwd"]),
 )
 def test_other_methods_and_paths_are_refused(episodes, method, path):
     status, _ = episodes.ask(0, path, b"", method=method)

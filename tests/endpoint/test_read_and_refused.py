@@ -16,7 +16,7 @@ from headway.endpoint.messages import Messages
 from headway.endpoint.responses import Responses
 from headway.endpoint.turns import Note
 from headway.programs.messages import Access
-from tests.endpoint.conftest import made
+from tests.endpoint.scripted import calling, made
 from tests.endpoint.test_dialects import anthropic_client, client
 from tests.episodes.conftest import renderer_of
 
@@ -160,6 +160,8 @@ async def test_a_turn_ends_at_the_agents_own_strings_and_tokens():
         told.append((answer.stop_reason, answer.stop_sequence, answer.content[0].text))
         answer = await anthropic_client(access).messages.create(**asked, max_tokens=50, stop_sequences=["zzz"])
         told.append((answer.stop_reason, answer.stop_sequence, answer.content[0].text))
+        answer = await anthropic_client(access).messages.create(**asked, max_tokens=50, stop_sequences=["low"])
+        told.append((answer.stop_reason, answer.stop_sequence, answer.content[0].text))
         answer = await anthropic_client(access).messages.create(**asked, max_tokens=2)
         told.append((answer.stop_reason, answer.stop_sequence))
         chat = await client(access).chat.completions.create(**asked, stop="high;")
@@ -171,17 +173,18 @@ async def test_a_turn_ends_at_the_agents_own_strings_and_tokens():
         told.append((flat.status, flat.incomplete_details.reason))
         return 1.0
 
-    episode = await made(agent, ["too high; too low"] * 6)
+    episode = await made(agent, ["too high; too low"] * 2 + ["<tool_call>too low"] + ["too high; too low"] * 4)
     assert episode.episode.failure is None
     assert told == [
         ("stop_sequence", "high;", "too "),
         ("end_turn", None, "too high; too low"),
+        ("stop_sequence", "low", "<tool_call>too "),
         ("max_tokens", None),
         ("stop", "too "),
         ("stop", "too high"),
         ("incomplete", "max_output_tokens"),
     ]
-    episode.check(rows=6)
+    episode.check(rows=7)
 
 
 async def test_each_dialect_has_errors_of_its_own_form():
@@ -216,6 +219,31 @@ async def test_each_dialect_has_errors_of_its_own_form():
         assert all(body["error"]["message"] for _, body in answers)
         assert all((body.get("type") == "error") == (path == "/v1/messages") for _, body in answers)
     assert episode.episode.metrics[Note.REFUSED] == len(told)
+
+
+@pytest.mark.parametrize("schema", [{"required": 7}, {"properties": 5}, {"properties": {"a": {"enum": 1, "type": {}}}}])
+async def test_a_tool_whose_schema_is_none_may_be_called(schema):
+    async def agent(access: Access) -> float:
+        tools: Any = [{"type": "function", "function": {"name": "add", "parameters": schema}}]
+        asked: Any = {"model": access.model, "messages": [ASK], "tools": tools}
+        answer = await client(access).chat.completions.create(**asked)
+        assert answer.choices[0].message.tool_calls[0].function.name == "add"
+        return 1.0
+
+    (await made(agent, [calling(1, 2)])).check(rows=1)
+
+
+async def test_a_model_tells_how_long_a_context_may_be():
+    told: list[Any] = []
+
+    async def agent(access: Access) -> float:
+        told.extend([model.max_model_len async for model in client(access).models.list()])
+        told.append((await anthropic_client(access).models.retrieve(access.model)).max_model_len)
+        await client(access).chat.completions.create(model=access.model, messages=[ASK])
+        return 1.0
+
+    assert (await made(agent, ["hi"], max_length=4000)).episode.failure is None
+    assert told == [4000, 4000]
 
 
 async def test_a_context_that_is_too_long_is_told_in_words_that_agents_know():

@@ -191,7 +191,7 @@ async def test_sampling_as_the_run_has_it_is_no_difference() -> None:
         ({"messages": []}, 400, "messages: List should have at least 1 item"),
         ({"model": "policy"}, 400, "messages: Field required"),
         ({"messages": "hello"}, 400, "messages: Input should be a valid array, given 'hello'"),
-        ({"messages": [{"content": "?"}]}, 400, "a chat message is {'content': '?'}"),
+        ({"messages": [{"content": "?"}]}, 400, "messages.0.role is None; expected one of"),
         ({"messages": HELLO, "max_tokens": 0}, 400, "max_tokens"),
         ({"messages": HELLO, "tools": [{"type": "web_search"}]}, 400, "tools.0"),
         ([1, 2], 400, "the request's body"),

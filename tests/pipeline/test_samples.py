@@ -226,6 +226,7 @@ def test_a_groups_record_has_what_was_asked_said_scored_and_trained():
         "finish": "stop",
         "limit": None,
         "failure": None,
+        "notes": {},
         "started": 0.0,
         "finished": 1.0,
         "waited_s": 1.0,

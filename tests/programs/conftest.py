@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from textwrap import dedent
 
@@ -11,6 +12,17 @@ import pytest
 from headway.programs.program import ProgramSpec
 
 Write = Callable[..., ProgramSpec]
+
+
+@pytest.fixture(autouse=True)
+def modules_of_its_own(tmp_path: Path) -> Iterator[None]:
+    """Forget what a test has imported by name from its folder: the next one has other files of these names."""
+    path = list(sys.path)
+    yield
+    sys.path[:] = path
+    for name, module in list(sys.modules.items()):
+        if str(getattr(module, "__file__", None)).startswith(str(tmp_path)) and "headway_user" not in name:
+            del sys.modules[name]
 
 
 @pytest.fixture

@@ -27,6 +27,15 @@ async def test_the_tool(files):
     assert ask.last[-1] == ("tool", "4")
 
 
+async def test_the_tool_in_verls_form(files):
+    [config] = re.findall(r"```yaml\n# tools.yaml.*?\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    (files / "tools.yaml").write_text(config)
+    ask = Script(calling(("check", {"answer": "7"})), calling(("check", {"answer": "42"})), "42")
+    row = {"extra_info": {"tools_kwargs": {"check": {"create_kwargs": {"ground_truth": "42"}}}}}
+    end = await play(ProgramSpec(tools=(f"{files}/tools.yaml",)), ask, start(**row))
+    assert (end.turn_rewards, ask.last[-1]) == ((-0.1, 0.0, 0.0), ("tool", "True"))
+
+
 async def test_the_environment_in_trls_form(files):
     ask = Script(calling(("increment", {"step": 3})), "done")
     end = await play(ProgramSpec(environment=f"{files}/counter.py:Counter"), ask, start("Go."))

@@ -218,6 +218,7 @@ async def test_the_traceback_goes_to_standard_error(environment, capsys):
         ("Unavailable('building')", True),
         ("ExceptionGroup('several', [ValueError('x'), ConnectionRefusedError('y')])", True),
         ("type('ConnectionError', (OSError,), {})('as requests has it')", True),
+        ("type('TransportError', (type('HTTPError', (Exception,), {}),), {})('as httpx has it')", True),
         ("urllib.error.URLError('refused')", True),
         ("urllib.error.HTTPError('url', 404, 'not found', {}, None)", False),
         ("ValueError('x')", False),

@@ -10,6 +10,7 @@ import pytest
 from transformers.utils import get_json_schema
 
 from headway.errors import UserCodeError
+from headway.programs.toolbox import Toolbox
 from headway.programs.tools import load_tools, make_tool
 
 FILE = '''
@@ -94,7 +95,7 @@ async def test_tools_are_loaded_with_their_schemas_and_called_by_name(file):
         ("of_an_unknown_type", "name 'Nobody' is not defined; a tool is a function that"),
         ("any_number", r"'\*a: int' cannot be given by name"),
         ("Thing", "it is a type, and no tool can be made of it; a tool is a function that"),
-        ("missing", "has no function 'missing'"),
+        ("missing", "has no 'missing'; name what it defines"),
     ],
 )
 def test_what_no_tool_can_be_made_of_is_refused_with_the_reason_and_what_a_tool_is(file, name, said_so):
@@ -104,8 +105,10 @@ def test_what_no_tool_can_be_made_of_is_refused_with_the_reason_and_what_a_tool_
 
 
 def test_two_tools_of_one_name_are_refused(file):
-    with pytest.raises(UserCodeError, match="there is a tool named 'add' already"):
-        load_tools([f"{file}:add", f"{file}:add"])
+    with pytest.raises(
+        UserCodeError, match=r"tools.py:add: there is a tool named 'add' already, of .*tools.py:add; the"
+    ):
+        Toolbox(load_tools([f"{file}:add", f"{file}:add"]))
 
 
 class Game:

@@ -205,7 +205,7 @@ async def test_tools_beside_an_environment_are_offered_with_its_own(environment,
 def test_a_tool_of_a_name_that_the_environment_has_is_refused(environment, tools):
     more = tools('def look() -> int:\n    """Look."""\n    return 1', "look")
     both = ProgramSpec(environment=environment(COUNTER).environment, tools=more.tools)
-    with pytest.raises(UserCodeError, match=r"it has a tool 'look', and so has rollout.tools; rename one"):
+    with pytest.raises(UserCodeError, match=r"it has a tool 'look', and so has .*tools.py:look; rename one"):
         both.load().describe()
 
 

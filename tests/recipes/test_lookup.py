@@ -9,8 +9,11 @@ from pathlib import Path
 import pytest
 
 from headway.data.files import read_records
+from headway.programs.mcp_servers import McpServer, McpServerSpec
+from headway.programs.toolbox import Toolbox
 from headway.programs.tools import load_tools
-from headway.user_code import load_function
+from headway.user_code import load_function, load_object
+from tests.programs.scripted import start
 
 FOLDER = Path(__file__).parents[2] / "recipes" / "agents"
 demonstrate, draw, value, score = (
@@ -28,6 +31,18 @@ async def test_the_tool_says_the_digit_of_a_key_and_says_it_again() -> None:
 def test_the_control_shows_the_model_the_same_tool() -> None:
     tools = [load_tools([f"{FOLDER / name}:look_up"])[0] for name in ("lookup.py", "lookup_random.py")]
     assert tools[0].schema == tools[1].schema
+
+
+async def test_an_mcp_server_and_a_class_of_verls_form_show_the_model_the_same_tool_and_say_the_same() -> None:
+    pytest.importorskip("mcp", reason="the extra mcp")
+    server = McpServer(McpServerSpec("table"), target=lambda: load_object(f"{FOLDER / 'lookup_server.py'}:server"))
+    server.load()
+    box = Toolbox([*load_tools([f"{FOLDER / 'lookup_verl.py'}:LookUp"])])
+    assert [tool.name for tool in (*server.tools, *box.tools)] == ["look_up"] * 2
+    for tools in (Toolbox([server]), box):
+        async with tools.episode(start()) as given:
+            said = await given.tools[0].call({"key": "kqe"})
+        assert (said.text, said.failed) == (str(value("kqe")), False)
 
 
 def test_digits_are_as_good_as_random_so_that_one_of_them_says_nothing_of_the_sum() -> None:

@@ -508,7 +508,7 @@ async def test_a_function_for_trl_gets_messages_where_the_row_has_them(tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("function", "message"), [("exact", "known: exact_match, format"), ("task", "needs data.task")]
+    ("function", "message"), [("exact", "known: code, exact_match, format"), ("task", "needs data.task")]
 )
 async def test_an_unknown_reward_is_a_config_error(function: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):

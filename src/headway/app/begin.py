@@ -18,9 +18,10 @@ from headway.data.sources import Rows, build_sources
 from headway.data.tokenize import PromptTokenizer
 from headway.data.types import Prompt
 from headway.episodes.hosting import chats_of
+from headway.episodes.runners import program_spec
 from headway.errors import UserError
 from headway.preflight import check_inputs, check_model
-from headway.programs.tools import load_tools
+from headway.programs.forms import load_toolbox
 from headway.reports.bundle import Reports, open_reports
 from headway.reports.run_directory import Occupied, RunDirectory
 from headway.reports.trackers.check import check_trackers
@@ -116,7 +117,7 @@ def _teaching(
         lessons = demonstrations(
             chats_of(config, tokenizer),
             warmup.demonstrations,
-            [tool.schema for tool in load_tools(config.rollout.tools)],
+            load_toolbox(program_spec(config)).schemas,
             held_out,
             seed=seed,
             conversations=warmup.conversations,

@@ -222,14 +222,14 @@ def is_of_the_end(directory: RunDirectory, newest: Sequence[int]) -> bool:
 
 def template_note(config: Config, tokenizer: PreTrainedTokenizerBase) -> str | None:
     """Return what the chat template changes in the history of an agent; None where it changes nothing, or there are
-    single answers alone. Tools are tried where ``rollout.tools`` names some: of others only the episodes tell.
+    single answers alone. Tools are tried where the configuration has some: of others only the episodes tell.
     """
     from headway.episodes.rendering import ChatRenderer
     from headway.episodes.template_trials import try_template
 
     if not config.rollout.has_program:
         return None
-    return try_template(ChatRenderer(tokenizer), tools=bool(config.rollout.tools)).note
+    return try_template(ChatRenderer(tokenizer), tools=bool(config.rollout.tools or config.rollout.mcp)).note
 
 
 def _optimizer_steps(config: Config, rows: int) -> int:

@@ -12,6 +12,7 @@ from headway.config.loading import LoadedConfig, mode_config
 from headway.config.placement import ACTOR, LOGP, MOST_SLOTS, most_in_flight, needs_greedy_baseline, resolve_placement
 from headway.config.presets import preset
 from headway.config.programs import program_problems
+from headway.config.sandbox import sandbox_notes, sandbox_problems
 from headway.config.schema import Config, Order
 from headway.config.transports import TRANSPORTS, WITHIN_PROCESS, transport_of
 from headway.errors import ConfigError
@@ -29,6 +30,7 @@ def diagnose(loaded: LoadedConfig) -> list[str]:
         _data,
         _reward,
         _programs,
+        sandbox_problems,
         _length,
         _sampling,
         algorithm_problems,
@@ -292,6 +294,7 @@ def _update(config: Config) -> Iterator[str]:
 
 def _notes(loaded: LoadedConfig) -> Iterator[str]:
     config = loaded.config
+    yield from sandbox_notes(config)
     settings, b = config.async_training, config.groups_per_version
     of_mode, usual = preset(config.mode), without_effect(mode_config(config.mode))
     for key, reason in without_effect(config).items():

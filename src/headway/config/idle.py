@@ -11,6 +11,7 @@ from math import floor
 from headway.config.algorithm import idle_correction_keys, idle_estimator_keys, idle_loss_keys, idle_role_keys
 from headway.config.placement import needs_reference
 from headway.config.programs import idle_program_keys
+from headway.config.sandbox import idle_sandbox_keys
 from headway.config.schema import Config, Order
 from headway.config.transports import TRANSPORTS, transport_of
 
@@ -25,6 +26,7 @@ def without_effect(config: Config) -> dict[str, str]:
         _model,
         _engine,
         _programs,
+        idle_sandbox_keys,
         _data,
         _reward,
         _validation,

@@ -6,7 +6,7 @@ import difflib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, get_origin
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
@@ -72,12 +72,22 @@ def known_keys(section: type[Section] = Config, prefix: str = "") -> Iterator[st
     for key, inner in _keys_of(section).items():
         if not inner:
             yield f"{prefix}{key}"
-        yield from dict.fromkeys(chain(*(known_keys(alternative, f"{prefix}{key}.") for alternative in inner)))
+        inside = f"{prefix}{key}.NAME." if key in _by_name(section) else f"{prefix}{key}."
+        yield from dict.fromkeys(chain(*(known_keys(alternative, inside) for alternative in inner)))
 
 
 def _keys_of(section: type[Section]) -> dict[str, list[type[Section]]]:
     """Return the keys of a section, as they are written, with the sections that each value may be, or be a list of."""
     return {field.alias or name: sections_in(field.annotation) for name, field in section.model_fields.items()}
+
+
+def _by_name(section: type[Section]) -> list[str]:
+    """Return the keys of a section whose values are sections by names that the user gives."""
+    return [
+        field.alias or name
+        for name, field in section.model_fields.items()
+        if get_origin(field.annotation) is dict and sections_in(field.annotation)
+    ]
 
 
 def _null_by_default(section: type[Section], prefix: str = "") -> Iterator[str]:
@@ -98,8 +108,13 @@ def _find(detail: ErrorDetails, root: type[Section]) -> tuple[str, list[type[Sec
     """
     key = ""
     sections = [root]
+    named = False
     location = detail["loc"]
     for position, part in enumerate(location):
+        if named:
+            key, named = f"{key}.{part}", False
+            continue
+        named = any(part in _by_name(section) for section in sections)
         at_unknown = detail["type"] == "extra_forbidden" and position == len(location) - 1
         known = {name: inner for section in sections for name, inner in _keys_of(section).items()}
         if isinstance(part, int):

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
+from headway.config.mcp import McpServerConfig, mcp_problems
 from headway.config.section import NonNegative, Positive, Section
-from headway.user_code import names_a_file
+from headway.sandbox.python import PYTHON
+from headway.user_code import names_a_file, names_a_server
 
 if TYPE_CHECKING:
     from headway.config.rollout import RolloutConfig
@@ -31,9 +33,13 @@ class ProgramKeys(Section):
     """Programs of episodes: user code that calls the policy, where it runs, and its limits (docs/agents.md)."""
 
     tools: tuple[str, ...] = ()
-    """Tools that the model may call, each ``file.py:function`` with types and a docstring."""
+    """Tools that the model may call, each ``file.py:function`` with types and a docstring, a class of verl's form, or
+    verl's ``tools.yaml``; or ``python``, which runs the model's code in the sandbox."""
+    mcp: dict[str, McpServerConfig] = Field(default_factory=dict)
+    """MCP servers by name, whose tools are offered beside ``tools``."""
     environment: str | None = None
-    """An environment, ``file.py:Class``, in the form of TRL, Gymnasium, GEM or SkyRL-gym, by which it is recognised."""
+    """An environment, ``file.py:Class``, in the form of TRL, Gymnasium, GEM or SkyRL-gym, by which it is recognised; or
+    the address of a server of OpenEnv's, ``ws://host:8000``."""
     program: str | None = None
     """A program of one's own, ``file.py:function``: ``async def run(row, chat)``, which returns the reward."""
     agent: str | AgentCommand | None = None
@@ -85,7 +91,7 @@ class ProgramKeys(Section):
     @property
     def has_program(self) -> bool:
         """True where episodes are made by user code."""
-        return bool(self.tools or self.environment or self.program or self.agent)
+        return bool(self.tools or self.mcp or self.environment or self.program or self.agent)
 
     @property
     def agent_function(self) -> str | None:
@@ -104,6 +110,7 @@ def program_problems(
         )
     given = {
         "tools": rollout.tools,
+        "mcp": rollout.mcp,
         "environment": rollout.environment,
         "program": rollout.program,
         "agent": rollout.agent,
@@ -111,13 +118,17 @@ def program_problems(
     chosen = [f"rollout.{name}" for name, value in given.items() if value]
     if len(chosen) > 1 and (rollout.program or rollout.agent):
         yield f"{' and '.join(chosen)} are given, and each makes the episodes by itself; keep one of them"
-    for name, value in given.items():
+    yield from mcp_problems(rollout.mcp, rollout.step_timeout_s)
+    for name, example in _EXAMPLES.items():
+        value = getattr(rollout, name)
         for spec in value if isinstance(value, tuple) else [value] if value else []:
-            if isinstance(spec, str) and not names_a_file(spec):
-                yield f"rollout.{name}={spec}: expected file.py:name, such as {name}.py:{_EXAMPLES[name]}"
+            if isinstance(spec, str) and not (names_a_file(spec) or _is_other_form(name, spec)):
+                built_in = f", or the built-in {PYTHON}" if name == "tools" else ""
+                yield f"rollout.{name}={spec}: expected file.py:name, such as {name}.py:{example}{built_in}"
     if rollout.params and not (rollout.environment or rollout.program or rollout.agent_function):
         yield "rollout.params are for an environment, a program or an agent in Python; nothing else has any; drop it"
-    if by_program and not (rollout.environment or rollout.program or rollout.agent):
+    # Tools of verl's form give rewards, too: whether these do is known when they are loaded.
+    if by_program and not (rollout.environment or rollout.program or rollout.agent or rollout.tools):
         yield (
             "reward.function=program is the reward of rollout.environment, program or agent, and none is given; name a "
             "function that scores the last answer"
@@ -140,7 +151,7 @@ def idle_program_keys(rollout: RolloutConfig) -> Iterator[tuple[str, str]]:
     """Keys of programs that change nothing → why."""
     if not rollout.has_program:
         for key in ProgramKeys.model_fields:
-            if key not in ("tools", "environment", "program", "agent", "env"):
+            if key not in ("tools", "mcp", "environment", "program", "agent", "env"):
                 yield (
                     f"rollout.{key}",
                     "answers have one turn: there is no rollout.tools, environment, program or agent",
@@ -149,3 +160,10 @@ def idle_program_keys(rollout: RolloutConfig) -> Iterator[tuple[str, str]]:
     if rollout.agent is None:
         for key in ("agent_sampling", "agent_models", "endpoint_host", "endpoint_port"):
             yield f"rollout.{key}", "no rollout.agent is given, and nothing else asks for turns over HTTP"
+
+
+def _is_other_form(name: str, spec: str) -> bool:
+    """Tell whether ``spec`` is a value of ``rollout.NAME`` that is no ``file.py:name``."""
+    if name == "environment":
+        return names_a_server(spec)
+    return name == "tools" and (spec == PYTHON or spec.endswith((".yaml", ".yml")))

@@ -101,6 +101,7 @@ def parts(section: type[Section] = Config, name: str = "", default: Section | No
             accepted = _one_of(CHOICES[key]) if key in CHOICES else _described(field.annotation, field.metadata)
             own.append(Key(key, accepted, _spelled(value), _meaning(field.description)))
         suffix = "[]" if sections and _holds_a_list(field.annotation) else ""
+        suffix = ".NAME" if get_origin(field.annotation) is dict else suffix
         inner += [(sections, key + suffix, value)] if sections else []
     yield KeyTable(name, _meaning(section.__doc__), tuple(own))
     for alternatives, where, given in inner:

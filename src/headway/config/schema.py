@@ -35,6 +35,7 @@ from headway.config.learning import (
 )
 from headway.config.model import ModelConfig
 from headway.config.rollout import RolloutConfig
+from headway.config.sandbox import SandboxConfig, kind_or_section
 from headway.config.section import (
     Eta,
     Every,
@@ -243,9 +244,10 @@ class RewardConfig(Section):
     """The reward, which turns a response into a number (docs/rewards.md)."""
 
     function: str = "exact_match"
-    """The reward's function: ``exact_match``, ``math_verify``, ``regex``, ``format``, ``task`` (the task's own
-    verifier) or ``file.py:function``: a function of one's own, or one that was written for TRL or verl; or ``program``,
-    the rewards of ``rollout.environment``, ``program`` or ``agent``, where it is the default."""
+    """The reward's function: ``exact_match``, ``math_verify``, ``regex``, ``format``, ``code`` (unit tests, in
+    the sandbox), ``task`` (the task's own verifier) or ``file.py:function``: a function of one's own, or one that was
+    written for TRL or verl; or ``program``, the rewards of ``rollout.environment``, ``program`` or ``agent``, where it
+    is the default."""
     params: dict[str, Any] = Field(default_factory=dict)
     """Parameters of the function (verl's ``reward_kwargs``)."""
     functions: Annotated[tuple[RewardFunctionConfig, ...], Field(min_length=1)] | None = None
@@ -444,6 +446,7 @@ class Config(Section):
     data: DataConfig = DataConfig()
     reward: RewardConfig = RewardConfig()
     rollout: RolloutConfig = RolloutConfig()
+    sandbox: Annotated[SandboxConfig, BeforeValidator(kind_or_section)] = SandboxConfig()
     actor: ActorConfig = ActorConfig()
     ref: RefConfig = RefConfig()
     logp: LogpConfig = LogpConfig()

@@ -39,6 +39,7 @@ class ChatCompletions:
     """`headway.endpoint.dialect.Dialect` of chat completions."""
 
     path = "/v1/chat/completions"
+    counts: str | None = None
     error = staticmethod(openai_error)
 
     def read(self, body: bytes, texts: Texts) -> Wanted:

@@ -37,6 +37,7 @@ class Completions:
     """`headway.endpoint.dialect.Dialect` of completions."""
 
     path = "/v1/completions"
+    counts: str | None = None
     error = staticmethod(openai_error)
 
     def read(self, body: bytes, texts: Texts) -> Wanted:

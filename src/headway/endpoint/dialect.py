@@ -62,6 +62,8 @@ class Dialect(Protocol):
 
     path: str
     """Path of its requests: ``/v1/chat/completions``."""
+    counts: str | None
+    """Path at which only the tokens of a request are counted, if there is one."""
 
     def read(self, body: bytes, texts: Texts) -> Wanted:
         """Read a request's body.

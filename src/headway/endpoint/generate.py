@@ -43,6 +43,7 @@ class Generate:
     """`headway.endpoint.dialect.Dialect` of turns by token ids."""
 
     path = "/inference/v1/generate"
+    counts: str | None = None
     error = staticmethod(openai_error)
 
     def read(self, body: bytes, texts: Texts) -> Wanted:

@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import Field
 
 from headway.endpoint.answers import event
-from headway.endpoint.dialect import Body, Positive, Texts, Wanted, read_body, strings
+from headway.endpoint.dialect import Body, Positive, Refused, Texts, Wanted, read_body, strings
 from headway.endpoint.plain import call, function_tools, name_of, named, role_of, text_of, wrong
 from headway.endpoint.turns import MadeTurn
 from headway.programs.messages import Message, ToolSchema, TurnRequest, said
@@ -27,6 +27,8 @@ _ERRORS = {
     413: "request_too_large",
     503: "overloaded_error",
 }
+_UNTHREADED = "thread_unsupported_request"
+"""Code of the error at which Anthropic's clients send all messages of a conversation, not a thread's new ones."""
 _SIGNATURE = "headway"
 """Signature of thinking: clients send it back, and nobody looks at it."""
 
@@ -40,18 +42,30 @@ class _Messages(Body):
     stop_sequences: list[str] | None = None
     output_config: dict[str, Any] | None = None
     output_format: dict[str, Any] | None = None
+    thread: Any = None
+    mcp_servers: Any = None
+    compaction: Any = None
 
 
 class Messages:
     """`headway.endpoint.dialect.Dialect` of messages."""
 
     path = "/v1/messages"
+    counts: str | None = "/v1/messages/count_tokens"
 
     def error(self, status: int, code: str, message: str) -> dict[str, Any]:
-        return {"type": "error", "error": {"type": _ERRORS.get(status, "api_error"), "message": message}}
+        details = {"details": {"error_code": code}} if code == _UNTHREADED else {}
+        return {"type": "error", "error": {"type": _ERRORS.get(status, "api_error"), "message": message, **details}}
 
     def read(self, body: bytes, texts: Texts) -> Wanted:
         asked = read_body(_Messages, body)
+        if asked.thread is not None:
+            raise Refused(
+                400, _UNTHREADED, "the request's body: thread: threads are not kept here; send all messages, without it"
+            )
+        for name in ("mcp_servers", "compaction"):
+            if getattr(asked, name):
+                raise wrong(name, getattr(asked, name), "none: the policy answers, and the server does nothing besides")
         choice = (asked.tool_choice or {}).get("type", "auto")
         sampling = asked.sampling()
         if choice not in ("auto", "none"):

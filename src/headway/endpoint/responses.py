@@ -40,6 +40,7 @@ class Responses:
     """`headway.endpoint.dialect.Dialect` of responses."""
 
     path = "/v1/responses"
+    counts: str | None = "/v1/responses/input_tokens"
     error = staticmethod(openai_error)
 
     def read(self, body: bytes, texts: Texts) -> Wanted:
@@ -87,7 +88,7 @@ def _messages(items: Sequence[dict[str, Any]]) -> list[Message]:
     messages: list[Message] = []
     begun = False  # the last message is an answer that further items may belong to
     for n, item in enumerate(items):
-        where, kind = f"input.{n}", item.get("type", "message")
+        where, kind = f"input.{n}", item.get("type") or "message"
         if kind == "message":
             role, text = role_of(item, where), text_of(item.get("content"), f"{where}.content")
             if begun and role == "assistant" and not messages[-1]["content"] and "tool_calls" not in messages[-1]:
@@ -101,9 +102,8 @@ def _messages(items: Sequence[dict[str, Any]]) -> list[Message]:
         elif kind == "function_call":
             if not begun:
                 messages.append(said("assistant", ""))
-            made = call(
-                name_of(item, "call_id", where), name_of(item, "name", where), name_of(item, "arguments", where)
-            )
+            arguments = name_of(item, "arguments", where) if item.get("arguments") != "" else "{}"
+            made = call(name_of(item, "call_id", where), name_of(item, "name", where), arguments)
             messages[-1].setdefault("tool_calls", []).append(made)
             begun = True
         elif kind == "function_call_output":

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import secrets
 import time
 from collections import OrderedDict
@@ -37,8 +38,12 @@ CLOSE_TIMEOUT_S = 2.0
 """Seconds for which requests under way are waited for when the endpoint closes: their episodes are over by then."""
 MOST_FORGOTTEN = 10_000
 """Number of keys of episodes that are over which are told from keys that never were."""
+MOST_TOLD = 20
+"""Number of requests without an episode's key that are told in the log."""
+logger = logging.getLogger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Answering = Callable[[Dialect, web.Request, Session], Awaitable[web.StreamResponse]]
 ErrorForm = Callable[[int, str, str], dict[str, Any]]
 _FORMS: web.AppKey[dict[str, ErrorForm]] = web.AppKey("forms")
 """How errors look at each path that has a form of its own."""
@@ -53,6 +58,7 @@ class Endpoint:
         models: names under which the policy is asked for, the first of which agents are told.
         tokenizer: where the policy's tokenizer is, which agents are told.
         strict: requests for other sampling than the run's are refused, not overridden.
+        max_length: most tokens of a context with its answer, as clients are told; None where nothing bounds them.
         host: address to listen at.
         port: 0 for any that is free.
     """
@@ -65,6 +71,7 @@ class Endpoint:
         models: Sequence[str] = ("policy",),
         tokenizer: str = "",
         strict: bool = False,
+        max_length: int | None = None,
         host: str = "127.0.0.1",
         port: int = 0,
     ) -> None:
@@ -72,17 +79,21 @@ class Endpoint:
         self._models = tuple(models)
         self._tokenizer = tokenizer
         self._strict = strict
+        self._max_length = max_length
         self._host, self._port = host, port
         self._sessions: dict[str, Session] = {}
         self._forgotten: OrderedDict[str, None] = OrderedDict()
         """Keys of episodes that are over, the oldest first."""
+        self._told = 0
         self._runner: web.AppRunner | None = None
         self._app = web.Application(client_max_size=MOST_BYTES, middlewares=[_told_as_json])
         self._app[_FORMS] = forms = {}
         for dialect in dialects:
             for prefix in ("", "/v1"):  # clients add their own path to base_url with or without /v1
-                self._app.router.add_post(prefix + dialect.path, self._handler(dialect))
-                forms[prefix + dialect.path] = dialect.error
+                for path, answer in ((dialect.path, self._answer), (dialect.counts, self._count)):
+                    if path is not None:
+                        self._app.router.add_post(prefix + path, self._handler(dialect, answer))
+                        forms[prefix + path] = dialect.error
         self._app.router.add_get("/v1/models", self._list_models)
         self._app.router.add_get("/v1/models/{name:.+}", self._show_model)
         self._app.router.add_get("/health", self._health)
@@ -138,14 +149,15 @@ class Endpoint:
 
     # ------------------------------------------------------------------------------------- for agents
 
-    def _handler(self, dialect: Dialect) -> Handler:
+    def _handler(self, dialect: Dialect, answer: Answering) -> Handler:
         async def handle(request: web.Request) -> web.StreamResponse:
             try:
                 session = self._session(request)
             except Refused as refused:
+                self._tell(request, refused)
                 return _error(dialect.error, refused)
             try:
-                return await self._answer(dialect, request, session)
+                return await answer(dialect, request, session)
             except Refused as refused:
                 told = refused
             except EpisodeOver as over:
@@ -178,6 +190,11 @@ class Endpoint:
         asked.delivered = True
         return response
 
+    async def _count(self, dialect: Dialect, request: web.Request, session: Session) -> web.StreamResponse:
+        wanted = dialect.read(await _body(request), self._texts)
+        self._check_model(wanted)
+        return _json({"object": "response.input_tokens", "input_tokens": session.turns.count(wanted.request)})
+
     def _session(self, request: web.Request) -> Session:
         """The session of the request's key. Raises `Refused` where there is none."""
         kind, _, key = request.headers.get("Authorization", "").partition(" ")
@@ -191,10 +208,16 @@ class Endpoint:
             401, "invalid_api_key", f"a request {given}; give the api_key of the episode: Authorization: Bearer KEY"
         )
 
+    def _tell(self, request: web.Request, refused: Refused) -> None:
+        """Write in the keeper's log what belongs to no episode, the first times."""
+        self._told += 1
+        if self._told <= MOST_TOLD:
+            last = "; further ones are not told" if self._told == MOST_TOLD else ""
+            logger.warning("%s %s was refused: %s%s", request.method, request.path, refused, last)
+
     def _check(self, wanted: Wanted, turns: Turns) -> None:
         """Check the model and the sampling that are asked for."""
-        if wanted.model is not None and wanted.model not in self._models:
-            raise Refused(404, "model_not_found", self._no_model(wanted.model))
+        self._check_model(wanted)
         if differ := differences(wanted.sampling, turns.sampling):
             said = f"sampling that training does not follow: {', '.join(differ)}"
             if self._strict:
@@ -204,6 +227,10 @@ class Endpoint:
                     f"{said}; leave it out, or set rollout.agent_sampling=override, with which the run's holds",
                 )
             turns.note(Note.OVERRIDDEN, said)
+
+    def _check_model(self, wanted: Wanted) -> None:
+        if wanted.model is not None and wanted.model not in self._models:
+            raise Refused(404, "model_not_found", self._no_model(wanted.model))
 
     def _no_model(self, name: str) -> str:
         return (
@@ -216,7 +243,7 @@ class Endpoint:
             self._session(request)
         except Refused as refused:
             return _error(openai_error, refused)
-        return _json({"object": "list", "data": [_model(name) for name in self._models], "has_more": False})
+        return _json({"object": "list", "data": [self._model(name) for name in self._models], "has_more": False})
 
     async def _show_model(self, request: web.Request) -> web.Response:
         try:
@@ -225,7 +252,18 @@ class Endpoint:
                 raise Refused(404, "model_not_found", self._no_model(name))
         except Refused as refused:
             return _error(openai_error, refused)
-        return _json(_model(name))
+        return _json(self._model(name))
+
+    def _model(self, name: str) -> dict[str, object]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": int(time.time()),
+            "owned_by": "headway",
+            "type": "model",
+            "display_name": name,
+            "max_model_len": self._max_length,
+        }
 
     async def _health(self, request: web.Request) -> web.Response:
         return _json({"status": "ok"})
@@ -293,14 +331,3 @@ def _error(form: ErrorForm, refused: Refused) -> web.Response:
 
 def _json(body: dict[str, object], status: int = 200) -> web.Response:
     return web.Response(body=json.dumps(body).encode(), status=status, content_type="application/json")
-
-
-def _model(name: str) -> dict[str, object]:
-    return {
-        "id": name,
-        "object": "model",
-        "created": int(time.time()),
-        "owned_by": "headway",
-        "type": "model",
-        "display_name": name,
-    }

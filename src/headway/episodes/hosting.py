@@ -12,7 +12,6 @@ from headway.episodes.limits import Limits
 from headway.episodes.programs import Hosting, Programs
 from headway.episodes.record import Chats
 from headway.episodes.rendering import ChatRenderer
-from headway.models.tokenizer import text_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -34,10 +33,11 @@ def chat_hosting(
     if rollout.agent is not None:
         endpoint = Endpoint(
             DIALECTS,
-            Texts(lambda text: chats.renderer.encode(text).tolist(), text_of(tokenizer)),
+            texts_of(chats.renderer),
             models=rollout.agent_models,
             tokenizer=tokenizer.name_or_path,
             strict=rollout.agent_sampling == "strict",
+            max_length=limits_of(config).max_length,
             host=node if rollout.endpoint_host == "node" else rollout.endpoint_host,
             port=rollout.endpoint_port,
         )
@@ -53,10 +53,15 @@ def chat_hosting(
     )
 
 
+def texts_of(renderer: ChatRenderer) -> Texts:
+    """Text to token ids and back, as ``renderer`` has them."""
+    return Texts(lambda text: renderer.encode(text).tolist(), renderer.decode)
+
+
 def chats_of(config: Config, tokenizer: PreTrainedTokenizerBase) -> Chats:
     """The chats that ``tokenizer`` renders. Raises `ConfigError` where it cannot, as `chat_hosting` does."""
     chats = Chats(ChatRenderer(tokenizer), config.rollout.tool_parser)
-    if config.rollout.tools:
+    if config.rollout.tools or config.rollout.mcp:
         _ = chats.for_tools
     return chats
 

@@ -453,6 +453,11 @@ class TurnsOfTry:
         """See `headway.endpoint.turns.Turns.turn`."""
         return await self._episode.turn(self._one, request)
 
+    def count(self, request: TurnRequest) -> int:
+        """See `headway.endpoint.turns.Turns.count`."""
+        with boundary("the messages of a turn cannot be used", UserCodeError):
+            return self._one.record.count(request)
+
     def note(self, kind: Note, reason: str) -> None:
         """See `headway.endpoint.turns.Turns.note`."""
         self._one.notes.setdefault(kind, []).append(reason)

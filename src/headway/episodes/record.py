@@ -49,6 +49,9 @@ class Record(Protocol):
             HeadwayError: the messages are none, or the template refuses them.
         """
 
+    def count(self, request: TurnRequest) -> int:
+        """Number of tokens of the context that `prompt` would make. Raises as that does."""
+
     def answered(self, prompted: Prompted, request: TurnRequest, finished: FinishedCall, number: int) -> TurnAnswer:
         """Store the result of a call, the turn ``number`` of the episode, and read it for the program."""
 
@@ -102,6 +105,12 @@ class ChatRecord:
             self._run.for_tools  # noqa: B018 - raises before the call, not after it
         chat = self._chats.prompt(request.messages, request.tools)
         return Prompted(chat.ids, self._transcript.next_key(chat.ids), chat, _state(request))
+
+    def count(self, request: TurnRequest) -> int:
+        """See `Record.count`."""
+        if request.token_ids is not None:
+            return len(self._run.renderer.checked(request.token_ids))
+        return len(self._chats.prompt(request.messages, request.tools).ids)
 
     def answered(self, prompted: Prompted, request: TurnRequest, finished: FinishedCall, number: int) -> TurnAnswer:
         """See `Record.answered`."""

@@ -149,7 +149,11 @@ class ChatRenderer:
 
     def text(self, ids: Sequence[int] | NDArray[np.int32]) -> str:
         """The text of sampled ``ids`` [T], special tokens and all, without the token that ends the turn."""
-        kept = [int(id) for id in (ids[:-1] if self.ended(ids) else ids)]
+        return self.decode(ids[:-1] if self.ended(ids) else ids)
+
+    def decode(self, ids: Sequence[int] | NDArray[np.int32]) -> str:
+        """The text of all of ``ids`` [N], special tokens and all."""
+        kept = [int(id) for id in ids]
         return str(self.tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def text_before(

@@ -7,9 +7,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from headway.config.programs import AgentCommand, ProgramKeys
+from headway.config.programs import AgentCommand
+from headway.config.schema import Config
 from headway.episodes.programs import Turn
 from headway.errors import ConfigError, RunError
+from headway.programs.mcp_servers import McpServerSpec
 from headway.programs.messages import EpisodeEnd, EpisodeStart
 from headway.programs.program import ProgramDescription, ProgramSpec
 from headway.runners.runners import Runners
@@ -18,7 +20,7 @@ from headway.runners.runners import Runners
 class ProgramRunners:
     """`headway.episodes.programs.Programs` in processes of their own."""
 
-    def __init__(self, name: str, rollout: ProgramKeys, logs: Path | None, model_path: str | None = None) -> None:
+    def __init__(self, name: str, config: Config, logs: Path | None, model_path: str | None = None) -> None:
         """
         Args:
             name: of the keeper, for messages.
@@ -26,8 +28,8 @@ class ProgramRunners:
             model_path: folder of the policy's tokenizer; None where there is none yet.
         """
         self._name = name
-        self._rollout = rollout
-        self._spec = replace(program_spec(rollout), model_path=model_path)
+        self._rollout = config.rollout
+        self._spec = replace(program_spec(config), model_path=model_path)
         self._log = None if logs is None else logs / f"{name}-programs.log"
         self._runners: Runners | None = None
 
@@ -80,16 +82,19 @@ class ProgramRunners:
             await self._runners.close()
 
 
-def program_spec(rollout: ProgramKeys) -> ProgramSpec:
-    """The program of the section ``rollout``, with absolute paths."""
+def program_spec(config: Config) -> ProgramSpec:
+    """The program of ``config``, with absolute paths."""
+    rollout = config.rollout
     return ProgramSpec(
         tools=rollout.tools,
+        mcp=tuple(McpServerSpec(name=name, **dict(server)) for name, server in rollout.mcp.items()),
         environment=rollout.environment,
         program=rollout.program,
         agent=rollout.agent_function,
         command=rollout.agent.command if isinstance(rollout.agent, AgentCommand) else (),
         params=rollout.params,
         max_turns=rollout.max_turns,
+        sandbox=config.sandbox.spec,
     ).resolved()
 
 

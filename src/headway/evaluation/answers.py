@@ -103,7 +103,7 @@ async def solve(
             stack.push_async_callback(reward.close)
             await reward.start()
         if config.rollout.has_program:
-            programs = ProgramRunners("eval", config.rollout, None, str(config.model.path))
+            programs = ProgramRunners("eval", config, None, str(config.model.path))
             hosting = chat_hosting(config, questions.tokenizer, programs)
             stack.push_async_callback(hosting.close)
             await hosting.start()

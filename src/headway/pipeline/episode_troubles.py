@@ -21,6 +21,8 @@ FAILED_FROM, WORSE = 0.2, 2
 SELECTS_FROM, MORE_OFTEN = 0.1, 3.0
 """Failed share of the longer half of the episodes from which on failures may select by length, and how many times more
 often than in the shorter half they must occur."""
+TOLD_AGAIN = 10
+"""Factor from which on the user is told again of what agents did not get of the endpoint."""
 DEVIATIONS = 3.0
 """Standard deviations by which the shares of the two halves must differ: by chance they do so once in 700 windows."""
 FORKED_FROM = 0.2
@@ -91,12 +93,12 @@ class EpisodeTroubles:
         return [f"{were} begun again so far, the last one since {reasons[-1]}. {ADVICE[None]}"]
 
     def _notes(self, episodes: Sequence[Trajectory]) -> list[str]:
-        """Tell of what agents asked the endpoint for and did not get: at the first episode, and at twice as many."""
+        """Tell of what agents did not get of the endpoint: at the first episode, and at ten times as many."""
         said = []
         for episode in episodes:
             for kind, reason in episode.notes.items():
                 self._noted[kind] += 1
-                if self._noted[kind] >= WORSE * self._noted_told[kind]:
+                if self._noted[kind] >= TOLD_AGAIN * self._noted_told[kind]:
                     self._noted_told[kind] = self._noted[kind]
                     what, advice = NOTES[kind]
                     agents = "1 episode" if self._noted[kind] == 1 else f"{self._noted[kind]} episodes"

@@ -186,6 +186,7 @@ class Samples:
             "turn_rewards": [_number(one) for one in t.turn_rewards],
             "limit": t.limit,
             "failure": t.failure,
+            "notes": dict(t.notes),
             "started": _moment(t.started),
             "finished": _moment(t.finished),
             "waited_s": _number(sum(end - start for start, end in t.waits)),

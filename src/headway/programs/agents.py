@@ -42,6 +42,7 @@ class AgentProgram:
         if self._run is None:
             raise UserCodeError(f"{who}: it is {shown(found)}, which cannot be called and has no run(); {EXPECTED}")
         self._call: Callable[..., Any] = self._run
+        self._client: Any = None
         if inspect.isasyncgenfunction(self._run):
             raise UserCodeError(f"{who}: it yields; return the episode's reward from it instead")
         self.is_async = are_coroutines(_innermost(self._run))
@@ -63,17 +64,24 @@ class AgentProgram:
         given: dict[str, Any] = {"base_url": access.base_url, "api_key": access.api_key, "model": access.model}
         given |= {"tokenizer": access.tokenizer, "seed": start.seed}
         if "http_client" in self._names:
-            given["http_client"] = _http_client(self.is_async)
+            given["http_client"] = self._http_client()
         arguments = {name: given[name] for name in self._names}
-        try:
-            if self._make is not None:
-                value = await called(self._make(**self._params).run, row_of(start), **arguments)
-            else:
-                value = await called(self._call, row_of(start), **arguments, **self._params)
-        finally:
-            if (client := given.get("http_client")) is not None:
-                await called(client.aclose if self.is_async else client.close)
+        if self._make is not None:
+            value = await called(self._make(**self._params).run, row_of(start), **arguments)
+        else:
+            value = await called(self._call, row_of(start), **arguments, **self._params)
         return _end(value, self._who)
+
+    def _http_client(self) -> Any:
+        """A client that OpenAI's takes as ``http_client``, for all episodes of this process, since making one takes a
+        tenth of a second. None where there is no such package."""
+        if self._client is None or self._client.is_closed:
+            try:
+                import openai
+            except ImportError:
+                return None
+            self._client = openai.DefaultAsyncHttpxClient() if self.is_async else openai.DefaultHttpxClient()
+        return self._client
 
 
 def row_of(start: EpisodeStart) -> dict[str, Any]:
@@ -113,15 +121,6 @@ def _names(parameters: list[Parameter], taken: Mapping[str, Any]) -> tuple[str, 
     takes_all = any(one.kind is Parameter.VAR_KEYWORD for one in parameters)
     wanted = {name for name in _GIVEN if name in behind or (takes_all and name in _GIVEN_TO_ALL)}
     return tuple(name for name in _GIVEN if name in wanted - set(taken))
-
-
-def _http_client(is_async: bool) -> Any:
-    """A client that OpenAI's takes as ``http_client``; None where there is no such package."""
-    try:
-        import openai
-    except ImportError:
-        return None
-    return openai.DefaultAsyncHttpxClient() if is_async else openai.DefaultHttpxClient()
 
 
 def _innermost(function: Any) -> Any:

@@ -20,7 +20,8 @@ from headway.concurrently import concurrently
 from headway.errors import EpisodeOver, ProgramFailed, shown
 from headway.programs.failures import Insisted, number
 from headway.programs.messages import EpisodeStart, Message, ToolCall, ToolSchema, TurnAnswer, TurnRequest
-from headway.programs.tools import Tool, ToolResult, make_tool
+from headway.programs.tool import Tool, ToolResult
+from headway.programs.tools import make_tool
 from headway.programs.waiting import awaited, is_in_a_loop
 
 Ask = Callable[[TurnRequest], Awaitable[TurnAnswer]]
@@ -178,7 +179,8 @@ class Chat:
             ProgramFailed: the turn was given the schema of a tool instead of the function.
             Unavailable: a tool raised it.
         """
-        tools = self._turn(answer, "call_tools").tools
+        turn = self._turn(answer, "call_tools")
+        tools = turn.tools
         makeable = [call for call in answer.calls if call.problem is None]
         for call in makeable:
             if tools.get(call.name) is None:
@@ -191,6 +193,9 @@ class Chat:
         else:
             results = [await self._result(call, tools) for call in answer.calls]
         self._tally.tool_errors += sum(result.failed for result in results)
+        for result in results:
+            if result.reward is not None:
+                self._tally.reward(turn, result.reward)
         return answer.results([result.text for result in results])
 
     async def _result(self, call: ToolCall, tools: Mapping[str, Tool | None]) -> ToolResult:

@@ -52,13 +52,14 @@ class CommandProgram:
     async def run(self, start: EpisodeStart, chat: Chat) -> EpisodeEnd:
         access = accessed(start)
         root = access.base_url.removesuffix("/v1")
-        process = await asyncio.create_subprocess_exec(
+        loop = asyncio.get_running_loop()
+        transport, protocol = await loop.subprocess_exec(
+            lambda: _Ending(MOST_LINE, loop),
             *self._command,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             cwd=self._directory,
-            limit=MOST_LINE,
             start_new_session=True,  # so that what it starts ends with it
             env={
                 **os.environ,
@@ -72,6 +73,7 @@ class CommandProgram:
                 "HEADWAY_SEED": str(start.seed),
             },
         )
+        process = asyncio.subprocess.Process(transport, protocol, loop)
         try:
             said, printed, _ = await asyncio.gather(
                 _last_line(process.stdout), _copied(process.stderr), _written(process.stdin, start)
@@ -93,6 +95,20 @@ class CommandProgram:
         if isinstance(value, dict):
             value = value.get("reward")
         return None if value is None else number(value, f"{self._who}: the reward in its last line")
+
+
+class _Ending(asyncio.subprocess.SubprocessStreamProtocol):
+    """Ends what a command has left behind once it ends itself: while that holds its output, the output has no end."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        assert isinstance(transport, asyncio.SubprocessTransport)
+        self._group = transport.get_pid()
+
+    def process_exited(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self._group, signal.SIGKILL)
+        super().process_exited()
 
 
 async def _written(stdin: asyncio.StreamWriter | None, start: EpisodeStart) -> None:

@@ -19,12 +19,8 @@ class Insisted(BaseException):
 
 AWAY_BY_NAME = frozenset(
     {"ConnectionError", "Timeout", "TransportError", "ClientConnectionError", "ConnectionClosed", "APIConnectionError"}
-    | {"URLError"}
 )
-"""Names of exceptions for a peer that is away, in ``requests``, ``httpx``, ``aiohttp``, ``websockets``, ``openai`` and
-``urllib``."""
-NOT_AWAY_BY_NAME = frozenset({"HTTPError"})
-"""Names of exceptions for a peer that has answered; ``urllib`` derives them from those for one that is away."""
+"""Names of exceptions for a peer that is away: ``requests``, ``httpx``, ``aiohttp``, ``websockets``, ``openai``."""
 
 
 @contextmanager
@@ -56,7 +52,9 @@ def is_away(cause: BaseException) -> bool:
     one: BaseException | None = cause
     while one is not None:
         names = {kind.__name__ for kind in type(one).__mro__}
-        if isinstance(one, ConnectionError | TimeoutError) or (names & AWAY_BY_NAME and not names & NOT_AWAY_BY_NAME):
+        # urllib derives its error for a peer that has answered, HTTPError, from that for one that is away.
+        by_urllib = "URLError" in names and "HTTPError" not in names
+        if isinstance(one, ConnectionError | TimeoutError) or names & AWAY_BY_NAME or by_urllib:
             return True
         if isinstance(one, BaseExceptionGroup):
             return any(is_away(part) for part in one.exceptions)

@@ -5,6 +5,7 @@
 | SkyRL-gym | ``init`` and ``step`` |
 | TRL | ``reset``, and ``get_reward`` or methods that are tools |
 | Gymnasium and GEM | ``reset`` that takes a seed, and ``step`` |
+| OpenEnv | the address of a server |
 
 An environment is a class, or a function that makes one: of that one is made to see its form, unless it has a parameter
 ``extras``, which makes it one of SkyRL-gym.
@@ -22,14 +23,17 @@ from headway.programs.agents import AgentProgram
 from headway.programs.commands import CommandProgram
 from headway.programs.gym import GymProgram
 from headway.programs.instances import Instances
+from headway.programs.mcp_servers import McpServer
+from headway.programs.openenv import OpenEnvProgram
 from headway.programs.own import EXPECTED, OwnProgram, check_arguments
 from headway.programs.program import Program, ProgramSpec
 from headway.programs.skyrl import SkyrlProgram
 from headway.programs.tool_loop import ToolLoop
+from headway.programs.toolbox import Toolbox
 from headway.programs.tools import load_tools
 from headway.programs.trl import TrlProgram, tool_names
 from headway.programs.verl_loop import VerlLoop, is_verl_loop
-from headway.user_code import load_object
+from headway.user_code import load_object, names_a_server
 
 _GYMS = ("gymnasium", "gem", "gym")
 
@@ -44,22 +48,43 @@ def load_program(spec: ProgramSpec) -> Program:
         raise UserCodeError(
             "rollout.environment and rollout.program are both given; an episode has one program: drop one"
         )
+    if spec.environment is not None and names_a_server(spec.environment):
+        _refuse_tools(spec)
+        return OpenEnvProgram(spec.environment, spec.shown, spec.params)
     if spec.environment is not None:
         return _environment(spec, load_object(spec.environment))
     if spec.program is not None:
-        if spec.tools:
+        if given := _given_tools(spec):
             raise UserCodeError(
-                f"rollout.tools beside rollout.program: {spec.shown} gives the model its tools itself, by "
-                "chat.turn(messages, tools=[…]); drop rollout.tools"
+                f"{given} beside rollout.program: {spec.shown} gives the model its tools itself, by "
+                f"chat.turn(messages, tools=[…]); drop {given}"
             )
         return _own(spec, load_object(spec.program))
+    if spec.agent is not None or spec.command:
+        return _agent(spec)
+    if not _given_tools(spec):
+        raise UserCodeError("there is no program; give rollout.tools, environment, program or agent")
+    return ToolLoop(load_toolbox(spec))
+
+
+def load_toolbox(spec: ProgramSpec) -> Toolbox:
+    """The tools of ``spec``: functions and objects of the user's, and those of MCP servers, which are asked for them.
+
+    Raises:
+        ConfigError: this machine has no such sandbox.
+        UserCodeError: they cannot be loaded, a server has none, or two have one name.
+        ProgramAway: a server is away for a time.
+    """
+    servers = [McpServer(server) for server in spec.mcp]
+    for server in servers:
+        server.load()
+    return Toolbox([*load_tools(spec.tools, spec.sandbox), *servers])
+
+
+def _agent(spec: ProgramSpec) -> Program:
     if spec.agent is not None:
         return AgentProgram(load_object(spec.agent), spec.shown, spec.params)
-    if spec.command:
-        return CommandProgram(spec.command, spec.shown, spec.directory)
-    if not spec.tools:
-        raise UserCodeError("there is no program; give rollout.tools, environment, program or agent")
-    return ToolLoop(load_tools(spec.tools))
+    return CommandProgram(spec.command, spec.shown, spec.directory)
 
 
 def _own(spec: ProgramSpec, found: Any) -> Program:
@@ -92,9 +117,9 @@ def _environment(spec: ProgramSpec, found: Any) -> Program:
 
 def _recognised(spec: ProgramSpec, instances: Instances, kind: type, environment: Any) -> Program:
     """The program of an environment's class; ``environment`` is one of it, or the class again."""
-    match _form_of(kind, environment, bool(spec.tools)):
+    match _form_of(kind, environment, bool(_given_tools(spec))):
         case "TRL":
-            return TrlProgram(instances, spec.shown, kind, load_tools(spec.tools))
+            return TrlProgram(instances, spec.shown, kind, load_toolbox(spec))
         case "gym":
             _refuse_tools(spec)
             return GymProgram(instances, spec.shown, environment)
@@ -156,8 +181,13 @@ def _lacking(who: str, kind: type, environment: Any) -> str:
 
 
 def _refuse_tools(spec: ProgramSpec) -> None:
-    if spec.tools:
+    if given := _given_tools(spec):
         raise UserCodeError(
-            f"rollout.tools beside {spec.shown}: there an action is all of the model's text, and tools are not called"
-            "; drop rollout.tools, or write the environment in TRL's form"
+            f"{given} beside {spec.shown}: there an action is all of the model's text, and tools are not called"
+            f"; drop {given}, or write the environment in TRL's form"
         )
+
+
+def _given_tools(spec: ProgramSpec) -> str:
+    """The keys that give tools, for messages."""
+    return " and ".join(key for key, value in (("rollout.tools", spec.tools), ("rollout.mcp", spec.mcp)) if value)

@@ -21,8 +21,11 @@ from typing import Any, Protocol
 from headway.errors import EpisodeOver, HeadwayError, ProgramAway, ProgramFailed, UserCodeError, cut
 from headway.programs.chat import Ask, Chat, Tally
 from headway.programs.failures import Insisted, failing
+from headway.programs.mcp_servers import McpServerSpec
 from headway.programs.messages import EpisodeEnd, EpisodeStart, ToolSchema
-from headway.user_code import resolve_spec
+from headway.sandbox.limits import SandboxSpec
+from headway.sandbox.python import PYTHON
+from headway.user_code import names_a_server, resolve_spec
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +84,12 @@ class ProgramSpec:
     """The directory that commands are run in, where it is there."""
     model_path: str | None = None
     """Folder of the policy's tokenizer, for programs that work on token ids; None where there is none yet."""
+    mcp: tuple[McpServerSpec, ...] = ()
     params: Mapping[str, Any] = field(default_factory=dict)
     max_turns: int | None = None
     """The run's ``rollout.max_turns``, which SkyRL-gym's environments are told."""
+    sandbox: SandboxSpec = field(default_factory=SandboxSpec)
+    """The sandbox of the tool ``python``."""
 
     @property
     def shown(self) -> str:
@@ -96,14 +102,15 @@ class ProgramSpec:
             return f"agent {_short(self.agent)}"
         if self.command:
             return f"agent {cut(' '.join(self.command), 60)}"
-        return f"tools {', '.join(_short(tool) for tool in self.tools)}"
+        return f"tools {', '.join([*map(_short, self.tools), *(server.who for server in self.mcp)])}"
 
     def resolved(self) -> ProgramSpec:
         """Return the spec with absolute paths, for a process with another working directory."""
         return replace(
             self,
-            tools=tuple(resolve_spec(tool) for tool in self.tools),
-            environment=None if self.environment is None else resolve_spec(self.environment),
+            tools=tuple(_resolved(tool) for tool in self.tools),
+            environment=None if self.environment is None else _resolved(self.environment),
+            mcp=tuple(server.resolved() for server in self.mcp),
             program=None if self.program is None else resolve_spec(self.program),
             agent=None if self.agent is None else resolve_spec(self.agent),
             directory=str(Path.cwd()) if self.command else None,
@@ -195,6 +202,15 @@ def seed_generators(seed: int) -> None:
         numpy.random.seed(seed)
 
 
+def _resolved(spec: str) -> str:
+    """``spec`` with an absolute path, where it names a file."""
+    if names_a_server(spec) or spec == PYTHON:
+        return spec
+    return resolve_spec(spec) if ":" in spec else str(Path(spec).expanduser().resolve())
+
+
 def _short(spec: str) -> str:
-    path, _, name = spec.rpartition(":")
-    return f"{Path(path).name}:{name}"
+    if names_a_server(spec):
+        return spec
+    path, colon, name = spec.rpartition(":")
+    return f"{Path(path).name}:{name}" if colon else Path(spec).name

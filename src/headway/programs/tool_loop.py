@@ -3,27 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 
+from headway.errors import EpisodeOver
 from headway.programs.chat import Chat
 from headway.programs.messages import EpisodeEnd, EpisodeStart, Message
 from headway.programs.program import ProgramDescription
-from headway.programs.tools import Tool
+from headway.programs.tool import Tool
+from headway.programs.toolbox import Toolbox
 
 
 class ToolLoop:
-    """The program of ``rollout.tools``: the prompt, and turns until one calls no tool. It gives no reward."""
+    """The program of ``rollout.tools`` and ``rollout.mcp``: the prompt, and turns until one calls no tool.
 
-    def __init__(self, tools: Sequence[Tool]) -> None:
+    It gives no reward but those that tools in verl's form give.
+    """
+
+    def __init__(self, tools: Toolbox) -> None:
         self._tools = tools
-        self.is_async = all(tool.is_async for tool in tools)
+        self.is_async = tools.is_async
 
     def describe(self) -> ProgramDescription:
-        schemas = tuple(tool.schema for tool in self._tools)
-        return ProgramDescription("tools", self.is_async, tools=schemas, gives_reward=False)
+        gives_reward = None if self._tools.gives_reward else False
+        return ProgramDescription("tools", self.is_async, tools=self._tools.schemas, gives_reward=gives_reward)
 
     async def run(self, start: EpisodeStart, chat: Chat) -> EpisodeEnd:
-        await call_until_answered(chat, start.messages, self._tools)
-        return EpisodeEnd()
+        async with self._tools.episode(start) as given:
+            with suppress(EpisodeOver):
+                await call_until_answered(chat, start.messages, given.tools)
+            return await given.end()
 
 
 async def call_until_answered(chat: Chat, messages: Sequence[Message], tools: Sequence[Tool]) -> None:

@@ -16,17 +16,19 @@ result = await tool.call({"key": "x"})              # result.text is what the mo
 from __future__ import annotations
 
 import inspect
-import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from inspect import Parameter
 from typing import Any
 
-from headway.errors import ProgramFailed, Unavailable, UserCodeError, said_by, writable
-from headway.programs.waiting import called
-from headway.user_code import load_function
+from headway.errors import UserCodeError, said_by
+from headway.programs.tool import Tool, ToolSource
+from headway.programs.verl_tools import is_tool_object, load_tool_config, make_verl_tool, names_a_tool_config
+from headway.sandbox.limits import SandboxSpec
+from headway.sandbox.python import PYTHON, python_tool
+from headway.sandbox.sandbox import Sandbox
+from headway.user_code import load_object
 
 EXPECTED = (
     "a tool is a function that has a type on each parameter and a docstring: what it does and, under a line 'Args:', "
@@ -34,61 +36,32 @@ EXPECTED = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class ToolResult:
-    """The outcome of one call of a tool."""
-
-    text: str
-    """Text for the model: what the tool returned, or what it raised."""
-    failed: bool = False
-    """The tool raised."""
-
-
-@dataclass(frozen=True, slots=True)
-class Tool:
-    """A function that the model may call."""
-
-    name: str
-    schema: dict[str, Any] = field(repr=False)
-    """``{"type": "function", "function": {"name": …, "description": …, "parameters": …}}``."""
-    function: Callable[..., Any] = field(repr=False)
-    show: Callable[[Any], str] = field(default_factory=lambda: shown_to_model, repr=False)
-    """Turns what the function returns into the text that the model is told."""
-
-    @property
-    def is_async(self) -> bool:
-        """The function is a coroutine function; any other one runs, and blocks, where it is called."""
-        return inspect.iscoroutinefunction(self.function)
-
-    async def call(self, arguments: Mapping[str, Any]) -> ToolResult:
-        """Call the tool with ``arguments`` that fit its schema. What it raises becomes a message to the model.
-
-        Cancellation and interrupts pass through, and so does `Unavailable`: the model has no part in that.
-        """
-        try:
-            return ToolResult(writable(self.show(await called(self.function, **arguments))))
-        except (Unavailable, ProgramFailed):
-            raise
-        except (Exception, SystemExit) as cause:  # a tool that calls sys.exit() ends no process of ours
-            return ToolResult(f"Error: {self.name} failed: {said_by(cause)}", failed=True)
-
-
-def load_tools(specs: Sequence[str]) -> list[Tool]:
-    """The tools of ``specs``, each ``file.py:function``.
+def load_tools(specs: Sequence[str], sandbox: SandboxSpec | None = None) -> list[Tool | ToolSource]:
+    """The tools of ``specs``, each ``file.py:function``, a class or an object in verl's form, or verl's ``tools.yaml``;
+    or ``python``, whose code runs in ``sandbox``.
 
     Raises:
-        UserCodeError: a file or function that does not load, a function that no tool can be made of, or two of a name.
+        ConfigError: this machine has no such sandbox.
+        UserCodeError: a file or function that does not load, or a function that no tool can be made of.
     """
-    tools: dict[str, Tool] = {}
+    tools: list[Tool | ToolSource] = []
     for spec in specs:
-        tool = make_tool(load_function(spec), spec)
-        if tool.name in tools:
-            raise UserCodeError(
-                f"{spec}: there is a tool named {tool.name!r} already; the model tells tools apart by their names, so "
-                "rename one"
-            )
-        tools[tool.name] = tool
-    return list(tools.values())
+        if spec == PYTHON:
+            tools.append(make_tool(_python(sandbox or SandboxSpec()), spec))
+            continue
+        if names_a_tool_config(spec):
+            tools += load_tool_config(spec)
+            continue
+        found = load_object(spec)
+        tools.append(make_verl_tool(found, spec) if is_tool_object(found) else make_tool(found, spec))
+    return tools
+
+
+def _python(spec: SandboxSpec) -> Callable[..., Any]:
+    """The tool ``python``, after its sandbox was tried here."""
+    sandbox = Sandbox(spec)
+    sandbox.probe()
+    return python_tool(sandbox, spec.limits)
 
 
 def make_tool(function: Callable[..., Any], spec: str) -> Tool:
@@ -116,7 +89,7 @@ def make_tool(function: Callable[..., Any], spec: str) -> Tool:
             schema = get_json_schema(function)
     except Exception as cause:
         raise UserCodeError(f"{refused}: {said_by(cause)}; {EXPECTED}") from cause
-    return Tool(function.__name__, schema, function)
+    return Tool(function.__name__, schema, function, origin=spec)
 
 
 @contextmanager
@@ -135,13 +108,3 @@ def _torch_left_out() -> Iterator[None]:
         yield
     finally:
         chat_template_utils.is_torch_available = asks
-
-
-def shown_to_model(value: Any) -> str:
-    """Text of what a tool returned, for the model: text as it is, plain data as JSON, anything else as it prints."""
-    if isinstance(value, str):
-        return value
-    try:
-        return json.dumps(value, ensure_ascii=False)
-    except (TypeError, ValueError):
-        return str(value)

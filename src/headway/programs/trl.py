@@ -18,23 +18,25 @@ from headway.programs.failures import failing, number
 from headway.programs.instances import Instances
 from headway.programs.messages import EpisodeEnd, EpisodeStart, Message, with_text
 from headway.programs.program import ProgramDescription, seed_generators
+from headway.programs.tool import Tool
 from headway.programs.tool_loop import call_until_answered
-from headway.programs.tools import Tool, make_tool
+from headway.programs.toolbox import Toolbox
+from headway.programs.tools import make_tool
 from headway.programs.waiting import are_coroutines, called
 
 
 class TrlProgram:
     """An environment in the form of TRL. Its reward is ``get_reward()``, else its attribute ``reward`` if any."""
 
-    def __init__(self, instances: Instances, who: str, kind: type, tools: Sequence[Tool]) -> None:
+    def __init__(self, instances: Instances, who: str, kind: type, tools: Toolbox) -> None:
         self._instances, self._who, self._tools = instances, who, tools
         self._schemas: dict[str, dict[str, Any]] = {}
         own = [getattr(kind, name) for name in (*tool_names(kind), "reset", "get_reward") if hasattr(kind, name)]
-        self.is_async = are_coroutines(*own) and all(tool.is_async for tool in tools)
+        self.is_async = are_coroutines(*own) and tools.is_async
 
     def describe(self) -> ProgramDescription:
         with self._instances.one() as environment:
-            schemas = tuple(tool.schema for tool in self._all_tools(environment))
+            schemas = tuple(tool.schema for tool in self._all_tools(environment, self._tools.tools))
             given = _row_parameters(environment.reset)
         return ProgramDescription(
             "TRL",
@@ -46,17 +48,18 @@ class TrlProgram:
 
     async def run(self, start: EpisodeStart, chat: Chat) -> EpisodeEnd:
         with self._instances.one() as environment:
-            tools = self._all_tools(environment)
-            messages = await self._reset(environment, start)
-            with suppress(EpisodeOver):
-                await call_until_answered(chat, messages, tools)
-            return EpisodeEnd(reward=await self._reward(environment))
+            async with self._tools.episode(start) as given:
+                tools = self._all_tools(environment, given.tools)
+                messages = await self._reset(environment, start)
+                with suppress(EpisodeOver):
+                    await call_until_answered(chat, messages, tools)
+                return await given.end(EpisodeEnd(reward=await self._reward(environment)))
 
-    def _all_tools(self, environment: Any) -> list[Tool]:
-        tools = list(self._tools)
+    def _all_tools(self, environment: Any, others: Sequence[Tool]) -> list[Tool]:
+        tools = list(others)
         for name in tool_names(type(environment)):
-            if any(tool.name == name for tool in tools):
-                raise UserCodeError(f"{self._who}: it has a tool {name!r}, and so has rollout.tools; rename one")
+            if of := [tool.origin for tool in others if tool.name == name]:
+                raise UserCodeError(f"{self._who}: it has a tool {name!r}, and so has {of[0]}; rename one")
             tools.append(self._tool(name, getattr(environment, name)))
         return tools
 

@@ -115,6 +115,8 @@ def print_story(story: Story, console: Console) -> None:
             cells = (str(t.k), t.replica, human.count(t.tokens), versions, str(t.turns), end)
             table.add_row(*(Text(visible(cell)) for cell in cells))
         console.print(table)
+        for t in story.episodes:
+            _print_notes(f"episode {t.k}: ", t.notes, console)
     console.print(Text(visible(story.kept)), soft_wrap=True)
 
 
@@ -192,6 +194,7 @@ def _print_episode(
     one: Mapping[str, Any], sample: Sample, console: Console, color: Color, scale: Scale | None, *, tokens: bool
 ) -> None:
     console.print(Text(visible(f"\nepisode {one['k']}: {_reward(one)}{_ended(one)}"), "bold"))
+    _print_notes("", one.get("notes", {}), console)
     if one["turn_rewards"]:
         rewards = ", ".join(human.number(reward) for reward in one["turn_rewards"])
         console.print(Text(f"rewards of its turns: {rewards}", style=QUIET))
@@ -225,6 +228,12 @@ def _print_words(one: Mapping[str, Any], console: Console) -> None:
     for message in [*told["prompt"], *told["completion"]]:
         console.print(Text(visible(f"{message.get('role', human.UNKNOWN)}:"), style=QUIET))
         console.print(Padding(Text(visible(_content(message))), (0, 0, 0, 2), expand=False))
+
+
+def _print_notes(who: str, notes: Mapping[str, str], console: Console) -> None:
+    """Print what an agent asked the endpoint for and did not get."""
+    for kind, reason in notes.items():
+        console.print(Text(visible(f"{who}{kind.replace('_', ' ')}: {reason}"), style=QUIET), soft_wrap=True)
 
 
 def _content(message: Mapping[str, Any]) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from headway.errors import ConfigError, ScoringFailed
+from headway.rewards.code import code
 from headway.rewards.request import ScoreRequest
 
 Rule = Callable[[ScoreRequest, str], float]
@@ -72,6 +73,7 @@ def math_verify(float_rounding: int = 6, strict: bool = True) -> Rule:
 
 
 BUILT_IN: Mapping[str, Callable[..., Rule]] = {
+    "code": code,
     "exact_match": exact_match,
     "format": format_reward,
     "math_verify": math_verify,
@@ -79,10 +81,14 @@ BUILT_IN: Mapping[str, Callable[..., Rule]] = {
 }
 
 
-def make_rule(name: str, params: Mapping[str, Any]) -> Rule:
-    """The rule of `BUILT_IN` called ``name``. Raises `ConfigError` for parameters that it does not take, or lacks."""
+def make_rule(name: str, params: Mapping[str, Any], **surroundings: Any) -> Rule:
+    """The rule of `BUILT_IN` called ``name``. Raises `ConfigError` for parameters that it does not take, or lacks.
+
+    ``surroundings``: what is no parameter of the user's, by name; a rule gets what it names.
+    """
     maker = BUILT_IN[name]
-    known = inspect.signature(maker).parameters
+    taken = inspect.signature(maker).parameters
+    known = {param: parameter for param, parameter in taken.items() if param not in surroundings}
     for param in params:
         if param not in known:
             close = difflib.get_close_matches(param, known, n=1)
@@ -93,7 +99,7 @@ def make_rule(name: str, params: Mapping[str, Any]) -> Rule:
     for param, parameter in known.items():
         if parameter.default is parameter.empty and param not in params:
             raise ConfigError(f"reward.params: {name} needs {param!r}; it takes {', '.join(known)}")
-    return maker(**params)
+    return maker(**params, **{key: value for key, value in surroundings.items() if key in taken})
 
 
 def _answer_of(request: ScoreRequest) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from headway.pickling import pickled_by_fields
+from headway.sandbox.limits import SandboxSpec
 from headway.user_code import names_a_file, resolve_spec
 
 if TYPE_CHECKING:
@@ -43,6 +44,8 @@ class RewardSpec:
     task_name: str | None = None
     task_params: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
+    sandbox: SandboxSpec = field(default_factory=SandboxSpec)
+    """The sandbox of the reward ``code``."""
     answer_keys: tuple[str, ...] = ()
     """Columns that ground truths are from: a user's function may ask for the answer by these names, too."""
     columns: tuple[str, ...] | None = None
@@ -69,6 +72,7 @@ class RewardSpec:
             task_name=task.name if task else None,
             task_params=task.params if task else {},
             seed=config.run.seed,
+            sandbox=config.sandbox.spec,
             answer_keys=tuple(dict.fromkeys(key for key in keys if key not in (None, "auto") and key.isidentifier())),
         )
 

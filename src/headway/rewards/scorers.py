@@ -39,7 +39,7 @@ def make_scorer(spec: RewardSpec) -> Scorer:
     """The scorer that ``spec`` asks for.
 
     Raises:
-        ConfigError: unknown reward or task, or parameters that it does not take.
+        ConfigError: unknown reward or task, parameters that it does not take, or no sandbox for the model's code here.
         UserCodeError: the user's file does not load, or its function needs what it is not given.
     """
     parts = [(part, _make_part(part, spec)) for part in spec.parts]
@@ -59,7 +59,8 @@ def make_scorer(spec: RewardSpec) -> Scorer:
 def _make_part(part: RewardPart, spec: RewardSpec) -> Callable[[ScoreRequest], Values]:
     match part.function:
         case name if name in BUILT_IN:
-            return _one_by_one(make_rule(name, part.params), spec.timeout_s)
+            rule = make_rule(name, part.params, sandbox=spec.sandbox, within_s=spec.timeout_s)
+            return _one_by_one(rule, spec.timeout_s)
         case "task":
             if spec.task_name is None:
                 raise ConfigError("reward.function=task needs data.task; for files: exact_match or file.py:function")

@@ -72,6 +72,10 @@ class SimulatedRecord:
         known = answers[-1] + 1 if answers else _common(path, self._first)
         return Prompted(same_ids(sum(lengths), sum(lengths[:known]) if self._turns else 0), key, path)
 
+    def count(self, request: TurnRequest) -> int:
+        """See `headway.episodes.record.Record.count`."""
+        return sum(self._tokens(_item(message)) for message in request.messages)
+
     def answered(self, prompted: Prompted, request: TurnRequest, finished: FinishedCall, number: int) -> TurnAnswer:
         """See `headway.episodes.record.Record.answered`."""
         path: Path = prompted.chat

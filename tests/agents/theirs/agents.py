@@ -71,9 +71,15 @@ async def openai_agents(row, base_url, api_key, model, api="responses", streamed
     return float(result.final_output == row["answer"])
 
 
-async def inspect_react(row, base_url, api_key, model):
-    from inspect_ai.agent import react, run
+def inspect_react(row, base_url, api_key, model):
+    import tempfile
+
+    from inspect_ai import Task
+    from inspect_ai import eval as evaluate
+    from inspect_ai.agent import react
+    from inspect_ai.dataset import Sample
     from inspect_ai.model import get_model
+    from inspect_ai.scorer import match
     from inspect_ai.tool import tool
 
     @tool
@@ -89,5 +95,9 @@ async def inspect_react(row, base_url, api_key, model):
         return execute
 
     llm = get_model(f"openai-api/headway/{model}", base_url=base_url, api_key=api_key, memoize=False)
-    state = await run(react(tools=[calculate()], model=llm), row["prompt"][-1]["content"])
-    return float(state.output.completion == row["answer"])
+    sample = Sample(row["prompt"][-1]["content"], target=row["answer"])
+    task = Task([sample], solver=react(tools=[calculate()]), scorer=match())
+    with tempfile.TemporaryDirectory() as logs:
+        [log] = evaluate(task, model=llm, display="none", log_dir=logs)
+    assert log.status == "success", log.error
+    return log.results.scores[0].metrics["accuracy"].value

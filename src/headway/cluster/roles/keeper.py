@@ -51,7 +51,7 @@ class KeeperRole(Role):
         """Begin to keep groups, on the running loop. Starts the runners of the program, where there is one."""
         hosting = None
         if self._config.rollout.has_program:
-            programs = ProgramRunners(self.name, self._config.rollout, self._logs, self._model_path)
+            programs = ProgramRunners(self.name, self._config, self._logs, self._model_path)
             with torch_hidden():
                 hosting = chat_hosting(self._config, self._tokenizer, programs, self._host)
             await hosting.start()

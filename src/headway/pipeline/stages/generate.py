@@ -112,6 +112,7 @@ class Generate(Stage[Share, Group]):
                     metrics=dict(trajectory.metrics),
                     steps=list(trajectory.steps),
                     waits=list(trajectory.waits),
+                    notes=dict(trajectory.notes),
                 )
             )
         # An aborted group's too: an episode that failed before has that fate, whatever becomes of its group.

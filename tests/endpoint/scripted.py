@@ -1,31 +1,24 @@
-"""Episodes whose program asks for its turns at a real endpoint over loopback, by a policy that says what it is told."""
+"""Episodes of agents by a policy that says what it is told, and their rows against its record."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headway.data.types import FinishReason, RowTokens, SampledTokens, Trajectory
-from headway.endpoint.dialect import Texts
-from headway.endpoint.dialects import DIALECTS
-from headway.endpoint.server import Endpoint
-from headway.episodes.alone import keeping
 from headway.episodes.limits import Limits
-from headway.episodes.programs import Hosting, Turn
-from headway.episodes.record import Chats
 from headway.episodes.rendering import ChatRenderer
-from headway.interfaces import Call, FinishedCall, GroupRequest
-from headway.programs.messages import Access, EpisodeEnd, EpisodeStart
+from headway.interfaces import Call, FinishedCall
+from tests.endpoint.served import Agent, served
 from tests.episodes.conftest import renderer_of
-from tests.episodes.program_episodes import Here, Policy, request
+from tests.episodes.program_episodes import Policy
 
 LIMITS = Limits(max_length=4000, max_turns=20, step_timeout_s=20, episode_timeout_s=60)
-Agent = Callable[[Access], Awaitable[float | None]]
 ADD = {"name": "add", "description": "Add two numbers."}
 ADD_PARAMETERS = {
     "type": "object",
@@ -62,19 +55,6 @@ class Scripted(Policy):
         raise AssertionError("the last token ends every turn")
 
 
-class Agents(Here):
-    """Runs agents on the test's own loop."""
-
-    def __init__(self, agent: Agent) -> None:
-        async def program(start: EpisodeStart, ask: Turn) -> EpisodeEnd:
-            assert start.access is not None
-            return EpisodeEnd(await agent(start.access))
-
-        super().__init__(program)
-
-    async def start(self) -> None: ...
-
-
 @dataclass
 class Made:
     """An episode that is over, with the engine's record."""
@@ -106,35 +86,14 @@ class Made:
         assert sorted(seen) == sorted(calls)
 
 
-def endpoint_of(renderer: ChatRenderer, **options: Any) -> Endpoint:
-    texts = Texts(
-        lambda text: renderer.encode(text).tolist(),
-        lambda ids: renderer.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False),
-    )
-    return Endpoint(DIALECTS, texts, **options)
-
-
 async def made(
-    agent: Agent,
-    texts: Sequence[str],
-    *,
-    limits: Limits = LIMITS,
-    template: str = "qwen2_5",
-    max_tokens: int = 500,
-    **options: Any,
+    agent: Agent, texts: Sequence[str], *, template: str = "qwen2_5", limits: Limits = LIMITS, **settings: Any
 ) -> Made:
-    """One episode of ``agent``, whose turns say ``texts``; ``options`` are the endpoint's."""
+    """One episode of ``agent``, whose turns say ``texts``; ``settings`` are the endpoint's."""
     renderer = renderer_of(template)
     policy = Scripted(_one_by_one(texts), renderer)
-    endpoint = endpoint_of(renderer, **options)
-    stop_ids = tuple(sorted(renderer.end_ids))
-    hosting = Hosting(Agents(agent), Chats(renderer).record, limits, stop_ids=stop_ids, endpoint=endpoint)
-    await hosting.start()
-    async with keeping(policy, hosting=hosting) as keeper:
-        asked: GroupRequest = request()
-        asked = replace(asked, sampling=replace(asked.sampling, max_tokens=max_tokens))
-        (group,) = [group async for group in keeper.generate([asked])]
-    return Made(group.trajectories[0], list(group.tokens.rows) if group.tokens else [], policy.record)
+    done = await served(agent, policies=[policy], limits=limits, max_tokens=500, renderer=renderer, **settings)
+    return Made(done.episode, done.rows if done.group.tokens else [], policy.record)
 
 
 def _one_by_one(texts: Sequence[str]) -> Callable[[Call], str]:

@@ -1,0 +1,206 @@
+"""The command line that builds the room of one call, with ``bwrap``.
+
+    [setpriv ─▶] bwrap ─▶ sh, the room's first process ─▶ prlimit ─▶ the program
+     where we     the      waits until it is let go, so that nothing starts of a
+     are root     room     caller that has ended; all that runs ends with it
+
+The room has /usr and the interpreter, read-only, a /proc and a /dev of its own, and one place to write: /tmp, in
+memory.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import socket
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import IO
+
+from headway.errors import ConfigError, SandboxFailed
+from headway.sandbox.limits import Limits
+from headway.sandbox.passage import closed_way_to, open_way_to
+
+UID_INSIDE = 1000
+FIRST_UID, UIDS = 64000, 1000
+"""Users of this machine that rooms are made as where we are root: one for each that is open."""
+COUNTS_BY_NAMESPACE = (5, 14)
+"""First Linux that counts a user's processes within a user namespace, and not on the whole machine."""
+SYSTEM = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
+"""Directories beside /usr; on most systems links into it."""
+FROM_ETC = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
+DEVICES = ("null", "zero", "full", "random", "urandom")
+MOST_FILES = 64
+"""Files that a process may have open."""
+SCRATCH = "/tmp"
+INPUT = "/input"
+FIRST = ("/bin/sh", "-c", f'read -r go && "$@" <{INPUT}; exit $?', "sh")
+"""The room's first process. It starts the program when it is told to, and never where who tells it has ended; when it
+ends itself, so does everything in the room."""
+
+
+@dataclass(frozen=True)
+class Bubblewrap:
+    """The programs that build rooms, as they were found on this machine."""
+
+    bwrap: str
+    prlimit: str
+    setpriv: str
+    python: str
+    """The interpreter that a venv is made from, which has nothing installed but what came with it."""
+
+    @classmethod
+    def here(cls) -> Bubblewrap:
+        """Find the programs. Raises `ConfigError` with what to install."""
+        bwrap = shutil.which("bwrap")
+        if bwrap is None:
+            raise ConfigError(
+                "sandbox: there is no bwrap on this machine, in which code of the model's could run; install it (apt "
+                "install bubblewrap), or choose sandbox=process_limits, which protects from much less (docs/sandbox.md)"
+            )
+        found = {name: shutil.which(name) for name in ("prlimit", "setpriv")}
+        if missing := [name for name, path in found.items() if path is None]:
+            raise ConfigError(f"sandbox: there is no {' and no '.join(missing)} here; install util-linux")
+        return cls(bwrap, str(found["prlimit"]), str(found["setpriv"]), base_python())
+
+    @cached_property
+    def prefix(self) -> Path | None:
+        """The directory of the interpreter, where that is not /usr."""
+        prefix = Path(self.python).parent.parent
+        return None if prefix.is_relative_to("/usr") else prefix
+
+    @cached_property
+    def counts_processes(self) -> bool:
+        """The kernel counts the processes of a room apart from all others of its user."""
+        numbers = platform.release().split("-")[0].split(".")[:2]
+        return os.geteuid() == 0 or tuple(map(int, numbers)) >= COUNTS_BY_NAMESPACE
+
+    def command(
+        self,
+        program: Sequence[str],
+        limits: Limits,
+        *,
+        uid: int | None,
+        status: int,
+        seccomp: int,
+        stdin: int,
+        files: Mapping[str, int],
+    ) -> list[str]:
+        """The command that runs ``program`` in a room of its own.
+
+        Args:
+            program: the program and its arguments, as the room has them.
+            uid: the user of this machine to become, where we are root.
+            status: descriptor to which bwrap writes the room's process, and how the program ended.
+            seccomp: descriptor of the filter.
+            stdin: descriptor of what the program reads.
+            files: names in the scratch space → descriptors of contents.
+        """
+        room = [*self._room(limits, status, seccomp, stdin, files), *FIRST, *self._limited(limits), *program]
+        return room if uid is None else [*self._become(uid), *room]
+
+    @cached_property
+    def _way(self) -> IO[bytes] | None:
+        """The namespace in which all users can reach the interpreter; None where they can anyway."""
+        closed = None if self.prefix is None else closed_way_to(self.prefix)
+        return None if self.prefix is None or closed is None else open_way_to(self.prefix, closed)
+
+    def _become(self, uid: int) -> list[str]:
+        """The beginning of a command that another user runs, who has a way to the interpreter."""
+        if self._way is None:
+            return [self.setpriv, f"--reuid={uid}", f"--regid={uid}", "--clear-groups", "--"]
+        namespace = f"/proc/{os.getpid()}/fd/{self._way.fileno()}"  # not passed on: it would be there in the room
+        return [str(shutil.which("nsenter")), f"--mount={namespace}", f"--setuid={uid}", f"--setgid={uid}", "--"]
+
+    def _room(self, limits: Limits, status: int, seccomp: int, stdin: int, files: Mapping[str, int]) -> list[str]:
+        names = "--unshare-user --unshare-pid --unshare-ipc --unshare-uts --unshare-net --unshare-cgroup-try"
+        apart = [
+            "--disable-userns",
+            "--as-pid-1",
+            "--die-with-parent",
+            "--new-session",
+            "--cap-drop",
+            "ALL",
+            "--clearenv",
+        ]
+        who = ["--uid", str(UID_INSIDE), "--gid", str(UID_INSIDE), "--hostname", "sandbox"]
+        devices = [word for name in DEVICES for word in ("--dev-bind", f"/dev/{name}", f"/dev/{name}")]
+        links = ["--symlink", "/proc/self/fd", "/dev/fd", "--symlink", SCRATCH, "/dev/shm"]
+        scratch = ["--size", str(limits.scratch_mib << 20), "--perms", "0700", "--tmpfs", SCRATCH]
+        contents = [
+            word for name, fd in files.items() for word in ("--perms", "0600", "--file", str(fd), f"{SCRATCH}/{name}")
+        ]
+        variables = {"PATH": "/usr/bin:/bin", "HOME": SCRATCH, "TMPDIR": SCRATCH, "LANG": "C.UTF-8"}
+        return [
+            *(self.bwrap, *names.split(), *apart, *who, *self._read_only()),
+            *("--proc", "/proc", "--tmpfs", "/dev", *devices, *links, "--remount-ro", "/dev"),
+            *(*scratch, *contents, "--perms", "0400", "--file", str(stdin), INPUT),
+            *("--remount-ro", "/", "--chdir", SCRATCH),
+            *(word for name, value in variables.items() for word in ("--setenv", name, value)),
+            *("--json-status-fd", str(status), "--seccomp", str(seccomp), "--"),
+        ]
+
+    def _read_only(self) -> Iterator[str]:
+        yield from ("--ro-bind", "/usr", "/usr")
+        for path in SYSTEM:
+            if Path(path).is_symlink():
+                yield from ("--symlink", str(Path(path).readlink()), path)
+            elif Path(path).exists():
+                yield from ("--ro-bind", path, path)
+        yield from ("--perms", "0755", "--dir", "/etc")
+        for path in FROM_ETC:
+            yield from ("--ro-bind-try", path, path)
+        if self.prefix is not None:
+            for parent in [*self.prefix.parents][-2::-1]:  # else as closed as they are outside
+                yield from ("--perms", "0755", "--dir", str(parent))
+            yield from ("--ro-bind", str(self.prefix), str(self.prefix))
+
+    def _limited(self, limits: Limits) -> list[str]:
+        """The command's beginning that sets limits of each process. In the room: processes are counted within it."""
+        return [self.prlimit, *rlimits(limits, counts_processes=self.counts_processes), "--"]
+
+
+def rlimits(limits: Limits, *, counts_processes: bool) -> Iterator[str]:
+    """Arguments of prlimit(1) for each process of a call."""
+    seconds = max(1, round(limits.cpu_s + 0.5))
+    yield f"--cpu={seconds}:{seconds + 1}"
+    yield f"--as={limits.memory_mib << 20}"
+    yield f"--fsize={limits.scratch_mib << 20}"
+    yield f"--nofile={MOST_FILES}"
+    yield from ("--core=0", "--memlock=0", "--msgqueue=0", "--rtprio=0", "--nice=0")
+    if counts_processes:
+        yield f"--nproc={limits.processes + 1}"  # the room's own first process counts, too
+
+
+def base_python() -> str:
+    """The path of the interpreter that this process's venv is made from, links resolved."""
+    return str(Path(getattr(sys, "_base_executable", None) or sys.executable).resolve())
+
+
+@contextmanager
+def own_uid() -> Iterator[int | None]:
+    """Hold a user of this machine that no other open room has, where we are root; else None.
+
+    An abstract socket named after it is the lock: the kernel frees it with the process that holds it.
+
+    Raises:
+        SandboxFailed: all are taken.
+    """
+    if os.geteuid() != 0:
+        yield None
+        return
+    with socket.socket(socket.AF_UNIX) as lock:
+        for place in range(UIDS):
+            uid = FIRST_UID + (os.getpid() * 7 + place) % UIDS
+            try:
+                lock.bind(f"\0headway-sandbox-{uid}")
+            except OSError:
+                continue
+            yield uid
+            return
+        raise SandboxFailed(f"{UIDS} sandboxes are open on this machine, and there is a user for no more")

@@ -1,0 +1,141 @@
+"""The door to the sandbox: calls from an event loop or without one, and the trial at the start."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+
+from headway.errors import ConfigError, SandboxFailed
+from headway.sandbox.bubblewrap import Bubblewrap, base_python
+from headway.sandbox.call import Call, Room
+from headway.sandbox.limits import Limits, Ran, SandboxSpec
+from headway.sandbox.process_limits import ProcessLimits, prlimit
+from headway.sandbox.room import BubblewrapRoom
+from headway.sandbox.seccomp import seccomp_filter
+
+AT_ONCE = max(4, 2 * (os.cpu_count() or 1))
+"""Most calls at once of a process's event loop; further ones wait."""
+ISOLATED = ("-I", "-S", "-B", "-X", "utf8")
+"""Options of the interpreter: no directory of the user's, no packages, UTF-8."""
+FILE_NAME = re.compile(r"[\w.-]{1,100}")
+TRIAL = Limits(wall_s=10.0, cpu_s=5.0, memory_mib=256, processes=8, output_kib=16, scratch_mib=1)
+REFUSED = (
+    "sandbox: bwrap cannot make a sandbox here: {said}. It needs user namespaces. On this machine allow them (sysctl "
+    "user.max_user_namespaces above 0; kernel.unprivileged_userns_clone=1 and "
+    "kernel.apparmor_restrict_unprivileged_userns=0 where they exist); in a container start it with --privileged, or "
+    "with --cap-add SYS_ADMIN --security-opt seccomp=unconfined --security-opt apparmor=unconfined. Or choose "
+    "sandbox=process_limits, which protects from much less (docs/sandbox.md)"
+)
+
+
+class Sandbox:
+    """Runs programs that nobody vouches for, each in a room of its own. May be used from several threads."""
+
+    def __init__(self, spec: SandboxSpec) -> None:
+        """Find what it needs on this machine; nothing is started.
+
+        Raises:
+            ConfigError: a program is missing; says what to install.
+        """
+        self._spec = spec
+        self._found: Bubblewrap | None = None
+        self._refused = b""
+        if spec.kind == "bubblewrap":
+            self._found, self._refused = Bubblewrap.here(), seccomp_filter()
+        else:
+            prlimit()
+
+    def probe(self) -> None:
+        """Run a program of one line.
+
+        Raises:
+            ConfigError: it does not run here; says why, and what to change.
+        """
+        try:
+            ran = self.run_blocking("print('here')", limits=TRIAL)
+            said = "" if ran.stdout == "here\n" else f"a program of one line ended with code {ran.code}: {ran.stderr}"
+            said = f"{said} {TRIAL.said(ran.limit)}" if ran.limit is not None else said
+        except SandboxFailed as cause:
+            said = str(cause)
+        if said and self._found is None:
+            raise ConfigError(f"sandbox=process_limits: {' '.join(said.split())}")
+        if said:
+            raise ConfigError(REFUSED.format(said=" ".join(said.split())))
+
+    async def run(
+        self,
+        program: str | Sequence[str],
+        *,
+        stdin: str = "",
+        files: Mapping[str, str] | None = None,
+        limits: Limits | None = None,
+    ) -> Ran:
+        """Run a program to its end. Cancelling this ends the program, and waits until nothing of it is left.
+
+        Args:
+            program: Python code, or a program with its arguments, as the room has them: absolute paths of /usr.
+            stdin: its standard input.
+            files: plain names in its working directory → contents.
+            limits: the call's limits; None for the sandbox's own.
+
+        Raises:
+            SandboxFailed: the call could not be made, whatever the program was.
+        """
+        call, arguments = self._call(program, files or {}, limits or self._spec.limits)
+        work = _threads(os.getpid()).submit(call.run, arguments, _encoded(stdin))
+        running = asyncio.wrap_future(work)
+        try:
+            return await asyncio.shield(running)
+        except asyncio.CancelledError:
+            call.stop()
+            if not work.cancel():  # it has begun
+                await asyncio.wait([running])
+                running.exception()  # seen: what matters is that it is over
+            raise
+
+    def run_blocking(
+        self,
+        program: str | Sequence[str],
+        *,
+        stdin: str = "",
+        files: Mapping[str, str] | None = None,
+        limits: Limits | None = None,
+    ) -> Ran:
+        """`run`, for code without an event loop."""
+        call, arguments = self._call(program, files or {}, limits or self._spec.limits)
+        return call.run(arguments, _encoded(stdin))
+
+    def _call(
+        self, program: str | Sequence[str], files: Mapping[str, str], limits: Limits
+    ) -> tuple[Call, Sequence[str]]:
+        if bad := [name for name in files if not FILE_NAME.fullmatch(name) or name.startswith(".")]:
+            raise ValueError(f"{bad[0]!r} is no plain name of a file")
+        contents = {name: _encoded(content) for name, content in files.items()}
+        if isinstance(program, str):
+            contents[CODE] = _encoded(program)
+            program = self.python(CODE)
+        room: Room
+        room = ProcessLimits(contents) if self._found is None else BubblewrapRoom(self._found, self._refused, contents)
+        return Call(room, limits), program
+
+    def python(self, *arguments: str) -> list[str]:
+        """The command that runs the room's Python with ``arguments``."""
+        return [base_python() if self._found is None else self._found.python, *ISOLATED, *arguments]
+
+
+CODE = "main.py"
+"""Name of the file that Python code is run from."""
+
+
+@lru_cache(maxsize=1)
+def _threads(process: int) -> ThreadPoolExecutor:
+    """The threads of ``process`` that see calls through. They live as long as it, for a room ends with its thread."""
+    return ThreadPoolExecutor(AT_ONCE, thread_name_prefix="sandbox")
+
+
+def _encoded(text: str) -> bytes:
+    return text.encode("utf-8", "backslashreplace")

@@ -1,0 +1,89 @@
+"""The section of the sandbox: its forms, and what is said of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from headway.config.doctor import diagnose
+from headway.config.loading import dump, load
+from headway.errors import ConfigError
+from headway.rewards.request import RewardSpec
+from headway.sandbox.limits import Limits, SandboxSpec
+
+PYTHON = "rollout.tools=[python]"
+
+
+def settings(*more: str) -> list[str]:
+    return ["data.epochs=1", "model.path=somewhere", "data.task.name=sort", *more]
+
+
+def told(*more: str) -> list[str]:
+    return diagnose(load(None, settings(*more)))
+
+
+@pytest.mark.parametrize(
+    ("given", "spec"),
+    [
+        ([], SandboxSpec()),
+        (["sandbox=process_limits"], SandboxSpec("process_limits")),
+        (["sandbox.kind=process_limits", "sandbox.cpu_s=3"], SandboxSpec("process_limits", Limits(cpu_s=3.0))),
+        (
+            ["sandbox={kind: bubblewrap, memory_mib: 256, wall_s: 5, processes: 8, output_kib: 1, scratch_mib: 2}"],
+            SandboxSpec("bubblewrap", Limits(5.0, 10.0, 256, 8, 1, 2)),
+        ),
+    ],
+)
+def test_a_bare_name_is_the_kind_and_a_section_has_the_limits(given: list[str], spec: SandboxSpec) -> None:
+    config = load(None, settings(PYTHON, *given)).config
+    assert config.sandbox.spec == spec
+    assert RewardSpec.of(config).sandbox == spec
+
+
+def test_a_configuration_that_is_written_down_loads_again(tmp_path: Path) -> None:
+    loaded = load(None, settings(PYTHON, "sandbox=process_limits"))
+    file = tmp_path / "config.yaml"
+    file.write_text(dump(loaded.config))
+    assert load(file).config == loaded.config
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("sandbox=docker", r"sandbox\.kind: got 'docker', expected 'bubblewrap' or 'process_limits'"),
+        ("sandbox=3", "sandbox: got 3.*expected a section"),
+        ("sandbox.memory_mib=8", r"sandbox\.memory_mib: got 8.*expected a number greater than or equal to 64"),
+        ("sandbox.wall_s=0", r"sandbox\.wall_s: got 0.*expected a number greater than 0"),
+        ("sandbox.memory=512", r"sandbox\.memory.*did you mean sandbox\.memory_mib"),
+        ("rollout.tools=[pythn]", "expected file.py:name, such as tools.py:look_up, or the built-in python"),
+    ],
+)
+def test_what_cannot_be_is_told(given: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        told(PYTHON, given) if not given.startswith("rollout") else told(given)
+
+
+def test_a_sandbox_without_a_use_is_told() -> None:
+    with pytest.raises(ConfigError, match=r"sandbox\.cpu_s has no effect: nothing runs in it"):
+        told("sandbox.cpu_s=3")
+    with pytest.raises(ConfigError, match=r"sandbox\.wall_s has no effect: each test of the reward code"):
+        told("reward.function=code", "sandbox.wall_s=3")
+    assert not any("sandbox" in note for note in told("reward.function=code", "sandbox.cpu_s=3"))
+
+
+def test_limits_alone_are_told_to_protect_from_little_once() -> None:
+    notes = [note for note in told(PYTHON, "sandbox=process_limits") if "sandbox" in note]
+    assert len(notes) == 1
+    assert "without a sandbox" in notes[0]
+    assert not [note for note in told(PYTHON) if "sandbox" in note]
+
+
+def test_a_call_may_not_take_as_long_as_a_step() -> None:
+    with pytest.raises(ConfigError, match=r"sandbox\.wall_s=60 lets one call of the tool python take as long"):
+        told(PYTHON, "sandbox.wall_s=60")
+
+
+def test_a_parameter_named_python_is_no_file() -> None:
+    with pytest.raises(ConfigError, match=r"rollout\.environment=python: expected file\.py:name"):
+        told("rollout.environment=python")

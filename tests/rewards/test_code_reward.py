@@ -1,0 +1,322 @@
+"""The reward ``code``: forms of tests, what passes, and what an answer that cheats does not get."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headway.errors import ConfigError, SandboxFailed, ScoringFailed
+from headway.rewards.built_in import make_rule
+from headway.rewards.code import code_of
+from headway.rewards.code_tests import AssertTest, CallTest, StdinTest, unit_tests_of
+from headway.rewards.compare import same_text, same_value
+from headway.rewards.request import RewardPart, RewardSpec, ScoreRequest
+from headway.rewards.scorers import make_scorer
+from headway.sandbox import sandbox as door
+from headway.sandbox.limits import Limits, SandboxSpec
+
+SPEC = SandboxSpec("bubblewrap", Limits(memory_mib=256, processes=16, output_kib=32, scratch_mib=8))
+needs_bwrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="there is no bwrap here: apt install bubblewrap")
+DOUBLE = {"inputs": ["1\n", "21\n"], "outputs": ["2\n", "42\n"]}
+ADDS = {"test_list": ["assert add(1, 2) == 3", "assert add(2, 2) == 4"]}
+
+
+def value(response: str, answer: Any, extra: dict[str, Any] | None = None, **params: Any) -> float:
+    rule = make_rule("code", {"timeout_s": 20, **params}, sandbox=SPEC, within_s=60)
+    return rule(ScoreRequest("?", [response], answer, "test", extra or {}), response)
+
+
+def fenced(code: str) -> str:
+    return f"I think so:\n```python\n{code}\n```\nThat is it."
+
+
+# ---------------------------------------------------------------------------------------------- forms
+
+
+@needs_bwrap
+@pytest.mark.parametrize(
+    ("code", "answer", "extra", "score"),
+    [
+        ("print(int(input()) * 2)", DOUBLE, {}, 1.0),
+        ("print(2)", DOUBLE, {}, 0.0),
+        ("def add(a, b): return a + b", json.dumps({"inputs": [[1, 2]], "outputs": [3], "fn_name": "add"}), {}, 1.0),
+        ("class Solution:\n  def add(self, a: List[int]): return sum(a)",
+         {"inputs": [[[1, 2]]], "outputs": [[3]], "fn_name": "add"}, {}, 1.0),
+        ("def f(a, b): print(7); return a + b",
+         [{"input": "1\n2", "output": "3", "testtype": "functional", "metadata": {"func_name": "f"}}], {}, 1.0),
+        ("print(input())", [{"input": "a", "output": "a", "type": "stdin_stdout"}], {}, 1.0),
+        ("def add(a, b): return a + b", ADDS, {}, 1.0),
+        ("def add(a, b): return 3", ADDS, {}, 0.0),
+        ("def add(a, b): return a + b", "assert add(1, 2) == 3\nassert add(1, 1) == 2", {}, 1.0),
+        ("def add(a, b): return a + b", "def check(candidate):\n    assert candidate(1, 2) == 3\n",
+         {"entry_point": "add"}, 1.0),
+        ("def add(a, b): return a - b", {"test": "def check(candidate):\n    assert candidate(1, 2) == 3\n",
+                                         "entry_point": "add"}, {}, 0.0),
+    ],
+    ids=["stdin", "stdin, wrong", "function", "method", "LiveCodeBench", "DeepCoder", "MBPP", "MBPP, wrong", "asserts",
+         "HumanEval", "HumanEval, wrong"],
+)  # fmt: skip
+def test_each_form_of_tests_is_recognised_and_run(code: str, answer: Any, extra: dict[str, Any], score: float) -> None:
+    assert value(fenced(code), answer, extra) == score
+
+
+@pytest.mark.parametrize(
+    ("answer", "extra", "tests"),
+    [
+        (DOUBLE, {}, [StdinTest("1\n", "2\n"), StdinTest("21\n", "42\n")]),
+        ({"inputs": np.array(["1"], object), "outputs": np.array(["2"], object)}, {}, [StdinTest("1", "2")]),
+        ({"inputs": [["a", "b"]], "outputs": [["c"]]}, {}, [StdinTest("a\nb", "c")]),
+        (DOUBLE | {"inputs": ["1", "2"]}, {"fn_name": "f"}, [CallTest("f", [1], 2), CallTest("f", [2], 42)]),
+        ([{"input": "[1]\n2", "output": "text", "type": "function_call", "fn_name": "f"}], {},
+         [CallTest("f", [[1], 2], "text")]),
+        ({"tests": [{"input": "1", "output": "2"}]}, {}, [StdinTest("1", "2")]),
+        ({"tests": '[{"input": "1", "output": "2"}]'}, {}, [StdinTest("1", "2")]),
+        ({"test_list": ["assert a"], "test_setup_code": "import b"}, {}, [AssertTest("import b\nassert a")]),
+        ({"test_list": np.array(["assert a"], object), "test_imports": None}, {}, [AssertTest("assert a")]),
+        ('["assert a", "assert b"]', {}, [AssertTest("assert a"), AssertTest("assert b")]),
+        ("def check(candidate): pass\ncheck(f)", {}, [AssertTest("def check(candidate): pass\ncheck(f)")]),
+    ],
+)  # fmt: skip
+def test_data_of_each_form_become_tests(answer: Any, extra: dict[str, Any], tests: list[Any]) -> None:
+    assert unit_tests_of(answer, extra) == tests
+
+
+@pytest.mark.parametrize(
+    ("answer", "extra", "message"),
+    [
+        (None, {}, "there are no tests in the answer None"),
+        (5, {}, "there are no tests in the answer 5"),
+        ("", {}, "there are no tests in the answer ''"),
+        ("{not json", {}, "begin like JSON, and are none"),
+        ([], {}, r"the answer \[\] has no tests"),
+        ({"inputs": [], "outputs": []}, {}, "has no tests"),
+        ({"inputs": ["1"], "outputs": []}, {}, "have 1 and 0 inputs and outputs"),
+        ({"inputs": 1, "outputs": []}, {}, "have 1 and 0 inputs and outputs"),
+        ({"question": "?"}, {}, "there are no tests in the answer"),
+        ([{"input": "1"}], {}, "one of the tests in the answer is"),
+        ([1, "assert a"], {}, "one of the tests in the answer is 1"),
+        ({"tests": 3}, {}, "the tests in the answer are 3"),
+        ([{"input": "1", "output": "2", "type": "vision"}], {}, "has the type 'vision'; known are stdin"),
+        ([{"input": "1", "output": "2", "type": "functional"}], {}, "calls a function that fn_name does not name"),
+        ([{"input": "x y", "output": "2", "fn_name": "f"}], {}, "the arguments of f, 'x y', are no JSON"),
+        ({"inputs": [3], "outputs": [3], "fn_name": "f"}, {}, "the arguments of f are 3; expected a list"),
+        ("def check(candidate): pass", {}, r"have check\(candidate\), and entry_point is None"),
+        ("def check(candidate): pass", {"entry_point": "a b"}, "entry_point is 'a b'"),
+    ],
+)
+def test_wrong_data_is_told_in_one_line(answer: Any, extra: dict[str, Any], message: str) -> None:
+    with pytest.raises(ScoringFailed, match=message) as failed:
+        unit_tests_of(answer, extra)
+    assert "\n" not in str(failed.value)
+
+
+CONTENTS = ["inputs", "outputs", "input", "output", "tests", "test", "test_imports", "test_setup_code"]
+KEYS = [*CONTENTS, "fn_name", "type", "metadata"]
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.text(),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYS), inner, max_size=4),
+    )
+)
+def test_any_data_gives_tests_or_one_message(answer: Any) -> None:
+    with suppress(ScoringFailed):
+        assert unit_tests_of(answer, {})
+
+
+# ---------------------------------------------------------------------------------------------- code of a response
+
+
+@pytest.mark.parametrize(
+    ("response", "code"),
+    [
+        ("x = 1", "x = 1"),
+        ("```python\na\n```\n\n```python\nb\n```", "b\n"),
+        ("```py\na\n```\nIt prints\n```\n42\n```", "a\n"),
+        ("```\na\n```", "a\n"),
+        ("```python\nprint('```')\n```", "print('```')\n"),
+        ("<think>```python\na\n```</think>```python\nb\n```", "b\n"),
+        ("```python\nwas cut off", "was cut off"),
+        ("````python\n```\na\n```\n````", "```\na\n```\n"),
+        ("~~~python\na\n~~~", "a\n"),
+        ("", ""),
+    ],
+)
+def test_the_last_block_of_python_is_the_answers_code(response: str, code: str) -> None:
+    assert code_of(response) == code
+
+
+# ---------------------------------------------------------------------------------------------- comparing
+
+
+@pytest.mark.parametrize(
+    ("printed", "expected", "same"),
+    [
+        ("1 2\n", "1 2", True),
+        ("1 2  \n3\n\n", "1 2\n3", True),
+        ("1\n2", "1 2", False),
+        ("1  2", "1 2", True),
+        ("0.3333333333", "0.33333333", True),
+        ("0.34", "0.33", False),
+        ("1.0", "1", False),
+        ("1", "1.0", True),
+        ("nan", "1.0", False),
+        ("Yes", "YES", False),
+        ("", "", True),
+        ("", "1", False),
+        ("1e400", "1.0", False),
+    ],
+)
+def test_printed_text_is_compared_line_by_line(printed: str, expected: str, same: bool) -> None:
+    assert same_text(printed, expected) is same
+
+
+@pytest.mark.parametrize(
+    ("told", "expected", "same"),
+    [
+        ("3", 3, True),
+        ("3", [3], True),
+        ("[1, 2]", [[1, 2]], True),
+        ("[1, 2]", [1, 2], True),
+        ("[1, 2]", (1, 2), True),
+        ("0.1", 0.10000000001, True),
+        ("[0.1]", [[0.2]], False),
+        ("true", 1.0, False),
+        ('{"a": [1.0]}', {"a": [1]}, True),
+        ('{"1": 2}', {1: 2}, True),
+        ("no json", 3, False),
+        ("1" * 5000, 1.5, False),
+        ("[" * 100000, 3, False),
+    ],
+)
+def test_returned_values_are_compared_as_plain_data(told: str, expected: Any, same: bool) -> None:
+    assert same_value(told, expected) is same
+
+
+# ---------------------------------------------------------------------------------------------- cheating
+
+
+@needs_bwrap
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import sys; sys.exit(0)",
+        "import os; os._exit(0)",
+        "print('passed'); raise SystemExit",
+        "import os\nos.write(1, b'passed')\nos._exit(0)",
+        "import json, os\nprint([open('/proc/self/fd/0').read(), os.listdir('.')]); os._exit(0)",
+        "import os\nfor fd in range(20):\n  try: os.write(fd, b'0' * 32)\n  except OSError: pass\nos._exit(0)",
+        "import atexit, os; atexit.register(os._exit, 0); 1 / 0",
+        "import threading, os; threading.Timer(0, os._exit, (0,)).start(); import time; time.sleep(9)",
+        "raise KeyboardInterrupt",
+        "import signal, os; os.kill(os.getpid(), signal.SIGTERM)",
+        "def add(a, b): import os; os._exit(0)",
+    ],
+)
+def test_asserts_are_not_passed_by_leaving_or_printing(code: str) -> None:
+    assert value(code, ADDS, most_tests=1) == 0.0
+
+
+@needs_bwrap
+def test_an_answer_finds_no_expected_output() -> None:
+    code = """
+import gc, os, sys
+seen = []
+for where, _, files in os.walk("/tmp"):
+    seen += [open(os.path.join(where, name)).read() for name in files]
+for pid in filter(str.isdigit, os.listdir("/proc")):
+    seen.append(open(f"/proc/{pid}/cmdline").read() + open(f"/proc/{pid}/environ").read())
+print("the-expected" + "-output" if any("the-expected" + "-output" in one for one in seen) else "not found")
+"""
+    assert value(code, {"inputs": [""], "outputs": ["not found"]}) == 1.0
+    assert value(code, {"inputs": [""], "outputs": ["the-expected-output"]}) == 0.0
+
+
+@needs_bwrap
+def test_tests_that_are_malicious_stay_inside(tmp_path) -> None:
+    target = tmp_path / "written"
+    assert value("pass", f"open({str(target)!r}, 'w').close()") == 0.0
+    assert not target.exists()
+
+
+# ---------------------------------------------------------------------------------------------- parameters and limits
+
+
+@needs_bwrap
+def test_with_partial_the_share_of_passed_tests_is_the_reward() -> None:
+    assert value("print(2)", DOUBLE, partial=True) == 0.5
+
+
+@needs_bwrap
+def test_the_longest_tests_are_run_where_there_are_too_many() -> None:
+    answer = {"inputs": ["1", "333", "22", ""], "outputs": ["wrong", "333", "22", "wrong"]}
+    assert value("print(input())", answer, most_tests=2) == 1.0
+    assert value("print(input())", answer, most_tests=None, partial=True) == 0.5
+
+
+@needs_bwrap
+def test_an_answer_that_does_not_end_gets_nothing_within_its_time() -> None:
+    began = time.monotonic()
+    rule = make_rule("code", {"partial": True}, sandbox=SPEC, within_s=2.0)
+    tests = {"inputs": ["1"] * 50, "outputs": ["1"] * 50}
+    assert rule(ScoreRequest("?", [""], tests, "test", {}), "while True: pass") == 0.0
+    assert time.monotonic() - began < 10
+
+
+@needs_bwrap
+def test_the_scorer_hands_sandbox_and_time_to_the_reward() -> None:
+    spec = RewardSpec((RewardPart.of("code", partial=True),), timeout_s=60.0, sandbox=SPEC)
+    responses = [fenced("print(int(input()) * 2)"), fenced("print(2)"), "no code at all"]
+    scores = make_scorer(spec)(ScoreRequest("?", responses, DOUBLE, "test", {}))
+    assert scores.rewards.tolist() == [1.0, 0.5, 0.0]
+
+
+@needs_bwrap
+def test_a_sandbox_that_fails_is_no_reward_of_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    rule = make_rule("code", {}, sandbox=SPEC, within_s=10)
+
+    def fail(*_: object, **__: object) -> None:
+        raise SandboxFailed("no memory is left")
+
+    monkeypatch.setattr(door.Sandbox, "run_blocking", fail)
+    with pytest.raises(ScoringFailed, match="no memory is left"):
+        rule(ScoreRequest("?", [""], DOUBLE, "test", {}), "print(1)")
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"partial": "yes"}, "reward.params.partial: expected true or false, not 'yes'"),
+        ({"most_tests": 0}, "reward.params.most_tests: expected a number from 1"),
+        ({"most_tests": True}, "reward.params.most_tests: expected a number from 1"),
+        ({"timeout_s": 0}, "reward.params.timeout_s: expected a number of seconds above 0"),
+        (
+            {"timeout": 3},
+            r"code has no parameter 'timeout' \(did you mean 'timeout_s'\?\); it takes partial, most_tests",
+        ),
+        ({"sandbox": 3}, "code has no parameter 'sandbox'"),
+    ],
+)
+def test_parameters_that_do_not_fit_are_told(params: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_rule("code", params, sandbox=SPEC, within_s=10)
+
+
+def test_a_reward_without_time_for_tests_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"reward\.timeout_s=0\.5 leaves no time for unit tests"):
+        make_rule("code", {}, sandbox=SPEC, within_s=0.5)
+
+
+def test_a_machine_without_a_sandbox_refuses_the_reward(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match="apt install bubblewrap"):
+        make_rule("code", {}, sandbox=SPEC, within_s=10)
