@@ -6,6 +6,8 @@
 # make vllm-env     that environment alone, about 1 GB: fails where it cannot be built
 # make test-agents  programs over unmodified environments of TRL, Gymnasium, GEM, SkyRL-gym, OpenEnv: 3 minutes    (ARGS="-k sql")
 # make agents-env   their packages alone, an environment of about 700 MB without torch
+# make test-verifiers environments of unmodified verifiers, played and trained, 5 minutes    (ARGS="-k tools")
+# make verifiers-env  its packages and Headway's alone, an environment of about 2 GB
 # make test-trackers  W&B, MLflow, trackio and Prometheus by their own packages, 3 minutes    (ARGS="-k mlflow")
 # make trackers-env   their packages alone, an environment of about 1.1 GB without torch
 # make test-gpu what works on this machine's GPUs, and how fast, in 8 minutes    (ARGS="--only logprobs,demo")
@@ -32,6 +34,8 @@ VLLM_BIN := .venv-vllm/bin
 VLLM_STAMP := .venv-vllm/.installed
 AGENTS_BIN := .venv-agents/bin
 AGENTS_STAMP := .venv-agents/.installed
+VERIFIERS_BIN := .venv-verifiers/bin
+VERIFIERS_STAMP := .venv-verifiers/.installed
 TRACKERS_BIN := .venv-trackers/bin
 TRACKERS_STAMP := .venv-trackers/.installed
 TRL_BIN := .venv-trl/bin
@@ -42,10 +46,10 @@ TRL_STAMP := .venv-trl/.installed
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PYTHONDONTWRITEBYTECODE=
 
 # Each has a target test-NAME, and NAME-env that builds its environment alone.
-ENVIRONMENTS := vllm agents trackers
+ENVIRONMENTS := vllm agents verifiers trackers
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-gpu wheelhouse test-slow test-all environments vllm-env test-vllm agents-env test-agents trackers-env test-trackers lint types layers pytest bench trl-env bench-trl bench-train bench-update bench-rollout bench-episodes study-staleness docs format clean
+.PHONY: help setup demo test test-gpu wheelhouse test-slow test-all environments vllm-env test-vllm agents-env test-agents verifiers-env test-verifiers trackers-env test-trackers lint types layers pytest bench trl-env bench-trl bench-train bench-update bench-rollout bench-episodes study-staleness docs format clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -128,6 +132,20 @@ $(AGENTS_STAMP): constraints-agents.txt
 	$(AGENTS_BIN)/python -m pip install --quiet $(PIP_ARGS) -c constraints-agents.txt --no-deps trl openenv
 	@touch $@
 
+# uv is found where it is installed; what the user has set for it, an index say, holds.
+test-verifiers: verifiers-env
+	PYTHONPATH=src PATH="$(CURDIR)/$(VERIFIERS_BIN):$$PATH" $(TEST_ENV) $(VERIFIERS_BIN)/python -m pytest -m '' tests/verifiers $(ARGS)
+
+verifiers-env: $(VERIFIERS_STAMP)
+
+# uv is what verifiers' own harnesses are installed with when they run.
+$(VERIFIERS_STAMP): pyproject.toml constraints-verifiers.txt
+	@test -x $(VERIFIERS_BIN)/pip || $(PYTHON) -m venv .venv-verifiers || { $(PYTHON) -m venv --clear --without-pip .venv-verifiers && \
+		$(PYTHON) -m pip --python $(VERIFIERS_BIN)/python install pip; }
+	$(VERIFIERS_BIN)/python -m pip install --quiet $(PIP_ARGS) -c constraints-verifiers.txt verifiers uv -e . \
+		hypothesis psutil pytest pytest-asyncio pytest-timeout pytest-xdist
+	@touch $@
+
 # What the user has set for a tracker, a login included, stays out of its tests.
 TRACKERS_TEST_ENV := env $(foreach name,$(filter WANDB_% MLFLOW_% TRACKIO_%,$(.VARIABLES)),-u $(name)) \
 	PYTHONPATH=src $(TEST_ENV)
@@ -191,5 +209,5 @@ format: setup
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf .venv .venv-vllm .venv-agents .venv-trackers .venv-trl build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-vllm .venv-agents .venv-verifiers .venv-trackers .venv-trl build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

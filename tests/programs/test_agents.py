@@ -14,7 +14,7 @@ from headway.errors import ProgramFailed, UserCodeError
 from headway.programs.messages import Access, EpisodeEnd, EpisodeStart, TurnAnswer, TurnRequest, said
 from headway.programs.program import ProgramSpec
 
-ACCESS = Access("http://127.0.0.1:9/v1", "hw-key")
+ACCESS = Access("http://127.0.0.1:9/v1", "hw-key", tokenizer="runs/guess/model")
 AGENTS = """
 import functools
 
@@ -24,6 +24,9 @@ async def given(row, base_url, api_key):
 
 def plainly(data, base_url, bonus=1):
     return bonus
+
+async def makes_ids(row, model, tokenizer):
+    return float((model, tokenizer) == ("policy", "runs/guess/model"))
 
 class AReaL:
     def __init__(self, scale=1.0):
@@ -87,6 +90,7 @@ def end_of(spec: ProgramSpec, **settings: Any) -> EpisodeEnd:
     [
         ("given", {}, True, 1.0, ()),
         ("plainly", {"bonus": 3}, False, 3.0, ()),
+        ("makes_ids", {}, True, 1.0, ()),
         ("AReaL", {"scale": 2.0}, True, None, (1.0, 0.0, 2.0)),
         ("nothing", {}, True, None, ()),
     ],

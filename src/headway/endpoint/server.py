@@ -56,6 +56,7 @@ class Endpoint:
         dialects: forms of requests that are understood.
         texts: the policy's tokenizer.
         models: names under which the policy is asked for, the first of which agents are told.
+        tokenizer: where the policy's tokenizer is, which agents are told.
         strict: requests for other sampling than the run's are refused, not overridden.
         max_length: most tokens of a context with its answer, as clients are told; None where nothing bounds them.
         host: address to listen at.
@@ -68,6 +69,7 @@ class Endpoint:
         texts: Texts,
         *,
         models: Sequence[str] = ("policy",),
+        tokenizer: str = "",
         strict: bool = False,
         max_length: int | None = None,
         host: str = "127.0.0.1",
@@ -75,6 +77,7 @@ class Endpoint:
     ) -> None:
         self._texts = texts
         self._models = tuple(models)
+        self._tokenizer = tokenizer
         self._strict = strict
         self._max_length = max_length
         self._host, self._port = host, port
@@ -130,7 +133,7 @@ class Endpoint:
         key = f"hw-{secrets.token_urlsafe(24)}"
         session = self._sessions[key] = Session(turns)
         try:
-            yield Access(self.base_url, key, self._models[0])
+            yield Access(self.base_url, key, self._models[0], self._tokenizer)
         finally:
             del self._sessions[key]
             self._forgotten[key] = None

@@ -35,6 +35,7 @@ def chat_hosting(
             DIALECTS,
             texts_of(chats.renderer),
             models=rollout.agent_models,
+            tokenizer=tokenizer.name_or_path,
             strict=rollout.agent_sampling == "strict",
             max_length=limits_of(config).max_length,
             host=node if rollout.endpoint_host == "node" else rollout.endpoint_host,

@@ -23,7 +23,7 @@ from headway.programs.program import ProgramDescription
 from headway.programs.waiting import are_coroutines, called
 
 EXPECTED = "an agent is async def run(row, base_url, api_key), or a class or an object that has it"
-_GIVEN = ("base_url", "api_key", "http_client", "model", "seed")
+_GIVEN = ("base_url", "api_key", "http_client", "model", "tokenizer", "seed")
 """Arguments that an agent gets by their names, where it has parameters of these."""
 _GIVEN_TO_ALL = ("base_url", "api_key", "http_client")
 """Those of them that an agent gets as ``**kwargs``, as AReaL gives them."""
@@ -62,7 +62,7 @@ class AgentProgram:
     async def run(self, start: EpisodeStart, chat: Chat) -> EpisodeEnd:
         access = accessed(start)
         given: dict[str, Any] = {"base_url": access.base_url, "api_key": access.api_key, "model": access.model}
-        given["seed"] = start.seed
+        given |= {"tokenizer": access.tokenizer, "seed": start.seed}
         if "http_client" in self._names:
             given["http_client"] = self._http_client()
         arguments = {name: given[name] for name in self._names}

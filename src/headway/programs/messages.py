@@ -84,6 +84,8 @@ class Access:
     """Key of this try of the episode. Nobody takes it any more once that is over."""
     model: str = "policy"
     """Name under which the policy is asked for."""
+    tokenizer: str = ""
+    """Folder of the policy's tokenizer, or its name on the hub, for clients that make token ids themselves."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,15 @@
+"""Tests with the real `verifiers`: only where it is installed (``make test-verifiers``)."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import pytest
+
+collect_ignore_glob = [] if find_spec("verifiers") else ["test_*.py"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """verifiers' processes, and those of a run, take their time where others run."""
+    for item in items:
+        item.add_marker(pytest.mark.timeout(400))
