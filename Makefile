@@ -8,6 +8,8 @@
 # make agents-env   their packages alone, an environment of about 700 MB without torch
 # make test-verifiers environments of unmodified verifiers, played and trained, 5 minutes    (ARGS="-k tools")
 # make verifiers-env  its packages and Headway's alone, an environment of about 2 GB
+# make test-frameworks agents of unmodified smolagents, openai-agents and inspect-ai, 4 minutes    (ARGS="-k smol")
+# make frameworks-env  their packages alone, an environment of about 650 MB without torch
 # make test-trackers  W&B, MLflow, trackio and Prometheus by their own packages, 3 minutes    (ARGS="-k mlflow")
 # make trackers-env   their packages alone, an environment of about 1.1 GB without torch
 # make test-gpu what works on this machine's GPUs, and how fast, in 8 minutes    (ARGS="--only logprobs,demo")
@@ -36,6 +38,8 @@ AGENTS_BIN := .venv-agents/bin
 AGENTS_STAMP := .venv-agents/.installed
 VERIFIERS_BIN := .venv-verifiers/bin
 VERIFIERS_STAMP := .venv-verifiers/.installed
+FRAMEWORKS_BIN := .venv-frameworks/bin
+FRAMEWORKS_STAMP := .venv-frameworks/.installed
 TRACKERS_BIN := .venv-trackers/bin
 TRACKERS_STAMP := .venv-trackers/.installed
 TRL_BIN := .venv-trl/bin
@@ -46,10 +50,10 @@ TRL_STAMP := .venv-trl/.installed
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PYTHONDONTWRITEBYTECODE=
 
 # Each has a target test-NAME, and NAME-env that builds its environment alone.
-ENVIRONMENTS := vllm agents verifiers trackers
+ENVIRONMENTS := vllm agents verifiers frameworks trackers
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-gpu wheelhouse test-slow test-all environments vllm-env test-vllm agents-env test-agents verifiers-env test-verifiers trackers-env test-trackers lint types layers pytest bench trl-env bench-trl bench-train bench-update bench-rollout bench-episodes study-staleness docs format clean
+.PHONY: help setup demo test test-gpu wheelhouse test-slow test-all environments vllm-env test-vllm agents-env test-agents verifiers-env test-verifiers frameworks-env test-frameworks trackers-env test-trackers lint types layers pytest bench trl-env bench-trl bench-train bench-update bench-rollout bench-episodes study-staleness docs format clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -146,6 +150,19 @@ $(VERIFIERS_STAMP): pyproject.toml constraints-verifiers.txt
 		hypothesis psutil pytest pytest-asyncio pytest-timeout pytest-xdist
 	@touch $@
 
+test-frameworks: frameworks-env
+	PYTHONPATH=src $(TEST_ENV) $(FRAMEWORKS_BIN)/python -m pytest -m '' tests/frameworks tests/endpoint $(ARGS)
+
+frameworks-env: $(FRAMEWORKS_STAMP)
+
+$(FRAMEWORKS_STAMP): constraints-frameworks.txt
+	@test -x $(FRAMEWORKS_BIN)/pip || $(PYTHON) -m venv .venv-frameworks || { $(PYTHON) -m venv --clear --without-pip .venv-frameworks && \
+		$(PYTHON) -m pip --python $(FRAMEWORKS_BIN)/python install pip; }
+	$(FRAMEWORKS_BIN)/python -m pip install --quiet $(PIP_ARGS) -c constraints-frameworks.txt smolagents openai-agents inspect-ai \
+		openai anthropic aiohttp transformers numpy pydantic tenacity xxhash omegaconf jaxtyping pyyaml \
+		hypothesis pytest pytest-asyncio pytest-timeout pytest-xdist
+	@touch $@
+
 # What the user has set for a tracker, a login included, stays out of its tests.
 TRACKERS_TEST_ENV := env $(foreach name,$(filter WANDB_% MLFLOW_% TRACKIO_%,$(.VARIABLES)),-u $(name)) \
 	PYTHONPATH=src $(TEST_ENV)
@@ -209,5 +226,5 @@ format: setup
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf .venv .venv-vllm .venv-agents .venv-verifiers .venv-trackers .venv-trl build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-vllm .venv-agents .venv-verifiers .venv-frameworks .venv-trackers .venv-trl build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
