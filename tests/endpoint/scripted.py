@@ -62,6 +62,8 @@ class Made:
     episode: Trajectory
     rows: list[RowTokens]
     record: list[tuple[Call, SampledTokens]] = field(repr=False)
+    returned: list[Any] = field(default_factory=list)
+    """What the agent returned; empty if it failed."""
 
     def check(self, rows: int | None = 1) -> None:
         """Check the rows against the engine's record: all that was sampled is trained once, with what came before."""
@@ -93,7 +95,7 @@ async def made(
     renderer = renderer_of(template)
     policy = Scripted(_one_by_one(texts), renderer)
     done = await served(agent, policies=[policy], limits=limits, max_tokens=500, renderer=renderer, **settings)
-    return Made(done.episode, done.rows if done.group.tokens else [], policy.record)
+    return Made(done.episode, done.rows if done.group.tokens else [], policy.record, done.returned)
 
 
 def _one_by_one(texts: Sequence[str]) -> Callable[[Call], str]:

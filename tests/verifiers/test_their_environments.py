@@ -16,7 +16,8 @@ from headway.programs.messages import Access, EpisodeStart, TurnAnswer, TurnRequ
 from headway.programs.program import ProgramSpec
 from headway.reports.samples_file import read_samples
 from headway.user_code import load_object
-from tests.endpoint.conftest import Agent, calling, made
+from tests.endpoint.scripted import calling, made
+from tests.endpoint.served import Agent
 from tests.episodes.conftest import tokenizer_of
 from tests.integration.support import train
 
@@ -71,7 +72,7 @@ async def test_verifiers_plays_and_scores_its_task_and_what_is_trained_is_the_en
     """Ids, log-probs and versions of what its client got, each of them once."""
     letters = json.loads(task(LETTERS)["task"])["following"]
     one = await made(agent(LETTERS), [letters[0], "?", letters[2]], tokenizer=tokenizer)
-    assert one.episode.reward == pytest.approx(2 / 3), "the rubric's: two of three answers were right"
+    assert one.returned == [pytest.approx(2 / 3)], "the rubric's: two of three answers were right"
     one.check(rows=1)
     assert [len(row.turns) for row in one.rows] == [3], "each turn goes on with the ids that were there"
 
@@ -104,7 +105,7 @@ async def test_several_rollouts_of_one_episode_are_all_trained_and_their_rewards
     letters = json.loads(task(LETTERS)["task"])["following"]
     env = {**LETTERS, "id": "best-of-n", "n": 2}
     one = await made(agent(env), [*letters, "x", "x", "x"], tokenizer=tokenizer)
-    assert one.episode.reward == pytest.approx(0.5)
+    assert one.returned == [pytest.approx(0.5)]
     one.check(rows=None)
     assert one.episode.turns == 6
 
@@ -127,7 +128,7 @@ async def test_the_packages_own_chat_program_calls_tools_over_mcp(tokenizer):
     env = {"taskset": {"id": "sums"}, "agent": {"harness": {"id": "null"}}}
     one = await made(agent(env), [calling(12, 34).replace("add", "calculator_add"), "it is 46"], tokenizer=tokenizer)
     one.check(rows=None)
-    assert (one.episode.reward, one.episode.turns) == (1.0, 2)
+    assert (one.returned, one.episode.turns) == ([1.0], 2)
     second = tokenizer_of("qwen2_5").decode(one.record[1][0].input_ids)
     assert "<tool_response>" in second and "46" in second, "the tool has added them"
 
