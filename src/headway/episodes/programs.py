@@ -13,20 +13,20 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
-import xxhash
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, wait_exponential
 
-from headway.data.types import Conversation, FinishReason, RowAt, RowTokens, SampledTokens, Trajectory, TrajectoryId
-from headway.endpoint.turns import Doors, MadeTurn, Note
+from headway.data.types import FinishReason, RowAt, RowTokens, Trajectory, TrajectoryId
+from headway.endpoint.turns import Doors
 from headway.episodes.call_log import CallLog
 from headway.episodes.calls import Calls, Home
 from headway.episodes.deadlines import Clock
-from headway.episodes.limits import EpisodeTime, Limits, Steps
-from headway.episodes.record import Prompted, Record, spans_of
+from headway.episodes.limits import EpisodeTime, Limits
+from headway.episodes.record import Record, spans_of
+from headway.episodes.tries import Try
 from headway.errors import (
     EpisodeOver,
     HeadwayError,
@@ -34,11 +34,9 @@ from headway.errors import (
     ProgramFailed,
     RunError,
     RunnerLost,
-    UserCodeError,
-    boundary,
 )
 from headway.interfaces import FinishedCall, GroupRequest, SamplingParams
-from headway.programs.messages import EpisodeEnd, EpisodeStart, Message, TurnAnswer, TurnRequest
+from headway.programs.messages import EpisodeEnd, EpisodeStart, TurnAnswer, TurnRequest
 
 Turn = Callable[[TurnRequest], Awaitable[TurnAnswer]]
 
@@ -117,43 +115,6 @@ class MadeEpisode:
     """Tokens of the rows; none where they are only simulated."""
 
 
-@dataclass(slots=True, eq=False)
-class _Try:
-    """One run of the program."""
-
-    record: Record
-    steps: Steps
-    turns: int = 0
-    asked: int = 0
-    """Turns that the program asked for, refused ones and those that it gave up included."""
-    calls: list[FinishedCall] = field(default_factory=list)
-    numbers: list[int] = field(default_factory=list)
-    """Numbers of the answered turns, among all that were asked for."""
-    text: str = ""
-    """Text of the last answer."""
-    prompt: list[Message] = field(default_factory=list)
-    """The messages that the first turn of the last conversation was asked with; empty without conversations."""
-    said: list[Message] = field(default_factory=list)
-    """The messages of the last conversation, up to its last answer."""
-    limit: str | None = None
-    rewards: tuple[float, ...] = ()
-    """Rewards of turns, as the program told them with its last request."""
-    waiting: int = 0
-    """Turns that the program waits for."""
-    given_up: dict[bytes, list[Prompted]] = field(default_factory=dict)
-    """Turns whose answer nobody waited for, by their context: asked for again, they are the same turns."""
-    notes: dict[Note, list[str]] = field(default_factory=dict)
-    """What the program asked the endpoint for and did not get."""
-    running: asyncio.Task[EpisodeEnd] | None = None
-    over: bool = False
-
-    def answered(self, messages: list[Message], answer: Message) -> None:
-        """Note a turn. It goes on with the last conversation if it begins with what that began with."""
-        if not self.prompt or messages[: len(self.prompt)] != self.prompt:
-            self.prompt = list(messages)
-        self.said = [*messages, answer]
-
-
 class ProgramEpisode:
     """An episode on its way. `make` makes it; `oldest_version` says how old its tokens are meanwhile."""
 
@@ -177,12 +138,12 @@ class ProgramEpisode:
         """
         self.id: TrajectoryId = request.prompt.trajectory_id(k)
         self._request = request
-        self.sampling = replace(
+        self._sampling = replace(
             sampling, stop_token_ids=tuple(dict.fromkeys((*sampling.stop_token_ids, *hosting.stop_ids)))
         )
         self._hosting = hosting
         self._limits = hosting.limits
-        self._log = CallLog(self.id, self.sampling, request.priority, calls, home, on_aborted, on_failed)
+        self._log = CallLog(self.id, self._sampling, request.priority, calls, home, on_aborted, on_failed)
         self._losses = 0
         self._tries = 0
         self._again: str | None = None
@@ -222,7 +183,7 @@ class ProgramEpisode:
             self._log.close()
         return self._made(self._one, end, failure or self._failure_of(self._one, end))
 
-    def _failure_of(self, one: _Try, end: EpisodeEnd) -> str | None:
+    def _failure_of(self, one: Try, end: EpisodeEnd) -> str | None:
         """Why an episode has failed whose program ended; None if it has not."""
         if one.limit is not None and (one.limit not in self._limits.train_on or not one.calls):
             before = "" if self._again is None else f"; before, its program was run again: {self._again}"
@@ -248,11 +209,18 @@ class ProgramEpisode:
 
     # ------------------------------------------------------------------------------------- the program
 
-    def _try(self) -> _Try:
-        one = _Try(self._hosting.record(), Steps(self._time, lambda: self._end_step(one)))
-        return one
+    def _try(self) -> Try:
+        return Try(
+            f"episode {tuple(self.id)}",
+            self._sampling,
+            self._hosting.record(),
+            self._log,
+            self._limits,
+            self._time,
+            keeps_conversation=self._hosting.keeps_conversations or self._request.shown,
+        )
 
-    async def _run(self, one: _Try) -> EpisodeEnd:
+    async def _run(self, one: Try) -> EpisodeEnd:
         """Run the program once."""
 
         def begin() -> None:
@@ -260,17 +228,16 @@ class ProgramEpisode:
             one.steps.begin()
 
         async def answer(request: TurnRequest) -> TurnAnswer:
-            return (await self.turn(one, request)).answer
+            return (await one.turn(request)).answer
 
-        turns = TurnsOfTry(self, one)
-        with nullcontext() if self._hosting.endpoint is None else self._hosting.endpoint.open(turns) as access:
+        with nullcontext() if self._hosting.endpoint is None else self._hosting.endpoint.open(one) as access:
             start = EpisodeStart(
-                turns.name,
+                one.name,
                 self._messages(),
                 self._row(),
                 _seed(self._hosting.seed, self.id),
                 access,
-                {name: getattr(self.sampling, name) for name in _TOLD},
+                {name: getattr(self._sampling, name) for name in _TOLD},
                 self._limits.max_length,
             )
             one.running = asyncio.get_running_loop().create_task(
@@ -278,7 +245,7 @@ class ProgramEpisode:
             )
             return await self._end_of(one, one.running)
 
-    async def _end_of(self, one: _Try, running: asyncio.Task[EpisodeEnd]) -> EpisodeEnd:
+    async def _end_of(self, one: Try, running: asyncio.Task[EpisodeEnd]) -> EpisodeEnd:
         try:
             end = await running
         except asyncio.CancelledError:
@@ -319,79 +286,12 @@ class ProgramEpisode:
             self._again = str(error)
         return given_up
 
-    # ------------------------------------------------------------------------------------- turns
-
-    async def turn(self, one: _Try, request: TurnRequest) -> MadeTurn:
-        """Answer the program's request for a turn. Raises `EpisodeOver` at a limit."""
-        one.steps.end()
-        one.waiting += 1
-        one.rewards = request.rewards
-        number, one.asked = one.asked, one.asked + 1
-        try:
-            return await self._made_turn(one, request, number)
-        finally:
-            one.waiting -= 1
-            if one.waiting == 0 and not one.over:
-                one.steps.begin()
-
-    async def _made_turn(self, one: _Try, request: TurnRequest, number: int) -> MadeTurn:
-        if self._time.is_over:
-            one.limit = one.limit or "time"
-        if one.limit is None and one.turns >= self._limits.max_turns:
-            one.limit = "turns"
-        if one.limit is not None:
-            raise self._over(one, one.limit)
-        with boundary("the messages of a turn cannot be used", UserCodeError):
-            prompted = one.record.prompt(request)
-        room = self._limits.max_length - len(prompted.ids)
-        if room < 1:
-            raise self._over(one, "tokens")
-        context = xxhash.xxh3_128_digest(prompted.ids.tobytes())
-        if given_up := one.given_up.get(context):
-            prompted = replace(prompted, key=given_up.pop().key)
-        one.turns += 1
-        try:
-            most = min(room, *self._most_tokens(request))
-            finished = await self._log.call(prompted, most, request.stop, request.stop_token_ids)
-        except asyncio.CancelledError:
-            one.turns -= 1
-            one.given_up.setdefault(context, []).append(prompted)
-            raise
-        one.calls.append(finished)
-        one.numbers.append(number)
-        with boundary("the answer of a turn cannot be read", UserCodeError):
-            answer = one.record.answered(prompted, request, finished, number)
-        one.text = answer.text
-        if self._hosting.keeps_conversations or self._request.shown:
-            one.answered(request.messages, answer.message)
-        return MadeTurn(number, answer, len(prompted.ids), finished.tokens or SampledTokens.nothing())
-
-    def _over(self, one: _Try, limit: str) -> EpisodeOver:
-        """Refuse a turn."""
-        one.limit = limit
-        one.steps.refuse()
-        return EpisodeOver(limit)
-
-    def _end_step(self, one: _Try) -> None:
-        """End the program where it is. One that was refused a turn and only asked again has that turn's limit."""
-        if one.steps.refused < 2:
-            one.limit = "step"
-        if one.running is not None:
-            one.running.cancel()
-
-    def _most_tokens(self, request: TurnRequest) -> list[int]:
-        wanted = (self.sampling.max_tokens, self._limits.max_turn_tokens, request.max_tokens)
-        return [most for most in wanted if most is not None]
-
     # ------------------------------------------------------------------------------------- the end
 
-    def _made(self, one: _Try, end: EpisodeEnd, failure: str | None) -> MadeEpisode:
-        rows = one.record.rows() if failure is None else []
-        turn_rewards = end.turn_rewards
-        if turn_rewards:  # an agent names just the answers that it gives rewards
-            turn_rewards += (0.0,) * (max(one.numbers, default=-1) + 1 - len(turn_rewards))
-        if one.numbers != list(range(len(one.numbers))):  # a turn that was given up has no tokens, and no number
-            rows, turn_rewards = _renumbered(rows, turn_rewards, sorted(one.numbers))
+    def _made(self, one: Try, end: EpisodeEnd, failure: str | None) -> MadeEpisode:
+        rows, turn_rewards = one.rows(end.turn_rewards)
+        if failure is not None:
+            rows = []
         places = tuple(_place(index, row) for index, row in enumerate(rows))
         last = one.calls[-1] if one.calls else None
         episode = self._trajectory(one.calls, last.finish_reason if last is not None else FinishReason.STOP)
@@ -401,7 +301,7 @@ class ProgramEpisode:
             prompt_length=places[0].prompt_length if places else episode.prompt_length,
             finished=last.finished if last is not None else episode.finished,
             rows=places,
-            conversation=Conversation(one.prompt, one.said[len(one.prompt) :]) if one.prompt else None,
+            conversation=one.conversation,
             reward=end.reward,
             turn_rewards=turn_rewards,
             failure=failure,
@@ -439,44 +339,6 @@ class ProgramEpisode:
             rows=(),
             turns=len(calls),
         )
-
-
-class TurnsOfTry:
-    """`headway.endpoint.turns.Turns` of one try of an episode's program."""
-
-    def __init__(self, episode: ProgramEpisode, one: _Try) -> None:
-        self.name = f"episode {tuple(episode.id)}"
-        self.sampling = episode.sampling
-        self._episode, self._one = episode, one
-
-    async def turn(self, request: TurnRequest) -> MadeTurn:
-        """See `headway.endpoint.turns.Turns.turn`."""
-        return await self._episode.turn(self._one, request)
-
-    def count(self, request: TurnRequest) -> int:
-        """See `headway.endpoint.turns.Turns.count`."""
-        with boundary("the messages of a turn cannot be used", UserCodeError):
-            return self._one.record.count(request)
-
-    def note(self, kind: Note, reason: str) -> None:
-        """See `headway.endpoint.turns.Turns.note`."""
-        self._one.notes.setdefault(kind, []).append(reason)
-
-
-def _renumbered(
-    rows: Sequence[RowTokens | RowAt], turn_rewards: tuple[float, ...], numbers: Sequence[int]
-) -> tuple[list[RowTokens | RowAt], tuple[float, ...]]:
-    """Count turns anew, in the order in which they were asked for: those with ``numbers`` are all that there are."""
-    order = {number: new for new, number in enumerate(numbers)}
-    renumbered: list[RowTokens | RowAt] = []
-    for row in rows:
-        if isinstance(row, RowTokens):
-            turns = tuple(span._replace(number=order[span.number]) for span in row.turns)
-            renumbered.append(replace(row, turns=turns))
-        else:
-            renumbered.append(row)
-    given = [turn_rewards[number] if number < len(turn_rewards) else 0.0 for number in numbers]
-    return renumbered, tuple(given) if turn_rewards else ()
 
 
 def _place(index: int, row: RowTokens | RowAt) -> RowAt:

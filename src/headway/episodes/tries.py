@@ -1,0 +1,181 @@
+"""One try of an episode's program: the turns that it asks for, by its chat or over HTTP, and what they came to.
+
+    TurnRequest ─▶ limits ▶ record.prompt ▶ given up before? its call ▶ CallLog ▶ record.answered ─▶ MadeTurn
+
+A program that is run again has another try: with turns, a transcript and steps of its own, and the same log of calls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+
+import xxhash
+
+from headway.data.types import Conversation, RowAt, RowTokens, SampledTokens
+from headway.endpoint.turns import MadeTurn, Note
+from headway.episodes.call_log import CallLog
+from headway.episodes.limits import EpisodeTime, Limits, Steps
+from headway.episodes.record import Prompted, Record
+from headway.errors import EpisodeOver, UserCodeError, boundary
+from headway.interfaces import FinishedCall, SamplingParams
+from headway.programs.messages import EpisodeEnd, Message, TurnRequest
+
+
+class Try:
+    """`headway.endpoint.turns.Turns`: one run of the program."""
+
+    def __init__(
+        self,
+        name: str,
+        sampling: SamplingParams,
+        record: Record,
+        log: CallLog,
+        limits: Limits,
+        time: EpisodeTime,
+        *,
+        keeps_conversation: bool,
+    ) -> None:
+        """``keeps_conversation``: the last conversation is wanted in the end."""
+        self.name, self.sampling, self.record = name, sampling, record
+        self.steps = Steps(time, self._end_step)
+        self.asked = 0
+        """Turns that the program asked for, refused ones and those that it gave up included."""
+        self.calls: list[FinishedCall] = []
+        self.numbers: list[int] = []
+        """Numbers of the answered turns, among all that were asked for."""
+        self.text = ""
+        """Text of the last answer."""
+        self.limit: str | None = None
+        """The limit that has ended the episode; None before."""
+        self.rewards: tuple[float, ...] = ()
+        """Rewards of turns, as the program told them with its last request."""
+        self.notes: dict[Note, list[str]] = {}
+        """What the program asked the endpoint for and did not get."""
+        self.running: asyncio.Task[EpisodeEnd] | None = None
+        self.over = False
+        self._log, self._limits, self._time = log, limits, time
+        self._turns = 0
+        """Turns that were not given up."""
+        self._waiting = 0
+        """Turns that the program waits for."""
+        self._given_up: dict[bytes, list[Prompted]] = {}
+        """Turns whose answer nobody waited for, by their context: asked for again, they are the same turns."""
+        self._keeps_conversation = keeps_conversation
+        self._prompt: list[Message] = []
+        """The messages that the first turn of the last conversation was asked with; empty without conversations."""
+        self._said: list[Message] = []
+        """The messages of the last conversation, up to its last answer."""
+
+    async def turn(self, request: TurnRequest) -> MadeTurn:
+        """See `headway.endpoint.turns.Turns.turn`."""
+        self.steps.end()
+        self._waiting += 1
+        self.rewards = request.rewards
+        number, self.asked = self.asked, self.asked + 1
+        try:
+            return await self._made(request, number)
+        finally:
+            self._waiting -= 1
+            if self._waiting == 0 and not self.over:
+                self.steps.begin()
+
+    def count(self, request: TurnRequest) -> int:
+        """See `headway.endpoint.turns.Turns.count`."""
+        with boundary("the messages of a turn cannot be used", UserCodeError):
+            return self.record.count(request)
+
+    def note(self, kind: Note, reason: str) -> None:
+        """See `headway.endpoint.turns.Turns.note`."""
+        self.notes.setdefault(kind, []).append(reason)
+
+    # ------------------------------------------------------------------------------------- the end
+
+    @property
+    def conversation(self) -> Conversation | None:
+        """The last conversation; None where it was not wanted, or there was none."""
+        return Conversation(self._prompt, self._said[len(self._prompt) :]) if self._prompt else None
+
+    def rows(self, turn_rewards: tuple[float, ...]) -> tuple[list[RowTokens | RowAt], tuple[float, ...]]:
+        """The rows to train on, and the rewards of their turns, by numbers that count answered turns alone."""
+        rows = list(self.record.rows())
+        numbers = sorted(self.numbers)
+        if turn_rewards:  # an agent names just the answers that it gives rewards
+            turn_rewards += (0.0,) * (max(numbers, default=-1) + 1 - len(turn_rewards))
+        if self.numbers != list(range(len(numbers))):  # a turn that was given up has no tokens, and no number
+            return _renumbered(rows, turn_rewards, numbers)
+        return rows, turn_rewards
+
+    # ------------------------------------------------------------------------------------- turns
+
+    async def _made(self, request: TurnRequest, number: int) -> MadeTurn:
+        if self._time.is_over:
+            self.limit = self.limit or "time"
+        if self.limit is None and self._turns >= self._limits.max_turns:
+            self.limit = "turns"
+        if self.limit is not None:
+            raise self._refused(self.limit)
+        with boundary("the messages of a turn cannot be used", UserCodeError):
+            prompted = self.record.prompt(request)
+        room = self._limits.max_length - len(prompted.ids)
+        if room < 1:
+            raise self._refused("tokens")
+        finished = await self._call(request, prompted, room)
+        self.calls.append(finished)
+        self.numbers.append(number)
+        with boundary("the answer of a turn cannot be read", UserCodeError):
+            answer = self.record.answered(prompted, request, finished, number)
+        self.text = answer.text
+        if self._keeps_conversation:
+            self._answered(request.messages, answer.message)
+        return MadeTurn(number, answer, len(prompted.ids), finished.tokens or SampledTokens.nothing())
+
+    async def _call(self, request: TurnRequest, prompted: Prompted, room: int) -> FinishedCall:
+        """Have the policy answer; cancelled, the turn is given up."""
+        context = xxhash.xxh3_128_digest(prompted.ids.tobytes())
+        if given_up := self._given_up.get(context):
+            prompted = replace(prompted, key=given_up.pop().key)
+        wanted = (room, self.sampling.max_tokens, self._limits.max_turn_tokens, request.max_tokens)
+        most = min(tokens for tokens in wanted if tokens is not None)
+        self._turns += 1
+        try:
+            return await self._log.call(prompted, most, request.stop, request.stop_token_ids)
+        except asyncio.CancelledError:
+            self._turns -= 1
+            self._given_up.setdefault(context, []).append(prompted)
+            raise
+
+    def _refused(self, limit: str) -> EpisodeOver:
+        self.limit = limit
+        self.steps.refuse()
+        return EpisodeOver(limit)
+
+    def _end_step(self) -> None:
+        """End the program where it is. One that was refused a turn and only asked again has that turn's limit."""
+        if self.steps.refused < 2:
+            self.limit = "step"
+        if self.running is not None:
+            self.running.cancel()
+
+    def _answered(self, messages: list[Message], answer: Message) -> None:
+        """Note a turn. It goes on with the last conversation if it begins with what that began with."""
+        if not self._prompt or messages[: len(self._prompt)] != self._prompt:
+            self._prompt = list(messages)
+        self._said = [*messages, answer]
+
+
+def _renumbered(
+    rows: Sequence[RowTokens | RowAt], turn_rewards: tuple[float, ...], numbers: Sequence[int]
+) -> tuple[list[RowTokens | RowAt], tuple[float, ...]]:
+    """Count turns anew, in the order in which they were asked for: those with ``numbers`` are all that there are."""
+    order = {number: new for new, number in enumerate(numbers)}
+    renumbered: list[RowTokens | RowAt] = []
+    for row in rows:
+        if isinstance(row, RowTokens):
+            turns = tuple(span._replace(number=order[span.number]) for span in row.turns)
+            renumbered.append(replace(row, turns=turns))
+        else:
+            renumbered.append(row)
+    given = [turn_rewards[number] if number < len(turn_rewards) else 0.0 for number in numbers]
+    return renumbered, tuple(given) if turn_rewards else ()
