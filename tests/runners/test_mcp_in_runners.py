@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from headway.config.rollout import RolloutConfig
+from headway.config.schema import Config
 from headway.episodes.runners import ProgramRunners
 from headway.programs.messages import EpisodeStart, TurnRequest, said
 from tests.programs.scripted import Script, calling
@@ -43,7 +44,7 @@ async def test_a_servers_process_serves_the_episodes_of_a_runner_and_none_surviv
         runners=1,
         environment_processes=1,
     )
-    runners = ProgramRunners("keeper", rollout, tmp_path)
+    runners = ProgramRunners("keeper", Config(rollout=rollout), tmp_path)
     try:
         described = await runners.start()
         assert described.is_async is (tools == "asynchronous")

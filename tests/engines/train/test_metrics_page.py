@@ -32,6 +32,7 @@ from headway.events import (
     ValidationFinished,
 )
 from headway.interfaces import StepContext
+from headway.reports.episodes import ENDPOINT
 from headway.reports.metrics import RunMetrics
 from headway.reports.summary import summary
 from tests.engines.train.rows import random_rows, with_columns
@@ -133,9 +134,9 @@ def with_everything(
 
 
 def of_a_program(event: TrajectoryFinished) -> TrajectoryFinished:
-    """An episode of two turns; some have failed at a limit."""
+    """An episode of two turns, of an agent that did not get all that it asked for; some have failed at a limit."""
     failed = "too slow" if event.k == 1 else None
-    numbers = {"environment_s": 1.0, "NAME": 1.0}
+    numbers = {"environment_s": 1.0, "NAME": 1.0, **dict.fromkeys(ENDPOINT, 1.0)}
     steps = [(event.started, event.finished)]
     return replace(event, turns=2, steps=steps, failure=failed, limit=failed and "step", metrics=numbers)
 
