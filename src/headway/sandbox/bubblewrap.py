@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import IO
 
 from headway.errors import ConfigError, SandboxFailed
-from headway.sandbox.leftovers import HOSTNAME
+from headway.sandbox.leftovers import hostname
 from headway.sandbox.limits import Limits
 from headway.sandbox.passage import closed_way_to, open_way_to
 
@@ -145,7 +145,7 @@ class Bubblewrap:
         names = "--unshare-user --unshare-pid --unshare-ipc --unshare-uts --unshare-net --unshare-cgroup-try"
         apart = [*([WANTED] if self.disables_namespaces else []), "--as-pid-1", "--die-with-parent", "--new-session"]
         apart += ["--cap-drop", "ALL", "--clearenv"]
-        who = ["--uid", str(UID_INSIDE), "--gid", str(UID_INSIDE), "--hostname", HOSTNAME]
+        who = ["--uid", str(UID_INSIDE), "--gid", str(UID_INSIDE), "--hostname", hostname()]
         devices = [word for name in DEVICES for word in ("--dev-bind", f"/dev/{name}", f"/dev/{name}")]
         links = ["--symlink", "/proc/self/fd", "/dev/fd", "--symlink", SCRATCH, "/dev/shm"]
         scratch = ["--size", str(limits.scratch_mib << 20), "--perms", "0700", "--tmpfs", SCRATCH]

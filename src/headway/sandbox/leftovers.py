@@ -11,7 +11,12 @@ from contextlib import suppress
 from pathlib import Path
 
 HOSTNAME = "headway-sandbox"
-"""The name of a room's machine, by which rooms are told from what else bwrap makes."""
+"""Beginning of the name of a room's machine, by which rooms are told from what else bwrap makes."""
+
+
+def hostname() -> str:
+    """The name of the machine of a room that this process makes: its end is the maker's process id."""
+    return f"{HOSTNAME}-{os.getpid()}"
 
 
 def end_leftovers() -> None:
@@ -26,8 +31,8 @@ def end_leftovers() -> None:
 def _is_left(place: Path) -> bool:
     if (place / "comm").read_text(encoding="utf-8", errors="replace") != "bwrap\n":
         return False
-    told = (line.partition(":") for line in (place / "status").read_text(encoding="utf-8").splitlines())
-    status = {key: value.split() for key, _, value in told}
-    if status["PPid"] != ["1"] or len(status["NSpid"]) < 2 or status["NSpid"][-1] != "1":
-        return False  # a room that is being made has a maker
-    return HOSTNAME.encode() in (place / "cmdline").read_bytes().split(b"\0")
+    named = [word for word in (place / "cmdline").read_bytes().split(b"\0") if word.startswith(HOSTNAME.encode())]
+    if not named:
+        return False
+    maker = named[0].rpartition(b"-")[2].decode()
+    return maker.isdigit() and not Path("/proc", maker).exists()
