@@ -72,7 +72,7 @@ async def served(
     async def program(start: EpisodeStart, ask: Turn) -> EpisodeEnd:
         assert start.access is not None
         returned.append(await agent(start.access))
-        return EpisodeEnd(1.0)
+        return returned[-1] if isinstance(returned[-1], EpisodeEnd) else EpisodeEnd(1.0)
 
     hosting = Hosting(
         Here(program),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import numpy as np
@@ -14,7 +16,7 @@ import pytest
 from headway.episodes.keeper import GroupKeeper
 from headway.episodes.limits import Limits
 from headway.errors import ConfigError
-from headway.programs.messages import Access
+from headway.programs.messages import Access, EpisodeEnd
 from tests.endpoint.served import endpoint, served
 from tests.episodes.program_episodes import Policy, trained
 
@@ -320,3 +322,109 @@ async def test_no_request_is_lost_over_a_hundred_updates_and_the_death_of_a_repl
     ):
         assert episode.failure is None
         assert episode.turns == turns > 10
+
+
+async def test_a_request_whose_body_comes_after_the_episode_is_refused() -> None:
+    """The body is sent when the agent has returned: its key was good when the request began."""
+    sent: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+    body = json.dumps({"model": "policy", "messages": [{"role": "user", "content": "late"}]}).encode()
+
+    async def agent(access: Access) -> None:
+        await post(access, {"model": "policy", "messages": HELLO})
+        url = urlsplit(access.base_url)
+        reader, writer = await asyncio.open_connection(url.hostname, url.port)
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {access.api_key}\r\n"
+        writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body[:10])
+        await writer.drain()
+        await asyncio.sleep(0.05)
+        sent.append((reader, writer))
+        half_sent.set()
+
+    async def later(keeper: GroupKeeper) -> None:
+        await half_sent.wait()
+        reader, writer = sent[0]
+        await asyncio.sleep(0.05)
+        writer.write(body[10:])
+        answers.append((await reader.readline()).decode())
+        writer.close()
+
+    answers: list[str] = []
+    half_sent = asyncio.Event()
+    made = await served(agent, meanwhile=later)
+    assert made.episode.turns == made.calls == 1
+    assert "401" in answers[0]
+
+
+async def test_parallel_equal_requests_all_end_with_their_episode() -> None:
+    seen: list[asyncio.Task[Any]] = []
+
+    async def agent(access: Access) -> None:
+        await post(access, {"model": "policy", "messages": [{"role": "user", "content": "first"}]})
+        seen.extend(asyncio.create_task(post(access, {"model": "policy", "messages": HELLO})) for _ in range(3))
+        asked.set()
+        await asyncio.sleep(0.2)
+
+    async def ended(keeper: GroupKeeper) -> None:
+        await asked.wait()
+        for status, body in await asyncio.wait_for(asyncio.gather(*seen), 10):
+            assert (status, body["error"]["code"]) == (401, "episode_over")
+
+    asked = asyncio.Event()
+    policy = Policy(seconds=0.01)
+    policy.says = lambda call: setattr(policy, "seconds", 5.0) or "first"
+    made = await served(agent, policies=[policy], meanwhile=ended)
+    assert made.episode.turns == 1
+
+
+async def test_a_conversation_that_was_too_long_goes_on_when_it_is_compacted() -> None:
+    async def agent(access: Access) -> list[int]:
+        long = [{"role": "user", "content": "word " * 500}]
+        asked = [HELLO, long, [{"role": "user", "content": "summary"}]]
+        return [(await post(access, {"messages": messages}))[0] for messages in asked]
+
+    made = await served(agent, limits=Limits(max_length=400, max_turns=20, step_timeout_s=20))
+    assert made.returned == [[200, 400, 200]]
+    assert (made.episode.limit, made.episode.turns, made.episode.failure) == (None, 2, None)
+
+
+async def test_turns_that_nobody_waits_for_count_as_turns() -> None:
+    async def agent(access: Access) -> int:
+        for n in range(3):
+            with pytest.raises(TimeoutError):
+                await post(access, {"messages": [{"role": "user", "content": str(n)}]}, timeout=0.1)
+        status, _ = await post(access, {"messages": [{"role": "user", "content": "0"}]})
+        again, _ = await post(access, {"messages": [{"role": "user", "content": "another"}]})
+        return status * 1000 + again
+
+    limits = Limits(max_length=2000, max_turns=3, step_timeout_s=20)
+    made = await served(agent, policies=[Policy(seconds=0.5)], limits=limits)
+    assert made.returned == [200_400]  # the first one is asked for again, and a further one is too many
+    assert made.calls == 3
+    assert made.episode.turns == 1
+
+
+@pytest.mark.parametrize(
+    ("rewards", "turn_rewards", "failure"),
+    [
+        ((1.0, 0.5), (1.0, 0.5), None),
+        ({2: 0.5}, (0.0, 0.5), None),
+        ((1.0,), (), "a list of 1 rewards for 2 turns"),
+        ((1.0, 2.0, 3.0), (), "a list of 3 rewards for 2 turns"),
+        ({7: 1.0}, (), "a reward for the answer of turn 7, and it had answers of the turns 0, 2"),
+    ],
+)
+async def test_rewards_are_those_of_the_answers_that_an_agent_has_got(
+    rewards: Any, turn_rewards: tuple[float, ...], failure: str | None
+) -> None:
+    """Its second request is one that it hung up, so that its answers are those of the first and the third."""
+
+    async def agent(access: Access) -> EpisodeEnd:
+        await post(access, {"messages": HELLO})
+        with pytest.raises(TimeoutError):
+            await post(access, {"messages": [{"role": "user", "content": "left"}]}, timeout=0.05)
+        await post(access, {"messages": [{"role": "user", "content": "third"}]})
+        return EpisodeEnd(answer_rewards=rewards)
+
+    made = await served(agent, policies=[Policy(seconds=0.2)])
+    assert made.episode.turn_rewards == turn_rewards
+    assert (made.episode.failure is None) if failure is None else failure in str(made.episode.failure)

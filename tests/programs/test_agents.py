@@ -86,23 +86,23 @@ def end_of(spec: ProgramSpec, **settings: Any) -> EpisodeEnd:
 
 
 @pytest.mark.parametrize(
-    ("name", "params", "is_async", "reward", "turn_rewards"),
+    ("name", "params", "is_async", "reward", "answer_rewards"),
     [
-        ("given", {}, True, 1.0, ()),
-        ("plainly", {"bonus": 3}, False, 3.0, ()),
-        ("makes_ids", {}, True, 1.0, ()),
-        ("AReaL", {"scale": 2.0}, True, None, (1.0, 0.0, 2.0)),
-        ("nothing", {}, True, None, ()),
+        ("given", {}, True, 1.0, None),
+        ("plainly", {"bonus": 3}, False, 3.0, None),
+        ("makes_ids", {}, True, 1.0, None),
+        ("AReaL", {"scale": 2.0}, True, None, {0: 1.0, 2: 2.0}),
+        ("nothing", {}, True, None, None),
     ],
 )
 def test_an_agent_gets_what_it_has_parameters_for(
-    file: str, name: str, params: dict[str, Any], is_async: bool, reward: float | None, turn_rewards: tuple[float, ...]
+    file: str, name: str, params: dict[str, Any], is_async: bool, reward: float | None, answer_rewards: Any
 ) -> None:
     spec = ProgramSpec(agent=f"{file}:{name}", params=params)
     described = spec.load().describe()
     assert (described.form, described.is_async) == ("agent", is_async)
     end = end_of(spec)
-    assert (end.reward, end.turn_rewards) == (reward, turn_rewards)
+    assert (end.reward, end.answer_rewards, end.turn_rewards) == (reward, answer_rewards, ())
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,8 @@ class Session:
         self.turns = turns
         self._requests: dict[bytes, Request] = {}
         """The last request with each digest."""
+        self._turns: set[asyncio.Task[MadeTurn]] = set()
+        """All turns that are under way."""
         self._closed = False
 
     def request(self, wanted: TurnRequest, digest: bytes, *, again: bool) -> Request:
@@ -46,15 +48,23 @@ class Session:
         Args:
             digest: of all that the client has sent.
             again: the client says that it has sent this before.
+
+        Raises:
+            Refused: the episode ended while the request came in.
         """
+        if self._closed:
+            raise Refused(401, "episode_over", OVER)
         found = self._requests.get(digest)
         if found is not None and not _failed(found.turn):
             lost = found.waiting == 0 and not found.delivered and found.turn.done()
             if again or lost:
                 self.turns.note(Note.REPEATED, "")
                 return found
-        found = self._requests[digest] = Request(asyncio.get_running_loop().create_task(self.turns.turn(wanted)))
-        return found
+        turn = asyncio.get_running_loop().create_task(self.turns.turn(wanted))
+        self._turns.add(turn)
+        turn.add_done_callback(self._turns.discard)
+        self._requests[digest] = request = Request(turn)
+        return request
 
     async def answer(self, request: Request) -> MadeTurn:
         """Wait for the turn of ``request``. Cancelled with nobody else waiting, the turn is given up.
@@ -79,10 +89,10 @@ class Session:
     def close(self) -> None:
         """End what is under way: the episode is over."""
         self._closed = True
-        for request in self._requests.values():
-            request.turn.cancel()
+        for turn in self._turns:
+            turn.cancel()
         self._requests.clear()
 
 
 def _failed(turn: asyncio.Task[MadeTurn]) -> bool:
-    return turn.cancelled() or (turn.done() and turn.exception() is not None)
+    return turn.cancelling() > 0 or turn.cancelled() or (turn.done() and turn.exception() is not None)

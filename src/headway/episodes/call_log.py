@@ -18,7 +18,7 @@ from headway.concurrently import failure_ignored
 from headway.data.types import FinishReason, TrajectoryId
 from headway.episodes.calls import Asked, Calls, Home
 from headway.episodes.record import Prompted
-from headway.errors import HeadwayError, WorkerDied
+from headway.errors import HeadwayError, RunError, WorkerDied
 from headway.interfaces import FinishedCall, Priority, SamplingParams
 
 
@@ -81,6 +81,8 @@ class CallLog:
         if logged is None or logged.context != context:
             if logged is not None:
                 self._drop(logged)
+                if not logged.result.done():
+                    logged.result.set_exception(RunError("the call of this turn was made anew with another context"))
             logged = _Logged(context, failure_ignored(asyncio.get_running_loop().create_future()), None)
             self._log[prompted.key] = logged
             self._ask(logged, prompted, self._ended_by(max_tokens, stop, stop_token_ids))

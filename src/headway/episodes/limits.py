@@ -109,6 +109,10 @@ class Steps:
             self._left_s = max(0.0, self._left_s - spent)
         self._time.spans.end(asyncio.get_running_loop().time())
 
+    def forgive(self) -> None:
+        """Forget that turns were refused: the program goes on with one that was not."""
+        self.refused, self._left_s = 0, None
+
     def refuse(self) -> None:
         """Count a turn that is refused. From the first one on the program has the time of one step in all, to end."""
         self.refused += 1

@@ -96,7 +96,11 @@ class Hosting:
         """
         await self.programs.start()
         if self.endpoint is not None:
-            await self.endpoint.start()
+            try:
+                await self.endpoint.start()
+            except BaseException:
+                await self.programs.close()
+                raise
 
     async def close(self) -> None:
         """End all programs, and then the endpoint that they may be asking."""
@@ -264,7 +268,7 @@ class ProgramEpisode:
             one.steps.end()
         if not isinstance(end, EpisodeEnd):
             raise RunError(f"a program ended with {end!r} in place of its end")
-        return end
+        return one.rewarded(end)
 
     def _messages(self) -> list[dict[str, Any]]:
         prompt = self._request.prompt
@@ -316,10 +320,10 @@ class ProgramEpisode:
                 "tool_errors": end.tool_errors,
                 "tries": self._tries,
                 "cached_tokens": sum(call.cached for call in one.calls),
-                **{str(note): len(reasons) for note, reasons in one.notes.items()},
+                **{str(note): count for note, count in one.noted.items()},
                 **one.record.metrics,
             },
-            notes={str(note): reasons[0] for note, reasons in one.notes.items() if reasons[0]},
+            notes={str(note): reason for note, reason in one.notes.items()},
         )
         return MadeEpisode(trajectory, [row for row in rows if isinstance(row, RowTokens)])
 

@@ -8,7 +8,8 @@ A program that is run again has another try: with turns, a transcript and steps 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import xxhash
@@ -18,7 +19,7 @@ from headway.endpoint.turns import MadeTurn, Note
 from headway.episodes.call_log import CallLog
 from headway.episodes.limits import EpisodeTime, Limits, Steps
 from headway.episodes.record import Prompted, Record
-from headway.errors import EpisodeOver, UserCodeError, boundary
+from headway.errors import EpisodeOver, ProgramFailed, UserCodeError, boundary
 from headway.interfaces import FinishedCall, SamplingParams
 from headway.programs.messages import EpisodeEnd, Message, TurnRequest
 
@@ -51,17 +52,19 @@ class Try:
         """The limit that has ended the episode; None before."""
         self.rewards: tuple[float, ...] = ()
         """Rewards of turns, as the program told them with its last request."""
-        self.notes: dict[Note, list[str]] = {}
+        self.noted: Counter[Note] = Counter()
         """What the program asked the endpoint for and did not get."""
+        self.notes: dict[Note, str] = {}
+        """The first reason of each kind that has one."""
         self.running: asyncio.Task[EpisodeEnd] | None = None
         self.over = False
         self._log, self._limits, self._time = log, limits, time
         self._turns = 0
-        """Turns that were not given up."""
+        """Turns, those that were given up included, and each of them once."""
         self._waiting = 0
         """Turns that the program waits for."""
-        self._given_up: dict[bytes, list[Prompted]] = {}
-        """Turns whose answer nobody waited for, by their context: asked for again, they are the same turns."""
+        self._given_up: dict[bytes, list[int]] = {}
+        """Keys of turns whose answer nobody waited for, by their context: asked for again, they are the same turns."""
         self._keeps_conversation = keeps_conversation
         self._prompt: list[Message] = []
         """The messages that the first turn of the last conversation was asked with; empty without conversations."""
@@ -88,7 +91,9 @@ class Try:
 
     def note(self, kind: Note, reason: str) -> None:
         """See `headway.endpoint.turns.Turns.note`."""
-        self.notes.setdefault(kind, []).append(reason)
+        self.noted[kind] += 1
+        if reason:
+            self.notes.setdefault(kind, reason)
 
     # ------------------------------------------------------------------------------------- the end
 
@@ -97,12 +102,33 @@ class Try:
         """The last conversation; None where it was not wanted, or there was none."""
         return Conversation(self._prompt, self._said[len(self._prompt) :]) if self._prompt else None
 
+    def rewarded(self, end: EpisodeEnd) -> EpisodeEnd:
+        """Give the turns of an agent the rewards that it has for its answers.
+
+        Raises:
+            ProgramFailed: there are more or fewer than answers, or one for an answer that there was not.
+        """
+        rewards, numbers = end.answer_rewards, sorted(self.numbers)
+        if rewards is None:
+            return end
+        if not isinstance(rewards, Mapping):
+            if len(rewards) != len(numbers):
+                raise ProgramFailed(
+                    f"the agent returned a list of {len(rewards)} rewards for {len(numbers)} turns; return one for each"
+                )
+            rewards = dict(zip(numbers, rewards, strict=True))
+        if unknown := sorted(set(rewards) - set(numbers)):
+            raise ProgramFailed(
+                f"the agent returned a reward for the answer of turn {unknown[0]}, and it had answers of the turns "
+                f"{', '.join(map(str, numbers)) or '(none)'}; give rewards by the ids of answers that it has got"
+            )
+        given = tuple(rewards.get(number, 0.0) for number in range(max(rewards, default=-1) + 1))
+        return replace(end, turn_rewards=given)
+
     def rows(self, turn_rewards: tuple[float, ...]) -> tuple[list[RowTokens | RowAt], tuple[float, ...]]:
         """The rows to train on, and the rewards of their turns, by numbers that count answered turns alone."""
         rows = list(self.record.rows())
         numbers = sorted(self.numbers)
-        if turn_rewards:  # an agent names just the answers that it gives rewards
-            turn_rewards += (0.0,) * (max(numbers, default=-1) + 1 - len(turn_rewards))
         if self.numbers != list(range(len(numbers))):  # a turn that was given up has no tokens, and no number
             return _renumbered(rows, turn_rewards, numbers)
         return rows, turn_rewards
@@ -112,9 +138,9 @@ class Try:
     async def _made(self, request: TurnRequest, number: int) -> MadeTurn:
         if self._time.is_over:
             self.limit = self.limit or "time"
-        if self.limit is None and self._turns >= self._limits.max_turns:
+        if self.limit is None and self._turns >= self._limits.max_turns and not self._given_up:
             self.limit = "turns"
-        if self.limit is not None:
+        if self.limit not in (None, "tokens"):  # a conversation that is too long may go on as a shorter one
             raise self._refused(self.limit)
         with boundary("the messages of a turn cannot be used", UserCodeError):
             prompted = self.record.prompt(request)
@@ -122,6 +148,9 @@ class Try:
         if room < 1:
             raise self._refused("tokens")
         finished = await self._call(request, prompted, room)
+        if self.limit == "tokens":
+            self.limit = None
+            self.steps.forgive()
         self.calls.append(finished)
         self.numbers.append(number)
         with boundary("the answer of a turn cannot be read", UserCodeError):
@@ -134,16 +163,20 @@ class Try:
     async def _call(self, request: TurnRequest, prompted: Prompted, room: int) -> FinishedCall:
         """Have the policy answer; cancelled, the turn is given up."""
         context = xxhash.xxh3_128_digest(prompted.ids.tobytes())
-        if given_up := self._given_up.get(context):
-            prompted = replace(prompted, key=given_up.pop().key)
+        if keys := self._given_up.get(context):
+            prompted = replace(prompted, key=keys.pop())
+            if not keys:
+                del self._given_up[context]
+        elif self._turns >= self._limits.max_turns:
+            raise self._refused("turns")
+        else:
+            self._turns += 1
         wanted = (room, self.sampling.max_tokens, self._limits.max_turn_tokens, request.max_tokens)
         most = min(tokens for tokens in wanted if tokens is not None)
-        self._turns += 1
         try:
             return await self._log.call(prompted, most, request.stop, request.stop_token_ids)
         except asyncio.CancelledError:
-            self._turns -= 1
-            self._given_up.setdefault(context, []).append(prompted)
+            self._given_up.setdefault(context, []).append(prompted.key)
             raise
 
     def _refused(self, limit: str) -> EpisodeOver:

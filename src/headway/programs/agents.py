@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from inspect import Parameter
 from typing import Any
 
@@ -100,11 +101,12 @@ def accessed(start: EpisodeStart) -> Access:
 def _end(value: Any, who: str) -> EpisodeEnd:
     """The end of an episode whose agent returned ``value``."""
     if not isinstance(value, Mapping):
-        return end_of(value, who, f"{RETURNS}, or a dict of numbers by the ids of answers")
+        end = end_of(value, who, f"{RETURNS}, or a dict of numbers by the ids of answers")
+        return replace(end, turn_rewards=(), answer_rewards=end.turn_rewards) if end.turn_rewards else end
     rewards: dict[int, float] = {}
     for id, reward in value.items():
         rewards[_turn_of(id, who)] = number(reward, f"{who}: the reward of {shown(id)}")
-    return EpisodeEnd(turn_rewards=tuple(rewards.get(turn, 0.0) for turn in range(max(rewards, default=-1) + 1)))
+    return EpisodeEnd(answer_rewards=rewards)
 
 
 def _turn_of(id: Any, who: str) -> int:

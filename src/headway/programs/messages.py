@@ -165,6 +165,9 @@ class EpisodeEnd:
     turn_rewards: tuple[float, ...] = ()
     """Rewards of turns by the turn's number, from 0; empty where the program gave none to single turns. They are not
     in ``reward``: where there are both, the reward is given on top."""
+    answer_rewards: tuple[float, ...] | Mapping[int, float] | None = None
+    """An agent's rewards of its answers: one for each, in the order in which they were asked for, or some by the turn's
+    number. Its keeper makes ``turn_rewards`` of them."""
     tool_errors: int = 0
     """Number of calls of tools that raised."""
     metrics: Mapping[str, float] = field(default_factory=dict)

@@ -166,7 +166,7 @@ class LoadedProgram:
         try:
             with failing(self.shown):
                 end = await self._program.run(start, Chat(ask, start, tally, self.shown))
-                if end.turn_rewards and start.access is None:
+                if end.turn_rewards:
                     tally.give(end.turn_rewards, self.shown)
         except EpisodeOver:
             end = EpisodeEnd()
@@ -179,8 +179,6 @@ class LoadedProgram:
             raise ProgramFailed(str(cause)) from cause
         finally:
             tally.closed = True
-        if start.access is not None:
-            return end
         return replace(end, turn_rewards=tally.turn_rewards, tool_errors=tally.tool_errors)
 
 
