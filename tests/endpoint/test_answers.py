@@ -27,7 +27,7 @@ MESSAGE = {**calls_made("let me see", CALLS), "reasoning_content": "two things a
 class Echo:
     """A try of an episode whose every turn is the same answer."""
 
-    name, sampling = "episode (0, 0, 0, 0)", SamplingParams(50)
+    name, sampling, trains = "episode (0, 0, 0, 0)", SamplingParams(50), True
 
     async def turn(self, request: TurnRequest) -> MadeTurn:
         tokens = SampledTokens(np.arange(5, 9, dtype=np.int32), -np.ones(4, np.float32), np.zeros(4, np.int32))

@@ -80,5 +80,6 @@ def test_a_program_that_has_to_give_a_reward_and_gives_none_has_failed_alone():
     failures = {episode.failure for episode in run_virtual(main()).trajectories}
     assert failures == {
         None,
-        "the program gave no reward; return one from it, or name a reward.function that scores answers",
+        "the program gave no reward; return one from it (a command prints it as its last line), or name a "
+        "reward.function that scores answers",
     }

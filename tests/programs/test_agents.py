@@ -34,10 +34,13 @@ class AReaL:
     async def run(self, data, **kwargs):
         assert sorted(kwargs) == ["api_key", "base_url", "http_client"]
         assert kwargs["http_client"] is not None and not kwargs["http_client"].is_closed
-        return {"chatcmpl-0-aa": 0.5 * self.scale, "chatcmpl-2-bb": self.scale}
+        return {f"chatcmpl-0-{TAG}": 0.5 * self.scale, f"resp-2-{TAG}": self.scale}
 
 async def by_unknown_ids(row, api_key):
     return {"answer": 1.0}
+
+async def by_ids_of_another_episode(row, api_key):
+    return {"chatcmpl-0-0123456789abcdef": 1.0}
 
 async def nothing(row):
     return None
@@ -67,7 +70,7 @@ async def nobody(request: TurnRequest) -> TurnAnswer:
 
 @pytest.fixture
 def file(tmp_path: Path) -> str:
-    (tmp_path / "agents.py").write_text(AGENTS)
+    (tmp_path / "agents.py").write_text(AGENTS.replace("{TAG}", ACCESS.tag).replace('f"', '"'))
     return f"{tmp_path}/agents.py"
 
 
@@ -123,6 +126,7 @@ def test_what_is_no_agent_is_refused_before_a_run(file: str, name: str, said: st
     ("name", "said"),
     [
         ("by_unknown_ids", "a reward for 'answer', which is the id of no answer"),
+        ("by_ids_of_another_episode", "which is the id of no answer in this episode"),
         ("wrong", "returned 'good', expected a number"),
     ],
 )

@@ -39,7 +39,14 @@ CLOSE_TIMEOUT_S = 2.0
 MOST_FORGOTTEN = 10_000
 """Number of keys of episodes that are over which are told from keys that never were."""
 MOST_TOLD = 20
-"""Number of requests without an episode's key that are told in the log."""
+"""Number of different refusals of requests without an episode's key that are told in the log."""
+SETTINGS = {
+    "turns": "rollout.max_turns",
+    "tokens": "data.max_prompt_length + data.max_response_length",
+    "time": "rollout.episode_timeout_s",
+    "step": "rollout.step_timeout_s",
+}
+"""The setting of each limit of an episode."""
 logger = logging.getLogger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -84,7 +91,7 @@ class Endpoint:
         self._sessions: dict[str, Session] = {}
         self._forgotten: OrderedDict[str, None] = OrderedDict()
         """Keys of episodes that are over, the oldest first."""
-        self._told = 0
+        self._told: set[str] = set()
         self._runner: web.AppRunner | None = None
         self._app = web.Application(client_max_size=MOST_BYTES, middlewares=[_told_as_json])
         self._app[_FORMS] = forms = {}
@@ -131,9 +138,10 @@ class Endpoint:
     def open(self, turns: Turns) -> Iterator[Access]:
         """See `headway.endpoint.turns.Doors.open`."""
         key = f"hw-{secrets.token_urlsafe(24)}"
-        session = self._sessions[key] = Session(turns)
+        access = Access(self.base_url, key, self._models[0], self._tokenizer)
+        session = self._sessions[key] = Session(turns, access.tag)
         try:
-            yield Access(self.base_url, key, self._models[0], self._tokenizer)
+            yield access
         finally:
             del self._sessions[key]
             self._forgotten[key] = None
@@ -181,7 +189,7 @@ class Endpoint:
         again = request.headers.get("x-stainless-retry-count", "0") not in ("", "0") or bool(repeated)
         asked = session.request(wanted.request, digest.digest(), again=again)
         turn = await session.answer(asked)
-        id = f"{turn.number}-{digest.hexdigest()[:16]}"
+        id = f"{turn.number}-{session.tag}"
         if wanted.stream:
             return await _stream(request, dialect, wanted, turn, id, asked)
         response = _json(dialect.answer(wanted, turn, id))
@@ -210,15 +218,15 @@ class Endpoint:
 
     def _tell(self, request: web.Request, refused: Refused) -> None:
         """Write in the keeper's log what belongs to no episode, the first times."""
-        self._told += 1
-        if self._told <= MOST_TOLD:
-            last = "; further ones are not told" if self._told == MOST_TOLD else ""
-            logger.warning("%s %s was refused: %s%s", request.method, request.path, refused, last)
+        said = f"{request.method} {request.path} was refused: {refused}"
+        if said not in self._told and len(self._told) < MOST_TOLD:
+            self._told.add(said)
+            logger.warning("%s", said)
 
     def _check(self, wanted: Wanted, turns: Turns) -> None:
         """Check the model and the sampling that are asked for."""
         self._check_model(wanted)
-        if differ := differences(wanted.sampling, turns.sampling):
+        if turns.trains and (differ := differences(wanted.sampling, turns.sampling)):
             said = f"sampling that training does not follow: {', '.join(differ)}"
             if self._strict:
                 raise Refused(
@@ -320,9 +328,10 @@ async def _told_as_json(request: web.Request, handler: Handler) -> web.StreamRes
 
 def _over(over: EpisodeOver) -> Refused:
     """The error of a turn that a limit refuses. Clients know a context that is too long by words of its message."""
-    if over.limit != "tokens":
-        return Refused(400, "episode_over", str(over))
-    return Refused(400, "context_length_exceeded", f"prompt is too long for the maximum context length: {over}")
+    if over.limit == "tokens":
+        said = f"prompt is too long for the maximum context length, {SETTINGS['tokens']}; go on with a shorter one"
+        return Refused(400, "context_length_exceeded", said)
+    return Refused(400, "episode_over", f"{over} ({SETTINGS[over.limit]})")
 
 
 def _error(form: ErrorForm, refused: Refused) -> web.Response:

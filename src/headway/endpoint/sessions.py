@@ -34,8 +34,9 @@ class Request:
 class Session:
     """The requests with one key."""
 
-    def __init__(self, turns: Turns) -> None:
-        self.turns = turns
+    def __init__(self, turns: Turns, tag: str) -> None:
+        """``tag``: the end of the ids of its answers."""
+        self.turns, self.tag = turns, tag
         self._requests: dict[bytes, Request] = {}
         """The last request with each digest."""
         self._turns: set[asyncio.Task[MadeTurn]] = set()

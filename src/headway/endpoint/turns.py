@@ -1,7 +1,7 @@
 """What the endpoint asks of an episode, and what it gets.
 
 class Echo:                                                 # `Turns`: one try of an episode's program
-    name, sampling = "episode (0, 3, 0, 1)", SamplingParams(max_tokens=64)
+    name, sampling, trains = "episode (0, 3, 0, 1)", SamplingParams(max_tokens=64), True
     async def turn(self, request): return MadeTurn(0, answer, prompt_tokens=9, sampled=tokens)
     def count(self, request): return 9
     def note(self, kind, reason): ...
@@ -54,6 +54,8 @@ class Turns(Protocol):
     """Name of the episode in messages for people."""
     sampling: SamplingParams
     """The sampling of its turns, whatever is asked for."""
+    trains: bool
+    """The episode is trained on: what it samples has to be of the run's distribution."""
 
     async def turn(self, request: TurnRequest) -> MadeTurn:
         """Have the policy make a turn. Cancelled, the turn is given up; asked for again, it is the same turn.

@@ -35,7 +35,7 @@ from headway.errors import (
     RunError,
     RunnerLost,
 )
-from headway.interfaces import FinishedCall, GroupRequest, SamplingParams
+from headway.interfaces import FinishedCall, GroupRequest, Priority, SamplingParams
 from headway.programs.messages import EpisodeEnd, EpisodeStart, TurnAnswer, TurnRequest
 
 Turn = Callable[[TurnRequest], Awaitable[TurnAnswer]]
@@ -193,12 +193,20 @@ class ProgramEpisode:
             before = "" if self._again is None else f"; before, its program was run again: {self._again}"
             return self._limits.text(one.limit) + before
         if not one.calls:
+            if self._hosting.endpoint is not None:
+                return (
+                    "the agent made no turn: it ended without an answer of the model, so there is nothing to train on; "
+                    "give its client the base_url and the api_key of the episode"
+                )
             return (
                 "the program made no turn: it ended without an answer of the model, so there is nothing to train on; "
                 "call chat.turn(messages) at least once"
             )
         if self._hosting.gives_reward and end.reward is None and not end.turn_rewards and one.limit is None:
-            return "the program gave no reward; return one from it, or name a reward.function that scores answers"
+            return (
+                "the program gave no reward; return one from it (a command prints it as its last line), or name a "
+                "reward.function that scores answers"
+            )
         return None
 
     def aborted(self) -> MadeEpisode:
@@ -221,6 +229,7 @@ class ProgramEpisode:
             self._log,
             self._limits,
             self._time,
+            trains=self._request.priority is Priority.TRAINING,
             keeps_conversation=self._hosting.keeps_conversations or self._request.shown,
         )
 

@@ -36,10 +36,11 @@ class Try:
         limits: Limits,
         time: EpisodeTime,
         *,
+        trains: bool,
         keeps_conversation: bool,
     ) -> None:
         """``keeps_conversation``: the last conversation is wanted in the end."""
-        self.name, self.sampling, self.record = name, sampling, record
+        self.name, self.sampling, self.trains, self.record = name, sampling, trains, record
         self.steps = Steps(time, self._end_step)
         self.asked = 0
         """Turns that the program asked for, refused ones and those that it gave up included."""

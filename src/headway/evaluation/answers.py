@@ -22,7 +22,7 @@ from headway.episodes.runners import ProgramRunners, variables
 from headway.errors import DataError, ScoringFailed
 from headway.evaluation.figures import Answer, Solved
 from headway.evaluation.settings import Job
-from headway.interfaces import FinishedGroup, GroupRequest, RolloutEngine, SamplingParams
+from headway.interfaces import FinishedGroup, GroupRequest, Priority, RolloutEngine, SamplingParams
 from headway.models.tokenizer import text_of
 from headway.pipeline.nothing_to_train import EPISODE_FAILED
 from headway.rewards.own import own_scores
@@ -170,7 +170,7 @@ async def _ask(
     tasks: Tasks,
 ) -> dict[int, Solved]:
     """Have ``prompts`` answered: prompt's number → its scored answers, complete when all of ``tasks`` have ended."""
-    requests = [GroupRequest(i, prompt, n, sampling) for i, prompt in enumerate(prompts)]
+    requests = [GroupRequest(i, prompt, n, sampling, priority=Priority.VALIDATION) for i, prompt in enumerate(prompts)]
     found: dict[int, Solved] = {}
     told = 0
 

@@ -71,7 +71,7 @@ class AgentProgram:
             value = await called(self._make(**self._params).run, row_of(start), **arguments)
         else:
             value = await called(self._call, row_of(start), **arguments, **self._params)
-        return _end(value, self._who)
+        return _end(value, self._who, access.tag)
 
     def _http_client(self) -> Any:
         """A client that OpenAI's takes as ``http_client``, for all episodes of this process, since making one takes a
@@ -98,22 +98,25 @@ def accessed(start: EpisodeStart) -> Access:
     return start.access
 
 
-def _end(value: Any, who: str) -> EpisodeEnd:
+def _end(value: Any, who: str, tag: str) -> EpisodeEnd:
     """The end of an episode whose agent returned ``value``."""
     if not isinstance(value, Mapping):
         end = end_of(value, who, f"{RETURNS}, or a dict of numbers by the ids of answers")
         return replace(end, turn_rewards=(), answer_rewards=end.turn_rewards) if end.turn_rewards else end
     rewards: dict[int, float] = {}
     for id, reward in value.items():
-        rewards[_turn_of(id, who)] = number(reward, f"{who}: the reward of {shown(id)}")
+        rewards[_turn_of(id, who, tag)] = number(reward, f"{who}: the reward of {shown(id)}")
     return EpisodeEnd(answer_rewards=rewards)
 
 
-def _turn_of(id: Any, who: str) -> int:
-    """The number of the turn with the answer ``id``, such as ``chatcmpl-3-8d0c``."""
+def _turn_of(id: Any, who: str, tag: str) -> int:
+    """The number of the turn with the answer ``id``, such as ``chatcmpl-3-8d0c``, of which the last part is ``tag``."""
     parts = str(id).split("-")
-    if len(parts) < 3 or not parts[-2].isdecimal():
-        raise ProgramFailed(f"{who} returned a reward for {shown(id)}, which is the id of no answer; {RETURNS}")
+    if len(parts) < 3 or not parts[-2].isdecimal() or parts[-1] != tag:
+        raise ProgramFailed(
+            f"{who} returned a reward for {shown(id)}, which is the id of no answer in this episode; expected a number "
+            "for the id of each answer that is given one"
+        )
     return int(parts[-2])
 
 

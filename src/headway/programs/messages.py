@@ -5,6 +5,7 @@ keeper ──EpisodeStart──▶ program ──TurnRequest──▶ keeper ─
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -86,6 +87,11 @@ class Access:
     """Name under which the policy is asked for."""
     tokenizer: str = ""
     """Folder of the policy's tokenizer, or its name on the hub, for clients that make token ids themselves."""
+
+    @property
+    def tag(self) -> str:
+        """The end of the ids of all answers with this key, which does not tell the key."""
+        return hashlib.blake2b(self.api_key.encode(), digest_size=8).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
