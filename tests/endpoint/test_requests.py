@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import time
+from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -15,10 +17,11 @@ import pytest
 
 from headway.episodes.keeper import GroupKeeper
 from headway.episodes.limits import Limits
+from headway.episodes.rendering import ChatRenderer
 from headway.errors import ConfigError
 from headway.programs.messages import Access, EpisodeEnd
-from tests.endpoint.served import endpoint, served
-from tests.episodes.program_episodes import Policy, trained
+from tests.endpoint.served import LIMITS, endpoint, served
+from tests.episodes.program_episodes import RENDERER, Policy, trained
 
 HELLO: list[Any] = [{"role": "user", "content": "begin"}]
 
@@ -252,6 +255,46 @@ async def test_a_limit_ends_the_episode_and_its_agent_is_told() -> None:
     long = await served(agent, limits=Limits(max_length=60, max_turns=30, step_timeout_s=20))
     assert long.returned[0][1]["error"]["code"] == "context_length_exceeded"
     assert long.episode.limit == "tokens"
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "completions", "responses/input_tokens"])
+async def test_text_of_ten_megabytes_is_refused_at_once_and_holds_up_nobody(path: str) -> None:
+    text = "2026-11-23 12:07 error in /usr/lib/x31.so: code 7919\n" * 200_000
+    form = {"chat/completions": "messages", "completions": "prompt"}.get(path, "input")
+    sent = json.dumps({form: [{"role": "user", "content": text}] if form == "messages" else text}).encode()
+    limits = replace(LIMITS, max_length=2000)
+    longest = 0.0
+
+    async def beat() -> None:
+        nonlocal longest
+        while True:
+            begun = time.monotonic()
+            await asyncio.sleep(0.005)
+            longest = max(longest, time.monotonic() - begun)
+
+    async def agent(access: Access) -> Any:
+        await post(access, {"messages": HELLO})  # what is made once is made
+        beating = asyncio.ensure_future(beat())
+        headers = {"Authorization": f"Bearer {access.api_key}"}
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(f"{access.base_url}/{path}", data=sent, headers=headers) as response,
+        ):
+            answer = await response.json()
+        beating.cancel()
+        return answer
+
+    renderer = ChatRenderer(RENDERER.tokenizer, most_tokens=limits.max_length)
+    made = await served(agent, limits=limits, renderer=renderer)
+    [answer] = made.returned
+    assert longest < 2.0  # a quarter of a second alone; all of the text takes many
+    if path.endswith("tokens"):
+        assert limits.max_length < answer["input_tokens"] < 10 * limits.max_length
+        assert made.episode.limit is None
+    else:
+        assert answer["error"]["code"] == "context_length_exceeded"
+        assert made.episode.limit == "tokens"
+        assert made.calls == 1
 
 
 async def test_an_agent_that_never_asks_has_failed() -> None:

@@ -60,7 +60,8 @@ def texts_of(renderer: ChatRenderer) -> Texts:
 
 def chats_of(config: Config, tokenizer: PreTrainedTokenizerBase) -> Chats:
     """The chats that ``tokenizer`` renders. Raises `ConfigError` where it cannot, as `chat_hosting` does."""
-    chats = Chats(ChatRenderer(tokenizer), config.rollout.tool_parser)
+    renderer = ChatRenderer(tokenizer, most_tokens=limits_of(config).max_length)
+    chats = Chats(renderer, config.rollout.tool_parser)
     if config.rollout.tools or config.rollout.mcp:
         _ = chats.for_tools
     return chats

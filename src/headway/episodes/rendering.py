@@ -32,8 +32,9 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from headway.episodes.encoding import encoded
 from headway.episodes.messages import MARK, Marked, marked, message_key, plain_messages, reasoning_of, without_reasoning
-from headway.errors import ConfigError, DataError, boundary, cut, writable
+from headway.errors import ConfigError, DataError, boundary, cut
 from headway.programs.messages import Message, ToolSchema, calls_made, said, tool_result
 
 if TYPE_CHECKING:
@@ -90,6 +91,7 @@ class ChatRenderer:
         tokenizer: with a chat template.
         options: further variables of the template, as ``{"enable_thinking": False}``.
         stop_ids: tokens that end a turn beside the template's own and the end of sequence.
+        most_tokens: most tokens that a context may have; of text that has more not all is encoded.
 
     Raises:
         ConfigError: the tokenizer has no chat template, or one that cannot render a question and its answer.
@@ -100,6 +102,7 @@ class ChatRenderer:
         tokenizer: PreTrainedTokenizerBase,
         options: Mapping[str, Any] | None = None,
         stop_ids: Collection[int] = (),
+        most_tokens: int | None = None,
     ) -> None:
         if not tokenizer.chat_template:
             raise ConfigError(
@@ -107,6 +110,7 @@ class ChatRenderer:
                 "model, or give the tokenizer a template (tokenizer.chat_template, chat_template.jinja in its folder)"
             )
         self.tokenizer = tokenizer
+        self._most_tokens = most_tokens
         self._options = dict(options or {})
         self._turn_end, self._turn_end_id = self._find_turn_end()
         eos = tokenizer.eos_token_id
@@ -137,11 +141,12 @@ class ChatRenderer:
     def encode(self, text: str) -> NDArray[np.int32]:
         """The ids [N] of rendered text; nothing is added to it, and what UTF-8 has no bytes for is spelled out.
 
+        Of text that cannot fit in ``most_tokens`` they are those of its beginning, more than fit.
+
         Raises:
             DataError: the tokenizer has no tokens for the text.
         """
-        with boundary(f"the tokenizer cannot encode {cut(repr(text), 120)}", DataError):
-            return np.asarray(self.tokenizer.encode(writable(text), add_special_tokens=False), np.int32)
+        return encoded(self.tokenizer, text, self._most_tokens)
 
     def ended(self, ids: Sequence[int] | NDArray[np.int32]) -> bool:
         """Tell whether sampled ``ids`` [T] end their turn; False where they were cut off."""
