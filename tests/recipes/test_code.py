@@ -95,10 +95,10 @@ def test_the_sandbox_tells_the_right_function_from_the_others() -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.slow
 def test_the_model_learns_to_write_the_function_that_fits(tmp_path: Path) -> None:
-    """The recipe's run but for its last version, in one process: half of it warm-up, half of it the sandbox."""
-    settings = ["cluster.backend=inline", "rollout.total_rollout_steps=320", "rollout.test_freq=-1"]
-    result = train(RECIPE, tmp_path / "run", *settings)
+    """Half of the recipe's run, in one process: two minutes of warm-up, and two of the sandbox."""
+    settings = ["cluster.backend=inline", "model.warmup.max_steps=1000", "rollout.total_rollout_steps=192"]
+    result = train(RECIPE, tmp_path / "run", *settings, "rollout.test_freq=-1")
     before, after = result["eval"][0], result["eval"][-1]
-    assert (before["version"], after["version"], result["balanced"]) == (0, 5, True)
+    assert (before["version"], after["version"], result["balanced"]) == (0, 3, True)
     assert before["accuracy"] == pytest.approx(1 / 6, abs=0.05)
-    assert after["accuracy"] > 0.5
+    assert after["accuracy"] > 0.4
