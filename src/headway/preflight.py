@@ -14,7 +14,7 @@ import re
 import socket
 import urllib.request
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -22,14 +22,17 @@ from urllib.parse import urlsplit
 
 from headway.cluster.address import check_listens
 from headway.config.machine import check_vllm_installed
+from headway.config.sandbox import CODE
 from headway.config.schema import Config
+from headway.data.files import Record
 from headway.data.rows import by_source
 from headway.data.sources import DataBundle, Rows, build_sources, read_rows
 from headway.episodes.hosting import chats_of
 from headway.episodes.runners import ProgramRunners, program_spec, variables
-from headway.errors import ConfigError, DataError, ModelError, UserCodeError, WorkerDied, boundary
+from headway.errors import ConfigError, DataError, ModelError, ScoringFailed, UserCodeError, WorkerDied, boundary
 from headway.models.folder import SAFETENSORS, SAFETENSORS_INDEX, check_folder, find_folder, read_object
 from headway.models.logits import is_known
+from headway.rewards.code_tests import unit_tests_of
 from headway.rewards.request import RewardSpec
 from headway.rewards.runners import RewardRunners
 from headway.rewards.scorers import make_scorer
@@ -50,7 +53,9 @@ INTEGERS = ("I", "U", "BOOL")
 NOT_READ = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", r"(^|\.)(attn|attention)\.(masked_)?bias$")
 """Patterns for names of buffers that older checkpoints hold: constants, which the model makes itself."""
 ROWS_AT_ONCE = 4096
-NEEDS_ANSWERS = ("code", "exact_match", "math_verify", "regex")
+TESTS_TRIED = 32
+"""Rows of a source that are looked at for unit tests."""
+NEEDS_ANSWERS = (CODE, "exact_match", "math_verify", "regex")
 """Names of built-in rewards that cannot score a row whose answer is null."""
 
 
@@ -235,6 +240,22 @@ def _check_answers(config: Config, rows: Rows) -> None:
                 f"{what}: the answer of all {len(records)} rows is null, and reward.function={needing[0]} compares "
                 "with it; set data.answer_key to the column that holds it, or give a reward that needs none"
             )
+        if CODE in needing:
+            _check_tests(records)
+
+
+def _check_tests(records: Sequence[Record]) -> None:
+    """Check that one of the first ``records`` has unit tests. A row without any fails its group while the run goes on,
+    which ends where all of them do."""
+    refused: DataError | None = None
+    for record in (record for record in records[:TESTS_TRIED] if record.answer is not None):
+        try:
+            unit_tests_of(record.answer, record.extra)
+            return
+        except ScoringFailed as cause:
+            refused = refused or DataError(f"{record.where}: reward.function={CODE} cannot read its tests: {cause}")
+    if refused is not None:
+        raise refused
 
 
 def _check_vocabulary(path: str, model_config: Any, tokenizer: Any) -> None:

@@ -42,6 +42,7 @@ CHATS = '{"prompt": [{"role": "user", "content": "1="}], "answer": "1"}\n' * 6
 CORRECTED = ("async_training.use_rollout_log_probs=false", "algorithm.rollout_correction.name=truncate")
 SCORE = "def score(response, answer):\n"
 PROGRAM = "async def run(row, chat): ...\n"
+AGENT = "async def run(row, base_url, api_key): ...\n"
 
 Prepare = Callable[[Path], object]
 """Does something wrong in the folder in which the command will run."""
@@ -177,6 +178,22 @@ def model_with_a_template_and_a_tool(folder: Path) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": template}))
     (folder / "agent.py").write_text(
         'def act(a: int) -> int:\n    """Acts.\n\n    Args:\n        a: how often\n    """\n    return a\n'
+    )
+
+
+def without_programs(folder: Path) -> None:
+    os.environ["PATH"] = str(folder / "nowhere")
+
+
+def two_servers(folder: Path) -> None:
+    (folder / "server.py").write_text(
+        "from mcp.server.mcpserver import MCPServer\n"
+        "server = MCPServer('table')\n"
+        "@server.tool()\n"
+        "def act(a: int) -> str:\n"
+        "    'Acts.'\n"
+        "    return str(a)\n"
+        "server.run('stdio')\n"
     )
 
 
@@ -345,6 +362,10 @@ CASES = {
     "a parameter that it does not take": reward(SCORE + " return 1.0\n", "reward.params={scale: 2}"),
     "tags that are no list": setting("reward.function=format", "reward.params={tags: 5}"),
     "a group that is no name": setting("reward.function=regex", "reward.params={pattern: '(a)', group: [1]}"),
+    "unit tests that are none": setting("reward.function=code"),
+    "a share of tests that is no truth value": data(
+        '{"prompt": "1=", "answer": "assert f(1)"}\n' * 6, "reward.function=code", "reward.params={partial: 3}"
+    ),
     # programs
     "a tool without types": agent("def act(a):\n    'Acts.'\n", "rollout.tools=[agent.py:act]"),
     "a tool without a docstring": agent("def act(a: int) -> int: return a\n", "rollout.tools=[agent.py:act]"),
@@ -354,9 +375,16 @@ CASES = {
     "tools that give no reward": agent(
         "def act() -> int:\n    'Acts.'\n    return 1\n", "rollout.tools=[agent.py:act]", "reward.function=program"
     ),
+    "a tool that is neither a file's nor built in": setting("rollout.tools=[pyton]"),
+    "no sandbox on this machine": doing(without_programs, "rollout.tools=[python]"),
+    "an unknown sandbox": setting("rollout.tools=[python]", "sandbox=docker"),
+    "a sandbox without a use": setting("sandbox=process_limits"),
     "a server of tools that is not there": setting("rollout.mcp.search.command=[no-such-server]"),
     "a server of tools that ends": setting("rollout.mcp.search.command=['false']"),
     "a server of tools in two places": setting("rollout.mcp.search={command: [x], url: http://h}"),
+    "a tool of two servers": doing(
+        two_servers, "rollout.mcp={one: {command: [python, server.py]}, two: {command: [python, server.py]}}"
+    ),
     "a server of an environment that is away": setting("rollout.environment=ws://127.0.0.1:PORT"),
     "tools that the template does not show": Case(("rollout.tools=[agent.py:act]",), model_with_a_template_and_a_tool),
     "a program and no chat template": agent(PROGRAM, "rollout.program=agent.py:run"),
@@ -369,6 +397,18 @@ CASES = {
     "a program that is not asynchronous": agent("def run(row): ...\n", "rollout.program=agent.py:run"),
     "no such program": agent("", "rollout.program=agent.py:run"),
     "an environment and a program": agent(PROGRAM, "rollout.program=agent.py:run", "rollout.environment=agent.py:Game"),
+    "an agent and a program": agent(PROGRAM, "rollout.program=agent.py:run", "rollout.agent=agent.py:run"),
+    "no such agent file": setting("rollout.agent=nowhere.py:run"),
+    "no such agent": agent("", "rollout.agent=agent.py:walk"),
+    "an agent without a function": setting("rollout.agent=agent.py"),
+    "an agent that takes no row": agent("async def run(): ...\n", "rollout.agent=agent.py:run"),
+    "an agent that asks for more than there is": agent("async def run(row, url): ...\n", "rollout.agent=agent.py:run"),
+    "an agent of no words": setting("rollout.agent={command: []}"),
+    "an agent that is not installed": setting("rollout.agent={command: [no-such-agent]}"),
+    "sampling of agents that is no choice": agent(
+        AGENT, "rollout.agent=agent.py:run", "rollout.agent_sampling=strictly"
+    ),
+    "an endpoint that nobody asks": agent(PROGRAM, "rollout.program=agent.py:run", "rollout.endpoint_port=8000"),
     "no turns": agent(PROGRAM, "rollout.program=agent.py:run", "rollout.max_turns=0"),
     "a step longer than its episode": agent(PROGRAM, "rollout.program=agent.py:run", "rollout.episode_timeout_s=10"),
     "turns without a program": setting("rollout.max_turns=3"),
@@ -522,6 +562,22 @@ def test_a_start_that_is_refused_by_a_worker_leaves_the_directory_free(
     done = CliRunner().invoke(cli, ["train", "recipe.yaml"])
     assert done.exit_code != 0 and "error: " in done.stderr, done.stderr
     assert (here / "run").exists() != user
+
+
+def test_a_port_of_the_endpoint_that_is_in_use_is_one_message_and_leaves_the_directory_free(here: Path) -> None:
+    """Starts processes for the agent, once to look at it and once for the run."""
+    model_with_a_template_and_a_tool(here)
+    (here / "agent.py").write_text(AGENT)
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        settings = ["rollout.agent=agent.py:run", f"rollout.endpoint_port={listening.getsockname()[1]}"]
+        done = CliRunner().invoke(cli, ["train", "recipe.yaml", *settings])
+    assert done.exit_code == 2, done.stderr
+    said = "the endpoint for agents cannot listen at 127.0.0.1:…; set rollout.endpoint_port=0 for any free port, …"
+    assert _matches(said, done.stderr, here), done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (here / "run").exists()
 
 
 @mostly_slow("name", IN_THE_RUN, quick=["raises", "always the same"])

@@ -51,7 +51,10 @@ def test_a_configuration_that_is_written_down_loads_again(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("sandbox=docker", r"sandbox\.kind: got 'docker', expected 'bubblewrap' or 'process_limits'"),
+        (
+            "sandbox=docker",
+            r"sandbox\.kind: got 'docker' \(on the command line\), expected 'bubblewrap' or 'process_limits'",
+        ),
         ("sandbox=3", "sandbox: got 3.*expected a section"),
         ("sandbox.memory_mib=8", r"sandbox\.memory_mib: got 8.*expected a number greater than or equal to 64"),
         ("sandbox.wall_s=0", r"sandbox\.wall_s: got 0.*expected a number greater than 0"),

@@ -25,6 +25,8 @@ TABLE = [
         "35%",
     ),
     (TimeShares(trainer_waited=0.4, waited_for_reward=0.35), "The reward was the bottleneck", "35%"),
+    # Replicas are idle, too, where all that they may make waits to be scored.
+    (TimeShares(trainer_waited=0.95, waited_for_reward=0.9, rollout_idle=0.92), "The reward was the bottleneck", "90%"),
     (TimeShares(trainer_waited=0.0, rollout_idle=0.5, rollout_stalled=0.45), "The parameter update", "45%"),
     (TimeShares(trainer_waited=0.9, filtered=0.95), "The filter was the bottleneck", "90%"),
     (TimeShares(trainer_waited=0.9, filtered=0.95), "95% of those that were generated were filtered", "90%"),

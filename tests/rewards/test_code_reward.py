@@ -95,6 +95,8 @@ def test_data_of_each_form_become_tests(answer: Any, extra: dict[str, Any], test
         (None, {}, "there are no tests in the answer None"),
         (5, {}, "there are no tests in the answer 5"),
         ("", {}, "there are no tests in the answer ''"),
+        ("42", {}, "the answer '42' has no assert"),
+        (["f(1)"], {}, r"the answer 'f\(1\)' has no assert"),
         ("{not json", {}, "begin like JSON, and are none"),
         ([], {}, r"the answer \[\] has no tests"),
         ({"inputs": [], "outputs": []}, {}, "has no tests"),
@@ -244,7 +246,7 @@ print("the-expected" + "-output" if any("the-expected" + "-output" in one for on
 @needs_bwrap
 def test_tests_that_are_malicious_stay_inside(tmp_path) -> None:
     target = tmp_path / "written"
-    assert value("pass", f"open({str(target)!r}, 'w').close()") == 0.0
+    assert value("pass", f"open({str(target)!r}, 'w').close()\nassert True") == 0.0
     assert not target.exists()
 
 

@@ -18,6 +18,8 @@ ETA = "async_training.staleness_threshold"
 PARTIAL = "async_training.partial_rollout"
 ON_UPDATE = "async_training.on_update"
 PIPELINE = "async_pipeline"
+SANDBOX = "sandbox"
+"""Section of which a bare name is the kind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +155,8 @@ def translate(values: Mapping[str, Any]) -> dict[str, Any]:
             if not value:
                 continue
             key, value = "mode", "overlapped"
+        if key == SANDBOX and isinstance(value, str):
+            key = f"{SANDBOX}.kind"
         if key in result and result[key] != value:
             raise ConfigError(f"{key} is given twice, as {result[key]!r} and as {value!r}")
         result[key] = value

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
 from headway.config.mcp import McpServerConfig, mcp_problems
 from headway.config.section import NonNegative, Positive, Section
@@ -29,6 +29,11 @@ class AgentCommand(Section):
     (``OPENAI_BASE_URL``, ``OPENAI_API_KEY``); the reward is the last line that it prints."""
 
 
+def _text_or_section(value: Any) -> str:
+    """Tell which of its two forms an agent is meant to have, so that what is wrong is said of that one alone."""
+    return "section" if isinstance(value, Mapping | AgentCommand) else "text"
+
+
 class ProgramKeys(Section):
     """Programs of episodes: user code that calls the policy, where it runs, and its limits (docs/agents.md)."""
 
@@ -42,7 +47,13 @@ class ProgramKeys(Section):
     the address of a server of OpenEnv's, ``ws://host:8000``."""
     program: str | None = None
     """A program of one's own, ``file.py:function``: ``async def run(row, chat)``, which returns the reward."""
-    agent: str | AgentCommand | None = None
+    agent: (
+        Annotated[
+            Annotated[str, Tag("text")] | Annotated[AgentCommand, Tag("section")],
+            Discriminator(_text_or_section),
+        ]
+        | None
+    ) = None
     """An agent that asks for turns over HTTP, with a client of its own: ``file.py:function``, which is ``async def
     run(row, base_url, api_key)`` and returns the reward, or ``{command: [program, argument, …]}``."""
     agent_sampling: Literal["override", "strict"] = "override"

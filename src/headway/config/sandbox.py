@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
@@ -45,11 +45,6 @@ class SandboxConfig(Section):
         """The sandbox that the section asks for."""
         limits = {name: getattr(self, name) for name in Limits.__dataclass_fields__}
         return SandboxSpec(self.kind, Limits(**limits))
-
-
-def kind_or_section(value: Any) -> Any:
-    """Make a section of a bare name."""
-    return {"kind": value} if isinstance(value, str) else value
 
 
 def runs_code(config: Config) -> bool:

@@ -35,7 +35,7 @@ from headway.config.learning import (
 )
 from headway.config.model import ModelConfig
 from headway.config.rollout import RolloutConfig
-from headway.config.sandbox import SandboxConfig, kind_or_section
+from headway.config.sandbox import SandboxConfig
 from headway.config.section import (
     Eta,
     Every,
@@ -446,7 +446,7 @@ class Config(Section):
     data: DataConfig = DataConfig()
     reward: RewardConfig = RewardConfig()
     rollout: RolloutConfig = RolloutConfig()
-    sandbox: Annotated[SandboxConfig, BeforeValidator(kind_or_section)] = SandboxConfig()
+    sandbox: SandboxConfig = SandboxConfig()
     actor: ActorConfig = ActorConfig()
     ref: RefConfig = RefConfig()
     logp: LogpConfig = LogpConfig()

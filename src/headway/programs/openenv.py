@@ -18,9 +18,9 @@ from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit, urlunsplit
 
-from headway.errors import EpisodeOver, ProgramAway, ProgramFailed, UserCodeError, cut, shown
+from headway.errors import EpisodeOver, ProgramAway, ProgramFailed, UserCodeError, cut, said_by, shown
 from headway.programs.chat import Chat
-from headway.programs.failures import failing, number
+from headway.programs.failures import failing, is_away, number
 from headway.programs.messages import EpisodeEnd, EpisodeStart, said, with_text
 from headway.programs.program import ProgramDescription
 
@@ -225,16 +225,17 @@ class OpenEnvProgram:
             ("https" if parts.scheme == "wss" else "http", parts.netloc, f"{parts.path[:-3]}/schema", "", "")
         )
         try:
-            async with asyncio.timeout(self._timeout_s), self._session() as session:
-                with failing(f"{self._who}: asking {url}"):
-                    async with session.get(url) as response:
-                        if response.status == 404:
-                            return {}
-                        if response.status >= 500:
-                            raise ConnectionError(f"the server answers with status {response.status}")
-                        found = await response.json()
+            async with asyncio.timeout(self._timeout_s), self._session() as session, session.get(url) as response:
+                if response.status == 404:
+                    return {}
+                if response.status >= 500:
+                    raise ConnectionError(f"the server answers with status {response.status}")
+                found = await response.json()
         except TimeoutError:
             raise ProgramAway(f"{self._who}: {url} was waited for {self._timeout_s:g} s") from None
+        except Exception as cause:
+            error = ProgramAway if is_away(cause) else ProgramFailed
+            raise error(f"{self._who}: asking {url} raised {said_by(cause)}") from cause
         action = found.get("action") if isinstance(found, dict) else None
         if not isinstance(action, dict):
             raise UserCodeError(

@@ -65,7 +65,9 @@ def bottleneck(shares: TimeShares) -> str:
     """The sentence on the bottleneck: which side it was, for what share of the time, and what to change."""
     update = max(shares.trainer_stalled - shares.waited_for_validation - shares.draining, 0.0)
     generation = max(shares.trainer_waited - shares.waited_for_reward, 0.0) + shares.draining
-    training = max(shares.rollout_idle - shares.rollout_stalled - shares.idle_while_saving, 0.0)
+    # While the trainer waits for the reward, idle replicas wait for that, too, and not for the trainer.
+    elsewhere = shares.rollout_stalled + shares.idle_while_saving + shares.waited_for_reward
+    training = max(shares.rollout_idle - elsewhere, 0.0)
     losses = {
         "update": max(update, shares.rollout_stalled),
         "validation": shares.waited_for_validation,

@@ -26,6 +26,8 @@ EXPECTED = (
 )
 TEST_LISTS = ("test_list", "tests", "test_cases", "assert_case", "public_test_cases")
 STDIN_TYPES = ("stdin", "stdin_stdout")
+FAILING = ("assert", "check(", "raise")
+"""Words of which text that can fail has one."""
 CALL_TYPES = ("functional", "function_call", "function")
 
 
@@ -105,7 +107,8 @@ def _listed(found: Any, extra: Mapping[str, Any], setup: str) -> list[Test]:
     if not isinstance(found, list):
         raise ScoringFailed(f"the tests in the answer are {shown(found)}; {EXPECTED}")
     if found and all(isinstance(one, str) for one in found):
-        return [AssertTest(f"{setup}\n{one}" if setup.strip() else one) for one in found]
+        before = f"{setup}\n" if setup.strip() else ""
+        return [AssertTest(before + _checked(one, extra.get("entry_point"))) for one in found]
     return [_single(one, extra) for one in found]
 
 
@@ -155,7 +158,12 @@ def _call(name: str, given: Any, expected: Any) -> CallTest:
 
 
 def _checked(tests: str, entry_point: Any) -> str:
-    """Asserts as they are; behind a ``check(candidate)`` that nothing calls, its call."""
+    """Asserts as they are; behind a ``check(candidate)`` that nothing calls, its call.
+
+    Text that cannot fail is no test: any answer would pass it.
+    """
+    if not any(word in tests for word in FAILING):
+        raise ScoringFailed(f"the answer {shown(tests)} has no assert; {EXPECTED}")
     if "def check(" not in tests or any(line.startswith("check(") for line in tests.splitlines()):
         return tests
     if not isinstance(entry_point, str) or not entry_point.isidentifier():
