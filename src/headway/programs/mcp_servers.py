@@ -262,8 +262,10 @@ class _Link:
         import mcp_types as types
 
         who, text = self._spec.who, cut(" ".join(error.message.split()), 300)
-        gone = error.code in (types.CONNECTION_CLOSED, types.REQUEST_TIMEOUT)
-        if gone or text in ("Session terminated", "Server returned an error response"):
+        # The code of a closed connection is also that of any error of a server's own: the SDK's words tell them apart.
+        closed = error.code == types.CONNECTION_CLOSED and text == "Connection closed"
+        timed_out = error.code == types.REQUEST_TIMEOUT
+        if closed or timed_out or text in ("Session terminated", "Server returned an error response"):
             connection.lose()
             return Unavailable(f"{who}: the server went away during {doing}: {text}{connection.why}")
         if error.code in (types.PARSE_ERROR, types.INVALID_REQUEST, types.METHOD_NOT_FOUND):

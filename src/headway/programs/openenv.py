@@ -234,8 +234,10 @@ class OpenEnvProgram:
         except TimeoutError:
             raise ProgramAway(f"{self._who}: {url} was waited for {self._timeout_s:g} s") from None
         except Exception as cause:
-            error = ProgramAway if is_away(cause) else ProgramFailed
-            raise error(f"{self._who}: asking {url} raised {said_by(cause)}") from cause
+            if is_away(cause):
+                said = f"{self._who}: {url} is away ({said_by(cause)}); start the server, or mend the address"
+                raise ProgramAway(said) from cause
+            raise ProgramFailed(f"{self._who}: asking {url} raised {said_by(cause)}") from cause
         action = found.get("action") if isinstance(found, dict) else None
         if not isinstance(action, dict):
             raise UserCodeError(
