@@ -36,6 +36,16 @@ class AReaL:
         assert kwargs["http_client"] is not None and not kwargs["http_client"].is_closed
         return {f"chatcmpl-0-{TAG}": 0.5 * self.scale, f"resp-2-{TAG}": self.scale}
 
+async def closes(row, http_client, seen):
+    seen.append(http_client)
+    if len(seen) == 1:
+        await http_client.aclose()
+    return float(http_client.is_closed)
+
+def blocks(row, http_client, seen):
+    seen.append(http_client)
+    return float(http_client.is_closed)
+
 async def by_unknown_ids(row, api_key):
     return {"answer": 1.0}
 
@@ -122,6 +132,15 @@ def test_what_is_no_agent_is_refused_before_a_run(file: str, name: str, said: st
     assert said in str(refused.value)
 
 
+def test_an_agent_may_close_its_http_client_which_is_its_own_and_ends_with_the_episode(file: str) -> None:
+    for name, closed in (("closes", [1.0, 0.0]), ("blocks", [0.0, 0.0])):
+        clients: list[Any] = []
+        spec = ProgramSpec(agent=f"{file}:{name}", params={"seen": clients})
+        assert [end_of(spec).reward for _ in range(2)] == closed
+        assert all(client.is_closed for client in clients)
+        assert clients[0] is not clients[1]
+
+
 @pytest.mark.parametrize(
     ("name", "said"),
     [
@@ -186,6 +205,7 @@ def test_what_a_command_starts_ends_with_it(tmp_path: Path) -> None:
 
 
 LOOPS = """
+import threading
 from types import SimpleNamespace as Output
 
 class Loop:
@@ -212,6 +232,20 @@ class Lies(Loop):
 class Nothing(Loop):
     async def run(self, sampling_params, **row):
         return None
+
+class Remembers:
+    def __init__(self):
+        self.told = []
+
+    async def run(self, sampling_params, **row):
+        self.told.append(row["raw_prompt"])
+        said = await self.server_manager.generate("id", prompt_ids=[1], sampling_params={})
+        return Output(prompt_ids=[1], response_ids=said.token_ids, response_mask=[1, 1], reward_score=len(self.told),
+                      metrics={"told": 1, "mean": float("nan"), "most": float("inf")})
+
+remembers = Remembers()
+locked = Remembers()
+locked.lock = threading.Lock()
 
 class Plain(Loop):
     def run(self, sampling_params, **row):
@@ -252,3 +286,13 @@ def test_an_agent_loop_that_blocks_is_refused(tmp_path: Path) -> None:
     (tmp_path / "loops.py").write_text(LOOPS)
     with pytest.raises(UserCodeError, match=r"run\(\) is a plain function"):
         ProgramSpec(program=f"{tmp_path}/loops.py:Plain").load()
+
+
+def test_an_agent_loop_that_is_an_object_remembers_nothing_of_another_episode(tmp_path: Path) -> None:
+    (tmp_path / "loops.py").write_text(LOOPS)
+    program = ProgramSpec(program=f"{tmp_path}/loops.py:remembers").load()
+    for _ in range(2):
+        end = asyncio.run(program.serve(start(access=None), continued))
+        assert (end.reward, dict(end.metrics)) == (1.0, {"told": 1.0})  # no mean that is none
+    with pytest.raises(UserCodeError, match="each episode has a copy of it, and none can be made; give its class"):
+        ProgramSpec(program=f"{tmp_path}/loops.py:locked").load()

@@ -144,6 +144,13 @@ async def test_a_limit_leaves_the_rewards_and_closes_the_connection():
         await server.ended.wait()
 
 
+async def test_a_server_that_says_so_in_the_middle_of_an_episode_is_away():
+    server = Server(observed({"text": "Guess."}), error("CAPACITY_REACHED", "8 of 8 sessions"))
+    async with server.serving() as address:
+        with pytest.raises(ProgramAway, match="no room for a further session: 8 of 8 sessions"):
+            await play(await load(address), Script("3"))
+
+
 async def test_a_server_without_room_is_asked_again_and_given_up_after_the_time_out(monkeypatch):
     monkeypatch.setattr("headway.programs.openenv.FULL_WAIT_S", 0.01)
     full = error("CAPACITY_REACHED", "8 of 8 sessions")

@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+import ssl
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import aclosing, asynccontextmanager, closing
 from dataclasses import replace
+from importlib.util import find_spec
 from inspect import Parameter
 from typing import Any
 
@@ -43,7 +46,7 @@ class AgentProgram:
         if self._run is None:
             raise UserCodeError(f"{who}: it is {shown(found)}, which cannot be called and has no run(); {EXPECTED}")
         self._call: Callable[..., Any] = self._run
-        self._client: Any = None
+        self._tls: ssl.SSLContext | None = None
         if inspect.isasyncgenfunction(self._run):
             raise UserCodeError(f"{who}: it yields; return the episode's reward from it instead")
         self.is_async = are_coroutines(_innermost(self._run))
@@ -64,25 +67,33 @@ class AgentProgram:
         access = accessed(start)
         given: dict[str, Any] = {"base_url": access.base_url, "api_key": access.api_key, "model": access.model}
         given |= {"tokenizer": access.tokenizer, "seed": start.seed}
-        if "http_client" in self._names:
-            given["http_client"] = self._http_client()
-        arguments = {name: given[name] for name in self._names}
-        if self._make is not None:
-            value = await called(self._make(**self._params).run, row_of(start), **arguments)
-        else:
-            value = await called(self._call, row_of(start), **arguments, **self._params)
+        async with self._http_client() as given["http_client"]:
+            arguments = {name: given[name] for name in self._names}
+            if self._make is not None:
+                value = await called(self._make(**self._params).run, row_of(start), **arguments)
+            else:
+                value = await called(self._call, row_of(start), **arguments, **self._params)
         return _end(value, self._who, access.tag)
 
-    def _http_client(self) -> Any:
-        """A client that OpenAI's takes as ``http_client``, for all episodes of this process, since making one takes a
-        tenth of a second. None where there is no such package."""
-        if self._client is None or self._client.is_closed:
-            try:
-                import openai
-            except ImportError:
-                return None
-            self._client = openai.DefaultAsyncHttpxClient() if self.is_async else openai.DefaultHttpxClient()
-        return self._client
+    @asynccontextmanager
+    async def _http_client(self) -> AsyncIterator[Any]:
+        """A client that OpenAI's takes as ``http_client``, of one episode: its agent may close it. None where the agent
+        has no parameter for it, or there is no such package.
+
+        What takes a tenth of a second to make, the context for TLS, is the process's.
+        """
+        if "http_client" not in self._names or find_spec("openai") is None:
+            yield None
+            return
+        import openai
+
+        self._tls = self._tls or ssl.create_default_context()
+        if self.is_async:
+            async with aclosing(openai.DefaultAsyncHttpxClient(verify=self._tls)) as client:
+                yield client
+        else:
+            with closing(openai.DefaultHttpxClient(verify=self._tls)) as blocking:
+                yield blocking
 
 
 def row_of(start: EpisodeStart) -> dict[str, Any]:

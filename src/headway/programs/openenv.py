@@ -186,11 +186,14 @@ class OpenEnvProgram:
         while True:
             socket = await self._connected(session)
             try:
-                yield socket, await self._reset(socket, start)
-                return
-            except _Full:
-                if asyncio.get_running_loop().time() > until:
-                    raise
+                try:
+                    first = await self._reset(socket, start)
+                except _Full:
+                    if asyncio.get_running_loop().time() > until:
+                        raise
+                else:
+                    yield socket, first
+                    return
             finally:
                 with suppress(Exception):
                     await socket.send_str('{"type": "close"}')

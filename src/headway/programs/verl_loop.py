@@ -14,13 +14,14 @@ the reward and numbers are used, and it is checked that what it says was sampled
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from copy import copy
+from copy import deepcopy
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from headway.errors import ProgramFailed, UserCodeError, shown
+from headway.errors import ProgramFailed, UserCodeError, boundary, shown
 from headway.programs.chat import Chat
 from headway.programs.failures import number
 from headway.programs.messages import EpisodeEnd, EpisodeStart
@@ -83,7 +84,7 @@ class ServerManager:
 
 
 class VerlLoop:
-    """An agent loop in verl's form. Each episode of a class has an object of its own, as in verl."""
+    """An agent loop in verl's form. Each episode has an object of its own: of the class, as in verl, or a deep copy."""
 
     is_async = True
 
@@ -95,6 +96,9 @@ class VerlLoop:
             raise UserCodeError(
                 f"{who}: its run() is a plain function; write async def run(self, sampling_params, **row)"
             )
+        if not inspect.isclass(found):
+            with boundary(f"{who}: each episode has a copy of it, and none can be made; give its class", UserCodeError):
+                deepcopy(found)
         self._tokenizer = None if model_path is None else _tokenizer(model_path)
 
     def describe(self) -> ProgramDescription:
@@ -117,7 +121,7 @@ class VerlLoop:
 
     def _made(self, manager: ServerManager, start: EpisodeStart) -> Any:
         if not inspect.isclass(self._found):
-            loop = copy(self._found)  # episodes go on side by side, each with a manager of its own
+            loop = deepcopy(self._found)  # episodes go on side by side, each with what it remembers
             loop.server_manager, loop.tokenizer = manager, self._tokenizer
             return loop
         config = _config(start)
@@ -185,8 +189,9 @@ def _field(output: Any, name: str) -> Any:
 
 
 def _numbers(metrics: Any) -> Iterator[tuple[str, float]]:
+    """The numbers of ``metrics`` by name; whatever else there is, NaN among it, cannot be averaged and is left out."""
     dump: Callable[[], Any] | None = getattr(metrics, "model_dump", None)
     plain = metrics if isinstance(metrics, Mapping) else dump() if dump is not None else {}
     for name, value in plain.items():
-        if isinstance(value, int | float):
+        if isinstance(value, int | float) and math.isfinite(value):
             yield str(name), float(value)
