@@ -16,7 +16,7 @@ from headway.endpoint.messages import Messages
 from headway.endpoint.responses import Responses
 from headway.endpoint.turns import Note
 from headway.programs.messages import Access
-from tests.endpoint.scripted import calling, made
+from tests.endpoint.scripted import ADD, ADD_PARAMETERS, calling, made
 from tests.endpoint.test_dialects import anthropic_client, client
 from tests.episodes.conftest import renderer_of
 
@@ -53,6 +53,8 @@ def read(dialect: Dialect, body: Any) -> Any:
             {"messages": [ASK], "tools": [{"type": "function", "function": {"name": "add", "parameters": 1}}]},
             "tools.0.parameters is 1; expected a JSON schema",
         ),
+        (CHAT, {"messages": [ASK], "stop": ["x"] * 17}, "17 strings that end an answer, the longest of 1 characters"),
+        (COMPLETIONS, {"prompt": "a", "stop": "x" * 257}, "at most 16, each of at most 256"),
         (COMPLETIONS, {"prompt": ["a", "b"]}, "expected one prompt"),
         (COMPLETIONS, {"prompt": "a", "echo": True}, "put the prompt before it yourself"),
         (COMPLETIONS, {"prompt": "a", "suffix": "b"}, "the policy writes on, and does not fill in"),
@@ -259,3 +261,35 @@ async def test_a_context_that_is_too_long_is_told_in_words_that_agents_know():
 
     assert (await made(agent, ["hi"])).episode.limit == "tokens"
     assert "prompt is too long for the maximum context length" in told[0]
+
+
+@pytest.mark.parametrize("dialect", ["chat", "responses"])
+async def test_arguments_that_json_cannot_have_are_null_and_the_answer_is_known_again(dialect: str) -> None:
+    async def agent(access: Access) -> Any:
+        tool = {**ADD, "parameters": ADD_PARAMETERS}
+        asked: list[Any] = [ASK]
+        for _ in range(2):
+            if dialect == "chat":
+                chat = await client(access).chat.completions.create(
+                    model=access.model, messages=asked, tools=[{"type": "function", "function": tool}]
+                )
+                message = chat.choices[0].message.model_dump(exclude_none=True)
+                calls = message.get("tool_calls") or [{"function": {"arguments": None}}]
+                told.append(calls[0]["function"]["arguments"])
+                asked += [message, {"role": "tool", "tool_call_id": calls[0].get("id"), "content": "none"}]
+            else:
+                flat = await client(access).responses.create(
+                    model=access.model, input=asked, tools=[{"type": "function", **tool}]
+                )
+                item: Any = flat.output[0]
+                told.append(getattr(item, "arguments", None))
+                result = {"type": "function_call_output", "call_id": getattr(item, "call_id", ""), "output": "none"}
+                asked += [item.model_dump(exclude_none=True), result]
+        return 1.0
+
+    told: list[str | None] = []
+    says = calling(1, 2).replace("2", "-1e999")  # read as infinity
+    episode = await made(agent, [says, "that is none"])
+    assert episode.episode.failure is None
+    assert told == ['{"a": 1, "b": null}', None]
+    episode.check(rows=1)

@@ -15,6 +15,7 @@ import numpy as np
 import openai
 import pytest
 
+from headway.endpoint.sessions import Session
 from headway.episodes.keeper import GroupKeeper
 from headway.episodes.limits import Limits
 from headway.episodes.rendering import ChatRenderer
@@ -152,6 +153,71 @@ async def test_a_key_is_good_for_its_own_episode_and_while_that_lives() -> None:
     await door.close()
     assert status == 401
     assert "is over" in body["error"]["message"]
+
+
+async def test_a_key_is_good_in_either_header_beside_one_that_is_made_up() -> None:
+    async def agent(access: Access) -> Any:
+        headers = [("Bearer dummy", access.api_key), (f"Bearer {access.api_key}", "dummy"), ("Bearer dummy", "dummy")]
+        return [
+            (await post(access, {"messages": HELLO}, headers={"Authorization": bearer, "x-api-key": key}))[0]
+            for bearer, key in headers
+        ]
+
+    assert (await served(agent)).returned == [[200, 200, 401]]
+
+
+@pytest.mark.parametrize(
+    ("host", "node", "told"),
+    [
+        ("127.0.0.1", "10.1.2.3", "127.0.0.1"),
+        ("0.0.0.0", None, "127.0.0.1"),
+        ("0.0.0.0", "10.1.2.3", "10.1.2.3"),
+        ("::", None, "[::1]"),
+        ("::", "10.1.2.3", "10.1.2.3"),
+    ],
+)
+def test_agents_are_told_an_address_that_can_be_asked(host: str, node: str | None, told: str) -> None:
+    assert endpoint(host=host, node=node, port=80).base_url == f"http://{told}:80/v1"
+
+
+async def test_what_is_no_http_is_answered_and_the_log_does_not_quote_it(caplog: pytest.LogCaptureFixture) -> None:
+    async def agent(access: Access) -> list[bytes]:
+        address = urlsplit(access.base_url)
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {access.api_key}\r\n"
+        found = []
+        for rest in (
+            "Content-Length: -5\r\n\r\n",
+            "Transfer-Encoding: chunked\r\n\r\nZZ\r\n",
+            "Content-Encoding: gzip\r\nContent-Length: 5\r\n\r\nabcde",
+            f"Long: {'x' * 20000}\r\n\r\n",
+        ):
+            reader, writer = await asyncio.open_connection(address.hostname, address.port)
+            writer.write((head + rest).encode())
+            found.append((await reader.readline()).split()[1])
+            writer.close()
+        await post(access, {"messages": HELLO})
+        return found
+
+    made = await served(agent)
+    assert made.returned == [[b"400"] * 4]
+    assert caplog.text == ""
+
+
+async def test_a_fault_of_the_servers_own_is_in_the_log(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(self: Session, *args: Any, **kwargs: Any) -> None:
+        raise ZeroDivisionError("our fault")
+
+    monkeypatch.setattr(Session, "request", fails)
+
+    async def agent(access: Access) -> Any:
+        async with client(access) as openai_client:
+            with pytest.raises(openai.InternalServerError):
+                await openai_client.chat.completions.create(model="policy", messages=HELLO)
+
+    await served(agent)
+    assert "our fault" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from headway.endpoint.answers import DONE, event, token_logprobs, usage, with_us
 from headway.endpoint.dialect import Body, Positive, Texts, TokenId, Wanted, openai_error, read_body, strings
 from headway.endpoint.plain import call, function_tools, name_of, named, role_of, text_of, wrong
 from headway.endpoint.turns import MadeTurn
-from headway.programs.messages import Message, ToolSchema, TurnRequest
+from headway.programs.messages import Message, ToolSchema, TurnRequest, finite
 
 
 class _Chat(Body):
@@ -139,7 +139,7 @@ def _openai_message(message: Message) -> Message:
         **message,
         "content": message["content"] or None,
         "tool_calls": [
-            {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
+            {**call, "function": {**call["function"], "arguments": json.dumps(finite(call["function"]["arguments"]))}}
             for call in calls
         ],
     }

@@ -123,6 +123,10 @@ _SAMPLING = (
 )
 Positive = Field(default=None, ge=1)
 TokenId = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
+MOST_STOPS = 16
+"""Most strings that may end an answer; OpenAI takes 4."""
+LONGEST_STOP = 256
+"""Most characters of one of them."""
 
 B = TypeVar("B", bound=BaseModel)
 
@@ -153,5 +157,19 @@ def openai_error(status: int, code: str, message: str) -> dict[str, Any]:
 
 
 def strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
-    """The strings that end an answer, from a field such as ``stop``; empty ones end nothing."""
-    return tuple(one for one in ([stop] if isinstance(stop, str) else stop or ()) if one)
+    """The strings that end an answer, from a field such as ``stop``; empty ones end nothing.
+
+    Raises:
+        Refused: there are more than `MOST_STOPS`, or one is longer than `LONGEST_STOP`: all are looked for at each
+            token.
+    """
+    found = tuple(one for one in ([stop] if isinstance(stop, str) else stop or ()) if one)
+    longest = max(map(len, found), default=0)
+    if len(found) > MOST_STOPS or longest > LONGEST_STOP:
+        raise Refused(
+            400,
+            "invalid_request",
+            f"the request's body: there are {len(found)} strings that end an answer, the longest of {longest} "
+            f"characters; give at most {MOST_STOPS}, each of at most {LONGEST_STOP}",
+        )
+    return found

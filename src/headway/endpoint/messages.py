@@ -6,7 +6,6 @@ Fields: https://docs.anthropic.com/en/api/messages
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ from headway.endpoint.answers import event
 from headway.endpoint.dialect import Body, Positive, Refused, Texts, Wanted, read_body, strings
 from headway.endpoint.plain import call, function_tools, name_of, named, role_of, text_of, wrong
 from headway.endpoint.turns import MadeTurn
-from headway.programs.messages import Message, ToolSchema, TurnRequest, said
+from headway.programs.messages import Message, ToolSchema, TurnRequest, finite, said
 
 _ERRORS = {
     400: "invalid_request_error",
@@ -188,18 +187,9 @@ def _blocks(turn: MadeTurn) -> list[dict[str, Any]]:
     for one in calls:
         function = one["function"]
         blocks.append(
-            {"type": "tool_use", "id": one["id"], "name": function["name"], "input": _finite(function["arguments"])}
+            {"type": "tool_use", "id": one["id"], "name": function["name"], "input": finite(function["arguments"])}
         )
     return blocks
-
-
-def _finite(value: Any) -> Any:
-    """Copy ``value`` as JSON can have it: the policy may write NaN, and JSON has none."""
-    if isinstance(value, dict):
-        return {name: _finite(one) for name, one in value.items()}
-    if isinstance(value, list):
-        return [_finite(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _stop(wanted: Wanted, turn: MadeTurn) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from headway.endpoint.answers import event, token_logprobs
 from headway.endpoint.dialect import Body, Positive, Texts, Wanted, openai_error, read_body
 from headway.endpoint.plain import call, function_tools, name_of, named, role_of, text_of, wrong
 from headway.endpoint.turns import MadeTurn
-from headway.programs.messages import Message, ToolSchema, TurnRequest, said
+from headway.programs.messages import Message, ToolSchema, TurnRequest, finite, said
 
 _NOT_KEPT = "none: responses are not kept here; send all items of the conversation as input"
 _LOGPROBS = "message.output_text.logprobs"
@@ -163,7 +163,7 @@ def _items(wanted: Wanted, turn: MadeTurn, id: str) -> list[dict[str, Any]]:
                 "id": f"fc-{id}-{n}",
                 "call_id": one["id"],
                 "name": function["name"],
-                "arguments": json.dumps(function["arguments"]),
+                "arguments": json.dumps(finite(function["arguments"])),
                 "status": "completed",
             }
         )

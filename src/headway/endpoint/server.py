@@ -22,6 +22,7 @@ from typing import Any
 
 import xxhash
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from headway.endpoint.dialect import Dialect, Refused, Texts, Wanted, openai_error
 from headway.endpoint.sampling import differences
@@ -40,6 +41,8 @@ MOST_FORGOTTEN = 10_000
 """Number of keys of episodes that are over which are told from keys that never were."""
 MOST_TOLD = 20
 """Number of different refusals of requests without an episode's key that are told in the log."""
+ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+"""Hosts that stand for all addresses of a machine, and that at which it reaches itself."""
 SETTINGS = {
     "turns": "rollout.max_turns",
     "tokens": "data.max_prompt_length + data.max_response_length",
@@ -67,6 +70,7 @@ class Endpoint:
         strict: requests for other sampling than the run's are refused, not overridden.
         max_length: most tokens of a context with its answer, as clients are told; None where nothing bounds them.
         host: address to listen at.
+        node: address of this machine for others, which agents are told where ``host`` is all of its addresses.
         port: 0 for any that is free.
     """
 
@@ -80,6 +84,7 @@ class Endpoint:
         strict: bool = False,
         max_length: int | None = None,
         host: str = "127.0.0.1",
+        node: str | None = None,
         port: int = 0,
     ) -> None:
         self._texts = texts
@@ -88,6 +93,7 @@ class Endpoint:
         self._strict = strict
         self._max_length = max_length
         self._host, self._port = host, port
+        self._reached = host if host not in ANY_ADDRESS else node or ANY_ADDRESS[host]
         self._sessions: dict[str, Session] = {}
         self._forgotten: OrderedDict[str, None] = OrderedDict()
         """Keys of episodes that are over, the oldest first."""
@@ -113,8 +119,10 @@ class Endpoint:
         Raises:
             ConfigError: the port is in use, or the address is none of this machine's.
         """
+        own = logging.getLogger(f"{__name__}.own")
+        own.addFilter(_is_own)
         self._runner = web.AppRunner(
-            self._app, access_log=None, handler_cancellation=True, shutdown_timeout=CLOSE_TIMEOUT_S
+            self._app, access_log=None, logger=own, handler_cancellation=True, shutdown_timeout=CLOSE_TIMEOUT_S
         )
         await self._runner.setup()
         site = web.TCPSite(self._runner, self._host, self._port, backlog=1024)
@@ -131,7 +139,7 @@ class Endpoint:
     @property
     def base_url(self) -> str:
         """The address as OpenAI's clients take it."""
-        host = f"[{self._host}]" if ":" in self._host else self._host
+        host = f"[{self._reached}]" if ":" in self._reached else self._reached
         return f"http://{host}:{self._port}/v1"
 
     @contextmanager
@@ -205,15 +213,16 @@ class Endpoint:
 
     def _session(self, request: web.Request) -> Session:
         """The session of the request's key. Raises `Refused` where there is none."""
-        kind, _, key = request.headers.get("Authorization", "").partition(" ")
-        key = key.strip() if kind.lower() == "bearer" else request.headers.get("x-api-key", "")
-        if (session := self._sessions.get(key)) is not None:
-            return session
-        if key in self._forgotten:
+        kind, _, bearer = request.headers.get("Authorization", "").partition(" ")
+        given = [bearer.strip() if kind.lower() == "bearer" else "", request.headers.get("x-api-key", "")]
+        for key in given:  # clients of Anthropic's may send both, one of which is made up
+            if (session := self._sessions.get(key)) is not None:
+                return session
+        if any(key in self._forgotten for key in given):
             raise Refused(401, "episode_over", f"{OVER}; a key is good while its episode is made")
-        given = "with a key that is none of this endpoint's" if key else "without a key"
+        what = "with a key that is none of this endpoint's" if any(given) else "without a key"
         raise Refused(
-            401, "invalid_api_key", f"a request {given}; give the api_key of the episode: Authorization: Bearer KEY"
+            401, "invalid_api_key", f"a request {what}; give the api_key of the episode: Authorization: Bearer KEY"
         )
 
     def _tell(self, request: web.Request, refused: Refused) -> None:
@@ -275,6 +284,12 @@ class Endpoint:
 
     async def _health(self, request: web.Request) -> web.Response:
         return _json({"status": "ok"})
+
+
+def _is_own(record: logging.LogRecord) -> bool:
+    """Tell whether a fault is this server's own. What is no HTTP is answered, and quoting it might tell keys."""
+    error = record.exc_info[1] if record.exc_info else None
+    return not isinstance(error, HttpProcessingError | web.RequestPayloadError)
 
 
 async def _body(request: web.Request) -> bytes:

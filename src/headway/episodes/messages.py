@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headway.errors import UserCodeError, shown
-from headway.programs.messages import Message
+from headway.programs.messages import Message, finite
 
 MARK = "hWqXanswerZ"
 """Beginning of all marks: letters alone, so that no template trims, splits or escapes it."""
@@ -115,7 +115,7 @@ def _function(call: Mapping[str, Any]) -> dict[str, Any]:
     function = call.get("function", call)
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         return {}
-    return {"name": function["name"], "arguments": function.get("arguments", {})}
+    return {"name": function["name"], "arguments": finite(function.get("arguments", {}))}
 
 
 def _calling(call: Mapping[str, Any], arguments: Any) -> dict[str, Any]:

@@ -6,6 +6,7 @@ keeper ──EpisodeStart──▶ program ──TurnRequest──▶ keeper ─
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -178,3 +179,12 @@ class EpisodeEnd:
     """Number of calls of tools that raised."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Numbers to report, by name."""
+
+
+def finite(value: Any) -> Any:
+    """Copy ``value``, arguments of a call, as JSON can have it, which has no infinity: 1e999 is read as one."""
+    if isinstance(value, dict):
+        return {name: finite(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
