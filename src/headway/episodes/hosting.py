@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 from headway.config.schema import Config
 from headway.endpoint.dialect import Texts
-from headway.endpoint.dialects import DIALECTS
-from headway.endpoint.server import Endpoint
+from headway.endpoint.turns import Doors
 from headway.episodes.limits import Limits
 from headway.episodes.programs import Hosting, Programs
 from headway.episodes.record import Chats
@@ -29,19 +28,6 @@ def chat_hosting(
             its calls.
     """
     chats = chats_of(config, tokenizer)
-    rollout, endpoint = config.rollout, None
-    if rollout.agent is not None:
-        endpoint = Endpoint(
-            DIALECTS,
-            texts_of(chats.renderer),
-            models=rollout.agent_models,
-            tokenizer=tokenizer.name_or_path,
-            strict=rollout.agent_sampling == "strict",
-            max_length=limits_of(config).max_length,
-            host=node if rollout.endpoint_host == "node" else rollout.endpoint_host,
-            node=None if node == "127.0.0.1" else node,
-            port=rollout.endpoint_port,
-        )
     return Hosting(
         programs,
         chats.record,
@@ -50,7 +36,26 @@ def chat_hosting(
         stop_ids=tuple(sorted(chats.renderer.end_ids)),
         gives_reward=config.reward.by_program,
         keeps_conversations=not config.reward.by_program,
-        endpoint=endpoint,
+        endpoint=None if config.rollout.agent is None else _endpoint(config, chats.renderer, node),
+    )
+
+
+def _endpoint(config: Config, renderer: ChatRenderer, node: str) -> Doors:
+    """The endpoint of the agents of ``config``."""
+    from headway.endpoint.dialects import DIALECTS  # here: the HTTP server takes a third of a second to import
+    from headway.endpoint.server import Endpoint
+
+    rollout = config.rollout
+    return Endpoint(
+        DIALECTS,
+        texts_of(renderer),
+        models=rollout.agent_models,
+        tokenizer=renderer.tokenizer.name_or_path,
+        strict=rollout.agent_sampling == "strict",
+        max_length=limits_of(config).max_length,
+        host=node if rollout.endpoint_host == "node" else rollout.endpoint_host,
+        node=None if node == "127.0.0.1" else node,
+        port=rollout.endpoint_port,
     )
 
 
