@@ -5,7 +5,9 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headway.config.schema import Config
 from headway.episodes.encoding import encoded
+from headway.episodes.hosting import chats_of
 from tests.episodes.program_episodes import RENDERER
 
 TOKENIZER = RENDERER.tokenizer
@@ -27,3 +29,9 @@ def test_a_text_of_few_tokens_fits_whatever_its_length() -> None:
     text = longest * 500
     whole = encoded(TOKENIZER, text, None)
     assert encoded(TOKENIZER, text, len(whole)).tolist() == whole.tolist()
+
+
+def test_the_chats_of_a_run_encode_no_more_than_its_limits_need() -> None:
+    data = {"task": {"name": "sort"}, "max_prompt_length": 100, "max_response_length": 20}
+    renderer = chats_of(Config.model_validate({"data": data}), TOKENIZER).renderer
+    assert 120 < len(renderer.encode("word " * 100_000)) < 1000
