@@ -170,13 +170,13 @@ async def test_a_key_is_good_in_either_header_beside_one_that_is_made_up() -> No
     ("host", "node", "told"),
     [
         ("127.0.0.1", "10.1.2.3", "127.0.0.1"),
-        ("0.0.0.0", None, "127.0.0.1"),
+        ("0.0.0.0", "127.0.0.1", "127.0.0.1"),
         ("0.0.0.0", "10.1.2.3", "10.1.2.3"),
-        ("::", None, "[::1]"),
-        ("::", "10.1.2.3", "10.1.2.3"),
+        ("::", "10.1.2.3", "[::1]"),
+        ("::", "fd00::2", "[fd00::2]"),
     ],
 )
-def test_agents_are_told_an_address_that_can_be_asked(host: str, node: str | None, told: str) -> None:
+def test_agents_are_told_an_address_that_can_be_asked(host: str, node: str, told: str) -> None:
     assert endpoint(host=host, node=node, port=80).base_url == f"http://{told}:80/v1"
 
 

@@ -84,7 +84,7 @@ class Endpoint:
         strict: bool = False,
         max_length: int | None = None,
         host: str = "127.0.0.1",
-        node: str | None = None,
+        node: str = "127.0.0.1",
         port: int = 0,
     ) -> None:
         self._texts = texts
@@ -93,7 +93,8 @@ class Endpoint:
         self._strict = strict
         self._max_length = max_length
         self._host, self._port = host, port
-        self._reached = host if host not in ANY_ADDRESS else node or ANY_ADDRESS[host]
+        reached = node if (":" in node) == (":" in host) else ANY_ADDRESS.get(host, host)
+        self._reached = reached if host in ANY_ADDRESS else host
         self._sessions: dict[str, Session] = {}
         self._forgotten: OrderedDict[str, None] = OrderedDict()
         """Keys of episodes that are over, the oldest first."""

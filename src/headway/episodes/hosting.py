@@ -54,7 +54,7 @@ def _endpoint(config: Config, renderer: ChatRenderer, node: str) -> Doors:
         strict=rollout.agent_sampling == "strict",
         max_length=limits_of(config).max_length,
         host=node if rollout.endpoint_host == "node" else rollout.endpoint_host,
-        node=None if node == "127.0.0.1" else node,
+        node=node,
         port=rollout.endpoint_port,
     )
 
