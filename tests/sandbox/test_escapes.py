@@ -233,6 +233,18 @@ def test_its_first_process_cannot_be_traced_nor_freed_from_its_parent(run: Run) 
     assert told(run, code) == [-1, -1, -1]
 
 
+def test_its_first_process_into_which_it_can_look_has_no_more_than_it_has_itself(run: Run) -> None:
+    code = """
+    def rights(pid):
+        lines = open(f"/proc/{pid}/status").read().splitlines()
+        return [line for line in lines if line.startswith(("Cap", "NoNewPrivs", "Seccomp", "Uid", "Gid", "Groups"))]
+    def files(pid):
+        return [os.readlink(f"/proc/{pid}/fd/{fd}").partition(":")[0] for fd in os.listdir(f"/proc/{pid}/fd")]
+    print(json.dumps([rights(1) == rights("self"), sorted(files(1))]))
+    """
+    assert told(run, code) == [True, ["/input", "pipe", "pipe", "pipe"]]
+
+
 # ---------------------------------------------------------------------------------------------- rights and the kernel
 
 

@@ -37,8 +37,10 @@ SYSTEM = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 """Directories beside /usr; on most systems links into it."""
 FROM_ETC = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
 DEVICES = ("null", "zero", "full", "random", "urandom")
-MOST_FILES = 64
+MOST_OPEN = 64
 """Files that a process may have open."""
+MOST_SIGNALS = 256
+"""Signals that may wait for the processes of a call together. Each timer takes the place of one."""
 NEEDED = ("--as-pid-1", "--clearenv", "--json-status-fd", "--perms", "--seccomp", "--size")
 """Options that bwrap has had since its version 0.7."""
 WANTED = "--disable-userns"
@@ -194,7 +196,8 @@ def rlimits(limits: Limits, *, counts_processes: bool) -> Iterator[str]:
     yield f"--cpu={seconds}:{seconds + 1}"
     yield f"--as={limits.memory_mib << 20}"
     yield f"--fsize={limits.scratch_mib << 20}"
-    yield f"--nofile={MOST_FILES}"
+    yield f"--nofile={MOST_OPEN}"
+    yield f"--sigpending={MOST_SIGNALS}"
     yield from ("--core=0", "--memlock=0", "--msgqueue=0", "--rtprio=0", "--nice=0")
     if counts_processes:
         yield f"--nproc={limits.processes + 1}"  # the room's own first process counts, too
