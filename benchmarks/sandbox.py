@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from benchmarks.table import report
-from headway.sandbox.bubblewrap import base_python
+from headway.sandbox.interpreter import base_python
 from headway.sandbox.limits import SandboxSpec
 from headway.sandbox.sandbox import ISOLATED, Sandbox
 

@@ -56,10 +56,10 @@ def test_the_home_has_nothing_but_the_way_to_an_interpreter(run: Run) -> None:
     code = f"""
     seen = []
     for where, directories, files in os.walk({str(Path.home())!r}):
-        if os.path.realpath(sys.executable).startswith(os.path.join(where, "bin") + os.sep):
+        if where == os.path.dirname(os.__file__):
             directories.clear()
             continue
-        seen += files
+        seen += [file for file in files if os.path.join(where, file) != sys.executable and ".so" not in file]
     print(json.dumps(seen))
     """
     assert told(run, code) == []
@@ -231,6 +231,18 @@ def test_its_first_process_cannot_be_traced_nor_freed_from_its_parent(run: Run) 
                       libc.prctl(SET_PDEATHSIG, 0, 0, 0, 0)]))
     """
     assert told(run, code) == [-1, -1, -1]
+
+
+def test_its_first_process_into_which_it_can_look_has_no_more_than_it_has_itself(run: Run) -> None:
+    code = """
+    def rights(pid):
+        lines = open(f"/proc/{pid}/status").read().splitlines()
+        return [line for line in lines if line.startswith(("Cap", "NoNewPrivs", "Seccomp", "Uid", "Gid", "Groups"))]
+    def files(pid):
+        return [os.readlink(f"/proc/{pid}/fd/{fd}").partition(":")[0] for fd in os.listdir(f"/proc/{pid}/fd")]
+    print(json.dumps([rights(1) == rights("self"), sorted(files(1))]))
+    """
+    assert told(run, code) == [True, ["/input", "pipe", "pipe", "pipe"]]
 
 
 # ---------------------------------------------------------------------------------------------- rights and the kernel

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import platform
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
-from headway.sandbox.limits import Limit
+from headway.sandbox.bubblewrap import MOST_SIGNALS
+from headway.sandbox.limits import MOST_FILES, Limit
 from headway.sandbox.sandbox import Sandbox
+from headway.sandbox.usage import exceeded
 from tests.sandbox.conftest import SMALL, Run
 
 SHORT = replace(SMALL, wall_s=1.0)
@@ -121,14 +126,44 @@ def test_files_have_no_more_room_than_the_scratch_space(run: Run, where: str) ->
     assert "OSError" in ran.stderr
 
 
-def test_empty_files_take_memory_too(run: Run) -> None:
-    code = """
-    n = 0
-    while True:
-        open(str(n), "w").close()
-        n += 1
+@pytest.mark.parametrize(
+    "code",
+    [
+        "while True: open(str(n := n + 1), 'w').close()",
+        "while True: os.mkdir('d'); os.chdir('d')",
+    ],
+    ids=["files", "directories"],
+)
+def test_there_are_only_so_many_files_so_that_removing_them_does_not_hold_up_the_end(run: Run, code: str) -> None:
+    assert run(f"import os; n = 0\n{code}").limit == "scratch"
+
+
+def test_empty_files_take_memory_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    full = SimpleNamespace(f_blocks=0, f_bfree=0, f_frsize=4096, f_files=MOST_FILES, f_ffree=0)
+    monkeypatch.setattr(os, "statvfs", lambda _: full)
+    assert exceeded([], "/tmp", replace(SMALL, memory_mib=16)) == "memory"
+    assert exceeded([], "/tmp", replace(SMALL, memory_mib=32)) is None
+
+
+def test_timers_are_few_for_all_processes_together(run: Run) -> None:
+    number = {"x86_64": 222, "aarch64": 107}[platform.machine()]
+    code = f"""
+    import ctypes, os
+    libc, timer = ctypes.CDLL(None), ctypes.c_int()
+    def made():
+        n = 0
+        while n < 1000 and libc.syscall({number}, 1, None, ctypes.byref(timer)) == 0:
+            n += 1
+        return n
+    print(made(), flush=True)
+    if os.fork() == 0:
+        print(made(), flush=True)
+        os._exit(0)
+    os.wait()
     """
-    assert run(code, limits=replace(SMALL, memory_mib=64)).limit == "memory"
+    first, second = map(int, run(code).stdout.split())
+    assert 0 < first <= MOST_SIGNALS
+    assert second == 0
 
 
 def test_deleted_files_that_are_open_take_room_too(here: Run) -> None:

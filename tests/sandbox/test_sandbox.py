@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +22,7 @@ from headway.errors import ConfigError, SandboxFailed
 from headway.sandbox import bubblewrap, process_limits, room, seccomp
 from headway.sandbox import sandbox as door
 from headway.sandbox.bubblewrap import FIRST_UID, UIDS, own_uid
+from headway.sandbox.call import Call
 from headway.sandbox.leftovers import end_leftovers
 from headway.sandbox.limits import Kind, SandboxSpec
 from headway.sandbox.sandbox import Sandbox
@@ -91,6 +92,45 @@ async def test_a_call_that_is_cancelled_at_once_leaves_nothing(sandbox: Sandbox)
 async def test_calls_run_side_by_side(sandbox: Sandbox) -> None:
     ran = await asyncio.gather(*(sandbox.run(f"print({n})", limits=SMALL) for n in range(6)))
     assert [one.stdout for one in ran] == [f"{n}\n" for n in range(6)]
+
+
+async def test_calls_that_sleep_do_not_hold_up_others(sandbox: Sandbox) -> None:
+    asleep = [asyncio.create_task(sandbox.run(a_long_sleep("60"), limits=SMALL)) for _ in range(16)]
+    await asyncio.sleep(0)
+    ran = await sandbox.run("print(1)", limits=SMALL)
+    ended = [task.done() for task in asleep]
+    for task in asleep:
+        task.cancel()
+    await asyncio.wait(asleep)
+    assert ran.stdout == "1\n"
+    assert not any(ended)
+
+
+class SlowToEnd:
+    """Surroundings whose processes are killed, and not gone for long."""
+
+    tells = None
+
+    def start(self, program: Sequence[str], *_: object) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(program, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+    def hear(self) -> bool:
+        return False
+
+    def exceeded(self) -> None:
+        return None
+
+    def end(self) -> bool:
+        return False
+
+    def code(self, returned: int, said: str) -> int:
+        return returned
+
+
+def test_a_call_whose_processes_do_not_end_has_gone_beyond_its_time_and_is_no_failure_of_the_sandbox() -> None:
+    """Else a model could choose to have its episode or its score tried again, instead of a bad one."""
+    ran = Call(SlowToEnd(), SMALL).run(["/bin/echo", "done"], b"")
+    assert (ran.stdout, ran.code, ran.limit) == ("done\n", 137, "wall")
 
 
 async def test_calls_at_once_are_users_of_their_own_where_we_are_root(sandbox: Sandbox) -> None:

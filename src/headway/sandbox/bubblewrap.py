@@ -15,7 +15,6 @@ import platform
 import shutil
 import socket
 import subprocess
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,9 +23,10 @@ from pathlib import Path
 from typing import IO
 
 from headway.errors import ConfigError, SandboxFailed
+from headway.sandbox.interpreter import Interpreter, base_python, interpreter
 from headway.sandbox.leftovers import hostname
 from headway.sandbox.limits import Limits
-from headway.sandbox.passage import closed_way_to, open_way_to
+from headway.sandbox.passage import open_way_to
 
 UID_INSIDE = 1000
 FIRST_UID, UIDS = 64000, 1000
@@ -37,8 +37,10 @@ SYSTEM = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 """Directories beside /usr; on most systems links into it."""
 FROM_ETC = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
 DEVICES = ("null", "zero", "full", "random", "urandom")
-MOST_FILES = 64
+MOST_OPEN = 64
 """Files that a process may have open."""
+MOST_SIGNALS = 256
+"""Signals that may wait for the processes of a call together. Each timer takes the place of one."""
 NEEDED = ("--as-pid-1", "--clearenv", "--json-status-fd", "--perms", "--seccomp", "--size")
 """Options that bwrap has had since its version 0.7."""
 WANTED = "--disable-userns"
@@ -93,10 +95,9 @@ class Bubblewrap:
         return cls(bwrap, str(found["prlimit"]), str(found["setpriv"]), base_python(), WANTED in options)
 
     @cached_property
-    def prefix(self) -> Path | None:
-        """The directory of the interpreter, where that is not /usr."""
-        prefix = Path(self.python).parent.parent
-        return None if prefix.is_relative_to("/usr") else prefix
+    def interpreter(self) -> Interpreter:
+        """What the interpreter needs in a room. Raises `ConfigError` where it does not start."""
+        return interpreter(self.python)
 
     @cached_property
     def counts_processes(self) -> bool:
@@ -131,8 +132,7 @@ class Bubblewrap:
     @cached_property
     def _way(self) -> IO[bytes] | None:
         """The namespace in which all users can reach the interpreter; None where they can anyway."""
-        closed = None if self.prefix is None else closed_way_to(self.prefix)
-        return None if self.prefix is None or closed is None else open_way_to(self.prefix, closed)
+        return open_way_to([*self.interpreter.parts.values()])
 
     def _become(self, uid: int) -> list[str]:
         """The beginning of a command that another user runs, who has a way to the interpreter."""
@@ -157,7 +157,7 @@ class Bubblewrap:
             *(self.bwrap, *names.split(), *apart, *who, *self._read_only()),
             *("--proc", "/proc", "--tmpfs", "/dev", *devices, *links, "--remount-ro", "/dev"),
             *(*scratch, *contents, "--perms", "0400", "--file", str(stdin), INPUT),
-            *("--remount-ro", "/", "--chdir", SCRATCH),
+            *(*self._python(), "--remount-ro", "/", "--chdir", SCRATCH),
             *(word for name, value in variables.items() for word in ("--setenv", name, value)),
             *("--json-status-fd", str(status), "--seccomp", str(seccomp), "--"),
         ]
@@ -172,10 +172,18 @@ class Bubblewrap:
         yield from ("--perms", "0755", "--dir", "/etc")
         for path in FROM_ETC:
             yield from ("--ro-bind-try", path, path)
-        if self.prefix is not None:
-            for parent in [*self.prefix.parents][-2::-1]:  # else as closed as they are outside
-                yield from ("--perms", "0755", "--dir", str(parent))
-            yield from ("--ro-bind", str(self.prefix), str(self.prefix))
+
+    def _python(self) -> Iterator[str]:
+        """The interpreter. Behind the scratch space, which would hide one that is below it."""
+        made: set[Path] = set()
+        for part, source in self.interpreter.parts.items():
+            for parent in [*part.parents][-2::-1]:  # else as closed as they are outside
+                if parent not in made:
+                    yield from ("--perms", "0755", "--dir", str(parent))
+            made.update(part.parents)
+            yield from ("--ro-bind", str(source), str(part))
+        for packages in self.interpreter.hidden:
+            yield from ("--tmpfs", str(packages), "--remount-ro", str(packages))
 
     def _limited(self, limits: Limits) -> list[str]:
         """The command's beginning that sets limits of each process. In the room: processes are counted within it."""
@@ -188,15 +196,11 @@ def rlimits(limits: Limits, *, counts_processes: bool) -> Iterator[str]:
     yield f"--cpu={seconds}:{seconds + 1}"
     yield f"--as={limits.memory_mib << 20}"
     yield f"--fsize={limits.scratch_mib << 20}"
-    yield f"--nofile={MOST_FILES}"
+    yield f"--nofile={MOST_OPEN}"
+    yield f"--sigpending={MOST_SIGNALS}"
     yield from ("--core=0", "--memlock=0", "--msgqueue=0", "--rtprio=0", "--nice=0")
     if counts_processes:
         yield f"--nproc={limits.processes + 1}"  # the room's own first process counts, too
-
-
-def base_python() -> str:
-    """The path of the interpreter that this process's venv is made from, links resolved."""
-    return str(Path(getattr(sys, "_base_executable", None) or sys.executable).resolve())
 
 
 @contextmanager

@@ -48,8 +48,15 @@ class Room(Protocol):
         """The limit that was gone beyond, or None."""
         ...
 
-    def end(self) -> None:
-        """End all processes of the call that are left, and wait until they are gone."""
+    def end(self) -> bool:
+        """End all processes of the call that are left, and wait until they are gone.
+
+        Returns:
+            False where they are not, after `ENDS_S`: what they did keeps the kernel busy.
+
+        Raises:
+            SandboxFailed: the program was never started, and what was to start it does not end.
+        """
         ...
 
     def code(self, returned: int, said: str) -> int:
@@ -105,7 +112,9 @@ class Call:
             for output in outputs:
                 os.set_blocking(output, False)
             limit = self._watch(process, started)
-            self._room.end()
+            if not self._room.end():
+                process.kill()  # it would wait for them, too
+                limit = limit or "wall"  # of its own making: to fail would be a way out of a bad result
             returned = _reaped(process)
             for output in outputs:
                 self._read(output)

@@ -7,6 +7,8 @@ from typing import Literal
 
 Limit = Literal["wall", "cpu", "memory", "processes", "output", "scratch"]
 """A limit that ended a call: ``wall_s``, ``cpu_s``, ``memory_mib``, ``processes``, ``output_kib``, ``scratch_mib``."""
+MOST_FILES = 20_000
+"""Files and directories that a call may have in the scratch space: removing more would hold up its end."""
 Kind = Literal["bubblewrap", "process_limits"]
 
 
@@ -35,7 +37,7 @@ class Limits:
             "memory": f"it took more than {self.memory_mib} MiB of memory",
             "processes": f"it had more than {self.processes} processes and threads",
             "output": f"it printed more than {self.output_kib} KiB",
-            "scratch": f"its files took more than {self.scratch_mib} MiB",
+            "scratch": f"its files took more than {self.scratch_mib} MiB, or were more than {MOST_FILES}",
         }[limit]
 
 

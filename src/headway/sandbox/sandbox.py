@@ -11,18 +11,18 @@ from dataclasses import replace
 from functools import lru_cache
 
 from headway.errors import ConfigError, SandboxFailed
-from headway.sandbox.bubblewrap import Bubblewrap, base_python
+from headway.sandbox.bubblewrap import Bubblewrap
 from headway.sandbox.call import KILLED, Call, Room
+from headway.sandbox.interpreter import ISOLATED, base_python
 from headway.sandbox.leftovers import end_leftovers
 from headway.sandbox.limits import Limits, Ran, SandboxSpec
 from headway.sandbox.process_limits import ProcessLimits, prlimit
 from headway.sandbox.room import BubblewrapRoom
 from headway.sandbox.seccomp import seccomp_filter
 
-AT_ONCE = max(4, 2 * (os.cpu_count() or 1))
-"""Most calls at once of a process's event loop; further ones wait."""
-ISOLATED = ("-I", "-S", "-B", "-X", "utf8")
-"""Options of the interpreter: no directory of the user's, no packages, UTF-8."""
+AT_ONCE = max(32, 2 * (os.cpu_count() or 1))
+"""Most calls at once of a process's event loop; further ones wait. Many more than processors: a call that sleeps takes
+none, and is not to hold up others."""
 FILE_NAME = re.compile(r"[\w.-]{1,100}")
 TRIAL = Limits(wall_s=10.0, cpu_s=5.0, memory_mib=256, processes=8, output_kib=16, scratch_mib=1)
 REFUSED = (
@@ -60,14 +60,17 @@ class Sandbox:
         end_leftovers()
         try:
             ran = self.run_blocking("print('here')", limits=TRIAL)
-            said = "" if ran.stdout == "here\n" else f"a program of one line ended with code {ran.code}: {ran.stderr}"
-            said = f"{said} {TRIAL.said(ran.limit)}" if ran.limit is not None else said
         except SandboxFailed as cause:
-            said = str(cause)
-        if said and self._found is None:
-            raise ConfigError(f"sandbox=process_limits: {' '.join(said.split())}")
-        if said:
-            raise ConfigError(REFUSED.format(said=" ".join(said.split())))
+            said = " ".join(str(cause).split())
+            refused = REFUSED.format(said=said) if self._found is not None else f"sandbox=process_limits: {said}"
+            raise ConfigError(refused) from cause
+        if ran.stdout != "here\n":
+            said = "" if ran.limit is None else f" ({TRIAL.said(ran.limit)})"
+            raise ConfigError(
+                f"sandbox={self._spec.kind}: a program of one line ended with code {ran.code}: "
+                f"{' '.join(ran.stderr.split())}{said}. It was run by {self.python()[0]}, from which Headway's venv is "
+                "made: make the venv from another Python, such as the system's; where it took too long, try again"
+            )
         ran = self.run_blocking("while True: pass", limits=replace(TRIAL, cpu_s=0.05))
         if (ran.limit, ran.code) != ("cpu", KILLED):  # the kernel's own limit is longer
             raise ConfigError(

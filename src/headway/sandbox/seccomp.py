@@ -18,7 +18,7 @@ AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 X32 = 0x40000000
 """First number of x86-64's other set of system calls."""
 REFUSED: dict[str, tuple[int | None, int | None]] = {
-    # looking into other processes
+    # steering other processes, and taking what they hold; memory of the same call's is open in /proc all the same
     "ptrace": (101, 117),
     "process_vm_readv": (310, 270),
     "process_vm_writev": (311, 271),

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from headway.sandbox.limits import Limit, Limits
+from headway.sandbox.limits import MOST_FILES, Limit, Limits
 
 TICKS = os.sysconf("SC_CLK_TCK")
 PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -61,20 +61,24 @@ def exceeded(processes: Iterable[Process], scratch: str, limits: Limits) -> Limi
         return "processes"
     if sum(one.seconds for one in processes) > limits.cpu_s:
         return "cpu"
-    files, most = used_by_files(scratch), limits.memory_mib << 20
+    number, files = used_by_files(scratch)
+    if number > MOST_FILES:
+        return "scratch"
+    most = limits.memory_mib << 20
     if files + sum(one.resident for one in processes) <= most:
         return None
     # Forked processes share pages: only the exact figure counts, which is slower to get.
     return "memory" if files + sum(map(_exact, processes)) > most else None
 
 
-def used_by_files(scratch: str) -> int:
-    """Bytes of memory that the files of the file system ``scratch`` take; 0 where it cannot be seen."""
+def used_by_files(scratch: str) -> tuple[int, int]:
+    """How many files the file system ``scratch`` has, and bytes of memory that they take; 0 where it is not seen."""
     try:
         info = os.statvfs(scratch)
     except OSError:
-        return 0
-    return (info.f_blocks - info.f_bfree) * info.f_frsize + (info.f_files - info.f_ffree) * INODE
+        return 0, 0
+    number = info.f_files - info.f_ffree
+    return number, (info.f_blocks - info.f_bfree) * info.f_frsize + number * INODE
 
 
 def used_by_directory(directory: Path) -> int:
