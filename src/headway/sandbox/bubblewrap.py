@@ -53,10 +53,10 @@ FIRST = (
     "/bin/sh",
     "-c",
     f'read -r go || exit 1; echo 1000 >/proc/self/oom_score_adj; "$@" <{INPUT}; exit $?',
-    "sh",
 )
 """The room's first process, which the kernel ends before others where memory is short. It starts the program when it is
-told to, and never where who tells it has ended; when it ends itself, so does everything in the room."""
+told to, and never where who tells it has ended; when it ends itself, so does everything in the room. Its name, which
+follows, says whose it is."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,8 @@ class Bubblewrap:
             stdin: descriptor of what the program reads.
             files: names in the scratch space → descriptors of contents.
         """
-        room = [*self._room(limits, status, seccomp, stdin, files), *FIRST, *self._limited(limits), *program]
+        first = [*FIRST, hostname(), *self._limited(limits), *program]
+        room = [*self._room(limits, status, seccomp, stdin, files), *first]
         return room if uid is None else [*self._become(uid), *room]
 
     @cached_property

@@ -1,6 +1,7 @@
-"""What is left where a process was killed in the milliseconds in which it set a room up: bwrap, waiting in vain for it.
+"""What is left where a process was killed in the milliseconds in which it set a room up, and the kernel missed its end.
 
-Nothing of the model's runs in such a room, and never will. It is ended when a sandbox is tried next.
+Mostly that is bwrap, waiting in vain to be told to go on; where it was told already, the call goes on within the limits
+of its processes. It is ended when a sandbox is tried next.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ def end_leftovers() -> None:
 
 
 def _is_left(place: Path) -> bool:
-    if (place / "comm").read_text(encoding="utf-8", errors="replace") != "bwrap\n":
-        return False
     named = [word for word in (place / "cmdline").read_bytes().split(b"\0") if word.startswith(HOSTNAME.encode())]
-    if not named:
-        return False
+    told = (line.partition(":") for line in (place / "status").read_text(encoding="utf-8").splitlines())
+    namespaces = {key: value.split() for key, _, value in told}.get("NSpid", [])
+    if not named or len(namespaces) < 2 or namespaces[-1] != "1":
+        return False  # it is no first process of a room
     maker = named[0].rpartition(b"-")[2].decode()
     return maker.isdigit() and not Path("/proc", maker).exists()
