@@ -177,6 +177,29 @@ def test_a_call_that_is_being_set_up_starts_nothing_when_the_process_that_asked_
         wait_for(lambda mark=mark: end_leftovers() or not running(mark), "what was left is not ended")
 
 
+ASK_AND_BE_KILLED = """
+import os, random, sys, time
+from headway.sandbox.limits import SandboxSpec
+from headway.sandbox.sandbox import Sandbox
+runs, times = Sandbox(SandboxSpec()), random.Random(0)
+runs.run_blocking("pass")
+for _ in range(100):
+    if (asking := os.fork()) == 0:
+        runs.run_blocking(["/usr/bin/sleep", sys.argv[1]])
+    time.sleep(times.uniform(0.004, 0.04))
+    os.kill(asking, 9)
+    os.waitpid(asking, 0)
+"""
+
+
+def test_no_program_outlives_who_asked_for_it_whenever_that_is_killed(sandbox: Sandbox) -> None:
+    """Kills a hundred processes at all moments of a room's beginning, which takes some seconds."""
+    mark = f"2{os.getpid()}07.5"
+    environment = {**os.environ, "PYTHONPATH": SOURCES}
+    subprocess.run([sys.executable, "-c", ASK_AND_BE_KILLED, mark], env=environment, check=True, timeout=120)
+    wait_for(lambda: not any(name_of(pid) == "sleep" for pid in running(mark)), "a program goes on")
+
+
 def test_rooms_that_have_a_maker_are_not_taken_for_leftovers(sandbox: Sandbox) -> None:
     with ThreadPoolExecutor(1) as thread:
         running_call = thread.submit(sandbox.run_blocking, "import time; time.sleep(1); print('done')", limits=SMALL)
