@@ -52,11 +52,13 @@ INPUT = "/input"
 FIRST = (
     "/bin/sh",
     "-c",
-    f'read -r go || exit 1; echo 1000 >/proc/self/oom_score_adj; "$@" <{INPUT}; exit $?',
+    f'echo >&0; read -r go || exit 1; echo 1000 >/proc/self/oom_score_adj; "$@" <{INPUT}; exit $?',
 )
-"""The room's first process, which the kernel ends before others where memory is short. It starts the program when it is
-told to, and never where who tells it has ended; when it ends itself, so does everything in the room. Its name, which
-follows, says whose it is."""
+"""The room's first process, which the kernel ends before others where memory is short. Its name, which follows, says
+whose it is.
+
+It says that it is there, so that it ends with bwrap from here on. It starts the program when it is told to, and never
+where who tells it has ended; when it ends itself, so does everything in the room."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """What is left where a process was killed in the milliseconds in which it set a room up, and the kernel missed its end.
 
-Mostly that is bwrap, waiting in vain to be told to go on; where it was told already, the call goes on within the limits
-of its processes. It is ended when a sandbox is tried next.
+It waits in vain to be told to go on: nothing of the model's runs in such a room, and never will. It is ended when a
+sandbox is tried next.
 """
 
 from __future__ import annotations

@@ -6,12 +6,12 @@ import json
 import os
 import select
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import IO
 
 from headway.errors import SandboxFailed, cut
 from headway.sandbox.bubblewrap import SCRATCH, Bubblewrap, own_uid
@@ -38,8 +38,9 @@ class BubblewrapRoom:
         self._first: int | None = None
         """Descriptor of the room's first process, with which the kernel ends all others."""
         self._root = ""
-        self._go: IO[bytes] | None = None
-        """The program starts when this has a line; it does not where this process ends before."""
+        self._door: socket.socket | None = None
+        """Here the first process says that it is there. It starts the program when it is told a line, and does not
+        where this process ends before."""
 
     def start(self, program: Sequence[str], limits: Limits, stdin: bytes, held: ExitStack) -> subprocess.Popen[bytes]:
         self._limits = limits
@@ -51,21 +52,20 @@ class BubblewrapRoom:
             files = {name: sealed(content, ours) for name, content in self._files.items()}
             refused = sealed(self._refused, ours)
             given = sealed(stdin, ours)
+            self._door, inside = (held.enter_context(end) for end in socket.socketpair())
+            ours.callback(inside.close)
             command = self._found.command(
                 program, limits, uid=uid, status=told_here, seccomp=refused, stdin=given, files=files
             )
-            process = subprocess.Popen(
+            return subprocess.Popen(
                 command,
-                stdin=subprocess.PIPE,
+                stdin=inside.fileno(),
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 env={},  # the room's first process keeps the one that it is started with, for all in there to read
                 cwd="/",
                 pass_fds=(told_here, refused, given, *files.values()),
             )
-        assert process.stdin is not None
-        self._go = held.enter_context(process.stdin)
-        return process
 
     @property
     def tells(self) -> int | None:
@@ -126,10 +126,16 @@ class BubblewrapRoom:
                 os.close(first)
 
     def _let_go(self) -> None:
-        """Let the program start: from here on the room ends with this process."""
-        assert self._go is not None
-        with suppress(BrokenPipeError):
-            os.write(self._go.fileno(), b"\n")
+        """Let the program start: from here on the room ends with this process.
+
+        Not before the first process is there. Until then bwrap could end with this process, and the room not with it.
+        """
+        assert self._door is not None
+        if not select.select([self._door], [], [], ENDS_S)[0]:
+            raise SandboxFailed(f"bwrap has not set a room up within {ENDS_S:g} s")
+        with suppress(ConnectionError):
+            if self._door.recv(1):
+                self._door.send(b"\n")
 
     def _hear(self) -> bool:
         """Take what bwrap tells. Returns False where it has ended."""
