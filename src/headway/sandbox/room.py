@@ -39,8 +39,8 @@ class BubblewrapRoom:
         """Descriptor of the room's first process, with which the kernel ends all others."""
         self._root = ""
         self._door: socket.socket | None = None
-        """Here the first process says that it is there. It starts the program when it is told a line, and does not where
-        this process ends before."""
+        """Here the first process says that it is there. It starts the program when it is told a line, and does not
+        where this process ends before."""
 
     def start(self, program: Sequence[str], limits: Limits, stdin: bytes, held: ExitStack) -> subprocess.Popen[bytes]:
         self._limits = limits
