@@ -52,7 +52,7 @@ INPUT = "/input"
 FIRST = (
     "/bin/sh",
     "-c",
-    f'echo >&0; read -r go || exit 1; echo 1000 >/proc/self/oom_score_adj; "$@" <{INPUT}; exit $?',
+    f'echo >&0; read -r go || exit 1; exec <{INPUT}; echo 1000 >/proc/self/oom_score_adj; "$@"; exit $?',
 )
 """The room's first process, which the kernel ends before others where memory is short. Its name, which follows, says
 whose it is.
