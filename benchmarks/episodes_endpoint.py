@@ -3,7 +3,8 @@
     Poisson arrivals ─▶ an agent of an open episode, in another process ──HTTP──▶ Endpoint ▶ keeper ▶ SleepingEngine
 
 An agent goes on with its conversation for some turns, then begins it anew. Of a call everything is counted from when
-its time has come until its answer is read: the client, HTTP, rendering, the keeper, and waiting for any of them.
+its time has come until its answer is read: the client, HTTP, rendering, the keeper, and waiting for any of them. The
+same calls of a server that answers them all alike, in the same process, are what client and HTTP take of that.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 
 import aiohttp
 import numpy as np
+from aiohttp import web
 
 from benchmarks.episodes_asleep import SAID, SleepingEngine, chats
 from headway.data.types import Prompt
@@ -71,6 +73,11 @@ def measure(load: Load) -> Latencies:
     return asyncio.run(_serve(load))
 
 
+def measure_bare(load: Load) -> Latencies:
+    """Have the same process call a server that does nothing but answer."""
+    return asyncio.run(_serve_bare(load))
+
+
 class _Agents:
     """Programs whose agents are in another process: they begin, and end when all is over."""
 
@@ -113,20 +120,45 @@ async def _serve(load: Load) -> Latencies:
         requests = [GroupRequest(prompt.row, prompt, 1, SamplingParams(1000)) for prompt in prompts]
         groups = asyncio.create_task(_drained(keeper.generate(requests)))
         await agents.all_open.wait()
-        here, there = multiprocessing.Pipe()
-        client = multiprocessing.get_context("spawn").Process(target=_call, args=(there, agents.open, load))
-        client.start()
         try:
-            await asyncio.to_thread(here.recv)  # warm
-            cpu, wall = time.process_time(), time.perf_counter()
-            ms, failed = await asyncio.to_thread(here.recv)
-            found = Latencies(ms, failed, time.process_time() - cpu, time.perf_counter() - wall)
+            return await _called(agents.open, load)
         finally:
-            client.terminate()
-            await asyncio.to_thread(client.join)
             agents.over.set()
             await groups
-    return found
+
+
+async def _serve_bare(load: Load) -> Latencies:
+    said = {"choices": [{"index": 0, "message": {"role": "assistant", "content": SAID}, "finish_reason": "stop"}]}
+
+    async def answer(request: web.Request) -> web.Response:
+        await request.read()
+        return web.json_response(said)
+
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", answer)
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0, backlog=1024).start()
+    try:
+        port = runner.addresses[0][1]
+        return await _called([Access(f"http://127.0.0.1:{port}/v1", "none")] * load.episodes, load)
+    finally:
+        await runner.cleanup()
+
+
+async def _called(agents: list[Access], load: Load) -> Latencies:
+    """Have a process of ``agents`` call."""
+    here, there = multiprocessing.Pipe()
+    client = multiprocessing.get_context("spawn").Process(target=_call, args=(there, agents, load))
+    client.start()
+    try:
+        await asyncio.to_thread(here.recv)  # warm
+        cpu, wall = time.process_time(), time.perf_counter()
+        ms, failed = await asyncio.to_thread(here.recv)
+        return Latencies(ms, failed, time.process_time() - cpu, time.perf_counter() - wall)
+    finally:
+        client.terminate()
+        await asyncio.to_thread(client.join)
 
 
 async def _drained(groups: Any) -> None:
