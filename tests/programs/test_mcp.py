@@ -294,9 +294,9 @@ def test_commands_that_are_no_servers_are_refused_with_what_they_wrote():
         McpServer(McpServerSpec("ends", command=("false",))).load()
     greeting = ("sh", "-c", "echo hello, I am no server; cat > /dev/null")
     with pytest.raises(
-        UserCodeError, match=r"was waited for 4 s, and did not answer; it wrote 'hello, I am no server'"
+        UserCodeError, match=r"was waited for 2 s, and did not answer; it wrote 'hello, I am no server'"
     ):
-        McpServer(McpServerSpec("chatters", command=greeting, timeout_s=4.0)).load()
+        McpServer(McpServerSpec("chatters", command=greeting, timeout_s=2.0)).load()
     with pytest.raises(UserCodeError, match=r"rollout.mcp.no.command: there is no command 'no-such-server'; install "):
         McpServer(McpServerSpec("no", command=("no-such-server",))).load()
     with pytest.raises(UserCodeError, match=r"rollout.mcp.no.env: there is no variable 'UNSET' for \$UNSET; set it by"):

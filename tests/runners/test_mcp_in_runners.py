@@ -15,6 +15,7 @@ from headway.config.schema import Config
 from headway.episodes.runners import ProgramRunners
 from headway.programs.messages import EpisodeStart, TurnRequest, said
 from tests.programs.scripted import Script, calling
+from tests.tiers import mostly_slow
 
 pytest.importorskip("mcp", reason="the extra mcp")
 
@@ -34,7 +35,7 @@ def wait_for_the_end(process: int) -> None:
     os.close(ends)
 
 
-@pytest.mark.parametrize("tools", ["asynchronous", "synchronous"])
+@mostly_slow("tools", ["asynchronous", "synchronous"], quick=["asynchronous"])
 async def test_a_servers_process_serves_the_episodes_of_a_runner_and_none_survives_it(tmp_path, tools):
     """Runners and servers are processes of Python, some of which import transformers or the SDK."""
     (tmp_path / "tools.py").write_text(BLOCKING)

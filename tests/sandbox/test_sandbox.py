@@ -166,6 +166,7 @@ def test_a_call_ends_with_the_process_that_asked_for_it(sandbox: Sandbox) -> Non
     wait_for(lambda: not running(mark), "a process of the call has outlived the one that asked for it")
 
 
+@pytest.mark.slow
 def test_what_is_left_of_a_call_that_was_being_set_up_is_ended_by_the_next_trial_of_a_sandbox(sandbox: Sandbox) -> None:
     for turn in range(5):
         mark = f"2{os.getpid()}05.{1 + turn}"
@@ -188,6 +189,7 @@ for _ in range(100):
 """
 
 
+@pytest.mark.slow
 def test_no_program_outlives_who_asked_for_it_whenever_that_is_killed(sandbox: Sandbox) -> None:
     """Kills a hundred processes at all moments of a room's beginning, which takes some seconds."""
     mark = f"2{os.getpid()}07.5"
