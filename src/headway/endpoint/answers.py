@@ -35,7 +35,6 @@ def with_usage(options: dict[str, Any] | None) -> bool:
 
 def token_logprobs(wanted: Wanted, turn: MadeTurn) -> list[dict[str, Any]]:
     """Log-probs (nats) of the sampled tokens under the policy that sampled them, by their texts."""
-    assert wanted.texts is not None
     content = []
     for id, logprob in zip(turn.sampled.ids.tolist(), turn.sampled.logprobs.tolist(), strict=True):
         text = wanted.texts.decode([id])

@@ -11,7 +11,7 @@ A dialect translates, and decides nothing: whose turn it is, what sampling holds
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Any, Protocol, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -47,14 +47,14 @@ class Wanted:
     """A request, read."""
 
     request: TurnRequest
-    model: str | None = None
+    model: str | None
     """Name of the model that is asked for; None for any."""
-    stream: bool = False
-    sampling: Mapping[str, Any] = field(default_factory=dict)
+    stream: bool
+    sampling: Mapping[str, Any]
     """Settings of sampling by their names in vLLM: those that the request has."""
-    body: Any = None
+    body: Any
     """The dialect's own, for the answer."""
-    texts: Texts | None = None
+    texts: Texts
 
 
 class Dialect(Protocol):

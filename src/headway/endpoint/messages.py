@@ -198,7 +198,6 @@ def _stop(wanted: Wanted, turn: MadeTurn) -> dict[str, Any]:
         return {"stop_reason": "tool_use", "stop_sequence": None}
     if turn.answer.finish_reason == "length":
         return {"stop_reason": "max_tokens", "stop_sequence": None}
-    assert wanted.texts is not None
     behind = wanted.texts.decode(turn.sampled.ids.tolist())[len(turn.answer.text) :] if wanted.request.stop else ""
     found = next((one for one in wanted.request.stop if behind.startswith(one)), None)
     return {"stop_reason": "end_turn" if found is None else "stop_sequence", "stop_sequence": found}
