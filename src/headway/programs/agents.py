@@ -42,10 +42,10 @@ class AgentProgram:
     def __init__(self, found: Any, who: str, params: Mapping[str, Any]) -> None:
         self._who, self._params = who, dict(params)
         self._make: Callable[..., Any] | None = found if inspect.isclass(found) else None
-        self._run = found if callable(found) and not inspect.isclass(found) else getattr(found, "run", None)
-        if self._run is None:
+        run = found if callable(found) and not inspect.isclass(found) else getattr(found, "run", None)
+        if run is None:
             raise UserCodeError(f"{who}: it is {shown(found)}, which cannot be called and has no run(); {EXPECTED}")
-        self._call: Callable[..., Any] = self._run
+        self._run: Callable[..., Any] = run
         self._tls: ssl.SSLContext | None = None
         if inspect.isasyncgenfunction(self._run):
             raise UserCodeError(f"{who}: it yields; return the episode's reward from it instead")
@@ -72,7 +72,7 @@ class AgentProgram:
             if self._make is not None:
                 value = await called(self._make(**self._params).run, row_of(start), **arguments)
             else:
-                value = await called(self._call, row_of(start), **arguments, **self._params)
+                value = await called(self._run, row_of(start), **arguments, **self._params)
         return _end(value, self._who, access.tag)
 
     @asynccontextmanager

@@ -40,11 +40,9 @@ class CommandProgram:
         """``directory``: where the command is run, if it is there."""
         self._command, self._who = list(command), who
         self._directory = directory if directory is not None and Path(directory).is_dir() else None
-        if (
-            shutil.which(self._command[0], path=None) is None
-            and not Path(self._directory or ".", self._command[0]).exists()
-        ):
-            raise UserCodeError(f"{who}: there is no program {self._command[0]!r} here; install it, or give its path")
+        program = self._command[0]
+        if shutil.which(program) is None and not Path(self._directory or ".", program).exists():
+            raise UserCodeError(f"{who}: there is no program {program!r} here; install it, or give its path")
 
     def describe(self) -> ProgramDescription:
         return ProgramDescription("command", self.is_async)
