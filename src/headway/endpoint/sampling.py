@@ -1,4 +1,4 @@
-"""Where the sampling that an agent asks for differs from its run's, which is what holds.
+"""Differences between the sampling that an agent asks for and its run's, which holds.
 
 Training needs the distribution that tokens were sampled from, and reckons with the run's. What only ends an answer, as
 ``max_tokens`` and ``stop`` do, changes no distribution, and is the agent's to choose; so is a ``seed``, which has no

@@ -85,7 +85,7 @@ class Hosting:
     keeps_conversations: bool = False
     """Episodes come with their last conversation, for a reward function."""
     endpoint: Doors | None = None
-    """Where agents ask for turns; None where programs do so by their chat alone."""
+    """The endpoint at which agents ask for turns; None where programs do so by their chat alone."""
 
     async def start(self) -> None:
         """Start the programs' processes, and then the endpoint that they ask.

@@ -108,7 +108,7 @@ class EpisodeStart:
     seed: int
     """Seed of the episode, below 2^32: the same at every try, another one for each episode of a group."""
     access: Access | None = None
-    """Where the program is an agent: how it reaches the policy."""
+    """The way of an agent to the policy; None for other programs, which have a chat."""
     sampling: Mapping[str, Any] = field(default_factory=dict)
     """The sampling of the episode's turns, by names that vLLM has, too."""
     most_tokens: int = 0
