@@ -302,9 +302,7 @@ class ProgramEpisode:
     # ------------------------------------------------------------------------------------- the end
 
     def _made(self, one: Try, end: EpisodeEnd, failure: str | None) -> MadeEpisode:
-        rows, turn_rewards = one.rows(end.turn_rewards)
-        if failure is not None:
-            rows = []
+        rows, turn_rewards = one.rows(end.turn_rewards, failed=failure is not None)
         places = tuple(_place(index, row) for index, row in enumerate(rows))
         last = one.calls[-1] if one.calls else None
         episode = self._trajectory(one.calls, last.finish_reason if last is not None else FinishReason.STOP)

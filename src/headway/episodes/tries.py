@@ -126,9 +126,12 @@ class Try:
         given = tuple(rewards.get(number, 0.0) for number in range(max(rewards, default=-1) + 1))
         return replace(end, turn_rewards=given)
 
-    def rows(self, turn_rewards: tuple[float, ...]) -> tuple[list[RowTokens | RowAt], tuple[float, ...]]:
-        """The rows to train on, and the rewards of their turns, by numbers that count answered turns alone."""
-        rows = list(self.record.rows())
+    def rows(
+        self, turn_rewards: tuple[float, ...], *, failed: bool
+    ) -> tuple[list[RowTokens | RowAt], tuple[float, ...]]:
+        """The rows to train on, none where the episode ``failed``, and the rewards of turns, by numbers that count
+        answered turns alone."""
+        rows = [] if failed else list(self.record.rows())
         numbers = sorted(self.numbers)
         if self.numbers != list(range(len(numbers))):  # a turn that was given up has no tokens, and no number
             return _renumbered(rows, turn_rewards, numbers)
