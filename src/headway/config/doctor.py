@@ -9,7 +9,17 @@ from math import floor
 from headway.config.algorithm import algorithm_problems
 from headway.config.idle import without_effect
 from headway.config.loading import LoadedConfig, mode_config
-from headway.config.placement import ACTOR, LOGP, MOST_SLOTS, most_in_flight, needs_greedy_baseline, resolve_placement
+from headway.config.placement import (
+    ACTOR,
+    CRITIC,
+    LOGP,
+    MOST_SLOTS,
+    REF,
+    Placement,
+    most_in_flight,
+    needs_greedy_baseline,
+    resolve_placement,
+)
 from headway.config.presets import preset
 from headway.config.programs import program_problems
 from headway.config.sandbox import sandbox_notes, sandbox_problems
@@ -236,6 +246,27 @@ def _devices(config: Config) -> Iterator[str]:
             f"logp.nnodes={config.logp.nnodes} with placement.kind=shared: weights are handed over within the "
             "trainer's processes there and reach no others; set logp.nnodes=0, or placement.kind=split"
         )
+    yield from _mesh(config, placement)
+
+
+def _mesh(config: Config, placement: Placement) -> Iterator[str]:
+    parallel = config.actor.parallel
+    if parallel.is_plain:
+        return
+    if parallel.cp > 1 and config.model.packing == "padded":
+        yield (
+            f"actor.parallel.cp={parallel.cp} divides packed lines of tokens, and model.packing=padded has none; set cp=1, "
+            "or drop model.packing"
+        )
+    for role in (ACTOR, REF, LOGP, CRITIC):
+        own = placement.devices.get(role, ())
+        if not own or (role != ACTOR and placement.shared(role, ACTOR)):
+            continue
+        section, whose = (config.trainer, "trainer") if role == ACTOR else (getattr(config, role), role)
+        if config.trainer.use_nodes_ratios is None:
+            yield from parallel.problems(section.nnodes, section.n_gpus_per_node, f"{whose}.nnodes × n_gpus_per_node")
+        else:
+            yield from parallel.problems(1, len(own), f"trainer.use_nodes_ratios for {role}")
 
 
 def _backend(config: Config) -> Iterator[str]:

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from headway.config.losses import ChosenLoss, PpoClip
+from headway.config.parallel import ParallelConfig
 from headway.config.section import NonNegative, Positive, Section
 
 
@@ -46,8 +47,8 @@ class ActorConfig(Section):
     ppo_epochs: Positive = 1
     """Number of training passes over each fetch."""
     ppo_max_token_len_per_gpu: Positive = 16_384
-    """Most tokens of one micro-batch: those that are computed, and padding where rows are padded (``model.packing``). A
-    longer answer has a micro-batch of its own."""
+    """Most tokens of one micro-batch on each rank: those that are computed, and padding where rows are padded
+    (``model.packing``). A longer answer has a micro-batch of its own."""
     clip_ratio: float = Field(0.2, gt=0)
     """Clip range ε where ``clip_ratio_low`` or ``clip_ratio_high`` is not given: ratios count in 1 ± ε."""
     clip_ratio_low: float | None = Field(None, gt=0)
@@ -78,6 +79,7 @@ class ActorConfig(Section):
     """Maximum norm of the gradient."""
     optim: OptimConfig = OptimConfig()
     fsdp_config: FsdpConfig = FsdpConfig()
+    parallel: ParallelConfig = ParallelConfig()
 
     @property
     def clip_range(self) -> tuple[float, float]:
