@@ -20,9 +20,11 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.train_workload import Kind
 from headway.config.learning import ActorConfig
 from headway.config.model import ModelConfig
+from headway.config.parallel import ParallelConfig
 from headway.config.schema import Config
 from headway.data.collate import Row, token_budget_batches
 from headway.engines.train.fsdp.engine import FsdpEngine
+from headway.engines.train.fsdp.mesh import TrainMesh
 from headway.interfaces import StepContext
 from headway.models.pretrained import load_model
 
@@ -92,7 +94,10 @@ class Headway(Side):
             model=ModelConfig(packing=kind.value, enable_gradient_checkpointing=False),
         )
         self._engine = FsdpEngine(
-            model_path=str(folder), config=config, total_optimizer_steps=10**9, device=torch.device("cpu")
+            model_path=str(folder),
+            config=config,
+            total_optimizer_steps=10**9,
+            mesh=TrainMesh.make(ParallelConfig(), torch.device("cpu")),
         )
         if kind is not Kind.PADDED and self._engine.padded is not None:
             raise RuntimeError(f"the engine pads rows that are to be {kind}: {self._engine.padded}")

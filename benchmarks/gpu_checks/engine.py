@@ -14,12 +14,14 @@ from benchmarks.gpu_checks.models import checked_shape, on_device, peaked_model,
 from benchmarks.gpu_checks.setting import Passed, Setting, one_rank_group, require
 from headway.config.learning import ActorConfig
 from headway.config.model import ModelConfig
+from headway.config.parallel import ParallelConfig
 from headway.config.schema import Config, RolloutConfig
 from headway.data.collate import Row
 from headway.data.types import GroupTokens, RowTokens
 from headway.engines.rollout.native.core import EngineCore
 from headway.engines.rollout.native.graphs import Compute, CudaRecorder, Recorder
 from headway.engines.train.fsdp.engine import FsdpEngine
+from headway.engines.train.fsdp.mesh import TrainMesh
 from headway.interfaces import Call, GroupRequest, OnUpdate
 
 TEMPERATURE = 0.8
@@ -88,7 +90,10 @@ def trainer_logprobs(setting: Setting, folder: Path, dtype: str, rows: Sequence[
         model=ModelConfig(dtype=dtype),
     )
     engine = FsdpEngine(
-        model_path=str(folder), config=config, total_optimizer_steps=1, device=torch.device(setting.device)
+        model_path=str(folder),
+        config=config,
+        total_optimizer_steps=1,
+        mesh=TrainMesh.make(ParallelConfig(), torch.device(setting.device)),
     )
     return np.concatenate(engine.forward_logprobs(rows))
 

@@ -28,10 +28,12 @@ from benchmarks.gpu_checks.setting import Passed, Setting, one_rank_group, requi
 from benchmarks.gpu_checks.training import Layout
 from headway.config.learning import ActorConfig
 from headway.config.model import ModelConfig
+from headway.config.parallel import ParallelConfig
 from headway.config.schema import Config
 from headway.data.collate import Row
 from headway.engines.rollout.native import NativeEngine
 from headway.engines.train.fsdp.engine import FsdpEngine
+from headway.engines.train.fsdp.mesh import TrainMesh
 from headway.episodes.alone import keeping
 from headway.interfaces import StepContext
 from headway.models.pretrained import load_model
@@ -134,7 +136,12 @@ def headway_step(
             model=ModelConfig(enable_gradient_checkpointing=False, packing=packing),
         )
         device = torch.device(setting.device)
-        engine = FsdpEngine(model_path=str(folder), config=config, total_optimizer_steps=100, device=device)
+        engine = FsdpEngine(
+            model_path=str(folder),
+            config=config,
+            total_optimizer_steps=100,
+            mesh=TrainMesh.make(ParallelConfig(), device),
+        )
 
         def once() -> None:
             loss = engine.train_step(rows, StepContext()).metrics["loss"]

@@ -24,9 +24,11 @@ from benchmarks.gpu_checks.models import checked_shape, peaked_model
 from benchmarks.gpu_checks.setting import CheckFailed, Passed, Setting, one_rank_group, require
 from headway.config.learning import ActorConfig, FsdpConfig, OptimConfig
 from headway.config.model import ModelConfig
+from headway.config.parallel import ParallelConfig
 from headway.config.schema import Config
 from headway.data.collate import Row
 from headway.engines.train.fsdp.engine import FsdpEngine
+from headway.engines.train.fsdp.mesh import TrainMesh
 from headway.interfaces import StepContext
 from headway.models.pretrained import load_model
 
@@ -210,7 +212,12 @@ def engine_of(
     )
     config = Config(actor=actor, model=ModelConfig(dtype=dtype, packing=packing))
     device = torch.device(setting.device)
-    return FsdpEngine(model_path=str(folder), config=config, total_optimizer_steps=10**9, device=device)
+    return FsdpEngine(
+        model_path=str(folder),
+        config=config,
+        total_optimizer_steps=10**9,
+        mesh=TrainMesh.make(ParallelConfig(), device),
+    )
 
 
 def random_rows(setting: Setting, count: int = 12) -> list[Row]:

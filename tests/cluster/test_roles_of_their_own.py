@@ -26,12 +26,14 @@ from headway.cluster.engines import LogpReceiver
 from headway.cluster.plan import ClusterPlan, plan_cluster
 from headway.cluster.ray_worker import RayWorker
 from headway.cluster.token_files import TokenFile, read_here
+from headway.config.parallel import ParallelConfig
 from headway.config.placement import ACTOR, CRITIC, LOGP, REF, ROLLOUT, resolve_placement
 from headway.config.schema import Config
 from headway.data.collate import Row
 from headway.data.types import Column, GroupTokens, Outcomes, RowTokens, Sample, TrajectoryId
 from headway.engines.train.advantages import FetchAdvantages
 from headway.engines.train.fsdp.critic import FsdpCritic
+from headway.engines.train.fsdp.mesh import TrainMesh
 from headway.errors import ConfigError, RunError, WorkerDied
 from headway.interfaces import OnUpdate, ReceiveReport, SendReport, StepContext, StepReport
 from headway.models.pretrained import load_model
@@ -277,7 +279,12 @@ async def test_the_critic_is_the_engine_that_it_is_made_of_and_comes_back_from_a
     try:
         outcome = await one_version(workers, cfg, itself)
         # STEPS of the actor in two epochs each: two mini-batches, which the critic sees four times
-        twin = FsdpCritic(model_path=tiny_model, config=cfg, total_optimizer_steps=8, device=torch.device("cpu"))
+        twin = FsdpCritic(
+            model_path=tiny_model,
+            config=cfg,
+            total_optimizer_steps=8,
+            mesh=TrainMesh.make(ParallelConfig(), torch.device("cpu")),
+        )
         assert twin.train_step(outcome.rows) == outcome.critic_step
         for mine, theirs in zip(twin.forward_values(outcome.rows), outcome.values_after, strict=True):
             assert np.array_equal(mine, theirs)

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from headway.config.loading import load
+from headway.config.parallel import ParallelConfig
 from headway.config.placement import concurrent
 from headway.data.collate import Row
 from headway.data.sources import build_sources
@@ -22,6 +23,7 @@ from headway.data.types import FinishReason, Outcomes, Prompt, SampledTokens, Tu
 from headway.engines.rollout.native.engine import NativeEngine
 from headway.engines.train.advantages import FetchAdvantages
 from headway.engines.train.fsdp import FsdpEngine
+from headway.engines.train.fsdp.mesh import TrainMesh
 from headway.episodes.transcript import call_key
 from headway.interfaces import Call, SamplingParams, StepContext
 from headway.models.pretrained import load_model
@@ -101,7 +103,12 @@ async def plain_games(config_path: Path, out: Path) -> None:
     steps = (config.rollout.total_rollout_steps or 0) // size
     tokenizer, model = load_tokenizer(path), load_model(path, dtype=torch.float32)
     prompts = build_sources(config, tokenizer).train
-    trainer = FsdpEngine(model_path=path, config=config, total_optimizer_steps=steps, device=torch.device("cpu"))
+    trainer = FsdpEngine(
+        model_path=path,
+        config=config,
+        total_optimizer_steps=steps,
+        mesh=TrainMesh.make(ParallelConfig(), torch.device("cpu")),
+    )
     manifest = trainer.manifest(torch.float32)
 
     def receive(version: int, sink: WeightSink) -> None:

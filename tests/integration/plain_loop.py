@@ -13,12 +13,14 @@ import torch
 import torch.distributed as dist
 
 from headway.config.loading import load
+from headway.config.parallel import ParallelConfig
 from headway.config.placement import concurrent
 from headway.data.sources import build_sources
 from headway.data.types import Group
 from headway.engines.rollout.native.engine import NativeEngine
 from headway.engines.train.advantages import FetchAdvantages
 from headway.engines.train.fsdp import FsdpEngine
+from headway.engines.train.fsdp.mesh import TrainMesh
 from headway.episodes.alone import keeping
 from headway.interfaces import GroupRequest, SamplingParams, StepContext
 from headway.models.pretrained import load_model
@@ -36,7 +38,12 @@ async def plain_loop(config_path: Path, out: Path) -> None:
     tokenizer, model = load_tokenizer(path), load_model(path, dtype=torch.float32)
     score = load_function(config.reward.function)
     prompts = build_sources(config, tokenizer).train
-    trainer = FsdpEngine(model_path=path, config=config, total_optimizer_steps=steps, device=torch.device("cpu"))
+    trainer = FsdpEngine(
+        model_path=path,
+        config=config,
+        total_optimizer_steps=steps,
+        mesh=TrainMesh.make(ParallelConfig(), torch.device("cpu")),
+    )
     manifest = trainer.manifest(torch.float32)
 
     def receive(version: int, sink: WeightSink) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from headway.errors import UpdateFailed
-from headway.weights.buckets import Tensors
+from headway.weights.buckets import Tensors, whole
 from headway.weights.incoming import BackBuffer, InPlace
 from headway.weights.outgoing import Staged
 from headway.weights.protocols import Chunk, Outgoing, WeightSink
@@ -36,7 +36,7 @@ from tests.weights.versions import (
 
 def in_place() -> tuple[InPlace, dict[str, torch.Tensor]]:
     tensors = weights(0)
-    return InPlace(MANIFEST, Tensors(MANIFEST, tensors), window=128), tensors
+    return InPlace(MANIFEST, Tensors(MANIFEST, whole(tensors)), window=128), tensors
 
 
 def header(number: int, /, **changes: int) -> Change:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from dataclasses import replace
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -10,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.errors import UpdateFailed
-from headway.weights.buckets import Shard, Tensors, pack, slot_dtype, view
+from headway.weights.buckets import Part, Tensors, pack, slot_dtype, view, whole
 from headway.weights.digests import digest
 from headway.weights.incoming import BackBuffer, InPlace
 from headway.weights.layout import ALIGNMENT, Manifest, TensorSlot, buckets, build_manifest
 from headway.weights.outgoing import Stream
-from tests.weights.versions import assert_same, hand_over, manifest_of, same_bits, shards, weights, windows
+from tests.weights.versions import assert_same, hand_over, manifest_of, same_bits, weights, windows
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8]
 SIZES = st.integers(1, 16).map(lambda n: n * ALIGNMENT)
@@ -59,11 +60,11 @@ def test_whatever_is_sent_arrives_bit_by_bit_in_a_buffer_and_in_place(
 
     loaded = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
     for offset, data in back.windows(window):
-        Tensors(manifest, loaded).write(offset, data)
+        Tensors(manifest, whole(loaded)).write(offset, data)
     assert_same(loaded, tensors)
 
     served = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
-    in_place = InPlace(manifest, Tensors(manifest, served), window=window)
+    in_place = InPlace(manifest, Tensors(manifest, whole(served)), window=window)
     again = in_place.fill(7, hand_over(Stream(manifest, windows(tensors, manifest, size))))
     assert again.checksum == report.checksum
     assert_same(served, tensors)
@@ -81,20 +82,32 @@ def test_equal_weights_have_equal_bytes_and_digests_whatever_the_buckets(size: i
     )
 
 
-@given(size=SIZES, cuts=st.lists(st.integers(0, 561), max_size=3).map(sorted))
-def test_what_several_ranks_pack_adds_up_to_the_whole(size: int, cuts: list[int]) -> None:
-    whole = random_tensor((33, 17), torch.float32, 3)
-    manifest = build_manifest([("w", (33, 17), torch.bfloat16), ("v", (5,), torch.float32)])
+@given(size=SIZES, shape=st.lists(st.integers(1, 7), min_size=1, max_size=4), copied=st.booleans(), data=st.data())
+def test_parts_that_several_ranks_pack_add_up_to_the_whole_and_get_their_own_of_it_again(
+    size: int, shape: list[int], copied: bool, data: st.DataObject
+) -> None:
+    source = random_tensor((*shape,), torch.float32, 3)
     other = random_tensor((5,), torch.float32, 4)
-    bounds = [0, *cuts, whole.numel()]
+    manifest = build_manifest([("w", (*shape,), torch.bfloat16), ("v", (5,), torch.float32)])
+    bounds = [[0, *sorted(data.draw(st.lists(st.integers(0, of), max_size=2))), of] for of in shape]
     spans = list(buckets(manifest.nbytes, size))
     total = torch.zeros(manifest.nbytes, dtype=torch.uint8)
-    for rank, (first, last) in enumerate(pairwise(bounds)):
-        own = {"w": Shard(first, whole.view(-1)[first:last]), "v": Shard(0, other if rank == 0 else other[:0])}
-        for offset, bucket in pack(manifest, own, spans):
+    ranks = []
+    for rank, box in enumerate(product(*(pairwise(of) for of in bounds))):
+        values = source[tuple(slice(*of) for of in box)]
+        part = Part(tuple(first for first, _ in box), values.clone() if copied else values)
+        ranks.append({"w": [part], "v": [Part((0,), other)] if rank == 0 else []})
+        for offset, bucket in pack(manifest, ranks[-1], spans):
             total[offset : offset + bucket.numel()] += bucket
     (v, w) = manifest.slots
-    assert same_bits(view(w, total), whole.bfloat16()) and same_bits(view(v, total), other)
+    assert same_bits(view(w, total), source.bfloat16()) and same_bits(view(v, total), other)
+    for own in ranks:
+        blank = {name: [replace(part, values=torch.zeros_like(part.values)) for part in of] for name, of in own.items()}
+        for start, stop in spans:
+            Tensors(manifest, blank).write(start, total[start:stop])
+        assert all(
+            same_bits(a.values.bfloat16(), b.values.bfloat16()) for a, b in zip(blank["w"], own["w"], strict=True)
+        )
 
 
 @pytest.mark.parametrize("served", [torch.bfloat16, torch.float16, torch.float64])
@@ -105,7 +118,7 @@ def test_values_are_cast_to_the_served_dtype_when_packed_and_to_the_targets_when
     source = torch.randn(9, 13, generator=torch.Generator().manual_seed(0))
     manifest = build_manifest([("w", (9, 13), served)])
     into = torch.zeros(9, 13, dtype=target)
-    tensors = Tensors(manifest, {"w": into})
+    tensors = Tensors(manifest, whole({"w": into}))
     for offset, bucket in windows({"w": source}, manifest, ALIGNMENT):
         tensors.write(offset, bucket)
     assert same_bits(into, source.to(served).to(target))
@@ -114,7 +127,7 @@ def test_values_are_cast_to_the_served_dtype_when_packed_and_to_the_targets_when
 def test_a_strided_source_is_packed_in_row_major_order() -> None:
     source = torch.arange(12.0).view(3, 4).T
     manifest = build_manifest([("w", (4, 3), torch.bfloat16)])
-    ((_, bucket),) = pack(manifest, shards({"w": source}), [(0, manifest.nbytes)])
+    ((_, bucket),) = pack(manifest, whole({"w": source}), [(0, manifest.nbytes)])
     assert same_bits(view(manifest.slots[0], bucket), source.to(torch.bfloat16).contiguous())
 
 
@@ -129,7 +142,7 @@ def test_tensors_that_are_not_contiguous_are_written_where_they_are_and_nothing_
     assert target.shape == shape
     source = torch.rand(shape) + 1
     manifest = build_manifest([("w", shape, torch.float32)])
-    tensors = Tensors(manifest, {"w": target})
+    tensors = Tensors(manifest, whole({"w": target}))
     for offset, bucket in windows({"w": source}, manifest, size):
         tensors.write(offset, bucket)
     assert torch.equal(target, source)
@@ -141,7 +154,7 @@ def test_the_parts_of_a_fused_matrix_are_written_by_rows_and_by_columns() -> Non
     manifest = manifest_of(parts)
     by_rows, by_columns = torch.zeros(12, 6), torch.zeros(4, 18)
     for fused, dim in ((by_rows, 0), (by_columns, 1)):
-        tensors = Tensors(manifest, dict(zip("qkv", fused.chunk(3, dim), strict=True)))
+        tensors = Tensors(manifest, whole(dict(zip("qkv", fused.chunk(3, dim), strict=True))))
         for offset, bucket in windows(parts, manifest, ALIGNMENT):
             tensors.write(offset, bucket)
         assert torch.equal(fused, torch.cat(list(parts.values()), dim))
@@ -150,16 +163,16 @@ def test_the_parts_of_a_fused_matrix_are_written_by_rows_and_by_columns() -> Non
 def test_a_parameter_that_requires_gradients_can_be_written() -> None:
     target = torch.nn.Parameter(torch.zeros(3))
     manifest = build_manifest([("w", (3,), torch.float32)])
-    Tensors(manifest, {"w": target}).write(0, torch.ones(3).view(torch.uint8))
+    Tensors(manifest, whole({"w": target})).write(0, torch.ones(3).view(torch.uint8))
     assert target.tolist() == [1, 1, 1]
 
 
 def test_a_tensor_of_another_shape_or_none_at_all_is_named() -> None:
     manifest = build_manifest([("embed", (2, 3), torch.float32)])
     with pytest.raises(UpdateFailed, match=r"'embed' has shape \(3, 2\).*\(2, 3\)"):
-        Tensors(manifest, {"embed": torch.zeros(3, 2)})
+        Tensors(manifest, whole({"embed": torch.zeros(3, 2)}))
     with pytest.raises(UpdateFailed, match="no tensor 'embed'"):
-        Tensors(manifest, {"head": torch.zeros(2, 3)})
+        Tensors(manifest, whole({"head": torch.zeros(2, 3)}))
 
 
 def test_a_dtype_that_torch_does_not_know_is_named() -> None:

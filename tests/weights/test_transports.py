@@ -13,7 +13,7 @@ import torch
 from headway.config.transports import TRANSPORTS
 from headway.errors import ConfigError, UpdateFailed
 from headway.interfaces import ReceiveReport
-from headway.weights.buckets import Tensors
+from headway.weights.buckets import Tensors, whole
 from headway.weights.digests import combined
 from headway.weights.incoming import BackBuffer, InPlace, Receive
 from headway.weights.layout import Manifest
@@ -53,7 +53,7 @@ def test_version_after_version_reaches_a_back_buffer_and_tensors_in_place_bit_by
 ) -> None:
     ends = site.meet(transport, "a", "b")
     back, tensors = BackBuffer(MANIFEST), served()
-    in_place = InPlace(MANIFEST, Tensors(MANIFEST, tensors), window=192)
+    in_place = InPlace(MANIFEST, Tensors(MANIFEST, whole(tensors)), window=192)
     for version in (1, 2, 3):
         outgoing = stream(version)
         outcome = ends.update(version, outgoing, {"a": back, "b": in_place})

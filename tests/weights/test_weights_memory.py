@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from headway.weights.buckets import Shard, Tensors, pack
+from headway.weights.buckets import Parts, Tensors, pack, whole
 from headway.weights.incoming import BackBuffer, InPlace
 from headway.weights.layout import buckets, build_manifest
 from headway.weights.outgoing import Staged, Stream, Window
@@ -27,8 +27,8 @@ COPY = MANIFEST.nbytes
 SMALL = MIB // 4
 """Whatever does not grow with the weights or the buckets."""
 SOURCE = {
-    "a": Shard(0, torch.randn(3 * MIB, generator=torch.Generator().manual_seed(0))),
-    "b": Shard(0, torch.zeros(1_000_000)),
+    "a": torch.randn(3 * MIB, generator=torch.Generator().manual_seed(0)),
+    "b": torch.zeros(1_000, 1_000),
 }
 
 
@@ -76,8 +76,8 @@ def _imports_are_done() -> None:
 
 def windows(change: float = 0.0) -> Iterator[Window]:
     """Version after version: the first element of each bucket of ``a`` differs."""
-    SOURCE["a"].values[:: BUCKET // 2] = change
-    return pack(MANIFEST, SOURCE, list(buckets(COPY, BUCKET)))
+    SOURCE["a"][:: BUCKET // 2] = change
+    return pack(MANIFEST, whole(SOURCE), list(buckets(COPY, BUCKET)))
 
 
 def discard(outgoing: Stream) -> None:
@@ -125,11 +125,11 @@ def test_deltas_take_what_they_send_and_at_the_most_a_copy(after: float | None, 
     assert extra.other < 1.125 * sent + 1.25 * BUCKET + MIB + SMALL
 
 
-def _half_new() -> dict[str, Shard]:
+def _half_new() -> Parts:
     """Every other 16-bit unit of ``a`` differs."""
-    values = SOURCE["a"].values.clone()
+    values = SOURCE["a"].clone()
     values[::2] += 1
-    return {**SOURCE, "a": Shard(0, values)}
+    return whole({**SOURCE, "a": values})
 
 
 def test_a_back_buffer_takes_one_copy_and_filling_it_nothing_more() -> None:
@@ -147,7 +147,7 @@ def test_a_back_buffer_takes_one_copy_and_filling_it_nothing_more() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_in_place_takes_one_bucket_of_the_senders(dtype: torch.dtype) -> None:
     served = {"a": torch.zeros(3 * MIB, dtype=dtype), "b": torch.zeros(1000, 1000, dtype=dtype)}
-    target = InPlace(MANIFEST, Tensors(MANIFEST, served), window=64 * 1024)
+    target = InPlace(MANIFEST, Tensors(MANIFEST, whole(served)), window=64 * 1024)
     outgoing = _staged()
     with measured() as extra:
         target.fill(1, hand_over(outgoing))

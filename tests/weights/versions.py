@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from headway.weights.buckets import Shard, pack
+from headway.weights.buckets import pack, whole
 from headway.weights.layout import Manifest, buckets, build_manifest
 from headway.weights.outgoing import Stream, Window
 from headway.weights.protocols import Chunk, Outgoing, WeightSink
@@ -43,12 +43,8 @@ def manifest_of(tensors: Weights) -> Manifest:
 MANIFEST = manifest_of(weights(0))
 
 
-def shards(tensors: Weights) -> dict[str, Shard]:
-    return {name: Shard(0, tensor.reshape(-1)) for name, tensor in tensors.items()}
-
-
 def windows(tensors: Weights, manifest: Manifest = MANIFEST, bucket: int = BUCKET) -> Iterator[Window]:
-    return pack(manifest, shards(tensors), list(buckets(manifest.nbytes, bucket)))
+    return pack(manifest, whole(tensors), list(buckets(manifest.nbytes, bucket)))
 
 
 def stream(version: int) -> Stream:

@@ -46,8 +46,8 @@ class Packing:
     @classmethod
     def of(cls, config: Config) -> Packing:
         """Return the packing that is configured."""
-        kind = config.model.packing
-        return cls(config.actor.ppo_max_token_len_per_gpu, packed=kind != "padded", shared=kind == "shared")
+        kind, ranks = config.model.packing, config.actor.parallel.cp
+        return cls(ranks * config.actor.ppo_max_token_len_per_gpu, packed=kind != "padded", shared=kind == "shared")
 
     def __call__(self, rows: Sequence[Row], *, whole_episodes: bool = False) -> list[Pack]:
         """Split ``rows`` into micro-batches.

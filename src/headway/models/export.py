@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from shutil import rmtree
 
-import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from headway.models.pretrained import without_progress_bars
@@ -19,22 +17,10 @@ def export(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     path: Path,
-    weights: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
-    """Write config, generation config, weights and tokenizer to ``path``; a folder that is there is replaced.
-
-    ``weights``, by the names of ``model.state_dict()`` and without tied copies, stand in for the model's own, which
-    may then be sharded. Their dtype is what the folder's config says.
-    """
+    """Write config, generation config, weights and tokenizer to ``path``; a folder that is there is replaced."""
     with replaced_when_complete(path) as folder, progress_here().writing(folder), without_progress_bars():
-        if weights is None:
-            model.save_pretrained(folder)
-        else:
-            model.save_pretrained(folder, state_dict=dict(weights))
-            # `save_pretrained` wrote the dtype of the model that stood for the weights.
-            config = copy.deepcopy(model.config)
-            config.dtype = next(iter(weights.values())).dtype
-            config.save_pretrained(folder)
+        model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
 
 

@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headway.data.trees import Places, Segments, Tree
+from headway.models.ulysses import SequenceRanks
 
 COPY = 8
 """Cost of a key that is copied into a view, in pairs of a query and a key."""
@@ -112,12 +113,14 @@ class Layout:
     """The parts that were made so far, by the window of the layers that asked for them."""
     masks: dict[int | None, Any] = field(default_factory=dict)
     """The masks that FlexAttention was given so far, by the window."""
+    ranks: SequenceRanks | None = None
+    """Ranks that divide the line; None where each has all of it."""
 
     @classmethod
-    def of(cls, trees: Sequence[Tree], device: torch.device) -> Layout:
+    def of(cls, trees: Sequence[Tree], device: torch.device, ranks: SequenceRanks | None = None) -> Layout:
         """Make the layout of a line of ``trees``, one behind the other."""
         positions = np.concatenate([tree.positions for tree in trees])
-        return cls(Segments.join([tree.segments for tree in trees]), positions, device)
+        return cls(Segments.join([tree.segments for tree in trees]), positions, device, ranks=ranks)
 
     def parts(self, window: int | None) -> list[Part]:
         """Parts of attention under a sliding ``window``: a token sees those less than so many positions before it.

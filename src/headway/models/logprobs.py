@@ -69,23 +69,23 @@ def chunked_logprobs(
     return logprobs_M.view(targets.shape), entropy_M.view(targets.shape)
 
 
-def _accumulation_dtype(tensor: Tensor) -> torch.dtype:
+def accumulation_dtype(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
-def _logits(
+def scaled_logits(
     hidden_CH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, rule: LogitRule, temperature: float
 ) -> Float[Tensor, "C V"]:
     """The model's logits, divided by the temperature. Only for functions that build no graph: it works in place."""
-    output_CV = torch.nn.functional.linear(hidden_CH, weight_VH, bias_V).to(_accumulation_dtype(hidden_CH))
+    output_CV = torch.nn.functional.linear(hidden_CH, weight_VH, bias_V).to(accumulation_dtype(hidden_CH))
     if rule.cap is None:
         factor = rule.scale / temperature
         return output_CV if factor == 1.0 else output_CV.mul_(factor)
     return output_CV.mul_(rule.scale / rule.cap).tanh_().mul_(rule.cap / temperature)
 
 
-def _slope(logits_CV: Tensor, rule: LogitRule, temperature: float) -> Float[Tensor, "C V"] | float:
-    """Derivative of `_logits` with respect to what the output layer gives: scale · (1 − tanh²) / temperature."""
+def slope(logits_CV: Tensor, rule: LogitRule, temperature: float) -> Float[Tensor, "C V"] | float:
+    """Derivative of `scaled_logits` with respect to what the output layer gives: scale · (1 − tanh²) / temperature."""
     factor = rule.scale / temperature
     if rule.cap is None:
         return factor
@@ -110,12 +110,12 @@ class _ChunkedLogProbs(torch.autograd.Function):
         chunk: int,
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)  # an entropy that is only reported then costs no backward pass
-        dtype = _accumulation_dtype(hidden_MH)
+        dtype = accumulation_dtype(hidden_MH)
         logprobs_M = torch.empty(len(targets_M), dtype=dtype, device=hidden_MH.device)
         entropy_M = torch.empty_like(logprobs_M)
         for start in range(0, len(targets_M), chunk):
             part = slice(start, start + chunk)
-            logp_CV = _logits(hidden_MH[part], weight_VH, bias_V, rule, temperature).log_softmax(dim=-1)
+            logp_CV = scaled_logits(hidden_MH[part], weight_VH, bias_V, rule, temperature).log_softmax(dim=-1)
             logprobs_M[part] = logp_CV.gather(1, targets_M[part, None]).squeeze(1)
             # −inf logits (a masked vocabulary entry) have p = 0 and contribute nothing: 0·log 0 is 0
             entropy_M[part] = torch.special.entr(logp_CV.exp()).sum(dim=-1)
@@ -133,18 +133,18 @@ class _ChunkedLogProbs(torch.autograd.Function):
         grad_bias_V = torch.zeros_like(bias_V, dtype=dtype) if ctx.needs_input_grad[2] else None
         for start in range(0, len(targets_M), ctx.chunk):
             part = slice(start, start + ctx.chunk)
-            logits_CV = _logits(hidden_MH[part], weight_VH, bias_V, ctx.rule, ctx.temperature)
-            slope = _slope(logits_CV, ctx.rule, ctx.temperature)
+            logits_CV = scaled_logits(hidden_MH[part], weight_VH, bias_V, ctx.rule, ctx.temperature)
+            factor = slope(logits_CV, ctx.rule, ctx.temperature)
             logp_CV = logits_CV.log_softmax(dim=-1)
             del logits_CV
-            grad_CV = _grad_logits(
+            grad_CV = grad_logits(
                 logp_CV,
                 targets_M[part],
                 None if grad_logprobs_M is None else grad_logprobs_M[part],
                 None if grad_entropy_M is None else grad_entropy_M[part],
                 entropy_M[part],
             )
-            grad_CV = grad_CV.mul_(slope)
+            grad_CV = grad_CV.mul_(factor)
             if grad_bias_V is not None:
                 grad_bias_V += grad_CV.sum(dim=0)
             grad_CV = grad_CV.to(hidden_MH.dtype)
@@ -163,10 +163,18 @@ class _ChunkedLogProbs(torch.autograd.Function):
         )
 
 
-def _grad_logits(
-    logp_CV: Tensor, targets_C: Tensor, grad_logp_C: Tensor | None, grad_entropy_C: Tensor | None, entropy_C: Tensor
+def grad_logits(
+    logp_CV: Tensor,
+    targets_C: Tensor,
+    grad_logp_C: Tensor | None,
+    grad_entropy_C: Tensor | None,
+    entropy_C: Tensor,
+    there_C: Tensor | None = None,
 ) -> Float[Tensor, "C V"]:
-    """Gradient with respect to the scaled logits of Σ grad_logp·log p_target + Σ grad_entropy·S."""
+    """Gradient with respect to the scaled logits of Σ grad_logp·log p_target + Σ grad_entropy·S.
+
+    ``there_C``: which targets are among the V; None for all.
+    """
     p_CV = logp_CV.exp()
     if grad_entropy_C is None:
         grad_CV = p_CV
@@ -177,7 +185,8 @@ def _grad_logits(
         # p is 0 where log p is −inf, and 0·(−inf) is NaN
         grad_CV = inner_CV.mul_(p_CV).neg_().masked_fill_(p_CV == 0, 0.0)
     if grad_logp_C is not None:
-        grad_CV.scatter_add_(1, targets_C.unsqueeze(1), grad_logp_C.unsqueeze(1).to(grad_CV.dtype))
+        of_targets_C = grad_logp_C if there_C is None else grad_logp_C.where(there_C, 0.0)
+        grad_CV.scatter_add_(1, targets_C.unsqueeze(1), of_targets_C.unsqueeze(1).to(grad_CV.dtype))
     return grad_CV
 
 

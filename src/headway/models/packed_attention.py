@@ -57,10 +57,29 @@ def packed_attention(
     if attention_mask is not None or len(query) != 1:
         raise ValueError("packed attention takes one line of tokens, and a layout in place of a mask")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    if (ranks := layout.ranks) is not None:
+        query, key, value = ranks.to_heads(query), ranks.to_heads(key), ranks.to_heads(value)
+        sinks = None if s_aux is None else ranks.own_heads(s_aux)
+        out = _attend(query, key, value, layout, scale, sliding_window, softcap, sinks)
+        return ranks.to_tokens(out), None
+    return _attend(query, key, value, layout, scale, sliding_window, softcap, s_aux), None
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: Layout,
+    scale: float,
+    sliding_window: int | None,
+    softcap: float | None,
+    s_aux: Tensor | None,
+) -> Float[Tensor, "1 L H E"]:
     if query.device.type == "cuda":
         from headway.models.flex import flex  # imports compilers, which CPUs do without
 
-        return flex(query, key, value, layout, scale=scale, window=sliding_window, softcap=softcap, sinks=s_aux), None
+        out: Tensor = flex(query, key, value, layout, scale=scale, window=sliding_window, softcap=softcap, sinks=s_aux)
+        return out
     parts = layout.parts(sliding_window)
     q_LHD, k_LGD, v_LGE = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     flash = softcap is None and s_aux is None and query.shape[-1] == value.shape[-1]
@@ -68,7 +87,8 @@ def packed_attention(
         out_LHE = _Flash.apply(q_LHD, k_LGD, v_LGE, parts, scale)  # type: ignore[no-untyped-call]
     else:
         out_LHE = _by_definition(q_LHD, k_LGD, v_LGE, parts, scale, softcap, s_aux)
-    return out_LHE.unsqueeze(0), None
+    line: Tensor = out_LHE.unsqueeze(0)
+    return line
 
 
 ALL_ATTENTION_FUNCTIONS.register(NAME, packed_attention)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from transformers import (
@@ -16,6 +17,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.distributed import DistributedConfig, DistributedMixin
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging
 
@@ -49,10 +51,12 @@ def load_model(
     dtype: torch.dtype,
     attn_implementation: str | None = None,
     trust_remote_code: bool = False,
+    divide: Callable[[PreTrainedModel], None] | None = None,
 ) -> PreTrainedModel:
     """Open the causal LM at ``path`` on the CPU, all weights in ``dtype``, in evaluation mode (no dropout).
 
-    ``path`` is a Hugging Face folder, or a model's name on the hub.
+    ``path`` is a Hugging Face folder, or a model's name on the hub. ``divide`` makes parameters of the model, which are
+    on the meta device then, `DTensor`: of these, only this rank's part is read.
 
     Raises:
         ModelError: no such folder, no config, weights that are missing, incomplete or unreadable, or not a causal LM.
@@ -60,7 +64,7 @@ def load_model(
     config = load_config(path, trust_remote_code=trust_remote_code)
     doing = f"{path}: cannot load the weights (a folder needs model.safetensors or its shards)"
     # from_pretrained patches global state while it works, so that two loads at once corrupt each other.
-    with LOADING, boundary(doing, ModelError), without_progress_bars(), without_reports():
+    with LOADING, boundary(doing, ModelError), without_progress_bars(), without_reports(), _divided_by(divide) as asked:
         model, info = AutoModelForCausalLM.from_pretrained(
             expanded(path),
             config=config,
@@ -69,6 +73,7 @@ def load_model(
             trust_remote_code=trust_remote_code,
             ignore_mismatched_sizes=True,  # otherwise loading raises, and says neither which weights nor how
             output_loading_info=True,
+            **asked,
         )
     if mismatched := info["mismatched_keys"]:
         name, there, expected = min(mismatched)
@@ -85,6 +90,30 @@ def load_model(
         )
     model.eval()
     return model
+
+
+@contextmanager
+def _divided_by(divide: Callable[[PreTrainedModel], None] | None) -> Iterator[dict[str, Any]]:
+    """Context in which ``from_pretrained``, with the arguments given, has models divided by ``divide``.
+
+    In place of what `transformers` does for a `DistributedConfig`: FSDP2 on all decoders alike, and no other mesh.
+    """
+    if divide is None:
+        yield {}
+        return
+
+    def distribute(cls: type[PreTrainedModel], model: PreTrainedModel, *_: object) -> PreTrainedModel:
+        model._is_distributed_loading_by_transformers = True
+        divide(model)
+        return model
+
+    def prepare(cls: type[PreTrainedModel], config: DistributedConfig, device_map: Any = None) -> tuple[Any, Any, None]:
+        return config, device_map, None
+
+    with patch.multiple(
+        DistributedMixin, prepare_distribute_model=classmethod(prepare), maybe_distribute_model=classmethod(distribute)
+    ):
+        yield {"distributed_config": DistributedConfig()}
 
 
 def load_config(path: str | Path, *, trust_remote_code: bool = False) -> Any:

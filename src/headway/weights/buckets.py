@@ -10,8 +10,9 @@ host memory (`BackBuffer`: ``rollout.enable_dual_buffer``), or one bucket (`InPl
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 
@@ -32,91 +33,110 @@ def view(slot: TensorSlot, flat: torch.Tensor) -> torch.Tensor:
     return flat[slot.offset : slot.end].view(slot_dtype(slot)).view(slot.shape)
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Elements of a tensor that are neighbours in all of its dimensions: a box, all of it or what a rank holds."""
+
+    start: tuple[int, ...]
+    """Indices of the first one in the tensor."""
+    values: torch.Tensor
+    """The elements: of any dtype, on any device, in any memory layout."""
+
+
+Parts = Mapping[str, Sequence[Part]]
+"""What is here of each tensor, by name."""
+
+
+def whole(tensors: Mapping[str, torch.Tensor]) -> dict[str, Sequence[Part]]:
+    """Return ``tensors``, all of each, as parts."""
+    return {name: (Part((0,) * tensor.ndim, tensor.detach()),) for name, tensor in tensors.items()}
+
+
 class Tensors:
-    """Named tensors that flat bytes are written into, whatever the buckets."""
+    """Named tensors, or parts of them, that flat bytes are written into, whatever the buckets."""
 
-    def __init__(self, manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Take ``tensors``, which have all names and shapes of the layout; their dtypes may differ: values are cast.
+    def __init__(self, manifest: Manifest, parts: Parts) -> None:
+        """Take ``parts`` of all tensors of the layout; their dtypes may differ: values are cast.
 
-        Raises `UpdateFailed` for a tensor that is not there, or has another shape.
+        Raises `UpdateFailed` for a tensor that is not there, or is larger than the layout says.
         """
         for slot in manifest.slots:
-            if slot.name not in tensors:
+            if slot.name not in parts:
                 raise UpdateFailed(f"there is no tensor {slot.name!r}, which the layout of the weights has")
-            if tuple(tensors[slot.name].shape) != slot.shape:
-                raise UpdateFailed(
-                    f"tensor {slot.name!r} has shape {tuple(tensors[slot.name].shape)}; the layout says {slot.shape}"
-                )
+            for part in parts[slot.name]:
+                ends = tuple(first + size for first, size in zip(part.start, part.values.shape, strict=False))
+                if len(ends) != len(slot.shape) or any(e > size for e, size in zip(ends, slot.shape, strict=True)):
+                    raise UpdateFailed(f"tensor {slot.name!r} has shape {ends} here; the layout says {slot.shape}")
         self._slots = manifest.slots
-        self._tensors = tensors
+        self._parts = parts
 
     @torch.no_grad()
     def write(self, offset: int, data: torch.Tensor) -> None:
-        """Copy ``data`` [n] uint8, the flat bytes from ``offset`` on, into the tensors that they belong to."""
-        for slot, first, last in slots_in(self._slots, offset, offset + data.numel()):
-            at = slot.offset + first - offset
-            values = data[at : at + last - first].view(slot_dtype(slot))
-            elements = first // slot.itemsize
-            target = self._tensors[slot.name].detach()
-            # A tensor that is not contiguous (one of several that an engine fused) is written whole rows at a time.
-            if target.is_contiguous():
-                target.view(-1)[elements : elements + values.numel()].copy_(values)
-            else:
-                _write_strided(target, elements, values)
-
-
-def _write_strided(target: torch.Tensor, first: int, values: torch.Tensor) -> None:
-    """Write elements ``first …`` of ``target`` in row-major order: whole rows as blocks, ends of rows one by one."""
-    while target.ndim > 1 and target.shape[0] == 1:
-        target = target[0]
-    if target.ndim <= 1:
-        target[first : first + values.numel()].copy_(values)
-        return
-    row = target[0].numel()
-    while values.numel():
-        index, within = divmod(first, row)
-        whole = values.numel() // row if within == 0 else 0
-        count = whole * row or min(row - within, values.numel())
-        if whole:
-            target[index : index + whole].copy_(values[:count].view(whole, *target.shape[1:]))
-        else:
-            _write_strided(target[index], within, values[:count])
-        first, values = first + count, values[count:]
-
-
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """A stretch of a tensor's elements, in row-major order."""
-
-    first: int
-    values: torch.Tensor
-    """The elements: [n], of any dtype, on any device."""
+        """Copy ``data`` [n] uint8, the flat bytes from ``offset`` on, into the parts that they belong to."""
+        for slot, values, here in _meetings(self._slots, self._parts, offset, data):
+            here.copy_(values)
 
 
 def pack(
-    manifest: Manifest,
-    shards: Mapping[str, Shard],
-    spans: Iterable[tuple[int, int]],
-    device: torch.device | str = "cpu",
+    manifest: Manifest, parts: Parts, spans: Iterable[tuple[int, int]], device: torch.device | str = "cpu"
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield ``(offset, bucket)`` for each of ``spans``: bytes of ``shards``, cast to the layout's dtypes; else zeros.
+    """Yield ``(offset, bucket)`` for each of ``spans``: bytes of ``parts``, cast to the layout's dtypes; else zeros.
 
     All buckets share one buffer on ``device``, so each is valid only until the next one is drawn. Nothing else of their
     size is allocated.
     """
     spans = list(spans)
-    whole = all(shards[slot.name].values.numel() * slot.itemsize >= slot.nbytes for slot in manifest.slots)
+    here = {slot.name: sum(part.values.numel() for part in parts[slot.name]) for slot in manifest.slots}
+    complete = all(here[slot.name] * slot.itemsize >= slot.nbytes for slot in manifest.slots)
     buffer = torch.zeros(max((stop - start for start, stop in spans), default=0), dtype=torch.uint8, device=device)
     for start, stop in spans:
         bucket = buffer[: stop - start]
-        if not whole:
+        if not complete:
             bucket.zero_()
-        for slot, first, last in slots_in(manifest.slots, start, stop):
-            shard, size = shards[slot.name], slot.itemsize
-            low = max(first // size, shard.first)
-            high = min(last // size, shard.first + shard.values.numel())
-            if low < high:
-                at = slot.offset + low * size - start
-                room = bucket[at : at + (high - low) * size].view(slot_dtype(slot))
-                room.copy_(shard.values[low - shard.first : high - shard.first])
+        for _, room, values in _meetings(manifest.slots, parts, start, bucket):
+            room.copy_(values)
         yield start, bucket
+
+
+def _meetings(
+    slots: Sequence[TensorSlot], parts: Parts, offset: int, data: torch.Tensor
+) -> Iterator[tuple[TensorSlot, torch.Tensor, torch.Tensor]]:
+    """Yield views of the same elements, in ``data`` (flat bytes from ``offset`` on) and in ``parts``."""
+    for slot, first, last in slots_in(slots, offset, offset + data.numel()):
+        at = slot.offset + first - offset
+        if first % slot.itemsize or last % slot.itemsize:
+            raise UpdateFailed(f"bytes {first} to {last} of tensor {slot.name!r} are not whole elements")
+        room = data[at : at + last - first].view(slot_dtype(slot))
+        for part in parts[slot.name]:
+            for there, here in _overlaps(room, first // slot.itemsize, slot.shape, part.start, part.values):
+                yield slot, there, here
+
+
+def _overlaps(
+    room: torch.Tensor, low: int, shape: Sequence[int], start: Sequence[int], values: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield views of the same elements in ``room`` and ``values``.
+
+    ``room``: elements ``low …`` of a tensor of ``shape``, in row-major order; ``values``: a box of it, from ``start`` on.
+    """
+    row = prod(shape[1:])
+    if values.numel() and (len(shape) <= 1 or (values.shape[1:] == tuple(shape[1:]) and values.is_contiguous())):
+        begin = (start[0] if start else 0) * row
+        first, stop = max(begin, low), min(begin + values.numel(), low + room.numel())
+        if first < stop:
+            yield room[first - low : stop - low], values.view(-1)[first - begin : stop - begin]
+        return
+    high, rows = low + room.numel(), values.shape[0]
+    index = max(start[0], low // row) if values.numel() else start[0] + rows
+    while index < start[0] + rows and index * row < high:
+        block = min((high - index * row) // row, start[0] + rows - index) if index * row >= low else 0
+        if block:  # whole rows, together
+            there = room[index * row - low :][: block * row].view(block, *shape[1:])
+            for dim, (first, size) in enumerate(zip(start[1:], values.shape[1:], strict=True), 1):
+                there = there.narrow(dim, first, size)
+            yield there, values[index - start[0] : index - start[0] + block]
+        else:  # one that begins before the room, or ends behind it
+            first, stop = max(index * row, low), min((index + 1) * row, high)
+            within = room[first - low : stop - low]
+            yield from _overlaps(within, first - index * row, shape[1:], start[1:], values[index - start[0]])
+        index += max(block, 1)

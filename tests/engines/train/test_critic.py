@@ -15,10 +15,12 @@ from transformers import PreTrainedModel
 
 from headway.config.learning import ActorConfig, CriticConfig, OptimConfig
 from headway.config.model import ModelConfig
+from headway.config.parallel import ParallelConfig
 from headway.config.schema import Config
 from headway.data.collate import Row
 from headway.engines.train.fsdp.critic import FsdpCritic
 from headway.engines.train.fsdp.engine import FsdpEngine
+from headway.engines.train.fsdp.mesh import TrainMesh
 from headway.errors import ModelError
 from headway.interfaces import StepContext
 from headway.models.pretrained import load_model
@@ -41,7 +43,12 @@ def configured(budget: int = 64, **critic: object) -> Config:
 
 def build(path: str, config: Config | None = None, *, head: bool = True, steps: int = 10) -> FsdpCritic:
     """With ``head`` its values are far from zero: a head of zeros passes no gradient on to the decoder."""
-    critic = FsdpCritic(model_path=path, config=config or configured(), total_optimizer_steps=steps, device=CPU)
+    critic = FsdpCritic(
+        model_path=path,
+        config=config or configured(),
+        total_optimizer_steps=steps,
+        mesh=TrainMesh.make(ParallelConfig(), CPU),
+    )
     weight = critic._module.value_head.weight
     assert isinstance(weight, DTensor)
     if head and (local := weight.detach().to_local()).numel():  # its one row is on rank zero
@@ -413,7 +420,12 @@ def test_another_number_of_ranks_can_go_on(
 
 
 def test_a_policys_checkpoint_is_not_a_critics(one_rank: None, model_path: ModelPath, tmp_path: Path) -> None:
-    policy = FsdpEngine(model_path=model_path(), config=configured(), total_optimizer_steps=1, device=CPU)
+    policy = FsdpEngine(
+        model_path=model_path(),
+        config=configured(),
+        total_optimizer_steps=1,
+        mesh=TrainMesh.make(ParallelConfig(), CPU),
+    )
     policy.save(tmp_path / "policy", {})
     with pytest.raises(ModelError, match="does not fit this model"):
         build(model_path()).load(tmp_path / "policy")
@@ -423,7 +435,10 @@ def test_policy_and_critic_in_one_process_leave_each_other_alone(one_rank: None,
     rows, config = valued_rows(4), configured()
     critic, lone_critic = build(model_path()), build(model_path())
     policy, lone_policy = (
-        FsdpEngine(model_path=model_path(), config=config, total_optimizer_steps=5, device=CPU) for _ in range(2)
+        FsdpEngine(
+            model_path=model_path(), config=config, total_optimizer_steps=5, mesh=TrainMesh.make(ParallelConfig(), CPU)
+        )
+        for _ in range(2)
     )
     for _ in range(2):
         policy.train_step(rows, StepContext())

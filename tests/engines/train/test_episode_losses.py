@@ -16,12 +16,14 @@ from hypothesis import strategies as st
 
 from headway.config.learning import ActorConfig, AlgorithmConfig
 from headway.config.losses import LOSSES
+from headway.config.parallel import ParallelConfig
 from headway.config.schema import Config
 from headway.data.collate import Row
 from headway.data.packing import Pack, Packing
 from headway.engines.train.fsdp.apart import Apart
 from headway.engines.train.fsdp.batch import collate
 from headway.engines.train.fsdp.engine import FsdpEngine
+from headway.engines.train.fsdp.mesh import TrainMesh
 from headway.engines.train.fsdp.objective import Objective, collate_columns
 from headway.engines.train.fsdp.sums import as_metrics, count, merge
 from headway.interfaces import StepContext, StepReport
@@ -147,7 +149,9 @@ def test_rows_of_one_episode_share_a_micro_batch_only_where_a_loss_looks_at_sequ
 
 def gradient_and_step(path: str, config: Config, shares: list[list[Row]]) -> tuple[dict[str, torch.Tensor], StepReport]:
     """Gradient of this rank's share, as the engine leaves it before its step, and the step's report."""
-    engine = FsdpEngine(model_path=path, config=config, total_optimizer_steps=1, device=CPU)
+    engine = FsdpEngine(
+        model_path=path, config=config, total_optimizer_steps=1, mesh=TrainMesh.make(ParallelConfig(), CPU)
+    )
     found: dict[str, torch.Tensor] = {}
     update = engine._learner._update
 
@@ -162,7 +166,9 @@ def gradient_and_step(path: str, config: Config, shares: list[list[Row]]) -> tup
 
 def of_the_model(path: str, rows: Sequence[Row], config: Config) -> list[Row]:
     """The rows, sampled by something near the model's own policy: else ratios are all beyond their bounds."""
-    engine = FsdpEngine(model_path=path, config=config, total_optimizer_steps=1, device=CPU)
+    engine = FsdpEngine(
+        model_path=path, config=config, total_optimizer_steps=1, mesh=TrainMesh.make(ParallelConfig(), CPU)
+    )
     rng = np.random.default_rng(0)
     near = []
     for row, now in zip(rows, engine.forward_logprobs(rows), strict=True):

@@ -12,9 +12,11 @@ import torch.distributed as dist
 
 from headway.config.learning import ActorConfig, AlgorithmConfig, FsdpConfig, RolloutCorrectionConfig
 from headway.config.model import ModelConfig
+from headway.config.parallel import ParallelConfig
 from headway.config.schema import Config, RolloutConfig
 from headway.data.collate import Row
 from headway.engines.train.fsdp.engine import FsdpEngine
+from headway.engines.train.fsdp.mesh import TrainMesh
 from headway.interfaces import StepContext
 from headway.models.pretrained import load_model
 from tests.engines.train.rows import plain_loss, random_rows
@@ -38,7 +40,12 @@ def configured(budget: int, actor: dict[str, Any], checkpointing: bool = False) 
 
 def gradient(path: str, config: Config, shares: list[list[Row]]) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     """Gradient and metrics of this rank's share, as the engine leaves them."""
-    engine = FsdpEngine(model_path=path, config=config, total_optimizer_steps=1, device=torch.device("cpu"))
+    engine = FsdpEngine(
+        model_path=path,
+        config=config,
+        total_optimizer_steps=1,
+        mesh=TrainMesh.make(ParallelConfig(), torch.device("cpu")),
+    )
     metrics = engine._learner._backward(shares[dist.get_rank()], partial(engine._part, StepContext()))
     grads = {name: p.grad.full_tensor() for name, p in engine._policy.lm.named_parameters()}
     return grads, metrics

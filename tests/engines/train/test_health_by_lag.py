@@ -13,9 +13,11 @@ import torch
 import torch.distributed as dist
 
 from headway.config.learning import ActorConfig, AlgorithmConfig, RolloutCorrectionConfig
+from headway.config.parallel import ParallelConfig
 from headway.config.schema import AsyncTrainingConfig, Config, RolloutConfig
 from headway.data.collate import Row
 from headway.engines.train.fsdp.engine import FsdpEngine
+from headway.engines.train.fsdp.mesh import TrainMesh
 from headway.interfaces import StepContext, StepReport
 from headway.models.pretrained import load_model
 from tests.engines.train.rows import random_rows, response_logprobs, with_columns
@@ -37,7 +39,12 @@ def build(path: str, budget: int, correction: RolloutCorrectionConfig | None = N
         async_training=AsyncTrainingConfig(use_rollout_log_probs=correction is None),
         algorithm=AlgorithmConfig(rollout_correction=correction or RolloutCorrectionConfig()),
     )
-    return FsdpEngine(model_path=path, config=config, total_optimizer_steps=5, device=torch.device("cpu"))
+    return FsdpEngine(
+        model_path=path,
+        config=config,
+        total_optimizer_steps=5,
+        mesh=TrainMesh.make(ParallelConfig(), torch.device("cpu")),
+    )
 
 
 def of_versions(rows: Sequence[Row], versions: Sequence[int], seed: int = 0) -> list[Row]:

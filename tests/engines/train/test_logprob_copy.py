@@ -14,10 +14,12 @@ import torch
 
 from headway.config.learning import ActorConfig, OptimConfig
 from headway.config.model import ModelConfig
+from headway.config.parallel import ParallelConfig
 from headway.config.schema import Config, RolloutConfig
 from headway.data.collate import Row
 from headway.data.packing import Packing
 from headway.engines.train.fsdp.engine import FsdpEngine
+from headway.engines.train.fsdp.mesh import TrainMesh
 from headway.engines.train.logprobs import LogProbCopy
 from headway.errors import ModelError, RunError, UpdateFailed
 from headway.interfaces import StepContext
@@ -73,7 +75,12 @@ class Pair:
             model=ModelConfig.model_validate({"dtype": dtype}),
         )
         self.dtype = getattr(torch, dtype)
-        self.trainer = FsdpEngine(model_path=path, config=config, total_optimizer_steps=10, device=torch.device("cpu"))
+        self.trainer = FsdpEngine(
+            model_path=path,
+            config=config,
+            total_optimizer_steps=10,
+            mesh=TrainMesh.make(ParallelConfig(), torch.device("cpu")),
+        )
         self.manifest = self.trainer.manifest(self.dtype)
         self.link = Link()
         self.model = load_model(path, dtype=self.dtype)

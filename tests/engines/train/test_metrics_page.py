@@ -16,10 +16,12 @@ from headway.algorithms.corrections import Action, CorrectionParams, build_corre
 from headway.algorithms.losses import POLICY_LOSSES, LossInputs, PolicyLossParams
 from headway.config.learning import ActorConfig, AlgorithmConfig, RolloutCorrectionConfig
 from headway.config.losses import LOSSES
+from headway.config.parallel import ParallelConfig
 from headway.config.schema import AsyncTrainingConfig, Config
 from headway.data.collate import Row
 from headway.engines.train.fsdp.critic import FsdpCritic
 from headway.engines.train.fsdp.engine import FsdpEngine
+from headway.engines.train.fsdp.mesh import TrainMesh
 from headway.events import (
     CriticStepped,
     Event,
@@ -153,7 +155,9 @@ def trained(path: str) -> dict[str, float]:
             )
         ),
     )
-    engine = FsdpEngine(model_path=path, config=config, total_optimizer_steps=5, device=CPU)
+    engine = FsdpEngine(
+        model_path=path, config=config, total_optimizer_steps=5, mesh=TrainMesh.make(ParallelConfig(), CPU)
+    )
     rows = of_all_lags(random_rows(8, with_ref=True, with_prox=True))
     return dict(engine.train_step(rows, StepContext(version=VERSION)).metrics)
 
@@ -163,7 +167,9 @@ def of_all_lags(rows: Sequence[Row]) -> list[Row]:
 
 
 def critic_trained(path: str) -> dict[str, float]:
-    critic = FsdpCritic(model_path=path, config=Config(), total_optimizer_steps=5, device=CPU)
+    critic = FsdpCritic(
+        model_path=path, config=Config(), total_optimizer_steps=5, mesh=TrainMesh.make(ParallelConfig(), CPU)
+    )
     rows = [
         with_columns(row, values=np.zeros_like(row.logprobs), returns=np.ones_like(row.logprobs))
         for row in random_rows(4)

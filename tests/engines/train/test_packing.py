@@ -21,6 +21,7 @@ from transformers import BloomConfig, BloomForCausalLM
 from headway.config.learning import ActorConfig, AlgorithmConfig, CriticConfig
 from headway.config.losses import LOSSES
 from headway.config.model import ModelConfig
+from headway.config.parallel import ParallelConfig
 from headway.config.schema import Config, RolloutConfig
 from headway.data.collate import Row
 from headway.data.packing import Packing
@@ -28,6 +29,7 @@ from headway.data.types import TrajectoryId
 from headway.engines.train.fsdp.apart import NOTHING_APART
 from headway.engines.train.fsdp.critic import FsdpCritic
 from headway.engines.train.fsdp.engine import FsdpEngine
+from headway.engines.train.fsdp.mesh import TrainMesh
 from headway.engines.train.fsdp.objective import Objective
 from headway.engines.train.fsdp.reference import ReferenceEngine
 from headway.engines.train.logprobs import LogProbCopy
@@ -97,7 +99,9 @@ def configured(packing: str, budget: int = ROOMY, *, loss: str = "ppo_clip", **m
 
 
 def built(path: str, config: Config) -> FsdpEngine:
-    return FsdpEngine(model_path=path, config=config, total_optimizer_steps=1, device=CPU)
+    return FsdpEngine(
+        model_path=path, config=config, total_optimizer_steps=1, mesh=TrainMesh.make(ParallelConfig(), CPU)
+    )
 
 
 def gradient_of(engine: FsdpEngine, rows: Sequence[Row]) -> tuple[Gradient, dict[str, float]]:
@@ -254,7 +258,9 @@ def test_the_critic_has_the_values_and_the_gradient_of_padded_rows(
     rows = fetch(8)
     found = []
     for config in (configured("padded"), configured("shared", budget)):
-        critic = FsdpCritic(model_path=model_path(), config=config, total_optimizer_steps=1, device=CPU)
+        critic = FsdpCritic(
+            model_path=model_path(), config=config, total_optimizer_steps=1, mesh=TrainMesh.make(ParallelConfig(), CPU)
+        )
         head = critic._module.value_head.weight
         assert isinstance(head, DTensor)
         head.detach().to_local().copy_(torch.randn(head.shape, generator=torch.Generator().manual_seed(3)))
@@ -275,7 +281,9 @@ def test_reference_and_copy_of_the_policy_have_the_log_probs_of_rows_one_by_one(
     path, rows = model_path("qwen2", False), fetch(9)
     model = load_model(path, dtype=torch.float64)
     expected = [response_logprobs(model, row, TEMPERATURE)[0].detach().numpy() for row in rows]
-    reference = ReferenceEngine(model_path=path, config=configured("shared", budget), device=CPU)
+    reference = ReferenceEngine(
+        model_path=path, config=configured("shared", budget), mesh=TrainMesh.make(ParallelConfig(), CPU)
+    )
     assert_same_numbers(reference.forward_logprobs(rows), expected)
     held = load_model(path, dtype=torch.float32)
     copy = LogProbCopy(
@@ -363,6 +371,8 @@ def test_the_share_of_tokens_that_are_not_computed_is_a_metric(one_rank: None, m
     saved = {}
     for packing in ("shared", "packed", "padded"):
         config = Config.model_validate({"model": {"packing": packing}})
-        engine = FsdpEngine(model_path=model_path(), config=config, total_optimizer_steps=1, device=CPU)
+        engine = FsdpEngine(
+            model_path=model_path(), config=config, total_optimizer_steps=1, mesh=TrainMesh.make(ParallelConfig(), CPU)
+        )
         saved[packing] = engine.train_step(rows, StepContext(0)).metrics["tokens_saved"]
     assert saved == pytest.approx({"shared": 1 - 38 / 80, "packed": 0.0, "padded": 0.0})

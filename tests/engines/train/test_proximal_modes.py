@@ -21,10 +21,12 @@ from headway.algorithms.corrections import CORRECTIONS, CorrectionParams, log_li
 from headway.algorithms.losses import LossInputs, PolicyLossParams, ppo_clip
 from headway.config.learning import ActorConfig, AlgorithmConfig, OptimConfig, RolloutCorrectionConfig
 from headway.config.losses import PpoClip
+from headway.config.parallel import ParallelConfig
 from headway.config.schema import AsyncTrainingConfig, Config, RolloutConfig
 from headway.data.collate import Row
 from headway.engines.train.fsdp.batch import collate
 from headway.engines.train.fsdp.engine import FsdpEngine
+from headway.engines.train.fsdp.mesh import TrainMesh
 from headway.engines.train.fsdp.objective import Objective, collate_columns
 from headway.engines.train.fsdp.sums import count
 from headway.interfaces import StepContext
@@ -60,7 +62,9 @@ def configured(mode: str, correction: RolloutCorrectionConfig = NO_CORRECTION, b
 
 def build(path: str, mode: str, correction: RolloutCorrectionConfig = NO_CORRECTION, budget: int = 64) -> FsdpEngine:
     config = configured(mode, correction, budget)
-    return FsdpEngine(model_path=path, config=config, total_optimizer_steps=10, device=CPU)
+    return FsdpEngine(
+        model_path=path, config=config, total_optimizer_steps=10, mesh=TrainMesh.make(ParallelConfig(), CPU)
+    )
 
 
 def prepared(trainer: FsdpEngine, mode: str, rows: Sequence[Row]) -> list[Row]:

@@ -16,9 +16,11 @@ from torch.utils._pytree import tree_leaves
 
 from headway.cluster.roles.outbox import Outbox, Send
 from headway.config.learning import ActorConfig, OptimConfig
+from headway.config.parallel import ParallelConfig
 from headway.config.schema import Config
 from headway.data.collate import Row
 from headway.engines.train.fsdp.engine import FsdpEngine
+from headway.engines.train.fsdp.mesh import TrainMesh
 from headway.errors import ModelError, UpdateFailed
 from headway.interfaces import StepContext
 from headway.weights.protocols import Outgoing
@@ -30,7 +32,12 @@ ModelPath = Callable[..., str]
 
 def engine(path: str) -> FsdpEngine:
     config = Config(actor=ActorConfig(ppo_max_token_len_per_gpu=64, optim=OptimConfig(lr=1e-2)))
-    return FsdpEngine(model_path=path, config=config, total_optimizer_steps=10, device=torch.device("cpu"))
+    return FsdpEngine(
+        model_path=path,
+        config=config,
+        total_optimizer_steps=10,
+        mesh=TrainMesh.make(ParallelConfig(), torch.device("cpu")),
+    )
 
 
 def share(rows: list[Row]) -> list[Row]:

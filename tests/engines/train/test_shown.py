@@ -13,12 +13,14 @@ import torch.distributed as dist
 
 from headway.config.learning import ActorConfig, OptimConfig
 from headway.config.model import ModelConfig
+from headway.config.parallel import ParallelConfig
 from headway.config.schema import Config, RolloutConfig
 from headway.data.assignment import GroupId
 from headway.data.collate import Row
 from headway.data.types import TrajectoryId
 from headway.engines.train.fsdp import shown
 from headway.engines.train.fsdp.engine import FsdpEngine
+from headway.engines.train.fsdp.mesh import TrainMesh
 from headway.interfaces import StepContext, StepReport, TrainedRow
 from headway.models.pretrained import load_model
 from tests.engines.train.rows import random_rows, response_logprobs
@@ -36,7 +38,12 @@ def engine(path: str, packing: str = "shared", budget: int = 64) -> FsdpEngine:
         rollout=RolloutConfig(temperature=TEMPERATURE),
         model=ModelConfig.model_validate({"packing": packing}),
     )
-    return FsdpEngine(model_path=path, config=config, total_optimizer_steps=10, device=torch.device("cpu"))
+    return FsdpEngine(
+        model_path=path,
+        config=config,
+        total_optimizer_steps=10,
+        mesh=TrainMesh.make(ParallelConfig(), torch.device("cpu")),
+    )
 
 
 def of_group(rows: Sequence[Row], group: GroupId, first: int = 0) -> list[Row]:

@@ -15,9 +15,11 @@ from torch import nn
 
 from headway.config.learning import ActorConfig, OptimConfig
 from headway.config.model import ModelConfig
+from headway.config.parallel import ParallelConfig
 from headway.config.schema import AsyncTrainingConfig, Config
 from headway.data.collate import Row
 from headway.engines.train.fsdp.engine import FsdpEngine
+from headway.engines.train.fsdp.mesh import TrainMesh
 from headway.engines.train.fsdp.version_start import VersionStart
 from headway.errors import RunError
 from headway.interfaces import StepContext
@@ -35,7 +37,12 @@ def engine(path: str, fetches: int = 3, **model: object) -> FsdpEngine:
         async_training=AsyncTrainingConfig(trigger_parameter_sync_step=fetches, use_rollout_log_probs=False),
         model=ModelConfig.model_validate(model),
     )
-    return FsdpEngine(model_path=path, config=config, total_optimizer_steps=20, device=torch.device("cpu"))
+    return FsdpEngine(
+        model_path=path,
+        config=config,
+        total_optimizer_steps=20,
+        mesh=TrainMesh.make(ParallelConfig(), torch.device("cpu")),
+    )
 
 
 def share(rows: list[Row]) -> list[Row]:

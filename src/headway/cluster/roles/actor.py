@@ -62,8 +62,6 @@ class ActorRole(WithCritic):
     @register(Dispatch.ONE_TO_ALL)
     def build(self, store: Address | None) -> None:
         """Join the ranks that meet at ``store``, and load the trainer's model."""
-        import torch
-
         from headway.engines.train.advantages import FetchAdvantages
         from headway.engines.train.fsdp.engine import FsdpEngine
         from headway.engines.train.fsdp.reference import ReferenceEngine
@@ -74,13 +72,11 @@ class ActorRole(WithCritic):
             model_path=self._model_path,
             config=self._config,
             total_optimizer_steps=self._total_optimizer_steps,
-            device=torch.device(self._device),
+            mesh=self._mesh,
         )
         self._reference: ReferenceEngine | None = None
         if self._with_reference:
-            self._reference = ReferenceEngine(
-                model_path=self._model_path, config=self._config, device=torch.device(self._device)
-            )
+            self._reference = ReferenceEngine(model_path=self._model_path, config=self._config, mesh=self._mesh)
         if self._total_critic_steps is not None:
             self._build_critic(self._total_critic_steps)
         self._advantages = FetchAdvantages(self._config.algorithm)

@@ -26,15 +26,13 @@ class WithCritic(Role):
     _critic: FsdpCritic | None = None
 
     def _build_critic(self, total_optimizer_steps: int) -> None:
-        import torch
-
         from headway.engines.train.fsdp.critic import FsdpCritic
 
         self._critic = FsdpCritic(
             model_path=self._model_path,
             config=self._config,
             total_optimizer_steps=total_optimizer_steps,
-            device=torch.device(self._device),
+            mesh=self._mesh,
         )
 
     @register(Dispatch.SPLIT, Collect.COLUMNS)

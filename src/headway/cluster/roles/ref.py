@@ -28,14 +28,12 @@ class RefRole(Role):
     @register(Dispatch.ONE_TO_ALL)
     def build(self, store: Address | None) -> None:
         """Join the ranks that meet at ``store``, and load the reference's model."""
-        import torch
-
         from headway.engines.train.fsdp.reference import ReferenceEngine
 
         self._set_threads()
         self._join_ranks(store, "ref", self._rank, self._world_size)
         self._engine: ReferenceEngine = ReferenceEngine(
-            model_path=self._model_path, config=self._config, device=torch.device(self._device)
+            model_path=self._model_path, config=self._config, mesh=self._mesh
         )
 
     @register(Dispatch.SPLIT, Collect.COLUMNS)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 from headway.cluster.hardware import Hardware, hardware_here
 from headway.cluster.held_rows import HeldRows
@@ -14,6 +15,9 @@ from headway.data.collate import Row
 from headway.data.types import Handle, Sample
 from headway.engines.profiler import ProcessProfile
 from headway.weights.transports.links import Address, EndContext
+
+if TYPE_CHECKING:
+    from headway.engines.train.fsdp.mesh import TrainMesh
 
 RANKS_WAIT_S = 7 * 86_400.0
 """Seconds for which a rank waits in a collective: longer than any step, and than rank zero's longest work with files.
@@ -88,6 +92,15 @@ class Role:
             world_size=world_size,
             timeout=timedelta(seconds=RANKS_WAIT_S),
         )
+
+    @cached_property
+    def _mesh(self) -> TrainMesh:
+        """The role's ranks, once they have met: one mesh for all models on them. Collective where it is made."""
+        import torch
+
+        from headway.engines.train.fsdp.mesh import TrainMesh
+
+        return TrainMesh.make(self._config.actor.parallel, torch.device(self._device))
 
     def _here(self) -> EndContext:
         return EndContext(self._host, self._put, self._fetch)

@@ -8,7 +8,6 @@ SERVED ──receive in place──▶ WRITING ──all of it──▶ ARRIVED 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from enum import StrEnum
 
 import torch
@@ -16,7 +15,8 @@ from transformers import PreTrainedModel
 
 from headway.engines.served.memory import WeightMemory, release_cached
 from headway.errors import ModelError, RunError
-from headway.weights.buckets import Tensors
+from headway.models.files import file_tensors
+from headway.weights.buckets import Parts, Tensors, whole
 from headway.weights.layout import Manifest
 
 
@@ -46,24 +46,22 @@ class ServedWeights:
         self.device = model.device
         self.memory = WeightMemory(model.parameters())
         self._name = name
-        self._tensors: dict[str, torch.Tensor] = model.state_dict()
-        self._parameters = [parameter_name for parameter_name, _ in model.named_parameters()]
+        parameters = dict(model.named_parameters())
+        self._tensors = {file.name: file.of(parameters[file.parameter].detach()) for file in file_tensors(model)}
+        """The tensors of the model's files, as views of what is served."""
         self.contents = Contents.SERVED
         self.version = 0
         """Number of the version that the tensors hold, whole or in part."""
 
     def check_layout(self, manifest: Manifest) -> None:
-        """Raise `ModelError` unless ``manifest`` covers every parameter of the model once, in its own shape."""
-        covered: dict[int, str] = {}
+        """Raise `ModelError` unless ``manifest`` has every tensor of the model's files once, in its own shape."""
         for slot in manifest.slots:
             tensor = self._tensors.get(slot.name)
             if tensor is None or tuple(tensor.shape) != slot.shape:
                 found = "no such tensor" if tensor is None else f"shape {tuple(tensor.shape)}"
                 raise ModelError(f"updates bring {slot.name!r} of shape {slot.shape}; the receiving model has {found}")
-            other = covered.setdefault(tensor.data_ptr(), slot.name)
-            if other != slot.name:
-                raise ModelError(f"updates bring {other!r} and {slot.name!r}, which the receiving model ties together")
-        missing = [name for name in self._parameters if self._tensors[name].data_ptr() not in covered]
+        there = {slot.name for slot in manifest.slots}
+        missing = [name for name in self._tensors if name not in there]
         if missing:
             raise ModelError(
                 f"updates leave out {len(missing)} of the receiving model's weights, such as {missing[0]!r}"
@@ -72,8 +70,8 @@ class ServedWeights:
     def target(self, manifest: Manifest) -> Tensors:
         """The tensors into which flat bytes in host memory are written."""
         if self.device.type == "cuda":
-            return _ThroughDevice(manifest, self._tensors, self.device)
-        return Tensors(manifest, self._tensors)
+            return _ThroughDevice(manifest, whole(self._tensors), self.device)
+        return Tensors(manifest, whole(self._tensors))
 
     @property
     def problem(self) -> str | None:
@@ -121,8 +119,8 @@ class ServedWeights:
 class _ThroughDevice(Tensors):
     """Tensors on a device: what is written is brought there in one copy, and taken apart there."""
 
-    def __init__(self, manifest: Manifest, tensors: Mapping[str, torch.Tensor], device: torch.device) -> None:
-        super().__init__(manifest, tensors)
+    def __init__(self, manifest: Manifest, parts: Parts, device: torch.device) -> None:
+        super().__init__(manifest, parts)
         self._device = device
 
     def write(self, offset: int, data: torch.Tensor) -> None:

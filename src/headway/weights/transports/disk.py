@@ -8,7 +8,6 @@ a sender takes what it finds there for its predecessor's. The flat bytes of the 
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -18,27 +17,12 @@ from pathlib import Path
 from headway.errors import UpdateFailed
 from headway.weights.layout import Manifest
 from headway.weights.protocols import Header, Outgoing, Parcel, WeightSink
+from headway.weights.safetensors_files import LENGTH_BYTES, header
 from headway.weights.transports.links import EndContext, Meeting, needs
 from headway.weights.transports.object_store import contents
 
 KEPT = 2
 """Number of versions that are kept: the newest, and the one that receivers may still be reading."""
-LENGTH_BYTES = 8
-"""Bytes at the beginning of a safetensors file that tell how long its header is."""
-_DTYPES = {
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint8": "U8",
-    "bool": "BOOL",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +63,7 @@ class DiskSender:
         file = _File(path, version)
         headers = []
         try:
-            file.write(safetensors_header(self._manifest, version))
+            file.write(header(self._manifest.slots, {"version": str(version)}))
             for chunk in weights:
                 if chunk.header.base >= 0:
                     raise UpdateFailed("param_update.transport=disk writes whole versions, not deltas")
@@ -169,31 +153,6 @@ class _File:
             self._file.close()
         with suppress(OSError):
             self._partial.unlink(missing_ok=True)
-
-
-def safetensors_header(manifest: Manifest, version: int) -> bytes:
-    """Make a safetensors file's header: its length in 8 bytes, then JSON, padded to a multiple of 8.
-
-    https://huggingface.co/docs/safetensors: each tensor's dtype, shape and place in the data, which has no gaps.
-    Raises `UpdateFailed` for a dtype that the format does not have.
-    """
-    for slot in manifest.slots:
-        if slot.dtype not in _DTYPES:
-            raise UpdateFailed(
-                f"tensor {slot.name!r} has dtype {slot.dtype}, which safetensors files do not have; choose another "
-                "param_update.transport than disk"
-            )
-    tensors = {
-        slot.name: {
-            "dtype": _DTYPES[slot.dtype],
-            "shape": list(slot.shape),
-            "data_offsets": [slot.offset, slot.end],
-        }
-        for slot in manifest.slots
-    }
-    text = json.dumps({"__metadata__": {"format": "pt", "version": str(version)}, **tensors}).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(LENGTH_BYTES, "little") + text
 
 
 @contextmanager

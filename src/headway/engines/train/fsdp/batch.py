@@ -15,7 +15,7 @@ padding (see `MicroBatch.unflatten`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -25,9 +25,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headway.data.collate import Row
-from headway.data.trees import Tree
+from headway.data.trees import Tree, grow
 from headway.data.types import ColumnName
 from headway.models.layout import Layout
+from headway.models.ulysses import SequenceRanks
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,16 @@ class MicroBatch:
     """Layout of the line; None for padded rows."""
     positions: Int[Tensor, "1 L"] | None = None
     """Position of each token of the line in its rows; None for padded rows."""
+    part: slice | None = None
+    """Places of this rank's tokens in the line, where it is divided over ranks; None where the rank has all."""
+
+    @property
+    def own(self) -> OwnTokens:
+        """The predecessors that this rank computes."""
+        if self.part is None:
+            return OwnTokens(self.predictors, None)
+        places = ((self.predictors >= self.part.start) & (self.predictors < self.part.stop)).nonzero().squeeze(1)
+        return OwnTokens(self.predictors.index_select(0, places) - self.part.start, places)
 
     def spread(self, values: Float[Tensor, " U"]) -> Float[Tensor, " M"]:
         """Give every row what was computed once for several. Differentiable."""
@@ -59,13 +70,29 @@ class MicroBatch:
 
     def decoder_inputs(self) -> dict[str, Any]:
         """Arguments of the decoder's forward pass."""
-        if self.layout is None:
+        if self.layout is None or self.positions is None:
             return {"input_ids": self.input_ids}
-        return {"input_ids": self.input_ids, "position_ids": self.positions, "layout": self.layout}
+        part = slice(None) if self.part is None else self.part
+        ids, positions = self.input_ids[:, part], self.positions[:, part]
+        return {"input_ids": ids, "position_ids": positions, "layout": self.layout}
 
 
-def collate(rows: Sequence[Row], device: torch.device, trees: Sequence[Tree] = ()) -> MicroBatch:
+@dataclass(frozen=True, slots=True)
+class OwnTokens:
+    """The predecessors of response tokens that one rank computes."""
+
+    predictors: Int[Tensor, " u"]
+    """Their index among the rank's tokens."""
+    places: Int[Tensor, " u"] | None
+    """Their index among all U; None where the rank computes all."""
+
+
+def collate(
+    rows: Sequence[Row], device: torch.device, trees: Sequence[Tree] = (), ranks: SequenceRanks | None = None
+) -> MicroBatch:
     """Collate ``rows`` into the tensors of one forward pass: packed as ``trees`` say, or padded without any.
+
+    ``ranks`` divide the line, which has tokens that count for nothing at its end, so that its length divides.
 
     Raises:
         ValueError: a prompt without tokens: nothing would predict the response's first one.
@@ -73,12 +100,19 @@ def collate(rows: Sequence[Row], device: torch.device, trees: Sequence[Tree] = (
     if any(row.prompt_length < 1 for row in rows):
         raise ValueError("a row has an empty prompt, so nothing predicts the first token of its response")
     batch = _packed(rows, trees) if trees else _padded(rows)
+    part = None
+    if ranks is not None and trees:
+        ids = batch.input_ids
+        if missing := -ids.shape[1] % ranks.size:
+            trees = [*trees, grow([np.zeros(missing, dtype=np.int32)])]
+            batch = replace(batch, input_ids=np.pad(ids, ((0, 0), (0, missing))))
+        part = ranks.part(batch.input_ids.shape[1])
     present = response_aligned(rows, lambda row: np.ones(_response_length(row), dtype=np.bool_), np.bool_, device)
 
     def tensor(array: NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(array).to(device)
 
-    layout = Layout.of(trees, device) if trees else None
+    layout = Layout.of(trees, device, ranks) if trees else None
     return MicroBatch(
         input_ids=tensor(batch.input_ids),
         predictors=tensor(batch.predictors),
@@ -87,6 +121,7 @@ def collate(rows: Sequence[Row], device: torch.device, trees: Sequence[Tree] = (
         which=None if batch.which is None else tensor(batch.which),
         layout=layout,
         positions=None if layout is None else tensor(layout.positions[None]),
+        part=part,
     )
 
 

@@ -20,13 +20,10 @@ from pathlib import Path
 from shutil import rmtree
 from typing import Any
 
-from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.optim import Optimizer
 
 from headway.engines.train.fsdp.collectives import from_rank_zero, on_rank_zero
 from headway.engines.train.state_file import REMOVE, STATE_FILE, files_of, read_state
@@ -38,8 +35,10 @@ PROBE = 2**20
 """Number of bytes that are written to find out whether a disk that has refused a checkpoint is full."""
 
 
-def save_checkpoint(model: nn.Module, optimizer: Optimizer, path: Path, state: Mapping[str, Any]) -> None:
+def save_checkpoint(tensors: dict[str, Any], path: Path, state: Mapping[str, Any]) -> None:
     """Write a checkpoint to ``path``, ``state`` (JSON values) with it; one that is there is replaced. Collective.
+
+    ``tensors``: `Pieces`, or tensors that are the same on all ranks, in dictionaries.
 
     Raises:
         RunError: a rank could not write its part, or wrote it where rank zero does not see it; what was at ``path``
@@ -73,10 +72,9 @@ def save_checkpoint(model: nn.Module, optimizer: Optimizer, path: Path, state: M
             raise RunError(f"could not write the checkpoint {path}: {type(error).__name__}: {error}") from error
 
     on_rank_zero(partial(told, prepare))
-    model_state, optimizer_state = get_state_dict(model, optimizer)
     try:
         with progress_here().writing(temporary):
-            save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=temporary)
+            save(tensors, checkpoint_id=temporary)
     except CheckpointException as error:  # raised on every rank: torch gathers who failed
 
         def give_up() -> str:
@@ -138,8 +136,8 @@ def _first_sentence(text: str) -> str:
     return re.split(r"\. (?=[A-Z])", first_line)[0].rstrip(". ")
 
 
-def load_checkpoint(model: nn.Module, optimizer: Optimizer, path: Path) -> dict[str, Any]:
-    """Restore model and optimizer in place, on any number of ranks; returns ``state``. Collective.
+def load_checkpoint(tensors: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Restore ``tensors`` in place, on any mesh; returns ``state``. Collective.
 
     Raises:
         ModelError: no complete checkpoint at ``path``, one that is damaged, or one of another model.
@@ -158,14 +156,12 @@ def load_checkpoint(model: nn.Module, optimizer: Optimizer, path: Path) -> dict[
         return state
 
     state = from_rank_zero(read)
-    model_state, optimizer_state = get_state_dict(model, optimizer)
     try:
         with progress_here().reading(path):
-            load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=path)
+            load(tensors, checkpoint_id=path)
     except CheckpointException as error:
         step = error.args[0]  # what there is has been compared with what is wanted before anything is read
         wrong = "does not fit this model and optimizer" if step == "plan" else "is damaged"
         remedy = "" if step == "plan" else f". {REMOVE}"
         raise ModelError(f"{path}: the checkpoint {wrong}: {_causes(error)}{remedy}") from error
-    set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
     return state

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -13,23 +13,28 @@ from headway.engines.train.fsdp.sums import MAXIMA, Sums
 T = TypeVar("T")
 
 
-def reduce_numbers(values: Sequence[float], op: dist.ReduceOp.RedOpType, device: torch.device) -> list[float]:
-    """All-reduce ``values`` element by element in float64; every rank gets the same result. Collective."""
+def reduce_numbers(
+    values: Sequence[float],
+    op: dist.ReduceOp.RedOpType,
+    device: torch.device,
+    group: dist.ProcessGroup | None = None,
+) -> list[float]:
+    """All-reduce ``values`` element by element in float64; every rank gets the same result. Collective over ``group``."""
     reduced = torch.tensor(values, dtype=torch.float64, device=device)
-    dist.all_reduce(reduced, op=op)
+    dist.all_reduce(reduced, op=op, group=group)
     return reduced.tolist()
 
 
-def reduce_sums(sums: Sums) -> Sums:
-    """Reduce every rank's sums to one, on the host, in two collectives and one transfer."""
+def reduce_sums(sums: Sums, group: dist.ProcessGroup) -> Sums:
+    """Reduce the sums of ``group``'s ranks to one, on the host, in two collectives and one transfer."""
     maxima = sorted(name for name in sums if name in MAXIMA)
     added = sorted(name for name in sums if name not in MAXIMA)
     names = [*maxima, *added]
     flat = torch.cat([sums[name].reshape(-1) for name in names])
     split = sum(sums[name].numel() for name in maxima)
     if maxima:
-        dist.all_reduce(flat[:split], op=dist.ReduceOp.MAX)
-    dist.all_reduce(flat[split:], op=dist.ReduceOp.SUM)
+        dist.all_reduce(flat[:split], op=dist.ReduceOp.MAX, group=group)
+    dist.all_reduce(flat[split:], op=dist.ReduceOp.SUM, group=group)
     parts = flat.cpu().split([sums[name].numel() for name in names])
     return {name: part.view(sums[name].shape) for name, part in zip(names, parts, strict=True)}
 
@@ -50,6 +55,22 @@ def on_rank_zero(action: Callable[[], T]) -> T | None:
     if outcome[0] is not None:
         raise outcome[0]
     return result
+
+
+def on_all_ranks(action: Callable[[], T]) -> T:
+    """Run ``action`` on every rank, and return its result. What the first rank raises that fails is raised on all."""
+    result: T | None = None
+    failure: Exception | None = None
+    try:
+        result = action()
+    except Exception as error:
+        failure = error
+    failures: list[Exception | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(failures, failure)
+    first = failure or next((error for error in failures if error is not None), None)
+    if first is not None:
+        raise first
+    return cast(T, result)
 
 
 def from_rank_zero(action: Callable[[], T]) -> T:

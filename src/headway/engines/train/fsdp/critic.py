@@ -18,6 +18,7 @@ from headway.data.types import ColumnName
 from headway.engines.train.fsdp.batch import collate, required_column, response_aligned
 from headway.engines.train.fsdp.forward import forward_sharded
 from headway.engines.train.fsdp.learner import Learner
+from headway.engines.train.fsdp.mesh import TrainMesh
 from headway.engines.train.fsdp.policy import ValueModule
 from headway.engines.train.fsdp.sharding import sharded
 from headway.engines.train.fsdp.sums import Sums, Totals
@@ -27,11 +28,11 @@ from headway.interfaces import StepReport
 class FsdpCritic:
     """One rank of the critic. Collective like `engine.FsdpEngine`, beside which it may live."""
 
-    def __init__(self, *, model_path: str, config: Config, total_optimizer_steps: int, device: torch.device) -> None:
+    def __init__(self, *, model_path: str, config: Config, total_optimizer_steps: int, mesh: TrainMesh) -> None:
         """Load and shard the model at ``model_path``. Raises `ModelError` on every rank when it cannot be used."""
         self._cliprange = config.critic.cliprange_value
-        self._device = device
-        self._module = sharded(ValueModule, model_path, config, device)
+        self._device = mesh.device
+        self._module = sharded(lambda lm: ValueModule(lm, mesh), model_path, config, mesh)
         self._packing = self._module.packing(config)
         self._learner = Learner(
             self._module,
@@ -39,7 +40,7 @@ class FsdpCritic:
             grad_clip=config.critic.grad_clip,
             packing=self._packing,
             total_steps=total_optimizer_steps,
-            device=device,
+            mesh=mesh,
         )
 
     def forward_values(self, rows: Sequence[Row]) -> list[NDArray[np.float32]]:
@@ -63,14 +64,14 @@ class FsdpCritic:
 
     def save(self, path: Path) -> None:
         """Write a checkpoint of model, optimizer and schedule. Atomic: a rename ends it."""
-        self._learner.save(self._module, path, {})
+        self._learner.save(path, {})
 
     def load(self, path: Path) -> None:
         """Restore what `save` wrote, on any number of ranks."""
-        self._learner.load(self._module, path)
+        self._learner.load(path)
 
     def _part(self, rows: Sequence[Row], trees: Sequence[Tree], totals: Totals) -> tuple[torch.Tensor, Sums]:
-        batch = collate(rows, self._device, trees)
+        batch = collate(rows, self._device, trees, self._module.ranks)
 
         def floats(name: str) -> torch.Tensor:
             return response_aligned(rows, lambda row: required_column(row, name), np.float32, self._device)

@@ -9,6 +9,7 @@ the caller's, and a process keeps its rank for life; on GPUs it is an NCCL group
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -19,7 +20,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
-from torch.distributed.tensor import DTensor
 
 from headway.config.schema import Config
 from headway.data.collate import Row
@@ -28,42 +28,48 @@ from headway.engines.train.fsdp import objective
 from headway.engines.train.fsdp.apart import NOTHING_APART, Apart
 from headway.engines.train.fsdp.batch import collate
 from headway.engines.train.fsdp.collectives import on_rank_zero, reduce_numbers
+from headway.engines.train.fsdp.export import export_windows
 from headway.engines.train.fsdp.forward import forward_sharded
-from headway.engines.train.fsdp.gather import gather
+from headway.engines.train.fsdp.gather import gather, given_parts
 from headway.engines.train.fsdp.learner import Learner
+from headway.engines.train.fsdp.mesh import TrainMesh
 from headway.engines.train.fsdp.objective import Objective
 from headway.engines.train.fsdp.sharding import sharded_policy
 from headway.engines.train.fsdp.shown import Shown
 from headway.engines.train.fsdp.sums import Sums, Totals
 from headway.engines.train.fsdp.version_start import VersionStart
 from headway.interfaces import StepContext, StepReport
-from headway.models.export import export
+from headway.models.files import file_tensors
 from headway.models.pretrained import compute_dtype
 from headway.models.tokenizer import load_tokenizer
 from headway.progress import advance
 from headway.weights.layout import Manifest, build_manifest
 from headway.weights.outgoing import Window
 
+EXPORT_BUCKET = 256 * 2**20
+"""Bytes of an export that are gathered, and written, at a time."""
+
 
 class FsdpEngine:
     """One rank of the trainer, with its shards of the policy and the optimizer."""
 
-    def __init__(self, *, model_path: str, config: Config, total_optimizer_steps: int, device: torch.device) -> None:
+    def __init__(self, *, model_path: str, config: Config, total_optimizer_steps: int, mesh: TrainMesh) -> None:
         """Load, shard and set up the optimizer.
 
         Args:
             model_path: Hugging Face folder, or a model's name on the hub.
             total_optimizer_steps: of the whole run; the learning-rate schedule ends there.
-            device: this rank's own.
+            mesh: the ranks that train, as this one sees them.
 
         Raises:
             ModelError: on every rank, when the model cannot be used.
         """
         self._config = config
-        self._device = device
+        self._device = mesh.device
         self._model_path = model_path
-        self._policy = sharded_policy(model_path, config, device)
+        self._policy = sharded_policy(model_path, config, mesh)
         self._packing = self._policy.packing(config)
+        self._files = file_tensors(self._policy.lm)
         self._objective = Objective(config)
         self._learner = Learner(
             self._policy,
@@ -71,7 +77,7 @@ class FsdpEngine:
             grad_clip=config.actor.grad_clip,
             packing=self._packing,
             total_steps=total_optimizer_steps,
-            device=device,
+            mesh=mesh,
         )
         keeps = config.async_training.trigger_parameter_sync_step > 1
         self._at_version = VersionStart(self._policy, keeps_copy=keeps)
@@ -121,7 +127,7 @@ class FsdpEngine:
         apart: Apart = NOTHING_APART,
         shown: Shown | None = None,
     ) -> tuple[torch.Tensor, Sums]:
-        batch = collate(rows, self._device, trees)
+        batch = collate(rows, self._device, trees, self._policy.ranks)
         others = apart.beside(rows)
         columns = objective.collate_columns(
             [*rows, *others.rows],
@@ -148,48 +154,46 @@ class FsdpEngine:
         return int(self._policy.lm.get_input_embeddings().weight.shape[0])
 
     def manifest(self, dtype: torch.dtype) -> Manifest:
-        """The layout of the weights in ``dtype``: names of the Hugging Face model, tied ones once. Not collective."""
-        return build_manifest((name, tuple(p.shape), dtype) for name, p in self._policy.lm.named_parameters())
+        """The layout of the weights in ``dtype``: names and shapes of the model's files, tied ones once."""
+        return build_manifest((file.name, file.shape, dtype) for file in self._files)
 
     def gather(self, manifest: Manifest, bucket_bytes: int, *, everywhere: bool = False) -> Iterator[Window]:
         """Yield the weights by buckets, on rank zero's device or ``everywhere``; other ranks' bytes are unspecified.
 
         Every rank must draw them all; each is valid until the next one is drawn. One bucket is held and nothing else.
         """
-        for window in gather(self._policy.lm, manifest, bucket_bytes, self._device, everywhere=everywhere):
+        parts = given_parts(dict(self._policy.lm.named_parameters()), self._files)
+        for window in gather(parts, manifest, bucket_bytes, self._device, everywhere=everywhere):
             advance(f"{window[0] / 1e6:,.0f} of {manifest.nbytes / 1e6:,.0f} MB gathered")
             yield window
-
-    @torch.no_grad()
-    def _full(self, parameter: torch.Tensor) -> torch.Tensor:
-        """The whole of a sharded parameter, in the served dtype, on the device. Collective."""
-        served = parameter.detach().to(device=self._device, dtype=compute_dtype(self._config, self._device))
-        assert isinstance(served, DTensor)
-        full: torch.Tensor = served.full_tensor()
-        return full
 
     # ------------------------------------------------------------------------------------------ files
 
     def save(self, path: Path, extra: Mapping[str, Any]) -> None:
         """Write a checkpoint of model, optimizer and schedule, with ``extra`` (JSON). Atomic: a rename ends it."""
-        self._learner.save(self._policy.lm, path, dict(extra))
+        self._learner.save(path, dict(extra), prefix="lm.")
 
     def load(self, path: Path) -> dict[str, Any]:
         """Restore what `save` wrote, on any number of ranks; returns its ``extra``."""
-        return self._learner.load(self._policy.lm, path)
+        return self._learner.load(path, prefix="lm.")
 
     def export(self, path: Path) -> None:
-        """Write the weights, in the served dtype, with config and tokenizer as a Hugging Face folder. Atomic."""
-        weights: dict[str, torch.Tensor] = {}
-        for name, parameter in self._policy.lm.named_parameters():
-            full = self._full(parameter)
-            if dist.get_rank() == 0:  # full copies are kept in host memory, on rank zero alone
-                weights[name] = full.cpu()
-            advance(f"{name} gathered")
+        """Write the weights, in the served dtype, with config and tokenizer as a Hugging Face folder. Atomic.
+
+        The files are shards of at most 5 GB, each with whole tensors; rank zero writes them as they are gathered.
+        """
+        dtype = compute_dtype(self._config, self._device)
+        manifest = self.manifest(dtype)
+        windows = self.gather(manifest, EXPORT_BUCKET)
         trust = self._config.model.trust_remote_code
 
         def write() -> None:
-            tokenizer = load_tokenizer(self._model_path, trust_remote_code=trust)
-            export(self._policy.lm, tokenizer, path, weights)
+            try:
+                tokenizer = load_tokenizer(self._model_path, trust_remote_code=trust)
+                export_windows(self._policy.lm, tokenizer, path, manifest, windows, dtype)
+            finally:
+                deque(windows, maxlen=0)  # also after an error: the other ranks gather to the end
 
+        if dist.get_rank() != 0:
+            deque(windows, maxlen=0)
         on_rank_zero(write)

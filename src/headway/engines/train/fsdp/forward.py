@@ -15,6 +15,7 @@ from headway.engines.train.fsdp.batch import MicroBatch, collate, filler_row
 from headway.engines.train.fsdp.collectives import reduce_numbers
 from headway.engines.train.fsdp.policy import ShardedModule
 from headway.engines.train.fsdp.sharding import reshard
+from headway.models.ulysses import SequenceRanks
 from headway.progress import advance
 
 
@@ -45,12 +46,16 @@ Compute = Callable[[MicroBatch], torch.Tensor]
 
 @torch.no_grad()
 def forward_rows(
-    rows: Sequence[Row], packs: Sequence[Pack], compute: Compute, device: torch.device
+    rows: Sequence[Row],
+    packs: Sequence[Pack],
+    compute: Compute,
+    device: torch.device,
+    ranks: SequenceRanks | None = None,
 ) -> list[NDArray[np.float32]]:
     """Compute [T] float32 numbers for each of ``rows``, micro-batch by micro-batch. Collective where ``compute`` is."""
     results = [np.zeros(0, dtype=np.float32)] * len(rows)
     for done, pack in enumerate(packs, 1):
-        values = compute(collate(rows_of(rows, pack), device, pack.trees)).float().cpu().numpy()
+        values = compute(collate(rows_of(rows, pack), device, pack.trees, ranks)).float().cpu().numpy()
         ends = np.cumsum([len(rows[i].logprobs) for i in pack.rows])[:-1]
         for i, part in zip(pack.rows, np.split(values, ends), strict=False):
             results[i] = part
@@ -63,7 +68,8 @@ def forward_sharded(
 ) -> list[NDArray[np.float32]]:
     """Compute [T] float32 numbers for each of this rank's ``rows``, by ``module.per_token``. Collective."""
     try:
-        return forward_rows(rows, micro_batches(rows, packing, device), module.per_token, device)
+        packs = micro_batches(rows, packing, device)
+        return forward_rows(rows, packs, module.per_token, device, module.ranks)
     finally:
         # The root's parameters stay gathered after a forward pass, waiting for a backward pass that does not come here:
         # the next forward pass would take them as they are, even after the weights have changed.

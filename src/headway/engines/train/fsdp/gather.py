@@ -8,16 +8,14 @@ So a rank holds one bucket beside its shards, however large a tensor is.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Shard
-from transformers import PreTrainedModel
 
-from headway.errors import ModelError
-from headway.weights.buckets import Shard as OwnShard
-from headway.weights.buckets import pack
+from headway.engines.train.fsdp.pieces import Box, boxes, is_first_copy
+from headway.models.files import FileTensor
+from headway.weights.buckets import Part, Parts, pack
 from headway.weights.layout import ALIGNMENT, Manifest, buckets
 from headway.weights.outgoing import Window
 
@@ -27,10 +25,12 @@ _WORD = torch.int64
 
 @torch.no_grad()
 def gather(
-    lm: PreTrainedModel, manifest: Manifest, bucket_bytes: int, device: torch.device, *, everywhere: bool
+    parts: Parts, manifest: Manifest, bucket_bytes: int, device: torch.device, *, everywhere: bool
 ) -> Iterator[Window]:
-    """Yield the weights of a sharded model bucket by bucket, as `FsdpEngine.gather` says. Collective."""
-    parts = {name: _part(name, parameter) for name, parameter in lm.named_parameters()}
+    """Yield the weights bucket by bucket, as `FsdpEngine.gather` says. Collective.
+
+    ``parts``: what this rank gives, so that all ranks together give each element once.
+    """
     spans = list(buckets(manifest.nbytes, bucket_bytes))
     if dist.get_world_size() == 1:
         yield from pack(manifest, parts, spans, device)
@@ -46,16 +46,33 @@ def gather(
         yield start, bucket[: stop - start]
 
 
-def _part(name: str, parameter: torch.Tensor) -> OwnShard:
-    """The rank's own elements of a parameter, in row-major order of the whole."""
-    assert isinstance(parameter, DTensor)
-    (placement,) = parameter.placements
-    if not (isinstance(placement, Shard) and placement.dim == 0):
-        raise ModelError(f"{name} is placed as {placement} over the training ranks; weights are gathered by rows")
-    local = parameter.to_local().detach()
-    mesh = parameter.device_mesh
-    rows = parameter.shape[0] if parameter.ndim else 1
-    # As torch.chunk divides: every rank but the last ones has this many rows.
-    most = -(-rows // mesh.size())
-    first = min(mesh.get_local_rank() * most, rows) * (parameter.numel() // max(1, rows))
-    return OwnShard(first, local.reshape(-1))
+def parts_of_files(parameters: Mapping[str, torch.Tensor], files: Sequence[FileTensor]) -> dict[str, list[Part]]:
+    """Return what this rank holds of each tensor of a model's files."""
+    held = {name: boxes(parameter) for name, parameter in parameters.items()}
+    found: dict[str, list[Part]] = {}
+    for file in files:
+        found[file.name] = [part for box in held[file.parameter] if (part := _part(box, file)) is not None]
+    return found
+
+
+def given_parts(parameters: Mapping[str, torch.Tensor], files: Sequence[FileTensor]) -> dict[str, list[Part]]:
+    """Return what this rank gives where all ranks together give each element once: of equal parts the first one."""
+    parts = parts_of_files(parameters, files)
+    gives = {name: is_first_copy(parameter) for name, parameter in parameters.items()}
+    return {file.name: parts[file.name] if gives[file.parameter] else [] for file in files}
+
+
+def _part(box: Box, file: FileTensor) -> Part | None:
+    """The elements that a box of a parameter has of a file's tensor; None where it has none."""
+    values, start = box.values, []
+    for dim, first in enumerate(file.start):
+        size = file.shape[file.dims.index(dim)] if dim in file.dims else 1
+        low, high = max(first, box.start[dim]), min(first + size, box.start[dim] + box.values.shape[dim])
+        if low >= high:
+            return None
+        values = values.narrow(dim, low - box.start[dim], high - low)
+        start.append(low - first)
+    for dim in reversed(range(len(file.start))):
+        if dim not in file.dims:
+            values = values.select(dim, 0)
+    return Part(tuple(start[dim] for dim in file.dims), values)

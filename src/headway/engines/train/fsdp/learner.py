@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from headway.config.learning import OptimConfig
 from headway.data.collate import Row
@@ -26,6 +25,8 @@ from headway.data.trees import Tree
 from headway.engines.train.fsdp.checkpoint import load_checkpoint, save_checkpoint
 from headway.engines.train.fsdp.collectives import reduce_numbers, reduce_sums
 from headway.engines.train.fsdp.forward import micro_batches, rows_of
+from headway.engines.train.fsdp.mesh import TrainMesh
+from headway.engines.train.fsdp.pieces import Pieces, copies, local
 from headway.engines.train.fsdp.schedule import learning_rate
 from headway.engines.train.fsdp.sums import Sums, Totals, as_metrics, count, merge
 from headway.interfaces import StepReport
@@ -47,18 +48,20 @@ class Learner:
         grad_clip: float,
         packing: Packing,
         total_steps: int,
-        device: torch.device,
+        mesh: TrainMesh,
     ) -> None:
-        """Set up the optimizer of ``module``, which is sharded. The learning-rate schedule takes ``total_steps``."""
-        self.module = module
+        """Set up the optimizer of ``module``, which lies on ``mesh``. The learning-rate schedule takes ``total_steps``."""
+        self._parameters = dict(module.named_parameters())
         self._optim = optim
         self._grad_clip = grad_clip
         self._packing = packing
         self._total_steps = total_steps
-        self._device = device
+        self._mesh = mesh
         self._steps = 0
+        self._shards = {name: nn.Parameter(local(parameter)) for name, parameter in self._parameters.items()}
+        """This rank's part of each parameter, as the optimizer steps it: parameters lie on meshes of several kinds."""
         self._optimizer = torch.optim.AdamW(
-            module.parameters(), lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay, fused=True
+            self._shards.values(), lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay, fused=True
         )
 
     def step(self, rows: Sequence[Row], part: StepPart, *, whole_episodes: bool = False) -> StepReport:
@@ -80,28 +83,60 @@ class Learner:
             if finite:
                 self._update(metrics["grad_norm"], metrics["lr"])
         finally:
-            self._optimizer.zero_grad()  # also after an error: the next step must not add to half a gradient
+            self._forget_grads()  # also after an error: the next step must not add to half a gradient
         self._steps += 1
         return StepReport(skipped=not finite, metrics=metrics)
 
-    def save(self, model: nn.Module, path: Path, extra: dict[str, Any]) -> None:
-        """Write a checkpoint of ``model``: the module, or a part with all its parameters. Atomic: a rename ends it."""
-        save_checkpoint(model, self._optimizer, path, {"optimizer_steps": self._steps, "extra": extra})
+    def save(self, path: Path, extra: dict[str, Any], prefix: str = "") -> None:
+        """Write a checkpoint. Atomic: a rename ends it. ``prefix`` is taken off the names of parameters."""
+        save_checkpoint(self._state(prefix), path, {"optimizer_steps": self._steps, "extra": extra})
 
-    def load(self, model: nn.Module, path: Path) -> dict[str, Any]:
-        """Restore what `save` wrote, on any number of ranks; returns its ``extra``."""
-        state = load_checkpoint(model, self._optimizer, path)
-        # The checkpoint's settings came with its state; the run's may differ.
-        for group in self._optimizer.param_groups:
-            group["betas"], group["weight_decay"] = self._optim.betas, self._optim.weight_decay
+    def load(self, path: Path, prefix: str = "") -> dict[str, Any]:
+        """Restore what `save` wrote, on any mesh; returns its ``extra``."""
+        state = load_checkpoint(self._state(prefix), path)
         self._steps = int(state["optimizer_steps"])
         extra: dict[str, Any] = state["extra"]
         return extra
 
+    def _state(self, prefix: str) -> dict[str, Any]:
+        """What a checkpoint has: weights, and the optimizer's numbers beside them, as views of this rank's parts."""
+        self._meet_shards()
+        if not self._optimizer.state:
+            self._take_first_step()
+        weights: dict[str, Any] = {}
+        moments: dict[str, Any] = {}
+        for name, parameter in self._parameters.items():
+            of = name.removeprefix(prefix)
+            weights[of] = Pieces(parameter)
+            moments[of] = {
+                key: value if value.ndim == 0 and parameter.ndim else Pieces(parameter, value)
+                for key, value in self._optimizer.state[self._shards[name]].items()
+            }
+        return {"model": weights, "optimizer": {"state": moments}}
+
+    def _take_first_step(self) -> None:
+        """Have the optimizer make its state, by a step that changes nothing."""
+        rates = [group["lr"] for group in self._optimizer.param_groups]
+        for shard in self._shards.values():
+            shard.grad = torch.zeros_like(shard)
+        for group in self._optimizer.param_groups:
+            group["lr"] = 0.0
+        self._optimizer.step()
+        for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        for shard in self._shards.values():
+            self._optimizer.state[shard]["step"].zero_()
+            shard.grad = None
+
+    def _meet_shards(self) -> None:
+        """Have the optimizer's parameters be what FSDP has as this rank's parts: it may have put them elsewhere."""
+        for name, parameter in self._parameters.items():
+            self._shards[name].data = local(parameter)
+
     def _backward(self, rows: Sequence[Row], part: StepPart, *, whole_episodes: bool = False) -> dict[str, float]:
         """Leave the mini-batch's gradient in the parameters; returns the metrics, equal on all ranks."""
         mine = count(rows)
-        packs = micro_batches(rows, self._packing, self._device, whole_episodes=whole_episodes)
+        packs = micro_batches(rows, self._packing, self._mesh.device, whole_episodes=whole_episodes)
         tokens, sequences, computed, given = reduce_numbers(
             [
                 mine.tokens,
@@ -110,7 +145,8 @@ class Learner:
                 sum(len(row.input_ids) for row in rows),
             ],
             dist.ReduceOp.SUM,
-            self._device,
+            self._mesh.device,
+            self._mesh.rows,
         )
         totals = Totals(tokens, sequences, mine.lengths)
         parts = []
@@ -121,19 +157,30 @@ class Learner:
             advance(f"{done} of {len(packs)} micro-batches done")
         if not parts:
             raise ValueError("a training step needs rows on one rank at least")
-        norms = torch._foreach_norm(self._local_grads())
-        grad_square = torch.stack(norms).double().square().sum().to(self._device)
-        sums = reduce_sums({**merge(parts), "grad_square": grad_square})
+        grads = self._local_grads()
+        squares = torch.stack(torch._foreach_norm(list(grads.values()))).double().square()
+        there = torch.tensor([copies(self._parameters[name]) for name in grads], device=squares.device)
+        grad_square = (squares / there).sum().to(self._mesh.device)
+        if self._mesh.inner is not None:
+            dist.all_reduce(grad_square, group=self._mesh.inner)
+        sums = reduce_sums({**merge(parts), "grad_square": grad_square}, self._mesh.rows)
         grad_norm = math.sqrt(float(sums.pop("grad_square")))
         return {**as_metrics(sums), "grad_norm": grad_norm, "tokens_saved": 1 - computed / given}
 
     def _update(self, grad_norm: float, lr: float) -> None:
         if grad_norm > self._grad_clip:
-            torch._foreach_mul_(self._local_grads(), self._grad_clip / grad_norm)
+            torch._foreach_mul_(list(self._local_grads().values()), self._grad_clip / grad_norm)
+        self._meet_shards()
         for group in self._optimizer.param_groups:
             group["lr"] = lr
+        for name, grad in self._local_grads().items():
+            self._shards[name].grad = grad
         self._optimizer.step()
 
-    def _local_grads(self) -> list[torch.Tensor]:
-        """The rank's shards of the gradient. Every parameter is sharded over all ranks, so they are disjoint."""
-        return [p.grad.to_local() for p in self.module.parameters() if isinstance(p.grad, DTensor)]
+    def _forget_grads(self) -> None:
+        for parameter, shard in zip(self._parameters.values(), self._shards.values(), strict=True):
+            parameter.grad = shard.grad = None
+
+    def _local_grads(self) -> dict[str, torch.Tensor]:
+        """This rank's part of the gradient, of each parameter that has one."""
+        return {name: local(p.grad) for name, p in self._parameters.items() if p.grad is not None}

@@ -11,13 +11,16 @@ computed, H hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any, TypeVar
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -25,18 +28,28 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from headway.config.schema import Config
 from headway.data.packing import Packing
 from headway.engines.train.fsdp.batch import MicroBatch
+from headway.engines.train.fsdp.mesh import TrainMesh
 from headway.errors import ModelError
 from headway.models.logits import logit_rule
-from headway.models.logprobs import chunked_logprobs
+from headway.models.logprobs import chunked_logprobs, default_chunk_tokens
+from headway.models.output_layer import check_output_layer
+from headway.models.vocabulary_parallel import VocabularyPart, divided_logprobs
 from headway.progress import Progress, progress_here
+
+T = TypeVar("T")
 
 
 class ShardedModule(nn.Module):
     """The module that FSDP shards: a Hugging Face decoder under a forward pass that ends in numbers per token."""
 
-    def __init__(self, decoder: nn.Module) -> None:
-        """Find the layers of ``decoder``: the LM without its head, wherever in this module it lies."""
+    def __init__(self, decoder: nn.Module, mesh: TrainMesh | None) -> None:
+        """Find the layers of ``decoder``: the LM without its head, wherever in this module it lies.
+
+        ``mesh``: what it is divided over; None where this process has all of it.
+        """
         super().__init__()
+        self.ranks = None if mesh is None else mesh.sequence
+        """Ranks that divide lines of tokens."""
         self._layers = [m for m in decoder.modules() if isinstance(m, GradientCheckpointingLayer)]
         self._kind = type(decoder).__name__
         self.padded: str | None = None
@@ -51,6 +64,42 @@ class ShardedModule(nn.Module):
     def per_token(self, batch: MicroBatch) -> Float[Tensor, " M"]:
         """Compute one number per response token: what a forward pass without gradient is run for."""
         raise NotImplementedError
+
+    def run(self, trial: Callable[[], T]) -> T:
+        """Run ``trial``, which calls parts of the module, in a forward pass: FSDP gathers weights for nothing else."""
+        result: T = self(trial)
+        return result
+
+    def forward(self, work: MicroBatch | Callable[[], Any]) -> Any:
+        """Compute what `compute` does, or run what `run` was given."""
+        return self.compute(work) if isinstance(work, MicroBatch) else work()
+
+    def compute(self, batch: MicroBatch) -> Any:
+        """Compute the forward pass that the module ends in."""
+        raise NotImplementedError
+
+    def check(self, whose: str) -> None:
+        """Try what is computed behind the decoder, in `run`. Raises `ModelError`, which begins with ``whose``."""
+
+    def _predicting(
+        self, decoder: nn.Module, batch: MicroBatch
+    ) -> tuple[Float[Tensor, "U H"], Int[Tensor, " U"] | None]:
+        """Hidden states of this rank's positions that predict a response token, and their places among those of all
+        ranks that divide the line; None where there are no others.
+
+        The response positions alone go through the head: prompts and padding never cost a row of logits.
+        """
+        hidden_NLH = decoder(**batch.decoder_inputs(), use_cache=False).last_hidden_state
+        own = batch.own
+        return hidden_NLH.flatten(0, 1).index_select(0, own.predictors), own.places
+
+    def _of_all(
+        self, values: Float[Tensor, " u"], places: Int[Tensor, " u"] | None, batch: MicroBatch
+    ) -> Float[Tensor, " M"]:
+        """Numbers of all response tokens of the rows, from those that this rank has computed."""
+        if places is not None and self.ranks is not None:
+            values = self.ranks.joined(values, places, len(batch.targets))
+        return batch.spread(values)
 
     def decoder_layers(self) -> list[nn.Module]:
         """The layers that are sharded, and recomputed, one by one.
@@ -75,8 +124,8 @@ class ShardedModule(nn.Module):
 class PolicyModule(ShardedModule):
     """A Hugging Face causal LM, ``lm``, that returns log-probs of given tokens under ``temperature``."""
 
-    def __init__(self, lm: PreTrainedModel, temperature: float) -> None:
-        super().__init__(lm.base_model)
+    def __init__(self, lm: PreTrainedModel, temperature: float, mesh: TrainMesh | None = None) -> None:
+        super().__init__(lm.base_model, mesh)
         self.lm = lm
         self._temperature = temperature
         self._rule = logit_rule(lm.config)
@@ -87,16 +136,25 @@ class PolicyModule(ShardedModule):
         result: Tensor = logprobs
         return result
 
-    def forward(self, batch: MicroBatch) -> tuple[Float[Tensor, " M"], Float[Tensor, " M"]]:
+    def check(self, whose: str) -> None:
+        check_output_layer(self.lm, whose)
+
+    def compute(self, batch: MicroBatch) -> tuple[Float[Tensor, " M"], Float[Tensor, " M"]]:
         """Log-probs (nats) of the response tokens and entropies, [M] float32."""
-        hidden_NLH = self.lm.base_model(**batch.decoder_inputs(), use_cache=False).last_hidden_state
-        # The response positions alone go through the head: prompts and padding never cost a row of logits.
-        hidden_UH = hidden_NLH.flatten(0, 1).index_select(0, batch.predictors)
+        hidden_UH, places = self._predicting(self.lm.base_model, batch)
+        targets_U = batch.targets if places is None else batch.targets.index_select(0, places)
         head = self.lm.get_output_embeddings()
-        logprobs_U, entropy_U = chunked_logprobs(
-            hidden_UH, head.weight, head.bias, batch.targets, self._temperature, rule=self._rule
-        )
-        return batch.spread(logprobs_U), batch.spread(entropy_U)
+        weight, bias, part = _own(head.weight), None if head.bias is None else _own(head.bias), _part(head.weight)
+        if part is None:
+            logprobs_U, entropy_U = chunked_logprobs(
+                hidden_UH, weight, bias, targets_U, self._temperature, rule=self._rule
+            )
+        else:
+            chunk = default_chunk_tokens(len(weight), weight.device)
+            logprobs_U, entropy_U = divided_logprobs(
+                hidden_UH, weight, bias, targets_U, self._temperature, self._rule, chunk, part
+            )
+        return self._of_all(logprobs_U, places, batch), self._of_all(entropy_U, places, batch)
 
 
 class ValueModule(ShardedModule):
@@ -105,8 +163,8 @@ class ValueModule(ShardedModule):
     The head begins at zero: a critic that knows nothing expects nothing.
     """
 
-    def __init__(self, lm: PreTrainedModel) -> None:
-        super().__init__(lm.base_model)
+    def __init__(self, lm: PreTrainedModel, mesh: TrainMesh | None = None) -> None:
+        super().__init__(lm.base_model, mesh)
         self.decoder = lm.base_model
         self.value_head = nn.Linear(lm.config.get_text_config().hidden_size, 1, bias=False, dtype=torch.float32)
         nn.init.zeros_(self.value_head.weight)
@@ -115,12 +173,26 @@ class ValueModule(ShardedModule):
         result: Tensor = self(batch)
         return result
 
-    def forward(self, batch: MicroBatch) -> Float[Tensor, " M"]:
+    def compute(self, batch: MicroBatch) -> Float[Tensor, " M"]:
         """Values of the states before the response tokens, [M] float32."""
-        hidden_NLH = self.decoder(**batch.decoder_inputs(), use_cache=False).last_hidden_state
-        hidden_UH = hidden_NLH.flatten(0, 1).index_select(0, batch.predictors)
+        hidden_UH, places = self._predicting(self.decoder, batch)
         # In float32 whatever the decoder computes in: values are compared with returns, and differences are small.
-        return batch.spread(torch.mv(hidden_UH.float(), self.value_head.weight.float().squeeze(0)))
+        values_U = torch.mv(hidden_UH.float(), self.value_head.weight.float().squeeze(0))
+        return self._of_all(values_U, places, batch)
+
+
+def _own(parameter: Tensor) -> Tensor:
+    """This rank's part of a gathered parameter that is divided over tp. Differentiable."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def _part(weight: Tensor) -> VocabularyPart | None:
+    """The part of the vocabulary that this rank's rows of the head's ``weight`` are; None where they are all."""
+    if not isinstance(weight, DTensor) or not weight.placements[0].is_shard(0):
+        return None
+    mesh = weight.device_mesh
+    _, (first, *_) = compute_local_shape_and_global_offset(weight.shape, mesh, weight.placements)
+    return VocabularyPart(mesh.get_group(), first)
 
 
 def _count_layers(layers: Sequence[nn.Module], progress: Progress) -> None:

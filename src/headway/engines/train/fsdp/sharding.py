@@ -1,7 +1,7 @@
-"""Sharding: from a model folder to a sharded policy; no rank but zero ever holds a full copy.
+"""From a model's folder to a module on a mesh. No rank ever holds more of the model than its part.
 
-    rank 0:  load ─▶ fully_shard ─▶ scatter each parameter ─┐
-    others:  same modules, memory untouched ─▶ fully_shard ─┴▶ every rank holds its shard
+    on meta ─▶ experts over ep, matrices over tp ─▶ fully_shard ─▶ each rank reads its own slices of the files
+            ─▶ tried on a few tokens, by all ranks together: output layer, packed attention
 
 Master weights are float32; FSDP casts them to the compute dtype as it gathers them.
 """
@@ -12,48 +12,79 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
+from transformers.distributed.expert_parallel import apply_expert_parallelism
+from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
 from headway.config.schema import Config
 from headway.data.packing import Packing
-from headway.engines.train.fsdp.collectives import from_rank_zero
+from headway.engines.train.fsdp.collectives import on_all_ranks
+from headway.engines.train.fsdp.mesh import TrainMesh
 from headway.engines.train.fsdp.policy import PolicyModule, ShardedModule
-from headway.models.output_layer import check_output_layer
+from headway.errors import ModelError
 from headway.models.packable import use_packed_attention
-from headway.models.packed_attention import NAME
-from headway.models.pretrained import attention, compute_dtype, load_config, load_model
+from headway.models.pretrained import compute_dtype, load_model
 
 M = TypeVar("M", bound=ShardedModule)
 
-
 Wrap = Callable[[PreTrainedModel], M]
 
-
-def sharded_policy(model_path: str, config: Config, device: torch.device) -> PolicyModule:
-    """Open the policy at ``model_path`` and shard it over all ranks, as `sharded` does. Collective."""
-    return sharded(lambda lm: PolicyModule(lm, config.rollout.temperature), model_path, config, device)
+EXPERTS = "ep_dispatch_experts"
+"""How `transformers`' plans call modules whose experts are divided over ep."""
 
 
-def sharded(wrap: Wrap[M], model_path: str, config: Config, device: torch.device) -> M:
-    """Open the model at ``model_path``, ``wrap`` it, and shard it over all ranks of the default group. Collective.
+def sharded_policy(
+    model_path: str, config: Config, mesh: TrainMesh, dtype: torch.dtype = torch.float32
+) -> PolicyModule:
+    """Open the policy at ``model_path`` on ``mesh``, as `sharded` does. Collective."""
+    return sharded(lambda lm: PolicyModule(lm, config.rollout.temperature, mesh), model_path, config, mesh, dtype)
 
-    With ``actor.fsdp_config.param_offload`` on a GPU the shards stay in host memory.
+
+def sharded(wrap: Wrap[M], model_path: str, config: Config, mesh: TrainMesh, dtype: torch.dtype = torch.float32) -> M:
+    """Open the model at ``model_path``, ``wrap`` it, and divide it over ``mesh``. Collective.
+
+    ``dtype``: of the weights as they are held. With ``actor.fsdp_config.param_offload`` on a GPU the shards stay in
+    host memory.
 
     Raises:
-        ModelError: on every rank, when the model cannot be opened or has a head that this engine does not support.
+        ModelError: on every rank, when the model cannot be opened, has a head that this engine does not support, or
+            cannot be divided over the mesh.
     """
-    lm, padded = _load_on_rank_zero(model_path, config, device.type == "cuda")
-    module = wrap(lm)
-    module.padded = padded
-    ranks = dist.get_world_size()
-    weights = {name: p.detach() for name, p in module.named_parameters()} if ranks > 1 and dist.get_rank() == 0 else {}
-    _shard(module, config, init_device_mesh(device.type, (ranks,), mesh_dim_names=("dp",)))
-    if ranks > 1:
-        _scatter(module, weights, device)
+    wrapped: list[M] = []
+
+    def divide(lm: PreTrainedModel) -> None:
+        experts = _divide(lm, model_path, mesh)
+        lm.tie_weights()  # here, so that FSDP sees a tied weight as one
+        module = wrap(lm)
+        _shard(module, experts, config, mesh)
+        wrapped.append(module)
+
+    def load() -> PreTrainedModel:
+        trust = config.model.trust_remote_code
+        return load_model(model_path, dtype=dtype, trust_remote_code=trust, divide=divide)
+
+    lm = on_all_ranks(load)
+    lm.config.distributed_config = None
+    module = wrapped.pop()
+    if not _offloads(config, mesh):
+        module.to(mesh.device)
+
+    def try_out() -> str | None:
+        module.check(model_path)
+        if not Packing.of(config).packed:
+            return "model.packing=padded"
+        return use_packed_attention(lm, on_gpu=mesh.device.type == "cuda")
+
+    with torch.no_grad():
+        module.padded = module.run(try_out)
+    reshard(module)
+    if mesh.sequence is not None and module.padded is not None:
+        raise ModelError(
+            f"{model_path}: actor.parallel.cp={mesh.parallel.cp} divides packed lines of tokens, and this model's rows "
+            f"have to be padded: {module.padded}. Set actor.parallel.cp=1"
+        )
     if config.model.enable_gradient_checkpointing:
         module.recompute_activations()
     return module
@@ -65,67 +96,55 @@ def reshard(module: ShardedModule) -> None:
     module.reshard()
 
 
-def _load_on_rank_zero(model_path: str, config: Config, on_gpu: bool) -> tuple[PreTrainedModel, str | None]:
-    """The full model on rank zero; on the others the same modules over memory that nobody has touched yet. And the
-    reason why its rows have to be padded, if they have to.
+def _divide(lm: PreTrainedModel, model_path: str, mesh: TrainMesh) -> list[nn.Module]:
+    """Divide matrices over tp and experts over ep, by the plans that `transformers` has. Returns the latter's modules.
+
+    Raises:
+        ModelError: there is no plan for the model.
     """
-    trust_remote_code = config.model.trust_remote_code
-    loaded: list[PreTrainedModel] = []
-
-    def load() -> str | None:
-        model = load_model(model_path, dtype=torch.float32, trust_remote_code=trust_remote_code)
-        check_output_layer(model, model_path)
-        loaded.append(model)
-        return use_packed_attention(model, on_gpu=on_gpu) if Packing.of(config).packed else "model.packing=padded"
-
-    padded = from_rank_zero(load)
-    if loaded:
-        return loaded[0], padded
-    model_config = load_config(model_path, trust_remote_code=trust_remote_code)
-    with torch.device("meta"):
-        lm = AutoModelForCausalLM.from_config(
-            model_config,
-            dtype=torch.float32,
-            attn_implementation=attention(model_config) if padded is not None else NAME,
-            trust_remote_code=trust_remote_code,
-        )
-    lm.to_empty(device="cpu")  # the system hands out pages on first touch: until then it costs no memory
-    lm.tie_weights()
-    lm.eval()
-    return lm, padded
+    parallel = mesh.parallel
+    if parallel.tp == parallel.ep == 1:
+        return []
+    for name, plan, size in (("tp", lm.tp_plan, parallel.tp), ("ep", lm.ep_plan, parallel.ep)):
+        if size > 1 and not plan:
+            raise ModelError(
+                f"{model_path}: actor.parallel.{name}={size}, and transformers has no plan for dividing a "
+                f"{lm.config.model_type!r} model so; set actor.parallel.{name}=1"
+            )
+    try:
+        tp_plan, ep_plan, _ = lm._resolve_parallel_plans(mesh.plan())
+        tp_mesh = mesh.meshes.get_mesh("tp")
+        if parallel.tp > 1:
+            apply_tensor_parallelism(lm, tp_mesh, tp_plan)
+        if parallel.ep > 1:
+            apply_expert_parallelism(lm, mesh.meshes.get_mesh("ep"), tp_mesh, ep_plan)
+    except (ValueError, KeyError, AttributeError) as cause:
+        raise ModelError(
+            f"{model_path}: a {lm.config.model_type!r} model cannot be divided with actor.parallel.tp={parallel.tp} and "
+            f"ep={parallel.ep}: {cause}"
+        ) from cause
+    return [lm.get_submodule(name) for name, style in ep_plan.items() if style == EXPERTS]
 
 
-def _shard(module: ShardedModule, config: Config, mesh: DeviceMesh) -> None:
+def _offloads(config: Config, mesh: TrainMesh) -> bool:
+    return config.actor.fsdp_config.param_offload and mesh.device.type != "cpu"
+
+
+def _shard(module: ShardedModule, experts: list[nn.Module], config: Config, mesh: TrainMesh) -> None:
     fsdp_config = config.actor.fsdp_config
-    dtype = compute_dtype(config, torch.device(mesh.device_type))
-    mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    offload = fsdp_config.param_offload and mesh.device_type != "cpu"
-    offload_policy = CPUOffloadPolicy() if offload else OffloadPolicy()
-    for layer in module.decoder_layers():
-        fully_shard(
-            layer,
-            mesh=mesh,
-            mp_policy=mixed,
-            offload_policy=offload_policy,
-            reshard_after_forward=fsdp_config.reshard_after_forward,
-        )
-    # Embedding, final norm and head are the root's own group: a tied weight is one parameter there, gathered once. The
-    # backward pass starts with them, so they stay gathered in between.
-    fully_shard(module, mesh=mesh, mp_policy=mixed, offload_policy=offload_policy, reshard_after_forward=False)
+    mixed = MixedPrecisionPolicy(param_dtype=compute_dtype(config, mesh.device), reduce_dtype=torch.float32)
+    offload_policy = CPUOffloadPolicy() if _offloads(config, mesh) else OffloadPolicy()
+    for parts, over, free in (
+        (experts, mesh.sharding(experts=bool(experts)), fsdp_config.reshard_after_forward),
+        (module.decoder_layers(), mesh.sharding(), fsdp_config.reshard_after_forward),
+        # Embedding, final norm and head are the root's own group: a tied weight is one parameter there, gathered once.
+        # The backward pass starts with them, so they stay gathered in between.
+        ([module], mesh.sharding(), False),
+    ):
+        for part in parts:
+            fully_shard(part, mesh=over, mp_policy=mixed, offload_policy=offload_policy, reshard_after_forward=free)
     for part in module.modules():
         if isinstance(part, FSDPModule):
             # The loss is normalised globally, so gradients are summed over ranks and not averaged.
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
-
-
-@torch.no_grad()
-def _scatter(module: ShardedModule, weights: dict[str, torch.Tensor], device: torch.device) -> None:
-    """Give every rank its shard of rank zero's ``weights``, one parameter at a time, and all of its buffers."""
-    for name, parameter in module.named_parameters():
-        assert isinstance(parameter, DTensor)
-        full = weights[name].to(device) if weights else torch.empty(parameter.shape, device=device)
-        shard = distribute_tensor(full, parameter.device_mesh, parameter.placements)
-        parameter.to_local().copy_(shard.to_local())
-    for buffer in module.buffers():  # rotary tables and the like; `fully_shard` moved them to the device
-        dist.broadcast(buffer, src=0)

@@ -1,0 +1,103 @@
+"""Tensors of a model's files, as parts of its parameters: `transformers` fuses some of them as it reads them.
+
+    files        …experts.0.gate_proj.weight [I, H]   …experts.0.up_proj.weight [I, H]   …experts.1.gate_proj.weight …
+    parameter    …experts.gate_up_proj [E, 2 · I, H]
+
+Everybody who does not compute with a model knows it by its files: other engines, exported folders, other releases. So
+weights travel, and are written, under the files' names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from headway.errors import ModelError, boundary
+
+
+@dataclass(frozen=True, slots=True)
+class FileTensor:
+    """A tensor of the files: a box of a parameter."""
+
+    name: str
+    shape: tuple[int, ...]
+    parameter: str
+    start: tuple[int, ...]
+    """Indices of its first element in the parameter."""
+    dims: tuple[int, ...]
+    """The parameter's dimension that each of its own is; the box has one element in each other."""
+
+    def of(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return the tensor as a view of the whole ``parameter``."""
+        view = parameter
+        for dim in reversed(range(parameter.ndim)):
+            if dim in self.dims:
+                view = view.narrow(dim, self.start[dim], self.shape[self.dims.index(dim)])
+            else:
+                view = view.select(dim, self.start[dim])
+        return view
+
+
+def file_tensors(lm: PreTrainedModel) -> list[FileTensor]:
+    """Return the tensors of the files of ``lm``, which may be divided over ranks, in the order of its parameters.
+
+    Raises:
+        ModelError: its files hold something else than parts of its parameters: transposed or computed ones.
+    """
+    shapes = {name: tuple(parameter.shape) for name, parameter in lm.named_parameters()}
+    whole = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    owner = {_storage(tensor): name for name, tensor in whole.items()}
+    doing = f"{type(lm).__name__}: its parameters cannot be brought into the form of its files"
+    with boundary(doing, ModelError), _Views():
+        files: Mapping[str, torch.Tensor] = revert_weight_conversion(lm, dict(whole))
+    places = {name: place for place, name in enumerate(shapes)}
+    found = []
+    for name, tensor in files.items():
+        parameter = owner.get(_storage(tensor))
+        box = None if parameter is None else _box(tensor, shapes[parameter])
+        if parameter is None or box is None:
+            raise ModelError(f"{doing}: {name} is not a part of one of them")
+        found.append(FileTensor(name, tuple(tensor.shape), parameter, *box))
+    elements = sum(tensor.numel() for tensor in files.values())
+    if elements != sum(tensor.numel() for tensor in whole.values()):
+        raise ModelError(f"{doing}: the files' tensors have {elements} elements, which are not all of theirs")
+    return sorted(found, key=lambda file: places[file.parameter])
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    storage: int = tensor.untyped_storage()._cdata
+    return storage
+
+
+def _box(view: torch.Tensor, shape: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Start and dimensions of a ``view`` in a contiguous tensor of ``shape``; None where it is no box of it."""
+    strides = torch.empty(shape, device="meta").stride()
+    rest, start = int(view.storage_offset()), []
+    for stride in strides:
+        at, rest = divmod(rest, int(stride))
+        start.append(at)
+    dims: list[int] = []
+    for size, stride in zip(view.shape, view.stride(), strict=True):
+        fitting = [dim for dim, of in enumerate(strides) if of == stride and dim not in dims and shape[dim] >= size]
+        if not fitting or (dims and fitting[-1] < dims[-1]):
+            return None
+        # Strides are equal where a dimension has one element: then the last one has more.
+        dims.append(fitting[-1])
+    return (tuple(start), tuple(dims)) if not rest else None
+
+
+class _Views(TorchFunctionMode):
+    """Mode in which copies of tensors are the tensors themselves, so that what was cut out of one can be traced."""
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if getattr(func, "__name__", "") in ("contiguous", "clone"):
+            return args[0]
+        return func(*args, **(kwargs or {}))
