@@ -19,6 +19,7 @@ from headway.models.make import make_model
 
 TIMEOUT = timedelta(seconds=30)
 MOST_RANKS = 3
+MESH_RANKS = 4
 TINY = {
     "hidden_size": 32,
     "num_hidden_layers": 2,
@@ -81,10 +82,38 @@ def run_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunRanks]:
         yield run
 
 
-def _on_rank(rank: int, world: int, store: str, function: Callable[..., Any], args: Sequence[Any]) -> Any:
+@pytest.fixture(scope="session")
+def on_mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., list[Any]]]:
+    """``on_mesh(function, args)``: call ``function(*args)`` on each of four ranks; the ranks' results, in order.
+
+    Their process group is made once: torch keeps what it derived from a mesh, and would look for its groups in another.
+    """
+    store = str(tmp_path_factory.mktemp("rendezvous") / "mesh")
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["headway.engines.train.fsdp.engine"])
+
+    def run(function: Callable[..., Any], args: Sequence[Any] = ()) -> list[Any]:
+        futures = [pool.submit(function, *args) for pool in pools]
+        return [future.result(timeout=4 * TIMEOUT.total_seconds()) for future in futures]
+
+    with ExitStack() as stack:
+        pools = [
+            stack.enter_context(
+                ProcessPoolExecutor(1, mp_context=context, initializer=_join, initargs=(rank, MESH_RANKS, store))
+            )
+            for rank in range(MESH_RANKS)
+        ]
+        yield run
+
+
+def _join(rank: int, world: int, store: str) -> None:
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=TIMEOUT)
+
+
+def _on_rank(rank: int, world: int, store: str, function: Callable[..., Any], args: Sequence[Any]) -> Any:
+    _join(rank, world, store)
     try:
         return function(*args)
     finally:

@@ -1,0 +1,266 @@
+"""A model on four ranks in every kind of mesh, against the same model on one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from transformers import AutoModelForCausalLM
+
+from headway.config.learning import ActorConfig, OptimConfig
+from headway.config.parallel import ParallelConfig
+from headway.config.schema import Config
+from headway.data.collate import Row
+from headway.data.types import ColumnName
+from headway.engines.train.fsdp.critic import FsdpCritic
+from headway.engines.train.fsdp.engine import FsdpEngine
+from headway.engines.train.fsdp.gather import gather, given_parts
+from headway.engines.train.fsdp.mesh import TrainMesh
+from headway.engines.train.fsdp.reference import ReferenceEngine
+from headway.errors import ModelError
+from headway.interfaces import StepContext
+from headway.models.pretrained import load_model
+from headway.weights.safetensors_files import INDEX, write_files
+from tests.engines.train.families import FAMILIES, make_family
+from tests.engines.train.rows import random_rows, with_columns
+
+OnMesh = Callable[..., list[Any]]
+CPU = torch.device("cpu")
+RANKS = 4
+PLAIN = ParallelConfig()
+DENSE = [{"tp": 2}, {"cp": 2}, {"cp": 4}, {"tp": 2, "cp": 2}, {"replicate": 2}, {"replicate": 2, "tp": 2}]
+EXPERTS = [
+    *DENSE,
+    {"ep": 2},
+    {"ep": 4},
+    {"tp": 2, "ep": 4},
+    {"tp": 2, "cp": 2, "ep": 4},
+    {"replicate": 2, "cp": 2, "ep": 2},
+]
+QUICK = [("qwen3-moe", {"tp": 2, "cp": 2, "ep": 4}), ("gemma2", {"tp": 2, "cp": 2})]
+Case = tuple[str, dict[str, int]]
+
+
+@dataclass
+class Found:
+    """What one rank sees of a mini-batch."""
+
+    metrics: dict[str, float]
+    gradient: NDArray[np.float32]
+    """All of it, in the layout of the weights."""
+    weights: NDArray[np.float32]
+    logprobs: list[NDArray[np.float32]]
+    """Of the rows of its data rank."""
+    values: list[NDArray[np.float32]]
+    reference: list[NDArray[np.float32]]
+
+
+def configured(parallel: ParallelConfig) -> Config:
+    return Config(
+        actor=ActorConfig(ppo_max_token_len_per_gpu=64 // parallel.cp, parallel=parallel, optim=OptimConfig(lr=1e-2))
+    )
+
+
+def mesh_of(parallel: ParallelConfig) -> TrainMesh:
+    return TrainMesh.make(parallel, CPU)
+
+
+def engine(path: str, parallel: ParallelConfig, mesh: TrainMesh | None = None) -> FsdpEngine:
+    return FsdpEngine(
+        model_path=path, config=configured(parallel), total_optimizer_steps=10, mesh=mesh or mesh_of(parallel)
+    )
+
+
+def share(rows: Sequence[Row], parallel: ParallelConfig) -> list[Row]:
+    """Rows of this data rank: the last one has most."""
+    ranks, rank = dist.get_world_size() // parallel.inner, dist.get_rank() // parallel.inner
+    return [row for i, row in enumerate(rows) if min(i, ranks - 1) == rank]
+
+
+def flat(of: FsdpEngine, tensors: dict[str, torch.Tensor] | None = None) -> NDArray[np.float32]:
+    layout = of.manifest(torch.float32)
+    if tensors is None:
+        windows = of.gather(layout, 1024, everywhere=True)
+    else:
+        windows = gather(given_parts(tensors, of._files), layout, 1024, CPU, everywhere=True)
+    return np.frombuffer(b"".join(bytes(window.numpy()) for _, window in windows), np.float32)
+
+
+def look(path: str, parallel: ParallelConfig, rows: Sequence[Row], beside: bool) -> Found:
+    mesh, mine = mesh_of(parallel), share(rows, parallel)
+    policy = engine(path, parallel, mesh)
+    logprobs = policy.forward_logprobs(mine)
+    metrics = policy._learner._backward(mine, partial(policy._part, StepContext()))
+    grads = {name: parameter.grad for name, parameter in policy._policy.lm.named_parameters()}
+    values, reference = [], []
+    if beside:
+        config = configured(parallel)
+        critic = FsdpCritic(model_path=path, config=config, total_optimizer_steps=9, mesh=mesh)
+        critic.train_step([with_columns(row, **critics_columns(row)) for row in mine])
+        values = critic.forward_values(mine)
+        reference = ReferenceEngine(model_path=path, config=config, mesh=mesh).forward_logprobs(mine)
+    return Found(metrics, flat(policy, grads), flat(policy), logprobs, values, reference)
+
+
+def critics_columns(row: Row) -> dict[str, NDArray[np.float32]]:
+    of = row.columns["advantages"]
+    return {ColumnName.RETURNS: of, ColumnName.VALUES: np.zeros_like(of)}
+
+
+def look_at_all(cases: Sequence[tuple[str, ParallelConfig]], rows: Sequence[Row], beside: bool) -> list[Found]:
+    return [look(path, parallel, rows, beside) for path, parallel in cases]
+
+
+def check(on_mesh: OnMesh, root: Path, cases: Sequence[Case], beside: bool = False) -> None:
+    rows = random_rows(6)
+    paths = {name: make_family(name, root / name) for name in {name for name, _ in cases}}
+    alone = {name: look(path, PLAIN, rows, beside) for name, path in paths.items()}
+    meshes = [(paths[name], ParallelConfig.model_validate(sizes)) for name, sizes in cases]
+    of_ranks = on_mesh(look_at_all, (meshes, rows, beside))
+    for number, ((name, sizes), (_, parallel)) in enumerate(zip(cases, meshes, strict=True)):
+        expected, which = alone[name], f"{name} {sizes}"
+        for rank, found in enumerate(of[number] for of in of_ranks):
+            assert found.metrics.keys() == expected.metrics.keys()
+            for key, value in expected.metrics.items():
+                if key != "tokens_saved":  # how lines are padded
+                    assert found.metrics[key] == pytest.approx(value, rel=1e-5, abs=1e-5), (which, key)
+            np.testing.assert_array_equal(found.weights, expected.weights, which)
+            largest = float(np.abs(expected.gradient).max())
+            np.testing.assert_allclose(found.gradient, expected.gradient, atol=1e-5 * largest, rtol=1e-5, err_msg=which)
+            ranks, own = RANKS // parallel.inner, rank // parallel.inner
+            mine = [i for i in range(len(rows)) if min(i, ranks - 1) == own]
+            for ours, whole in ((found.logprobs, expected.logprobs), (found.values, expected.values)):
+                for place, values in zip(mine, ours, strict=False):
+                    np.testing.assert_allclose(values, whole[place], atol=1e-5, err_msg=which)
+            assert len(found.logprobs) == len(mine)
+            for place, values in zip(mine, found.reference, strict=False):
+                np.testing.assert_allclose(values, found.logprobs[mine.index(place)], atol=1e-5, err_msg=which)
+
+
+def test_loss_gradient_and_norm_on_four_ranks_are_those_of_one(one_rank: None, on_mesh: OnMesh, tmp_path: Path) -> None:
+    """Takes some seconds: four ranks on two cores, each of which makes process groups for every mesh."""
+    check(on_mesh, tmp_path, QUICK)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_computes_on_every_mesh_what_it_does_on_one_rank(
+    one_rank: None, on_mesh: OnMesh, tmp_path: Path, name: str
+) -> None:
+    """Takes up to half a minute: a dozen meshes, with a critic and a reference beside the policy."""
+    meshes = EXPERTS if name in ("qwen3-moe", "mixtral") else DENSE
+    check(on_mesh, tmp_path, [(name, sizes) for sizes in meshes], beside=True)
+
+
+# ------------------------------------------------------------------------------------------ files
+
+
+def train_and_write(path: str, parallel: ParallelConfig, rows: Sequence[Row], folder: Path) -> NDArray[np.float32]:
+    policy = engine(path, parallel)
+    policy.train_step(share(rows, parallel), StepContext())
+    policy.save(folder / "checkpoint", {"version": 1})
+    policy.export(folder / "model")
+    return flat(policy)
+
+
+def go_on(
+    path: str, parallels: Sequence[ParallelConfig], rows: Sequence[Row], checkpoint: Path
+) -> list[tuple[NDArray[np.float32], dict[str, float], NDArray[np.float32]]]:
+    found = []
+    for parallel in parallels:
+        policy = engine(path, parallel)
+        assert policy.load(checkpoint) == {"version": 1}
+        before = flat(policy)
+        metrics = policy.train_step(share(rows, parallel), StepContext()).metrics
+        found.append((before, metrics, flat(policy)))
+    return found
+
+
+@pytest.mark.parametrize("name", [pytest.param("qwen3-moe", marks=pytest.mark.slow), "phi3"])
+def test_a_checkpoint_of_one_mesh_is_restored_on_others_with_the_optimizers_state(
+    one_rank: None, on_mesh: OnMesh, tmp_path: Path, name: str
+) -> None:
+    """phi3 has fused matrices, of which each rank holds two stretches."""
+    path, rows = make_family(name, tmp_path / name), random_rows(5)
+    experts = {"ep": 4} if name == "qwen3-moe" else {}
+    parallel = ParallelConfig(tp=2, cp=2, **experts)
+    saved, *others = on_mesh(train_and_write, (path, parallel, rows, tmp_path))
+    assert all(np.array_equal(saved, other) for other in others)
+    meshes = [ParallelConfig(tp=2, replicate=2), ParallelConfig(cp=4)]
+    results = on_mesh(go_on, (path, meshes, rows, tmp_path / "checkpoint"))[0]
+    results += go_on(path, [PLAIN], rows, tmp_path / "checkpoint")
+    for before, metrics, after in results:
+        np.testing.assert_array_equal(before, saved)
+        assert metrics["grad_norm"] == pytest.approx(results[-1][1]["grad_norm"], rel=1e-4)
+        # A second step of AdamW: with the first one's moments it is smooth, without them each weight moves by lr.
+        np.testing.assert_allclose(after, results[-1][2], atol=2e-4)
+
+
+def test_an_export_of_a_mesh_is_a_folder_with_the_files_names_that_transformers_opens(
+    one_rank: None, on_mesh: OnMesh, tmp_path: Path
+) -> None:
+    path, rows = make_family("qwen3-moe", tmp_path / "of"), random_rows(5)
+    saved = on_mesh(train_and_write, (path, ParallelConfig(tp=2, ep=4), rows, tmp_path))[0]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    reopened = engine(str(tmp_path / "model"), PLAIN)
+    np.testing.assert_array_equal(flat(reopened), saved)
+    names = {slot.name for slot in reopened.manifest(torch.float32).slots}
+    assert "model.layers.1.mlp.experts.3.up_proj.weight" in names
+    assert {name for name, _ in model.named_parameters()} != names
+    row = rows[0]
+    ids = torch.from_numpy(row.input_ids.astype(np.int64))[None]
+    logp = model(ids).logits[0, row.prompt_length - 1 : -1].log_softmax(-1)
+    expected = logp[torch.arange(len(logp)), ids[0, row.prompt_length :]].detach().numpy()
+    np.testing.assert_allclose(reopened.forward_logprobs([row])[0], expected, atol=1e-5)
+
+
+def test_files_are_cut_between_tensors_and_the_index_names_them(one_rank: None, tmp_path: Path) -> None:
+    path = make_family("qwen3-moe", tmp_path / "of")
+    policy = engine(path, PLAIN)
+    layout, folder = policy.manifest(torch.bfloat16), tmp_path / "sharded"
+    folder.mkdir()
+    write_files(folder, layout, policy.gather(layout, 1024), most=layout.nbytes // 3)
+    index = json.loads((folder / INDEX).read_text())
+    files = sorted(set(index["weight_map"].values()))
+    assert len(files) >= 3 and files[0] == f"model-00001-of-{len(files):05d}.safetensors"
+    assert sorted(index["weight_map"]) == sorted(slot.name for slot in layout.slots)
+    assert index["metadata"]["total_size"] == layout.nbytes
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_bytes((tmp_path / "of" / name).read_bytes())
+    opened = dict(load_model(folder, dtype=torch.bfloat16).named_parameters())
+    for name, parameter in load_model(path, dtype=torch.bfloat16).named_parameters():
+        assert torch.equal(parameter, opened[name]), name
+
+
+# ------------------------------------------------------------------------------------------ refusals
+
+
+def refused(path: str, parallel: ParallelConfig) -> str:
+    with pytest.raises(ModelError) as caught:
+        engine(path, parallel)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "said"),
+    [
+        ("llama", {"ep": 2}, "actor.parallel.ep=2, and transformers has no plan for dividing a 'llama' model so"),
+        ("gpt2", {"tp": 2}, "actor.parallel.tp=2, and transformers has no plan for dividing a 'gpt2' model so"),
+        ("bloom", {"cp": 2}, "actor.parallel.cp=2 divides packed lines of tokens, and this model's rows have to be"),
+    ],
+)
+def test_a_mesh_that_the_model_cannot_have_is_refused_on_every_rank(
+    on_mesh: OnMesh, tmp_path: Path, name: str, sizes: dict[str, int], said: str
+) -> None:
+    path = make_family(name, tmp_path / name)
+    for message in on_mesh(refused, (path, ParallelConfig.model_validate(sizes))):
+        assert said in message and path in message
