@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from headway.config.schema import Config
 from headway.data.packing import Packing
+from headway.devices import kind_of
 from headway.engines.train.fsdp.collectives import from_rank_zero
 from headway.engines.train.fsdp.policy import PolicyModule, ShardedModule
 from headway.models.output_layer import check_output_layer
@@ -46,7 +47,7 @@ def sharded(wrap: Wrap[M], model_path: str, config: Config, device: torch.device
     Raises:
         ModelError: on every rank, when the model cannot be opened or has a head that this engine does not support.
     """
-    lm, padded = _load_on_rank_zero(model_path, config, device.type == "cuda")
+    lm, padded = _load_on_rank_zero(model_path, config, kind_of(device).flex_attention)
     module = wrap(lm)
     module.padded = padded
     ranks = dist.get_world_size()
