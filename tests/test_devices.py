@@ -8,7 +8,10 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import get_args
 
 import pytest
@@ -172,6 +175,72 @@ def test_torch_is_asked_for_the_device_that_is_meant(monkeypatch: pytest.MonkeyP
             *("synchronize", "set_device", "reset_peak_memory_stats"),
         )
     ]
+
+
+class Graphs:
+    """Stands in for torch.cuda's streams and graphs, and notes what is done in which order."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.steps: list[str] = []
+        self._pools = 0
+        monkeypatch.setattr(torch.cuda, "Stream", lambda device: self._stream(f"own stream of {device}"))
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda: self._stream("current stream"))
+        monkeypatch.setattr(torch.cuda, "device", lambda device: self._within(str(device)))
+        monkeypatch.setattr(torch.cuda, "stream", lambda stream: self._within(stream.name))
+        monkeypatch.setattr(torch.cuda, "graph_pool_handle", self._pool)
+        monkeypatch.setattr(
+            torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: self.steps.append("replay"))
+        )
+        monkeypatch.setattr(
+            torch.cuda,
+            "graph",
+            lambda graph, pool, stream, capture_error_mode: self._within(
+                f"capture in {pool} on {stream.name}, {capture_error_mode}"
+            ),
+        )
+
+    def _stream(self, name: str) -> SimpleNamespace:
+        return SimpleNamespace(name=name, wait_stream=lambda other: self.steps.append(f"{name} waits for {other.name}"))
+
+    def _pool(self) -> str:
+        self._pools += 1
+        return f"pool {self._pools}"
+
+    @contextmanager
+    def _within(self, what: str) -> Iterator[None]:
+        self.steps.append(f"begin {what}")
+        yield
+        self.steps.append(f"end {what}")
+
+
+def test_work_is_done_once_before_it_is_recorded_apart_from_other_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs = Graphs(monkeypatch)
+    recorder = CUDA.recorder(torch.device("cuda", 1))
+    assert recorder is not None
+    recorder.record(lambda: graphs.steps.append("compute"))()
+    own, capture = "own stream of cuda:1", "capture in pool 1 on own stream of cuda:1, thread_local"
+    assert graphs.steps == [
+        *("begin cuda:1", f"{own} waits for current stream", f"begin {own}", "compute", f"end {own}"),
+        *(f"current stream waits for {own}", f"begin {capture}", "compute", f"end {capture}", "end cuda:1", "replay"),
+    ]
+    recorder.reset()
+    recorder.record(lambda: None)
+    assert "begin capture in pool 2 on own stream of cuda:1, thread_local" in graphs.steps
+    assert CPU.recorder("cpu") is None
+
+
+def test_a_group_of_gpus_has_the_time_limit_that_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Nccl(SimpleNamespace):
+        Options = SimpleNamespace
+
+        def __init__(self, store: object, rank: int, size: int, options: SimpleNamespace) -> None:
+            super().__init__(given=(store, rank, size, options._timeout))
+
+    monkeypatch.setattr("torch.distributed.ProcessGroupNCCL", Nccl, raising=False)
+    limit = timedelta(seconds=7)
+    group = CUDA.own_group("store", 1, 2, limit)
+    assert group is not None and group.given == ("store", 1, 2, limit)
+    assert CPU.own_group("store", 1, 2, limit) is None
 
 
 # ------------------------------------------------------------------------------------------ its page
