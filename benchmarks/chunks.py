@@ -15,6 +15,7 @@ import time
 
 import torch
 
+from headway.devices import kind_of
 from headway.models.logprobs import chunked_logprobs, default_chunk_tokens
 
 
@@ -47,8 +48,7 @@ def measure(given: argparse.Namespace) -> None:
         start = time.perf_counter()
         logprobs, _ = chunked_logprobs(hidden, weight, None, targets, chunk_tokens=given.chunk)
         torch.autograd.grad(logprobs.sum(), (hidden, weight))
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        kind_of(device).synchronize(device)
         seconds.append(time.perf_counter() - start)
     rate = given.tokens / min(seconds)
     print(f"chunk {given.chunk:5d}: {rate:8.1f} tokens/s, {peak_mib(device) - before:7.0f} MiB", flush=True)
@@ -56,8 +56,8 @@ def measure(given: argparse.Namespace) -> None:
 
 def peak_mib(device: torch.device) -> float:
     """Largest memory so far: of the device's allocator, or of this process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**20
+    if (peak := kind_of(device).peak_memory(device)) is not None:
+        return peak / 2**20
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
 
 

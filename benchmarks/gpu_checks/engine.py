@@ -18,8 +18,8 @@ from headway.config.parallel import ParallelConfig
 from headway.config.schema import Config, RolloutConfig
 from headway.data.collate import Row
 from headway.data.types import GroupTokens, RowTokens
+from headway.devices import Compute, Recorder
 from headway.engines.rollout.native.core import EngineCore
-from headway.engines.rollout.native.graphs import Compute, CudaRecorder, Recorder
 from headway.engines.train.fsdp.engine import FsdpEngine
 from headway.engines.train.fsdp.mesh import TrainMesh
 from headway.interfaces import Call, GroupRequest, OnUpdate
@@ -203,7 +203,7 @@ def _core(setting: Setting, model: PreTrainedModel, recorder: Recorder | None = 
 
 
 def _recorder(setting: Setting) -> Recorder:
-    return CudaRecorder(torch.device("cuda", 0)) if setting.on_gpu else RunsAgain()
+    return setting.kind.recorder(torch.device(setting.device, 0)) or RunsAgain()
 
 
 def _rms(values: NDArray[np.float32]) -> float:

@@ -85,7 +85,7 @@ def windowed(folder: Path) -> Path:
 def speed(setting: Setting) -> Passed:
     """Tokens per second and memory of a training step by layout, and what arithmetic allows."""
     folder, shape = model_folder(setting), shape_of(setting)
-    large = setting.on_gpu and torch.cuda.get_device_properties(0).total_memory > LARGE_GPU_GB * 1e9
+    large = (setting.kind.total_memory(setting.device) or 0) > LARGE_GPU_GB * 1e9
     length, budget = (64, 256) if setting.small else (512, 8192 if large else 4096)
     rows = tailed_rows(shape, 2 * N, length)
     tokens = sum(len(row.input_ids) for row in rows)

@@ -184,7 +184,7 @@ async def _slept(setting: Setting, keep: bool) -> dict[str, float]:
 def free_bytes(setting: Setting) -> int:
     """Memory that nobody has, by the device's own count; on a CPU, relative to what this process has."""
     if setting.on_gpu:
-        torch.cuda.synchronize()
+        setting.wait()
         return torch.cuda.mem_get_info()[0]
     ctypes.CDLL(None).malloc_trim(0)  # else what is free may stay with the C library
     return -int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")

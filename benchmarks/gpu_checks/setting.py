@@ -6,7 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from headway.devices import DeviceKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +29,15 @@ class Setting:
     def on_gpu(self) -> bool:
         return self.device == "cuda"
 
+    @property
+    def kind(self) -> DeviceKind:
+        from headway.devices import kind_of  # what can be run is known before Headway has to be there
+
+        return kind_of(self.device)
+
     def wait(self) -> None:
         """Return when the device has computed everything that it was given."""
-        if self.on_gpu:
-            import torch
-
-            torch.cuda.synchronize()
+        self.kind.synchronize(self.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +69,7 @@ def one_rank_group(setting: Setting) -> Iterator[None]:
     """torch.distributed's default group of this process alone, as ``cluster.backend=inline`` makes it."""
     import torch.distributed as dist
 
-    backend = "cpu:gloo,cuda:nccl" if setting.on_gpu else "gloo"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group(setting.kind.process_groups, store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield
     finally:

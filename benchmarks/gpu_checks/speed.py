@@ -83,7 +83,7 @@ def model_folder(setting: Setting) -> Path:
 def training_speed(setting: Setting) -> Passed:
     """Tokens per second, MFU and memory of a training step, and of a plain one."""
     folder, shape = model_folder(setting), shape_of(setting)
-    large = setting.on_gpu and torch.cuda.get_device_properties(0).total_memory > LARGE_GPU_GB * 1e9
+    large = (setting.kind.total_memory(setting.device) or 0) > LARGE_GPU_GB * 1e9
     length, budget = (64, 128) if setting.small else (1024, 8192 if large else 2048)
     rows = rows_of_length(shape, 8 if setting.small else 16, length)
     contenders = {
@@ -112,8 +112,7 @@ def training_speed(setting: Setting) -> Passed:
 def measured(setting: Setting, make: Callable[[], Once]) -> tuple[float, float | None]:
     """Median seconds of a step, and on a GPU the most memory, in GB, that it had. Everything is given back."""
     _empty(setting)
-    if setting.on_gpu:
-        torch.cuda.reset_peak_memory_stats()
+    setting.kind.reset_peak(setting.device)
     once = make()
     seconds = []
     for _ in range(1 + STEPS):
@@ -121,10 +120,10 @@ def measured(setting: Setting, make: Callable[[], Once]) -> tuple[float, float |
         once()
         setting.wait()
         seconds.append(time.perf_counter() - started)
-    memory = torch.cuda.max_memory_allocated() / 1e9 if setting.on_gpu else None
+    peak = setting.kind.peak_memory(setting.device)
     del once
     _empty(setting)
-    return median(seconds[1:]), memory
+    return median(seconds[1:]), None if peak is None else peak / 1e9
 
 
 def headway_step(
@@ -234,11 +233,10 @@ def decoding_speed(setting: Setting) -> Passed:
     memory: dict[str, float] = {}
     for way, decode in ways.items():
         _empty(setting)
-        if setting.on_gpu:
-            torch.cuda.reset_peak_memory_stats()
+        setting.kind.reset_peak(setting.device)
         rates[way] = decode(counts, tokens)
-        if setting.on_gpu:
-            memory[way] = torch.cuda.max_memory_allocated() / 1e9
+        if (peak := setting.kind.peak_memory(setting.device)) is not None:
+            memory[way] = peak / 1e9
     lines = [_decoding_line(count, {way: rates[way][count] for way in ways}) for count in counts]
     if memory:
         lines.append("memory at most: " + ", ".join(f"{way} {gb:.1f} GB" for way, gb in memory.items()))
@@ -322,5 +320,4 @@ def _served(setting: Setting) -> torch.dtype:
 
 def _empty(setting: Setting) -> None:
     gc.collect()
-    if setting.on_gpu:
-        torch.cuda.empty_cache()
+    setting.kind.release_cached()

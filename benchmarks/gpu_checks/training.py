@@ -82,7 +82,7 @@ def training(setting: Setting) -> Passed:
 
 def fsdp(setting: Setting) -> Passed:
     """Gradient and step of one mini-batch on all GPUs, a rank each; gathered weights; a checkpoint there and back."""
-    world = setting.ranks or (torch.cuda.device_count() if setting.on_gpu else 1)
+    world = setting.ranks or setting.kind.count()
     folder, rows = peaked_model(setting), random_rows(setting)
     expected = reference(folder, rows)
     torch.save(expected, setting.scratch / "reference.pt")
@@ -334,9 +334,8 @@ def _rank(
 
 @contextmanager
 def _group(setting: Setting, rank: int, world: int, store: Path) -> Iterator[None]:
-    if setting.on_gpu:
-        torch.cuda.set_device(rank)
-    backend = "cpu:gloo,cuda:nccl" if setting.on_gpu else "gloo"
+    setting.kind.make_current(torch.device(setting.device, rank))
+    backend = setting.kind.process_groups
     file = dist.FileStore(str(store), world)
     dist.init_process_group(backend, store=file, rank=rank, world_size=world, timeout=timedelta(seconds=MEET_S))
     try:

@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 from benchmarks.gpu_checks.models import manifest_of, on_device, peaked_model, windows
 from benchmarks.gpu_checks.setting import Passed, Setting, Skipped, require
 from headway.config.transports import TRANSPORTS
+from headway.devices import kind_of
 from headway.engines.served.weights import ServedWeights
 from headway.weights.incoming import BackBuffer, InPlace
 from headway.weights.layout import Manifest, buckets, build_manifest
@@ -187,7 +188,7 @@ def _meeting(name: str, setting: Setting, manifest: Manifest) -> Iterator[Ends]:
 
 def broadcast(setting: Setting) -> Passed:
     """``broadcast`` between two processes: over NCCL from one GPU to another; on a CPU over Gloo."""
-    if setting.on_gpu and (count := torch.cuda.device_count()) < 2:
+    if setting.on_gpu and (count := setting.kind.count()) < 2:
         raise Skipped(f"NCCL has a GPU for each process, and there is {count} here; two are needed")
     nbytes = 2**20 if setting.small else 2**30
     store, port = open_store(HOST, PEER_LOADS_S)
@@ -230,10 +231,10 @@ def _send(sender: BroadcastSender, version: int, nbytes: int, setting: Setting) 
 
 
 def _peer(link: BroadcastLink, nbytes: int, pipe: Connection) -> None:
-    if link.device == "cuda":
-        torch.cuda.set_device(1)
+    kind = kind_of(link.device)
+    kind.make_current(torch.device(link.device, 1))
     receiver = BroadcastReceiver(link, 0, HOST)
-    buffer = BackBuffer(_flat_manifest(nbytes), pinned=link.device == "cuda")
+    buffer = BackBuffer(_flat_manifest(nbytes), pinned=kind.pins_host_memory)
     answer = "the same bits"
     try:
         for version in (1, 2):

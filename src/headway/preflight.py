@@ -27,6 +27,7 @@ from headway.config.schema import Config
 from headway.data.files import Record
 from headway.data.rows import by_source
 from headway.data.sources import DataBundle, Rows, build_sources, read_rows
+from headway.devices import chosen
 from headway.episodes.hosting import chats_of
 from headway.episodes.runners import ProgramRunners, program_spec, variables
 from headway.errors import ConfigError, DataError, ModelError, ScoringFailed, UserCodeError, WorkerDied, boundary
@@ -144,8 +145,7 @@ def check_model(config: Config, rows: Rows, *, when_too_long: str = LOWER) -> Da
     if config.cluster.address is not None:
         timeout_s = min(config.cluster.start_timeout_s, CONNECT_TIMEOUT_S)
         asyncio.run(check_listens(config.cluster.address, timeout_s))
-    else:  # workers will all be here
-        _check_device(config)
+    _device(config)  # refused where it is not here
     if config.model.path is None:
         return None
     from headway.models.pretrained import load_config
@@ -220,11 +220,13 @@ async def _load_in_a_process(runners: _Loadable[D], shown: str, limit: float, ad
         await runners.close()
 
 
-def _check_device(config: Config) -> None:
-    import torch
+def _device(config: Config) -> str:
+    """Return the kind of the workers' devices. Raises `ConfigError` where they will all be here, and it is not.
 
-    if config.cluster.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("cluster.device=cuda, but torch sees no GPU here; set cluster.device=cpu")
+    A cluster that is joined is taken to have any kind.
+    """
+    joins = config.cluster.address is not None
+    return chosen(config.cluster.device, lambda kind: joins or kind.is_there())
 
 
 def _check_answers(config: Config, rows: Rows) -> None:
@@ -315,9 +317,8 @@ def _check_kv_cache(config: Config, model_config: Any) -> None:
     from headway.engines.rollout.native.cache import KvGeometry
     from headway.models.pretrained import served_dtype
 
-    geometry, on_cpu = KvGeometry.of(model_config.get_text_config()), config.cluster.device == "cpu"
-    on_cpu = on_cpu or (config.cluster.address is None and not torch.cuda.is_available())
-    itemsize = served_dtype(config, torch.device("cpu" if on_cpu else "cuda")).itemsize
+    geometry = KvGeometry.of(model_config.get_text_config())
+    itemsize = served_dtype(config, torch.device(_device(config))).itemsize
     context = data.max_prompt_length + data.max_response_length
     needed = geometry.layers * 2 * geometry.kv_heads * geometry.head_dim * itemsize * context / 2**30
     if gib < needed:

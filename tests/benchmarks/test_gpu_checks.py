@@ -17,10 +17,10 @@ from benchmarks.gpu_checks.models import HALF_BILLION
 from benchmarks.gpu_checks.setting import CheckFailed, Passed, Setting
 from headway.config.transports import TRANSPORTS
 from headway.data.trees import Segments
+from headway.devices import Compute
 from headway.engines.rollout.native import runner
 from headway.engines.rollout.native.cache import SlotCache
 from headway.engines.rollout.native.core import EngineCore
-from headway.engines.rollout.native.graphs import Compute
 from headway.engines.served.memory import WeightMemory
 from headway.engines.train.fsdp import engine as fsdp_engine
 from headway.engines.train.fsdp import learner, policy

@@ -119,9 +119,10 @@ def load_checked(path: Path, overrides: list[str]) -> LoadedConfig:
 
 def notes_on_this_machine(config: Config) -> list[str]:
     from headway.cluster.hardware import available_cores
-    from headway.config.machine import gpus_here, machine_notes
+    from headway.config.machine import machine_notes
+    from headway.devices import listed_here
 
-    return list(machine_notes(config, cores=available_cores(), gpus=gpus_here()))
+    return list(machine_notes(config, cores=available_cores(), gpus=listed_here()))
 
 
 def print_resolved(loaded: LoadedConfig) -> None:

@@ -22,6 +22,7 @@ from headway.cluster.worker_group import Worker, WorkerGroup
 from headway.concurrently import both, concurrently, failure_ignored
 from headway.config.schema import Config
 from headway.config.transports import TRANSPORTS, transport_of
+from headway.devices import CPU, kind_of
 from headway.errors import ConfigError, UpdateFailed, WorkerDied
 from headway.interfaces import GatherReport, ReceiveReport, SendReport
 from headway.weights.layout import Manifest
@@ -75,9 +76,12 @@ def exchange_settings(config: Config, address: Address | None, device: str, dire
     update = config.param_update
     transport = transport_of(update.transport, backend=config.cluster.backend, shared=False)
     apart = update.schedule == "overlapped"
-    if update.backend == "nccl" and device != "cuda":
-        raise ConfigError("param_update.backend=nccl: the workers compute on CPUs; set it to gloo, or to auto")
-    through_gpus = device == "cuda" and not apart and update.backend != "gloo"
+    kind = kind_of(device)
+    if update.backend not in ("auto", "gloo", kind.collectives):
+        raise ConfigError(
+            f"param_update.backend={update.backend}: the workers compute on {kind.called}s; set it to gloo, or to auto"
+        )
+    through_devices = kind.collectives != "gloo" and not apart and update.backend != "gloo"
     return ExchangeSettings(
         transport=transport,
         streamed=TRANSPORTS[transport].streamed,
@@ -86,7 +90,7 @@ def exchange_settings(config: Config, address: Address | None, device: str, dire
         verify=update.verify,
         timeout_s=transport_timeout(config),
         address=address,
-        device="cuda" if through_gpus and TRANSPORTS[transport].on_gpu else "cpu",
+        device=device if through_devices and TRANSPORTS[transport].on_gpu else CPU.name,
         directory=directory,
     )
 

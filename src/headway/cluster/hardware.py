@@ -8,6 +8,8 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
+from headway.devices import kind_of
+
 CPU_INFO = Path("/proc/cpuinfo")
 
 
@@ -30,7 +32,7 @@ def hardware_here(device: str) -> Hardware:
     """Describe this process's hardware, once threads are set. ``device``: its worker's, as torch names it."""
     import torch
 
-    gpu = torch.cuda.get_device_name(device) if device.startswith("cuda") else None
+    gpu = kind_of(device).device_name(device)
     return Hardware(socket.gethostname(), cpu_model(), available_cores(), gpu, torch.get_num_threads(), os.getpid())
 
 

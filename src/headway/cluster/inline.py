@@ -12,6 +12,7 @@ from headway.cluster.process import math_environment
 from headway.cluster.role_host import RoleHost
 from headway.config.schema import Config
 from headway.data.types import Handle
+from headway.devices import chosen, kind_of
 from headway.errors import ConfigError
 from headway.progress import Heartbeat
 
@@ -84,13 +85,8 @@ class InlineCluster:
         self._made_group = False
 
     async def connect(self) -> str:
-        """Return the device that torch sees here. Raises `ConfigError` when ``cuda`` is asked for and there is none."""
-        import torch
-
-        asked, there = self._config.cluster.device, torch.cuda.is_available()
-        if asked == "cuda" and not there:
-            raise ConfigError("cluster.device=cuda, but torch sees no GPU here; set cluster.device=cpu")
-        self._device = ("cuda" if there else "cpu") if asked == "auto" else asked
+        """Return the device that torch sees here. Raises `ConfigError` when it is not the one asked for."""
+        self._device = chosen(self._config.cluster.device)
         return self._device
 
     async def reserve(self, plan: ClusterPlan) -> None:
@@ -139,6 +135,5 @@ class InlineCluster:
 
         if not dist.is_initialized():
             store = dist.HashStore()
-            backend = "cpu:gloo,cuda:nccl" if self._device == "cuda" else "gloo"
-            dist.init_process_group(backend, store=store, rank=0, world_size=1)
+            dist.init_process_group(kind_of(self._device).process_groups, store=store, rank=0, world_size=1)
             self._made_group = True

@@ -24,6 +24,7 @@ from headway.cluster.ray_worker import RayWorker
 from headway.cluster.resource_pool import ResourcePool
 from headway.config.schema import Config
 from headway.data.types import ColumnName
+from headway.devices import chosen, kind_of
 from headway.errors import ConfigError, RunError, boundary
 
 WORKER_BYTES = 128 * 2**20
@@ -90,7 +91,7 @@ class RayCluster:
         left = max(0.0, self._deadline - asyncio.get_running_loop().time())
         whole_seconds = int(left * RESERVING_SHARE)  # Ray waits for no fractions
         self._pool = await ResourcePool.reserve(
-            len(self._devices), on_gpus=self._device == "cuda", timeout_s=whole_seconds
+            len(self._devices), on_gpus=kind_of(self._device).ray_resource is not None, timeout_s=whole_seconds
         )
 
     async def find_place(self, spec: WorkerSpec, others: Sequence[int] = ()) -> int:
@@ -167,7 +168,7 @@ class RayCluster:
     def _check_enough_gpus(self, plan: ClusterPlan) -> None:
         """Raise `ConfigError` if this machine has too few GPUs for ``plan``. A joined cluster may grow: not checked."""
         needed, there = len(self._devices), _gpus()
-        if self._device == "cuda" and self._config.cluster.address is None and needed > there:
+        if kind_of(self._device).ray_resource and self._config.cluster.address is None and needed > there:
             raise ConfigError(
                 f"the run needs {needed} GPUs, for {', '.join(spec.name for spec in plan.workers)}, and this machine "
                 f"has {there:g}. Set cluster.device=cpu, or ask for fewer "
@@ -185,14 +186,11 @@ class RayCluster:
             )
 
     def _choose_device(self) -> str:
-        gpus = _gpus()
-        match self._config.cluster.device:
-            case "auto":
-                return "cuda" if gpus else "cpu"
-            case "cuda" if not gpus:
-                raise ConfigError("cluster.device=cuda, but Ray sees no GPU; set cluster.device=cpu")
-            case device:
-                return device
+        return chosen(
+            self._config.cluster.device,
+            lambda kind: kind.ray_resource is None or _resource(kind.ray_resource) > 0,
+            "Ray sees no {}",
+        )
 
 
 def _gpus() -> float:

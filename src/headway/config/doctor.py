@@ -255,8 +255,8 @@ def _mesh(config: Config, placement: Placement) -> Iterator[str]:
         return
     if parallel.cp > 1 and config.model.packing == "padded":
         yield (
-            f"actor.parallel.cp={parallel.cp} divides packed lines of tokens, and model.packing=padded has none; set cp=1, "
-            "or drop model.packing"
+            f"actor.parallel.cp={parallel.cp} divides packed lines of tokens, and model.packing=padded has none; set "
+            "cp=1, or drop model.packing"
         )
     for role in (ACTOR, REF, LOGP, CRITIC):
         own = placement.devices.get(role, ())

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 from collections.abc import Iterator
-from pathlib import Path
 
 from headway.config.placement import resolve_placement
 from headway.config.schema import Config
 from headway.errors import ConfigError
-
-NVIDIA, AMD = Path("/proc/driver/nvidia/gpus"), Path("/dev/kfd")
 
 
 def machine_notes(config: Config, *, cores: int, gpus: int | None) -> Iterator[str]:
@@ -48,17 +44,3 @@ def check_vllm_installed() -> None:
             "rollout.name=vllm, but vLLM is not installed here; install it (for a CPU: the packages of "
             "constraints-vllm.txt), or set rollout.name=native"
         )
-
-
-def gpus_here() -> int | None:
-    """GPUs that a process here may use, as far as can be told without loading torch; None where it cannot."""
-    if AMD.exists():
-        return None
-    try:
-        there = len(list(NVIDIA.iterdir()))
-    except OSError:
-        there = 0
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None or not there:
-        return there
-    return min(there, len([name for name in visible.split(",") if name.strip() not in ("", "-1")]))

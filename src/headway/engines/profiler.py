@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from headway.devices import kind_here
 from headway.errors import RunError, boundary
 
 COMPRESSION = 3
@@ -72,7 +73,6 @@ class ProcessProfile:
 
     def _start(self) -> None:
         os.environ.setdefault("KINETO_LOG_LEVEL", SILENT)
-        import torch
 
         # `torch.profiler` is this one and a schedule, and takes seconds to import.
         from torch._C._profiler import _ExperimentalConfig
@@ -82,7 +82,7 @@ class ProcessProfile:
             self._running = False
             self._profiler.__exit__(None, None, None)
         self._profiler = profile(
-            use_device="cuda" if torch.cuda.is_available() else None,
+            use_device=kind_here().profiled_as,
             # Threads that compute were there before: torch would look at this thread, and at those that it starts, and
             # crash where another thread ends what this one began. A trace alone takes a third of the time to end.
             experimental_config=_ExperimentalConfig(profile_all_threads=True, trace_only=True),

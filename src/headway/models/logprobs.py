@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from headway.devices import kind_of
 from headway.models.logits import PLAIN, LogitRule
 
 CPU_ELEMENTS = 16_777_216
@@ -31,8 +32,7 @@ def default_chunk_tokens(vocabulary: int, device: torch.device) -> int:
     It depends on the device's whole memory and not on what is free, so that equal devices compute equal chunks.
     """
     elements = CPU_ELEMENTS
-    if device.type == "cuda":
-        memory = torch.cuda.get_device_properties(device).total_memory
+    if (memory := kind_of(device).total_memory(device)) is not None:
         elements = max(elements, memory // GPU_SHARE // torch.float32.itemsize)
     return max(1, min(MOST_TOKENS, elements // vocabulary))
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding_bag
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from headway.devices import kind_of
 from headway.models.layout import Kind, Layout, Part
 
 NAME = "headway_packed"
@@ -75,14 +76,14 @@ def _attend(
     softcap: float | None,
     s_aux: Tensor | None,
 ) -> Float[Tensor, "1 L H E"]:
-    if query.device.type == "cuda":
+    if kind_of(query.device).flex_attention:
         from headway.models.flex import flex  # imports compilers, which CPUs do without
 
         out: Tensor = flex(query, key, value, layout, scale=scale, window=sliding_window, softcap=softcap, sinks=s_aux)
         return out
     parts = layout.parts(sliding_window)
     q_LHD, k_LGD, v_LGE = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    flash = softcap is None and s_aux is None and query.shape[-1] == value.shape[-1]
+    flash = query.device.type == "cpu" and softcap is None and s_aux is None and query.shape[-1] == value.shape[-1]
     if flash:
         out_LHE = _Flash.apply(q_LHD, k_LGD, v_LGE, parts, scale)  # type: ignore[no-untyped-call]
     else:

@@ -22,6 +22,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging
 
 from headway.config.schema import Config
+from headway.devices import kind_of
 from headway.errors import ModelError, boundary
 from headway.models.tokenizer import check_folder, expanded
 
@@ -33,7 +34,7 @@ LOADING = threading.Lock()
 
 def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
     """Dtype of the trainer's matrix products: ``model.dtype``; ``auto`` is bfloat16 on GPUs, float32 on CPUs."""
-    return _dtype(config.model.dtype, torch.bfloat16 if device.type == "cuda" else torch.float32)
+    return _dtype(config.model.dtype, getattr(torch, kind_of(device).dtype))
 
 
 def served_dtype(config: Config, device: torch.device) -> torch.dtype:

@@ -24,7 +24,7 @@ from torch.distributed import ProcessGroup
 
 @dataclass(frozen=True, slots=True)
 class SequenceRanks:
-    """Ranks that divide lines of tokens among them, as one of them sees them. Lines are as long as their number divides."""
+    """Ranks that divide lines of tokens, as one of them sees them. Their number divides the length of a line."""
 
     group: ProcessGroup
     rank: int
@@ -38,7 +38,7 @@ class SequenceRanks:
         return slice(self.rank * own, (self.rank + 1) * own)
 
     def to_heads(self, line: Float[Tensor, "1 H l D"]) -> Float[Tensor, "1 h L D"]:
-        """Give up heads for tokens: some heads of all tokens. Heads are repeated first where ``size`` divides them not."""
+        """Give up heads for tokens: some heads of all tokens. Repeats heads where ``size`` does not divide them."""
         heads = line.shape[1]
         if heads % self.size:
             line = line.repeat_interleave(self.size // gcd(heads, self.size), dim=1)

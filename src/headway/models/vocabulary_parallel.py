@@ -2,8 +2,8 @@
 
     hidden states ─▶ logits of this rank's tokens ─▶ max, Σ exp, Σ exp · logit, the target's logit ─▶ summed over ranks
 
-As Megatron-LM's vocabulary-parallel cross entropy (Shoeybi et al. 2019, arXiv:1909.08053), with the entropy beside it. In
-chunks, whose logits the backward pass computes again.
+As Megatron-LM's vocabulary-parallel cross entropy (Shoeybi et al. 2019, arXiv:1909.08053), with the entropy beside it.
+In chunks, whose logits the backward pass computes again.
 
 Shape suffixes: M tokens, C tokens of a chunk, H hidden size, V tokens of this rank's part of the vocabulary.
 """
@@ -33,7 +33,7 @@ class VocabularyPart:
     """Id of the part's first token."""
 
     def places(self, targets_C: Int[Tensor, " C"], size: int) -> tuple[Int[Tensor, " C"], Tensor]:
-        """Index of each target among the part's ``size`` tokens, 0 where it is another rank's; and which are this one's."""
+        """Index of each target among the part's ``size`` tokens, 0 for another rank's; and which are this one's."""
         places_C = targets_C - self.first
         own_C = (places_C >= 0) & (places_C < size)
         return places_C.where(own_C, 0), own_C
@@ -134,7 +134,7 @@ def divided_logprobs(
     chunk: int,
     part: VocabularyPart,
 ) -> tuple[Float[Tensor, " M"], Float[Tensor, " M"]]:
-    """Log-prob (nats) of ``targets`` and entropy, as `headway.models.logprobs.chunked_logprobs`; ``weight`` is a part."""
+    """Log-prob (nats) of ``targets`` and entropy, as `chunked_logprobs`, where ``weight`` is a part of all rows."""
     logprobs_M, entropy_M = DividedLogProbs.apply(  # type: ignore[no-untyped-call]
         hidden, weight, bias, targets, temperature, rule, chunk, part
     )

@@ -12,9 +12,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from headway.devices import Compute
 from headway.engines.rollout.native import graphs
 from headway.engines.rollout.native.fused import FusedForward
-from headway.engines.rollout.native.graphs import Compute, recorded_rows
+from headway.engines.rollout.native.graphs import recorded_rows
 from headway.interfaces import OnUpdate
 from tests.engines.rollout.support import (
     CONTEXT,

@@ -15,6 +15,7 @@ from headway.cluster.roles.critic import WithCritic
 from headway.cluster.roles.outbox import Outbox, Send, Sent, SentWeights
 from headway.cluster.worker_group import Collect, Dispatch, register
 from headway.data.types import ColumnName, Outcomes, Sample
+from headway.devices import kind_of
 from headway.errors import RunError
 from headway.interfaces import GatherReport, StepContext, StepReport
 from headway.weights.layout import Manifest
@@ -206,4 +207,4 @@ class ActorRole(WithCritic):
 
     @property
     def _on_gpu(self) -> bool:
-        return self._device.startswith("cuda")
+        return kind_of(self._device).pins_host_memory

@@ -13,6 +13,7 @@ from headway.cluster.roles.lookout import Lookout
 from headway.config.schema import Config
 from headway.data.collate import Row
 from headway.data.types import Handle, Sample
+from headway.devices import kind_of
 from headway.engines.profiler import ProcessProfile
 from headway.weights.transports.links import Address, EndContext
 
@@ -86,7 +87,7 @@ class Role:
         from headway.weights.transports.group import join_store
 
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if self._device.startswith("cuda") else "gloo",
+            kind_of(self._device).process_groups,
             store=join_store(store, f"ranks/{role}", self._config.cluster.start_timeout_s),
             rank=rank,
             world_size=world_size,

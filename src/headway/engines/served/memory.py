@@ -14,6 +14,8 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from headway.devices import kind_of
+
 
 def own_storages(model: nn.Module) -> None:
     """Move parameters out of memory that is not the process's own to resize: a weights file that is mapped."""
@@ -76,8 +78,7 @@ class WeightMemory:
 
 def release_cached(device: torch.device) -> None:
     """Return the allocator's unused memory to the device, for other processes."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    kind_of(device).release_cached()
 
 
 def _flat(storage: torch.UntypedStorage) -> torch.Tensor:
@@ -86,5 +87,5 @@ def _flat(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 def _to_host(storage: torch.UntypedStorage) -> torch.Tensor:
-    kept = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=storage.device.type == "cuda")
+    kept = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=kind_of(storage.device).pins_host_memory)
     return kept.copy_(_flat(storage))

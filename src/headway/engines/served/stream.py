@@ -1,4 +1,4 @@
-"""A CUDA stream for what a receiving thread does, so that decoding does not wait for weights that arrive.
+"""A stream of the device for what a receiving thread does, so that decoding does not wait for weights that arrive.
 
     default stream    decode ▷ decode ▷ decode ▷ decode ▷ load ▷ decode
     side stream          └▷ receive ▷ copy ▷ receive ▷ copy │ host waits, then reports the version as received
@@ -14,13 +14,16 @@ from contextlib import contextmanager, suppress
 
 import torch
 
+from headway.devices import SideStream as Stream
+from headway.devices import kind_of
+
 
 class SideStream:
-    """A CUDA stream on ``device`` for a receiving thread, made when first used. On a CPU it does nothing."""
+    """A stream on ``device`` for a receiving thread, made when first used. On a CPU it does nothing."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream: torch.cuda.Stream | None = None
+        self._stream: Stream | None = None
 
     @contextmanager
     def working(self) -> Iterator[None]:
@@ -31,14 +34,14 @@ class SideStream:
         no memory is recorded for a second stream: what was taken inside is given back to the stream that used it, and
         no tensor of another stream can be freed and taken again while work here still writes it.
         """
-        if self._device.type != "cuda":
+        if self._stream is None:
+            self._stream = kind_of(self._device).side_stream(self._device)
+        if self._stream is None:
             yield
             return
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(self._device)
-        self._stream.wait_stream(torch.cuda.default_stream(self._device))
+        self._stream.wait_for_default()
         try:
-            with torch.cuda.stream(self._stream):
+            with self._stream.working():
                 yield
         except BaseException:
             with suppress(RuntimeError):  # what went wrong first is the reason

@@ -15,6 +15,7 @@ from typing import Protocol, TypeVar
 
 import torch
 
+from headway.devices import kind_of
 from headway.engines.served.stream import SideStream
 from headway.engines.served.weights import Contents, ServedWeights
 from headway.errors import RunError, UpdateFailed, boundary
@@ -57,7 +58,7 @@ class BufferedIntake:
         self._weights = weights
         self._window = window
         self._target = weights.target(manifest)
-        self._back = BackBuffer(manifest, pinned=weights.device.type == "cuda")
+        self._back = BackBuffer(manifest, pinned=kind_of(weights.device).pins_host_memory)
 
     def begin(self, version: int) -> None:
         """Do nothing: the served weights are not touched before `load`."""
@@ -73,7 +74,7 @@ class BufferedIntake:
         self._weights.set(Contents.TORN, version)  # until all of it is written
         for offset, window in self._back.windows(self._window):
             self._target.write(offset, window)
-        _wait_for(self._weights.device)
+        kind_of(self._weights.device).synchronize(self._weights.device)
         self._back.clear()
         self._weights.set(Contents.SERVED, version)
 
@@ -85,7 +86,7 @@ class InPlaceIntake:
         """Prepare to write into ``weights``. ``window``: bytes that are copied at a time, as for `BufferedIntake`."""
         self._name = name
         self._weights = weights
-        pinned = weights.device.type == "cuda"
+        pinned = kind_of(weights.device).pins_host_memory
         self._into = InPlace(manifest, weights.target(manifest), window=window, pinned=pinned)
         self._before = (weights.contents, weights.version)
 
@@ -105,7 +106,7 @@ class InPlaceIntake:
             else:
                 self._weights.set(*self._before)
             raise
-        _wait_for(self._weights.device)
+        kind_of(self._weights.device).synchronize(self._weights.device)
         self._weights.set(Contents.ARRIVED, version)
         return report
 
@@ -156,7 +157,7 @@ class Updates:
         return filling
 
     def _fill(self, version: int) -> ReceiveReport:
-        """Receive ``version`` on the receiving thread, which has to choose its CUDA stream by itself."""
+        """Receive ``version`` on the receiving thread, which has to choose its stream by itself."""
         with self._stream.working():
             return self._way_in.fill(version, partial(self._receive, version))
 
@@ -197,9 +198,3 @@ def not_staged(name: str, version: int, staged: int | None) -> UpdateFailed:
         f"{name} was told to activate version {version}, but "
         f"{'nothing' if staged is None else f'version {staged}'} is staged; call stage_weights({version}) first"
     )
-
-
-def _wait_for(device: torch.device) -> None:
-    """Wait until all copies to ``device`` have ended."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

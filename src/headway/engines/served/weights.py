@@ -69,7 +69,7 @@ class ServedWeights:
 
     def target(self, manifest: Manifest) -> Tensors:
         """The tensors into which flat bytes in host memory are written."""
-        if self.device.type == "cuda":
+        if self.device.type != "cpu":
             return _ThroughDevice(manifest, whole(self._tensors), self.device)
         return Tensors(manifest, whole(self._tensors))
 

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from headway.data.collate import Row
 from headway.data.packing import Packing
+from headway.devices import kind_of
 from headway.engines.served.memory import own_storages
 from headway.engines.served.update import BufferedIntake, InPlaceIntake, Updates, outcome
 from headway.engines.served.weights import ServedWeights
@@ -61,7 +62,7 @@ class LogProbCopy:
         check_output_layer(model, name)
         self._name = name
         self._policy = PolicyModule(model, temperature)
-        on_gpu = model.device.type == "cuda"
+        on_gpu = kind_of(model.device).flex_attention
         self.padded = use_packed_attention(model, on_gpu=on_gpu) if packing.packed else "model.packing=padded"
         """Reason why rows are padded and not packed; None where they are packed."""
         self._packing = replace(packing, packed=self.padded is None)

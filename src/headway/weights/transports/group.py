@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
+from headway.devices import kind_of
 from headway.errors import UpdateFailed, boundary
 from headway.weights.transports.connections import Endpoint, cut, device_and_listener
 
@@ -43,6 +44,7 @@ class StoreGroup:
         self.members = tuple(members)
         self.rank = rank
         self.device = torch.device(device)
+        self._kind = kind_of(device)
         self._timeout = timedelta(seconds=timeout_s)
         self._listens: Endpoint | None = None
         """The endpoint at which the others connect to this rank (Gloo only), as far as it is known."""
@@ -83,8 +85,8 @@ class StoreGroup:
         size = len(self.members)
         self._store.set(f"joined/{self.rank}", "")
         try:
-            if self.device.type == "cuda":
-                return _nccl(self._store, self.rank, size, self._timeout)
+            if (group := self._kind.own_group(self._store, self.rank, size, self._timeout)) is not None:
+                return group
             device, self._listens = device_and_listener(partial(_device, host))
             self._store.set(f"listens/{self.rank}", " ".join(map(str, self._listens or ())))
             return _gloo(self._store, self.rank, size, self._timeout, device)
@@ -115,10 +117,10 @@ class StoreGroup:
     def _finish(self, work: dist.Work) -> None:
         # Gloo ends every operation itself when the group's time-out is over. A time-out given to `wait` would return
         # while the operation still reads or writes the tensor. NCCL's `wait` returns at once unless it is given one.
-        if self.device.type == "cuda":
-            work.wait(self._timeout)
-        else:
+        if self._kind.collectives == "gloo":
             work.wait()
+        else:
+            work.wait(self._timeout)
 
     def _read(self, key: str) -> bytes | None:
         value: bytes | None = self._store.get(key) if self._store.check([key]) else None
@@ -137,15 +139,6 @@ def _device(host: str | None) -> Any:
     if host is None:
         return ProcessGroupGloo.create_default_device()
     return ProcessGroupGloo.create_device(hostname=host)
-
-
-def _nccl(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-    # Imported late: a CPU build of torch has no NCCL.
-    from torch.distributed import ProcessGroupNCCL
-
-    options = ProcessGroupNCCL.Options()
-    options._timeout = timeout
-    return ProcessGroupNCCL(store, rank, size, options)
 
 
 def open_store(host: str, timeout_s: float) -> tuple[Any, int]:

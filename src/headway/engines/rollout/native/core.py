@@ -19,11 +19,11 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from headway.data.types import FinishReason, TrajectoryId
+from headway.devices import Recorder
 from headway.engines.rollout.calls import OpenCalls
 from headway.engines.rollout.native.activity import Activity
 from headway.engines.rollout.native.batch import Batch
 from headway.engines.rollout.native.fused import best_forward
-from headway.engines.rollout.native.graphs import Recorder
 from headway.engines.rollout.native.prepare import prepare_model
 from headway.engines.rollout.native.runner import Runner
 from headway.engines.rollout.scheduler import Mode, Scheduler

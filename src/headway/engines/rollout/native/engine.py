@@ -28,10 +28,10 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from headway.data.types import TrajectoryId
+from headway.devices import kind_of
 from headway.engines.rollout.inboxes import CallInbox, Inboxes
 from headway.engines.rollout.native.core import EngineCore, Finished
 from headway.engines.rollout.native.crossing import Command, Outgoing, always
-from headway.engines.rollout.native.graphs import CudaRecorder
 from headway.engines.served.update import (
     BufferedIntake,
     InPlaceIntake,
@@ -131,7 +131,7 @@ class NativeEngine:
             max_context=max_context,
             max_batched_tokens=max_batched_tokens,
             kv_cache_bytes=kv_cache_bytes,
-            recorder=CudaRecorder(model.device) if model.device.type == "cuda" and not enforce_eager else None,
+            recorder=None if enforce_eager else kind_of(model.device).recorder(model.device),
             decode=decode,
             clock=clock,
             temperature=temperature,

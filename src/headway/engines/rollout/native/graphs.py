@@ -12,15 +12,13 @@ Where a step cannot be recorded, or what is replayed is not what was computed, a
 from __future__ import annotations
 
 import logging
-import threading
 from collections import OrderedDict
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 
+from headway.devices import Compute, Recorder
 from headway.engines.rollout.native.cache import SlotCache
 from headway.engines.rollout.native.forward import Decoding, PolicyForward, RowBlock
 from headway.errors import said_by
@@ -34,53 +32,10 @@ MOST = 64
 TOLERANCE = 1e-2
 """The difference of a replay's logits that is allowed, relative to the largest: the same kernels in the same order."""
 
-Compute = Callable[[], None]
-
-
-class Recorder(Protocol):
-    """Records functions of fixed memory: they write their result, too, into memory that stays where it is."""
-
-    def record(self, compute: Compute) -> Compute:
-        """Run ``compute`` once or more, and return a function that does the same with fewer launches.
-
-        Raises `RuntimeError` where that cannot be done.
-        """
-
-    def reset(self) -> None:
-        """Drop whatever was recorded."""
-
 
 def recorded_rows(rows: int) -> int:
     """Rows of the recorded step that ``rows`` rows take part in: 1, 2, 4, 8 and the multiples of 16."""
     return next((few for few in (1, 2, 4, 8) if rows <= few), -(-rows // 16) * 16)
-
-
-class CudaRecorder:
-    """Records CUDA graphs, of which one is replayed at a time: what they compute on the way shares a pool of memory."""
-
-    _one_at_a_time = threading.Lock()
-    """The lock of all recorders of a process: CUDA lets one thread record."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.cuda.Stream(device)
-        self.reset()
-
-    def record(self, compute: Compute) -> Compute:
-        with self._one_at_a_time, torch.cuda.device(self._device):
-            current = torch.cuda.current_stream()
-            self._stream.wait_stream(current)
-            with torch.cuda.stream(self._stream):
-                compute()  # libraries take their workspaces now, and compile what they have to
-            current.wait_stream(self._stream)
-            graph = torch.cuda.CUDAGraph()
-            # Other threads may copy weights to this device meanwhile: only this thread's calls are held to the rules.
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-                compute()
-        return graph.replay
-
-    def reset(self) -> None:
-        self._pool = torch.cuda.graph_pool_handle()  # of the old one memory may be left in graphs that still live
 
 
 @dataclass(frozen=True, slots=True)

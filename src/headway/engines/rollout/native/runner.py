@@ -14,10 +14,10 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
+from headway.devices import Recorder
 from headway.engines.rollout.native import graphs
 from headway.engines.rollout.native.cache import ROOM_STEP, KvGeometry, SlotCache, enough
 from headway.engines.rollout.native.forward import Context, Decoding, PolicyForward, RowBlock
-from headway.engines.rollout.native.graphs import Recorder
 from headway.engines.rollout.native.invariance import TOGETHER, least_invariant_rows
 from headway.engines.rollout.native.prompts import SharedPrompt
 from headway.engines.rollout.native.sampling import BatchSampling, behaviour_logprobs, sample

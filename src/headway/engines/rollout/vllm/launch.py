@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from headway.config.machine import check_vllm_installed
+from headway.devices import CPU, kind_here
 from headway.errors import ConfigError, ModelError, WorkerDied
 from headway.weights.layout import Manifest
 
@@ -61,7 +60,7 @@ def start(settings: VllmSettings, stat_logger: Callable[..., Any]) -> Any:
     Raises `ConfigError` when vLLM is missing or refuses the settings, and `WorkerDied` when its processes end.
     """
     check_vllm_installed()
-    on_cpu = not torch.cuda.is_available()
+    on_cpu = kind_here() is CPU
     prepare_environment(on_cpu)
     from vllm.config import WeightTransferConfig  # type: ignore[import-not-found]
     from vllm.engine.arg_utils import AsyncEngineArgs  # type: ignore[import-not-found]

@@ -19,7 +19,7 @@ def reduce_numbers(
     device: torch.device,
     group: dist.ProcessGroup | None = None,
 ) -> list[float]:
-    """All-reduce ``values`` element by element in float64; every rank gets the same result. Collective over ``group``."""
+    """All-reduce ``values`` element by element in float64; every rank of ``group`` gets the same. Collective."""
     reduced = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(reduced, op=op, group=group)
     return reduced.tolist()

@@ -50,7 +50,7 @@ class Learner:
         total_steps: int,
         mesh: TrainMesh,
     ) -> None:
-        """Set up the optimizer of ``module``, which lies on ``mesh``. The learning-rate schedule takes ``total_steps``."""
+        """Set up the optimizer of ``module``, which lies on ``mesh``, and a schedule of ``total_steps``."""
         self._parameters = dict(module.named_parameters())
         self._optim = optim
         self._grad_clip = grad_clip

@@ -112,7 +112,7 @@ def _spans(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placemen
 
 
 def _chunk(spans: Sequence[Span], count: int, index: int | None = None) -> list[Span]:
-    """Chunk ``index`` of ``count`` of the elements of ``spans``, as torch.chunk divides; all chunks of one span if None."""
+    """Chunk ``index`` of ``count`` of the elements of ``spans``, as torch.chunk divides; None: all, of one span."""
     total = sum(stop - first for first, stop in spans)
     size = math.ceil(total / count)
     if index is None:
@@ -141,11 +141,10 @@ def _ahead(spans: Sequence[Span]) -> list[int]:
 
 
 class Pieces(torch.Tensor):
-    """A tensor in a distributed checkpoint, as the boxes that a rank holds: torch's own reading of a `DTensor` takes its
-    part for one box.
+    """A tensor in a distributed checkpoint, as the boxes that a rank holds: torch itself takes a rank's part for one box.
 
-    It has a shape and a dtype, and no elements of its own. The methods are those that `torch.distributed.checkpoint` asks
-    of tensors that bring their own chunks.
+    It has a shape and a dtype, and no elements of its own. The methods are those that `torch.distributed.checkpoint`
+    asks of tensors that bring their own chunks.
     """
 
     _boxes: dict[torch.Size, torch.Tensor]
@@ -155,13 +154,15 @@ class Pieces(torch.Tensor):
     def __new__(cls, tensor: torch.Tensor, part: torch.Tensor | None = None) -> Pieces:
         """``part``: see `boxes`."""
         dtype = (tensor if part is None else part).dtype
-        pieces: Pieces = torch.Tensor._make_wrapper_subclass(cls, tensor.shape, dtype=dtype)  # type: ignore[attr-defined]
+        pieces: Pieces = torch.Tensor._make_wrapper_subclass(cls, tensor.shape, dtype=dtype)
         pieces._boxes = {torch.Size(box.start): box.values for box in boxes(tensor, part) if box.values.numel()}
         pieces._written = is_first_copy(tensor)
         return pieces
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         raise NotImplementedError(f"{func}: pieces of a tensor are written and read, not computed with")
 
     def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:

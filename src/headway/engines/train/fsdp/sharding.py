@@ -20,6 +20,7 @@ from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
 from headway.config.schema import Config
 from headway.data.packing import Packing
+from headway.devices import kind_of
 from headway.engines.train.fsdp.collectives import on_all_ranks
 from headway.engines.train.fsdp.mesh import TrainMesh
 from headway.engines.train.fsdp.policy import PolicyModule, ShardedModule
@@ -75,7 +76,7 @@ def sharded(wrap: Wrap[M], model_path: str, config: Config, mesh: TrainMesh, dty
         module.check(model_path)
         if not Packing.of(config).packed:
             return "model.packing=padded"
-        return use_packed_attention(lm, on_gpu=mesh.device.type == "cuda")
+        return use_packed_attention(lm, on_gpu=kind_of(mesh.device).flex_attention)
 
     with torch.no_grad():
         module.padded = module.run(try_out)
@@ -120,8 +121,8 @@ def _divide(lm: PreTrainedModel, model_path: str, mesh: TrainMesh) -> list[nn.Mo
             apply_expert_parallelism(lm, mesh.meshes.get_mesh("ep"), tp_mesh, ep_plan)
     except (ValueError, KeyError, AttributeError) as cause:
         raise ModelError(
-            f"{model_path}: a {lm.config.model_type!r} model cannot be divided with actor.parallel.tp={parallel.tp} and "
-            f"ep={parallel.ep}: {cause}"
+            f"{model_path}: a {lm.config.model_type!r} model cannot be divided with actor.parallel.tp={parallel.tp} "
+            f"and ep={parallel.ep}: {cause}"
         ) from cause
     return [lm.get_submodule(name) for name, style in ep_plan.items() if style == EXPERTS]
 

@@ -1,0 +1,351 @@
+"""Kinds of devices that workers compute on: the CPU, and accelerators beside it. No other module knows which there are.
+
+    kind_of("cuda:1"), kind_of(tensor.device) ─▶ a `DeviceKind`: what it has, and what is done with one of its devices
+
+All other code asks a kind what it needs to know (whether it pins host memory, whether it has streams), never which one
+it is. Another accelerator is a class here, in `ACCELERATORS`, and its name among the values of ``cluster.device``
+(docs/architecture.md has the list of what it gives). Torch is imported when a device is used, not with this module.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from headway.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+    Device = torch.device | str
+    """A device of some kind, as torch names it: ``cuda:1``, or ``cuda`` for the current one."""
+
+Compute = Callable[[], None]
+
+
+class Recorder(Protocol):
+    """Records functions of fixed memory: they write their result, too, into memory that stays where it is."""
+
+    def record(self, compute: Compute) -> Compute:
+        """Run ``compute`` once or more, and return a function that does the same with fewer launches.
+
+        Raises `RuntimeError` where that cannot be done.
+        """
+
+    def reset(self) -> None:
+        """Drop whatever was recorded."""
+
+
+class DeviceKind(Protocol):
+    """What Headway asks of a kind of device.
+
+    kind = kind_of(model.device)
+    buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=kind.pins_host_memory)
+    stream = kind.side_stream(model.device)  # None on a CPU
+    """
+
+    name: str
+    """Name of the kind, as torch and ``cluster.device`` have it: ``cuda``."""
+    called: str
+    """Word for one such device in messages: ``GPU``."""
+    dtype: str
+    """Dtype of matrix products where the user leaves it open, as torch names it: ``bfloat16``."""
+    collectives: str
+    """Backend of torch.distributed whose collectives take this kind's tensors: ``nccl``."""
+    ray_resource: str | None
+    """Name of the devices among Ray's resources: ``GPU``. None for the CPU, of which no whole one is reserved."""
+    profiled_as: str | None
+    """Name under which torch's profiler records the devices beside the CPU (``use_device``)."""
+    pins_host_memory: bool
+    """True where buffers in host memory are page-locked, since copies to the devices are quicker from there."""
+    flex_attention: bool
+    """True where attention over packed lines is FlexAttention, compiled for the device; without, all of its scores are
+    in memory at once, but on CPUs, which have kernels of their own."""
+
+    @property
+    def process_groups(self) -> str:
+        """Backends of a default process group, which takes tensors in host memory, too: ``cpu:gloo,cuda:nccl``."""
+        return "gloo" if self.collectives == "gloo" else f"cpu:gloo,{self.name}:{self.collectives}"
+
+    def is_there(self) -> bool:
+        """Tell whether torch sees a device of the kind here."""
+
+    def count(self) -> int:
+        """Return the number of devices that torch sees here."""
+
+    def listed(self) -> int | None:
+        """Return the number of devices that a process may use, found without loading torch. None where it cannot be.
+
+        Devices that the environment hides (``CUDA_VISIBLE_DEVICES``) do not count.
+        """
+
+    def device_name(self, device: Device) -> str | None:
+        """Return the device's model. None for the CPU, whose name the system knows."""
+
+    def make_current(self, device: Device) -> None:
+        """Make ``device`` the one that is meant where this process names none."""
+
+    def synchronize(self, device: Device) -> None:
+        """Wait until ``device`` has done all that it was given. Returns at once where nothing is queued."""
+
+    def side_stream(self, device: Device) -> SideStream | None:
+        """Return a new stream of work on ``device``, beside its default one. None where there are no streams."""
+
+    def recorder(self, device: Device) -> Recorder | None:
+        """Return a recorder of work on ``device``, to be replayed in one launch. None where nothing can be recorded."""
+
+    def own_group(self, store: Any, rank: int, size: int, timeout: timedelta) -> Any | None:
+        """Form a process group over `collectives`, from a store alone and apart from torch's default group.
+
+        None where `collectives` is Gloo, whose group is made with its address, by `weights.transports.group`.
+        """
+
+    def total_memory(self, device: Device) -> int | None:
+        """Return the bytes of memory that ``device`` has. None for the CPU, which shares its memory with everything."""
+
+    def allocated_memory(self, device: Device) -> int | None:
+        """Return the bytes that tensors of this process hold on ``device``. None where nobody counts them."""
+
+    def peak_memory(self, device: Device) -> int | None:
+        """Return the most bytes that tensors held on ``device`` since `reset_peak`. None where nobody counts them."""
+
+    def reset_peak(self, device: Device) -> None:
+        """Let `peak_memory` begin anew, at what is held now."""
+
+    def release_cached(self) -> None:
+        """Give memory that torch holds for later tensors back to the devices, for other processes."""
+
+
+class Cpu(DeviceKind):
+    """The machine's processors, and its memory."""
+
+    name = "cpu"
+    called = "CPU"
+    dtype = "float32"
+    collectives = "gloo"
+    ray_resource = None
+    profiled_as = None
+    pins_host_memory = False
+    flex_attention = False
+
+    def is_there(self) -> bool:
+        return True
+
+    def count(self) -> int:
+        return 1
+
+    def listed(self) -> int | None:
+        return 1
+
+    def device_name(self, device: Device) -> str | None:
+        return None
+
+    def make_current(self, device: Device) -> None:
+        pass
+
+    def synchronize(self, device: Device) -> None:
+        pass
+
+    def side_stream(self, device: Device) -> SideStream | None:
+        return None
+
+    def recorder(self, device: Device) -> Recorder | None:
+        return None
+
+    def own_group(self, store: Any, rank: int, size: int, timeout: timedelta) -> Any | None:
+        return None
+
+    def total_memory(self, device: Device) -> int | None:
+        return None
+
+    def allocated_memory(self, device: Device) -> int | None:
+        return None
+
+    def peak_memory(self, device: Device) -> int | None:
+        return None
+
+    def reset_peak(self, device: Device) -> None:
+        pass
+
+    def release_cached(self) -> None:
+        pass
+
+
+class Accelerator(DeviceKind):
+    """A kind for which torch has a module of its own under `name`, with the functions that all such modules share."""
+
+    @property
+    def _torch(self) -> Any:
+        import torch
+
+        return torch.get_device_module(self.name)
+
+    def is_there(self) -> bool:
+        return bool(self._torch.is_available())
+
+    def count(self) -> int:
+        return int(self._torch.device_count())
+
+    def device_name(self, device: Device) -> str | None:
+        return str(self._torch.get_device_name(device))
+
+    def make_current(self, device: Device) -> None:
+        self._torch.set_device(device)
+
+    def synchronize(self, device: Device) -> None:
+        self._torch.synchronize(device)
+
+    def side_stream(self, device: Device) -> SideStream | None:
+        return SideStream(self._torch, device)
+
+    def total_memory(self, device: Device) -> int | None:
+        return int(self._torch.get_device_properties(device).total_memory)
+
+    def allocated_memory(self, device: Device) -> int | None:
+        return int(self._torch.memory_allocated(device))
+
+    def peak_memory(self, device: Device) -> int | None:
+        return int(self._torch.max_memory_allocated(device))
+
+    def reset_peak(self, device: Device) -> None:
+        self._torch.reset_peak_memory_stats(device)
+
+    def release_cached(self) -> None:
+        self._torch.empty_cache()
+
+
+class Cuda(Accelerator):
+    """GPUs of NVIDIA, and those of AMD, which torch gives the same name."""
+
+    name = "cuda"
+    called = "GPU"
+    dtype = "bfloat16"
+    collectives = "nccl"
+    ray_resource = "GPU"
+    profiled_as = "cuda"
+    pins_host_memory = True
+    flex_attention = True
+
+    nvidia, amd = Path("/proc/driver/nvidia/gpus"), Path("/dev/kfd")
+
+    def listed(self) -> int | None:
+        if self.amd.exists():
+            return None
+        try:
+            there = len(list(self.nvidia.iterdir()))
+        except OSError:
+            there = 0
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        if visible is None or not there:
+            return there
+        return min(there, len([name for name in visible.split(",") if name.strip() not in ("", "-1")]))
+
+    def recorder(self, device: Device) -> Recorder | None:
+        return CudaRecorder(device)
+
+    def own_group(self, store: Any, rank: int, size: int, timeout: timedelta) -> Any | None:
+        # Imported late: a CPU build of torch has no NCCL.
+        from torch.distributed import ProcessGroupNCCL
+
+        options = ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return ProcessGroupNCCL(store, rank, size, options)
+
+
+class SideStream:
+    """A stream of work on an accelerator, beside its default stream."""
+
+    def __init__(self, module: Any, device: Device) -> None:
+        """Make the stream. ``module``: torch's for this kind of device."""
+        self._module, self._device = module, device
+        self._stream = module.Stream(device)
+
+    def wait_for_default(self) -> None:
+        """Let what is given to this stream from now on begin behind what the default stream was given so far."""
+        self._stream.wait_stream(self._module.default_stream(self._device))
+
+    def working(self) -> AbstractContextManager[None]:
+        """Return a context in which this thread's work goes to this stream."""
+        context: AbstractContextManager[None] = self._module.stream(self._stream)
+        return context
+
+    def synchronize(self) -> None:
+        """Wait until the stream's work is done."""
+        self._stream.synchronize()
+
+
+class CudaRecorder:
+    """Records CUDA graphs, of which one is replayed at a time: what they compute on the way shares a pool of memory."""
+
+    _one_at_a_time = threading.Lock()
+    """The lock of all recorders of a process: CUDA lets one thread record."""
+
+    def __init__(self, device: Device) -> None:
+        import torch
+
+        self._cuda = torch.cuda
+        self._device = device
+        self._stream = self._cuda.Stream(device)
+        self.reset()
+
+    def record(self, compute: Compute) -> Compute:
+        with self._one_at_a_time, self._cuda.device(self._device):
+            current = self._cuda.current_stream()
+            self._stream.wait_stream(current)
+            with self._cuda.stream(self._stream):
+                compute()  # libraries take their workspaces now, and compile what they have to
+            current.wait_stream(self._stream)
+            graph = self._cuda.CUDAGraph()
+            # Other threads may copy weights to this device meanwhile: only this thread's calls are held to the rules.
+            with self._cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                compute()
+        return graph.replay
+
+    def reset(self) -> None:
+        self._pool = self._cuda.graph_pool_handle()  # of the old one memory may be left in graphs that still live
+
+
+CPU = Cpu()
+ACCELERATORS: tuple[DeviceKind, ...] = (Cuda(),)
+"""Kinds beside the CPU. ``cluster.device=auto`` is the first that is there."""
+KINDS = {kind.name: kind for kind in (CPU, *ACCELERATORS)}
+
+
+def kind_of(device: Device) -> DeviceKind:
+    """Return the kind of ``device``. Raises `ConfigError` for one that Headway does not compute on."""
+    name = device.partition(":")[0] if isinstance(device, str) else device.type
+    if name not in KINDS:
+        raise ConfigError(f"Headway computes on {' and '.join(KINDS)}, and not on a device of the kind {name!r}")
+    return KINDS[name]
+
+
+def kind_here() -> DeviceKind:
+    """Return the first accelerator that torch sees here, or else the CPU."""
+    return next((kind for kind in ACCELERATORS if kind.is_there()), CPU)
+
+
+def listed_here() -> int | None:
+    """Return the number of all accelerators here, as `DeviceKind.listed` counts them; None where it is not known."""
+    known = [count for kind in ACCELERATORS if (count := kind.listed()) is not None]
+    return sum(known) if len(known) == len(ACCELERATORS) else None
+
+
+def chosen(
+    asked: str,
+    sees: Callable[[DeviceKind], bool] = lambda kind: kind.is_there(),
+    lacking: str = "torch sees no {} here",
+) -> str:
+    """Return the name of the kind for ``cluster.device=asked``; ``auto``: the first accelerator there, or else the CPU.
+
+    ``sees`` tells whether a kind is there. Raises `ConfigError` for one that is not: ``lacking`` says who sees none.
+    """
+    if asked == "auto":
+        return next((kind for kind in ACCELERATORS if sees(kind)), CPU).name
+    if not sees(kind := kind_of(asked)):
+        raise ConfigError(f"cluster.device={asked}, but {lacking.format(kind.called)}; set cluster.device=cpu")
+    return asked

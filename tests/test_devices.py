@@ -1,0 +1,270 @@
+"""What differs between kinds of devices is asked of `headway.devices`, and stands nowhere else."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import get_args
+
+import pytest
+import torch
+
+import headway
+from headway.config.schema import ClusterConfig, ParamUpdateConfig
+from headway.devices import ACCELERATORS, CPU, KINDS, Cuda, DeviceKind, chosen, kind_here, kind_of, listed_here
+from headway.errors import ConfigError
+
+SOURCE = Path(headway.__file__).parent
+DOCS = Path(__file__).parents[1] / "docs"
+CUDA = kind_of("cuda")
+WORDS = {word for kind in ACCELERATORS for word in (kind.name, kind.collectives)}
+USERS_WORDS = {"config/schema.py", "config/machine.py", "config/doctor.py"}
+"""Files in which such a word is a value of a setting: ``cluster.device=cuda``, ``param_update.backend=nccl``."""
+
+
+def accelerators_named(tree: ast.AST) -> Iterator[str]:
+    """Texts of ``tree`` that name an accelerator or its backend: ``cuda``, ``cuda:1``, ``cpu:gloo,cuda:nccl``."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and WORDS & {*re.split("[:,]", node.value)}:
+            yield node.value
+
+
+def test_only_the_module_of_devices_names_an_accelerator() -> None:
+    naming = {
+        path.relative_to(SOURCE).as_posix()
+        for path in SOURCE.rglob("*.py")
+        if any(accelerators_named(ast.parse(path.read_text(encoding="utf-8"))))
+    }
+    assert naming == {"devices.py", *USERS_WORDS}
+
+
+@pytest.mark.parametrize(
+    "code", ["x.type == 'cuda'", "x.startswith('cuda')", "torch.device('cuda:1')", "join('cpu:gloo,cuda:nccl')"]
+)
+def test_a_named_accelerator_would_be_found(code: str) -> None:
+    assert list(accelerators_named(ast.parse(code)))
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import torch\n\ntorch.cuda.synchronize()\n",
+        "import torch.cuda\n\ntorch.cuda.synchronize()\n",
+        "from torch.cuda import synchronize\n\nsynchronize()\n",
+        "def ask():\n    import torch\n\n    return torch.cuda.is_available()\n",
+        "from torch.distributed import ProcessGroupNCCL\n\nProcessGroupNCCL()\n",
+    ],
+)
+def test_the_linter_finds_torchs_own_modules_of_devices(code: str) -> None:
+    ruff = [sys.executable, "-m", "ruff", "check", "-", "--quiet", "--select", "TID251", "--output-format", "concise"]
+
+    def said_of(path: Path) -> str:
+        done = subprocess.run(
+            [*ruff, "--stdin-filename", str(path)], input=code, text=True, capture_output=True, check=False
+        )
+        assert not done.stderr
+        return done.stdout
+
+    assert "ask headway.devices" in said_of(SOURCE / "pipeline" / "made.py")
+    assert said_of(SOURCE / "devices.py") == ""
+
+
+def test_settings_take_every_kind_and_its_backend() -> None:
+    assert set(get_args(ClusterConfig.model_fields["device"].annotation)) == {"auto", *KINDS}
+    backends = {kind.collectives for kind in KINDS.values()}
+    assert set(get_args(ParamUpdateConfig.model_fields["backend"].annotation)) == {"auto", *backends}
+
+
+# ------------------------------------------------------------------------------------------ which kind
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:1", torch.device("cuda"), torch.device("cuda", 1)])
+def test_a_device_is_of_its_kind_whatever_its_number(device: torch.device | str) -> None:
+    assert kind_of(device) is CUDA
+    assert kind_of("cpu") is kind_of(torch.device("cpu")) is CPU
+
+
+def test_a_kind_that_is_not_known_is_refused() -> None:
+    with pytest.raises(ConfigError, match="computes on cpu and cuda, and not on a device of the kind 'mps'"):
+        kind_of("mps:0")
+
+
+@pytest.mark.parametrize(("there", "auto"), [(True, "cuda"), (False, "cpu")])
+def test_auto_is_the_accelerator_that_torch_sees(there: bool, auto: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: there)
+    assert (chosen("auto"), kind_here().name, chosen("cpu")) == (auto, auto, "cpu")
+
+
+def test_a_kind_that_is_not_there_is_refused_by_whoever_looked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(ConfigError, match=r"^cluster\.device=cuda, but torch sees no GPU here; set"):
+        chosen("cuda")
+    with pytest.raises(ConfigError, match=r"^cluster\.device=cuda, but Ray sees no GPU; set"):
+        chosen("cuda", lambda kind: kind is CPU, "Ray sees no {}")
+
+
+@pytest.mark.parametrize(
+    ("installed", "visible", "count"),
+    [(0, None, 0), (0, "0,1", 0), (8, None, 8), (8, "0, 3", 2), (8, "", 0), (8, "-1", 0), (1, "0,1", 1)],
+)
+def test_gpus_are_listed_without_torch_but_for_those_that_are_hidden(
+    installed: int, visible: str | None, count: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for number in range(installed):
+        (tmp_path / "gpus" / str(number)).mkdir(parents=True)
+    monkeypatch.setattr(Cuda, "nvidia", tmp_path / "gpus")
+    monkeypatch.setattr(Cuda, "amd", tmp_path / "kfd")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert listed_here() == count
+    (tmp_path / "kfd").touch()
+    assert listed_here() is None
+
+
+def test_the_module_itself_loads_no_torch() -> None:
+    code = "import sys; from headway.devices import *; kind_of('cuda:1'), listed_here(); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+# ------------------------------------------------------------------------------------------ what a kind has
+
+
+def test_process_groups_carry_what_lies_in_host_memory_too() -> None:
+    assert (CPU.process_groups, CUDA.process_groups) == ("gloo", "cpu:gloo,cuda:nccl")
+
+
+def test_torch_is_asked_for_the_device_that_is_meant(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, str]] = []
+
+    def answers(name: str, answer: object = None) -> None:
+        def answer_to(device: object) -> object:
+            asked.append((name, str(device)))
+            return answer
+
+        monkeypatch.setattr(torch.cuda, name, answer_to)
+
+    class Properties:
+        total_memory = 80
+
+    answers("get_device_name", "H100")
+    answers("get_device_properties", Properties)
+    answers("memory_allocated", 3)
+    answers("max_memory_allocated", 7)
+    for name in ("synchronize", "set_device", "reset_peak_memory_stats"):
+        answers(name)
+    device = torch.device("cuda", 1)
+    assert CUDA.device_name(device) == "H100"
+    assert (CUDA.total_memory(device), CUDA.allocated_memory(device), CUDA.peak_memory(device)) == (80, 3, 7)
+    CUDA.synchronize(device)
+    CUDA.make_current(device)
+    CUDA.reset_peak(device)
+    assert asked == [
+        (name, "cuda:1")
+        for name in (
+            *("get_device_name", "get_device_properties", "memory_allocated", "max_memory_allocated"),
+            *("synchronize", "set_device", "reset_peak_memory_stats"),
+        )
+    ]
+
+
+class Graphs:
+    """Stands in for torch.cuda's streams and graphs, and notes what is done in which order."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.steps: list[str] = []
+        self._pools = 0
+        monkeypatch.setattr(torch.cuda, "Stream", lambda device: self._stream(f"own stream of {device}"))
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda: self._stream("current stream"))
+        monkeypatch.setattr(torch.cuda, "device", lambda device: self._within(str(device)))
+        monkeypatch.setattr(torch.cuda, "stream", lambda stream: self._within(stream.name))
+        monkeypatch.setattr(torch.cuda, "graph_pool_handle", self._pool)
+        monkeypatch.setattr(
+            torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: self.steps.append("replay"))
+        )
+        monkeypatch.setattr(
+            torch.cuda,
+            "graph",
+            lambda graph, pool, stream, capture_error_mode: self._within(
+                f"capture in {pool} on {stream.name}, {capture_error_mode}"
+            ),
+        )
+
+    def _stream(self, name: str) -> SimpleNamespace:
+        return SimpleNamespace(name=name, wait_stream=lambda other: self.steps.append(f"{name} waits for {other.name}"))
+
+    def _pool(self) -> str:
+        self._pools += 1
+        return f"pool {self._pools}"
+
+    @contextmanager
+    def _within(self, what: str) -> Iterator[None]:
+        self.steps.append(f"begin {what}")
+        yield
+        self.steps.append(f"end {what}")
+
+
+def test_work_is_done_once_before_it_is_recorded_apart_from_other_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs = Graphs(monkeypatch)
+    recorder = CUDA.recorder(torch.device("cuda", 1))
+    assert recorder is not None
+    recorder.record(lambda: graphs.steps.append("compute"))()
+    own, capture = "own stream of cuda:1", "capture in pool 1 on own stream of cuda:1, thread_local"
+    assert graphs.steps == [
+        *("begin cuda:1", f"{own} waits for current stream", f"begin {own}", "compute", f"end {own}"),
+        *(f"current stream waits for {own}", f"begin {capture}", "compute", f"end {capture}", "end cuda:1", "replay"),
+    ]
+    recorder.reset()
+    recorder.record(lambda: None)
+    assert "begin capture in pool 2 on own stream of cuda:1, thread_local" in graphs.steps
+    assert CPU.recorder("cpu") is None
+
+
+def test_a_group_of_gpus_has_the_time_limit_that_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Nccl(SimpleNamespace):
+        Options = SimpleNamespace
+
+        def __init__(self, store: object, rank: int, size: int, options: SimpleNamespace) -> None:
+            super().__init__(given=(store, rank, size, options._timeout))
+
+    monkeypatch.setattr("torch.distributed.ProcessGroupNCCL", Nccl, raising=False)
+    limit = timedelta(seconds=7)
+    group = CUDA.own_group("store", 1, 2, limit)
+    assert group is not None and group.given == ("store", 1, 2, limit)
+    assert CPU.own_group("store", 1, 2, limit) is None
+
+
+# ------------------------------------------------------------------------------------------ its page
+
+
+def asked_of_a_kind() -> Iterator[tuple[str, str]]:
+    """Members of `DeviceKind`, each with the first paragraph of its docstring."""
+    (protocol,) = ast.parse(inspect.getsource(DeviceKind)).body
+    assert isinstance(protocol, ast.ClassDef)
+    for node, after in zip(protocol.body, [*protocol.body[1:], None], strict=True):
+        match node, after:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                pass
+            case ast.FunctionDef(name=name), _:
+                text = ast.get_docstring(node) or ""
+            case _:
+                continue
+        yield name, " ".join(text.partition("\n\n")[0].replace("``", "`").split())
+
+
+def test_the_architecture_page_has_what_every_kind_of_device_gives() -> None:
+    expected = [f"| `{name}` | {text} |" for name, text in asked_of_a_kind()]
+    page = (DOCS / "architecture.md").read_text(encoding="utf-8")
+    section = page.partition("\n## Devices\n")[2].partition("\n## ")[0]
+    found = [line for line in section.splitlines() if line.startswith("| `")]
+    assert len(expected) > 15
+    assert found == expected, "write this table:\n" + "\n".join(expected)
