@@ -156,7 +156,7 @@ def test_export_replaces_a_folder_and_leaves_nothing_else(folder: Path) -> None:
     model, tokenizer = load_model(folder, dtype=torch.float32), load_tokenizer(folder)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter += 1
+            parameter.add_(1)
     weights = dict(model.named_parameters())
     (folder / "leftover").touch()
     export(model, tokenizer, folder)

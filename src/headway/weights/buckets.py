@@ -73,7 +73,7 @@ class Tensors:
     @torch.no_grad()
     def write(self, offset: int, data: torch.Tensor) -> None:
         """Copy ``data`` [n] uint8, the flat bytes from ``offset`` on, into the parts that they belong to."""
-        for slot, values, here in _meetings(self._slots, self._parts, offset, data):
+        for values, here in _meetings(self._slots, self._parts, offset, data):
             here.copy_(values)
 
 
@@ -93,14 +93,14 @@ def pack(
         bucket = buffer[: stop - start]
         if not complete:
             bucket.zero_()
-        for _, room, values in _meetings(manifest.slots, parts, start, bucket):
+        for room, values in _meetings(manifest.slots, parts, start, bucket):
             room.copy_(values)
         yield start, bucket
 
 
 def _meetings(
     slots: Sequence[TensorSlot], parts: Parts, offset: int, data: torch.Tensor
-) -> Iterator[tuple[TensorSlot, torch.Tensor, torch.Tensor]]:
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield views of the same elements, in ``data`` (flat bytes from ``offset`` on) and in ``parts``."""
     for slot, first, last in slots_in(slots, offset, offset + data.numel()):
         at = slot.offset + first - offset
@@ -108,8 +108,7 @@ def _meetings(
             raise UpdateFailed(f"bytes {first} to {last} of tensor {slot.name!r} are not whole elements")
         room = data[at : at + last - first].view(slot_dtype(slot))
         for part in parts[slot.name]:
-            for there, here in _overlaps(room, first // slot.itemsize, slot.shape, part.start, part.values):
-                yield slot, there, here
+            yield from _overlaps(room, first // slot.itemsize, slot.shape, part.start, part.values)
 
 
 def _overlaps(
@@ -117,7 +116,7 @@ def _overlaps(
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield views of the same elements in ``room`` and ``values``.
 
-    ``room``: elements ``low …`` of a tensor of ``shape``, in row-major order; ``values``: a box of it, from ``start`` on.
+    ``room``: elements ``low …`` of a tensor of ``shape``, row by row; ``values``: a box of it, from ``start`` on.
     """
     row = prod(shape[1:])
     if values.numel() and (len(shape) <= 1 or (values.shape[1:] == tuple(shape[1:]) and values.is_contiguous())):

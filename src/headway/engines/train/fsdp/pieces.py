@@ -141,7 +141,7 @@ def _ahead(spans: Sequence[Span]) -> list[int]:
 
 
 class Pieces(torch.Tensor):
-    """A tensor in a distributed checkpoint, as the boxes that a rank holds: torch itself takes a rank's part for one box.
+    """A tensor in a distributed checkpoint, as the boxes that a rank holds; torch itself takes its part for one box.
 
     It has a shape and a dtype, and no elements of its own. The methods are those that `torch.distributed.checkpoint`
     asks of tensors that bring their own chunks.
