@@ -17,7 +17,7 @@ from headway.cluster.roles.outbox import Outbox, Send, Sent
 from headway.config.schema import Config
 from headway.config.transports import TRANSPORTS
 from headway.interfaces import FinishedGroup, OnUpdate
-from headway.weights.buckets import Shard, pack
+from headway.weights.buckets import pack, whole
 from headway.weights.layout import Manifest, buckets
 from headway.weights.outgoing import Window
 from headway.weights.protocols import WeightReceiver, WeightSink
@@ -107,8 +107,7 @@ class Trainer:
 
 
 def gathered(version: int, manifest: Manifest, bucket_bytes: int) -> Iterator[Window]:
-    shards = {name: Shard(0, p.detach().reshape(-1)) for name, p in model(version).named_parameters()}
-    return pack(manifest, shards, buckets(manifest.nbytes, bucket_bytes))
+    return pack(manifest, whole(dict(model(version).named_parameters())), buckets(manifest.nbytes, bucket_bytes))
 
 
 @mostly_slow(("transport", "schedule", "encoding", "updates"), [*QUICK, *WAYS], quick=QUICK)

@@ -15,7 +15,7 @@ import torch
 from headway.engines.rollout.native import NativeEngine
 from headway.episodes.alone import keeping
 from headway.interfaces import FinishedGroup, GroupRequest
-from headway.weights.buckets import Shard, pack
+from headway.weights.buckets import pack, whole
 from headway.weights.layout import Manifest, buckets, build_manifest
 from headway.weights.outgoing import Stream
 from headway.weights.protocols import WeightSink
@@ -33,8 +33,8 @@ def manifest_of(model: torch.nn.Module) -> Manifest:
 
 
 def outgoing(model: torch.nn.Module, manifest: Manifest) -> Stream:
-    shards = {name: Shard(0, p.detach().reshape(-1)) for name, p in model.named_parameters()}
-    return Stream(manifest, pack(manifest, shards, buckets(manifest.nbytes, BUCKET)))
+    parts = whole(dict(model.named_parameters()))
+    return Stream(manifest, pack(manifest, parts, buckets(manifest.nbytes, BUCKET)))
 
 
 class Source:
