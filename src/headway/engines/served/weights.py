@@ -49,6 +49,7 @@ class ServedWeights:
         parameters = dict(model.named_parameters())
         self._tensors = {file.name: file.of(parameters[file.parameter].detach()) for file in file_tensors(model)}
         """The tensors of the model's files, as views of what is served."""
+        self._tied = model.state_dict().keys() - parameters.keys()
         self.contents = Contents.SERVED
         self.version = 0
         """Number of the version that the tensors hold, whole or in part."""
@@ -59,6 +60,8 @@ class ServedWeights:
             tensor = self._tensors.get(slot.name)
             if tensor is None or tuple(tensor.shape) != slot.shape:
                 found = "no such tensor" if tensor is None else f"shape {tuple(tensor.shape)}"
+                if slot.name in self._tied:
+                    found = "none of its own: it ties it together with another"
                 raise ModelError(f"updates bring {slot.name!r} of shape {slot.shape}; the receiving model has {found}")
         there = {slot.name for slot in manifest.slots}
         missing = [name for name in self._tensors if name not in there]
