@@ -61,7 +61,7 @@ class ServedWeights:
             if tensor is None or tuple(tensor.shape) != slot.shape:
                 found = "no such tensor" if tensor is None else f"shape {tuple(tensor.shape)}"
                 if slot.name in self._tied:
-                    found = "none of its own: it ties it together with another"
+                    found = "none of its own, since it ties together what it reads and what it says"
                 raise ModelError(f"updates bring {slot.name!r} of shape {slot.shape}; the receiving model has {found}")
         there = {slot.name for slot in manifest.slots}
         missing = [name for name in self._tensors if name not in there]
