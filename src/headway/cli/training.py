@@ -152,6 +152,7 @@ def print_summary(loaded: LoadedConfig) -> None:
 
 def summary(config: Config) -> dict[str, str]:
     """Return the summary of the settings, line by line: the numbers that follow from them, and who runs where."""
+    from headway.cli.nodes import nodes_drawn
     from headway.config.placement import concurrent, resolve_placement
     from headway.pipeline.staleness import admission_limit, lag_bound
 
@@ -175,7 +176,8 @@ def summary(config: Config) -> dict[str, str]:
     if config.cluster.backend == "inline":
         return lines | {role: f"{len(on)} × (this process)" for role, on in placement.devices.items()}
     roles = {role: f"{len(on)} × ({device_range(on)})" for role, on in placement.devices.items()}
-    return lines | roles | ({"idle": device_range(placement.idle)} if placement.idle else {})
+    lines |= roles | ({"idle": device_range(placement.idle)} if placement.idle else {})
+    return lines | nodes_drawn(placement, config.actor.parallel)
 
 
 def checkpoints(config: Config) -> str:

@@ -57,12 +57,12 @@ class ParallelConfig(Section):
                 f"and {whose} has {per_node} on each; expected a divisor of {per_node}"
             )
         of_copy = ranks // self.replicate
-        if self.ep % self.tp:
+        if self.ep > 1 and self.ep % self.tp:
             yield f"actor.parallel: ep={self.ep} is no multiple of tp={self.tp}; give one, or set ep=1"
         elif of_copy % self.ep:
             yield (
-                f"actor.parallel: ep={self.ep} does not divide the {of_copy} ranks of one copy of the model on {whose}; "
-                f"expected a divisor of {of_copy}"
+                f"actor.parallel: ep={self.ep} does not divide the {of_copy} ranks of one copy of the model on {whose}"
+                f"; expected a divisor of {of_copy}"
             )
 
 
@@ -78,13 +78,13 @@ def model_problems(parallel: ParallelConfig, model: dict[str, object]) -> Iterat
     experts = number("num_experts", "num_local_experts", "n_routed_experts")
     if heads is not None and heads % parallel.inner:
         yield (
-            f"actor.parallel: cp={parallel.cp} × tp={parallel.tp} is {parallel.inner}, which does not divide the model's "
-            f"{heads} attention heads; expected a divisor of {heads}"
+            f"actor.parallel: cp={parallel.cp} × tp={parallel.tp} is {parallel.inner}, which does not divide the "
+            f"model's {heads} attention heads; expected a divisor of {heads}"
         )
     elif kv_heads is not None and kv_heads % parallel.tp:
         yield (
-            f"actor.parallel.tp={parallel.tp} does not divide the model's {kv_heads} heads of keys and values; expected "
-            f"a divisor of {kv_heads}"
+            f"actor.parallel.tp={parallel.tp} does not divide the model's {kv_heads} heads of keys and values; "
+            f"expected a divisor of {kv_heads}"
         )
     if parallel.ep > 1 and experts is None:
         yield f"actor.parallel.ep={parallel.ep}: the model has no experts to divide; set ep=1"
