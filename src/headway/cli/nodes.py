@@ -25,7 +25,7 @@ def nodes_drawn(placement: Placement, parallel: ParallelConfig) -> dict[str, str
         )
         for node in range(count)
     }
-    lines = {"nodes": f"{count}; a line is one machine; where room is short, its roles are on several"}
+    lines = {"nodes": f"{count}; a line is one machine, or several where one has no room for all"}
     shown = list(rows.items())
     if len(shown) > MOST_ROWS:
         shown[MOST_ROWS - 2 : -1] = [("…", "")]

@@ -190,5 +190,8 @@ def checkpoints(config: Config) -> str:
 
 
 def device_range(devices: tuple[int, ...]) -> str:
-    """Return consecutive device numbers in short: ``device 3`` or ``devices 0-3``."""
-    return f"device {devices[0]}" if len(devices) == 1 else f"devices {devices[0]}-{devices[-1]}"
+    """Return ascending device numbers in short: ``device 3``, ``devices 0-3`` or ``devices 0-1, 4``."""
+    starts = [device for device in devices if device - 1 not in devices]
+    ends = [device for device in devices if device + 1 not in devices]
+    runs = [f"{start}" if start == end else f"{start}-{end}" for start, end in zip(starts, ends, strict=True)]
+    return f"device{'' if len(devices) == 1 else 's'} {', '.join(runs)}"
