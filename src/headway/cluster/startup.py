@@ -52,9 +52,6 @@ class Cluster(Protocol):
     """True where ranks are processes, which meet at a store and may be on several machines."""
 
     @property
-    def machines(self) -> int: ...
-
-    @property
     def address(self) -> str:
         """Address of the driver's machine, for the other machines."""
 
@@ -152,14 +149,13 @@ class Startup:
             resolve_placement(self._config),
             model_path=self._model_path,
             total_optimizer_steps=self._total_optimizer_steps,
-            machines=self._cluster.machines,
             logs=(self._run_dir / "logs").absolute(),
             tokens=self._token_place(stack),
         )
         await self._wait("devices to be free", self._cluster.reserve(plan))
         directory = self._directory(stack)  # made before the workers: it is removed when they have ended
         workers = await self._launch(stack, plan)
-        groups = _group(plan, workers, _cost(self._model_path))
+        groups = _group(plan, workers, _cost(self._model_path), self._config.actor.parallel.inner)
         store, sight = None, None
         if self._cluster.separate_processes:
             sight = self._sight(directory)
@@ -372,20 +368,22 @@ def _cost(model_path: str) -> Cost:
     return Cost() if width is None else Cost(width)
 
 
-def _group(plan: ClusterPlan, workers: dict[str, Worker], cost: Cost) -> _Groups:
+def _group(plan: ClusterPlan, workers: dict[str, Worker], cost: Cost, inner: int) -> _Groups:
+    """Make the groups of ``plan``. ``inner``: number of ranks of an inner mesh, for roles on the trainer's mesh."""
+
     def worker(rank: Rank) -> Worker:
         hosting = workers[rank.worker]
         return hosting if rank.part is None else PartOf(hosting, rank.part, rank.name)
 
-    def group(role: type, ranks: Sequence[Rank]) -> WorkerGroup:
-        return WorkerGroup(role, [worker(rank) for rank in ranks], cost)
+    def group(role: type, ranks: Sequence[Rank], inner: int = 1) -> WorkerGroup:
+        return WorkerGroup(role, [worker(rank) for rank in ranks], cost, inner=inner)
 
     return _Groups(
-        actor=group(ActorRole, plan.actor),
+        actor=group(ActorRole, plan.actor, inner),
         rollouts=tuple(group(RolloutRole, [rank]) for rank in plan.rollout),
-        ref=group(RefRole, plan.ref) if plan.ref else None,
+        ref=group(RefRole, plan.ref, inner) if plan.ref else None,
         logp=group(LogpRole, plan.logp) if plan.logp else None,
-        critic=group(CriticRole, plan.critic) if plan.critic else None,
+        critic=group(CriticRole, plan.critic, inner) if plan.critic else None,
     )
 
 
