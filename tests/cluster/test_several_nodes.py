@@ -43,7 +43,6 @@ def nodes(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> It
     root = request.config.rootpath
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(root / "src"), str(root)]))
     monkeypatch.setenv("RAY_worker_niceness", "0")
-    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     head = {"num_cpus": 0, "num_gpus": 0, "include_dashboard": False, "object_store_memory": STORE}
     with sigterm_kept():
         cluster = Cluster(initialize_head=True, head_node_args=head)
