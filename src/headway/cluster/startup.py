@@ -94,6 +94,8 @@ class Started:
     inside_fetch: frozenset[str]
     """Roles that share the trainer's ranks: ``ref``, ``logp``, ``critic``."""
     paths: WeightPaths
+    weights_nbytes: int
+    """Number of bytes of a version of the weights, in the widest dtype that a receiver has."""
     rounding: Rounding
     """Tolerances of the receivers' probes, measured at version 0."""
     needed: tuple[Worker, ...]
@@ -176,14 +178,16 @@ class Startup:
         for needed in sorted({of for _, of in holders.values()}):
             manifests[needed] = await self._wait("actor-0 to lay weights out", _result(groups.actor.layout, needed))
             await self._wait(f"{groups.actor.name} to prepare updates", _result(groups.actor.open_route, needed))
+        nbytes = max(manifest.nbytes for manifest in manifests.values())
         paths: WeightPaths
         replacements: Replacements[RolloutReplica] | None = None
         if plan.shared:
-            await self._join_within(plan, workers, dtype)
+            await self._join_within(plan, workers, dtype, nbytes)
             replicas = {name: worker for name, (worker, _) in holders.items()}
             paths = WithinProcesses(groups.actor, replicas, dtype, verify=self._config.param_update.verify)
         else:
-            exchange = Exchange(groups.actor, exchange_settings(self._config, store, device, directory), manifests)
+            settings = exchange_settings(self._config, store, device, directory, nbytes)
+            exchange = Exchange(groups.actor, settings, manifests)
             for worker, of in holders.values():
                 exchange.add(worker, of)
             # Meet now and not at the first update: ends that cannot must be known before anything is generated.
@@ -220,6 +224,7 @@ class Startup:
             critic=groups.actor if CRITIC in plan.inside_fetch else groups.critic,
             inside_fetch=plan.inside_fetch,
             paths=paths,
+            weights_nbytes=nbytes,
             rounding=await self._measured(groups.actor, [*rollouts, *receivers], (dtype, computed)),
             needed=tuple(worker for name, worker in workers.items() if name not in alone),
             hardware=dict(zip(computing, hardware, strict=True)),
@@ -297,9 +302,9 @@ class Startup:
         await concurrently(worker.call("serve") for worker in keepers)
         return tuple(RemoteKeeper(worker) for worker in keepers)
 
-    async def _join_within(self, plan: ClusterPlan, workers: dict[str, Worker], dtype: str) -> None:
+    async def _join_within(self, plan: ClusterPlan, workers: dict[str, Worker], dtype: str, nbytes: int) -> None:
         """Connect each replica to the training rank that shares its process, from which it gets weights."""
-        timeout_s = transport_timeout(self._config)
+        timeout_s = transport_timeout(self._config, nbytes)
         await concurrently(
             self._wait(
                 f"{rank.name} to meet {rank.worker}", workers[rank.worker].call("connect_within", dtype, timeout_s)

@@ -344,8 +344,8 @@ class ParamUpdateConfig(Section):
     """Compare, after each update, what each replica serves with the trainer on a few fixed sequences. Checksums of what
     was received are always compared."""
     timeout_s: float = Field(120.0, gt=0)
-    """Most seconds that one update may take. A replica that has not answered by then is left out, and others take over
-    its calls; the run ends when it was the last."""
+    """Most seconds that one update may take, and one more for each 50 MB of weights. A replica that has not answered by
+    then is left out, and others take over its calls; the run ends when it was the last."""
 
 
 class PlacementConfig(Section):
