@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,9 +27,13 @@ from headway.engines.train.fsdp.engine import FsdpEngine
 from headway.engines.train.fsdp.gather import gather, given_parts
 from headway.engines.train.fsdp.mesh import TrainMesh
 from headway.engines.train.fsdp.reference import ReferenceEngine
+from headway.engines.train.logprobs import LogProbCopy
 from headway.errors import ModelError
 from headway.interfaces import StepContext
 from headway.models.pretrained import load_model
+from headway.weights.layout import Manifest
+from headway.weights.outgoing import Stream
+from headway.weights.protocols import WeightSink
 from headway.weights.safetensors_files import INDEX, write_files
 from tests.engines.train.families import FAMILIES, make_family
 from tests.engines.train.rows import random_rows, with_columns
@@ -239,6 +244,50 @@ def test_files_are_cut_between_tensors_and_the_index_names_them(one_rank: None, 
     opened = dict(load_model(folder, dtype=torch.bfloat16).named_parameters())
     for name, parameter in load_model(path, dtype=torch.bfloat16).named_parameters():
         assert torch.equal(parameter, opened[name]), name
+
+
+# ------------------------------------------------------------------------------------------ updates
+
+
+def update_a_copy(path: str, parallels: Sequence[ParallelConfig], rows: Sequence[Row]) -> list[tuple[float, float]]:
+    """Largest differences of a copy's log-probs from the trainer's, before and after an update that it has got."""
+    found = []
+    for parallel in parallels:
+        mesh, mine = mesh_of(parallel), share(rows, parallel)
+        policy = engine(path, parallel, mesh)
+        layout = policy.manifest(torch.float32)
+
+        def receive(version: int, sink: WeightSink, policy: FsdpEngine = policy, layout: Manifest = layout) -> None:
+            stream = Stream(layout, policy.gather(layout, 1024, everywhere=True))
+            for chunk in stream:
+                sink.room(chunk.header).copy_(chunk.payload)
+                sink.filled(chunk.header)
+            sink.ended(stream.digests)
+
+        copy = LogProbCopy(
+            model_path=path, config=configured(parallel), mesh=mesh, name="logp", manifest=layout, receive=receive
+        )
+        policy.train_step(mine, StepContext())
+        stale = _apart(copy.proximal_logprobs(mine, 0), policy.forward_logprobs(mine))
+        asyncio.run(copy.stage_weights(1))
+        copy.activate(1)
+        found.append((stale, _apart(copy.proximal_logprobs(mine, 1), policy.forward_logprobs(mine))))
+        copy.close()
+    return found
+
+
+def _apart(ours: Sequence[NDArray[np.float32]], theirs: Sequence[NDArray[np.float32]]) -> float:
+    pairs = zip(ours, theirs, strict=True)
+    return max((float(np.abs(a - b).max(initial=0.0)) for a, b in pairs), default=0.0)
+
+
+def test_a_copy_for_log_probs_keeps_its_part_of_an_update(on_mesh: OnMesh, tmp_path: Path) -> None:
+    """Takes some seconds: a trainer and a copy on four ranks, in two meshes."""
+    meshes = [ParallelConfig(tp=2, cp=2, ep=4), ParallelConfig(replicate=2, tp=2)]
+    path = make_family("qwen3-moe", tmp_path / "moe")
+    for of_rank in on_mesh(update_a_copy, (path, meshes, random_rows(6))):
+        for stale, fresh in of_rank:
+            assert stale > 1e-3 and fresh <= 1e-6
 
 
 # ------------------------------------------------------------------------------------------ refusals
