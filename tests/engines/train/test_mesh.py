@@ -51,6 +51,7 @@ EXPERTS = [
     {"tp": 2, "cp": 2, "ep": 4},
     {"replicate": 2, "cp": 2, "ep": 2},
 ]
+WITHOUT_A_PLAN = [{"cp": 2}, {"cp": 4}, {"replicate": 2}]
 QUICK = [("qwen3-moe", {"tp": 2, "cp": 2, "ep": 4}), ("gemma2", {"tp": 2, "cp": 2})]
 Case = tuple[str, dict[str, int]]
 
@@ -162,7 +163,9 @@ def test_every_family_computes_on_every_mesh_what_it_does_on_one_rank(
     one_rank: None, on_mesh: OnMesh, tmp_path: Path, name: str
 ) -> None:
     """Takes up to half a minute: a dozen meshes, with a critic and a reference beside the policy."""
-    meshes = EXPERTS if name in ("qwen3-moe", "mixtral") else DENSE
+    meshes = {"qwen3-moe": EXPERTS, "mixtral": EXPERTS, "gpt2": WITHOUT_A_PLAN, "bloom": [{"replicate": 2}]}.get(
+        name, DENSE
+    )
     check(on_mesh, tmp_path, [(name, sizes) for sizes in meshes], beside=True)
 
 
