@@ -186,6 +186,7 @@ def without_programs(folder: Path) -> None:
 
 
 def two_servers(folder: Path) -> None:
+    os.environ["PATH"] = os.defpath  # `python` is the one of this environment all the same
     (folder / "server.py").write_text(
         "from mcp.server.mcpserver import MCPServer\n"
         "server = MCPServer('table')\n"

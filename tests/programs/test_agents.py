@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 import time
 from pathlib import Path
@@ -156,12 +157,15 @@ def test_a_reward_that_is_none_fails_the_episode(file: str, name: str, said: str
 
 
 def command(code: str, directory: Path) -> ProgramSpec:
-    return ProgramSpec(command=(sys.executable, "-c", code), directory=str(directory))
+    return ProgramSpec(command=("python", "-c", code), directory=str(directory))
 
 
-def test_a_command_reads_the_row_and_its_last_line_is_the_reward(tmp_path: Path) -> None:
+def test_a_command_reads_the_row_and_its_last_line_is_the_reward(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", os.defpath)  # `python` is the one of this environment all the same
     code = (
-        "import json, os, sys; row = json.load(sys.stdin); print('working', row['answer']); "
+        f"import json, os, sys; assert sys.prefix == {sys.prefix!r}; row = json.load(sys.stdin); print('working', row['answer']); "
         "print(json.dumps({'reward': row['answer'] / 10, 'url': os.environ['OPENAI_BASE_URL']})); "
         "assert os.environ['ANTHROPIC_BASE_URL'] + '/v1' == os.environ['OPENAI_BASE_URL']; "
         "assert os.environ['OPENAI_API_KEY'] == 'hw-key'; open('here', 'w').close()"

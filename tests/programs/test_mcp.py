@@ -299,6 +299,8 @@ def test_commands_that_are_no_servers_are_refused_with_what_they_wrote():
         McpServer(McpServerSpec("chatters", command=greeting, timeout_s=2.0)).load()
     with pytest.raises(UserCodeError, match=r"rollout.mcp.no.command: there is no command 'no-such-server'; install "):
         McpServer(McpServerSpec("no", command=("no-such-server",))).load()
+    with pytest.raises(UserCodeError, match=r"rollout.mcp.no.command: there is no command 'python'"):
+        McpServer(McpServerSpec("no", command=("python",), env={"PATH": "/nowhere"})).load()
     with pytest.raises(UserCodeError, match=r"rollout.mcp.no.env: there is no variable 'UNSET' for \$UNSET; set it by"):
         McpServer(McpServerSpec("no", command=("true",), env={"KEY": "$UNSET"})).load()
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from headway.errors import ProgramFailed, Unavailable, UserCodeError, said_by, shown
 from headway.programs import mcp_guard
 from headway.programs.failures import is_away
+from headway.programs.path import path_of_commands
 
 if TYPE_CHECKING:
     from mcp import Client
@@ -123,10 +124,11 @@ async def transport(spec: McpServerSpec) -> AsyncIterator[Any]:
         ):
             yield streams
         return
-    from mcp.client.stdio import StdioServerParameters, get_default_environment, stdio_client
+    from mcp.client.stdio import StdioServerParameters, stdio_client
 
-    env = {name: _filled_in(value, f"{spec.who}.env") for name, value in spec.env.items()}
-    if shutil.which(spec.command[0], path={**get_default_environment(), **env}.get("PATH")) is None:
+    own = {name: _filled_in(value, f"{spec.who}.env") for name, value in spec.env.items()}
+    env = {"PATH": path_of_commands(), **own}
+    if shutil.which(spec.command[0], path=env["PATH"]) is None:
         raise UserCodeError(
             f"{spec.who}.command: there is no command {spec.command[0]!r}; install it, or give its path"
         )
