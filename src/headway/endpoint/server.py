@@ -24,11 +24,12 @@ import xxhash
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
+from headway.endpoint.address import cannot_listen
 from headway.endpoint.dialect import Dialect, Refused, Texts, Wanted, openai_error
 from headway.endpoint.sampling import differences
 from headway.endpoint.sessions import OVER, Request, Session
 from headway.endpoint.turns import MadeTurn, Note, Turns
-from headway.errors import ConfigError, EpisodeOver, HeadwayError, UserError, said_by, shown, writable
+from headway.errors import EpisodeOver, HeadwayError, UserError, said_by, shown, writable
 from headway.programs.messages import Access
 
 MOST_BYTES = 32 * 2**20
@@ -129,12 +130,9 @@ class Endpoint:
         site = web.TCPSite(self._runner, self._host, self._port, backlog=1024)
         try:
             await site.start()
-        except OSError as cause:
+        except (OSError, UnicodeError) as cause:
             await self.close()
-            raise ConfigError(
-                f"the endpoint for agents cannot listen at {self._host}:{self._port}: {cause.strerror or cause}; set "
-                "rollout.endpoint_port=0 for any free port, and rollout.endpoint_host to an address of this machine"
-            ) from cause
+            raise cannot_listen(self._host, self._port, cause) from cause
         self._port = self._runner.addresses[0][1]
 
     @property

@@ -47,14 +47,15 @@ class AgentProgram:
             raise UserCodeError(f"{who}: it is {shown(found)}, which cannot be called and has no run(); {EXPECTED}")
         self._run: Callable[..., Any] = run
         self._tls: ssl.SSLContext | None = None
-        if inspect.isasyncgenfunction(self._run):
-            raise UserCodeError(f"{who}: it yields; return the episode's reward from it instead")
+        if inspect.isasyncgenfunction(_innermost(run)) or inspect.isgeneratorfunction(_innermost(run)):
+            raise UserCodeError(f"{who}: it yields, and so returns no reward; return the episode's reward instead")
         self.is_async = are_coroutines(_innermost(self._run))
         parameters = [one for one in _parameters(self._run).values() if self._make is None or one.name != "self"]
         if not parameters:
             raise UserCodeError(f"{who}: it takes no row of the data; {EXPECTED}")
         given = dict(params) if self._make is None else {}
         self._names = _names(parameters, given)
+        _check_names(who, parameters[1:], {*self._names, *given})
         before = () if self._make is None else ("self",)
         check_arguments(who, self._run, (*before, "row"), {**dict.fromkeys(self._names), **given})
         if self._make is not None:
@@ -137,6 +138,22 @@ def _names(parameters: list[Parameter], taken: Mapping[str, Any]) -> tuple[str, 
     takes_all = any(one.kind is Parameter.VAR_KEYWORD for one in parameters)
     wanted = {name for name in _GIVEN if name in behind or (takes_all and name in _GIVEN_TO_ALL)}
     return tuple(name for name in _GIVEN if name in wanted - set(taken))
+
+
+def _check_names(who: str, parameters: list[Parameter], given: set[str]) -> None:
+    """Check that an agent asks for nothing behind the row but what is ``given`` by name.
+
+    Raises:
+        UserCodeError: it does; says what there is.
+    """
+    various = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+    needed = [one.name for one in parameters if one.default is Parameter.empty and one.kind not in various]
+    if unknown := [name for name in needed if name not in given]:
+        raise UserCodeError(
+            f"{who}: there is nothing for its parameter {' and '.join(map(repr, unknown))}: behind the row, arguments "
+            f"are given by name, and there are {', '.join(_GIVEN)} and those of rollout.params; rename the parameter, "
+            "or give it a default"
+        )
 
 
 def _innermost(function: Any) -> Any:

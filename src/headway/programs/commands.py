@@ -42,7 +42,8 @@ class CommandProgram:
         self._command, self._who = list(command), who
         self._directory = directory if directory is not None and Path(directory).is_dir() else None
         program = self._command[0]
-        if shutil.which(program, path=path_of_commands()) is None and not Path(self._directory or ".", program).exists():
+        found = shutil.which(program, path=path_of_commands())
+        if found is None and not Path(self._directory or ".", program).exists():
             raise UserCodeError(f"{who}: there is no program {program!r} here; install it, or give its path")
 
     def describe(self) -> ProgramDescription:
