@@ -228,6 +228,7 @@ async def test_a_fault_of_the_servers_own_is_in_the_log(
         ({"logit_bias": {"7": 5}}, "logit_bias={'7': 5.0} (here {})"),
         ({"response_format": {"type": "json_object"}}, "response_format='json_object' (not done)"),
         ({"tool_choice": "required"}, "tool_choice='required' (here 'auto')"),
+        ({"logprobs": True, "top_logprobs": 5}, "top_logprobs=5 (here 0)"),
     ],
 )
 async def test_sampling_that_training_cannot_follow_is_overridden_and_counted_or_refused(asked: Any, said: str) -> None:
@@ -248,6 +249,7 @@ async def test_sampling_that_training_cannot_follow_is_overridden_and_counted_or
 async def test_sampling_as_the_run_has_it_is_no_difference() -> None:
     async def agent(access: Access) -> Any:
         asked = {"temperature": 1, "top_p": 1.0, "n": 1, "presence_penalty": 0, "seed": 4, "top_k": -1}
+        asked |= {"logprobs": True, "top_logprobs": 0, "modalities": ["text"], "user": "u", "store": True}
         return await post(access, {"model": "policy", "messages": HELLO, **asked})
 
     made = await served(agent, strict=True)
