@@ -210,6 +210,7 @@ async def test_tools_are_functions_or_schemas(program):
             "chat.turn() was given max_tokens=0; expected a whole number from 1",
         ),
         ("chat.turn(row['prompt'], tools=[{}])", "chat.turn() was given {} for a tool; expected a function with types"),
+        ("chat.turn(row['prompt'], tools=[{'function': {'name': ''}}])", "for a tool; expected a function with types"),
         ("chat.turn(row['prompt'], tools=[look, look])", "chat.turn() was given two tools named 'look'; rename one"),
         (
             "chat.turn(row['prompt'], tools=[run])",
