@@ -26,7 +26,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from headway.endpoint.dialect import Dialect, Refused, Texts, Wanted, openai_error
 from headway.endpoint.sampling import differences
-from headway.endpoint.sessions import OVER, Request, Session
+from headway.endpoint.sessions import OVER, Session
 from headway.endpoint.turns import MadeTurn, Note, Turns
 from headway.errors import ConfigError, EpisodeOver, HeadwayError, UserError, said_by, shown, writable
 from headway.programs.messages import Access
@@ -196,16 +196,14 @@ class Endpoint:
         digest.update(request.path.encode())
         digest.update((repeated := request.headers.get("Idempotency-Key", "")).encode(errors="replace"))
         again = request.headers.get("x-stainless-retry-count", "0") not in ("", "0") or bool(repeated)
-        asked = session.request(wanted.request, digest.digest(), again=again)
-        turn = await session.answer(asked)
-        id = f"{turn.number}-{session.tag}"
-        if wanted.stream:
-            return await _stream(request, dialect, wanted, turn, id, asked)
-        response = _json(dialect.answer(wanted, turn, id))
-        await response.prepare(request)
-        await response.write_eof()
-        asked.delivered = True
-        return response
+        async with session.turn(wanted.request, digest.digest(), again=again) as turn:
+            id = f"{turn.number}-{session.tag}"
+            if wanted.stream:
+                return await _stream(request, dialect, wanted, turn, id)
+            response = _json(dialect.answer(wanted, turn, id))
+            await response.prepare(request)
+            await response.write_eof()
+            return response
 
     async def _count(self, dialect: Dialect, request: web.Request, session: Session) -> web.StreamResponse:
         wanted = dialect.read(await _body(request), self._texts)
@@ -314,7 +312,7 @@ async def _body(request: web.Request) -> bytes:
 
 
 async def _stream(
-    request: web.Request, dialect: Dialect, wanted: Wanted, turn: MadeTurn, id: str, asked: Request
+    request: web.Request, dialect: Dialect, wanted: Wanted, turn: MadeTurn, id: str
 ) -> web.StreamResponse:
     response = web.StreamResponse(
         headers={"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
@@ -323,7 +321,6 @@ async def _stream(
     for piece in dialect.events(wanted, turn, id):
         await response.write(piece)
     await response.write_eof()
-    asked.delivered = True
     return response
 
 
