@@ -30,7 +30,7 @@ class Numbered:
         await self.go.wait()
         return MadeTurn(number, TurnAnswer("", "", said("assistant", "")), 1, SampledTokens.nothing())
 
-    def count(self, request: TurnRequest) -> int:
+    async def count(self, request: TurnRequest) -> int:
         return 1
 
     def note(self, kind: Note, reason: str) -> None:

@@ -83,7 +83,7 @@ class IdRecord:
     def __init__(self) -> None:
         self._transcript = Transcript()
 
-    def prompt(self, request: TurnRequest, taken: Container[int] = ()) -> Prompted:
+    async def prompt(self, request: TurnRequest, taken: Container[int] = ()) -> Prompted:
         ids = context_of(request)
         return Prompted(ids, call_key(ids, taken))
 

@@ -24,6 +24,7 @@ import xxhash
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
+from headway.concurrently import off_loop
 from headway.endpoint.dialect import Dialect, Refused, Texts, Wanted, openai_error
 from headway.endpoint.sampling import differences
 from headway.endpoint.sessions import OVER, Session
@@ -190,7 +191,7 @@ class Endpoint:
 
     async def _answer(self, dialect: Dialect, request: web.Request, session: Session) -> web.StreamResponse:
         body = await _body(request)
-        wanted = dialect.read(body, self._texts)
+        wanted = await off_loop(len(body), dialect.read, body, self._texts)
         self._check(wanted, session.turns)
         digest = xxhash.xxh3_128(body)
         digest.update(request.path.encode())
@@ -206,9 +207,10 @@ class Endpoint:
             return response
 
     async def _count(self, dialect: Dialect, request: web.Request, session: Session) -> web.StreamResponse:
-        wanted = dialect.read(await _body(request), self._texts)
+        body = await _body(request)
+        wanted = await off_loop(len(body), dialect.read, body, self._texts)
         self._check_model(wanted)
-        return _json({"object": "response.input_tokens", "input_tokens": session.turns.count(wanted.request)})
+        return _json({"object": "response.input_tokens", "input_tokens": await session.turns.count(wanted.request)})
 
     def _session(self, request: web.Request) -> Session:
         """The session of the request's key. Raises `Refused` where there is none."""

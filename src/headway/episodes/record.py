@@ -14,9 +14,11 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from headway.concurrently import off_loop
 from headway.data.types import FinishReason, RowAt, RowTokens
+from headway.episodes.conversations import ChatPrompt, Conversations, Draft
 from headway.episodes.messages import message_key, plain_messages
-from headway.episodes.rendering import ChatPrompt, ChatRenderer, Conversations
+from headway.episodes.rendering import ChatRenderer
 from headway.episodes.template_trials import try_template
 from headway.episodes.tool_calls import AUTO, ToolParser, choose_parser
 from headway.episodes.transcript import Row, Transcript, call_key, state_key
@@ -42,8 +44,10 @@ class Prompted:
 class Record(Protocol):
     """What a keeper asks of the record of an episode."""
 
-    def prompt(self, request: TurnRequest, taken: Container[int] = ()) -> Prompted:
+    async def prompt(self, request: TurnRequest, taken: Container[int] = ()) -> Prompted:
         """Make the context of the turn that ``request`` asks for. Nothing is stored.
+
+        Long texts are encoded in a thread. What the context goes on with is what is there when this is called.
 
         ``taken``: keys of calls that other turns have. A context that is asked for again has the first of its keys that
         is free.
@@ -96,14 +100,26 @@ class ChatRecord:
         self._calls = 0
         self._problems = 0
 
-    def prompt(self, request: TurnRequest, taken: Container[int] = ()) -> Prompted:
+    async def prompt(self, request: TurnRequest, taken: Container[int] = ()) -> Prompted:
         """See `Record.prompt`."""
+        renderer = self._run.renderer
         if request.token_ids is not None:
-            ids = self._run.renderer.checked(request.token_ids)
+            ids = renderer.checked(request.token_ids)
             return Prompted(ids, call_key(ids, taken))
+        draft = self.draft(request)
+        return self.prompted(request, draft, await off_loop(len(draft.text), renderer.encode, draft.text), taken)
+
+    def draft(self, request: TurnRequest) -> Draft:
+        """The text of a turn's messages, as far as it has no ids yet. Raises as `prompt` does."""
         if request.tools:
             self._run.for_tools  # noqa: B018 - raises before the call, not after it
-        chat = self._chats.prompt(request.messages, request.tools)
+        return self._chats.draft(request.messages, request.tools)
+
+    def prompted(
+        self, request: TurnRequest, draft: Draft, ids: NDArray[np.int32], taken: Container[int] = ()
+    ) -> Prompted:
+        """The context of a turn, from the ids [N] of its draft's text."""
+        chat = draft.prompt(ids)
         return Prompted(chat.ids, call_key(chat.ids, taken), chat, _state(request))
 
     def answered(self, prompted: Prompted, request: TurnRequest, finished: FinishedCall, number: int) -> TurnAnswer:

@@ -64,6 +64,8 @@ class Try:
         """Keys of all turns, those that were given up included."""
         self._taken: set[int] = set()
         """Keys of the turns that are answered or waited for."""
+        self._asking = asyncio.Lock()
+        """Calls are made in the order in which their turns were asked for, however long their texts are encoded."""
         self._waiting = 0
         """Turns that the program waits for."""
         self._keeps_conversation = keeps_conversation
@@ -85,10 +87,10 @@ class Try:
             if self._waiting == 0 and not self.over:
                 self.steps.begin()
 
-    def count(self, request: TurnRequest) -> int:
+    async def count(self, request: TurnRequest) -> int:
         """See `headway.endpoint.turns.Turns.count`."""
         with boundary("the messages of a turn cannot be used", UserCodeError):
-            return len(self.record.prompt(request).ids)
+            return len((await self.record.prompt(request)).ids)
 
     def note(self, kind: Note, reason: str) -> None:
         """See `headway.endpoint.turns.Turns.note`."""
@@ -140,18 +142,13 @@ class Try:
     # ------------------------------------------------------------------------------------- turns
 
     async def _made(self, request: TurnRequest, number: int) -> MadeTurn:
-        if self._time.is_over:
-            self.limit = self.limit or "time"
-        if self.limit is None and len(self._taken) >= self._limits.max_turns:
-            self.limit = "turns"
-        if self.limit not in (None, "tokens"):  # a conversation that is too long may go on as a shorter one
-            raise self._refused(self.limit)
-        with boundary("the messages of a turn cannot be used", UserCodeError):
-            prompted = self.record.prompt(request, self._taken)
-        room = self._limits.max_length - len(prompted.ids)
-        if room < 1:
-            raise self._refused("tokens")
-        finished = await self._call(request, prompted, room)
+        async with self._asking:
+            prompted, call = await self._asked(request)
+        try:
+            finished = await call
+        except asyncio.CancelledError:  # the turn is given up
+            self._taken.remove(prompted.key)
+            raise
         if self.limit == "tokens":
             self.limit = None
             self.steps.forgive()
@@ -164,19 +161,26 @@ class Try:
             self._answered(request.messages, answer.message)
         return MadeTurn(number, answer, len(prompted.ids), finished.tokens or SampledTokens.nothing())
 
-    async def _call(self, request: TurnRequest, prompted: Prompted, room: int) -> FinishedCall:
-        """Have the policy answer; cancelled, the turn is given up."""
+    async def _asked(self, request: TurnRequest) -> tuple[Prompted, asyncio.Future[FinishedCall]]:
+        """The context of a turn, and the result of its call. Raises `EpisodeOver` where a limit refuses the turn."""
+        if self._time.is_over:
+            self.limit = self.limit or "time"
+        if self.limit is None and len(self._taken) >= self._limits.max_turns:
+            self.limit = "turns"
+        if self.limit not in (None, "tokens"):  # a conversation that is too long may go on as a shorter one
+            raise self._refused(self.limit)
+        with boundary("the messages of a turn cannot be used", UserCodeError):
+            prompted = await self.record.prompt(request, self._taken)
+        room = self._limits.max_length - len(prompted.ids)
+        if room < 1:
+            raise self._refused("tokens")
         if prompted.key not in self._turns and len(self._turns) >= self._limits.max_turns:
             raise self._refused("turns")
         self._turns.add(prompted.key)
         self._taken.add(prompted.key)
         wanted = (room, self.sampling.max_tokens, self._limits.max_turn_tokens, request.max_tokens)
         most = min(tokens for tokens in wanted if tokens is not None)
-        try:
-            return await self._log.call(prompted, most, request.stop, request.stop_token_ids)
-        except asyncio.CancelledError:
-            self._taken.remove(prompted.key)
-            raise
+        return prompted, self._log.call(prompted, most, request.stop, request.stop_token_ids)
 
     def _refused(self, limit: str) -> EpisodeOver:
         self.limit = limit

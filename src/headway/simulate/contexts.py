@@ -58,7 +58,7 @@ class SimulatedRecord:
         """Key of the last turn of each row."""
         self._first: Path | None = None
 
-    def prompt(self, request: TurnRequest, taken: Container[int] = ()) -> Prompted:
+    async def prompt(self, request: TurnRequest, taken: Container[int] = ()) -> Prompted:
         """See `headway.episodes.record.Record.prompt`."""
         path: Path = tuple(map(_item, request.messages))
         if self._first is None:
