@@ -4,8 +4,8 @@
        ▲                                                   │ yes                     │
        └────────────── TurnAnswer ◀── record.answered ◀────┴─────────────────────────┘
 
-A runner that dies has its programs run again from the beginning. The log answers the calls that it knows, by their keys;
-what a program asks otherwise than before is sampled anew, and what it does not ask again is not trained.
+A runner that dies has its programs run again from the beginning. The log answers the calls that it knows; what is asked
+otherwise than before is sampled anew, and what is not asked again is not trained.
 """
 
 from __future__ import annotations
