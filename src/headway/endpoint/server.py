@@ -24,10 +24,11 @@ import xxhash
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
+from headway.concurrently import off_loop
 from headway.endpoint.address import cannot_listen
 from headway.endpoint.dialect import Dialect, Refused, Texts, Wanted, openai_error
 from headway.endpoint.sampling import differences
-from headway.endpoint.sessions import OVER, Request, Session
+from headway.endpoint.sessions import OVER, Session
 from headway.endpoint.turns import MadeTurn, Note, Turns
 from headway.errors import EpisodeOver, HeadwayError, UserError, said_by, shown, writable
 from headway.programs.messages import Access
@@ -188,27 +189,26 @@ class Endpoint:
 
     async def _answer(self, dialect: Dialect, request: web.Request, session: Session) -> web.StreamResponse:
         body = await _body(request)
-        wanted = dialect.read(body, self._texts)
+        wanted = await off_loop(len(body), dialect.read, body, self._texts)
         self._check(wanted, session.turns)
         digest = xxhash.xxh3_128(body)
         digest.update(request.path.encode())
         digest.update((repeated := request.headers.get("Idempotency-Key", "")).encode(errors="replace"))
         again = request.headers.get("x-stainless-retry-count", "0") not in ("", "0") or bool(repeated)
-        asked = session.request(wanted.request, digest.digest(), again=again)
-        turn = await session.answer(asked)
-        id = f"{turn.number}-{session.tag}"
-        if wanted.stream:
-            return await _stream(request, dialect, wanted, turn, id, asked)
-        response = _json(dialect.answer(wanted, turn, id))
-        await response.prepare(request)
-        await response.write_eof()
-        asked.delivered = True
-        return response
+        async with session.turn(wanted.request, digest.digest(), again=again) as turn:
+            id = f"{turn.number}-{session.tag}"
+            if wanted.stream:
+                return await _stream(request, dialect, wanted, turn, id)
+            response = _json(dialect.answer(wanted, turn, id))
+            await response.prepare(request)
+            await response.write_eof()
+            return response
 
     async def _count(self, dialect: Dialect, request: web.Request, session: Session) -> web.StreamResponse:
-        wanted = dialect.read(await _body(request), self._texts)
+        body = await _body(request)
+        wanted = await off_loop(len(body), dialect.read, body, self._texts)
         self._check_model(wanted)
-        return _json({"object": "response.input_tokens", "input_tokens": session.turns.count(wanted.request)})
+        return _json({"object": "response.input_tokens", "input_tokens": await session.turns.count(wanted.request)})
 
     def _session(self, request: web.Request) -> Session:
         """The session of the request's key. Raises `Refused` where there is none."""
@@ -312,7 +312,7 @@ async def _body(request: web.Request) -> bytes:
 
 
 async def _stream(
-    request: web.Request, dialect: Dialect, wanted: Wanted, turn: MadeTurn, id: str, asked: Request
+    request: web.Request, dialect: Dialect, wanted: Wanted, turn: MadeTurn, id: str
 ) -> web.StreamResponse:
     response = web.StreamResponse(
         headers={"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
@@ -321,7 +321,6 @@ async def _stream(
     for piece in dialect.events(wanted, turn, id):
         await response.write(piece)
     await response.write_eof()
-    asked.delivered = True
     return response
 
 
