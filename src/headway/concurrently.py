@@ -12,10 +12,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 T = TypeVar("T")
 U = TypeVar("U")
+P = ParamSpec("P")
+
+LONG = 20_000
+"""Characters of text from which on it takes long enough to hold up an event loop: tens of milliseconds."""
+
+
+async def off_loop(size: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Call ``function`` on text of ``size`` characters: in a thread where it is long, while the event loop goes on."""
+    if size < LONG:
+        return function(*args, **kwargs)
+    return await asyncio.to_thread(function, *args, **kwargs)
 
 
 def failure_ignored(future: asyncio.Future[T]) -> asyncio.Future[T]:

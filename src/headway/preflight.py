@@ -14,10 +14,10 @@ import re
 import socket
 import urllib.request
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from headway.cluster.address import check_listens
@@ -28,6 +28,7 @@ from headway.data.files import Record
 from headway.data.rows import by_source
 from headway.data.sources import DataBundle, Rows, build_sources, read_rows
 from headway.devices import chosen
+from headway.endpoint.address import check_address
 from headway.episodes.hosting import chats_of
 from headway.episodes.runners import ProgramRunners, program_spec, variables
 from headway.errors import ConfigError, DataError, ModelError, ScoringFailed, UserCodeError, WorkerDied, boundary
@@ -40,7 +41,7 @@ from headway.rewards.scorers import make_scorer
 from headway.user_code import check_call, load_function, names_a_file
 
 CONNECT_TIMEOUT_S = 10.0
-D = TypeVar("D", covariant=True)
+D = TypeVar("D")
 
 LOAD_TIMEOUT_S = 30.0
 """Seconds for a process to start and import the reward's file: long enough for torch and transformers, too."""
@@ -64,7 +65,8 @@ def check_inputs(config: Config) -> Rows:
     """Return the run's rows, with the reward tried on their columns. A user's own reward is loaded in its own process.
 
     Raises:
-        ConfigError: no such reward or task, or parameters that the task does not take; or vLLM is not installed here.
+        ConfigError: no such reward or task, or parameters that the task does not take; vLLM is not installed here; or
+            the endpoint for agents cannot listen at its address.
         DataError: a data file is missing, or holds something else than it should.
         ModelError: the folder of ``model.path`` is missing, or lacks a file, or has one that is damaged; or its logits
             are made in a way that is not supported.
@@ -79,6 +81,9 @@ def check_inputs(config: Config) -> Rows:
             _check_unknown_family(config)
     rows = read_rows(config)
     _check_answers(config, rows)
+    rollout = config.rollout
+    if rollout.agent is not None and rollout.endpoint_host != "node" and config.cluster.address is None:
+        asyncio.run(check_address(rollout.endpoint_host, rollout.endpoint_port))  # keepers will all be here
     if config.rollout.has_program:
         _check_program(config, rows)
     if config.reward.by_program:
@@ -88,7 +93,7 @@ def check_inputs(config: Config) -> Rows:
         reward = RewardRunners(spec, workers=1, retries=0, log_path=None, env=variables(config.rollout.env))
         limit = max(LOAD_TIMEOUT_S, spec.timeout_s)
         advice = "raise reward.timeout_s above the time that it needs"
-        asyncio.run(_load_in_a_process(reward, spec.function, limit, advice))
+        asyncio.run(_in_a_process(reward.start, reward.close, spec.function, limit, advice))
     else:
         make_scorer(spec)
     return rows
@@ -187,9 +192,9 @@ def _check_program(config: Config, rows: Rows) -> None:
     """Load the program in a process of its own, and check that rows have the columns that it needs."""
     programs = ProgramRunners("preflight", config, None)
     shown = program_spec(config).shown
-    described = asyncio.run(
-        _load_in_a_process(programs, shown, LOAD_TIMEOUT_S, "load what takes long at the first episode")
-    )
+    limit = LOAD_TIMEOUT_S + programs.waits_s  # a server that is late says so itself
+    advice = "load what takes long at the first episode"
+    described = asyncio.run(_in_a_process(programs.describe, programs.close, shown, limit, advice))
     if rows.columns is not None and (missing := [name for name in described.columns if name not in rows.columns]):
         raise UserCodeError(
             f"{shown} needs {', '.join(missing)}, and the rows have {', '.join(sorted(rows.columns)) or 'nothing'} "
@@ -199,15 +204,12 @@ def _check_program(config: Config, rows: Rows) -> None:
         raise ConfigError(f"reward.function=program, and {shown} gives no reward; name a function that scores answers")
 
 
-class _Loadable(Protocol[D]):
-    async def start(self) -> D: ...
-
-    async def close(self) -> None: ...
-
-
-async def _load_in_a_process(runners: _Loadable[D], shown: str, limit: float, advice: str) -> D:
+async def _in_a_process(
+    load: Callable[[], Awaitable[D]], close: Callable[[], Awaitable[None]], shown: str, limit: float, advice: str
+) -> D:
+    """Have user code loaded in a process of its own, and return what it is."""
     try:
-        return await asyncio.wait_for(runners.start(), limit)
+        return await asyncio.wait_for(load(), limit)
     except TimeoutError:
         raise UserCodeError(
             f"{shown} was not imported within {limit:g} s; see to it that the file imports quickly, or {advice}"
@@ -217,7 +219,7 @@ async def _load_in_a_process(runners: _Loadable[D], shown: str, limit: float, ad
             f"{cause}; see to it that the file imports, quickly and without ending its process"
         ) from cause
     finally:
-        await runners.close()
+        await close()
 
 
 def _device(config: Config) -> str:

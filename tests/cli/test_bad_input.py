@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
+from headway import preflight
 from headway.cli import cli
 from headway.config.model import MakeModelConfig
 from headway.errors import ModelError, RunError
@@ -185,16 +186,31 @@ def without_programs(folder: Path) -> None:
     os.environ["PATH"] = str(folder / "nowhere")
 
 
-def two_servers(folder: Path) -> None:
+def server(folder: Path) -> None:
+    """A server of MCP's by hand, which lists the tools that its arguments name; ``{}`` is one without a schema."""
+    preflight.LOAD_TIMEOUT_S = 0.0  # of the user's code: how long a server may take is said by its own limits
+    os.environ["PATH"] = os.defpath  # `python` is the one of this environment all the same
     (folder / "server.py").write_text(
-        "from mcp.server.mcpserver import MCPServer\n"
-        "server = MCPServer('table')\n"
-        "@server.tool()\n"
-        "def act(a: int) -> str:\n"
-        "    'Acts.'\n"
-        "    return str(a)\n"
-        "server.run('stdio')\n"
+        "import json, sys\n"
+        "import xxhash  # of this environment alone\n"
+        "tools = [{'name': name, 'inputSchema': {'type': 'object'}} for name in sys.argv[1:]]\n"
+        "tools = [{'name': 'act'} if tool['name'] == '{}' else tool for tool in tools]\n"
+        "greeting = {'protocolVersion': '2025-06-18', 'capabilities': {'tools': {}}}\n"
+        "greeting['serverInfo'] = {'name': 'table', 'version': '1'}\n"
+        "answers = {'initialize': greeting, 'tools/list': {'tools': tools}}\n"
+        "for line in sys.stdin if tools else []:\n"
+        "    asked = json.loads(line)\n"
+        "    answer = answers.get(asked['method'])\n"
+        "    said = {'error': {'code': -32601, 'message': 'no'}} if answer is None else {'result': answer}\n"
+        "    if 'id' in asked:\n"
+        "        print(json.dumps({'jsonrpc': '2.0', 'id': asked['id'], **said}), flush=True)\n"
+        "sys.stdin.read()\n"
     )
+
+
+def serving(*tools: str) -> Case:
+    command = ", ".join(["python", "server.py", *map(repr, tools)])
+    return doing(server, f"rollout.mcp.table={{command: [{command}], timeout_s: {5 if tools else 0.3}}}")
 
 
 def closed_port() -> int:
@@ -382,8 +398,13 @@ CASES = {
     "a server of tools that is not there": setting("rollout.mcp.search.command=[no-such-server]"),
     "a server of tools that ends": setting("rollout.mcp.search.command=['false']"),
     "a server of tools in two places": setting("rollout.mcp.search={command: [x], url: http://h}"),
+    "a server of tools that is late": serving(),
+    "a server of tools that is away": setting("rollout.mcp.search.url='http://127.0.0.1:PORT/mcp'"),
+    "a server of tools that breaks the protocol": serving("{}"),
+    "a tool without a name": serving(""),
+    "a tool that a server has twice": serving("act", "act"),
     "a tool of two servers": doing(
-        two_servers, "rollout.mcp={one: {command: [python, server.py]}, two: {command: [python, server.py]}}"
+        server, "rollout.mcp={one: {command: [python, server.py, act]}, two: {command: [python, server.py, act]}}"
     ),
     "a server of an environment that is away": setting("rollout.environment=ws://127.0.0.1:PORT"),
     "tools that the template does not show": Case(("rollout.tools=[agent.py:act]",), model_with_a_template_and_a_tool),
@@ -403,12 +424,16 @@ CASES = {
     "an agent without a function": setting("rollout.agent=agent.py"),
     "an agent that takes no row": agent("async def run(): ...\n", "rollout.agent=agent.py:run"),
     "an agent that asks for more than there is": agent("async def run(row, url): ...\n", "rollout.agent=agent.py:run"),
+    "an agent that yields": agent("def run(row): yield 1.0\n", "rollout.agent=agent.py:run"),
     "an agent of no words": setting("rollout.agent={command: []}"),
     "an agent that is not installed": setting("rollout.agent={command: [no-such-agent]}"),
     "sampling of agents that is no choice": agent(
         AGENT, "rollout.agent=agent.py:run", "rollout.agent_sampling=strictly"
     ),
     "an endpoint that nobody asks": agent(PROGRAM, "rollout.program=agent.py:run", "rollout.endpoint_port=8000"),
+    "an endpoint at another machine's address": agent(
+        AGENT, "rollout.agent=agent.py:run", "rollout.endpoint_host=192.0.2.1"
+    ),
     "no turns": agent(PROGRAM, "rollout.program=agent.py:run", "rollout.max_turns=0"),
     "a step longer than its episode": agent(PROGRAM, "rollout.program=agent.py:run", "rollout.episode_timeout_s=10"),
     "turns without a program": setting("rollout.max_turns=3"),
@@ -487,6 +512,7 @@ def here(good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
     shutil.copytree(good, folder)
     monkeypatch.chdir(folder)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr(preflight, "LOAD_TIMEOUT_S", preflight.LOAD_TIMEOUT_S)  # and back
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     before = dict(os.environ)
     yield folder
@@ -565,7 +591,6 @@ def test_a_start_that_is_refused_by_a_worker_leaves_the_directory_free(
 
 
 def test_a_port_of_the_endpoint_that_is_in_use_is_one_message_and_leaves_the_directory_free(here: Path) -> None:
-    """Starts processes for the agent, once to look at it and once for the run."""
     model_with_a_template_and_a_tool(here)
     (here / "agent.py").write_text(AGENT)
     with socket.socket() as listening:

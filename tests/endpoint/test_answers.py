@@ -33,7 +33,7 @@ class Echo:
         tokens = SampledTokens(np.arange(5, 9, dtype=np.int32), -np.ones(4, np.float32), np.zeros(4, np.int32))
         return MadeTurn(3, TurnAnswer("…", "let me see", MESSAGE), 7, tokens)
 
-    def count(self, request: TurnRequest) -> int:
+    async def count(self, request: TurnRequest) -> int:
         return 7
 
     def note(self, kind: Note, reason: str) -> None:

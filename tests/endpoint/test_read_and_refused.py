@@ -14,7 +14,9 @@ from headway.endpoint.dialect import Dialect, Refused, Texts
 from headway.endpoint.generate import Generate
 from headway.endpoint.messages import Messages
 from headway.endpoint.responses import Responses
+from headway.endpoint.sampling import differences
 from headway.endpoint.turns import Note
+from headway.interfaces import SamplingParams
 from headway.programs.messages import Access
 from tests.endpoint.scripted import ADD, ADD_PARAMETERS, calling, made
 from tests.endpoint.test_dialects import anthropic_client, client
@@ -54,6 +56,7 @@ def read(dialect: Dialect, body: Any) -> Any:
             "tools.0.parameters is 1; expected a JSON schema",
         ),
         (CHAT, {"messages": [ASK], "stop": ["x"] * 17}, "17 strings that end an answer, the longest of 1 characters"),
+        (CHAT, {"messages": [ASK], "stop_token_ids": [*range(129)]}, "129 tokens that end an answer (stop_token_ids)"),
         (COMPLETIONS, {"prompt": "a", "stop": "x" * 257}, "at most 16, each of at most 256"),
         (COMPLETIONS, {"prompt": ["a", "b"]}, "expected one prompt"),
         (COMPLETIONS, {"prompt": "a", "echo": True}, "put the prompt before it yourself"),
@@ -88,9 +91,16 @@ def test_what_cannot_be_answered_is_refused_with_where_and_why(dialect, body, to
         (CHAT, {"messages": [ASK], "response_format": {"type": "json_object"}}, {"response_format": "json_object"}),
         (CHAT, {"messages": [ASK], "parallel_tool_calls": False}, {"parallel_tool_calls": False}),
         (CHAT, {"messages": [ASK], "guided_regex": "a*"}, {"guided_regex": "a*"}),
+        (CHAT, {"messages": [ASK], "top_logprobs": 2, "verbosity": "low"}, {"top_logprobs": 2, "verbosity": "low"}),
+        (CHAT, {"messages": [ASK], "reasoning_effort": "high", "store": True}, {"reasoning_effort": "high"}),
+        (COMPLETIONS, {"prompt": "a", "logprobs": 5}, {"logprobs": 5}),
+        (RESPONSES, {"input": "a", "reasoning": {"effort": "low"}}, {"reasoning.effort": "low"}),
+        (RESPONSES, {"input": "a", "truncation": "auto", "top_logprobs": 1}, {"truncation": "auto", "top_logprobs": 1}),
         (RESPONSES, {"input": "a", "text": {"format": {"type": "text"}}}, {}),
         (RESPONSES, {"input": "a", "text": {"format": {"type": "json_schema"}}}, {"text.format": "json_schema"}),
         (MESSAGES, {"messages": [ASK], "tool_choice": {"type": "any"}}, {"tool_choice": {"type": "any"}}),
+        (MESSAGES, {"messages": [ASK], "thinking": {"type": "enabled", "budget_tokens": 99}}, {"thinking": "enabled"}),
+        (MESSAGES, {"messages": [ASK], "output_config": {"effort": "low"}}, {"output_config.effort": "low"}),
         (
             MESSAGES,
             {"messages": [ASK], "tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
@@ -102,6 +112,21 @@ def test_what_cannot_be_answered_is_refused_with_where_and_why(dialect, body, to
 )
 def test_sampling_that_is_asked_for_is_read_for_the_endpoint_to_compare(dialect, body, sampling):
     assert read(dialect, body).sampling == sampling
+    assert len(differences(sampling, SamplingParams(50))) == len(sampling)
+
+
+@pytest.mark.parametrize(
+    ("dialect", "body"),
+    [
+        (CHAT, {"messages": [ASK], "top_logprobs": 0, "modalities": ["text"], "verbosity": "medium"}),
+        (COMPLETIONS, {"prompt": "a", "logprobs": 1}),
+        (RESPONSES, {"input": "a", "truncation": "disabled", "reasoning": {"summary": "auto"}, "include": []}),
+        (MESSAGES, {"messages": [ASK], "thinking": {"type": "adaptive"}, "metadata": {"user_id": "me"}}),
+        (GENERATE, {"token_ids": [1], "sampling_params": {"logprobs": 1, "seed": 3}}),
+    ],
+)
+def test_what_asks_for_nothing_else_than_there_is_makes_no_difference(dialect, body):
+    assert differences(read(dialect, body).sampling, SamplingParams(50)) == []
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
+
+import pytest
 
 from headway.data.types import FinishReason
 from headway.episodes.keeper import GroupKeeper
 from headway.episodes.limits import Limits
 from headway.episodes.programs import Turn
-from headway.errors import ProgramAway, RunnerLost
+from headway.errors import EpisodeOver, ProgramAway, RunnerLost
 from headway.programs.messages import EpisodeEnd, EpisodeStart, TurnRequest, said
 from tests.episodes.program_episodes import LIMITS, Here, Policy, made, talk, trained
 
@@ -108,3 +111,67 @@ def test_a_limit_that_ends_a_program_which_was_run_again_says_why_it_was():
     (episode,) = made(programs, limits=Limits(400, 5, step_timeout_s=100, episode_timeout_s=30)).trajectories
     assert episode.failure is not None
     assert episode.failure.endswith("; before, its program was run again: its runner was killed by SIGKILL")
+
+
+async def given_up(ask: Turn, text: str) -> None:
+    """Ask for a turn, and wait for it too short a time."""
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(ask(TurnRequest([said("user", text)])), 0.1)
+
+
+def test_turns_that_nobody_waits_for_count_as_turns_and_are_not_trained():
+    async def program(start: EpisodeStart, ask: Turn) -> EpisodeEnd:
+        for n in range(3):
+            await given_up(ask, str(n))
+        await ask(TurnRequest([said("user", "0")]))  # it is asked for again, and a further one is too many
+        with pytest.raises(EpisodeOver):
+            await ask(TurnRequest([said("user", "another")]))
+        return EpisodeEnd(1.0)
+
+    policy = Policy()
+    group = made(program, [policy], limits=Limits(max_length=400, max_turns=3))
+    assert (len(policy.calls), group.trajectories[0].turns) == (3, 1)
+    [row] = group.tokens.rows
+    assert row.prompt_ids.tolist() == policy.calls[0].input_ids.tolist()
+    assert [turn.number for turn in row.turns] == [0]
+
+
+def test_a_program_that_is_run_again_has_its_calls_whether_it_gives_turns_up_or_not():
+    tries = 0
+
+    async def program(start: EpisodeStart, ask: Turn) -> EpisodeEnd:
+        nonlocal tries
+        tries += 1
+        if tries == 1:
+            await given_up(ask, "same")
+        for _ in range(3):
+            await ask(TurnRequest([said("user", "same")]))
+        if tries == 1:
+            raise RunnerLost("its runner was killed by SIGKILL", culprit=False)
+        return EpisodeEnd(1.0)
+
+    policy = Policy()
+    (episode,) = made(program, [policy]).trajectories
+    assert (tries, len(policy.calls), episode.turns, episode.failure) == (2, 3, 3, None)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "turn_rewards", "failure"),
+    [
+        ((1.0, 0.5), (1.0, 0.5), None),
+        ({2: 0.5}, (0.0, 0.5), None),
+        ((1.0,), (), "a list of 1 rewards for 2 turns"),
+        ((1.0, 2.0, 3.0), (), "a list of 3 rewards for 2 turns"),
+        ({7: 1.0}, (), "a reward for the answer of turn 7, and it had answers of the turns 0, 2"),
+    ],
+)
+def test_rewards_are_those_of_the_answers_that_an_agent_has_got(rewards: Any, turn_rewards: Any, failure: str | None):
+    async def program(start: EpisodeStart, ask: Turn) -> EpisodeEnd:
+        await ask(TurnRequest(start.messages))
+        await given_up(ask, "left")
+        await ask(TurnRequest([said("user", "third")]))
+        return EpisodeEnd(answer_rewards=rewards)
+
+    (episode,) = made(program).trajectories
+    assert episode.turn_rewards == turn_rewards
+    assert (episode.failure is None) if failure is None else failure in str(episode.failure)

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from headway.data.types import SampledTokens
-from headway.episodes.rendering import ChatRenderer, Conversations, PromptKind, probe_tool
+from headway.episodes.conversations import Conversations, PromptKind
+from headway.episodes.rendering import ChatRenderer, probe_tool
 from headway.episodes.transcript import Transcript
 from headway.errors import ConfigError, DataError, UserCodeError
 from headway.programs.messages import calls_made, said, tool_result

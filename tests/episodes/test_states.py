@@ -88,7 +88,7 @@ def of_messages(template: str, *chats: Sequence[Message]) -> list[int]:
     renderer = renderer_of(template)
     record = Chats(renderer).record()
     for n, chat in enumerate(chats):
-        prompted = record.prompt(request := TurnRequest(list(chat)))
+        prompted = asyncio.run(record.prompt(request := TurnRequest(list(chat))))
         ids = np.append(renderer.encode(f"<think>{n}</think>well"), min(renderer.end_ids)).astype(np.int32)
         tokens = SampledTokens(ids, np.zeros(len(ids), np.float32), np.zeros(len(ids), np.int32))
         finished = FinishedCall(n, len(ids), [[0, 0]], FinishReason.STOP, 0.0, 0.0, tokens)

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.episodes.call_formats import FORMATS
-from headway.episodes.rendering import ChatRenderer, Conversations, PromptKind
+from headway.episodes.conversations import Conversations, PromptKind
+from headway.episodes.rendering import ChatRenderer
 from headway.episodes.tool_calls import ToolParser, choose_parser
 from headway.errors import ConfigError
 from headway.programs.messages import CallProblem, said, tool_result

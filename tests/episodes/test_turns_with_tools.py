@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from headway.data.types import SampledTokens
-from headway.episodes.rendering import Conversations
+from headway.episodes.conversations import Conversations
 from headway.episodes.template_trials import try_template
 from headway.episodes.tool_calls import choose_parser
 from headway.episodes.transcript import Transcript

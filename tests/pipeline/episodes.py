@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from headway.data.types import FinishReason, RowTokens, SampledTokens, Trajector
 from headway.episodes.hosting import limits_of
 from headway.episodes.programs import Hosting, Turn
 from headway.episodes.record import Prompted, row_tokens
-from headway.episodes.transcript import Transcript
+from headway.episodes.transcript import Transcript, call_key
 from headway.interfaces import Call, FinishedCall
 from headway.programs.messages import EpisodeEnd, EpisodeStart, Message, TurnAnswer, TurnRequest, said
 from headway.simulate.numbers import RecordedNumber
@@ -83,9 +83,9 @@ class IdRecord:
     def __init__(self) -> None:
         self._transcript = Transcript()
 
-    def prompt(self, request: TurnRequest) -> Prompted:
+    async def prompt(self, request: TurnRequest, taken: Container[int] = ()) -> Prompted:
         ids = context_of(request)
-        return Prompted(ids, self._transcript.next_key(ids))
+        return Prompted(ids, call_key(ids, taken))
 
     def answered(self, prompted: Prompted, request: TurnRequest, finished: FinishedCall, number: int) -> TurnAnswer:
         assert finished.tokens is not None

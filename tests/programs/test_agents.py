@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 import time
 from pathlib import Path
@@ -66,6 +67,16 @@ async def needs_more(row, api_key, sandbox):
 
 async def yields(row):
     yield 1.0
+
+class Yields:
+    def run(self, data, **kwargs):
+        yield 1.0
+
+class Called:
+    async def __call__(self, row):
+        yield 1.0
+
+called = functools.partial(Called())
 """
 
 
@@ -122,8 +133,13 @@ def test_an_agent_gets_what_it_has_parameters_for(
     ("name", "said"),
     [
         ("without_row", "it takes no row of the data; an agent is async def run(row, base_url, api_key)"),
-        ("needs_more", "sandbox"),
-        ("yields", "it yields; return the episode's reward from it instead"),
+        (
+            "needs_more",
+            "there is nothing for its parameter 'sandbox': behind the row, arguments are given by name",
+        ),
+        ("yields", "it yields, and so returns no reward"),
+        ("Yields", "it yields, and so returns no reward"),
+        ("called", "it yields, and so returns no reward"),
     ],
 )
 def test_what_is_no_agent_is_refused_before_a_run(file: str, name: str, said: str) -> None:
@@ -156,12 +172,16 @@ def test_a_reward_that_is_none_fails_the_episode(file: str, name: str, said: str
 
 
 def command(code: str, directory: Path) -> ProgramSpec:
-    return ProgramSpec(command=(sys.executable, "-c", code), directory=str(directory))
+    return ProgramSpec(command=("python", "-c", code), directory=str(directory))
 
 
-def test_a_command_reads_the_row_and_its_last_line_is_the_reward(tmp_path: Path) -> None:
+def test_a_command_reads_the_row_and_its_last_line_is_the_reward(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", os.defpath)  # `python` is the one of this environment all the same
     code = (
-        "import json, os, sys; row = json.load(sys.stdin); print('working', row['answer']); "
+        f"import json, os, sys; assert sys.prefix == {sys.prefix!r}; "
+        "row = json.load(sys.stdin); print('working', row['answer']); "
         "print(json.dumps({'reward': row['answer'] / 10, 'url': os.environ['OPENAI_BASE_URL']})); "
         "assert os.environ['ANTHROPIC_BASE_URL'] + '/v1' == os.environ['OPENAI_BASE_URL']; "
         "assert os.environ['OPENAI_API_KEY'] == 'hw-key'; open('here', 'w').close()"
@@ -211,10 +231,11 @@ from types import SimpleNamespace as Output
 class Loop:
     def __init__(self, trainer_config, server_manager, tokenizer, processor, dataset_cls, data_config, **kwargs):
         self.server_manager = server_manager
-        self.length = trainer_config.config.actor_rollout_ref.rollout.response_length
+        rollout = trainer_config.config.actor_rollout_ref.rollout
+        self.lengths = rollout.prompt_length, rollout.response_length, rollout.max_model_len
 
     async def run(self, sampling_params, **row):
-        assert row["raw_prompt"] == [{"role": "user", "content": "begin"}] and self.length == 99
+        assert row["raw_prompt"] == [{"role": "user", "content": "begin"}] and self.lengths == (30, 69, 99)
         assert sampling_params == {"temperature": 1.0}
         ids, sampled, mask = [1, 2], [], []
         for _ in range(2):
@@ -228,6 +249,11 @@ class Lies(Loop):
     async def run(self, sampling_params, **row):
         await self.server_manager.generate("id", prompt_ids=[1], sampling_params={})
         return Output(prompt_ids=[1], response_ids=[3, 8], response_mask=[1, 1], reward_score=1.0)
+
+class Ends(Loop):
+    async def run(self, sampling_params, **row):
+        ends = {"stop_token_ids": list(range(self.lengths[1]))}
+        await self.server_manager.generate("id", prompt_ids=[1], sampling_params=ends)
 
 class Nothing(Loop):
     async def run(self, sampling_params, **row):
@@ -261,7 +287,7 @@ async def continued(request: TurnRequest) -> TurnAnswer:
 
 def test_an_agent_loop_of_verls_form_runs_without_verl(tmp_path: Path) -> None:
     (tmp_path / "loops.py").write_text(LOOPS)
-    program = ProgramSpec(program=f"{tmp_path}/loops.py:Loop").load()
+    program = ProgramSpec(program=f"{tmp_path}/loops.py:Loop", prompt_length=30).load()
     assert program.describe().form == "verl's agent loop"
     end = asyncio.run(program.serve(start(access=None), continued))
     assert (end.reward, dict(end.metrics)) == (0.25, {"tool_calls": 2.0})
@@ -272,13 +298,16 @@ def test_an_agent_loop_of_verls_form_runs_without_verl(tmp_path: Path) -> None:
     [
         ("Lies", "response_mask is 1 at token 1 of response_ids (8), which was not sampled"),
         ("Nothing", "returned None"),
+        ("Ends", "there are 200 tokens that end an answer (stop_token_ids); give at most 128"),
     ],
 )
-def test_an_agent_loop_that_says_what_was_not_sampled_fails_its_episode(tmp_path: Path, name: str, said: str) -> None:
+def test_an_agent_loop_that_says_or_asks_for_what_cannot_be_fails_its_episode(
+    tmp_path: Path, name: str, said: str
+) -> None:
     (tmp_path / "loops.py").write_text(LOOPS)
     program = ProgramSpec(program=f"{tmp_path}/loops.py:{name}").load()
     with pytest.raises(ProgramFailed) as failed:
-        asyncio.run(program.serve(start(access=None), continued))
+        asyncio.run(program.serve(start(access=None, most_tokens=200), continued))
     assert said in str(failed.value)
 
 

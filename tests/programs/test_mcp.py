@@ -155,7 +155,7 @@ def test_without_the_sdk_the_message_names_the_extra(monkeypatch):
 
 
 def written(answers: dict[str, Any]) -> Callable[[], Any]:
-    """A server that answers requests by method: with a result, an exception for what cannot be read, or nothing."""
+    """A server that answers requests by method: with a result, an exception for what cannot be read, some, or none."""
 
     @asynccontextmanager
     async def connect():
@@ -169,14 +169,14 @@ def written(answers: dict[str, Any]) -> Callable[[], Any]:
                     answer = answers.get(request.method)
                     if callable(answer):
                         answer = answer()
-                    if isinstance(answer, Exception):
-                        await writes.send(answer)
-                    elif answer == "ends":
-                        await writes.aclose()
-                    elif answer is not None:
-                        await writes.send(
-                            SessionMessage(JSONRPCResponse(jsonrpc="2.0", id=request.id, result=dict(answer)))
-                        )
+                    for one in answer if isinstance(answer, list) else [answer]:
+                        if isinstance(one, Exception):
+                            await writes.send(one)
+                        elif one == "ends":
+                            await writes.aclose()
+                        elif one is not None:
+                            result = JSONRPCResponse(jsonrpc="2.0", id=request.id, result=dict(one))
+                            await writes.send(SessionMessage(result))
 
             serving = asyncio.ensure_future(serve())
             try:
@@ -212,10 +212,12 @@ def answering(call: Any, **others: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        ({"content": [], "structuredContent": {"at": "home"}}, ProgramFailed, "with what its schema forbids: .*'home'"),
+        ({"content": [], "structuredContent": {"at": "a"}}, ProgramFailed, "forbids: structuredContent.at: 'a' is not"),
         ({"content": []}, ProgramFailed, "has an output schema but did not return structured content"),
-        ({"content": "text"}, ProgramFailed, "with what its schema forbids: ValidationError"),
-        ({"weather": "fine"}, ProgramFailed, "with what its schema forbids: "),
+        ({"content": "text"}, ProgramFailed, "with what its schema forbids: content is 'text', expected a valid list$"),
+        ({"weather": "fine"}, ProgramFailed, "what its schema forbids: content is missing in {'weather': 'fine'}$"),
+        ({"content": [{"type": "video"}]}, ProgramFailed, r"forbids: content\.0\.type is 'video', expected 'text'$"),
+        ({"content": [{"type": "text"}]}, ProgramFailed, r"forbids: content\.0\.text is missing in {'type': 'text'}$"),
         (ValueError("<html>"), ProgramFailed, "answered the call of its tool 'place' with what is not MCP: .*<html>"),
         (None, ProgramAway, "'place' was waited for 0.2 s, and the server did not answer .rollout.mcp.far.timeout_s"),
         ("ends", ProgramAway, "the server went away during the call of its tool 'place': Connection closed"),
@@ -250,17 +252,30 @@ async def test_after_a_server_has_hung_or_ended_the_next_call_connects_anew():
 @pytest.mark.parametrize(
     ("others", "error", "message"),
     [
-        ({"initialize": None}, ProgramAway, "far: it was waited for 0.2 s, and did not answer"),
+        ({"initialize": None}, ProgramAway, "far: it was waited for 0.2 s, and did not answer; raise .*"),
         ({"initialize": ValueError("hello")}, UserCodeError, "did not answer; it wrote .*hello.*, which is not MCP"),
-        ({"initialize": {"name": "x"}}, UserCodeError, "far: cannot connect to it: ValidationError"),
-        ({"tools/list": {"tools": "none"}}, UserCodeError, "its list of tools with what its schema forbids"),
+        ({"initialize": {"name": "x"}}, UserCodeError, "to it: its answer is not MCP: capabilities is missing in"),
+        ({"tools/list": {"tools": "none"}}, UserCodeError, "what its schema forbids: tools is 'none', expected"),
+        ({"tools/list": None}, ProgramAway, "list of tools was waited for 0.2 s, and the server did not answer; raise"),
+        ({"tools/list": {"tools": [PLACE, PLACE]}}, UserCodeError, "the server lists two tools named 'place', and"),
+        ({"tools/list": {"tools": [PLACE | {"name": "a b"}]}}, UserCodeError, "name 'a b'; expected 1 to 128 of"),
         ({"tools/list": {"tools": []}}, UserCodeError, "the server has no tools; take it out"),
         ({"tools/list": {"tools": [PLACE], "nextCursor": "1"}}, UserCodeError, "has no end: 100 pages were read"),
     ],
 )
 def test_what_is_no_server_of_tools_is_refused_before_the_run(others, error, message):
     with pytest.raises(error, match=message):
-        in_memory("far", written(answering(None, **others)), timeout_s=0.2).load()
+        program(in_memory("far", written(answering(None, **others)), timeout_s=0.2))
+
+
+def test_what_a_server_writes_beside_its_answers_is_told_in_one_line(capsys):
+    server = in_memory("far", written(answering(None, **{"tools/list": [ValueError("<html>"), {"tools": [PLACE]}]})))
+    server.load()
+    assert [tool.name for tool in server.tools] == ["place"]
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(
+        "rollout.mcp.far: the server wrote 'ValueError: <html>' beside its answers, which is not MCP"
+    )
 
 
 # A server's process
@@ -286,7 +301,7 @@ async def test_a_servers_process_is_called_and_started_anew_after_it_died(monkey
             await play(loaded, Script(calling(("die", {})), "done"))
 
 
-def test_commands_that_are_no_servers_are_refused_with_what_they_wrote():
+def test_commands_that_are_no_servers_are_refused_with_what_they_wrote(caplog):
     """Two are started, one of which is waited for."""
     with pytest.raises(
         UserCodeError, match=r"cannot connect to false: .*Connection closed; what it printed is above, or"
@@ -297,8 +312,11 @@ def test_commands_that_are_no_servers_are_refused_with_what_they_wrote():
         UserCodeError, match=r"was waited for 2 s, and did not answer; it wrote 'hello, I am no server'"
     ):
         McpServer(McpServerSpec("chatters", command=greeting, timeout_s=2.0)).load()
+    assert [one for one in caplog.records if one.exc_info] == []  # the SDK's tracebacks
     with pytest.raises(UserCodeError, match=r"rollout.mcp.no.command: there is no command 'no-such-server'; install "):
         McpServer(McpServerSpec("no", command=("no-such-server",))).load()
+    with pytest.raises(UserCodeError, match=r"rollout.mcp.no.command: there is no command 'python'"):
+        McpServer(McpServerSpec("no", command=("python",), env={"PATH": "/nowhere"})).load()
     with pytest.raises(UserCodeError, match=r"rollout.mcp.no.env: there is no variable 'UNSET' for \$UNSET; set it by"):
         McpServer(McpServerSpec("no", command=("true",), env={"KEY": "$UNSET"})).load()
 
@@ -331,9 +349,8 @@ async def test_a_server_is_called_over_http_with_the_headers_that_it_wants(monke
         await play(loaded, ask := Script(calling(("add", {"a": 1}), ("fail", {})), "done"))
         assert heard(ask) == ["3", "Error: fail failed: the disk is full"]
         assert set(keys) == {b"Bearer s3"}
-        with pytest.raises(
-            UserCodeError, match=r"rollout.mcp.page: cannot connect to http://.*/elsewhere: MCPError: Not F"
-        ):
+        page = r"rollout.mcp.page: cannot connect to http://.*/elsewhere: MCPError: Not Found; correct rollout.mcp.page"
+        with pytest.raises(UserCodeError, match=page):
             await asyncio.to_thread(McpServer(McpServerSpec("page", url=f"http://{address}/elsewhere")).load)
     with pytest.raises(ProgramAway, match=r"rollout.mcp.far: cannot connect to|rollout.mcp.far: the server"):
         await play(loaded, Script(calling(("add", {"a": 1})), "done"))

@@ -210,6 +210,7 @@ async def test_tools_are_functions_or_schemas(program):
             "chat.turn() was given max_tokens=0; expected a whole number from 1",
         ),
         ("chat.turn(row['prompt'], tools=[{}])", "chat.turn() was given {} for a tool; expected a function with types"),
+        ("chat.turn(row['prompt'], tools=[{'function': {'name': ''}}])", "for a tool; expected a function with types"),
         ("chat.turn(row['prompt'], tools=[look, look])", "chat.turn() was given two tools named 'look'; rename one"),
         (
             "chat.turn(row['prompt'], tools=[run])",
@@ -318,7 +319,7 @@ async def test_a_turn_that_is_left_running_finds_the_episode_ended(program):
     """
     loaded = program(code).load()
     assert (await play(loaded, ask := Script("a", "b"))).reward == 1.0
-    [left] = loaded._program._run.__globals__["LEFT"]
+    [left] = loaded._program._run.of_an_episode().func.__globals__["LEFT"]
     with pytest.raises(
         ProgramFailed, match=r"agent.py:run asked for a turn after it had ended; await every turn before"
     ):
@@ -369,7 +370,7 @@ async def test_an_object_of_a_class_makes_each_episode(program):
             {},
             "plain is a plain function, and would hold all other episodes while it waits for the model; write as",
         ),
-        ("stream", {}, "stream yields; return the episode.s reward"),
+        ("stream", {}, "stream: it yields, and so returns no reward"),
         ("Plain", {}, "Plain.run is a plain function"),
         (
             "Without",

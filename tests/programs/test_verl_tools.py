@@ -220,7 +220,10 @@ async def test_verls_tool_config_is_read_with_its_schemas(file):
             "tools: [{class_name: checks.Checks, config: {type: mcp}}]",
             "config.type=mcp; name the server in rollout.mcp",
         ),
-        ("tools: [{class_name: checks.Checks}, {class_name: checks.Checks}]", "there is a tool named 'check' already"),
+        (
+            "tools: [{class_name: checks.Checks}, {class_name: checks.Checks}]",
+            "names tools.yaml: checks.Checks twice",
+        ),
         ("tools: [", "tools.yaml cannot be read: "),
     ],
 )

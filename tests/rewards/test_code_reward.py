@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import time
 from contextlib import suppress
 from typing import Any
@@ -21,7 +22,8 @@ from headway.rewards.compare import same_text, same_value
 from headway.rewards.request import RewardPart, RewardSpec, ScoreRequest
 from headway.rewards.scorers import make_scorer
 from headway.sandbox import sandbox as door
-from headway.sandbox.limits import Limits, SandboxSpec
+from headway.sandbox.call import ENDS_S
+from headway.sandbox.limits import Limits, Ran, SandboxSpec
 
 SPEC = SandboxSpec("bubblewrap", Limits(memory_mib=256, processes=16, output_kib=32, scratch_mib=8))
 needs_bwrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="there is no bwrap here: apt install bubblewrap")
@@ -313,9 +315,21 @@ def test_parameters_that_do_not_fit_are_told(params: dict[str, Any], message: st
         make_rule("code", params, sandbox=SPEC, within_s=10)
 
 
-def test_a_reward_without_time_for_tests_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"reward\.timeout_s=0\.5 leaves no time for unit tests"):
-        make_rule("code", {}, sandbox=SPEC, within_s=0.5)
+def test_code_that_uses_up_its_time_is_scored_however_long_its_sandbox_takes_to_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    left = []
+
+    def run(*_: object, limits: Limits, **__: object) -> Ran:
+        left.append(signal.getitimer(signal.ITIMER_REAL)[0] - limits.wall_s)
+        return Ran("", "", 137, "wall")
+
+    monkeypatch.setattr(door.Sandbox, "probe", lambda _: None)
+    monkeypatch.setattr(door.Sandbox, "run_blocking", run)
+    part = RewardPart.of("code", timeout_s=20)
+    scorer = make_scorer(RewardSpec((part,), timeout_s=0.5, sandbox=SandboxSpec("process_limits")))
+    assert scorer(ScoreRequest("?", [""], DOUBLE, "test", {})).rewards.tolist() == [0.0]
+    assert left[0] > 4 * ENDS_S, "all that a call waits for, beside its code, is waited for less long"
 
 
 def test_a_machine_without_a_sandbox_refuses_the_reward(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:

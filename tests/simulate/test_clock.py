@@ -1,6 +1,7 @@
 """The clock that every other test here runs on."""
 
 import asyncio
+import threading
 
 import pytest
 
@@ -45,6 +46,15 @@ def test_the_same_program_runs_in_the_same_order_every_time():
         return fired
 
     assert run_virtual(main()) == run_virtual(main())
+
+
+def test_what_is_given_to_a_thread_is_done_on_the_spot():
+    async def main() -> tuple[int, float]:
+        with pytest.raises(ZeroDivisionError):
+            await asyncio.to_thread(divmod, 1, 0)
+        return await asyncio.to_thread(threading.get_ident), asyncio.get_running_loop().time()
+
+    assert run_virtual(main()) == (threading.get_ident(), 0.0)
 
 
 def test_asyncio_timeouts_expire_in_virtual_time():

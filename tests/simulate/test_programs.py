@@ -164,17 +164,18 @@ def test_keys_of_calls_tell_contexts_apart_and_are_the_same_at_every_try():
         record, found = SimulatedRecord(), []
         start = [said_in_tokens("user", "", 10)]
         for messages in (start, start, [said_in_tokens("user", "other", 10)]):
-            prompted = record.prompt(request := TurnRequest(list(messages)))
+            prompted = asyncio.run(record.prompt(request := TurnRequest(list(messages)), found))
             answer = record.answered(prompted, request, finished(len(found), 3), len(found))
             found.append(prompted.key)
-            further = record.prompt(TurnRequest([*messages, answer.message, said_in_tokens("tool", "", 1)]))
+            follow = [answer.message, said_in_tokens("tool", "", 1)]
+            further = asyncio.run(record.prompt(TurnRequest([*messages, *follow]), found))
             assert len(further.ids) == 14
             found.append(further.key)
         return found
 
     first = keys()
     assert first == keys()
-    assert first[0] == 0 and len(set(first)) == 6
+    assert 0 not in first and len(set(first)) == 6
 
 
 # ---------------------------------------------------------------------------------------------- numbers

@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import Field
 
 from headway.endpoint.answers import DONE, event, token_logprobs, usage, with_usage
-from headway.endpoint.dialect import Body, Positive, Texts, TokenId, Wanted, openai_error, read_body, strings
+from headway.endpoint.dialect import Body, Positive, Setting, Texts, TokenId, Wanted, ends, openai_error, read_body
 from headway.endpoint.plain import call, function_tools, name_of, named, role_of, text_of, wrong
 from headway.endpoint.turns import MadeTurn
 from headway.programs.messages import Message, ToolSchema, TurnRequest, finite
@@ -30,6 +30,15 @@ class _Chat(Body):
     stop_token_ids: list[TokenId] | None = None
     logprobs: bool | None = None
     stream_options: dict[str, Any] | None = None
+    top_logprobs: Setting = None
+    modalities: Setting = None
+    audio: Setting = None
+    reasoning_effort: Setting = None
+    verbosity: Setting = None
+    web_search_options: Setting = None
+    chat_template: Setting = None
+    add_generation_prompt: Setting = None
+    documents: Setting = None
     chat_template_kwargs: dict[str, Any] | None = None
     functions: list[Any] | None = None
     continue_final_message: bool | None = None
@@ -60,8 +69,7 @@ class ChatCompletions:
             named([_message(message, f"messages.{n}") for n, message in enumerate(chat.messages)]),
             None if chat.tool_choice == "none" else tools,
             chat.max_completion_tokens or chat.max_tokens,
-            stop=strings(chat.stop),
-            stop_token_ids=tuple(chat.stop_token_ids or ()),
+            **ends(chat.stop, chat.stop_token_ids),
         )
         return Wanted(request, chat.model, bool(chat.stream), sampling, chat, texts)
 

@@ -15,7 +15,18 @@ from typing import Any
 from pydantic import Field
 
 from headway.endpoint.answers import DONE, event, token_logprobs, usage, with_usage
-from headway.endpoint.dialect import Body, Positive, Texts, TokenId, Wanted, openai_error, read_body, strings
+from headway.endpoint.dialect import (
+    Body,
+    Positive,
+    Setting,
+    Texts,
+    TokenId,
+    Wanted,
+    alternatives,
+    ends,
+    openai_error,
+    read_body,
+)
 from headway.endpoint.plain import wrong
 from headway.endpoint.turns import MadeTurn
 from headway.programs.messages import TurnRequest
@@ -31,6 +42,7 @@ class _Completion(Body):
     suffix: str | None = None
     stream_options: dict[str, Any] | None = None
     return_token_ids: bool | None = None
+    response_format: Setting = None
 
 
 class Completions:
@@ -50,10 +62,10 @@ class Completions:
             [],
             max_tokens=asked.max_tokens,
             token_ids=_one_prompt(asked.prompt, texts),
-            stop=strings(asked.stop),
-            stop_token_ids=tuple(asked.stop_token_ids or ()),
+            **ends(asked.stop, asked.stop_token_ids),
         )
-        return Wanted(request, asked.model, bool(asked.stream), asked.sampling(), asked, texts)
+        sampling = asked.sampling() | alternatives("logprobs", asked.logprobs)
+        return Wanted(request, asked.model, bool(asked.stream), sampling, asked, texts)
 
     def answer(self, wanted: Wanted, turn: MadeTurn, id: str) -> dict[str, Any]:
         return {

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Protocol, TypeVar
+from functools import cache
+from typing import Annotated, Any, Protocol, TypedDict, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from headway.endpoint.turns import MadeTurn
 from headway.errors import HeadwayError, cut
-from headway.programs.messages import TurnRequest
+from headway.programs.messages import TurnRequest, too_much_ends
 
 
 class Refused(HeadwayError):
@@ -82,51 +83,60 @@ class Dialect(Protocol):
         """Make the body of an answer that is an error."""
 
 
+class _Sampling:
+    """Mark of a field that says how to sample, or what else training reckons with."""
+
+
+Setting = Annotated[Any, _Sampling]
+"""A field that the endpoint does not follow where it asks for something else than the run's (`sampling.py`)."""
+
+
 class Body(BaseModel):
-    """Fields that requests of several dialects have. What else they have is ignored."""
+    """Fields that requests of several dialects have. What else they have changes no answer, and is ignored."""
 
     model_config = ConfigDict(extra="ignore", frozen=True, protected_namespaces=())
 
     model: str | None = None
     stream: bool | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    n: int | None = None
-    best_of: int | None = None
-    min_tokens: int | None = None
-    parallel_tool_calls: bool | None = None
-    ignore_eos: bool | None = None
-    use_beam_search: bool | None = None
-    bad_words: Any = None
-    allowed_token_ids: Any = None
-    structured_outputs: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
+    temperature: Annotated[float | None, _Sampling] = None
+    top_p: Annotated[float | None, _Sampling] = None
+    top_k: Annotated[int | None, _Sampling] = None
+    min_p: Annotated[float | None, _Sampling] = None
+    repetition_penalty: Annotated[float | None, _Sampling] = None
+    presence_penalty: Annotated[float | None, _Sampling] = None
+    frequency_penalty: Annotated[float | None, _Sampling] = None
+    logit_bias: Annotated[dict[str, float] | None, _Sampling] = None
+    n: Annotated[int | None, _Sampling] = None
+    best_of: Annotated[int | None, _Sampling] = None
+    min_tokens: Annotated[int | None, _Sampling] = None
+    parallel_tool_calls: Annotated[bool | None, _Sampling] = None
+    ignore_eos: Annotated[bool | None, _Sampling] = None
+    use_beam_search: Annotated[bool | None, _Sampling] = None
+    bad_words: Setting = None
+    allowed_token_ids: Setting = None
+    structured_outputs: Setting = None
+    guided_json: Setting = None
+    guided_regex: Setting = None
+    guided_choice: Setting = None
+    guided_grammar: Setting = None
+    prompt_logprobs: Setting = None
+    truncate_prompt_tokens: Setting = None
+    thinking_token_budget: Setting = None
+    logits_processors: Setting = None
+    typical_p: Setting = None
 
     def sampling(self) -> dict[str, Any]:
         """The settings of sampling that the request has."""
-        return {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
+        return {name: value for name in _settings(type(self)) if (value := getattr(self, name)) is not None}
 
 
-_SAMPLING = (
-    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
-    *("logit_bias", "n", "best_of", "min_tokens", "parallel_tool_calls", "ignore_eos", "use_beam_search", "bad_words"),
-    *("allowed_token_ids", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
-)
+@cache
+def _settings(kind: type[BaseModel]) -> tuple[str, ...]:
+    return tuple(name for name, field in kind.model_fields.items() if _Sampling in field.metadata)
+
+
 Positive = Field(default=None, ge=1)
 TokenId = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
-MOST_STOPS = 16
-"""Most strings that may end an answer; OpenAI takes 4."""
-LONGEST_STOP = 256
-"""Most characters of one of them."""
 
 B = TypeVar("B", bound=BaseModel)
 
@@ -148,6 +158,11 @@ def read_body(kind: type[B], body: bytes) -> B:
         ) from None
 
 
+def alternatives(name: str, most: int | None) -> dict[str, Any]:
+    """The setting of a request that asks for log-probs of tokens that were not sampled: the most for each that was."""
+    return {name: most} if most is not None and most > 1 else {}
+
+
 def openai_error(status: int, code: str, message: str) -> dict[str, Any]:
     """Make an error as OpenAI's clients read it."""
     kind = {401: "authentication_error", 404: "not_found_error", 503: "server_error"}.get(
@@ -156,20 +171,21 @@ def openai_error(status: int, code: str, message: str) -> dict[str, Any]:
     return {"error": {"message": message, "type": kind, "param": None, "code": code}}
 
 
-def strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
-    """The strings that end an answer, from a field such as ``stop``; empty ones end nothing.
+class Ends(TypedDict):
+    """Fields of a `TurnRequest` that end its turn."""
+
+    stop: tuple[str, ...]
+    stop_token_ids: tuple[int, ...]
+
+
+def ends(stop: str | Sequence[str] | None, token_ids: Sequence[int] | None = None) -> Ends:
+    """Read what ends an answer, from fields such as ``stop`` and ``stop_token_ids``; empty strings end nothing.
 
     Raises:
-        Refused: there are more than `MOST_STOPS`, or one is longer than `LONGEST_STOP`: all are looked for at each
-            token.
+        Refused: there are too many of them, or one is too long.
     """
-    found = tuple(one for one in ([stop] if isinstance(stop, str) else stop or ()) if one)
-    longest = max(map(len, found), default=0)
-    if len(found) > MOST_STOPS or longest > LONGEST_STOP:
-        raise Refused(
-            400,
-            "invalid_request",
-            f"the request's body: there are {len(found)} strings that end an answer, the longest of {longest} "
-            f"characters; give at most {MOST_STOPS}, each of at most {LONGEST_STOP}",
-        )
-    return found
+    strings = tuple(one for one in ([stop] if isinstance(stop, str) else stop or ()) if one)
+    ids = tuple(dict.fromkeys(token_ids or ()))
+    if (problem := too_much_ends(strings, ids)) is not None:
+        raise Refused(400, "invalid_request", f"the request's body: {problem}")
+    return Ends(stop=strings, stop_token_ids=ids)

@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from headway.endpoint.answers import DONE, event, usage, with_usage
-from headway.endpoint.dialect import Body, Positive, Texts, TokenId, Wanted, openai_error, read_body, strings
+from headway.endpoint.dialect import Body, Positive, Texts, TokenId, Wanted, alternatives, ends, openai_error, read_body
 from headway.endpoint.plain import wrong
 from headway.endpoint.turns import MadeTurn
 from headway.programs.messages import TurnRequest
@@ -22,7 +22,6 @@ class _Sampling(Body):
     stop: str | list[str] | None = None
     stop_token_ids: list[TokenId] | None = None
     logprobs: int | None = None
-    prompt_logprobs: int | None = None
 
 
 class _Generate(BaseModel):
@@ -52,15 +51,12 @@ class Generate:
             if getattr(asked, name):
                 raise wrong(name, getattr(asked, name), "none: the policy reads text alone, no images or files")
         params = asked.sampling_params
-        sampling = params.sampling()
-        if params.prompt_logprobs is not None:
-            sampling["prompt_logprobs"] = params.prompt_logprobs
+        sampling = params.sampling() | alternatives("logprobs", params.logprobs)
         request = TurnRequest(
             [],
             max_tokens=params.max_tokens,
             token_ids=tuple(asked.token_ids),
-            stop=strings(params.stop),
-            stop_token_ids=tuple(params.stop_token_ids or ()),
+            **ends(params.stop, params.stop_token_ids),
         )
         return Wanted(request, asked.model, bool(asked.stream), sampling, asked, texts)
 

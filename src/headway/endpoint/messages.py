@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import Field
 
 from headway.endpoint.answers import event
-from headway.endpoint.dialect import Body, Positive, Refused, Texts, Wanted, read_body, strings
+from headway.endpoint.dialect import Body, Positive, Refused, Setting, Texts, Wanted, ends, read_body
 from headway.endpoint.plain import call, function_tools, name_of, named, role_of, text_of, wrong
 from headway.endpoint.turns import MadeTurn
 from headway.programs.messages import Message, ToolSchema, TurnRequest, finite, said
@@ -41,6 +41,9 @@ class _Messages(Body):
     stop_sequences: list[str] | None = None
     output_config: dict[str, Any] | None = None
     output_format: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
+    context_management: Setting = None
+    container: Setting = None
     thread: Any = None
     mcp_servers: Any = None
     compaction: Any = None
@@ -71,6 +74,10 @@ class Messages:
             sampling["tool_choice"] = asked.tool_choice
         if (asked.tool_choice or {}).get("disable_parallel_tool_use") is True:
             sampling["parallel_tool_calls"] = False
+        if asked.thinking is not None:
+            sampling["thinking"] = asked.thinking.get("type")
+        if (effort := (asked.output_config or {}).get("effort")) is not None:
+            sampling["output_config.effort"] = effort
         form = asked.output_format or (asked.output_config or {}).get("format")
         if form is not None:
             sampling["output_format"] = form.get("type") if isinstance(form, dict) else form
@@ -85,7 +92,7 @@ class Messages:
             named(messages),
             None if choice == "none" else tools,
             asked.max_tokens,
-            stop=strings(asked.stop_sequences),
+            **ends(asked.stop_sequences),
         )
         return Wanted(request, asked.model, bool(asked.stream), sampling, asked, texts)
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from headway.endpoint.answers import event, token_logprobs
-from headway.endpoint.dialect import Body, Positive, Texts, Wanted, openai_error, read_body
+from headway.endpoint.dialect import Body, Positive, Setting, Texts, Wanted, openai_error, read_body
 from headway.endpoint.plain import call, function_tools, name_of, named, role_of, text_of, wrong
 from headway.endpoint.turns import MadeTurn
 from headway.programs.messages import Message, ToolSchema, TurnRequest, finite, said
@@ -30,6 +30,10 @@ class _Responses(Body):
     max_output_tokens: int | None = Positive
     text: dict[str, Any] | None = None
     include: list[Any] | None = None
+    reasoning: dict[str, Any] | None = None
+    top_logprobs: Setting = None
+    truncation: Setting = None
+    context_management: Setting = None
     previous_response_id: Any = None
     conversation: Any = None
     prompt: Any = None
@@ -52,6 +56,9 @@ class Responses:
         form = (asked.text or {}).get("format")
         if isinstance(form, dict) and form.get("type") != "text":
             sampling["text.format"] = form.get("type")
+        for within, name in (("text", "verbosity"), ("reasoning", "effort")):
+            if (value := (getattr(asked, within) or {}).get(name)) is not None:
+                sampling[f"{within}.{name}"] = value
         if asked.tool_choice is not None and asked.tool_choice != "none":
             sampling["tool_choice"] = asked.tool_choice
         tools = _tools(asked.tools)

@@ -39,6 +39,22 @@ def _of_the_run(name: str, sampling: SamplingParams) -> Any:
             return 0.0
         case "tool_choice":
             return "auto"
+        case "top_logprobs":  # engines tell the log-probs of sampled tokens alone
+            return 0
+        case "logprobs":
+            return 1
+        case "modalities":
+            return ["text"]
+        case "verbosity" | "text.verbosity":
+            return "medium"
+        case "thinking":  # as the policy likes
+            return "adaptive"
+        case "truncation":
+            return "disabled"
+        case "add_generation_prompt":
+            return True
+        case "typical_p":
+            return 1.0
         case "parallel_tool_calls":
             return True
         case "ignore_eos" | "use_beam_search":

@@ -24,11 +24,13 @@ import xxhash
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
+from headway.concurrently import off_loop
+from headway.endpoint.address import cannot_listen
 from headway.endpoint.dialect import Dialect, Refused, Texts, Wanted, openai_error
 from headway.endpoint.sampling import differences
-from headway.endpoint.sessions import OVER, Request, Session
+from headway.endpoint.sessions import OVER, Session
 from headway.endpoint.turns import MadeTurn, Note, Turns
-from headway.errors import ConfigError, EpisodeOver, HeadwayError, UserError, said_by, shown, writable
+from headway.errors import EpisodeOver, HeadwayError, UserError, said_by, shown, writable
 from headway.programs.messages import Access
 
 MOST_BYTES = 32 * 2**20
@@ -129,12 +131,9 @@ class Endpoint:
         site = web.TCPSite(self._runner, self._host, self._port, backlog=1024)
         try:
             await site.start()
-        except OSError as cause:
+        except (OSError, UnicodeError) as cause:
             await self.close()
-            raise ConfigError(
-                f"the endpoint for agents cannot listen at {self._host}:{self._port}: {cause.strerror or cause}; set "
-                "rollout.endpoint_port=0 for any free port, and rollout.endpoint_host to an address of this machine"
-            ) from cause
+            raise cannot_listen(self._host, self._port, cause) from cause
         self._port = self._runner.addresses[0][1]
 
     @property
@@ -190,27 +189,26 @@ class Endpoint:
 
     async def _answer(self, dialect: Dialect, request: web.Request, session: Session) -> web.StreamResponse:
         body = await _body(request)
-        wanted = dialect.read(body, self._texts)
+        wanted = await off_loop(len(body), dialect.read, body, self._texts)
         self._check(wanted, session.turns)
         digest = xxhash.xxh3_128(body)
         digest.update(request.path.encode())
         digest.update((repeated := request.headers.get("Idempotency-Key", "")).encode(errors="replace"))
         again = request.headers.get("x-stainless-retry-count", "0") not in ("", "0") or bool(repeated)
-        asked = session.request(wanted.request, digest.digest(), again=again)
-        turn = await session.answer(asked)
-        id = f"{turn.number}-{session.tag}"
-        if wanted.stream:
-            return await _stream(request, dialect, wanted, turn, id, asked)
-        response = _json(dialect.answer(wanted, turn, id))
-        await response.prepare(request)
-        await response.write_eof()
-        asked.delivered = True
-        return response
+        async with session.turn(wanted.request, digest.digest(), again=again) as turn:
+            id = f"{turn.number}-{session.tag}"
+            if wanted.stream:
+                return await _stream(request, dialect, wanted, turn, id)
+            response = _json(dialect.answer(wanted, turn, id))
+            await response.prepare(request)
+            await response.write_eof()
+            return response
 
     async def _count(self, dialect: Dialect, request: web.Request, session: Session) -> web.StreamResponse:
-        wanted = dialect.read(await _body(request), self._texts)
+        body = await _body(request)
+        wanted = await off_loop(len(body), dialect.read, body, self._texts)
         self._check_model(wanted)
-        return _json({"object": "response.input_tokens", "input_tokens": session.turns.count(wanted.request)})
+        return _json({"object": "response.input_tokens", "input_tokens": await session.turns.count(wanted.request)})
 
     def _session(self, request: web.Request) -> Session:
         """The session of the request's key. Raises `Refused` where there is none."""
@@ -314,7 +312,7 @@ async def _body(request: web.Request) -> bytes:
 
 
 async def _stream(
-    request: web.Request, dialect: Dialect, wanted: Wanted, turn: MadeTurn, id: str, asked: Request
+    request: web.Request, dialect: Dialect, wanted: Wanted, turn: MadeTurn, id: str
 ) -> web.StreamResponse:
     response = web.StreamResponse(
         headers={"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
@@ -323,7 +321,6 @@ async def _stream(
     for piece in dialect.events(wanted, turn, id):
         await response.write(piece)
     await response.write_eof()
-    asked.delivered = True
     return response
 
 

@@ -3,7 +3,7 @@
 class Echo:                                                 # `Turns`: one try of an episode's program
     name, sampling, trains = "episode (0, 3, 0, 1)", SamplingParams(max_tokens=64), True
     async def turn(self, request): return MadeTurn(0, answer, prompt_tokens=9, sampled=tokens)
-    def count(self, request): return 9
+    async def count(self, request): return 9
     def note(self, kind, reason): ...
 
 with endpoint.open(Echo()) as access:                       # access.base_url, access.api_key: of this try alone
@@ -65,7 +65,7 @@ class Turns(Protocol):
             UserError: the request cannot be used; says why.
         """
 
-    def count(self, request: TurnRequest) -> int:
+    async def count(self, request: TurnRequest) -> int:
         """The number of tokens of the context that the turn would have. No turn is made.
 
         Raises:

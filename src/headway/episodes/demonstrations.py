@@ -1,6 +1,6 @@
 """Conversations that somebody else had, made rows to learn from by what makes the rows of episodes.
 
-messages ─▶ for each answer: Record.prompt ─▶ the answer's ids, as the template writes it ─▶ Record.answered ─▶ rows
+messages ─▶ for each answer: its context ─▶ the answer's ids, as the template writes it ─▶ Record.answered ─▶ rows
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ def demonstrated(
         raise UserCodeError(f"there is nothing to learn from messages of {roles}: no answer of role assistant follows")
     for number, at in enumerate(answers):
         request = TurnRequest(chat[:at], list(tools) if tools else None)
-        prompted = record.prompt(request)
+        draft = record.draft(request)
+        prompted = record.prompted(request, draft, chats.renderer.encode(draft.text))
         ids = _answer_ids(chats.renderer, chat[: at + 1], tools)
         tokens = SampledTokens(ids, np.zeros(len(ids), np.float32), np.zeros(len(ids), np.int32))
         finished = FinishedCall(at, len(ids), [[0, 0]], FinishReason.STOP, 0.0, 0.0, tokens)

@@ -1,7 +1,7 @@
 """Text to token ids in a time that what fits in an episode bounds, whatever an agent sends.
 
-Nothing else happens on the event loop of the episodes while text is encoded, and a megabyte takes a second or more. So
-of a text that is much longer than those that fit only a beginning is encoded: enough to know that it is too long.
+A megabyte takes a second or more. So of a text that is much longer than those that fit only a beginning is encoded:
+enough to know that it is too long. What may fit is encoded in a thread where it is long (`concurrently.off_loop`).
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ from headway.data.types import (
     RowTokens,
     Trajectory,
 )
+from headway.episodes.call_log import CallLog
 from headway.episodes.calls import Asked, Calls, Home, nothing_sampled
 from headway.episodes.deadlines import Clock
 from headway.episodes.lines import CallEngine
@@ -233,17 +234,16 @@ class GroupKeeper:
 
     def _begin(self, group: _Group, k: int, hosting: Hosting) -> None:
         """Begin episode ``k`` of a user's program."""
-        episode = ProgramEpisode(
-            group.request,
-            k,
-            group.sampling(k),
-            hosting,
+        log = CallLog(
+            group.request.prompt.trajectory_id(k),
+            hosting.sampling(group.sampling(k)),
+            group.request.priority,
             self._calls,
-            self._clock,
             group.home,
             on_aborted=lambda: self._abort([group]),
             on_failed=lambda error: self._on_failed(group, error),
         )
+        episode = ProgramEpisode(group.request, log, hosting, self._clock)
 
         async def make() -> None:
             try:

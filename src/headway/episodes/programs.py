@@ -4,8 +4,8 @@
        ▲                                                   │ yes                     │
        └────────────── TurnAnswer ◀── record.answered ◀────┴─────────────────────────┘
 
-A runner that dies has its programs run again from the beginning. The log answers the calls that it knows, by key and
-context; whatever a program asks otherwise than before is sampled anew, and what it does not ask again is not trained.
+A runner that dies has its programs run again from the beginning. The log answers the calls that it knows; what is asked
+otherwise than before is sampled anew, and what is not asked again is not trained.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, wait_exp
 from headway.data.types import FinishReason, RowAt, RowTokens, Trajectory, TrajectoryId
 from headway.endpoint.turns import Doors
 from headway.episodes.call_log import CallLog
-from headway.episodes.calls import Calls, Home
 from headway.episodes.deadlines import Clock
 from headway.episodes.limits import EpisodeTime, Limits
 from headway.episodes.record import Record, spans_of
@@ -87,6 +86,10 @@ class Hosting:
     endpoint: Doors | None = None
     """The endpoint at which agents ask for turns; None where programs do so by their chat alone."""
 
+    def sampling(self, asked: SamplingParams) -> SamplingParams:
+        """The sampling of the turns of an episode for which ``asked`` is."""
+        return replace(asked, stop_token_ids=tuple(dict.fromkeys((*asked.stop_token_ids, *self.stop_ids))))
+
     async def start(self) -> None:
         """Start the programs' processes, and then the endpoint that they ask.
 
@@ -122,32 +125,10 @@ class MadeEpisode:
 class ProgramEpisode:
     """An episode on its way. `make` makes it; `oldest_version` says how old its tokens are meanwhile."""
 
-    def __init__(
-        self,
-        request: GroupRequest,
-        k: int,
-        sampling: SamplingParams,
-        hosting: Hosting,
-        calls: Calls,
-        clock: Clock,
-        home: Home,
-        on_aborted: Callable[[], object],
-        on_failed: Callable[[HeadwayError], None],
-    ) -> None:
-        """
-        Args:
-            home: of the group, for the first call.
-            on_aborted: called when an engine has ended a call of this episode.
-            on_failed: called when no engine takes a call of this episode, with the reason.
-        """
-        self.id: TrajectoryId = request.prompt.trajectory_id(k)
-        self._request = request
-        self._sampling = replace(
-            sampling, stop_token_ids=tuple(dict.fromkeys((*sampling.stop_token_ids, *hosting.stop_ids)))
-        )
-        self._hosting = hosting
-        self._limits = hosting.limits
-        self._log = CallLog(self.id, self._sampling, request.priority, calls, home, on_aborted, on_failed)
+    def __init__(self, request: GroupRequest, log: CallLog, hosting: Hosting, clock: Clock) -> None:
+        """``log``: of the episode's calls, none of which was made so far."""
+        self.id: TrajectoryId = log.id
+        self._request, self._log, self._hosting, self._limits = request, log, hosting, hosting.limits
         self._losses = 0
         self._tries = 0
         self._again: str | None = None
@@ -224,7 +205,7 @@ class ProgramEpisode:
     def _try(self) -> Try:
         return Try(
             f"episode {tuple(self.id)}",
-            self._sampling,
+            self._log.sampling,
             self._hosting.record(),
             self._log,
             self._limits,
@@ -250,7 +231,7 @@ class ProgramEpisode:
                 self._row(),
                 _seed(self._hosting.seed, self.id),
                 access,
-                {name: getattr(self._sampling, name) for name in _TOLD},
+                {name: getattr(self._log.sampling, name) for name in _TOLD},
                 self._limits.max_length,
             )
             one.running = asyncio.get_running_loop().create_task(

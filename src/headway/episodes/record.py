@@ -6,7 +6,7 @@ TurnRequest ─▶ Record.prompt ─▶ Prompted (ids, key) ─▶ a call ─▶
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
@@ -14,12 +14,14 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from headway.concurrently import off_loop
 from headway.data.types import FinishReason, RowAt, RowTokens
+from headway.episodes.conversations import ChatPrompt, Conversations, Draft
 from headway.episodes.messages import message_key, plain_messages
-from headway.episodes.rendering import ChatPrompt, ChatRenderer, Conversations
+from headway.episodes.rendering import ChatRenderer
 from headway.episodes.template_trials import try_template
 from headway.episodes.tool_calls import AUTO, ToolParser, choose_parser
-from headway.episodes.transcript import Row, Transcript, state_key
+from headway.episodes.transcript import Row, Transcript, call_key, state_key
 from headway.errors import RunError
 from headway.interfaces import FinishedCall
 from headway.programs.messages import TurnAnswer, TurnRequest, said
@@ -32,7 +34,7 @@ class Prompted:
     ids: NDArray[np.int32]
     """[P] the token ids to call the policy with."""
     key: int
-    """Key of the call within its episode."""
+    """Key of the call within its episode: never 0, and the same at each try of the program."""
     chat: Any = None
     """Whatever the record wants back with the answer."""
     state: int | None = None
@@ -42,15 +44,17 @@ class Prompted:
 class Record(Protocol):
     """What a keeper asks of the record of an episode."""
 
-    def prompt(self, request: TurnRequest) -> Prompted:
-        """Make the context of the turn that ``request`` asks for.
+    async def prompt(self, request: TurnRequest, taken: Container[int] = ()) -> Prompted:
+        """Make the context of the turn that ``request`` asks for. Nothing is stored.
+
+        Long texts are encoded in a thread. What the context goes on with is what is there when this is called.
+
+        ``taken``: keys of calls that other turns have. A context that is asked for again has the first of its keys that
+        is free.
 
         Raises:
             HeadwayError: the messages are none, or the template refuses them.
         """
-
-    def count(self, request: TurnRequest) -> int:
-        """Number of tokens of the context that `prompt` would make. Raises as that does."""
 
     def answered(self, prompted: Prompted, request: TurnRequest, finished: FinishedCall, number: int) -> TurnAnswer:
         """Store the result of a call, the turn ``number`` of the episode, and read it for the program."""
@@ -96,21 +100,27 @@ class ChatRecord:
         self._calls = 0
         self._problems = 0
 
-    def prompt(self, request: TurnRequest) -> Prompted:
+    async def prompt(self, request: TurnRequest, taken: Container[int] = ()) -> Prompted:
         """See `Record.prompt`."""
+        renderer = self._run.renderer
         if request.token_ids is not None:
-            ids = self._run.renderer.checked(request.token_ids)
-            return Prompted(ids, self._transcript.next_key(ids))
+            ids = renderer.checked(request.token_ids)
+            return Prompted(ids, call_key(ids, taken))
+        draft = self.draft(request)
+        return self.prompted(request, draft, await off_loop(len(draft.text), renderer.encode, draft.text), taken)
+
+    def draft(self, request: TurnRequest) -> Draft:
+        """The text of a turn's messages, as far as it has no ids yet. Raises as `prompt` does."""
         if request.tools:
             self._run.for_tools  # noqa: B018 - raises before the call, not after it
-        chat = self._chats.prompt(request.messages, request.tools)
-        return Prompted(chat.ids, self._transcript.next_key(chat.ids), chat, _state(request))
+        return self._chats.draft(request.messages, request.tools)
 
-    def count(self, request: TurnRequest) -> int:
-        """See `Record.count`."""
-        if request.token_ids is not None:
-            return len(self._run.renderer.checked(request.token_ids))
-        return len(self._chats.prompt(request.messages, request.tools).ids)
+    def prompted(
+        self, request: TurnRequest, draft: Draft, ids: NDArray[np.int32], taken: Container[int] = ()
+    ) -> Prompted:
+        """The context of a turn, from the ids [N] of its draft's text."""
+        chat = draft.prompt(ids)
+        return Prompted(chat.ids, call_key(chat.ids, taken), chat, _state(request))
 
     def answered(self, prompted: Prompted, request: TurnRequest, finished: FinishedCall, number: int) -> TurnAnswer:
         """See `Record.answered`."""

@@ -14,7 +14,7 @@ from headway.errors import ConfigError, RunError
 from headway.programs.mcp_servers import McpServerSpec
 from headway.programs.messages import EpisodeEnd, EpisodeStart
 from headway.programs.program import ProgramDescription, ProgramSpec
-from headway.runners.runners import Runners
+from headway.runners.runners import START_TIMEOUT_S, Runners
 
 
 class ProgramRunners:
@@ -33,29 +33,38 @@ class ProgramRunners:
         self._log = None if logs is None else logs / f"{name}-programs.log"
         self._runners: Runners | None = None
 
-    async def start(self) -> ProgramDescription:
-        """Load the user's code, and start the first process. Returns what the code turned out to be.
+    @property
+    def waits_s(self) -> float:
+        """Seconds for which loading may wait for servers, beside what the user's code takes."""
+        return self._spec.waits_s
+
+    async def describe(self) -> ProgramDescription:
+        """Load the user's code, in the first process, and return what it turned out to be.
 
         Raises:
             UserError: the code cannot be used; says why.
             WorkerDied: a process ended while it loaded the code.
         """
-        rollout, environment = self._rollout, variables(self._rollout.env)
-        synchronous = Runners(
+        self._runners = Runners(
             f"environment process of {self._name}",
             self._spec,
-            processes=rollout.environment_processes,
+            processes=self._rollout.environment_processes,
             at_once=1,
             forked=True,
             stall_s=None,
             log_path=self._log,
-            env=environment,
+            env=variables(self._rollout.env),
+            start_timeout_s=START_TIMEOUT_S + self.waits_s,
         )
-        self._runners = synchronous
-        described: ProgramDescription = await synchronous.start()
+        described: ProgramDescription = await self._runners.start()
+        return described
+
+    async def start(self) -> ProgramDescription:
+        """Load the user's code, and start the processes that its episodes need. Returns and raises as `describe`."""
+        rollout, described = self._rollout, await self.describe()
         if not described.is_async:
             return described
-        await synchronous.close()
+        await self.close()
         self._runners = Runners(
             f"runner of {self._name}",
             self._spec,
@@ -64,7 +73,8 @@ class ProgramRunners:
             forked=False,
             stall_s=rollout.stall_s,
             log_path=self._log,
-            env=environment,
+            env=variables(rollout.env),
+            start_timeout_s=START_TIMEOUT_S + self.waits_s,
         )
         await self._runners.start()
         return described
@@ -94,6 +104,7 @@ def program_spec(config: Config) -> ProgramSpec:
         command=rollout.agent.command if isinstance(rollout.agent, AgentCommand) else (),
         params=rollout.params,
         max_turns=rollout.max_turns,
+        prompt_length=config.data.max_prompt_length,
         sandbox=config.sandbox.spec,
     ).resolved()
 

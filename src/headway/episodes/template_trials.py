@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from headway.episodes.rendering import CALL_ID, ChatRenderer, Conversations, PromptKind, probe_tool
+from headway.episodes.conversations import Conversations, PromptKind
+from headway.episodes.rendering import CALL_ID, ChatRenderer, probe_tool
 from headway.errors import DataError
 from headway.programs.messages import Message, ToolSchema, calls_made, said, tool_result
 

@@ -8,7 +8,6 @@ a row of its own. A token that rows share is trained in the first row that has i
 sampled token is trained exactly once, in the row that its turn continues or begins.
 
     transcript = Transcript()
-    key = transcript.next_key(context)                  # 0: the episode's first call
     tokens = ...                                        # what the engine sampled after ``context``
     transcript.add(context, tokens)
     transcript.add(np.append(tail_after(context, tokens), more), further_tokens)
@@ -20,9 +19,9 @@ Shape suffixes: P tokens of a context, T sampled tokens of one call, L tokens of
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 
 import numpy as np
 import xxhash
@@ -88,7 +87,6 @@ class Transcript:
     def __init__(self) -> None:
         self._root = _Node(np.empty(0, np.int32), None, 0)
         self._rows: list[_Growing] = []
-        self._occurred: Counter[int] = Counter()
         self.turns = 0
         """Number of turns."""
 
@@ -96,18 +94,6 @@ class Transcript:
     def forks(self) -> int:
         """Number of turns that continued no row, the first one not counted. Further conversations are among them."""
         return max(0, len(self._rows) - 1)
-
-    def next_key(self, context: Sequence[int] | NDArray[np.int32]) -> int:
-        """The key of the episode's next call, whose context is ``context`` [P]; counts that the context occurred.
-
-        Identical contexts that are called in parallel are told apart by the order of these calls alone. The same goes
-        for the first call of an episode, whose key is 0, where several are made at once.
-        """
-        ids = np.asarray(context, np.int32)
-        key = call_key(ids, self._occurred[digest := call_key(ids, 0)])
-        first = not self._occurred
-        self._occurred[digest] += 1
-        return 0 if first else key
 
     def add(
         self,
@@ -202,12 +188,18 @@ class Transcript:
         return Row(ids, mask, logprobs, versions, turns, number, growing.parent, growing.shared)
 
 
-def call_key(context: Sequence[int] | NDArray[np.int32], occurrence: int) -> int:
-    """The key of a call whose context [P] occurred ``occurrence`` times before in its episode: 64 bits, never 0.
+def call_key(context: Sequence[int] | NDArray[np.int32], taken: Container[int] = ()) -> int:
+    """The key of a call with the context [P]: 64 bits, never 0, the same in every process and on every machine.
 
-    The same in every process and on every machine.
+    Each further call with the same context has another one: the first, in an order that the context gives, that is none
+    of ``taken``.
     """
-    digest = xxhash.xxh3_64(np.asarray(context, "<i4").tobytes())
+    whole = xxhash.xxh3_64(np.asarray(context, "<i4").tobytes())
+    return next(key for occurrence in count() if (key := _key(whole, occurrence)) not in taken)
+
+
+def _key(context: xxhash.xxh3_64, occurrence: int) -> int:
+    digest = context.copy()
     digest.update(occurrence.to_bytes(8, "little"))
     return digest.intdigest() or 1  # 0 is the first call's
 

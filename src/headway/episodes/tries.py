@@ -1,8 +1,10 @@
 """One try of an episode's program: the turns that it asks for, by its chat or over HTTP, and what they came to.
 
-    TurnRequest ─▶ limits ▶ record.prompt ▶ given up before? its call ▶ CallLog ▶ record.answered ─▶ MadeTurn
+    TurnRequest ─▶ limits ▶ record.prompt: context, key ▶ CallLog: the call with that key ▶ record.answered ─▶ MadeTurn
 
-A program that is run again has another try: with turns, a transcript and steps of its own, and the same log of calls.
+A context has a first key, a second one and so on. A turn takes the first that no other turn of its try has, and leaves
+it when it is given up: who asks for the same again has the same call. A program that is run again has another try, with
+turns, a transcript and steps of its own, and the same log of calls: it takes the same keys again.
 """
 
 from __future__ import annotations
@@ -11,8 +13,6 @@ import asyncio
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-
-import xxhash
 
 from headway.data.types import Conversation, RowAt, RowTokens, SampledTokens
 from headway.endpoint.turns import MadeTurn, Note
@@ -60,12 +60,14 @@ class Try:
         self.running: asyncio.Task[EpisodeEnd] | None = None
         self.over = False
         self._log, self._limits, self._time = log, limits, time
-        self._turns = 0
-        """Turns, those that were given up included, and each of them once."""
+        self._turns: set[int] = set()
+        """Keys of all turns, those that were given up included."""
+        self._taken: set[int] = set()
+        """Keys of the turns that are answered or waited for."""
+        self._asking = asyncio.Lock()
+        """Calls are made in the order in which their turns were asked for, however long their texts are encoded."""
         self._waiting = 0
         """Turns that the program waits for."""
-        self._given_up: dict[bytes, list[int]] = {}
-        """Keys of turns whose answer nobody waited for, by their context: asked for again, they are the same turns."""
         self._keeps_conversation = keeps_conversation
         self._prompt: list[Message] = []
         """The messages that the first turn of the last conversation was asked with; empty without conversations."""
@@ -85,10 +87,10 @@ class Try:
             if self._waiting == 0 and not self.over:
                 self.steps.begin()
 
-    def count(self, request: TurnRequest) -> int:
+    async def count(self, request: TurnRequest) -> int:
         """See `headway.endpoint.turns.Turns.count`."""
         with boundary("the messages of a turn cannot be used", UserCodeError):
-            return self.record.count(request)
+            return len((await self.record.prompt(request)).ids)
 
     def note(self, kind: Note, reason: str) -> None:
         """See `headway.endpoint.turns.Turns.note`."""
@@ -140,18 +142,13 @@ class Try:
     # ------------------------------------------------------------------------------------- turns
 
     async def _made(self, request: TurnRequest, number: int) -> MadeTurn:
-        if self._time.is_over:
-            self.limit = self.limit or "time"
-        if self.limit is None and self._turns >= self._limits.max_turns and not self._given_up:
-            self.limit = "turns"
-        if self.limit not in (None, "tokens"):  # a conversation that is too long may go on as a shorter one
-            raise self._refused(self.limit)
-        with boundary("the messages of a turn cannot be used", UserCodeError):
-            prompted = self.record.prompt(request)
-        room = self._limits.max_length - len(prompted.ids)
-        if room < 1:
-            raise self._refused("tokens")
-        finished = await self._call(request, prompted, room)
+        async with self._asking:
+            prompted, call = await self._asked(request)
+        try:
+            finished = await call
+        except asyncio.CancelledError:  # the turn is given up
+            self._taken.remove(prompted.key)
+            raise
         if self.limit == "tokens":
             self.limit = None
             self.steps.forgive()
@@ -164,24 +161,26 @@ class Try:
             self._answered(request.messages, answer.message)
         return MadeTurn(number, answer, len(prompted.ids), finished.tokens or SampledTokens.nothing())
 
-    async def _call(self, request: TurnRequest, prompted: Prompted, room: int) -> FinishedCall:
-        """Have the policy answer; cancelled, the turn is given up."""
-        context = xxhash.xxh3_128_digest(prompted.ids.tobytes())
-        if keys := self._given_up.get(context):
-            prompted = replace(prompted, key=keys.pop())
-            if not keys:
-                del self._given_up[context]
-        elif self._turns >= self._limits.max_turns:
+    async def _asked(self, request: TurnRequest) -> tuple[Prompted, asyncio.Future[FinishedCall]]:
+        """The context of a turn, and the result of its call. Raises `EpisodeOver` where a limit refuses the turn."""
+        if self._time.is_over:
+            self.limit = self.limit or "time"
+        if self.limit is None and len(self._taken) >= self._limits.max_turns:
+            self.limit = "turns"
+        if self.limit not in (None, "tokens"):  # a conversation that is too long may go on as a shorter one
+            raise self._refused(self.limit)
+        with boundary("the messages of a turn cannot be used", UserCodeError):
+            prompted = await self.record.prompt(request, self._taken)
+        room = self._limits.max_length - len(prompted.ids)
+        if room < 1:
+            raise self._refused("tokens")
+        if prompted.key not in self._turns and len(self._turns) >= self._limits.max_turns:
             raise self._refused("turns")
-        else:
-            self._turns += 1
+        self._turns.add(prompted.key)
+        self._taken.add(prompted.key)
         wanted = (room, self.sampling.max_tokens, self._limits.max_turn_tokens, request.max_tokens)
         most = min(tokens for tokens in wanted if tokens is not None)
-        try:
-            return await self._log.call(prompted, most, request.stop, request.stop_token_ids)
-        except asyncio.CancelledError:
-            self._given_up.setdefault(context, []).append(prompted.key)
-            raise
+        return prompted, self._log.call(prompted, most, request.stop, request.stop_token_ids)
 
     def _refused(self, limit: str) -> EpisodeOver:
         self.limit = limit

@@ -8,10 +8,8 @@ async def run(row, base_url, api_key):                      # or def run(…), w
 
 from __future__ import annotations
 
-import functools
-import inspect
 import ssl
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager, closing
 from dataclasses import replace
 from importlib.util import find_spec
@@ -22,9 +20,9 @@ from headway.errors import ProgramFailed, UserCodeError, shown
 from headway.programs.chat import Chat
 from headway.programs.failures import number
 from headway.programs.messages import Access, EpisodeEnd, EpisodeStart
-from headway.programs.own import RETURNS, check_arguments, end_of
+from headway.programs.own import RETURNS, UsersRun, end_of
 from headway.programs.program import ProgramDescription
-from headway.programs.waiting import are_coroutines, called
+from headway.programs.waiting import called
 
 EXPECTED = "an agent is async def run(row, base_url, api_key), or a class or an object that has it"
 _GIVEN = ("base_url", "api_key", "http_client", "model", "tokenizer", "seed")
@@ -40,25 +38,15 @@ class AgentProgram:
     """
 
     def __init__(self, found: Any, who: str, params: Mapping[str, Any]) -> None:
-        self._who, self._params = who, dict(params)
-        self._make: Callable[..., Any] | None = found if inspect.isclass(found) else None
-        run = found if callable(found) and not inspect.isclass(found) else getattr(found, "run", None)
-        if run is None:
-            raise UserCodeError(f"{who}: it is {shown(found)}, which cannot be called and has no run(); {EXPECTED}")
-        self._run: Callable[..., Any] = run
+        self._who, self._run = who, UsersRun(found, who, params, EXPECTED)
+        self.is_async = self._run.is_async
         self._tls: ssl.SSLContext | None = None
-        if inspect.isasyncgenfunction(self._run):
-            raise UserCodeError(f"{who}: it yields; return the episode's reward from it instead")
-        self.is_async = are_coroutines(_innermost(self._run))
-        parameters = [one for one in _parameters(self._run).values() if self._make is None or one.name != "self"]
+        parameters = self._run.parameters()
         if not parameters:
             raise UserCodeError(f"{who}: it takes no row of the data; {EXPECTED}")
-        given = dict(params) if self._make is None else {}
-        self._names = _names(parameters, given)
-        before = () if self._make is None else ("self",)
-        check_arguments(who, self._run, (*before, "row"), {**dict.fromkeys(self._names), **given})
-        if self._make is not None:
-            check_arguments(who, self._make, (), self._params)
+        self._names = _names(parameters, self._run.given)
+        _check_names(who, parameters[1:], {*self._names, *self._run.given})
+        self._run.check("row", names=self._names)
 
     def describe(self) -> ProgramDescription:
         return ProgramDescription("agent", self.is_async)
@@ -69,10 +57,7 @@ class AgentProgram:
         given |= {"tokenizer": access.tokenizer, "seed": start.seed}
         async with self._http_client() as given["http_client"]:
             arguments = {name: given[name] for name in self._names}
-            if self._make is not None:
-                value = await called(self._make(**self._params).run, row_of(start), **arguments)
-            else:
-                value = await called(self._run, row_of(start), **arguments, **self._params)
+            value = await called(self._run.of_an_episode(), row_of(start), **arguments)
         return _end(value, self._who, access.tag)
 
     @asynccontextmanager
@@ -139,14 +124,17 @@ def _names(parameters: list[Parameter], taken: Mapping[str, Any]) -> tuple[str, 
     return tuple(name for name in _GIVEN if name in wanted - set(taken))
 
 
-def _innermost(function: Any) -> Any:
-    while isinstance(function, functools.partial):
-        function = function.func
-    return function if inspect.isfunction(function) or inspect.ismethod(function) else type(function).__call__
+def _check_names(who: str, parameters: list[Parameter], given: set[str]) -> None:
+    """Check that an agent asks for nothing behind the row but what is ``given`` by name.
 
-
-def _parameters(function: Any) -> Mapping[str, Parameter]:
-    try:
-        return inspect.signature(function).parameters
-    except (TypeError, ValueError):
-        return {}
+    Raises:
+        UserCodeError: it does; says what there is.
+    """
+    various = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+    needed = [one.name for one in parameters if one.default is Parameter.empty and one.kind not in various]
+    if unknown := [name for name in needed if name not in given]:
+        raise UserCodeError(
+            f"{who}: there is nothing for its parameter {' and '.join(map(repr, unknown))}: behind the row, arguments "
+            f"are given by name, and there are {', '.join(_GIVEN)} and those of rollout.params; rename the parameter, "
+            "or give it a default"
+        )

@@ -19,8 +19,16 @@ from typing import Any
 from headway.concurrently import concurrently
 from headway.errors import EpisodeOver, ProgramFailed, shown
 from headway.programs.failures import Insisted, number
-from headway.programs.messages import EpisodeStart, Message, ToolCall, ToolSchema, TurnAnswer, TurnRequest
-from headway.programs.tool import Tool, ToolResult
+from headway.programs.messages import (
+    EpisodeStart,
+    Message,
+    ToolCall,
+    ToolSchema,
+    TurnAnswer,
+    TurnRequest,
+    too_much_ends,
+)
+from headway.programs.tool import NAME, Tool, ToolResult
 from headway.programs.tools import make_tool
 from headway.programs.waiting import awaited, is_in_a_loop
 
@@ -145,19 +153,34 @@ class Chat:
         return answer
 
     async def continued(
-        self, token_ids: Sequence[int], *, max_tokens: int | None = None, stop: Sequence[str] = ()
+        self,
+        token_ids: Sequence[int],
+        *,
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+        stop_token_ids: Sequence[int] = (),
     ) -> TurnAnswer:
         """Have the policy continue ``token_ids`` [P]: a turn without chat messages.
 
         Args:
             max_tokens: most tokens to sample; the run's own limits hold in any case.
             stop: strings that end the turn.
+            stop_token_ids: tokens that end it.
 
         Raises:
             EpisodeOver: a limit has ended the episode; there will be no further turn.
+            ProgramFailed: there are more of ``stop`` and ``stop_token_ids`` than are looked for.
         """
-        most = self._most(max_tokens)
-        return await self._answer(TurnRequest([], None, most, token_ids=tuple(token_ids), stop=tuple(stop)), {})
+        if (problem := too_much_ends(stop, stop_token_ids)) is not None:
+            raise ProgramFailed(f"{self._who}: {problem}")
+        request = TurnRequest(
+            [],
+            max_tokens=self._most(max_tokens),
+            token_ids=tuple(token_ids),
+            stop=tuple(stop),
+            stop_token_ids=tuple(stop_token_ids),
+        )
+        return await self._answer(request, {})
 
     def reward(self, value: float, answer: TurnAnswer | None = None) -> None:
         """Give a turn a reward: the one that made ``answer``, or the last one. Given twice, they add up.
@@ -262,9 +285,10 @@ class Chat:
     def _name(self, schema: Mapping[str, Any]) -> str:
         function = schema.get("function")
         name = function.get("name") if isinstance(function, Mapping) else None
-        if isinstance(name, str):
+        if isinstance(name, str) and NAME.fullmatch(name):
             return name
         raise ProgramFailed(
             f"{self._who}: chat.turn() was given {shown(schema)} for a tool; expected a function with types and a "
-            'docstring, or a schema {"type": "function", "function": {"name": …, …}}'
+            'docstring, or a schema {"type": "function", "function": {"name": …, …}}, with a name of 1 to 128 of a-z, '
+            "A-Z, 0-9, _, . and -"
         )

@@ -24,6 +24,7 @@ from headway.programs.agents import accessed, row_of
 from headway.programs.chat import Chat
 from headway.programs.failures import number
 from headway.programs.messages import EpisodeEnd, EpisodeStart
+from headway.programs.path import path_of_commands
 from headway.programs.program import ProgramDescription
 
 MOST_LINE = 2**20
@@ -41,7 +42,8 @@ class CommandProgram:
         self._command, self._who = list(command), who
         self._directory = directory if directory is not None and Path(directory).is_dir() else None
         program = self._command[0]
-        if shutil.which(program) is None and not Path(self._directory or ".", program).exists():
+        found = shutil.which(program, path=path_of_commands())
+        if found is None and not Path(self._directory or ".", program).exists():
             raise UserCodeError(f"{who}: there is no program {program!r} here; install it, or give its path")
 
     def describe(self) -> ProgramDescription:
@@ -61,6 +63,7 @@ class CommandProgram:
             start_new_session=True,  # so that what it starts ends with it
             env={
                 **os.environ,
+                "PATH": path_of_commands(),
                 "OPENAI_BASE_URL": access.base_url,
                 "OPENAI_API_BASE": access.base_url,
                 "OPENAI_API_KEY": access.api_key,

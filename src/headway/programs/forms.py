@@ -91,7 +91,7 @@ def _own(spec: ProgramSpec, found: Any) -> Program:
     if inspect.isclass(found) and not hasattr(found, "run") and hasattr(found, "step"):
         raise UserCodeError(f"{spec.shown}: it has step(), as environments have; name it in rollout.environment")
     if is_verl_loop(found):
-        return VerlLoop(found, spec.shown, spec.params, spec.model_path)
+        return VerlLoop(found, spec.shown, spec.params, spec.model_path, spec.prompt_length)
     return OwnProgram(found, spec.shown, spec.params)
 
 

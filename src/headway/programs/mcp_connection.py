@@ -12,9 +12,11 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
-from headway.errors import ProgramFailed, Unavailable, UserCodeError, said_by, shown
+from headway.errors import ProgramFailed, Unavailable, UserCodeError, shown
 from headway.programs import mcp_guard
 from headway.programs.failures import is_away
+from headway.programs.mcp_words import in_words, is_unfit, keep_to_one_line, root, unreadable
+from headway.programs.path import path_of_commands
 
 if TYPE_CHECKING:
     from mcp import Client
@@ -23,6 +25,10 @@ if TYPE_CHECKING:
 
 CLOSE_TIMEOUT_S = 10.0
 """Seconds for a connection to end; the SDK gives a server's process six of them."""
+
+
+class Late(Unavailable):
+    """Exception for a server that has not answered in time."""
 
 
 class Connection:
@@ -36,6 +42,7 @@ class Connection:
         """Number of answers so far."""
         self.noise, self.wrote = 0, ""
         """How often something came in place of MCP's messages, and what it was the last time."""
+        self._told = False
         self.client: Client
         self.holder: asyncio.Task[None]
 
@@ -47,7 +54,17 @@ class Connection:
     @property
     def why(self) -> str:
         """What ended it, for the end of a message."""
-        return "" if self._cause is None else f": {_root(self._cause)}"
+        return "" if self._cause is None else f": {in_words(self._cause)}"
+
+    def tell_noise(self) -> None:
+        """Print, once, what the server writes beside its answers, which are understood all the same."""
+        if self.noise and not self._told:
+            self._told = True
+            print(
+                f"{self._spec.who}: the server wrote {self.wrote} beside its answers, which is not MCP and was passed "
+                "over; what is for people belongs on its standard error",
+                file=sys.stderr,
+            )
 
     def lose(self) -> None:
         """Have it end, without waiting for that."""
@@ -68,15 +85,17 @@ class Connection:
         if ready.done() and late:
             return
         await asyncio.wait({self.holder}, timeout=CLOSE_TIMEOUT_S)
-        wrote = f"; it wrote {self.wrote}, which is not MCP" if self.noise else ""
+        wrote = f"; it wrote {self.wrote}, which is not MCP; name an MCP server" if self.noise else ""
         if late:
-            kind = ProgramFailed if wrote else Unavailable
-            raise kind(f"{who}: {self._shown} was waited for {self._spec.timeout_s:g} s, and did not answer{wrote}")
+            said = f"{who}: {self._shown} was waited for {self._spec.timeout_s:g} s, and did not answer{wrote}"
+            raise ProgramFailed(said) if wrote else Late(said)
         cause = self._cause or ConnectionError("the connection ended")
         if isinstance(cause, UserCodeError):
             raise cause
         kind = Unavailable if is_away(cause) or _is_closed(cause) else ProgramFailed
-        raise kind(f"{who}: cannot connect to {self._shown}: {_root(cause)}{wrote}") from cause
+        unfit = "its answer is not MCP: " if is_unfit(cause) else ""
+        other = f"; correct {who}.url" if self._spec.url is not None and kind is ProgramFailed else ""
+        raise kind(f"{who}: cannot connect to {self._shown}: {unfit}{in_words(cause)}{wrote}{other}") from cause
 
     async def close(self) -> None:
         """End it, and wait for that: for a server's process, too."""
@@ -88,12 +107,10 @@ class Connection:
 
     async def _hold(self, ready: asyncio.Future[None]) -> None:
         from mcp import Client
-        from pydantic import ValidationError
 
         async def heard(message: Any) -> None:
             if isinstance(message, Exception):
-                wrote = message.errors()[0].get("input") if isinstance(message, ValidationError) else said_by(message)
-                self.noise, self.wrote = self.noise + 1, shown(wrote)
+                self.noise, self.wrote = self.noise + 1, shown(unreadable(message))
 
         try:
             async with Client(self._target(), message_handler=heard, cache=None) as self.client:
@@ -111,6 +128,7 @@ class Connection:
 @asynccontextmanager
 async def transport(spec: McpServerSpec) -> AsyncIterator[Any]:
     """The SDK's connection to the server of ``spec``."""
+    keep_to_one_line()
     if spec.url is not None:
         import httpx2
         from mcp.client.streamable_http import streamable_http_client
@@ -123,10 +141,11 @@ async def transport(spec: McpServerSpec) -> AsyncIterator[Any]:
         ):
             yield streams
         return
-    from mcp.client.stdio import StdioServerParameters, get_default_environment, stdio_client
+    from mcp.client.stdio import StdioServerParameters, stdio_client
 
-    env = {name: _filled_in(value, f"{spec.who}.env") for name, value in spec.env.items()}
-    if shutil.which(spec.command[0], path={**get_default_environment(), **env}.get("PATH")) is None:
+    own = {name: _filled_in(value, f"{spec.who}.env") for name, value in spec.env.items()}
+    env = {"PATH": path_of_commands(), **own}
+    if shutil.which(spec.command[0], path=env["PATH"]) is None:
         raise UserCodeError(
             f"{spec.who}.command: there is no command {spec.command[0]!r}; install it, or give its path"
         )
@@ -151,17 +170,8 @@ def _filled_in(value: str, where: str) -> str:
         raise UserCodeError(f"{where}: a $ stands before no name; write $NAME for a variable, or $$ for a $") from None
 
 
-def _root(cause: BaseException) -> str:
-    """What a group of exceptions comes down to, in one line."""
-    while isinstance(cause, BaseExceptionGroup):
-        cause = cause.exceptions[0]
-    return said_by(cause)
-
-
 def _is_closed(cause: BaseException) -> bool:
     """Tell whether the SDK says that the server's end of the connection is closed."""
     import mcp_types as types
 
-    while isinstance(cause, BaseExceptionGroup):
-        cause = cause.exceptions[0]
-    return getattr(cause, "code", None) == types.CONNECTION_CLOSED
+    return getattr(root(cause), "code", None) == types.CONNECTION_CLOSED

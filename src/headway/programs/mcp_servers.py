@@ -23,7 +23,8 @@ from typing import Any
 
 from headway.errors import ProgramAway, ProgramFailed, Unavailable, UserCodeError, cut, said_by
 from headway.programs.failures import is_away
-from headway.programs.mcp_connection import CLOSE_TIMEOUT_S, Connection, transport
+from headway.programs.mcp_connection import CLOSE_TIMEOUT_S, Connection, Late, transport
+from headway.programs.mcp_words import in_words
 from headway.programs.messages import EpisodeEnd, EpisodeStart
 from headway.programs.tool import Tool, ToolResult
 from headway.programs.waiting import awaited
@@ -56,6 +57,11 @@ class McpServerSpec:
     def who(self) -> str:
         """The server in messages."""
         return f"rollout.mcp.{self.name}"
+
+    @property
+    def load_timeout_s(self) -> float:
+        """Seconds that `McpServer.load` may wait for the server: until it is there, for its tools, and for its end."""
+        return 2 * self.timeout_s + 2 * CLOSE_TIMEOUT_S
 
     def resolved(self) -> McpServerSpec:
         """Return the spec with absolute paths of the files in its command, for another working directory."""
@@ -96,8 +102,8 @@ class McpServer:
                 listed = thread.submit(asyncio.run, self._list()).result()
             except Unavailable as cause:
                 if self.spec.command:  # nothing that a later try would find otherwise
-                    raise UserCodeError(f"{cause}; what it printed is above, or in the runners' log") from cause
-                raise ProgramAway(str(cause)) from cause
+                    raise UserCodeError(f"{cause}; {self._advice(cause)}") from cause
+                raise ProgramAway(f"{cause}; {self._advice(cause)}") from cause
             except ProgramFailed as cause:
                 raise UserCodeError(str(cause)) from cause
         for watcher in threading.enumerate():
@@ -112,6 +118,15 @@ class McpServer:
             )
         if not self.tools:
             raise UserCodeError(f"{self.spec.who}: the server has no tools; take it out")
+
+    def _advice(self, cause: Unavailable) -> str:
+        who = self.spec.who
+        if self.spec.command and isinstance(cause, Late):
+            return f"raise {who}.timeout_s, or try the command by hand"
+        if self.spec.command:
+            return "what it printed is above, or in the runners' log"
+        late = f"raise {who}.timeout_s, " if isinstance(cause, Late) else ""
+        return f"{late}start the server, or correct {who}.url"
 
     def begin(self, start: EpisodeStart) -> _Episode:
         return _Episode(self, _Link(self.spec, self._target) if self.spec.per_episode else self._shared)
@@ -192,7 +207,7 @@ class _Link:
             try:
                 page = await self._answer(connection, connection.client.list_tools(cursor=cursor), "its list of tools")
             except TimeoutError:
-                raise Unavailable(
+                raise Late(
                     f"{self._spec.who}: its list of tools was waited for {self._spec.timeout_s:g} s, and the server "
                     "did not answer"
                 ) from None
@@ -235,6 +250,7 @@ class _Link:
             if call.done():
                 result = call.result()
                 connection.answered += 1
+                connection.tell_noise()
                 return result
             if connection.lost:
                 raise Unavailable(f"{who}: the server ended during {doing}{connection.why}")
@@ -250,7 +266,7 @@ class _Link:
             # The SDK checks results by MCP's own schema and by the tool's.
             if isinstance(cause, ValidationError | RuntimeError) and not connection.lost:
                 what = "what its schema forbids"
-                raise ProgramFailed(f"{who}: the server answered {doing} with {what}: {said_by(cause)}") from cause
+                raise ProgramFailed(f"{who}: the server answered {doing} with {what}: {in_words(cause)}") from cause
             connection.lose()
             kind = Unavailable if is_away(cause) else ProgramFailed
             raise kind(f"{who}: {doing} raised {said_by(cause)}") from cause

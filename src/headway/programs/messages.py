@@ -14,6 +14,12 @@ from typing import Any
 
 Message = dict[str, Any]
 """A chat message as templates take it: ``role``, ``content``, and perhaps ``tool_calls`` and others."""
+MOST_STOPS = 16
+"""Most strings that may end an answer beside the run's own; OpenAI takes 4."""
+LONGEST_STOP = 256
+"""Most characters of one of them."""
+MOST_STOP_IDS = 128
+"""Most tokens that may end an answer beside the run's own."""
 ToolSchema = Mapping[str, Any]
 """A tool as ``transformers.utils.get_json_schema`` describes it."""
 
@@ -133,6 +139,19 @@ class TurnRequest:
     """Tokens that end this turn, beside the run's own and those that end every turn."""
     state: str | None = None
     """Name of the state that the turn is taken in; None for what the policy is told since its last answer."""
+
+
+def too_much_ends(stop: Sequence[str], token_ids: Sequence[int]) -> str | None:
+    """Say what is too much of the strings and tokens that are to end a turn, which are looked for at each token."""
+    longest = max(map(len, stop), default=0)
+    if len(stop) > MOST_STOPS or longest > LONGEST_STOP:
+        return (
+            f"there are {len(stop)} strings that end an answer, the longest of {longest} characters; give at most "
+            f"{MOST_STOPS}, each of at most {LONGEST_STOP}"
+        )
+    if len(token_ids) > MOST_STOP_IDS:
+        return f"there are {len(token_ids)} tokens that end an answer (stop_token_ids); give at most {MOST_STOP_IDS}"
+    return None
 
 
 @dataclass(frozen=True, slots=True)

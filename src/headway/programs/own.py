@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from inspect import Parameter
 from typing import Any
 
 from headway.errors import ProgramFailed, UserCodeError, shown
@@ -12,43 +13,86 @@ from headway.programs.chat import Chat
 from headway.programs.failures import number
 from headway.programs.messages import EpisodeEnd, EpisodeStart
 from headway.programs.program import ProgramDescription
+from headway.programs.waiting import are_coroutines
 
 RETURNS = "expected a number, a list with a number for each turn, both as (number, list), or None"
 EXPECTED = "a program is async def run(row, chat), or a class or an object that has it"
 
 
+class UsersRun:
+    """What the user's code runs an episode with: a function, or the ``run`` of an object or of a class.
+
+    Of a class each episode has an object of its own, made with ``rollout.params``; a function is called with them.
+    """
+
+    def __init__(self, found: Any, who: str, params: Mapping[str, Any], expected: str) -> None:
+        """``expected``: what is expected, for people.
+
+        Raises:
+            UserCodeError: ``found`` is nothing of the kind.
+        """
+        self._who, self._params = who, dict(params)
+        self._make: Callable[..., Any] | None = found if inspect.isclass(found) else None
+        run = found if callable(found) and self._make is None else getattr(found, "run", None)
+        if run is None:
+            raise UserCodeError(f"{who}: it is {_kind(found)} without run; {expected}")
+        self._run: Callable[..., Any] = run
+        self.given = self._params if self._make is None else {}
+        """Arguments that it is called with in every episode."""
+        self.name = str(getattr(run, "__qualname__", type(run).__name__))
+        inner = _innermost(run)
+        if inspect.isasyncgenfunction(inner) or inspect.isgeneratorfunction(inner):
+            raise UserCodeError(f"{who}: it yields, and so returns no reward; return the episode's reward instead")
+        self.is_async = are_coroutines(inner)
+        """It blocks no event loop."""
+
+    def parameters(self) -> list[Parameter]:
+        """The parameters that it has, ``self`` aside; none where they cannot be known."""
+        try:
+            found = [*inspect.signature(self._run).parameters.values()]
+        except (TypeError, ValueError):
+            return []
+        return found if self._make is None else found[1:]
+
+    def check(self, *positional: str, names: Sequence[str] = ()) -> None:
+        """Check that it can be called with arguments ``positional``, and with those of ``names`` by their names.
+
+        Raises:
+            UserCodeError: it cannot; says what it takes and what it is given.
+        """
+        before = () if self._make is None else ("self",)
+        check_arguments(self._who, self._run, (*before, *positional), {**dict.fromkeys(names), **self.given})
+        if self._make is not None:
+            check_arguments(self._who, self._make, (), self._params)
+
+    def of_an_episode(self) -> Callable[..., Any]:
+        """What is called for one episode."""
+        if self._make is None:
+            return functools.partial(self._run, **self.given)
+        run: Callable[..., Any] = self._make(**self._params).run
+        return run
+
+
 class OwnProgram:
-    """A function of the user's own. Each episode of a class has an object of its own."""
+    """A program of the user's own, `UsersRun`."""
 
     is_async = True
 
     def __init__(self, found: Any, who: str, params: Mapping[str, Any]) -> None:
-        self._who, self._params = who, dict(params)
-        self._make: Callable[..., Any] | None = found if inspect.isclass(found) else None
-        self._run = found if callable(found) and not inspect.isclass(found) else getattr(found, "run", None)
-        if self._run is None:
-            raise UserCodeError(f"{who}: it is {_kind(found)} without run; {EXPECTED}")
-        if inspect.isasyncgenfunction(self._run):
-            raise UserCodeError(f"{who}: {_name(self._run)} yields; return the episode's reward from it instead")
-        if not _is_coroutine_function(self._run):
+        self._who, self._run = who, UsersRun(found, who, params, EXPECTED)
+        if not self._run.is_async:
             raise UserCodeError(
-                f"{who}: {_name(self._run)} is a plain function, and would hold all other episodes while it waits for "
+                f"{who}: {self._run.name} is a plain function, and would hold all other episodes while it waits for "
                 "the model; write async def, and await chat.turn(…); code that blocks goes into asyncio.to_thread(…)"
             )
-        if self._make is None:
-            check_arguments(who, self._run, ("row", "chat"), self._params)
-        else:
-            check_arguments(who, self._run, ("self", "row", "chat"), {})
-            check_arguments(who, self._make, (), self._params)
+        self._run.check("row", "chat")
 
     def describe(self) -> ProgramDescription:
         return ProgramDescription("program", self.is_async)
 
     async def run(self, start: EpisodeStart, chat: Chat) -> EpisodeEnd:
         row = {"prompt": [dict(message) for message in start.messages], **start.row}
-        if self._make is None:
-            return end_of(await self._run(row, chat, **self._params), self._who)  # type: ignore[misc]  # checked above
-        return end_of(await self._make(**self._params).run(row, chat), self._who)
+        return end_of(await self._run.of_an_episode()(row, chat), self._who)
 
 
 def end_of(value: Any, who: str, expected: str = RETURNS) -> EpisodeEnd:
@@ -72,10 +116,10 @@ def end_of(value: Any, who: str, expected: str = RETURNS) -> EpisodeEnd:
     )
 
 
-def _is_coroutine_function(function: Any) -> bool:
+def _innermost(function: Any) -> Any:
     while isinstance(function, functools.partial):
         function = function.func
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+    return function if inspect.isfunction(function) or inspect.ismethod(function) else type(function).__call__
 
 
 def check_arguments(
@@ -97,10 +141,6 @@ def check_arguments(
         raise UserCodeError(
             f"{who}: takes {takes}, but is called with ({given}), where values are those of rollout.params: {cause}"
         ) from None
-
-
-def _name(function: Any) -> str:
-    return str(getattr(function, "__qualname__", type(function).__name__))
 
 
 def _kind(found: Any) -> str:

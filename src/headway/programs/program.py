@@ -84,6 +84,8 @@ class ProgramSpec:
     """The directory that commands are run in, where it is there."""
     model_path: str | None = None
     """Folder of the policy's tokenizer, for programs that work on token ids; None where there is none yet."""
+    prompt_length: int = 0
+    """The run's ``data.max_prompt_length``, which agent loops of verl's form are told."""
     mcp: tuple[McpServerSpec, ...] = ()
     params: Mapping[str, Any] = field(default_factory=dict)
     max_turns: int | None = None
@@ -103,6 +105,13 @@ class ProgramSpec:
         if self.command:
             return f"agent {cut(' '.join(self.command), 60)}"
         return f"tools {', '.join([*map(_short, self.tools), *(server.who for server in self.mcp)])}"
+
+    @property
+    def waits_s(self) -> float:
+        """Seconds for which loading may wait for servers, which say themselves that they are late."""
+        given = self.params.get("timeout_s", 30.0)
+        there = self.environment is not None and names_a_server(self.environment) and isinstance(given, int | float)
+        return sum(server.load_timeout_s for server in self.mcp) + (float(given) if there else 0.0)
 
     def resolved(self) -> ProgramSpec:
         """Return the spec with absolute paths, for a process with another working directory."""

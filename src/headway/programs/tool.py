@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from headway.errors import ProgramFailed, Unavailable, said_by, writable
+from headway.errors import ProgramFailed, Unavailable, UserCodeError, said_by, shown, writable
 from headway.programs.messages import EpisodeEnd, EpisodeStart
 from headway.programs.waiting import awaited
+
+NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
+"""Pattern for the name of a tool, as APIs and MCP take it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +44,18 @@ class Tool:
     """The function runs, and blocks, where it is called. Default: unless it is a coroutine function."""
     origin: str = ""
     """The setting that names the tool, for messages."""
+
+    def __post_init__(self) -> None:
+        """
+        Raises:
+            UserCodeError: the name is none that APIs take.
+        """
+        if NAME.fullmatch(self.name) is None:
+            left_out = f", or leave it out ({self.origin}.tools)" if self.origin.startswith("rollout.mcp.") else ""
+            raise UserCodeError(
+                f"{self.origin}: a tool has the name {shown(self.name)}; expected 1 to 128 of a-z, A-Z, 0-9, _, . and -"
+                f", as APIs take them; rename it{left_out}"
+            )
 
     @property
     def is_async(self) -> bool:

@@ -52,10 +52,7 @@ class Toolbox:
         found: dict[str, Tool] = {}
         for tool in self.tools:
             if tool.name in found:
-                raise UserCodeError(
-                    f"{tool.origin}: there is a tool named {tool.name!r} already, of {found[tool.name].origin}; the "
-                    "model tells tools apart by their names, so rename one, or leave one out (rollout.mcp.NAME.tools)"
-                )
+                raise UserCodeError(_twice(tool, found[tool.name]))
             found[tool.name] = tool
 
     def __bool__(self) -> bool:
@@ -96,6 +93,23 @@ class Toolbox:
 
 def _tools(one: Tool | ToolSource) -> Sequence[Tool]:
     return (one,) if isinstance(one, Tool) else one.tools
+
+
+def _twice(tool: Tool, other: Tool) -> str:
+    """The message for two tools of one name."""
+    server = next((one.origin for one in (tool, other) if one.origin.startswith("rollout.mcp.")), None)
+    if tool.origin != other.origin:
+        left_out = f", or leave one out ({server}.tools)" if server is not None else ""
+        return (
+            f"{tool.origin}: there is a tool named {tool.name!r} already, of {other.origin}; the model tells tools "
+            f"apart by their names, so rename one{left_out}"
+        )
+    if server is None:
+        return f"rollout.tools names {tool.origin} twice; drop one"
+    return (
+        f"{server}: the server lists two tools named {tool.name!r}, and the model tells tools apart by their names; "
+        f"mend the server, or leave them out ({server}.tools)"
+    )
 
 
 async def _closed(part: EpisodeTools) -> None:

@@ -63,11 +63,11 @@ class ServerManager:
         **kwargs: Any,
     ) -> TokenOutput:
         """Have the policy continue ``prompt_ids`` [P]. Of ``sampling_params`` only limits hold: ``max_tokens`` (or
-        ``max_new_tokens``) and ``stop``; the distribution is the run's.
+        ``max_new_tokens``), ``stop`` and ``stop_token_ids``; the distribution is the run's.
 
         Raises:
             EpisodeOver: a limit has ended the episode.
-            ProgramFailed: there are images or videos.
+            ProgramFailed: there are images or videos, or more that ends a turn than is looked for.
         """
         if image_data or video_data:
             raise ProgramFailed("server_manager.generate() was given images or videos, and the policy reads text alone")
@@ -77,6 +77,7 @@ class ServerManager:
             [int(id) for id in prompt_ids],
             max_tokens=asked.get("max_tokens") or asked.get("max_new_tokens"),
             stop=(stop,) if isinstance(stop, str) else tuple(stop),
+            stop_token_ids=tuple(dict.fromkeys(int(id) for id in asked.get("stop_token_ids") or ())),
         )
         self.sampled += answer.token_ids
         reason = "completed" if answer.finish_reason == "stop" else "length"
@@ -88,9 +89,16 @@ class VerlLoop:
 
     is_async = True
 
-    def __init__(self, found: Any, who: str, params: Mapping[str, Any], model_path: str | None) -> None:
-        """``model_path``: folder of the policy's tokenizer; None where the model is not there yet."""
-        self._found, self._who, self._params = found, who, dict(params)
+    def __init__(
+        self, found: Any, who: str, params: Mapping[str, Any], model_path: str | None, prompt_length: int
+    ) -> None:
+        """Make the program of the loop ``found``.
+
+        Args:
+            model_path: folder of the policy's tokenizer; None where the model is not there yet.
+            prompt_length: most tokens of a prompt.
+        """
+        self._found, self._who, self._params, self._prompt_length = found, who, dict(params), prompt_length
         run = found.run
         if not inspect.iscoroutinefunction(run):
             raise UserCodeError(
@@ -124,7 +132,7 @@ class VerlLoop:
             loop = deepcopy(self._found)  # episodes go on side by side, each with what it remembers
             loop.server_manager, loop.tokenizer = manager, self._tokenizer
             return loop
-        config = _config(start)
+        config = _config(self._prompt_length, start.most_tokens)
         given = {
             "trainer_config": SimpleNamespace(config=config),
             "config": config,
@@ -166,14 +174,19 @@ def is_verl_loop(found: Any) -> bool:
     return names[:1] == ["sampling_params"]
 
 
-def _config(start: EpisodeStart) -> Any:
-    """The parts of verl's configuration that agent loops read, as far as they mean something here."""
+def _config(prompt_length: int, most_tokens: int) -> Any:
+    """The parts of verl's configuration that agent loops read, as far as they mean something here.
+
+    verl's response is all that follows the prompt, in all turns: what tools said, too.
+    """
     from omegaconf import OmegaConf
 
-    lengths = {"prompt_length": start.most_tokens, "response_length": start.most_tokens}
-    rollout = {**lengths, "max_model_len": start.most_tokens, "multi_turn": {}, "agent": {}}
+    response_length = most_tokens - prompt_length
+    lengths = {"prompt_length": prompt_length, "response_length": response_length, "max_model_len": most_tokens}
+    rollout = {**lengths, "multi_turn": {}, "agent": {}}
     model = {"path": None}
-    data = {"apply_chat_template_kwargs": {}, "max_prompt_length": start.most_tokens}
+    data = {"apply_chat_template_kwargs": {}, "max_prompt_length": prompt_length}
+    data["max_response_length"] = response_length
     both = {"rollout": rollout, "model": model}
     return OmegaConf.create({"actor_rollout_ref": both, **both, "data": data})
 

@@ -24,8 +24,6 @@ from headway.rewards.request import ScoreRequest
 from headway.sandbox.limits import Limits, SandboxSpec
 from headway.sandbox.sandbox import Sandbox
 
-MARGIN_S = 1.0
-"""Seconds of ``reward.timeout_s`` that are left for starting and ending calls."""
 ANSWER, JOB = "answer.py", "job.json"
 BLOCK = re.compile(
     r"^[ \t]*(`{3,}|~{3,})[ \t]*([\w+#.-]*)[^\n]*\n(.*?)(?:^[ \t]*\1[ \t]*$|\Z)", re.DOTALL | re.MULTILINE
@@ -91,16 +89,11 @@ def code(
         ConfigError: a parameter that cannot be, or a machine without such a sandbox.
     """
     _check(partial, most_tests, timeout_s)
-    if within_s <= MARGIN_S:
-        raise ConfigError(
-            f"reward.timeout_s={within_s:g} leaves no time for unit tests; give it more than {MARGIN_S:g} s, which "
-            "starting and ending the sandbox may take"
-        )
     runs = Sandbox(sandbox)
     runs.probe()
 
     def rule(request: ScoreRequest, response: str) -> float:
-        end = time.monotonic() + within_s - MARGIN_S
+        end = time.monotonic() + within_s
         tests = _longest(unit_tests_of(request.answer, request.extra), most_tests)
         answer, passed = code_of(response), 0
         for test in tests:

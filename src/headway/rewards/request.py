@@ -17,6 +17,11 @@ if TYPE_CHECKING:
     from headway.runners.hosted import Ask
 
 
+HANGS_S = 60.0
+"""Seconds that the sandbox has, beyond the time of what runs in it, to start and to end its last call. It waits for
+nothing as long as that: see `headway.sandbox.call.ENDS_S`."""
+
+
 @dataclass(frozen=True, slots=True)
 class RewardPart:
     """One reward of a weighted sum."""
@@ -40,7 +45,7 @@ class RewardSpec:
 
     parts: tuple[RewardPart, ...]
     timeout_s: float
-    """Most seconds that one call of one function may take."""
+    """Most seconds that one call of one function may take; see `limit_s`."""
     task_name: str | None = None
     task_params: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
@@ -75,6 +80,13 @@ class RewardSpec:
             sandbox=config.sandbox.spec,
             answer_keys=tuple(dict.fromkeys(key for key in keys if key not in (None, "auto") and key.isidentifier())),
         )
+
+    def limit_s(self, part: RewardPart) -> float:
+        """Seconds after which a call of ``part`` is ended, with its process.
+
+        The reward ``code`` ends what it runs itself: only a sandbox that hangs goes beyond its limit.
+        """
+        return self.timeout_s + (HANGS_S if part.function == "code" else 0.0)
 
     @property
     def function(self) -> str:

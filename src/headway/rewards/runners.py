@@ -164,14 +164,13 @@ class RewardRunners:
 
     @property
     def _timeout_reason(self) -> str:
-        return f"timeout after {self._spec.timeout_s:g} s"
+        return f"timeout after {min(map(self._spec.limit_s, self._spec.parts)):g} s"
 
     async def _run(self, request: ScoreRequest) -> Scores:
         """Score in a runner, in a task that can be given up without its caller. Cancelling this ends it."""
         if self._closed:
             raise ScoringFailed("the reward is closed")
-        calls = len(request.responses) * len(self._spec.parts)
-        limit = self._spec.timeout_s * calls + GRACE_S
+        limit = len(request.responses) * sum(map(self._spec.limit_s, self._spec.parts)) + GRACE_S
         task: asyncio.Task[Scores] = asyncio.create_task(self._runners.run(request, timeout_s=limit))
         self._awaited.add(task)
         try:

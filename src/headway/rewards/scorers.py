@@ -60,7 +60,7 @@ def _make_part(part: RewardPart, spec: RewardSpec) -> Callable[[ScoreRequest], V
     match part.function:
         case name if name in BUILT_IN:
             rule = make_rule(name, part.params, sandbox=spec.sandbox, within_s=spec.timeout_s)
-            return _one_by_one(rule, spec.timeout_s)
+            return _one_by_one(rule, spec.limit_s(part))
         case "task":
             if spec.task_name is None:
                 raise ConfigError("reward.function=task needs data.task; for files: exact_match or file.py:function")

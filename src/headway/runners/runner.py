@@ -206,12 +206,12 @@ class Runner:
 
     def _stall(self, stall_s: float) -> None:
         whose = self._note.whose if self._note is not None else 0
-        held = f"event loop for more than {stall_s:g} s"
+        held = f"event loop for more than {stall_s:g} s (rollout.stall_s)"
 
         def error_of(number: int) -> RunnerLost:
             culprit = number == whose if whose else None
             if culprit:
-                text = f"held its {self._name}'s {held}"
+                text = f"held its {self._name}'s {held}; import at the top of the file, and do what blocks in a thread"
             else:
                 text = f"its {self._name} was lost: {'another job' if whose else 'something'} held its {held}"
             return RunnerLost(text, end="SIGKILL", culprit=culprit, timed_out=bool(culprit))

@@ -8,9 +8,9 @@ by the key of its call, so that a path tells all that the tokens of a context wo
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
+from itertools import count
 
 import xxhash
 
@@ -56,25 +56,18 @@ class SimulatedRecord:
         self._rows: list[RowAt] = []
         self._last: list[int] = []
         """Key of the last turn of each row."""
-        self._occurred: Counter[Path] = Counter()
-        self._first: Path = ()
+        self._first: Path | None = None
 
-    def prompt(self, request: TurnRequest) -> Prompted:
+    async def prompt(self, request: TurnRequest, taken: Container[int] = ()) -> Prompted:
         """See `headway.episodes.record.Record.prompt`."""
         path: Path = tuple(map(_item, request.messages))
-        if not self._occurred:
-            self._first, key = path, 0
-        else:
-            key = _key(path, self._occurred[path])
-        self._occurred[path] += 1
+        if self._first is None:
+            self._first = path
+        key = next(key for occurrence in count() if (key := _key(path, occurrence)) not in taken)
         lengths = [self._tokens(item) for item in path]
         answers = [place for place, item in enumerate(path) if isinstance(item, int)]
         known = answers[-1] + 1 if answers else _common(path, self._first)
         return Prompted(same_ids(sum(lengths), sum(lengths[:known]) if self._turns else 0), key, path)
-
-    def count(self, request: TurnRequest) -> int:
-        """See `headway.episodes.record.Record.count`."""
-        return sum(self._tokens(_item(message)) for message in request.messages)
 
     def answered(self, prompted: Prompted, request: TurnRequest, finished: FinishedCall, number: int) -> TurnAnswer:
         """See `headway.episodes.record.Record.answered`."""

@@ -1,0 +1,180 @@
+"""Chat messages to token ids, turn by turn: the prompt of a turn is the ids that were there and the rendered tail.
+
+    messages ──template──▶  [ what was there ][ the answer ][ end of turn, new messages, generation prompt ]
+                                                             └──────────── tail: rendered, tokenised ─────┘
+    ids      ────────────▶  [ the prompt's ids + the sampled ids, as stored ][ the tail's ids ]
+
+If the template writes anything before the end of the answer (`ChatRenderer.tail`) otherwise than it did when the answer
+was sampled, or leaves a part of the answer out, the chat is rendered whole instead, and the transcript forks. Sampled
+ids are never made of text again.
+
+    renderer = ChatRenderer(tokenizer)                  # one for a run
+    chats = Conversations(renderer)                     # one for each episode
+    prompt = chats.prompt(messages)                     # prompt.ids is the context of the turn
+    sampled = ...                                       # the ids that the engine sampled after it
+    chats.answered(prompt, sampled)
+    messages.append({"role": "assistant", "content": renderer.text(sampled)})
+    messages.append({"role": "user", "content": "Go on."})
+    prompt = chats.prompt(messages)                     # begins with the first prompt's ids and ``sampled``
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from headway.episodes.messages import marked, message_key, plain_messages, reasoning_of, without_reasoning
+from headway.episodes.rendering import ChatRenderer
+from headway.programs.messages import Message, ToolSchema, said
+
+
+class PromptKind(StrEnum):
+    """The way in which a prompt's ids were made."""
+
+    NEW = "new"
+    """Rendered whole: the messages go on with no answer of this episode, or with an edited one."""
+    EXTENDED = "extended"
+    """The ids of an earlier prompt, those sampled after it, and the rendered tail."""
+    REWRITTEN = "rewritten"
+    """Rendered whole: the messages go on with an answer, but the template writes what came before differently."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """The prompt of one turn."""
+
+    ids: NDArray[np.int32]
+    """[P] the context to call the policy with."""
+    kind: PromptKind
+    tail: int
+    """Number of ids at the end that were made of text for this prompt; all of them unless it extends another."""
+    digest: bytes = field(repr=False)
+    """Digest of the messages and the tools."""
+    parts: tuple[NDArray[np.int32], ...] = field(repr=False)
+    """The stretches that ``ids`` are made of. Prompts share them, so that an episode's memory grows with its tokens."""
+    marked: tuple[int, ...] = field(repr=False)
+    """Indices of messages that are answers of this episode."""
+    text: tuple[int, bytes] = field(repr=False)
+    """Length and digest of the rendered chat, with marks in the answers at ``marked``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A prompt whose text is written, and not encoded."""
+
+    text: str
+    prompt: Callable[[NDArray[np.int32]], ChatPrompt]
+    """Makes the prompt of the ids [N] of the text."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """An answer of the episode: its prompt, less the ids in one piece, and its sampled ids."""
+
+    parts: tuple[NDArray[np.int32], ...]
+    marked: tuple[int, ...]
+    text: tuple[int, bytes]
+    sampled: NDArray[np.int32]
+
+
+class Conversations:
+    """The chat turns of one episode, however many conversations it holds.
+
+    Messages go on with an earlier answer if they begin with the messages of its prompt and the answer, under the same
+    tools. Of several answers with the same text to the same messages, they go on with the last.
+    """
+
+    def __init__(self, renderer: ChatRenderer) -> None:
+        self._renderer = renderer
+        self._answers: dict[bytes, _Stored] = {}
+        """Answers by the digest of the messages up to them."""
+
+    def prompt(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[ToolSchema] | None = None) -> ChatPrompt:
+        """The prompt of the turn that answers ``messages``. Raises as `draft` and `ChatRenderer.encode` do."""
+        draft = self.draft(messages, tools)
+        return draft.prompt(self._renderer.encode(draft.text))
+
+    def draft(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[ToolSchema] | None = None) -> Draft:
+        """The prompt of the turn that answers ``messages``, whose text is not encoded yet.
+
+        Raises:
+            UserCodeError: ``messages`` are no chat messages.
+            ConfigError: there are ``tools``, and the template does not show them.
+            DataError: the template refuses the messages.
+        """
+        if tools:
+            self._renderer.demand_tools()
+        chat = plain_messages(messages)
+        digests = [_digest(json.dumps(list(tools or ()), sort_keys=True, default=str))]
+        for message in chat:
+            digests.append(_digest(message_key(message), digests[-1]))
+        last = next((i for i in reversed(range(len(chat))) if digests[i + 1] in self._answers), None)
+        if last is None:
+            return self._whole(PromptKind.NEW, chat, tools, digests[-1])
+        stored = self._answers[digests[last + 1]]
+        positions = (*stored.marked, last)
+        marks = {i: marked(chat[i], i) for i in positions}
+        shown = [marks[i].message if i in marks else message for i, message in enumerate(chat)]
+        text = self._renderer.render(shown, tools)
+        start = stored.text[0]
+        same = _extent(text[:start]) == stored.text
+        tail = self._renderer.tail(start, text, chat[last], marks[last]) if same else None
+        if tail is None:
+            return self._whole(PromptKind.REWRITTEN, chat, tools, digests[-1], text, positions)
+
+        def extended(ids: NDArray[np.int32]) -> ChatPrompt:
+            behind = self._renderer.behind(ids, stored.sampled)
+            parts, kind = (*stored.parts, stored.sampled, behind), PromptKind.EXTENDED
+            return ChatPrompt(np.concatenate(parts), kind, len(behind), digests[-1], parts, positions, _extent(text))
+
+        return Draft(tail, extended)
+
+    def answered(
+        self,
+        prompt: ChatPrompt,
+        sampled: Sequence[int] | NDArray[np.int32],
+        message: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Store what was sampled after ``prompt``.
+
+        Args:
+            sampled: the ids [T].
+            message: the answer as the program will have it in its messages. Its whole text as ``content`` is known
+                without saying.
+        """
+        ids = np.array(sampled, np.int32)
+        forms = [said("assistant", self._renderer.text(ids)), *([] if message is None else [dict(message)])]
+        if message is not None and reasoning_of(dict(message)):
+            forms.append(without_reasoning(message))  # as clients send it back that keep what they show alone
+        for form in plain_messages(forms):
+            stored = _Stored(prompt.parts, prompt.marked, prompt.text, ids)
+            self._answers[_digest(message_key(form), prompt.digest)] = stored
+
+    def _whole(
+        self,
+        kind: PromptKind,
+        chat: Sequence[Message],
+        tools: Sequence[ToolSchema] | None,
+        digest: bytes,
+        text: str | None = None,
+        positions: tuple[int, ...] = (),
+    ) -> Draft:
+        whole = self._renderer.render(chat, tools)
+        extent = _extent(whole if text is None else text)
+        return Draft(whole, lambda ids: ChatPrompt(ids, kind, len(ids), digest, (ids,), positions, extent))
+
+
+def _extent(text: str) -> tuple[int, bytes]:
+    """The length and the digest of ``text``."""
+    return len(text), _digest(text)
+
+
+def _digest(text: str, before: bytes = b"") -> bytes:
+    return xxhash.xxh3_128_digest(before + text.encode(errors="surrogatepass"))

@@ -1,0 +1,76 @@
+"""The requests of one key, without HTTP: which of them are the same turn."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from headway.data.types import SampledTokens
+from headway.endpoint.sessions import Session
+from headway.endpoint.turns import MadeTurn, Note
+from headway.interfaces import SamplingParams
+from headway.programs.messages import TurnAnswer, TurnRequest, said
+
+ASK = TurnRequest([said("user", "begin")])
+
+
+class Numbered:
+    """A try of an episode whose turns are made once ``go`` is set."""
+
+    name, sampling, trains = "episode (0, 0, 0, 0)", SamplingParams(50), True
+
+    def __init__(self) -> None:
+        self.go = asyncio.Event()
+        self.asked = 0
+        self.noted: list[Note] = []
+
+    async def turn(self, request: TurnRequest) -> MadeTurn:
+        number, self.asked = self.asked, self.asked + 1
+        await self.go.wait()
+        return MadeTurn(number, TurnAnswer("", "", said("assistant", "")), 1, SampledTokens.nothing())
+
+    async def count(self, request: TurnRequest) -> int:
+        return 1
+
+    def note(self, kind: Note, reason: str) -> None:
+        self.noted.append(kind)
+
+
+async def sent(session: Session, *, again: bool = False) -> int:
+    """The number of the turn that the request is answered with, all of which arrives."""
+    async with session.turn(ASK, b"digest", again=again) as turn:
+        return turn.number
+
+
+async def test_a_request_is_the_same_turn_until_its_answer_has_arrived_or_where_its_client_says_so() -> None:
+    session = Session(turns := Numbered(), "tag")
+    turns.go.set()
+    with pytest.raises(ConnectionError):
+        async with session.turn(ASK, b"digest", again=False):
+            raise ConnectionError("the stream is cut")
+    assert [await sent(session, again=again) for again in (False, False, True)] == [0, 1, 1]
+    assert turns.noted == [Note.REPEATED, Note.REPEATED]
+
+
+async def test_an_equal_request_while_the_answer_is_sent_is_another_turn() -> None:
+    session = Session(turns := Numbered(), "tag")
+    turns.go.set()
+    async with session.turn(ASK, b"digest", again=False) as one:
+        assert await sent(session) != one.number
+    assert turns.noted == []
+
+
+async def test_a_turn_is_given_up_once_no_client_waits_for_it() -> None:
+    session = Session(turns := Numbered(), "tag")
+    first, second = (asyncio.ensure_future(sent(session, again=again)) for again in (False, True))
+    await asyncio.sleep(0)
+    first.cancel()
+    await asyncio.wait([first])
+    assert (turns.asked, turns.noted) == (1, [Note.REPEATED])
+    second.cancel()
+    await asyncio.wait([second])
+    assert turns.noted == [Note.REPEATED, Note.HUNG_UP]
+    third = asyncio.ensure_future(sent(session, again=True))
+    turns.go.set()
+    assert await third == 1
