@@ -54,6 +54,8 @@ INTEGERS = ("I", "U", "BOOL")
 """Prefixes of the dtypes, as safetensors spells them, that no weight of a model may have."""
 NOT_READ = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", r"(^|\.)(attn|attention)\.(masked_)?bias$")
 """Patterns for names of buffers that older checkpoints hold: constants, which the model makes itself."""
+NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+"""Pattern for the numbers of layers and experts in names of tensors."""
 ROWS_AT_ONCE = 4096
 TESTS_TRIED = 32
 """Rows of a source that are looked at for unit tests."""
@@ -418,7 +420,8 @@ def _checked_model(config: Config, model_config: Any) -> Any:
 def _check_built(config: Config, model_config: Any) -> None:
     """Check the weights in their files' headers against the model of ``config.json``: names, shapes, dtypes.
 
-    Models are left to loading where transformers converts names or shapes, and where the files are of another kind.
+    Tensors that transformers converts, such as experts that it fuses, are compared as the model's files have them.
+    What it knows in several forms is left to loading, and so are files of another kind.
 
     Raises:
         ModelError: a tensor of another shape, one that the model or the file lacks, integers, or two tensors that
@@ -430,14 +433,33 @@ def _check_built(config: Config, model_config: Any) -> None:
         return
     from transformers.conversion_mapping import get_model_conversion_mapping
 
-    if get_model_conversion_mapping(model, add_legacy=False):
+    from headway.models.files import file_tensors
+
+    if not (found := list(_tensors_in_files(folder))):
         return
-    if found := list(_tensors_in_files(folder)):
-        _compare(config.model.path or "", model, found)
-
-
-def _compare(path: str, model: Any, found: list[_Stored]) -> None:
     expected = {name: list(value.shape) for name, value in model.state_dict().items()}
+    if get_model_conversion_mapping(model, add_legacy=False):
+        try:
+            expected = {file.name: list(file.shape) for file in file_tensors(model)}
+        except ModelError:
+            return
+        expected, found = _of_common_kinds(expected, found, model.base_model_prefix)
+    _compare(config.model.path or "", model, expected, found)
+
+
+def _of_common_kinds(
+    expected: Mapping[str, list[int]], found: list[_Stored], prefix: str
+) -> tuple[dict[str, list[int]], list[_Stored]]:
+    """Return the tensors of the kinds, names but for numbers, that a model's files have and these files, too. Of others
+    transformers may know several forms."""
+    kinds = {NUMBER.sub("*", name): 0 for name in expected}
+    there = {one.name: _name_in_the_model(NUMBER.sub("*", one.name), kinds, prefix) for one in found}
+    common = kinds.keys() & there.values()
+    known = {name: shape for name, shape in expected.items() if NUMBER.sub("*", name) in common}
+    return known, [one for one in found if there[one.name] in common]
+
+
+def _compare(path: str, model: Any, expected: Mapping[str, list[int]], found: list[_Stored]) -> None:
     there = {_name_in_the_model(one.name, expected, model.base_model_prefix): one for one in found}
     parameters = dict(model.named_parameters(remove_duplicate=False))
     tied: dict[int, list[str]] = defaultdict(list)
