@@ -1,7 +1,7 @@
 """Checks of a run's inputs before its directory is made, a model warmed up or a worker started.
 
-`check_inputs` ─▶ the rows to train on        the model's files, data, reward: no torch, so that ``--dry-run`` and the
-                                              doctor can ask, too
+`check_inputs` ─▶ the rows to train on        the model's files and its mesh, data, reward: no torch, so that
+                                              ``--dry-run`` and the doctor can ask, too, by `check_without_torch`
 `check_model`  ─▶ prompts                     the algorithm's names, what the model's files say, prompts as tokens
 """
 
@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 
 from headway.cluster.address import check_listens
 from headway.config.machine import check_vllm_installed
+from headway.config.parallel import model_problems, plan_problems
 from headway.config.sandbox import CODE
 from headway.config.schema import Config
 from headway.data.files import Record
@@ -32,7 +33,7 @@ from headway.endpoint.address import check_address
 from headway.episodes.hosting import chats_of
 from headway.episodes.runners import ProgramRunners, program_spec, variables
 from headway.errors import ConfigError, DataError, ModelError, ScoringFailed, UserCodeError, WorkerDied, boundary
-from headway.models.folder import SAFETENSORS, SAFETENSORS_INDEX, check_folder, find_folder, read_object
+from headway.models.folder import SAFETENSORS, SAFETENSORS_INDEX, check_folder, find_folder, read_object, text_config
 from headway.models.logits import is_known
 from headway.rewards.code_tests import unit_tests_of
 from headway.rewards.request import RewardSpec
@@ -54,6 +55,8 @@ INTEGERS = ("I", "U", "BOOL")
 """Prefixes of the dtypes, as safetensors spells them, that no weight of a model may have."""
 NOT_READ = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", r"(^|\.)(attn|attention)\.(masked_)?bias$")
 """Patterns for names of buffers that older checkpoints hold: constants, which the model makes itself."""
+NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+"""Pattern for the numbers of layers and experts in names of tensors."""
 ROWS_AT_ONCE = 4096
 TESTS_TRIED = 32
 """Rows of a source that are looked at for unit tests."""
@@ -65,8 +68,9 @@ def check_inputs(config: Config) -> Rows:
     """Return the run's rows, with the reward tried on their columns. A user's own reward is loaded in its own process.
 
     Raises:
-        ConfigError: no such reward or task, or parameters that the task does not take; vLLM is not installed here; or
-            the endpoint for agents cannot listen at its address.
+        ConfigError: no such reward or task, or parameters that the task does not take; vLLM is not installed here; the
+            endpoint for agents cannot listen at its address; or ``actor.parallel`` divides what the model does not
+            have, or has in another number.
         DataError: a data file is missing, or holds something else than it should.
         ModelError: the folder of ``model.path`` is missing, or lacks a file, or has one that is damaged; or its logits
             are made in a way that is not supported.
@@ -75,10 +79,10 @@ def check_inputs(config: Config) -> Rows:
     if config.rollout.name == "vllm" and config.cluster.address is None:  # workers will all be here
         check_vllm_installed()
     go_offline_without_a_hub(config)
-    if config.model.path is not None:
-        model_type = check_folder(config.model.path)
-        if model_type is not None and not is_known(model_type):
-            _check_unknown_family(config)
+    model_type = None if config.model.path is None else check_folder(config.model.path)
+    _check_numbers(config)
+    if model_type is not None and not is_known(model_type):
+        _check_unknown_family(config)
     rows = read_rows(config)
     _check_answers(config, rows)
     rollout = config.rollout
@@ -99,32 +103,31 @@ def check_inputs(config: Config) -> Rows:
     return rows
 
 
-def check_positions(config: Config) -> None:
-    """Check the lengths of ``data`` against ``config.json`` of the model's folder, without loading anything.
+def check_without_torch(config: Config) -> None:
+    """Check what can be told without torch: `check_inputs`, and more of a model's folder. A model that has to be
+    downloaded first is left alone.
+
+    For ``--dry-run`` and the doctor, which end soon: transformers takes it for good that there is no torch.
 
     Raises:
-        ConfigError: more tokens may come than the model has positions.
+        ConfigError: as `check_inputs`; more tokens may come than the model has positions; transformers has no plan for
+            ``actor.parallel``; or as `headway.episodes.hosting.chat_hosting` does of a program's chats.
+        DataError, UserCodeError: as `check_inputs`.
+        ModelError: as `check_inputs`, or the tokenizer, which is to render chats, cannot be opened.
     """
-    if config.model.path is not None and (folder := find_folder(config.model.path)) is not None:
-        limit = read_object(folder / "config.json").get("max_position_embeddings")
-        _check_positions(config, limit if isinstance(limit, int) else None, LOWER)  # `check_model` tells of odd values
-
-
-def check_chats(config: Config) -> None:
-    """Check that the model's tokenizer can render the chats of a program: without torch, for ``--dry-run`` and the
-    doctor, which end soon. A model that has to be downloaded first is left alone.
-
-    Raises:
-        ConfigError: as `headway.episodes.hosting.chat_hosting` does.
-        ModelError: the tokenizer cannot be opened.
-    """
+    check_inputs(config)
     model = config.model
-    if not config.rollout.has_program or model.path is None or find_folder(model.path) is None:
+    if model.path is None or (folder := find_folder(model.path)) is None:
         return
+    limit = read_object(folder / "config.json").get("max_position_embeddings")
+    _check_positions(config, limit if isinstance(limit, int) else None, LOWER)  # `check_model` tells of odd values
     from headway.models.tokenizer import load_tokenizer, torch_hidden
 
     with torch_hidden():
-        chats_of(config, load_tokenizer(model.path, trust_remote_code=model.trust_remote_code))
+        if config.actor.parallel.tp > 1 or config.actor.parallel.ep > 1:
+            _check_family_plans(config, text_config(folder / "config.json"))
+        if config.rollout.has_program:
+            chats_of(config, load_tokenizer(model.path, trust_remote_code=model.trust_remote_code))
 
 
 def check_model(config: Config, rows: Rows, *, when_too_long: str = LOWER) -> DataBundle | None:
@@ -135,7 +138,7 @@ def check_model(config: Config, rows: Rows, *, when_too_long: str = LOWER) -> Da
 
     Raises:
         ConfigError: no such algorithm, more tokens than the model has positions, a bias for a token that it does not
-            have, or a KV cache without room for one context.
+            have, a mesh that it cannot be divided over, or a KV cache without room for one context.
         DataError: prompts that the tokenizer cannot render, or that are all too long.
         ModelError: the folder is missing or incomplete, holds no causal language model, or weights of another one; or
             the model is of a kind that trainer or rollout engine cannot run.
@@ -163,12 +166,44 @@ def check_model(config: Config, rows: Rows, *, when_too_long: str = LOWER) -> Da
         _check_positions(config, getattr(model_config, "max_position_embeddings", None), when_too_long)
         _check_vocabulary(config.model.path, model_config, tokenizer)
         _check_biases(config, model_config)
+        _check_mesh(config, model_config)
         _check_engine(config, model_config)
         _check_built(config, model_config)  # after the others: odd values may keep a model from being built
         _check_kv_cache(config, model_config)
         if config.rollout.has_program:
             chats_of(config, tokenizer)
     return build_sources(config, tokenizer, rows)
+
+
+def _check_numbers(config: Config) -> None:
+    """Check the numbers that the model's folder, or ``model.make``, gives against ``actor.parallel``."""
+    model, parallel = config.model, config.actor.parallel
+    if model.path is None and model.make is not None:
+        _refuse("model.make", model_problems(parallel, model.make.model_dump()))
+    elif model.path is not None and (folder := find_folder(model.path)) is not None and not parallel.is_plain:
+        _refuse(model.path, model_problems(parallel, text_config(folder / "config.json")))
+
+
+def _check_family_plans(config: Config, model: Mapping[str, Any]) -> None:
+    """Check what transformers knows of the family of a ``config.json``, without torch."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    if "auto_map" not in model and (family := model.get("model_type")) in CONFIG_MAPPING:
+        _refuse(config.model.path or "", plan_problems(config.actor.parallel, CONFIG_MAPPING[family]))
+
+
+def _check_mesh(config: Config, model_config: Any) -> None:
+    """Check a model's configuration, whose values may be defaults, against ``actor.parallel``."""
+    parallel, text = config.actor.parallel, model_config.get_text_config()
+    if not parallel.is_plain:
+        path = config.model.path or ""
+        _refuse(path, model_problems(parallel, text.to_dict()))
+        _refuse(path, plan_problems(parallel, text))
+
+
+def _refuse(model: str, problems: Iterator[str]) -> None:
+    if lines := [f"{model}: {problem}" for problem in problems]:
+        raise ConfigError("\n".join(lines))
 
 
 def go_offline_without_a_hub(config: Config) -> None:
@@ -362,7 +397,8 @@ def _check_engine(config: Config, model_config: Any) -> None:
 def _checked_model(config: Config, model_config: Any) -> Any:
     """Build the model of ``config.json`` without memory for its weights; None if it would have to run code of its own.
 
-    Raises `ModelError` when the model has no layers, or makes its logits in a way that is not supported.
+    Raises `ModelError` when the model has no layers, or makes its logits in a way that is not supported, or does not
+    attend over lines that ``actor.parallel.cp`` ranks divide.
     """
     if config.model.trust_remote_code:
         return None
@@ -370,19 +406,24 @@ def _checked_model(config: Config, model_config: Any) -> Any:
     from transformers import AutoModelForCausalLM
 
     from headway.models.output_layer import check_output_layer
+    from headway.models.packable import undivided, unpackable
 
     if getattr(model_config.get_text_config(), "num_hidden_layers", 1) < 1:
         raise ModelError(f"{config.model.path}: config.json has no layers (num_hidden_layers); give a whole model")
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(model_config)
     check_output_layer(model, config.model.path or "")
+    cp = config.actor.parallel.cp
+    if cp > 1 and (why := unpackable(model)) is not None:
+        raise undivided(config.model.path or "", cp, why)
     return model
 
 
 def _check_built(config: Config, model_config: Any) -> None:
     """Check the weights in their files' headers against the model of ``config.json``: names, shapes, dtypes.
 
-    Models are left to loading where transformers converts names or shapes, and where the files are of another kind.
+    Tensors that transformers converts, such as experts that it fuses, are compared as the model's files have them.
+    What it knows in several forms is left to loading, and so are files of another kind.
 
     Raises:
         ModelError: a tensor of another shape, one that the model or the file lacks, integers, or two tensors that
@@ -394,14 +435,33 @@ def _check_built(config: Config, model_config: Any) -> None:
         return
     from transformers.conversion_mapping import get_model_conversion_mapping
 
-    if get_model_conversion_mapping(model, add_legacy=False):
+    from headway.models.files import file_tensors
+
+    if not (found := list(_tensors_in_files(folder))):
         return
-    if found := list(_tensors_in_files(folder)):
-        _compare(config.model.path or "", model, found)
-
-
-def _compare(path: str, model: Any, found: list[_Stored]) -> None:
     expected = {name: list(value.shape) for name, value in model.state_dict().items()}
+    if get_model_conversion_mapping(model, add_legacy=False):
+        try:
+            expected = {file.name: list(file.shape) for file in file_tensors(model)}
+        except ModelError:
+            return
+        expected, found = _of_common_kinds(expected, found, model.base_model_prefix)
+    _compare(config.model.path or "", model, expected, found)
+
+
+def _of_common_kinds(
+    expected: Mapping[str, list[int]], found: list[_Stored], prefix: str
+) -> tuple[dict[str, list[int]], list[_Stored]]:
+    """Return the tensors of the kinds, names but for numbers, that a model's files have and these files, too. Of others
+    transformers may know several forms."""
+    kinds = {NUMBER.sub("*", name): 0 for name in expected}
+    there = {one.name: _name_in_the_model(NUMBER.sub("*", one.name), kinds, prefix) for one in found}
+    common = kinds.keys() & there.values()
+    known = {name: shape for name, shape in expected.items() if NUMBER.sub("*", name) in common}
+    return known, [one for one in found if there[one.name] in common]
+
+
+def _compare(path: str, model: Any, expected: Mapping[str, list[int]], found: list[_Stored]) -> None:
     there = {_name_in_the_model(one.name, expected, model.base_model_prefix): one for one in found}
     parameters = dict(model.named_parameters(remove_duplicate=False))
     tied: dict[int, list[str]] = defaultdict(list)

@@ -41,6 +41,8 @@ run: {dir: run}
 ROWS = "".join(json.dumps({"prompt": f"{i}=", "answer": str(i)}) + "\n" for i in range(6))
 CHATS = '{"prompt": [{"role": "user", "content": "1="}], "answer": "1"}\n' * 6
 CORRECTED = ("async_training.use_rollout_log_probs=false", "algorithm.rollout_correction.name=truncate")
+ELSEWHERE = ("rollout.name=vllm", "cluster.address=localhost:6379")
+"""Another machine, where vLLM may be, to serve what the native engine does not."""
 SCORE = "def score(response, answer):\n"
 PROGRAM = "async def run(row, chat): ...\n"
 AGENT = "async def run(row, base_url, api_key): ...\n"
@@ -132,6 +134,19 @@ def shard_of_two(folder: Path) -> None:
     weights.rename(folder / "model" / "a.safetensors")
     places = {name: "ab"[k % 2] + ".safetensors" for k, name in enumerate(names)}
     (folder / "model" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+
+
+def shard_cut_short(folder: Path) -> None:
+    shard_of_two(folder)
+    whole = (folder / "model" / "a.safetensors").read_bytes()
+    (folder / "model" / "b.safetensors").write_bytes(whole[: len(whole) // 2])
+
+
+def mesh(devices: str, parallel: str, *arguments: str, dry: bool = True, **model: object) -> Case:
+    """A mesh on ``devices``, nodes × devices of each, of the model with other values."""
+    nodes, per_node = devices.split("x")
+    sizes = (f"trainer.nnodes={nodes}", f"trainer.n_gpus_per_node={per_node}", f"actor.parallel={{{parallel}}}")
+    return Case(("cluster.backend=ray", *sizes, *arguments), model_says(**model).prepare, dry=dry)
 
 
 def adapter(folder: Path) -> None:
@@ -310,6 +325,7 @@ CASES = {
     "an empty file of weights": written("model/model.safetensors", ""),
     "weights cut short": doing(cut_weights),
     "a shard is missing": doing(shard_of_two),
+    "a shard that is cut short": doing(shard_cut_short),
     "a pointer of Git LFS": written("model/model.safetensors", "version https://git-lfs.github.com/spec/v1\noid x\n"),
     "no tokenizer": removed("model/tokenizer.json"),
     "tokenizer.json that is not JSON": written("model/tokenizer.json", b"\x00\xff"),
@@ -327,6 +343,22 @@ CASES = {
     "an output layer that is tied and is not": weights(
         lambda there: there | {"lm_head.weight": there["model.embed_tokens.weight"] + 1}
     ),
+    # mesh
+    "a mesh in one process": setting("actor.parallel={cp: 2, ep: 2}"),
+    "tp that does not divide the ranks": mesh("1x3", "tp: 2"),
+    "an inner mesh larger than a machine": mesh("2x2", "tp: 2, cp: 2"),
+    "ranks of a reference that tp does not divide": mesh("1x2", "tp: 2", "ref.nnodes=1", "actor.use_kl_loss=true"),
+    "ep that does not divide the ranks of a copy": mesh("1x4", "replicate: 2, ep: 4"),
+    "ep that is no multiple of tp": mesh("1x6", "tp: 2, ep: 3"),
+    "cp over padded rows": mesh("1x2", "cp: 2", "model.packing=padded"),
+    "tp that does not divide the heads": mesh("1x4", "tp: 2, cp: 2"),
+    "tp that does not divide the heads of keys": mesh("1x2", "tp: 2", num_key_value_heads=1),
+    "tp that does not divide the heads of a model to make": mesh("1x3", "tp: 3", "model={path: null, make: {}}"),
+    "ep of a model without experts": mesh("1x2", "ep: 2"),
+    "ep that does not divide the experts": mesh("1x2", "ep: 2", model_type="qwen3_moe", num_experts=3),
+    "tp of a family without a plan": mesh("1x2", "tp: 2", model_type="gpt2"),
+    "ep of a family without a plan": mesh("1x2", "ep: 2", model_type="jetmoe", num_local_experts=4),
+    "cp of a model whose attention is its own": mesh("1x2", "cp: 2", *ELSEWHERE, model_type="bloom"),
     # data
     "no such data file": setting("data.train=nowhere.jsonl"),
     "a directory": setting("data.train=model"),
@@ -482,7 +514,7 @@ def _table(*sections: str) -> dict[str, Row]:
 
 
 BEFORE_THE_RUN = _table(
-    "Command and file", "Settings", "Model", "Data", "Reward", "Programs", "Run directory and cluster"
+    "Command and file", "Settings", "Model", "Mesh", "Data", "Reward", "Programs", "Run directory and cluster"
 )
 WHILE_IT_RUNS = _table("While a run goes on")
 

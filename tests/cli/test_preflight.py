@@ -17,6 +17,7 @@ from headway.errors import ConfigError, DataError, ModelError, UserCodeError, Us
 from headway.models.make import make_model
 from headway.preflight import check_inputs, check_model
 from headway.reports.run_directory import RunDirectory
+from tests.engines.train.families import make_family
 
 REWARDS = """
 def score(response, answer): return 1.0
@@ -309,6 +310,35 @@ def test_a_token_that_the_model_does_not_have_cannot_be_biased(job: dict[str, An
         check(changed(job, "rollout", logit_bias={highest + 1: 1.0}))
     with pytest.raises(ConfigError, match="there is no token -1"):
         check(changed(job, "rollout", logit_bias={-1: 1.0}))
+
+
+@pytest.mark.parametrize(
+    ("says", "problem"),
+    [
+        ({}, None),
+        ({"moe_intermediate_size": 8}, r"experts\.0\.down_proj\.weight is \[32, 16\] in the file, and \[32, 8\] by"),
+        ({"num_local_experts": 8}, r"mlp\.gate\.weight is \[4, 32\] in the file, and \[8, 32\] by"),
+        (
+            {"num_hidden_layers": 1},
+            r"the file has model\.layers\.1\.\S+, which the model of config\.json does not have",
+        ),
+        ({"num_hidden_layers": 3}, r"the file lacks model\.layers\.2\.\S+, which the model of config\.json needs"),
+    ],
+    ids=str,
+)
+def test_files_of_experts_that_transformers_fuses_are_compared_as_they_are(
+    job: dict[str, Any], tmp_path: Path, says: dict[str, int], problem: str | None
+) -> None:
+    (tmp_path / "train.jsonl").write_text('{"prompt": "1", "answer": ""}\n' * 3)  # its tokenizer has digits
+    path = make_family("qwen3-moe", tmp_path / "experts")
+    file = tmp_path / "experts" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | says))
+    config = changed(job, "model", path=path)
+    if problem is None:
+        check(config)
+        return
+    with pytest.raises(ModelError, match=f"the weights are not those of config.json: .*{problem}"):
+        check(config)
 
 
 def test_weights_of_other_shapes_than_the_configs_are_refused_in_shards_too(

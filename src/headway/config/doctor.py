@@ -251,7 +251,7 @@ def _devices(config: Config) -> Iterator[str]:
 
 def _mesh(config: Config, placement: Placement) -> Iterator[str]:
     parallel = config.actor.parallel
-    if parallel.is_plain:
+    if parallel.is_plain or config.cluster.backend == "inline":  # one rank, which `_backend` says
         return
     if parallel.cp > 1 and config.model.packing == "padded":
         yield (
@@ -289,8 +289,16 @@ def _backend(config: Config) -> Iterator[str]:
         return
     if config.trainer.use_nodes_ratios is not None:
         yield "trainer.use_nodes_ratios divides devices among processes; cluster.backend=inline has one process"
-    elif (ranks := config.trainer.nnodes * config.trainer.n_gpus_per_node) > 1:
-        yield f"cluster.backend=inline has one process, so one training rank; trainer.* asks for {ranks}"
+    else:
+        ranks = {
+            "trainer.*": config.trainer.nnodes * config.trainer.n_gpus_per_node,
+            "actor.parallel": config.actor.parallel.least_ranks,
+        }
+        if asks := [f"{setting} asks for {count}" for setting, count in ranks.items() if count > 1]:
+            yield (
+                f"cluster.backend=inline has one process, so one training rank; {' and '.join(asks)}; set "
+                "cluster.backend=ray, or leave that out"
+            )
     if config.rollout.nnodes > 1:
         yield (
             f"rollout.nnodes={config.rollout.nnodes} asks for so many machines, and cluster.backend=inline is one "

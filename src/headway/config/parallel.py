@@ -9,9 +9,23 @@ neighbours, and a group of devices of one machine.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from math import lcm
+from typing import Any
 
 from headway.config.section import Positive, Section
+
+HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "num_attention_heads_per_layer")
+"""Names of a layer's number of attention heads, in the ``config.json`` of one family or another."""
+KV_HEADS = (
+    "num_key_value_heads",
+    "num_global_key_value_heads",
+    "swa_num_key_value_heads",
+    "num_key_value_heads_per_layer",
+)
+"""Names of a layer's number of heads of keys and values."""
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""Names of a layer's number of experts, of which a token goes to some."""
 
 
 class ParallelConfig(Section):
@@ -35,6 +49,11 @@ class ParallelConfig(Section):
     def inner(self) -> int:
         """Number of ranks that compute the same rows: those of an inner mesh."""
         return self.tp * self.cp
+
+    @property
+    def least_ranks(self) -> int:
+        """Number of ranks below which there is no such mesh."""
+        return self.replicate * lcm(self.inner, self.ep)
 
     @property
     def is_plain(self) -> bool:
@@ -66,27 +85,44 @@ class ParallelConfig(Section):
             )
 
 
-def model_problems(parallel: ParallelConfig, model: dict[str, object]) -> Iterator[str]:
+def model_problems(parallel: ParallelConfig, model: Mapping[str, object]) -> Iterator[str]:
     """What of the mesh does not fit a model, by its ``config.json`` (or the part of it that is about text)."""
-
-    def number(*names: str) -> int | None:
-        found = (model.get(name) for name in names)
-        return next((value for value in found if isinstance(value, int) and value > 0), None)
-
-    heads = number("num_attention_heads", "n_head")
-    kv_heads = number("num_key_value_heads") or heads
-    experts = number("num_experts", "num_local_experts", "n_routed_experts")
-    if heads is not None and heads % parallel.inner:
+    heads, experts = _numbers(model, HEADS), _numbers(model, EXPERTS)
+    kv_heads = _numbers(model, KV_HEADS) or heads
+    if (odd := _not_divided(heads, parallel.inner)) is not None:
         yield (
             f"actor.parallel: cp={parallel.cp} × tp={parallel.tp} is {parallel.inner}, which does not divide the "
-            f"model's {heads} attention heads; expected a divisor of {heads}"
+            f"model's {odd} attention heads; expected a divisor of {odd}"
         )
-    elif kv_heads is not None and kv_heads % parallel.tp:
+    elif (odd := _not_divided(kv_heads, parallel.tp)) is not None:
         yield (
-            f"actor.parallel.tp={parallel.tp} does not divide the model's {kv_heads} heads of keys and values; "
-            f"expected a divisor of {kv_heads}"
+            f"actor.parallel.tp={parallel.tp} does not divide the model's {odd} heads of keys and values; "
+            f"expected a divisor of {odd}"
         )
-    if parallel.ep > 1 and experts is None:
+    if parallel.ep > 1 and not experts:
         yield f"actor.parallel.ep={parallel.ep}: the model has no experts to divide; set ep=1"
-    elif parallel.ep > 1 and experts is not None and experts % parallel.ep:
-        yield f"actor.parallel.ep={parallel.ep} does not divide the model's {experts} experts; expected a divisor of it"
+    elif (odd := _not_divided(experts, parallel.ep)) is not None:
+        yield f"actor.parallel.ep={parallel.ep} does not divide the model's {odd} experts; expected a divisor of {odd}"
+
+
+def plan_problems(parallel: ParallelConfig, model: Any) -> Iterator[str]:
+    """What of the mesh `transformers` has no plan for, by its configuration of the model's text part, or the class."""
+    for name in ("tp", "ep"):
+        size = getattr(parallel, name)
+        # A model's own plan also has its output layer, which alone would divide next to nothing.
+        if size > 1 and not getattr(model, f"base_model_{name}_plan", None):
+            yield (
+                f"actor.parallel.{name}={size}, and transformers has no plan for dividing a {model.model_type!r} model "
+                f"so; set actor.parallel.{name}=1"
+            )
+
+
+def _numbers(model: Mapping[str, object], names: Sequence[str]) -> list[int]:
+    """Numbers above 0 under any of ``names``: one for the model, or a list of them for its layers."""
+    values = [model.get(name) for name in names]
+    each = [one for value in values for one in (value if isinstance(value, list) else [value])]
+    return [one for one in each if isinstance(one, int) and one > 0]
+
+
+def _not_divided(numbers: Sequence[int], by: int) -> int | None:
+    return next((number for number in numbers if number % by), None)

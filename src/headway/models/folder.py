@@ -74,11 +74,16 @@ def hidden_size(path: str) -> int | None:
     file = Path(path).expanduser() / "config.json"
     if not file.is_file():
         return None
-    config = read_object(file)
-    text = config.get("text_config")
-    known = {**config, **text} if isinstance(text, Mapping) else config
+    known = text_config(file)
     sizes = (known.get(name) for name in ("hidden_size", "n_embd", "d_model"))
     return next((size for size in sizes if isinstance(size, int) and size > 0), None)
+
+
+def text_config(file: Path) -> dict[str, Any]:
+    """Read a ``config.json``; what it says of the model's text part stands for what it says of the whole."""
+    config = read_object(file)
+    text = config.get("text_config")
+    return {**config, **text} if isinstance(text, Mapping) else config
 
 
 def find_folder(path: str | Path) -> Path | None:

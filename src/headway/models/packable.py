@@ -48,14 +48,8 @@ def use_packed_attention(lm: PreTrainedModel, *, on_gpu: bool = False) -> str | 
         ModelError: its decoder gives no hidden states, from which log-probs are computed.
     """
     before = lm.config._attn_implementation
-    if not lm._can_set_attn_implementation():
-        return "its attention is its own"
-    if lm._is_stateful:
-        return "it is recurrent"
-    if other := set(getattr(lm.config.get_text_config(), "layer_types", None) or ()) - LAYERS:
-        return f"it has layers of other kinds than attention to all tokens or to a window ({', '.join(sorted(other))})"
-    if changing := _ropes(lm.config) & ROPES_OF_LENGTH:
-        return f"its rotary embedding ({', '.join(sorted(changing))}) depends on the longest of the rows"
+    if (why := unpackable(lm)) is not None:
+        return why
     if on_gpu and (size := _head_size(lm.config.get_text_config())) < LEAST_HEAD:
         return f"its heads have {size} numbers each, and kernels of GPUs take {LEAST_HEAD} at least"
     with without_reports(), torch.no_grad(), _short_windows(lm):
@@ -77,6 +71,28 @@ def use_packed_attention(lm: PreTrainedModel, *, on_gpu: bool = False) -> str | 
             return None
         lm.set_attn_implementation(before)
         return "its hidden states on packed lines are not those of single rows"
+
+
+def unpackable(lm: PreTrainedModel) -> str | None:
+    """Return why a model cannot attend over packed lines, as far as its class and config tell: it may be on the meta
+    device. None where only a trial can tell more."""
+    if not lm._can_set_attn_implementation():
+        return "its attention is its own"
+    if lm._is_stateful:
+        return "it is recurrent"
+    if other := set(getattr(lm.config.get_text_config(), "layer_types", None) or ()) - LAYERS:
+        return f"it has layers of other kinds than attention to all tokens or to a window ({', '.join(sorted(other))})"
+    if changing := _ropes(lm.config) & ROPES_OF_LENGTH:
+        return f"its rotary embedding ({', '.join(sorted(changing))}) depends on the longest of the rows"
+    return None
+
+
+def undivided(path: str, cp: int, why: str) -> ModelError:
+    """Return the error for a model at ``path`` whose lines ``cp`` ranks cannot divide: they are padded rows."""
+    return ModelError(
+        f"{path}: actor.parallel.cp={cp} divides packed lines of tokens, and this model's rows have to be padded: "
+        f"{why}. Set actor.parallel.cp=1"
+    )
 
 
 def _head_size(config: Any) -> int:

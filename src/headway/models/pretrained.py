@@ -111,8 +111,22 @@ def _divided_by(divide: Callable[[PreTrainedModel], None] | None) -> Iterator[di
     def prepare(cls: type[PreTrainedModel], config: DistributedConfig, device_map: Any = None) -> tuple[Any, Any, None]:
         return config, device_map, None
 
-    with patch.multiple(
-        DistributedMixin, prepare_distribute_model=classmethod(prepare), maybe_distribute_model=classmethod(distribute)
+    initialize = PreTrainedModel._initialize_missing_keys
+
+    def without_weights(model: PreTrainedModel, is_quantized: bool) -> None:
+        # A weight that is missing ends in an error. To draw it first would be a collective, which the ranks that miss
+        # none of their part would not come to.
+        for parameter in model.parameters():
+            parameter._is_hf_initialized = True
+        initialize(model, is_quantized)
+
+    with (
+        patch.multiple(
+            DistributedMixin,
+            prepare_distribute_model=classmethod(prepare),
+            maybe_distribute_model=classmethod(distribute),
+        ),
+        patch.object(PreTrainedModel, "_initialize_missing_keys", without_weights),
     ):
         yield {"distributed_config": DistributedConfig()}
 

@@ -316,3 +316,20 @@ def test_a_mesh_that_the_model_cannot_have_is_refused_on_every_rank(
     path = make_family(name, tmp_path / name)
     for message in on_mesh(refused, (path, ParallelConfig.model_validate(sizes))):
         assert said in message and path in message
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "says", "said"),
+    [
+        ("qwen3-moe", {"tp": 2, "ep": 4}, {"num_hidden_layers": 3}, "the weights lack model.layers.2."),
+        ("llama", {"tp": 2}, {"vocab_size": 20}, "their sizes are not those of config.json: "),
+    ],
+)
+def test_weights_of_another_model_are_refused_on_every_rank_though_only_some_may_miss_them(
+    on_mesh: OnMesh, tmp_path: Path, name: str, sizes: dict[str, int], says: dict[str, int], said: str
+) -> None:
+    path = make_family(name, tmp_path / name)
+    file = tmp_path / name / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | says))
+    for message in on_mesh(refused, (path, ParallelConfig.model_validate(sizes))):
+        assert said in message and path in message

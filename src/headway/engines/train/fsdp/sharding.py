@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from transformers.distributed.expert_parallel import apply_expert_parallelism
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
+from headway.config.parallel import plan_problems
 from headway.config.schema import Config
 from headway.data.packing import Packing
 from headway.devices import kind_of
@@ -25,7 +26,7 @@ from headway.engines.train.fsdp.collectives import on_all_ranks
 from headway.engines.train.fsdp.mesh import TrainMesh
 from headway.engines.train.fsdp.policy import PolicyModule, ShardedModule
 from headway.errors import ModelError
-from headway.models.packable import use_packed_attention
+from headway.models.packable import undivided, use_packed_attention
 from headway.models.pretrained import compute_dtype, load_model
 
 M = TypeVar("M", bound=ShardedModule)
@@ -82,10 +83,7 @@ def sharded(wrap: Wrap[M], model_path: str, config: Config, mesh: TrainMesh, dty
         module.padded = module.run(try_out)
     reshard(module)
     if mesh.sequence is not None and module.padded is not None:
-        raise ModelError(
-            f"{model_path}: actor.parallel.cp={mesh.parallel.cp} divides packed lines of tokens, and this model's rows "
-            f"have to be padded: {module.padded}. Set actor.parallel.cp=1"
-        )
+        raise undivided(model_path, mesh.parallel.cp, module.padded)
     if config.model.enable_gradient_checkpointing:
         module.recompute_activations()
     return module
@@ -106,12 +104,8 @@ def _divide(lm: PreTrainedModel, model_path: str, mesh: TrainMesh) -> list[nn.Mo
     parallel = mesh.parallel
     if parallel.tp == parallel.ep == 1:
         return []
-    for name, plan, size in (("tp", lm.tp_plan, parallel.tp), ("ep", lm.ep_plan, parallel.ep)):
-        if size > 1 and not plan:
-            raise ModelError(
-                f"{model_path}: actor.parallel.{name}={size}, and transformers has no plan for dividing a "
-                f"{lm.config.model_type!r} model so; set actor.parallel.{name}=1"
-            )
+    for problem in plan_problems(parallel, lm.config.get_text_config()):
+        raise ModelError(f"{model_path}: {problem}")
     try:
         tp_plan, ep_plan, _ = lm._resolve_parallel_plans(mesh.plan())
         tp_mesh = mesh.meshes.get_mesh("tp")
