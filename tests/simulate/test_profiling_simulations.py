@@ -35,6 +35,7 @@ TRUE = Profile.model_validate(
             "prefill_token_s": 1e-3,
         },
         "train": {
+            "even": True,
             "points": [{"devices": 2, "step_s": 0.4, "token_s": 5e-4, "forward_token_s": 1e-4}],
             "recompute_old_log_probs": "always",
         },

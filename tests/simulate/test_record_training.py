@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from headway.data.types import Sample, TrajectoryId
 from headway.events import Event, FetchTaken, LeaseChanged, OptimizerStepped, Span, TrainerBusy
+from headway.simulate.division import Division
 from headway.simulate.record_training import TrainingRecord
 
 
@@ -22,8 +24,11 @@ def step(start: float, end: float) -> list[Event]:
     return [busy("step", (start, end)), stepped(end)]
 
 
-def recorded(*events: Event, mini_batch: int = 1) -> TrainingRecord:
-    record = TrainingRecord(mini_batch, tokens_of=lambda number: 10 * (number + 1))
+def recorded(*events: Event, mini_batch: int = 1, ranks: int = 1) -> TrainingRecord:
+    def samples(number: int) -> list[Sample]:
+        return [Sample(None, 0, prompt_length=4, length=10 * number + 6, episode=TrajectoryId(0, number, 0, 0))]
+
+    record = TrainingRecord(mini_batch, samples, Division(ranks))
     for event in events:
         record.add(event)
     return record

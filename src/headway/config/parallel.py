@@ -10,6 +10,7 @@ neighbours, and a group of devices of one machine.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import lcm
 
 from headway.config.section import Positive, Section
 
@@ -35,6 +36,11 @@ class ParallelConfig(Section):
     def inner(self) -> int:
         """Number of ranks that compute the same rows: those of an inner mesh."""
         return self.tp * self.cp
+
+    @property
+    def unit(self) -> int:
+        """Fewest ranks that make such a mesh; every number of ranks that does is a multiple."""
+        return self.replicate * lcm(self.inner, self.ep)
 
     @property
     def is_plain(self) -> bool:
