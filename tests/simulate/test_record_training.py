@@ -65,3 +65,14 @@ def test_the_wait_for_shared_devices_is_no_latency() -> None:
 
 def test_a_fetch_that_was_never_trained_is_not_among_them() -> None:
     assert not recorded(fetch(at=0, asked=0, numbers=[0]), fetch(at=5, asked=5, numbers=[0])).fetches
+
+
+def test_with_several_ranks_work_is_that_of_the_rank_with_most_on_all_of_them() -> None:
+    record = recorded(
+        fetch(at=0, asked=0, numbers=[0, 1, 2]), busy("forward", (0, 1)), *step(1, 2), mini_batch=3, ranks=2
+    )
+    # 10, 20 and 30 tokens: 30 on either rank.
+    assert [work.tokens for work in record.forwards] == [60]
+    assert [work.tokens for work in record.steps] == [60]
+    uneven = recorded(fetch(at=0, asked=0, numbers=[0, 2]), *step(1, 2), mini_batch=2, ranks=2)
+    assert [work.tokens for work in uneven.steps] == [2 * 30]

@@ -2,7 +2,7 @@
 
     0 1 2 3 │ 4 5 6 7          machines of 4 devices; tp = 2, and 2 devices a replica
     └─┘ └─┘ │ └─┘ └─┘
-    training      replica
+    training    two replicas
 
 Whole meshes train, whole replicas find place on what is left of each machine.
 """
