@@ -57,3 +57,11 @@ def test_forecasts_know_that_training_speeds_up_with_its_devices_and_generation_
     few, many = (forecast(profile, setting("async_partial", train, 8 - train)) for train in (2, 6))
     assert few.training == pytest.approx(3 * many.training)
     assert few.generation < many.generation
+
+
+def test_the_forecast_of_training_counts_ranks_that_get_no_answer():
+    # A mini-batch of 4 answers: three ranks take as long as two.
+    train = {"even": True, "parallel": {"tp": 2}, "points": [{"devices": 2, "step_s": 0.0, "token_s": 1.0}]}
+    profile = profile_of(train=train)
+    two, three = (forecast(profile, setting("on_policy", 2 * ranks, 1)).training for ranks in (2, 3))
+    assert two == three == 16 * 14 / 2

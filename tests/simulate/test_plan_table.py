@@ -68,6 +68,18 @@ def test_the_recommended_row_is_marked_and_said():
     assert "Asynchrony helps here" in text
 
 
+def test_the_mesh_that_training_was_measured_with_is_said_and_is_among_the_settings_to_give():
+    plain = plan_of([row("colocate_sync", 10.0), row("async_partial", 5.0)])
+    train = {"parallel": {"tp": 2, "cp": 2}, "points": [{"devices": 4, "token_s": 0.0}]}
+    meshed = replace(plain, profile=profile_of(train=train))
+    text = " ".join(shown(meshed, 100))
+    assert "Training was measured with tp=2 cp=2; other meshes need a profile of their own." in text
+    assert "actor.parallel.tp=2 actor.parallel.cp=2" in " ".join(text.split())
+    text = " ".join(shown(plain, 100))
+    assert "Training was measured with replicate, tp, cp and ep of 1; other meshes need" in text
+    assert "actor.parallel" not in text
+
+
 def test_rows_that_look_the_same_share_a_line():
     rows = [row("async_partial", 5.0, eta=eta) for eta in (0.25, 0.5)] + [row("async_partial", 6.0, eta=1)]
     assert [len(line) for line in lines_of(rows)] == [2, 1]

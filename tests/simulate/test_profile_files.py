@@ -54,6 +54,13 @@ def test_a_profile_is_read_as_it_is_written(file: Path) -> None:
     assert (job.update.nbytes, job.update.register_.latency_s, job.update.register_.bytes_per_s) == (15 * 10**9, 2, 1e9)
 
 
+def test_a_profile_that_says_nothing_of_a_mesh_was_measured_on_a_plain_one(file: Path) -> None:
+    file.write_text(GOOD)
+    job = load_profile(file)
+    assert job.train.parallel.model_dump() == {"replicate": 1, "tp": 1, "cp": 1, "ep": 1}
+    assert (job.train.even, job.devices_per_node) == (False, None)
+
+
 @pytest.mark.parametrize("values", [PLAIN, RICH], ids=["plain", "rich"])
 def test_a_dumped_profile_loads_back_to_an_equal_one(values: dict[str, Any], file: Path) -> None:
     file.write_text(dump_profile(profile(values)))
@@ -186,6 +193,18 @@ def test_what_is_wrong_is_named_by_its_key_with_what_was_expected(
             RESPONSE,
             "{kind: empirical, groups: [[1], [2]], filtered: [1]}\nreward: {filtered: 0.25}",
             "reward: got {'filtered': 0.25}, expected filtered: 0.5, as response.filtered names 1 of 2 groups",
+        ),
+        ("train: {points:", "train: {parallel: {tp: 2}, points:", "train.points: got [{'devices': 1, "),
+        ("points: [{devices: 1,", "parallel: {tp: 2, ep: 3}, points: [{devices: 6,", "train.parallel: got {'tp': 2, "),
+        (
+            "{points: [{devices: 1, token_s: 1e-5}]}",
+            "{parallel: {tp: 2}, points: [{devices: 2, token_s: 1e-5}]}\ndevices_per_node: 3",
+            "devices_per_node: got 3, expected a multiple of 2, as the cp · tp ranks of an inner mesh",
+        ),
+        (
+            "rollout:\n",
+            "devices_per_node: 2\nrollout:\n  devices: 3\n",
+            "devices_per_node: got 2, expected at least 3, as a replica (rollout.devices) is on one machine",
         ),
         (PROMPT, "{kind: empirical, groups: [[1]], filtered: [0]}", "prompt: got {'kind': 'empirical', "),
     ],

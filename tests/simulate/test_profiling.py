@@ -51,6 +51,13 @@ def test_the_job_is_the_configs(profile: Profile) -> None:
     assert (profile.rollout.slots, profile.rollout.threads, profile.train.threads) == (8, 3, 5)
 
 
+def test_a_trainer_on_several_machines_says_how_many_devices_it_had_on_each(tmp_path: Path) -> None:
+    spread = {"trainer.nnodes": 2, "trainer.n_gpus_per_node": 4, "actor.parallel.tp": 2, "actor.parallel.replicate": 2}
+    found = profile_run(RecordedRun(overrides=spread).write(tmp_path / "run"))
+    assert found.train.parallel.model_dump() == {"replicate": 2, "tp": 2, "cp": 1, "ep": 1}
+    assert ([point.devices for point in found.train.points], found.devices_per_node) == ([8], 4)
+
+
 def test_a_decode_step_costs_what_it_cost(profile: Profile) -> None:
     cost = decode_cost(profile.rollout)
     for active in (1, 2, 4, 6, 8):

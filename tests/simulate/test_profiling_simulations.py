@@ -14,7 +14,9 @@ from headway.events import Event, OptimizerStepped
 from headway.reports.events_file import EventsFile
 from headway.reports.run_directory import RunDirectory
 from headway.simulate.costs import decode_cost
-from headway.simulate.profile import Profile
+from headway.simulate.grid import splits
+from headway.simulate.load import dump_profile, load_profile
+from headway.simulate.profile import Profile, TrainProfile
 from headway.simulate.profiling import profile_run, replay_profile
 from headway.simulate.session import Simulation, config_for
 
@@ -35,6 +37,7 @@ TRUE = Profile.model_validate(
             "prefill_token_s": 1e-3,
         },
         "train": {
+            "even": True,
             "points": [{"devices": 2, "step_s": 0.4, "token_s": 5e-4, "forward_token_s": 1e-4}],
             "recompute_old_log_probs": "always",
         },
@@ -69,9 +72,11 @@ def simulate(profile: Profile, config: Config) -> list[Event]:
     return collector.events
 
 
-def configured(profile: Profile, mode: str, report_every_s: float = 600.0, versions: int = VERSIONS) -> Config:
+def configured(
+    profile: Profile, mode: str, report_every_s: float = 600.0, versions: int = VERSIONS, train_devices: int = 2
+) -> Config:
     config = config_for(
-        profile, mode, train_devices=2, replicas=2, versions=versions, activity_interval_s=report_every_s
+        profile, mode, train_devices=train_devices, replicas=2, versions=versions, activity_interval_s=report_every_s
     )
     workers = config.reward.model_copy(update={"workers": profile.reward.workers})
     return config.model_copy(update={"reward": workers})
@@ -84,9 +89,15 @@ def seconds_per_version(events: Sequence[Event]) -> float:
 
 
 def record(
-    directory: Path, mode: str, profile: Profile = TRUE, *, report_every_s: float = 600.0, versions: int = VERSIONS
+    directory: Path,
+    mode: str,
+    profile: Profile = TRUE,
+    *,
+    report_every_s: float = 600.0,
+    versions: int = VERSIONS,
+    train_devices: int = 2,
 ) -> list[Event]:
-    config = configured(profile, mode, report_every_s, versions)
+    config = configured(profile, mode, report_every_s, versions, train_devices)
     run = RunDirectory.create(directory, config)
     events = simulate(profile, config)
     file = EventsFile(run.events, pytest.fail)
@@ -127,3 +138,27 @@ def test_a_replay_of_a_simulated_run_takes_as_long_as_it_did(tmp_path: Path, mod
     true = seconds_per_version(record(tmp_path / "run", mode, TRUE.model_copy(update={"validation": None})))
     found = replay_profile(tmp_path / "run")
     assert seconds_per_version(simulate(found, configured(found, mode))) == pytest.approx(true, rel=0.02)
+
+
+@pytest.mark.parametrize(("parallel", "devices"), [({"tp": 2}, 4), ({"tp": 2}, 6), ({"cp": 2, "ep": 2}, 4)])
+def test_a_profile_of_a_run_on_a_mesh_says_which_and_costs_what_a_data_rank_cost(
+    tmp_path: Path, parallel: dict[str, int], devices: int
+) -> None:
+    true = TRUE.model_copy(
+        update={
+            "devices": 8,
+            "train": TrainProfile.model_validate({**TRUE.train.model_dump(), "parallel": parallel}),
+        }
+    )
+    record(tmp_path / "run", "on_policy", true, train_devices=devices)
+    found = profile_run(tmp_path / "run")
+    assert found.train.parallel == true.train.parallel
+    assert (found.train.even, found.devices, found.devices_per_node) == (True, devices + 2, None)
+    (point,) = found.train.points
+    assert (point.devices, point.step_s) == (devices, pytest.approx(0.4, rel=0.01))
+    assert point.token_s == pytest.approx(5e-4 * 2 / devices, rel=0.01)
+    assert point.forward_token_s == pytest.approx(1e-4 * 2 / devices, rel=0.01)
+    assert f"training was measured with {devices} rank(s) in a mesh of " in " ".join(found.assumptions)
+    (tmp_path / "profile.yaml").write_text(dump_profile(found))
+    assert load_profile(tmp_path / "profile.yaml") == found
+    assert {split.train_devices % 2 for split in splits(found.model_copy(update={"devices": 16}))} == {0}

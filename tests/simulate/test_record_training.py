@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from headway.data.types import Sample, TrajectoryId
 from headway.events import Event, FetchTaken, LeaseChanged, OptimizerStepped, Span, TrainerBusy
+from headway.simulate.division import Division
 from headway.simulate.record_training import TrainingRecord
 
 
@@ -22,8 +24,11 @@ def step(start: float, end: float) -> list[Event]:
     return [busy("step", (start, end)), stepped(end)]
 
 
-def recorded(*events: Event, mini_batch: int = 1) -> TrainingRecord:
-    record = TrainingRecord(mini_batch, tokens_of=lambda number: 10 * (number + 1))
+def recorded(*events: Event, mini_batch: int = 1, ranks: int = 1) -> TrainingRecord:
+    def samples(number: int) -> list[Sample]:
+        return [Sample(None, 0, prompt_length=4, length=10 * number + 6, episode=TrajectoryId(0, number, 0, 0))]
+
+    record = TrainingRecord(mini_batch, samples, Division(ranks))
     for event in events:
         record.add(event)
     return record
@@ -60,3 +65,14 @@ def test_the_wait_for_shared_devices_is_no_latency() -> None:
 
 def test_a_fetch_that_was_never_trained_is_not_among_them() -> None:
     assert not recorded(fetch(at=0, asked=0, numbers=[0]), fetch(at=5, asked=5, numbers=[0])).fetches
+
+
+def test_with_several_ranks_work_is_that_of_the_rank_with_most_on_all_of_them() -> None:
+    record = recorded(
+        fetch(at=0, asked=0, numbers=[0, 1, 2]), busy("forward", (0, 1)), *step(1, 2), mini_batch=3, ranks=2
+    )
+    # 10, 20 and 30 tokens: 30 on either rank.
+    assert [work.tokens for work in record.forwards] == [60]
+    assert [work.tokens for work in record.steps] == [60]
+    uneven = recorded(fetch(at=0, asked=0, numbers=[0, 2]), *step(1, 2), mini_batch=2, ranks=2)
+    assert [work.tokens for work in uneven.steps] == [2 * 30]

@@ -122,6 +122,27 @@ def test_more_training_devices_and_more_replicas_take_less_time() -> None:
     assert step_times(spread) == pytest.approx([2.0 + 0.22] * 3)
 
 
+@pytest.mark.parametrize(
+    ("devices", "ranks_work"),
+    [(2, 4 * 110), (4, 2 * 110), (6, 2 * 110), (8, 110)],
+    ids=["one data rank", "a group each", "three ranks with four answers", "an answer each"],
+)
+@pytest.mark.parametrize("parallel", [{"tp": 2}, {"cp": 2}, {"tp": 2, "ep": 2}])
+def test_with_inner_meshes_a_step_takes_as_long_as_the_data_rank_that_has_most(
+    devices: int, ranks_work: int, parallel: dict[str, int]
+) -> None:
+    # A token takes a data rank, a mesh of two devices, 1 ms, so two devices together 1 ms of the whole trainer.
+    train = {"parallel": parallel, "even": True, "points": [{"devices": 2, "step_s": 0.1, "token_s": 1e-3}]}
+    run = simulated(profile(devices=9, train=train), "on_policy", train_devices=devices)
+    assert step_times(run) == pytest.approx([2.0 + 0.1 + ranks_work * 1e-3] * 3, rel=1e-9)
+
+
+def test_figures_that_contain_uneven_loads_are_divided_evenly() -> None:
+    train = {"parallel": {"tp": 2}, "points": [{"devices": 2, "token_s": 1e-3}]}
+    run = simulated(profile(devices=9, train=train), "on_policy", train_devices=6)
+    assert step_times(run) == pytest.approx([2.0 + 4 * 110 * 1e-3 / 3] * 3, rel=1e-9)
+
+
 def test_old_log_probs_and_a_reference_each_cost_a_forward_pass_over_the_fetch() -> None:
     point = {"devices": 1, "token_s": 1e-3, "forward_token_s": 5e-4}
     job = profile(train={"points": [point], "recompute_old_log_probs": "always", "reference": True})

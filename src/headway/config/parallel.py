@@ -52,7 +52,7 @@ class ParallelConfig(Section):
 
     @property
     def least_ranks(self) -> int:
-        """Number of ranks below which there is no such mesh."""
+        """Fewest ranks that make such a mesh; every number of ranks that does is a multiple."""
         return self.replicate * lcm(self.inner, self.ep)
 
     @property

@@ -1,6 +1,6 @@
 """A rough guess of each setting's step time, in closed form. It decides what is simulated first, and nothing else.
 
-Training is exact for mean lengths. Generation takes at least
+Training is exact for mean lengths, where loads are even. Generation takes at least
 
     its work      all tokens, with as many slots full as groups may exist
     a latency     until the longest answer of a group is done, over the versions' worth of groups that may exist at once
@@ -48,8 +48,10 @@ def _training(profile: Profile, setting: Setting) -> float:
     read = mean_of(profile.program.turns) * mean_of(profile.program.step_tokens) if profile.program else 0.0
     tokens = batch.groups_per_version * batch.n * (mean_length(profile.prompt) + mean_episode(profile) + read)
     steps = batch.ppo_epochs * batch.groups_per_version // batch.ppo_mini_batch_size
+    ranks, of_step = train.divided_over(setting.split.train_devices), batch.ppo_mini_batch_size * batch.n
+    uneven = ranks * math.ceil(of_step / ranks) / of_step
     forwards = train.recomputes_old_log_probs(shared=setting.split.shared) + train.reference
-    return steps * cost.step_s + (batch.ppo_epochs * cost.token_s + forwards * cost.forward_token_s) * tokens
+    return steps * cost.step_s + (batch.ppo_epochs * cost.token_s * uneven + forwards * cost.forward_token_s) * tokens
 
 
 def _generation(profile: Profile, setting: Setting) -> float:

@@ -9,7 +9,7 @@ setting's trigger decides ``require_batches = B / (mini-batch · trigger)``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import floor
@@ -19,6 +19,15 @@ from headway.config.presets import PRESETS, Values, preset
 from headway.config.schema import Admission
 from headway.config.section import exact_fraction
 from headway.errors import ConfigError
+from headway.simulate.mesh import (
+    in_words,
+    least_devices,
+    least_training,
+    most_replicas,
+    replicas_problem,
+    replicas_within,
+    training_problem,
+)
 from headway.simulate.profile import Profile
 
 ETAS = (Fraction(1, 4), Fraction(1, 2), Fraction(1))
@@ -73,32 +82,51 @@ class Setting:
 def splits(profile: Profile, *, shared: bool = False) -> list[Split]:
     """Ways to divide the profile's devices, most training devices last. Shared devices are divided in one way.
 
+    Whole meshes train, and whole replicas generate; devices that make neither are left over.
+
     Raises:
         ConfigError: none fits.
     """
-    devices, per_replica, least = profile.devices, profile.rollout.devices, profile.train.min_devices
-    most = devices // per_replica if shared else (devices - least) // per_replica
-    if most < 1 or devices < least:
-        needed = max(per_replica, least) if shared else per_replica + least
-        raise ConfigError(
-            f"devices: got {devices}, but one rollout replica needs {per_replica} (rollout.devices) and training at "
-            f"least {least} (train.min_devices): expected {needed} or more{' to share' if shared else ''}; give more "
-            "devices (--gpus), or a profile in which a replica or the trainer needs fewer"
-        )
+    devices, per_replica = profile.devices, profile.rollout.devices
     if shared:
-        return [Split(devices, most * per_replica, most, shared=True)]
+        training = devices - devices % profile.train.parallel.least_ranks
+        replicas = replicas_within(profile, training)
+        found = {replicas: training} if replicas and training >= least_training(profile) else {}
+    else:
+        found = _training_beside(profile)
+    if not found:
+        raise ConfigError(_too_few(profile, shared=shared))
+    chosen = found if len(found) <= len(TRAIN_SHARES) else _handful(profile, found)
     return [
-        Split(devices - replicas * per_replica, replicas * per_replica, replicas, shared=False)
-        for replicas in sorted(_handful(profile, most), reverse=True)
+        Split(found[replicas], replicas * per_replica, replicas, shared=shared)
+        for replicas in sorted(chosen, reverse=True)
     ]
 
 
-def _handful(profile: Profile, most: int) -> set[int]:
-    """Numbers of replicas to try: all of them when they are few, else those nearest to a few shares of the devices."""
-    if most <= len(TRAIN_SHARES):
-        return set(range(1, most + 1))
+def _training_beside(profile: Profile) -> dict[int, int]:
+    """Number of replicas → the most devices, in whole meshes, that can train beside so many."""
+    unit = profile.train.parallel.least_ranks
+    beside = range(least_training(profile), profile.devices, unit)
+    found = {most_replicas(profile, beside=training): training for training in beside}
+    found.pop(0, None)
+    return found
+
+
+def _handful(profile: Profile, possible: Collection[int]) -> set[int]:
+    """Those ``possible`` numbers of replicas that are nearest to a few shares of the devices."""
     wanted = (round(profile.devices * (1 - share) / profile.rollout.devices) for share in TRAIN_SHARES)
-    return {min(max(replicas, 1), most) for replicas in wanted}
+    return {min(possible, key=lambda replicas: (abs(replicas - near), replicas)) for near in wanted}
+
+
+def _too_few(profile: Profile, *, shared: bool) -> str:
+    parallel = profile.train.parallel
+    why = "train.min_devices" if parallel.is_plain else f"train.min_devices, in whole meshes of {in_words(parallel)}"
+    needed = f"{least_devices(profile, shared=shared)} or more{' to share' if shared else ''}"
+    return (
+        f"devices: got {profile.devices}, but one rollout replica needs {profile.rollout.devices} (rollout.devices) "
+        f"and training at least {least_training(profile)} ({why}): expected {needed}; give more devices (--gpus), or a "
+        "profile in which a replica or the trainer needs fewer"
+    )
 
 
 def setting_of(
@@ -131,18 +159,21 @@ def setting_of(
 
 def split_of(profile: Profile, mode: str, train_devices: int, rollout_devices: int) -> Split:
     """An explicit split for ``mode``. Raises `ConfigError` when it is not made of whole replicas or does not fit."""
-    shared, per_replica, least = _is_shared(preset(mode)), profile.rollout.devices, profile.train.min_devices
+    shared, per_replica = _is_shared(preset(mode)), profile.rollout.devices
     used = max(train_devices, rollout_devices) if shared else train_devices + rollout_devices
     problems = []
     if used > profile.devices:
         problems.append(f"together {used} of {profile.devices} devices")
-    if train_devices < least:
-        problems.append(f"{train_devices} for training, expected at least {least} (train.min_devices)")
-    if rollout_devices < per_replica or rollout_devices % per_replica:
+    if (problem := training_problem(profile, train_devices)) is not None:
+        problems.append(problem)
+    replicas, rest = divmod(rollout_devices, per_replica)
+    if not replicas or rest:
         problems.append(f"{rollout_devices} for generation, expected a multiple of {per_replica} (rollout.devices)")
+    elif used <= profile.devices and (problem := replicas_problem(profile, train_devices, replicas, shared=shared)):
+        problems.append(problem)
     if problems:
         raise ConfigError(f"{mode} on {train_devices}:{rollout_devices}: {'; '.join(problems)}")
-    return Split(train_devices, rollout_devices, rollout_devices // per_replica, shared)
+    return Split(train_devices, rollout_devices, replicas, shared)
 
 
 def triggers(profile: Profile) -> list[int]:

@@ -12,9 +12,11 @@ from rich.constrain import Constrain
 from rich.table import Table
 from rich.text import Text
 
+from headway.config.parallel import ParallelConfig
 from headway.reports import human
 from headway.simulate.grid import Setting
 from headway.simulate.measure import PRECISION
+from headway.simulate.mesh import in_words, settings_of
 from headway.simulate.planner import Plan
 from headway.simulate.rows import Row
 
@@ -69,7 +71,8 @@ def render(plan: Plan, width: int) -> RenderableType:
     if plan.rows:
         parts += [_table(plan, width), *_notes(plan)]
     if advice.recommended is not None:
-        parts += [Text(), Text.assemble(("Recommended: ", "bold"), *_in_words(advice.recommended))]
+        parallel = settings_of(plan.profile.train.parallel, ParallelConfig())
+        parts += [Text(), Text.assemble(("Recommended: ", "bold"), *_in_words(advice.recommended, parallel))]
     parts += [Text(), Text(advice.sentence, style="bold")]
     if advice.caveat is not None:
         parts += [Text(), Text(advice.caveat, style="yellow"), _bullets(plan.profile.assumptions)]
@@ -137,7 +140,8 @@ def _shown(plan: Plan) -> list[tuple[int, Line]]:
 
 
 def _notes(plan: Plan) -> list[Text]:
-    notes = []
+    parallel = plan.profile.train.parallel
+    notes = [f"Training was measured with {in_words(parallel)}; other meshes need a profile of their own."]
     if plan.baseline is not None:
         notes.append(f"Speed-up over {plan.baseline.setting.preset} on {plan.baseline.setting.split}.")
     if hidden := len(plan.rows) - sum(len(line) for _, line in _shown(plan)):
@@ -158,7 +162,7 @@ def _settings(settings: Sequence[Setting]) -> str:
     return "; ".join(map(str, settings[:NAMED])) + more
 
 
-def _in_words(row: Row) -> tuple[str | tuple[str, str], ...]:
+def _in_words(row: Row, parallel: Sequence[str]) -> tuple[str | tuple[str, str], ...]:
     setting, split = row.setting, row.setting.split
     where = (
         f"all {human.count(split.train_devices)} devices for both, {_replicas(split.replicas)}"
@@ -170,7 +174,7 @@ def _in_words(row: Row) -> tuple[str | tuple[str, str], ...]:
         (setting.preset, "bold green"),
         f", {where}: mode={setting.preset} async_training.staleness_threshold={float(setting.eta):g} "
         f"async_training.trigger_parameter_sync_step={setting.trigger} "
-        f"async_training.require_batches={setting.require_batches}",
+        f"async_training.require_batches={setting.require_batches}" + "".join(f" {each}" for each in parallel),
     )
 
 

@@ -125,6 +125,7 @@ def to_json(plan: Plan) -> dict[str, Any]:
     return {
         "profile": plan.profile.name,
         "devices": plan.profile.devices,
+        "parallel": plan.profile.train.parallel.model_dump(),
         "groups_per_version": plan.profile.batch.groups_per_version,
         "rows": [row_to_json(row) for row in plan.rows],
         "not_simulated": [str(setting) for setting in plan.open],

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, ValidationInfo, field_validator, model_validator
 
+from headway.config.parallel import ParallelConfig
 from headway.config.section import NonNegative, Positive, Section
 from headway.simulate.program_profile import ProgramProfile
 
@@ -147,6 +148,12 @@ class TrainPoint(Section):
 
 
 class TrainProfile(Section):
+    parallel: ParallelConfig = ParallelConfig()
+    """The mesh with which all points were measured, as ``actor.parallel``. Default: every rank has rows of its own."""
+    even: bool = False
+    """True if seconds per token are those of work that is divided evenly over the data ranks, devices / (cp · tp): a
+    simulated step then takes as long as the rank that has most of it, by the division that a real trainer makes.
+    Default: what uneven loads cost is in the figures, at any number of devices."""
     points: list[TrainPoint] = Field(min_length=1)
     """Costs at the measured numbers of devices. Between two, seconds are interpolated (log–log); outside, seconds per
     token scale inversely with devices."""
@@ -160,16 +167,33 @@ class TrainProfile(Section):
     """True if each fetch takes one more forward pass, for the reference policy."""
     threads: NonNegative = 0
 
+    def divided_over(self, devices: int) -> int:
+        """Number of data ranks over which a simulation divides work on ``devices``; 1 where the figures contain it."""
+        return devices // self.parallel.inner if self.even else 1
+
     def recomputes_old_log_probs(self, *, shared: bool) -> bool:
         """Tell whether a row recomputes old log-probs, by whether its devices are ``shared``."""
         return self.recompute_old_log_probs == "always" or (shared and self.recompute_old_log_probs == "shared")
 
+    @field_validator("parallel")
+    @classmethod
+    def _a_mesh(cls, parallel: ParallelConfig) -> ParallelConfig:
+        if parallel.ep > 1 and parallel.ep % parallel.tp:
+            raise ValueError(f"expected ep ({parallel.ep}) to be a multiple of tp ({parallel.tp}), or 1")
+        return parallel
+
     @field_validator("points")
     @classmethod
-    def _growing(cls, points: list[TrainPoint]) -> list[TrainPoint]:
+    def _growing_meshes(cls, points: list[TrainPoint], info: ValidationInfo) -> list[TrainPoint]:
         counts = [point.devices for point in points]
         if counts != sorted(set(counts)):
             raise ValueError(f"expected numbers of devices that grow, but got {counts}")
+        parallel: ParallelConfig = info.data.get("parallel", ParallelConfig())
+        if any(count % parallel.least_ranks for count in counts):
+            raise ValueError(
+                f"expected multiples of {parallel.least_ranks} devices, which the mesh train.parallel takes, but got "
+                f"{counts}"
+            )
         return points
 
 
@@ -260,10 +284,31 @@ class Profile(Section):
     validation: ValidationProfile | None = None
     latency: LatencyProfile = LatencyProfile()
     contention: ContentionProfile = ContentionProfile()
+    devices_per_node: Positive | None = Field(None, validate_default=True)
+    """Number of devices of one machine. Inner meshes (cp · tp ranks) and replicas have theirs on one. Default: all are
+    on one."""
     assumptions: list[str] = Field(default_factory=list)
     """Sentences on what was not measured, and how uncertain it is; shown beside the plan."""
     measured_on: str | None = None
     """The machine on which the profile was measured, in words."""
+
+    @field_validator("devices_per_node")
+    @classmethod
+    def _holds_groups(cls, per_node: int | None, info: ValidationInfo) -> int | None:
+        train, rollout = info.data.get("train"), info.data.get("rollout")
+        if per_node is None:
+            return None
+        if isinstance(train, TrainProfile) and per_node % train.parallel.inner:
+            raise ValueError(
+                f"expected a multiple of {train.parallel.inner}, as the cp · tp ranks of an inner mesh "
+                f"(train.parallel) are on one machine, but got {per_node}"
+            )
+        if isinstance(rollout, RolloutProfile) and per_node < rollout.devices:
+            raise ValueError(
+                f"expected at least {rollout.devices}, as a replica (rollout.devices) is on one machine, but got "
+                f"{per_node}"
+            )
+        return per_node
 
     @field_validator("prompt")
     @classmethod

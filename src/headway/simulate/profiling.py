@@ -24,11 +24,10 @@ from headway.config.placement import (
     needs_reference,
     resolve_placement,
 )
-from headway.errors import ConfigError
 from headway.events import WorkerDescribed
 from headway.reports.events_file import read_events
-from headway.reports.run_directory import RunDirectory
 from headway.simulate.costs import decode_cost
+from headway.simulate.enough import check_directory, check_enough
 from headway.simulate.fitting import (
     DecodeFit,
     Line,
@@ -41,6 +40,7 @@ from headway.simulate.fitting import (
     usual_mean,
     without_outliers,
 )
+from headway.simulate.mesh import in_words
 from headway.simulate.numbers import RecordedNumber
 from headway.simulate.overlap import Overlap
 from headway.simulate.profile import (
@@ -59,11 +59,10 @@ from headway.simulate.profile import (
     ValidationProfile,
 )
 from headway.simulate.program_profile import ProgramProfile
-from headway.simulate.recording import GroupRecord, Recording, recording_of
+from headway.simulate.recording import GroupRecord, recording_of
 
 MAX_GROUPS = 4000
 """Largest number of recorded groups that a profile keeps."""
-MIN_VERSIONS = 2
 FORWARD_SHARE = 1 / 3
 """The share of a training step's seconds per token that a forward pass takes, where none was measured: the backward
 pass costs twice as much."""
@@ -88,17 +87,21 @@ class _Profiling:
     """The profiling of one run. `_assumptions` fills as the parts of the profile are made."""
 
     def __init__(self, run: Path) -> None:
-        directory = _check_directory(run)
+        directory = check_directory(run)
         self._config = load(directory.config).config
-        mini_batch = self._config.actor.ppo_mini_batch_size
-        self._recording = recording_of(read_events(directory.events), mini_batch=mini_batch)
-        _check_enough(run, self._recording)
+        actor = self._config.actor
+        self._placement = resolve_placement(self._config)
+        self._recording = recording_of(
+            read_events(directory.events),
+            mini_batch=actor.ppo_mini_batch_size,
+            ranks=len(self._placement.devices[ACTOR]) // actor.parallel.inner,
+        )
+        check_enough(run, self._recording)
         self._overlap = Overlap(self._recording)
         self._assumptions: list[str] = []
 
     def profile(self, *, replay: bool) -> Profile:
-        config = self._config
-        placement = resolve_placement(config)
+        config, placement = self._config, self._placement
         self._say_what_was_measured()
         kept = self._kept_groups()
         prompt, response = self._lengths(kept, replay=replay)
@@ -141,6 +144,7 @@ class _Profiling:
             latency=self._latency(),
             contention=self._contention(),
             shared=self._shared(),
+            devices_per_node=self._devices_per_node(),
             measured_on=measured_on(self._recording.workers),
             assumptions=self._assumptions,
         )
@@ -235,10 +239,16 @@ class _Profiling:
 
     def _train(self, ranks: int, *, reference_inside: bool, recomputed_inside: bool) -> TrainProfile:
         step = self._step_cost()
+        parallel = self._config.actor.parallel
+        mesh = "" if parallel.is_plain else f" in a mesh of {in_words(parallel)}"
+        same = "" if parallel.is_plain else " of such meshes"
         self._assume(
-            f"training was measured with {ranks} rank(s); with more or fewer, seconds per token scale inversely"
+            f"training was measured with {ranks} rank(s){mesh}; with more or fewer{same}, seconds per token scale "
+            "inversely"
         )
         return TrainProfile(
+            parallel=parallel,
+            even=True,
             points=[
                 TrainPoint(
                     devices=ranks,
@@ -251,6 +261,11 @@ class _Profiling:
             reference=needs_reference(self._config) and reference_inside,
             threads=self._threads("trainer", ACTOR, self._config.trainer.threads),
         )
+
+    def _devices_per_node(self) -> int | None:
+        """Number of devices that the trainer had on each of several machines; None where it had one."""
+        shares = self._placement.on_nodes(ACTOR)
+        return max(len(share.devices) for share in shares) if len(shares) > 1 else None
 
     def _step_cost(self) -> Line:
         steps = without_outliers(
@@ -382,37 +397,3 @@ def measured_on(workers: Sequence[WorkerDescribed]) -> str | None:
     parts = [f"{count} worker(s) with a {gpu} each" for gpu, count in sorted(gpus.items())]
     parts += [f"{count} machine(s) with {cores} cores of {cpu}" for (cores, cpu), count in sorted(hosts.items())]
     return "; ".join(parts)
-
-
-def _check_directory(run: Path) -> RunDirectory:
-    directory = RunDirectory(run)
-    if not run.is_dir():
-        raise ConfigError(f"{run} is not a directory; give the directory of a run, as run.dir named it")
-    for file in (directory.config, directory.events):
-        if not file.is_file():
-            raise ConfigError(
-                f"{run} has no {file.name}, so it is not the directory of a run; give one that headway train made"
-            )
-    return directory
-
-
-def _check_enough(run: Path, recording: Recording) -> None:
-    """Raise `ConfigError` unless everything that a profile must have was measured at least once."""
-    if recording.started is None:
-        raise ConfigError(f"{run} never began to train, so it measured nothing; give a run that did")
-    needed = f"a profile needs a run with at least {MIN_VERSIONS} versions; train for longer, or give another run"
-    if recording.versions < MIN_VERSIONS:
-        raise ConfigError(f"{run} ended after {recording.versions} parameter update(s); {needed}")
-    if not any(step.tokens for step in recording.training.steps):
-        raise ConfigError(f"{run} made no optimizer step; {needed}")
-    active = {report.replica for report in recording.activity if report.generated_tokens}
-    if silent := sorted(set(recording.started.slots) - active):
-        raise ConfigError(
-            f"{run} says nothing about what {', '.join(silent)} did; a profile needs a run in which every replica "
-            "generated"
-        )
-    if not recording.warm_activity("decode_steps"):
-        raise ConfigError(
-            f"{run} does not say how long its decode steps took, so there is no decode curve; give a run of a rollout "
-            "engine that measures them, such as rollout.name=native"
-        )

@@ -8,10 +8,12 @@ On shared devices a fetch is first waited with until the trainer has them: its l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from headway.data.types import Sample
 from headway.events import Event, FetchTaken, LeaseChanged, OptimizerStepped, TrainerBusy
+from headway.simulate.division import Division
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +23,7 @@ class TrainerWork:
     began: float
     seconds: float
     tokens: int
+    """Tokens, prompts and answers, that all data ranks would have had if each had as many as the one with most."""
 
 
 @dataclass(slots=True)
@@ -35,8 +38,10 @@ class TrainingRecord:
     """Collects the trainer's work from the events of a run, which `add` takes in order."""
 
     mini_batch: int
-    tokens_of: Callable[[int], int]
-    """Function from a group's number to its number of tokens: prompt and answer of every trajectory."""
+    samples_of: Callable[[int], Sequence[Sample]]
+    """Function from a group's number to its trajectories."""
+    division: Division
+    """Division of each fetch over the trainer's data ranks."""
     steps: list[TrainerWork] = field(default_factory=list)
     forwards: list[TrainerWork] = field(default_factory=list)
     fetches: list[FetchRecord] = field(default_factory=list)
@@ -54,6 +59,7 @@ class TrainingRecord:
             case FetchTaken(waited=(asked, _)):
                 self._end_fetch(asked)
                 self._numbers, self._steps_of_fetch = event.numbers, 0
+                self.division.begin([self._samples(numbers) for numbers in self._mini_batches()])
                 self._fetch, self._reached = FetchRecord(event.time), event.time
             case LeaseChanged(holder="train"):
                 self._reached = event.time
@@ -86,11 +92,17 @@ class TrainingRecord:
             return
         start, end = self._step.span
         self._step = None
-        size = self.mini_batch
-        batches = [self._numbers[i : i + size] for i in range(0, len(self._numbers), size)]
+        batches = self._mini_batches()
         numbers = batches[self._steps_of_fetch % len(batches)] if batches else []
         self._steps_of_fetch += 1
         self.steps.append(TrainerWork(start, end - start, self._tokens(numbers)))
 
+    def _mini_batches(self) -> list[list[int]]:
+        size = self.mini_batch
+        return [self._numbers[i : i + size] for i in range(0, len(self._numbers), size)]
+
+    def _samples(self, numbers: Iterable[int]) -> list[Sample]:
+        return [sample for number in numbers for sample in self.samples_of(number)]
+
     def _tokens(self, numbers: Iterable[int]) -> int:
-        return sum(map(self.tokens_of, numbers))
+        return self.division.tokens(self._samples(numbers))

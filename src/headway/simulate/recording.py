@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Protocol, TypeVar
 
+from headway.data.types import Sample, TrajectoryId
 from headway.events import (
     Event,
     GroupAdmitted,
@@ -33,6 +34,7 @@ from headway.events import (
     WorkerDescribed,
 )
 from headway.reports.intervals import IntervalUnion
+from headway.simulate.division import Division
 from headway.simulate.record_training import TrainingRecord
 from headway.simulate.record_updates import UpdatesRecord
 
@@ -84,11 +86,13 @@ class GroupRecord:
     def began(self) -> float:
         return self.arrived
 
-    @property
-    def tokens(self) -> int:
-        """Number of tokens of a training step over the group: prompt and answer of every trajectory."""
-        read = sum(round(episode.step_tokens) for episode in self.episodes.values())
-        return len(self.answer_tokens) * self.prompt_tokens + sum(self.answer_tokens.values()) + read
+    def samples(self, number: int) -> list[Sample]:
+        """The group's trajectories as a training step takes them, without contents; ``number`` is the group's."""
+        read = {k: round(episode.step_tokens) for k, episode in self.episodes.items()}
+        return [
+            Sample(None, k, self.prompt_tokens, tokens + read.get(k, 0), TrajectoryId(0, number, 0, k))
+            for k, tokens in self.answer_tokens.items()
+        ]
 
     @property
     def delivery_s(self) -> float:
@@ -99,13 +103,13 @@ class GroupRecord:
 class Recording:
     """Everything that a profile needs from a run's events. Filled by `recording_of`."""
 
-    def __init__(self, mini_batch: int) -> None:
+    def __init__(self, mini_batch: int, ranks: int) -> None:
         self.workers: list[WorkerDescribed] = []
         self.started: RunStarted | None = None
         self.groups: defaultdict[int, GroupRecord] = defaultdict(GroupRecord)
         self.activity: list[ReplicaActivity] = []
         self.validations: list[ValidationFinished] = []
-        self.training = TrainingRecord(mini_batch, lambda number: self.groups[number].tokens)
+        self.training = TrainingRecord(mini_batch, lambda number: self.groups[number].samples(number), Division(ranks))
         self.updates = UpdatesRecord()
         self._busy: defaultdict[str, IntervalUnion] = defaultdict(IntervalUnion)
         self._resumed: defaultdict[str, list[float]] = defaultdict(list)
@@ -190,9 +194,11 @@ class Recording:
         return [report for report in reports if report.busy and report.busy[0][0] >= self.updates.warm_at] or reports
 
 
-def recording_of(events: Iterable[Event], *, mini_batch: int) -> Recording:
-    """Collect ``events`` into a recording. ``mini_batch`` is ``actor.ppo_mini_batch_size``."""
-    recording = Recording(mini_batch)
+def recording_of(events: Iterable[Event], *, mini_batch: int, ranks: int = 1) -> Recording:
+    """Collect ``events`` into a recording. ``mini_batch`` is ``actor.ppo_mini_batch_size``; ``ranks``: number of data
+    ranks of the trainer.
+    """
+    recording = Recording(mini_batch, ranks)
     for event in events:
         recording.add(event)
     return recording

@@ -37,6 +37,7 @@ from headway.simulate.contention import Contention
 from headway.simulate.contexts import SimulatedRecord
 from headway.simulate.costs import phase_seconds, train_cost
 from headway.simulate.lengths import filtered_of, lengths_of
+from headway.simulate.mesh import check_mesh, replicas_problem, training_problem
 from headway.simulate.numbers import largest_of
 from headway.simulate.profile import (
     ConstantLengths,
@@ -76,12 +77,13 @@ class Simulation:
         """Build the run of ``config``, which is resolved: counts of devices, no shares. ``seed`` replaces ``run.seed``.
 
         Raises:
-            ConfigError: its length is not ``rollout.total_rollout_steps``.
+            ConfigError: its length is not ``rollout.total_rollout_steps``, or its mesh not the profile's.
         """
         if config.rollout.total_rollout_steps is None:
             raise ConfigError(
                 "rollout.total_rollout_steps: got nothing, expected a number of groups: simulated data have no epochs"
             )
+        check_mesh(profile, config)
         if seed is not None:
             config = config.model_copy(update={"run": config.run.model_copy(update={"seed": seed})})
         self.seconds = 0.0
@@ -91,10 +93,12 @@ class Simulation:
         # On shared devices only one side computes at a time.
         contends = config.placement.kind != "shared" and profile.contention != ContentionProfile()
         contention = Contention(profile.contention) if contends else None
+        devices = config.trainer.nnodes * config.trainer.n_gpus_per_node
         self.trainer = SimulatedTrainer(
-            train_cost(profile.train, config.trainer.nnodes * config.trainer.n_gpus_per_node),
+            train_cost(profile.train, devices),
             costs,
             self.transport,
+            ranks=profile.train.divided_over(devices),
             fetch_s=profile.latency.fetch_s,
             contention=contention,
         )
@@ -244,6 +248,7 @@ def _job(profile: Profile, versions: int) -> dict[str, Any]:
     return {
         "actor.ppo_mini_batch_size": batch.ppo_mini_batch_size,
         "actor.ppo_epochs": batch.ppo_epochs,
+        "actor.parallel": profile.train.parallel.model_dump(),
         "actor.use_kl_loss": profile.train.reference,
         "algorithm.filter_groups.enable": profile.reward.filtered > 0,
         "data.max_prompt_length": longest(profile.prompt),
@@ -308,14 +313,14 @@ def _check_devices(profile: Profile, train_devices: int, replicas: int, *, share
     problems = []
     if replicas < 1:
         problems.append(f"{replicas} replicas, expected at least 1")
-    if train_devices < profile.train.min_devices:
-        problems.append(
-            f"{train_devices} for training, expected at least {profile.train.min_devices} (train.min_devices)"
-        )
+    if (problem := training_problem(profile, train_devices)) is not None:
+        problems.append(problem)
     if needed > profile.devices:
         problems.append(
             f"{train_devices} for training and {replicas} × {profile.rollout.devices} for generation, "
             f"expected at most {profile.devices} {'each' if shared else 'together'}"
         )
+    elif (problem := replicas_problem(profile, train_devices, replicas, shared=shared)) is not None:
+        problems.append(problem)
     if problems:
         raise ConfigError(f"devices: {'; '.join(problems)}")

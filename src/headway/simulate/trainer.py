@@ -21,6 +21,7 @@ from headway.interfaces import GatherReport, SendReport, StepContext, StepReport
 from headway.progress import Heartbeat
 from headway.simulate.contention import Contention
 from headway.simulate.costs import TrainCost, phase_seconds
+from headway.simulate.division import Division
 from headway.simulate.profile import UpdateProfile
 from headway.simulate.transport import SimulatedTransport, checksum
 
@@ -41,11 +42,14 @@ class SimulatedTrainer:
         update: UpdateProfile,
         transport: SimulatedTransport,
         *,
+        ranks: int = 1,
         fetch_s: float = 0.0,
         save_s: float = 0.0,
         contention: Contention | None = None,
     ) -> None:
+        """Create the trainer. ``ranks``: number of data ranks that wait for the one with most of a step's work."""
         self._cost = cost
+        self._division = Division(ranks)
         self._nbytes = update.nbytes
         self._gather_s = phase_seconds(update.gather, update.nbytes)
         self._transport = transport
@@ -69,12 +73,14 @@ class SimulatedTrainer:
         self._owed_s = self._fetch_s
 
     async def begin_fetch(self, mini_batches: Sequence[Sequence[Sample]]) -> None:
-        """Do nothing: ranks that have no tokens hold none."""
+        """Divide the fetch over the data ranks. They have no tokens, and hold none."""
+        self._division.begin(mini_batches)
 
-    async def end_fetch(self) -> None: ...
+    async def end_fetch(self) -> None:
+        self._division.end()
 
     async def forward_logprobs(self, samples: Sequence[Sample]) -> list[Column]:
-        await self._work("a forward pass", self._cost.forward_token_s * _tokens(samples))
+        await self._work("a forward pass", self._cost.forward_token_s * self._division.tokens(samples))
         return [_COLUMN] * len(samples)
 
     async def proximal_logprobs(self, samples: Sequence[Sample], version: int) -> list[Column]:
@@ -82,7 +88,8 @@ class SimulatedTrainer:
 
     async def train_step(self, samples: Sequence[Sample], context: StepContext) -> StepReport:
         latency_s, self._owed_s = self._owed_s, 0.0
-        await self._work("an optimizer step", latency_s + self._cost.step_s + self._cost.token_s * _tokens(samples))
+        step_s = self._cost.step_s + self._cost.token_s * self._division.tokens(samples)
+        await self._work("an optimizer step", latency_s + step_s)
         return _STEP
 
     async def reach(self, receivers: Sequence[str]) -> None:
@@ -155,7 +162,3 @@ class SimulatedTrainer:
             yield
         finally:
             self._doing, self._computes = None, False
-
-
-def _tokens(samples: Sequence[Sample]) -> int:
-    return sum(sample.prompt_length + sample.length for sample in samples)
