@@ -213,6 +213,13 @@ def test_a_checkpoint_of_one_mesh_is_restored_on_others_with_the_optimizers_stat
         np.testing.assert_allclose(after, results[-1][2], atol=2e-4)
 
 
+def test_a_checkpoint_of_another_models_sizes_is_refused(one_rank: None, tmp_path: Path) -> None:
+    """Its names are the same."""
+    engine(make_family("llama", tmp_path / "llama"), PLAIN).save(tmp_path / "checkpoint", {})
+    with pytest.raises(ModelError, match=r"the checkpoint does not fit this model and optimizer: rank 0: .*[Ss]ize"):
+        engine(make_family("llama-odd", tmp_path / "odd"), PLAIN).load(tmp_path / "checkpoint")
+
+
 def test_an_export_of_a_mesh_is_a_folder_with_the_files_names_that_transformers_opens(
     one_rank: None, on_mesh: OnMesh, tmp_path: Path
 ) -> None:
