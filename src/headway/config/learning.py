@@ -101,8 +101,8 @@ class LogpConfig(Section):
     """The role that recomputes log π_prox (``async_training.use_rollout_log_probs: false``)."""
 
     nnodes: NonNegative = 0
-    """Number of machines of this role: each rank has a copy of the policy, and gets every update. 0 puts it on the
-    trainer's ranks, inside each fetch."""
+    """Number of machines of this role: its ranks hold a copy of the policy together, and get every update. 0 puts it on
+    the trainer's ranks, inside each fetch."""
     n_gpus_per_node: Positive = 1
     """Devices on each of this role's machines (on CPUs: processes)."""
 
