@@ -17,7 +17,8 @@ class Division:
 
     def begin(self, mini_batches: Sequence[Sequence[Sample]]) -> None:
         """Assign a fetch. Without one, samples are assigned by themselves."""
-        self._owners = self._assigned(mini_batches)
+        if self._ranks > 1:
+            self._owners = self._assigned(mini_batches)
 
     def end(self) -> None:
         """Forget the fetch."""
