@@ -7,7 +7,8 @@ opened, trained for three steps, gathered and exported; then opened as a referen
 anonymous memory as the kernel counts it (``/proc``), above that of a worker that has its libraries and its process
 group and no model. Peaks are the kernel's own high-water marks, so no short one is missed.
 
-torch's memory on a CPU is malloc's, which keeps small blocks: processes start with thresholds that give all others back.
+torch's memory on a CPU is malloc's, which keeps small blocks: processes start with thresholds that give all others
+back.
 """
 
 from __future__ import annotations
