@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     """A device of some kind, as torch names it: ``cuda:1``, or ``cuda`` for the current one."""
 
 SMI_TIMEOUT_S = 10.0
+"""Seconds within which the driver has to say how much memory its devices have."""
 
 Compute = Callable[[], None]
 

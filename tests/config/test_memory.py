@@ -140,7 +140,7 @@ def test_shares_add_up_to_the_model_on_each_mesh(family: str) -> None:
     for ranks, sizes in ((4, {}), (8, {"tp": 2}), (8, {"replicate": 2}), (8, {"cp": 2})):
         mesh = Mesh(ranks, ParallelConfig.model_validate(sizes))
         copies = mesh.parallel.replicate
-        norms = (mesh.parallel.tp - 1) * (shape.layers * shape.kept + shape.embedding + shape.final)
+        norms = (mesh.parallel.tp - 1) * (shape.layers * shape.kept + shape.final)
         assert ranks * mesh.share(shape) == pytest.approx(copies * (shape.parameters + norms), rel=0.001)
     if shape.experts:
         whole, divided = Mesh(4, ParallelConfig()), Mesh(4, ParallelConfig(ep=4))

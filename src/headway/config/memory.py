@@ -94,7 +94,7 @@ class Mesh:
 
     def root(self, shape: ModelShape) -> int:
         """Parameters that stay gathered on each rank in a step: embedding, last norm and head."""
-        return shape.embedding + shape.final + _up(shape.head, self.parallel.tp)
+        return _up(shape.embedding, self.parallel.tp) + shape.final + _up(shape.head, self.parallel.tp)
 
     def layer(self, shape: ModelShape) -> int:
         """Parameters of a gathered layer on each rank."""
@@ -103,7 +103,7 @@ class Mesh:
 
     def vocabulary(self, shape: ModelShape) -> int:
         """Tokens whose logits each rank computes."""
-        return shape.vocabulary if shape.tied else _up(shape.vocabulary, self.parallel.tp)
+        return _up(shape.vocabulary, self.parallel.tp)
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,15 +214,14 @@ def activations(shape: ModelShape, step: Step) -> int:
 
 def _moments(shape: ModelShape, step: Step) -> dict[str, tuple[Line, ...]]:
     mesh, c = step.mesh, step.itemsize
-    layer, root, embedding = mesh.layer(shape), mesh.root(shape), shape.embedding
+    layer, root = mesh.layer(shape), mesh.root(shape)
     own_head = mesh.vocabulary(shape) * shape.hidden
     gathered = Line("gathered embedding and head", c * root)
     kept_layers = 0 if step.reshard else shape.layers * c * layer
     saved = Line("activations", activations(shape, step))
-    last = 0 if step.recompute else step.tokens * shape.saved_by_layer(c, mesh.parallel.tp)
-    within = step.tokens * _passing(shape, step)
-    if step.recompute:
-        within += step.tokens * shape.saved_by_layer(c, mesh.parallel.tp)
+    of_layer = step.tokens * shape.saved_by_layer(c, mesh.parallel.tp)
+    # What a layer has saved is freed as its backward pass goes on, and was not there before where it is recomputed.
+    last, within = (0, of_layer) if step.recompute else (of_layer, step.tokens * _passing(shape, step))
     logits = _chunk(shape, step)
     of_head = {
         "logits of a chunk": (3 if step.entropy else 2) * logits,
@@ -250,7 +249,7 @@ def _moments(shape: ModelShape, step: Step) -> dict[str, tuple[Line, ...]]:
         ),
         "backward pass of the embedding": (
             gathered,
-            Line("gradients of embedding and head", c * (own_head + embedding)),
+            Line("gradients of embedding and head", 2 * c * own_head),
             Line("a layer's sums over ranks", FLOAT * layer),
         ),
         "sum of the last gradients over ranks": (
