@@ -77,7 +77,7 @@ def expected_of_trainer(shape: ModelShape, tokens: int) -> dict[str, tuple[int, 
     between = Memory((plain.held[0], plain.held[2]), {})
     bucket = update(shape, FLOAT, BUCKET, copy=False, on_cpu=True).moments["update"][0].nbytes
     return {
-        "opened": (share, share + 2 * FLOAT * shape.largest),
+        "opened": (share, 0),
         "step": (between.device, plain.device),
         "step, recomputed": (between.device, trainer(shape, step_of(tokens, recompute=True)).device),
         "gather": (between.device, between.device + bucket),

@@ -11,7 +11,7 @@ from headway.config.model import MakeModelConfig
 from headway.config.model_shape import FLOAT, ModelShape
 from headway.config.placement import ACTOR, CRITIC, LOGP, REF, ROLLOUT, Placement, concurrent, resolve_placement
 from headway.config.schema import Config
-from headway.config.transports import transport_of
+from headway.config.transports import TRANSPORTS, transport_of
 
 MIB, GIB = 2**20, 2**30
 
@@ -118,7 +118,7 @@ def _replica(config: Config, shape: ModelShape, *, on_cpu: bool) -> Memory:
         slots=slots,
         prefill=min(rollout.max_batched_tokens, slots * config.data.max_prompt_length),
         bucket=int(rollout.param_update_consume_bucket_size_mb * MIB),
-        back_buffer=rollout.enable_dual_buffer and not (shared and transport == "local"),
+        back_buffer=rollout.enable_dual_buffer and not (shared and TRANSPORTS[transport].within_process),
         on_cpu=on_cpu,
     )
 
