@@ -174,9 +174,22 @@ def test_processes_of_a_run_have_what_its_settings_ask_for() -> None:
     assert memory({}, "replica", on_cpu=True).host == 0
     copy = memory({"param_update": {"schedule": "overlapped"}}, "trainer rank")
     assert copy.host == 2 * shape.parameters
+    of_ranks = {"param_update": {"schedule": "overlapped"}, "trainer": {"n_gpus_per_node": 2}}
+    first, other = (memory(of_ranks, name).held for name in ("trainer rank 0", "trainer rank"))
+    assert {line.name for line in first} - {line.name for line in other} == {"copy of the served weights"}
     with_reference = memory({"actor": {"use_kl_loss": True}}, "trainer rank")
     assert "weights of the reference" in [line.name for line in with_reference.held]
     own = {"actor": {"use_kl_loss": True}, "ref": {"nnodes": 1, "n_gpus_per_node": 2}}
     assert memory(own, "reference rank").held[0].nbytes == pytest.approx(shape.parameters, abs=8)
     shared = memory({"placement": {"kind": "shared"}}, "trainer rank")
     assert "generation" in shared.moments
+
+
+def test_a_replica_on_a_cpu_has_its_large_matrices_twice() -> None:
+    shape = ModelShape.of({**FAMILIES["llama"]().to_dict(), "hidden_size": 512, "intermediate_size": 2048})
+    assert shape is not None
+    names = {
+        on_cpu: [line.name for p in processes(Config(), shape, on_cpu=on_cpu) for line in p.memory.held]
+        for on_cpu in (True, False)
+    }
+    assert set(names[True]) - set(names[False]) == {"the weights as a CPU's kernels read them"}

@@ -61,13 +61,17 @@ def _processes(config: Config) -> tuple[ModelShape, list[Process], bool] | None:
 def _shape(config: Config) -> ModelShape | None:
     from headway.config.memory_of_run import made
     from headway.config.model_shape import ModelShape
+    from headway.errors import ModelError
     from headway.models.folder import find_folder, read_object
 
     model = config.model
     if model.path is None:
         return None if model.make is None else ModelShape.of(made(model.make))
-    folder = find_folder(model.path)
-    return None if folder is None else ModelShape.of(read_object(folder / "config.json"))
+    try:
+        folder = find_folder(model.path)
+        return None if folder is None else ModelShape.of(read_object(folder / "config.json"))
+    except ModelError:  # the checks of a run's inputs say what is wrong
+        return None
 
 
 def _device_bytes(config: Config, *, on_cpu: bool) -> int | None:

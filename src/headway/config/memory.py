@@ -22,6 +22,9 @@ GPU_SHARE = 32
 """Divisor of a GPU's memory that a chunk's logits may take; about three such matrices are held at once."""
 MOST_TOKENS = 4096
 """Largest number of tokens in a chunk of logits: more make no matrix product of a GPU faster."""
+PACKED_FROM = 120_000
+"""Weights of a matrix from which on a replica on a CPU has a second copy, in the order that kernels read. Smaller ones
+stay in the caches, and the call itself costs more."""
 INDEX = 8
 """Bytes of a token's id."""
 
@@ -190,6 +193,9 @@ def replica(
     """
     served, cache = shape.parameters * itemsize, cached_tokens * shape.cache(itemsize)
     held = [Line("served weights", served), Line("keys and values", min(cache, cache_bytes or cache))]
+    if on_cpu and shape.family.joined and shape.hidden * shape.intermediate >= PACKED_FROM:
+        read_once = 0 if shape.tied else shape.embedding
+        held.append(Line("the weights as a CPU's kernels read them", (shape.parameters - read_once) * itemsize))
     if back_buffer:
         held.append(Line("back buffer of updates", served, on_host=not on_cpu))
     row = 2 * (shape.hidden + shape.queries + 2 * shape.keys) + 3 * shape.intermediate * max(1, shape.experts_per_token)

@@ -42,7 +42,7 @@ def processes(config: Config, shape: ModelShape, *, on_cpu: bool, device_bytes: 
     """
     placement = resolve_placement(config)
     step = _step(config, placement, on_cpu=on_cpu, device_bytes=None if on_cpu else device_bytes)
-    roles: dict[str, Memory] = {ACTOR: _trainer(config, shape, step, placement, on_cpu=on_cpu)}
+    roles: dict[str, Memory] = {ACTOR: _trainer(config, shape, step, placement, on_cpu=on_cpu, sends=False)}
     for role, of in ((REF, reference), (CRITIC, critic)):
         if role in placement.devices and not placement.shared(role, ACTOR):
             roles[role] = of(shape, _on(step, len(placement.devices[role])))
@@ -51,13 +51,17 @@ def processes(config: Config, shape: ModelShape, *, on_cpu: bool, device_bytes: 
         roles[LOGP] = reference(shape, _on(step, 1, plain=True))
     generates = _replica(config, shape, on_cpu=on_cpu)
     if placement.shared(ROLLOUT, ACTOR):
-        generating = Memory((), {"generation": generates.lines})
-        roles[ACTOR] = roles[ACTOR].beside(generating)
+        roles[ACTOR] = roles[ACTOR].beside(Memory((), {"generation": generates.lines}))
     else:
         roles[ROLLOUT] = generates
     counts = {role: len(placement.devices[role]) for role in roles}
     names = {ACTOR: "trainer rank", ROLLOUT: "replica", REF: "reference rank", LOGP: "logp rank", CRITIC: "critic rank"}
-    return [Process(names[role], counts[role], memory) for role, memory in roles.items()]
+    found = [Process(names[role], counts[role], memory) for role, memory in roles.items()]
+    if _keeps_copy(config, placement):
+        first, others = _trainer(config, shape, step, placement, on_cpu=on_cpu, sends=True), counts[ACTOR] - 1
+        ranks = [Process("trainer rank 0", 1, first), replace(found[0], count=others)]
+        found[:1] = ranks if others else [replace(ranks[0], name=names[ACTOR])]
+    return found
 
 
 def _step(config: Config, placement: Placement, *, on_cpu: bool, device_bytes: int | None) -> Step:
@@ -85,7 +89,10 @@ def _on(step: Step, ranks: int, *, plain: bool = False) -> Step:
     return replace(step, mesh=Mesh(ranks, type(step.mesh.parallel)() if plain else step.mesh.parallel))
 
 
-def _trainer(config: Config, shape: ModelShape, step: Step, placement: Placement, *, on_cpu: bool) -> Memory:
+def _trainer(
+    config: Config, shape: ModelShape, step: Step, placement: Placement, *, on_cpu: bool, sends: bool
+) -> Memory:
+    """``sends``: this is the rank that keeps a complete copy of what is sent, where there is one."""
     memory = trainer(shape, step)
     if placement.shared(REF, ACTOR):
         memory = memory.beside(reference(shape, step))
@@ -96,12 +103,16 @@ def _trainer(config: Config, shape: ModelShape, step: Step, placement: Placement
         copy = Line("weights at the version's start", share, on_host=not on_cpu)
         now = Line("the present weights, meanwhile", share, on_host=not on_cpu)
         memory = memory.beside(Memory((copy,), {"log-probs of the version's start": (now,)}))
-    settings = config.param_update
-    within = placement.shared(ROLLOUT, ACTOR)
-    copies = not within and (settings.schedule == "overlapped" or settings.encoding == "delta")
     bucket = int(config.rollout.param_update_preduce_bucket_size_mb * MIB)
     served = _served(config, on_cpu=on_cpu)
-    return memory.beside(update(shape, served, bucket, copy=copies, on_cpu=on_cpu))
+    return memory.beside(update(shape, served, bucket, copy=sends, on_cpu=on_cpu))
+
+
+def _keeps_copy(config: Config, placement: Placement) -> bool:
+    """Tell whether rank zero of the trainer keeps a complete copy of the served weights."""
+    settings = config.param_update
+    asked = settings.schedule == "overlapped" or settings.encoding == "delta"
+    return asked and not placement.shared(ROLLOUT, ACTOR)
 
 
 def _replica(config: Config, shape: ModelShape, *, on_cpu: bool) -> Memory:

@@ -32,14 +32,16 @@ class Family:
     fused_qkv: bool = False
     tied: bool = False
     """Whether the head is the embedding where the config does not say."""
+    joined: bool = False
+    """Served by the native engine in few large operations, whose matrices have a second copy on a CPU."""
 
 
 FAMILIES: Mapping[str, Family] = {
-    "llama": Family(),
-    "mistral": Family(),
+    "llama": Family(joined=True),
+    "mistral": Family(joined=True),
     "mixtral": Family(),
-    "qwen2": Family(qkv_bias=True),
-    "qwen3": Family(qk_norm=True),
+    "qwen2": Family(qkv_bias=True, joined=True),
+    "qwen3": Family(qk_norm=True, joined=True),
     "qwen3_moe": Family(qk_norm=True),
     "gemma": Family(norm="gemma", tied=True),
     "phi": Family(norm="layer", norms=1, all_biases=True, gated=False),
