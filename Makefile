@@ -18,6 +18,7 @@
 # make bench-trl      the same; builds TRL's environment first
 # make trl-env        that environment alone, about 1.9 GB: fails where it cannot be built
 # make bench-train    training steps, padded, packed and with shared prompts, about 22 minutes   (ARGS="--models 1m")
+# make bench-memory   memory of training processes against the doctor's arithmetic, about 5 minutes  (ARGS="--small")
 # make bench-update   what updates of the weights cost, about 25 minutes   (ARGS="--models 1m --only broadcast")
 # make bench-rollout  generation against its peers, about 30 minutes  (ARGS="--quick", "--full", "--update --models 1m")
 # make bench-episodes what episodes of several turns cost, about 3 minutes   (ARGS="--quick", "--only prefixes")
@@ -53,7 +54,7 @@ TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PYT
 ENVIRONMENTS := vllm agents verifiers frameworks trackers
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-gpu wheelhouse test-slow test-all environments vllm-env test-vllm agents-env test-agents verifiers-env test-verifiers frameworks-env test-frameworks trackers-env test-trackers lint types layers pytest bench trl-env bench-trl bench-train bench-update bench-rollout bench-episodes study-staleness docs format clean
+.PHONY: help setup demo test test-gpu wheelhouse test-slow test-all environments vllm-env test-vllm agents-env test-agents verifiers-env test-verifiers frameworks-env test-frameworks trackers-env test-trackers lint types layers pytest bench trl-env bench-trl bench-train bench-memory bench-update bench-rollout bench-episodes study-staleness docs format clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -205,6 +206,9 @@ bench-trl: setup
 
 bench-train: setup
 	$(BIN)/python -m benchmarks.train $(ARGS)
+
+bench-memory: setup
+	$(BIN)/python -m benchmarks.memory $(ARGS)
 
 bench-update: setup
 	$(BIN)/python -m benchmarks.update $(ARGS)

@@ -10,6 +10,7 @@ it is. Another accelerator is a class here, in `ACCELERATORS`, and its name amon
 from __future__ import annotations
 
 import os
+import subprocess
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
 
     Device = torch.device | str
     """A device of some kind, as torch names it: ``cuda:1``, or ``cuda`` for the current one."""
+
+SMI_TIMEOUT_S = 10.0
+"""Seconds within which the driver has to say how much memory its devices have."""
 
 Compute = Callable[[], None]
 
@@ -84,6 +88,11 @@ class DeviceKind(Protocol):
         Devices that the environment hides (``CUDA_VISIBLE_DEVICES``) do not count.
         """
 
+    def memory_listed(self) -> int | None:
+        """Return the bytes of memory of the smallest device here, found without loading torch. None where it is not
+        known.
+        """
+
     def device_name(self, device: Device) -> str | None:
         """Return the device's model. None for the CPU, whose name the system knows."""
 
@@ -141,6 +150,9 @@ class Cpu(DeviceKind):
 
     def listed(self) -> int | None:
         return 1
+
+    def memory_listed(self) -> int | None:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
     def device_name(self, device: Device) -> str | None:
         return None
@@ -245,6 +257,14 @@ class Cuda(Accelerator):
             return there
         return min(there, len([name for name in visible.split(",") if name.strip() not in ("", "-1")]))
 
+    def memory_listed(self) -> int | None:
+        asked = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+        try:
+            done = subprocess.run(asked, capture_output=True, text=True, timeout=SMI_TIMEOUT_S, check=True)
+            return min((int(line) * 2**20 for line in done.stdout.split("\n") if line.strip()), default=None)
+        except (OSError, subprocess.SubprocessError, ValueError):
+            return None
+
     def recorder(self, device: Device) -> Recorder | None:
         return CudaRecorder(device)
 
@@ -333,6 +353,15 @@ def listed_here() -> int | None:
     """Return the number of all accelerators here, as `DeviceKind.listed` counts them; None where it is not known."""
     known = [count for kind in ACCELERATORS if (count := kind.listed()) is not None]
     return sum(known) if len(known) == len(ACCELERATORS) else None
+
+
+def memory_listed_here(*, on_cpu: bool) -> int | None:
+    """Return the bytes of memory of this machine, or of the smallest accelerator here, without loading torch.
+
+    None where they are not known.
+    """
+    known = [nbytes for kind in ((CPU,) if on_cpu else ACCELERATORS) if (nbytes := kind.memory_listed()) is not None]
+    return min(known, default=None)
 
 
 def chosen(

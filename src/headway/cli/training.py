@@ -123,11 +123,14 @@ def notes_on_this_machine(config: Config) -> list[str]:
 
 def print_resolved(loaded: LoadedConfig) -> None:
     """Print the configuration as a file that loads again: YAML, then the summary and the notes as comments."""
+    from headway.cli.memory import memory_in_short
     from headway.config.loading import dump
 
     typer.echo(dump(loaded.config))
     for name, value in summary(loaded.config).items():
         typer.echo(f"# {name}: {value}")
+    if (memory := memory_in_short(loaded.config)) is not None:
+        typer.echo(f"# memory: {memory}")
     for note in loaded.notes:
         typer.echo(f"# note: {note}")
 
@@ -137,11 +140,15 @@ def print_summary(loaded: LoadedConfig) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from headway.cli.memory import memory_lines
+
     table = Table.grid(padding=(0, 2))
     for name, value in summary(loaded.config).items():
         table.add_row(name, value)
     console = Console(markup=False, highlight=False)
     console.print(table)
+    for line in memory_lines(loaded.config):
+        console.print(line, soft_wrap=True)
     for note in loaded.notes:
         console.print(f"note: {note}", soft_wrap=True)
     console.print("no problems found")

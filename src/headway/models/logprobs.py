@@ -15,15 +15,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from headway.config.memory import chunk_tokens
 from headway.devices import kind_of
 from headway.models.logits import PLAIN, LogitRule
-
-CPU_ELEMENTS = 16_777_216
-"""Number of logits in a chunk on a CPU: 64 MiB in float32. More is no faster there, see docs/benchmarks.md."""
-GPU_SHARE = 32
-"""Divisor of a GPU's memory that a chunk's logits may take; about three such matrices are held at once."""
-MOST_TOKENS = 4096
-"""Largest number of tokens in a chunk: more make no matrix product of a GPU faster."""
 
 
 def default_chunk_tokens(vocabulary: int, device: torch.device) -> int:
@@ -31,10 +25,7 @@ def default_chunk_tokens(vocabulary: int, device: torch.device) -> int:
 
     It depends on the device's whole memory and not on what is free, so that equal devices compute equal chunks.
     """
-    elements = CPU_ELEMENTS
-    if (memory := kind_of(device).total_memory(device)) is not None:
-        elements = max(elements, memory // GPU_SHARE // torch.float32.itemsize)
-    return max(1, min(MOST_TOKENS, elements // vocabulary))
+    return chunk_tokens(vocabulary, kind_of(device).total_memory(device))
 
 
 def chunked_logprobs(

@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-PACKED_FROM = 120_000
-"""Weights of one matrix. Smaller ones stay in the caches, and the call itself costs more."""
+from headway.config.memory import PACKED_FROM
+
 _DTYPES = (torch.float32, torch.bfloat16)
 
 

@@ -1,0 +1,273 @@
+"""Measured memory of training processes against the arithmetic of ``headway doctor``.
+
+    python -m benchmarks.memory [--tokens 64] [--small]
+
+Four ranks over Gloo on this machine train a model of 0.5 B parameters (``--small``: of 10 M) with random weights:
+opened, trained for three steps, gathered and exported; then opened as a reference policy in bfloat16. What counts is
+anonymous memory as the kernel counts it (``/proc``), above that of a worker that has its libraries and its process
+group and no model. Peaks are the kernel's own high-water marks, so no short one is missed.
+
+torch's memory on a CPU is malloc's, which keeps small blocks: processes start with thresholds that give all others
+back.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from headway.config.memory import Memory, Mesh, Step, reference, trainer, update
+from headway.config.model_shape import FLOAT, ModelShape
+from headway.config.schema import Config
+
+RANKS = 4
+VOCABULARY = 32_000
+SIZES = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 28, "num_attention_heads": 16}
+SMALL = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 4}
+MALLOC = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+"""Settings under which freed blocks of 64 KiB and more leave the process at once."""
+PATIENCE_S = 3600
+BUCKET = 64 * 2**20
+Measured = dict[str, tuple[int, int]]
+"""Bytes above an idle worker's, by phase: at its end, and at most."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=64, help="tokens of a micro-batch on each rank")
+    parser.add_argument("--small", action="store_true", help="a model of 10 M parameters")
+    arguments = parser.parse_args()
+    os.environ.update(MALLOC, OMP_NUM_THREADS="1", MKL_NUM_THREADS="1")
+    folder = Path(tempfile.mkdtemp(prefix="headway-memory-"))
+    try:
+        make_folder(folder, {**(SMALL if arguments.small else SIZES), "num_key_value_heads": 2})
+        shape = ModelShape.of(json.loads((folder / "config.json").read_text()))
+        assert shape is not None
+        print(f"{shape.parameters / 1e6:,.0f} M parameters, {RANKS} ranks, {arguments.tokens} tokens in a micro-batch")
+        print(f"load of the machine: {os.getloadavg()[0]:.1f}")
+        trained = on_ranks(train, str(folder), arguments.tokens)
+        report(trained, expected_of_trainer(shape, arguments.tokens))
+        read = on_ranks(refer, str(folder), arguments.tokens)
+        report(read, {"reference, opened": (reference(shape, step_of(arguments.tokens, itemsize=2)).held[0].nbytes, 0)})
+    finally:
+        shutil.rmtree(folder)
+
+
+def step_of(tokens: int, *, itemsize: int = FLOAT, recompute: bool = False) -> Step:
+    return Step(Mesh(RANKS, Config().actor.parallel), tokens, itemsize, recompute=recompute)
+
+
+def expected_of_trainer(shape: ModelShape, tokens: int) -> dict[str, tuple[int, int]]:
+    """Bytes of a rank by phase, by arithmetic: at its end, and at most; 0 where nothing is said."""
+    plain = trainer(shape, step_of(tokens))
+    share = plain.held[0].nbytes
+    between = Memory((plain.held[0], plain.held[2]), {})
+    bucket = update(shape, FLOAT, BUCKET, copy=False, on_cpu=True).moments["update"][0].nbytes
+    return {
+        "opened": (share, 0),
+        "step": (between.device, plain.device),
+        "step, recomputed": (between.device, trainer(shape, step_of(tokens, recompute=True)).device),
+        "gather": (between.device, between.device + bucket),
+        "export": (between.device, between.device + 2 * FLOAT * shape.largest),
+    }
+
+
+def report(ranks: list[Measured], expected: dict[str, tuple[int, int]]) -> None:
+    """Print a table of phases, summed over the ranks: measured, expected, and the first over the second."""
+    print("| phase | at its end, MB | expected | ratio | at most, MB | expected | ratio |")
+    print("| --- | ---: | ---: | ---: | ---: | ---: | ---: |")
+    for phase in ranks[0]:
+        cells = [phase]
+        for at in (0, 1):
+            measured, wanted = sum(rank[phase][at] for rank in ranks), RANKS * expected.get(phase, (0, 0))[at]
+            ratio = f"{measured / wanted:.3f}" if wanted else ""
+            cells += [f"{measured / 1e6:,.0f}", f"{wanted / 1e6:,.0f}" if wanted else "", ratio]
+        print(f"| {' | '.join(cells)} |", flush=True)
+
+
+# ------------------------------------------------------------------------------------------ a rank
+
+
+class Gauge:
+    """Anonymous memory of this process, by phase."""
+
+    def __init__(self) -> None:
+        gc.collect()
+        self._idle = _status()["RssAnon"]
+        self.measured: Measured = {}
+
+    def phase(self, name: str, work: Callable[[], Any]) -> Any:
+        """Run ``work``, and note the memory of its end and its peak. Files that it maps do not count."""
+        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
+        result = work()
+        now = _status()
+        files = now["RssFile"] + now["RssShmem"]
+        gc.collect()
+        self.measured[name] = (_status()["RssAnon"] - self._idle, now["VmHWM"] - files - self._idle)
+        return result
+
+
+def _status() -> dict[str, int]:
+    lines = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
+    return {parts[0].rstrip(":"): int(parts[1]) * 1024 for parts in lines if len(parts) == 3 and parts[2] == "kB"}
+
+
+def train(folder: str, tokens: int) -> Measured:
+    """Open, train, gather and export on this rank of the default process group."""
+    from collections import deque
+
+    import torch
+
+    from headway.engines.train.fsdp.engine import FsdpEngine
+    from headway.engines.train.fsdp.mesh import TrainMesh
+    from headway.interfaces import StepContext
+
+    config = Config.model_validate({"actor": {"ppo_max_token_len_per_gpu": tokens}})
+    mesh = TrainMesh.make(config.actor.parallel, torch.device("cpu"))
+    gauge = Gauge()
+    engine = gauge.phase(
+        "opened",
+        lambda: FsdpEngine(model_path=folder, config=config, total_optimizer_steps=10, mesh=mesh),
+    )
+    context = StepContext()
+    engine.train_step(rows(1, 16), context)  # makes the moments
+    gauge.phase("step", lambda: engine.train_step(rows(2, tokens), context))
+    engine._policy.recompute_activations()
+    gauge.phase("step, recomputed", lambda: engine.train_step(rows(2, tokens), context))
+    manifest = engine.manifest(torch.float32)
+    gauge.phase("gather", lambda: deque(engine.gather(manifest, BUCKET), maxlen=0))
+    gauge.phase("export", lambda: engine.export(Path(folder) / "exported"))
+    return gauge.measured
+
+
+def refer(folder: str, tokens: int) -> Measured:
+    """Open the reference policy in bfloat16 on this rank of the default process group."""
+    import torch
+
+    from headway.engines.train.fsdp.mesh import TrainMesh
+    from headway.engines.train.fsdp.reference import ReferenceEngine
+
+    config = Config.model_validate({"actor": {"ppo_max_token_len_per_gpu": tokens}, "model": {"dtype": "bfloat16"}})
+    mesh = TrainMesh.make(config.actor.parallel, torch.device("cpu"))
+    gauge = Gauge()
+    gauge.phase("reference, opened", lambda: ReferenceEngine(model_path=folder, config=config, mesh=mesh))
+    return gauge.measured
+
+
+def rows(count: int, tokens: int) -> list[Any]:
+    """Rows of random tokens, each of which fills a micro-batch."""
+    from headway.data.collate import Row
+
+    rng, answer = np.random.default_rng(0), tokens - 1
+    return [
+        Row(
+            input_ids=rng.integers(2, VOCABULARY, tokens).astype(np.int32),
+            prompt_length=1,
+            logprobs=np.full(answer, -10.0, dtype=np.float32),
+            versions=np.zeros(answer, dtype=np.int32),
+            loss_mask=np.ones(answer, dtype=np.bool_),
+            columns={"advantages": rng.standard_normal(answer).astype(np.float32)},
+        )
+        for _ in range(count)
+    ]
+
+
+# ------------------------------------------------------------------------------------------ processes and files
+
+
+def on_ranks(work: Callable[..., Measured], folder: str, tokens: int) -> list[Measured]:
+    """Run ``work`` in a process for each rank; returns what they measured, in order."""
+    context = get_context("spawn")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ends, processes = [], []
+    for rank in range(RANKS):
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=_rank, args=(rank, port, work, folder, tokens, theirs))
+        process.start()
+        theirs.close()
+        ends.append(ours)
+        processes.append(process)
+    try:
+        results = []
+        for rank, end in enumerate(ends):
+            if not end.poll(PATIENCE_S):
+                raise TimeoutError(f"rank {rank} has measured nothing for {PATIENCE_S} s")
+            results.append(end.recv())
+        return results
+    finally:
+        for process in processes:
+            process.join(timeout=30)
+            if process.is_alive():
+                process.kill()
+
+
+def _rank(rank: int, port: int, work: Callable[..., Measured], folder: str, tokens: int, end: Connection) -> None:
+    import torch
+    import torch.distributed as dist
+
+    import headway.engines.train.fsdp.engine
+    import headway.engines.train.fsdp.reference  # noqa: F401  # an idle worker has its libraries
+
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, RANKS, is_master=rank == 0)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=PATIENCE_S))
+    dist.all_reduce(torch.ones(2**20))
+    end.send(work(folder, tokens))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def make_folder(folder: Path, sizes: dict[str, int]) -> None:
+    """Write a model with random weights in bfloat16 to ``folder``, one file for each layer, none of it all at once."""
+    import torch
+    from safetensors.torch import save_file
+    from transformers import AutoModelForCausalLM, Qwen3Config
+
+    from headway.models.make import character_tokenizer
+
+    config = Qwen3Config(
+        **sizes,
+        vocab_size=VOCABULARY,
+        head_dim=64,
+        tie_word_embeddings=True,
+        pad_token_id=0,
+        bos_token_id=None,
+        eos_token_id=1,
+        dtype=torch.bfloat16,
+    )
+    config.architectures = ["Qwen3ForCausalLM"]
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    files: dict[str, list[str]] = {}
+    parameters = dict(model.named_parameters())
+    for name in parameters:
+        layer = name.split(".layers.")[1].split(".")[0] if ".layers." in name else "rest"
+        files.setdefault(f"model-{layer}.safetensors", []).append(name)
+    for file, names in files.items():
+        tensors = {name: torch.empty_like(parameters[name], device="cpu").normal_(0, 0.02) for name in names}
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+    places = {name: file for file, names in files.items() for name in names}
+    total = 2 * sum(parameter.numel() for parameter in parameters.values())
+    index = {"metadata": {"total_size": total}, "weight_map": places}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    config.save_pretrained(folder)
+    character_tokenizer("0123456789abcdef", 4096).save_pretrained(folder)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""Memory of the processes of a configured run: its roles, placed, with the sizes of its model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from headway.config.memory import Line, Memory, Mesh, Step, critic, reference, replica, trainer, update
+from headway.config.model import MakeModelConfig
+from headway.config.model_shape import FLOAT, ModelShape
+from headway.config.placement import ACTOR, CRITIC, LOGP, REF, ROLLOUT, Placement, concurrent, resolve_placement
+from headway.config.schema import Config
+from headway.config.transports import TRANSPORTS, transport_of
+
+MIB, GIB = 2**20, 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """Equal processes of a run, each on a device of its own."""
+
+    name: str
+    count: int
+    memory: Memory
+
+
+def made(make: MakeModelConfig) -> Mapping[str, Any]:
+    """Return what ``config.json`` of a made model says of its sizes."""
+    sizes = make.model_dump(exclude={"architecture", "vocabulary", "special_tokens", "chat_template"})
+    return {
+        **sizes,
+        "model_type": make.architecture,
+        "vocab_size": len(make.vocabulary) + len(make.special_tokens) + 2,
+    }
+
+
+def processes(config: Config, shape: ModelShape, *, on_cpu: bool, device_bytes: int | None = None) -> list[Process]:
+    """Return the processes of a run of a model of ``shape``. Those of one process each (``backend: inline``), too.
+
+    Micro-batches are as large as they may be, answers as long, and all slots in use.
+    """
+    placement = resolve_placement(config)
+    step = _step(config, placement, on_cpu=on_cpu, device_bytes=None if on_cpu else device_bytes)
+    roles: dict[str, Memory] = {ACTOR: _trainer(config, shape, step, placement, on_cpu=on_cpu, sends=False)}
+    for role, of in ((REF, reference), (CRITIC, critic)):
+        if role in placement.devices and not placement.shared(role, ACTOR):
+            roles[role] = of(shape, _on(step, len(placement.devices[role])))
+    if LOGP in placement.devices and not placement.shared(LOGP, ACTOR):
+        # Each of its ranks has a whole copy of the policy.
+        roles[LOGP] = reference(shape, _on(step, 1, plain=True))
+    generates = _replica(config, shape, on_cpu=on_cpu)
+    if placement.shared(ROLLOUT, ACTOR):
+        roles[ACTOR] = roles[ACTOR].beside(Memory((), {"generation": generates.lines}))
+    else:
+        roles[ROLLOUT] = generates
+    counts = {role: len(placement.devices[role]) for role in roles}
+    names = {ACTOR: "trainer rank", ROLLOUT: "replica", REF: "reference rank", LOGP: "logp rank", CRITIC: "critic rank"}
+    found = [Process(names[role], counts[role], memory) for role, memory in roles.items()]
+    if _keeps_copy(config, placement):
+        first, others = _trainer(config, shape, step, placement, on_cpu=on_cpu, sends=True), counts[ACTOR] - 1
+        ranks = [Process("trainer rank 0", 1, first), replace(found[0], count=others)]
+        found[:1] = ranks if others else [replace(ranks[0], name=names[ACTOR])]
+    return found
+
+
+def _step(config: Config, placement: Placement, *, on_cpu: bool, device_bytes: int | None) -> Step:
+    actor, data = config.actor, config.data
+    mesh = Mesh(len(placement.devices[ACTOR]), actor.parallel)
+    longest = data.max_prompt_length + data.max_response_length
+    inner = actor.parallel.inner
+    groups = -(-actor.ppo_mini_batch_size * inner // mesh.ranks)  # of a mini-batch, on each data rank
+    all_rows = -(-groups * config.rollout.n * longest // actor.parallel.cp)
+    budget = max(actor.ppo_max_token_len_per_gpu, -(-longest // actor.parallel.cp))
+    return Step(
+        mesh=mesh,
+        tokens=min(budget, all_rows),
+        itemsize=_itemsize(config.model.dtype, on_cpu=on_cpu),
+        recompute=config.model.enable_gradient_checkpointing,
+        reshard=actor.fsdp_config.reshard_after_forward,
+        offload=actor.fsdp_config.param_offload and not on_cpu,
+        device_bytes=device_bytes,
+        entropy=actor.entropy_coeff > 0,
+    )
+
+
+def _on(step: Step, ranks: int, *, plain: bool = False) -> Step:
+    """Return ``step`` on another number of ranks. ``plain``: each of which has all of the model."""
+    return replace(step, mesh=Mesh(ranks, type(step.mesh.parallel)() if plain else step.mesh.parallel))
+
+
+def _trainer(
+    config: Config, shape: ModelShape, step: Step, placement: Placement, *, on_cpu: bool, sends: bool
+) -> Memory:
+    """``sends``: this is the rank that keeps a complete copy of what is sent, where there is one."""
+    memory = trainer(shape, step)
+    if placement.shared(REF, ACTOR):
+        memory = memory.beside(reference(shape, step))
+    if placement.shared(CRITIC, ACTOR):
+        memory = memory.beside(critic(shape, step))
+    if placement.shared(LOGP, ACTOR) and config.async_training.trigger_parameter_sync_step > 1:
+        share = FLOAT * step.mesh.share(shape)
+        copy = Line("weights at the version's start", share, on_host=not on_cpu)
+        now = Line("the present weights, meanwhile", share, on_host=not on_cpu)
+        memory = memory.beside(Memory((copy,), {"log-probs of the version's start": (now,)}))
+    bucket = int(config.rollout.param_update_preduce_bucket_size_mb * MIB)
+    served = _served(config, on_cpu=on_cpu)
+    return memory.beside(update(shape, served, bucket, copy=sends, on_cpu=on_cpu))
+
+
+def _keeps_copy(config: Config, placement: Placement) -> bool:
+    """Tell whether rank zero of the trainer keeps a complete copy of the served weights."""
+    settings = config.param_update
+    asked = settings.schedule == "overlapped" or settings.encoding == "delta"
+    return asked and not placement.shared(ROLLOUT, ACTOR)
+
+
+def _replica(config: Config, shape: ModelShape, *, on_cpu: bool) -> Memory:
+    rollout = config.rollout
+    context = config.data.max_prompt_length + config.data.max_response_length
+    slots = concurrent(config)
+    shared = config.placement.kind == "shared"
+    transport = transport_of(config.param_update.transport, backend=config.cluster.backend, shared=shared)
+    return replica(
+        shape,
+        itemsize=_served(config, on_cpu=on_cpu),
+        cached_tokens=slots * context,
+        cache_bytes=None if rollout.kv_cache_gib is None else int(rollout.kv_cache_gib * GIB),
+        slots=slots,
+        prefill=min(rollout.max_batched_tokens, slots * config.data.max_prompt_length),
+        bucket=int(rollout.param_update_consume_bucket_size_mb * MIB),
+        back_buffer=rollout.enable_dual_buffer and not (shared and TRANSPORTS[transport].within_process),
+        on_cpu=on_cpu,
+    )
+
+
+def _served(config: Config, *, on_cpu: bool) -> int:
+    dtype = config.rollout.dtype
+    return _itemsize(config.model.dtype if dtype == "auto" else dtype, on_cpu=on_cpu)
+
+
+def _itemsize(dtype: str, *, on_cpu: bool) -> int:
+    return FLOAT if dtype == "float32" or (dtype == "auto" and on_cpu) else FLOAT // 2

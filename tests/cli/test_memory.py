@@ -1,0 +1,62 @@
+"""What ``headway doctor`` and ``--dry-run`` say of memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from headway.cli import cli, memory
+from headway.config.loading import load
+
+RECIPE = """
+mode: async_partial
+model: {make: {hidden_size: 64}}
+data: {task: {name: sort}, max_prompt_length: 40, max_response_length: 40}
+reward: {function: task}
+rollout: {total_rollout_steps: 768}
+actor: {ppo_mini_batch_size: 16}
+cluster: {device: cpu}
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> str:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(RECIPE)
+    return str(path)
+
+
+def test_the_table_has_eighty_columns_and_a_sum_for_each_kind_of_process(recipe: str) -> None:
+    settings = ["trainer.n_gpus_per_node=4", "actor.use_kl_loss=true", "param_update.encoding=delta"]
+    lines = list(memory.memory_lines(load(Path(recipe), settings).config))
+    table = [line for line in lines if not line.startswith(("note", "  *"))]
+    assert max(map(len, table)) <= 80
+    assert [line for line in lines if " × " in line] == ["trainer rank 0 × 1", "trainer rank × 3", "replica × 1"]
+    assert sum(line.startswith("  at most") for line in lines) == 3
+    for name in ("weights, float32", "weights of the reference", "copy of the served weights", "keys and values"):
+        assert any(line.startswith(f"  {name}") for line in lines), name
+
+
+def test_the_doctor_has_the_table_and_a_dry_run_one_line(recipe: str) -> None:
+    assert "trainer rank × 1" in CliRunner().invoke(cli, ["doctor", recipe]).output
+    (line,) = [
+        line
+        for line in CliRunner().invoke(cli, ["train", recipe, "--dry-run"]).output.splitlines()
+        if line.startswith("# memory: ")
+    ]
+    assert "at most trainer rank " in line
+
+
+def test_nothing_is_said_of_a_model_whose_sizes_are_not_known(recipe: str, tmp_path: Path) -> None:
+    config = load(Path(recipe), [f"model.path={tmp_path}/nowhere", "model.make=null", "model.warmup=null"]).config
+    assert list(memory.memory_lines(config)) == []
+    assert memory.memory_in_short(config) is None
+
+
+def test_what_does_not_fit_the_machine_is_said(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headway.devices.memory_listed_here", lambda *, on_cpu: 1_000_000)
+    *_, note = memory.memory_lines(load(Path(recipe), []).config)
+    assert note.startswith("note: all processes together take up to ")
+    assert note.endswith("this machine has 1.0 MB")

@@ -1,0 +1,195 @@
+"""The arithmetic of memory against the models of transformers, what autograd saves, and runs that are configured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    GemmaConfig,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Phi3Config,
+    PhiConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+from headway.config.memory import Mesh, Step, activations, trainer
+from headway.config.memory_of_run import made, processes
+from headway.config.model import MakeModelConfig
+from headway.config.model_shape import ModelShape
+from headway.config.parallel import ParallelConfig
+from headway.config.schema import Config
+from headway.data.collate import Row
+from headway.data.packing import Packing
+from headway.engines.train.fsdp.batch import collate
+from headway.engines.train.fsdp.policy import PolicyModule
+from headway.models.packed_attention import NAME
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 50,
+    "hidden_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 200,
+    "num_hidden_layers": 3,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+    "tie_word_embeddings": False,
+}
+TIED = {**SIZES, "tie_word_embeddings": True}
+HEAD = {"head_dim": 16}
+EXPERTS = {"moe_intermediate_size": 56, "num_experts": 4, "num_experts_per_tok": 2}
+FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
+    "llama": lambda: LlamaConfig(**SIZES, **HEAD),
+    "llama, biased": lambda: LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True),
+    "mistral": lambda: MistralConfig(**SIZES, **HEAD),
+    "qwen2": lambda: Qwen2Config(**SIZES),
+    "qwen2, tied": lambda: Qwen2Config(**TIED),
+    "qwen3": lambda: Qwen3Config(**SIZES, **HEAD),
+    "gemma": lambda: GemmaConfig(**TIED, **HEAD),
+    "phi": lambda: PhiConfig(**SIZES),
+    "phi3": lambda: Phi3Config(**SIZES),
+    "qwen3-moe": lambda: Qwen3MoeConfig(**SIZES, **HEAD, **EXPERTS),
+    "mixtral": lambda: MixtralConfig(**SIZES, **HEAD, num_local_experts=4, num_experts_per_tok=2),
+}
+TOKENS = 64
+
+
+def shape_of(config: PreTrainedConfig) -> ModelShape:
+    shape = ModelShape.of(config.to_dict())
+    assert shape is not None
+    return shape
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_count_of_parameters_is_that_of_transformers(family: str) -> None:
+    config = FAMILIES[family]()
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert shape_of(config).parameters == sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_a_forward_pass_saves_is_what_is_expected(family: str, dtype: torch.dtype) -> None:
+    config = FAMILIES[family]()
+    step = Step(Mesh(1, ParallelConfig()), TOKENS, dtype.itemsize)
+    expected = activations(shape_of(config), step)
+    assert saved_by_a_forward_pass(config, dtype) == pytest.approx(expected, rel=0.02)
+
+
+def saved_by_a_forward_pass(config: PreTrainedConfig, dtype: torch.dtype) -> int:
+    """Bytes of all storages that autograd keeps for one row of `TOKENS`, without the parameters."""
+    lm = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager").eval()
+    lm.set_attn_implementation(NAME)
+    module = PolicyModule(lm, temperature=1.0)
+    answer = TOKENS - 1
+    row = Row(
+        input_ids=(np.arange(TOKENS) % 48 + 2).astype(np.int32),
+        prompt_length=1,
+        logprobs=np.zeros(answer, dtype=np.float32),
+        versions=np.zeros(answer, dtype=np.int32),
+        loss_mask=np.ones(answer, dtype=np.bool_),
+    )
+    (pack,) = Packing(token_budget=TOKENS)([row])
+    batch = collate([row], torch.device("cpu"), pack.trees)
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
+    saved: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if (place := tensor.untyped_storage().data_ptr()) not in parameters:
+            saved[place] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        module(batch)
+    return sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
+
+
+def test_a_made_model_has_the_size_that_is_said() -> None:
+    from headway.models.make import _architecture, make_tokenizer
+
+    make = MakeModelConfig(architecture="llama", special_tokens=("<|user|>",), tie_word_embeddings=False)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(_architecture(make, make_tokenizer(make)))
+    shape = ModelShape.of(made(make))
+    assert shape is not None
+    assert shape.parameters == model.num_parameters()
+
+
+def test_a_model_of_another_family_has_no_numbers() -> None:
+    assert ModelShape.of({"model_type": "mamba", "hidden_size": 8}) is None
+    assert ModelShape.of({"model_type": "llama"}) is None
+    mixed = {**FAMILIES["qwen3-moe"]().to_dict(), "mlp_only_layers": [0]}
+    assert ModelShape.of(mixed) is None
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen2, tied", "qwen3-moe"])
+def test_shares_add_up_to_the_model_on_each_mesh(family: str) -> None:
+    shape = shape_of(FAMILIES[family]())
+    for ranks, sizes in ((4, {}), (8, {"tp": 2}), (8, {"replicate": 2}), (8, {"cp": 2})):
+        mesh = Mesh(ranks, ParallelConfig.model_validate(sizes))
+        copies = mesh.parallel.replicate
+        norms = (mesh.parallel.tp - 1) * (shape.layers * shape.kept + shape.final)
+        assert ranks * mesh.share(shape) == pytest.approx(copies * (shape.parameters + norms), rel=0.001)
+    if shape.experts:
+        whole, divided = Mesh(4, ParallelConfig()), Mesh(4, ParallelConfig(ep=4))
+        assert whole.share(shape) == pytest.approx(divided.share(shape), rel=0.001)
+        assert whole.layer(shape) - divided.layer(shape) == shape.of_experts * 3 // 4
+
+
+def test_each_way_to_save_memory_saves_what_it_says() -> None:
+    shape = shape_of(FAMILIES["qwen3"]())
+    mesh = Mesh(4, ParallelConfig())
+    plain = trainer(shape, Step(mesh, 512, 2, device_bytes=2**30))
+    recomputed = trainer(shape, Step(mesh, 512, 2, device_bytes=2**30, recompute=True))
+    offloaded = trainer(shape, Step(mesh, 512, 2, device_bytes=2**30, offload=True))
+    assert recomputed.device < plain.device
+    assert offloaded.host == 16 * mesh.share(shape)
+    assert offloaded.device == plain.device - offloaded.host
+    assert plain.host == 0
+
+
+def test_processes_of_a_run_have_what_its_settings_ask_for() -> None:
+    shape = shape_of(FAMILIES["qwen3"]())
+
+    def memory(settings: dict[str, Any], name: str, *, on_cpu: bool = False) -> Any:
+        config = Config.model_validate(settings)
+        return next(p.memory for p in processes(config, shape, on_cpu=on_cpu) if p.name == name)
+
+    plain = memory({}, "replica")
+    assert [line.name for line in plain.held if line.on_host] == ["back buffer of updates"]
+    in_place = memory({"rollout": {"enable_dual_buffer": False}}, "replica")
+    assert not [line for line in in_place.held if line.on_host]
+    assert memory({}, "replica", on_cpu=True).host == 0
+    copy = memory({"param_update": {"schedule": "overlapped"}}, "trainer rank")
+    assert copy.host == 2 * shape.parameters
+    of_ranks = {"param_update": {"schedule": "overlapped"}, "trainer": {"n_gpus_per_node": 2}}
+    first, other = (memory(of_ranks, name).held for name in ("trainer rank 0", "trainer rank"))
+    assert {line.name for line in first} - {line.name for line in other} == {"copy of the served weights"}
+    with_reference = memory({"actor": {"use_kl_loss": True}}, "trainer rank")
+    assert "weights of the reference" in [line.name for line in with_reference.held]
+    own = {"actor": {"use_kl_loss": True}, "ref": {"nnodes": 1, "n_gpus_per_node": 2}}
+    assert memory(own, "reference rank").held[0].nbytes == pytest.approx(shape.parameters, abs=8)
+    shared = memory({"placement": {"kind": "shared"}}, "trainer rank")
+    assert "generation" in shared.moments
+
+
+def test_a_replica_on_a_cpu_has_its_large_matrices_twice() -> None:
+    shape = ModelShape.of({**FAMILIES["llama"]().to_dict(), "hidden_size": 512, "intermediate_size": 2048})
+    assert shape is not None
+    names = {
+        on_cpu: [line.name for p in processes(Config(), shape, on_cpu=on_cpu) for line in p.memory.held]
+        for on_cpu in (True, False)
+    }
+    assert set(names[True]) - set(names[False]) == {"the weights as a CPU's kernels read them"}
