@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from headway.engines.served.memory import WeightMemory, release_cached
 from headway.errors import ModelError, RunError
-from headway.models.files import file_tensors
+from headway.models.files import tensors_of_files
 from headway.weights.buckets import Parts, Tensors, whole
 from headway.weights.layout import Manifest
 
@@ -46,8 +46,7 @@ class ServedWeights:
         self.device = model.device
         self.memory = WeightMemory(model.parameters())
         self._name = name
-        parameters = dict(model.named_parameters())
-        self._tensors = {file.name: file.of(parameters[file.parameter].detach()) for file in file_tensors(model)}
+        self._tensors = tensors_of_files(model)
         """The tensors of the model's files, as views of what is served."""
         self.contents = Contents.SERVED
         self.version = 0
