@@ -130,14 +130,14 @@ async def _updates(kind: str, path: Path, rounds: int) -> list[dict[str, Any]]:
     import torch
 
     from headway.models.pretrained import load_model
-    from headway.weights.buckets import Shard, pack
+    from headway.weights.buckets import pack, whole
     from headway.weights.layout import buckets, build_manifest
     from headway.weights.outgoing import Stream
     from headway.weights.protocols import WeightSink
 
     source = load_model(path, dtype=torch.float32)
     manifest = build_manifest((name, tuple(p.shape), p.dtype) for name, p in source.named_parameters())
-    shards = {name: Shard(0, p.detach().reshape(-1)) for name, p in source.named_parameters()}
+    shards = whole(dict(source.named_parameters()))
 
     def receive(version: int, sink: WeightSink) -> None:
         weights = Stream(manifest, pack(manifest, shards, buckets(manifest.nbytes, BUCKET)))

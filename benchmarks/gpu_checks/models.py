@@ -16,7 +16,7 @@ from headway.data.collate import Row
 from headway.data.types import GroupTokens, Prompt
 from headway.interfaces import GroupRequest, SamplingParams
 from headway.models.pretrained import load_model
-from headway.weights.buckets import Shard, pack
+from headway.weights.buckets import pack, whole
 from headway.weights.layout import Manifest, buckets, build_manifest
 from headway.weights.outgoing import Window
 
@@ -124,5 +124,5 @@ def manifest_of(model: PreTrainedModel) -> Manifest:
 
 def windows(model: PreTrainedModel, manifest: Manifest, bucket_bytes: int) -> list[Window] | Any:
     """The model's weights bucket by bucket, on its own device: what a trainer's gather yields."""
-    shards = {name: Shard(0, p.detach().reshape(-1)) for name, p in model.named_parameters()}
+    shards = whole(dict(model.named_parameters()))
     return pack(manifest, shards, buckets(manifest.nbytes, bucket_bytes), model.device)

@@ -206,10 +206,10 @@ def _random(shape: Shape, setting: Setting) -> Any:
 
 
 def _send(weights: Mapping[str, torch.Tensor], manifest: Manifest, sink: WeightSink) -> None:
-    from headway.weights.buckets import Shard, pack
+    from headway.weights.buckets import pack, whole
     from headway.weights.layout import buckets
 
-    shards = {name: Shard(0, tensor.reshape(-1)) for name, tensor in weights.items()}
+    shards = whole(weights)
     stream = Stream(manifest, pack(manifest, shards, buckets(manifest.nbytes, 2**22)))
     for chunk in stream:
         sink.room(chunk.header).copy_(chunk.payload)

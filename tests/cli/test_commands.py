@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 
 import headway
 from headway.cli import cli, common, main, outputs
-from headway.cli.training import summary
+from headway.cli.training import device_range, summary
 from headway.config.loading import LoadedConfig, load
 from headway.errors import ConfigError, HeadwayError, WorkerDied
 from tests.tiers import mostly_slow
@@ -151,6 +151,15 @@ def test_the_doctor_shows_what_follows_from_the_settings(recipe: str) -> None:
     assert said["length"] == "640 groups = 10 versions"
     assert said["actor"] == "2 × (devices 0-1)"
     assert said["rollout"] == "1 × (device 2)"
+
+
+def test_devices_of_several_nodes_are_shown_as_they_are_numbered() -> None:
+    assert [device_range(devices) for devices in ((3,), (0, 1, 2, 3), (0, 1, 4), (0, 4, 5))] == [
+        "device 3",
+        "devices 0-3",
+        "devices 0-1, 4",
+        "devices 0, 4-5",
+    ]
 
 
 def test_the_doctor_shows_idle_devices_epochs_and_a_missing_bound(recipe: str) -> None:

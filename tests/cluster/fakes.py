@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.cluster.plan import WorkerSpec
+from headway.cluster.plan import ClusterPlan, WorkerSpec
 from headway.cluster.roles.role import Role
 from headway.cluster.worker_group import Collect, Dispatch, register
+from headway.config.groups import node_shares
 from headway.data.types import Column, GroupTokens, RowTokens, Sample, SampledTokens, TrajectoryId
 from headway.errors import UpdateFailed
 
@@ -119,3 +120,9 @@ def column(handle: Any, index: int) -> Column:
 def echo_specs(ranks: int, config: Any) -> list[WorkerSpec]:
     arguments = {"config": config, "model_path": str(Path("nowhere"))}
     return [WorkerSpec(f"echo-{r}", EchoRole, r, 1, {**arguments, "rank": r}) for r in range(ranks)]
+
+
+def echo_plan(specs: Sequence[WorkerSpec], per_node: int | None = None) -> ClusterPlan:
+    """A plan of such workers alone, all on one node or ``per_node`` on each."""
+    shares = node_shares("echo", [spec.device for spec in specs], per_node or len(specs))
+    return ClusterPlan(tuple(specs), *[()] * 6, inside_fetch=frozenset(), shared=False, shares=shares)

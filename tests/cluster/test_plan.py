@@ -8,11 +8,12 @@ from typing import Any, cast
 
 import pytest
 
+from headway.cluster import process
 from headway.cluster.backend import start_backend
 from headway.cluster.engines import clock_offset
-from headway.cluster.hardware import available_cores
 from headway.cluster.inline import InlineCluster
 from headway.cluster.plan import ClusterPlan, plan_cluster
+from headway.cluster.process import ProcessSettings, threads_of
 from headway.cluster.ray_cluster import MIN_OBJECT_STORE, check_answers, object_store_bytes
 from headway.cluster.worker_group import Worker
 from headway.config.placement import resolve_placement
@@ -20,9 +21,9 @@ from headway.config.schema import Config
 from headway.errors import ConfigError
 
 
-def plan(machines: int = 1, **sections: Any) -> ClusterPlan:
+def plan(**sections: Any) -> ClusterPlan:
     config = Config(**sections)
-    return plan_cluster(config, resolve_placement(config), model_path="m", total_optimizer_steps=10, machines=machines)
+    return plan_cluster(config, resolve_placement(config), model_path="m", total_optimizer_steps=10)
 
 
 def test_each_rank_and_replica_is_a_worker_on_a_device_of_its_own() -> None:
@@ -39,23 +40,55 @@ def test_each_rank_and_replica_is_a_worker_on_a_device_of_its_own() -> None:
     assert {s.arguments["world_size"] for s in planned.workers[:2]} == {2}
 
 
-def test_threads_divide_the_cores_of_a_machine_and_are_never_none() -> None:
-    share = available_cores() // 2
-    assert {s.threads for s in plan().workers if not s.beside} == {max(1, share)}
-    assert {s.threads for s in plan(rollout={"n_gpus_per_node": 200}).workers} == {1}
-    assert {s.threads for s in plan(machines=2).workers if not s.beside} == {max(1, share * 2)}
-    assert {s.threads for s in plan(machines=2).workers if s.beside} == {1}
+def test_threads_divide_the_cores_of_the_node_that_a_worker_lands_on_and_are_never_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert {s.threads for s in plan().workers if not s.beside} == {0}
+    assert {s.threads for s in plan().workers if s.beside} == {1}
+    monkeypatch.setattr(process, "available_cores", lambda: 12)
+    assert [threads_of(0, sharing) for sharing in (1, 2, 5, 200)] == [12, 6, 2, 1]
+    assert threads_of(3, 2) == 3
+    settings = ProcessSettings("rollout-0", 0, Path("log"), sharing=4)
+    assert settings.environment()["OMP_NUM_THREADS"] == "3"
 
 
 def test_threads_that_the_user_sets_are_kept() -> None:
     planned = plan(trainer={"threads": 3}, rollout={"threads": 5})
     assert [s.threads for s in planned.workers if not s.beside] == [3, 5]
+    assert plan(trainer={"threads": 3}, placement={"kind": "shared"}).workers[0].threads == 3
 
 
-def test_a_keeper_is_beside_a_replica_of_each_machine() -> None:
-    planned = plan(rollout={"nnodes": 2, "n_gpus_per_node": 3})
-    assert [(s.name, s.device) for s in planned.workers if s.beside] == [("keeper-0", 1), ("keeper-1", 4)]
-    assert [rank.name for rank in planned.keepers] == ["keeper-0", "keeper-1"]
+@pytest.mark.parametrize(
+    ("sections", "devices"),
+    [
+        ({"rollout": {"nnodes": 2, "n_gpus_per_node": 3}}, [1, 4]),
+        ({"trainer": {"nnodes": 3, "n_gpus_per_node": 2, "use_nodes_ratios": ("1/2", 0, 0, "1/2")}}, [3, 4]),
+        (
+            {
+                "placement": {"kind": "shared"},
+                "trainer": {"nnodes": 2, "n_gpus_per_node": 4},
+                "rollout": {"nnodes": 2, "n_gpus_per_node": 2},
+            },
+            [0, 4],
+        ),
+    ],
+)
+def test_a_keeper_is_beside_the_first_replica_of_each_node_that_has_some(
+    sections: dict[str, Any], devices: list[int]
+) -> None:
+    planned = plan(**sections)
+    assert [(s.name, s.device) for s in planned.workers if s.beside] == [
+        (f"keeper-{index}", device) for index, device in enumerate(devices)
+    ]
+    assert [rank.name for rank in planned.keepers] == [f"keeper-{index}" for index in range(len(devices))]
+
+
+def test_what_is_reserved_by_node_are_the_devices_that_have_a_worker() -> None:
+    planned = plan(trainer={"nnodes": 2, "n_gpus_per_node": 4, "use_nodes_ratios": (0.25, 0, 0, 0.5)})
+    assert [(share.owner, share.node, share.devices) for share in planned.shares] == [
+        ("trainer", 0, (0, 1)),
+        ("trainer", 1, (4, 5, 6, 7)),
+    ]
 
 
 def test_a_reference_without_ranks_of_its_own_runs_on_the_trainers() -> None:

@@ -20,17 +20,18 @@ from ray.util import placement_group_table
 
 from headway.cluster import ray_worker, resource_pool
 from headway.cluster.backend import start_backend
-from headway.cluster.plan import ClusterPlan
+from headway.cluster.node_assignment import Node
 from headway.cluster.processes import Family
 from headway.cluster.ray_cluster import RayCluster
 from headway.cluster.ray_worker import RayWorker
 from headway.cluster.resource_pool import ResourcePool
 from headway.cluster.token_files import TokenFiles, TokenPart, TokenPlace
 from headway.cluster.worker_group import WorkerGroup
+from headway.config.groups import node_shares
 from headway.config.schema import Config
 from headway.data.types import Sample
 from headway.errors import ConfigError, ModelError, RunError, StallError, UpdateFailed, WorkerDied
-from tests.cluster.fakes import EchoRole, echo_specs, group_tokens, sample
+from tests.cluster.fakes import EchoRole, echo_plan, echo_specs, group_tokens, sample
 from tests.cluster.one_version import tiny_config
 
 WAIT_S = 60.0
@@ -43,7 +44,7 @@ async def workers(ray_here: None, tmp_path: Path) -> AsyncIterator[list[RayWorke
     cluster = RayCluster(config, tmp_path)
     await cluster.connect()
     specs = echo_specs(2, config)
-    await cluster.reserve(ClusterPlan(tuple(specs), *[()] * 6, inside_fetch=frozenset(), shared=False))
+    await cluster.reserve(echo_plan(specs))
     started = [cluster.launch(spec) for spec in specs]
     await asyncio.gather(*(worker.up() for worker in started))
     yield started
@@ -199,17 +200,31 @@ async def test_a_killed_worker_is_noticed_while_nobody_calls_it(workers: list[Ra
 
 
 async def test_devices_that_are_not_there_are_told_with_what_there_is(ray_here: None) -> None:
-    with pytest.raises(StallError, match=r"did not reserve 3 x .*'GPU': 1.* within 0.2 s; the cluster has .*'CPU': 2"):
-        await ResourcePool.reserve(3, on_gpus=True, timeout_s=0.2)
+    with pytest.raises(
+        ConfigError, match=r"^echo asks for 1 node with 3 GPUs \(.* has 1 node with 0 GPUs\. .*ray start"
+    ):
+        await ResourcePool.reserve(node_shares("echo", range(3), 3), on_gpus=True, timeout_s=60)
 
 
-async def test_a_start_without_enough_devices_says_what_is_lacking_before_its_time_is_over(
-    ray_here: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_more_nodes_than_there_are_are_told_though_one_has_room_for_all(ray_here: None) -> None:
+    asked = (
+        r"^echo asks for 2 nodes with 1 process each \(echo\.nnodes=2\), and Ray has 1 node with 200 processes at most"
+    )
+    with pytest.raises(ConfigError, match=asked + r".*More devices of one machine are n_gpus_per_node"):
+        await ResourcePool.reserve(node_shares("echo", range(2), 1), on_gpus=False, timeout_s=60)
+
+
+async def test_a_start_without_free_devices_says_what_is_lacking_before_its_time_is_over(
+    ray_here: None, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(resource_pool, "CPU_SHARE", 2)
+    """Waits for devices that another run has, as long as a start may wait."""
+    others = await ResourcePool.reserve(node_shares("other", range(199), 199), on_gpus=False, timeout_s=60)
     config = tiny_config("ray", cluster={"start_timeout_s": 4})
-    with pytest.raises(StallError, match=r"did not reserve 2 x \{'CPU': 2\} within [1-3] s; .* has \{'CPU': 2\.0\}"):
-        await start_backend(config, model_path="m", run_dir=tmp_path, total_optimizer_steps=1)
+    try:
+        with pytest.raises(StallError, match=r"has 1 node with 200 processes at most, 1 free; .*room within 3\.\d+ s"):
+            await start_backend(config, model_path="m", run_dir=tmp_path, total_optimizer_steps=1)
+    finally:
+        others.release()
 
 
 async def test_a_machine_with_too_few_gpus_is_told_at_once(
@@ -219,7 +234,7 @@ async def test_a_machine_with_too_few_gpus_is_told_at_once(
     config = Config()
     cluster = RayCluster(config, tmp_path)
     assert await cluster.connect() == "cuda"
-    plan = ClusterPlan(tuple(echo_specs(2, config)), *[()] * 6, inside_fetch=frozenset(), shared=False)
+    plan = echo_plan(echo_specs(2, config))
     with pytest.raises(
         ConfigError, match=r"needs 2 GPUs, for echo-0, echo-1, and this machine has 1\. Set .*device=cpu"
     ):
@@ -232,19 +247,30 @@ async def test_a_machine_with_too_little_memory_for_so_many_processes_is_told_at
     config = Config(cluster={"device": "cpu"})  # type: ignore[arg-type]
     cluster = RayCluster(config, tmp_path)
     await cluster.connect()
-    plan = ClusterPlan(tuple(echo_specs(5000, config)), *[()] * 6, inside_fetch=frozenset(), shared=False)
+    plan = echo_plan(echo_specs(5000, config))
     with pytest.raises(ConfigError, match=r"needs 5000 processes, each with 128 MiB or more, and Ray has [\d.]+ GiB"):
         await cluster.reserve(plan)
 
 
-async def test_devices_that_are_given_up_on_are_not_taken_later(ray_here: None) -> None:
-    reserving = asyncio.create_task(ResourcePool.reserve(1, on_gpus=True, timeout_s=0.5))
-    await asyncio.sleep(0)  # until it waits
+async def test_devices_that_are_given_up_on_are_not_taken_later(
+    ray_here: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource_pool, "CPU_SHARE", 4)  # more than there is, and found free by a look that is late
+    there = ray.get_runtime_context().get_node_id()
+    monkeypatch.setattr(resource_pool, "_nodes", lambda on_gpus: [Node(there, 1, 1)])
+    reserving = asyncio.create_task(ResourcePool.reserve(node_shares("echo", range(1), 1), on_gpus=False, timeout_s=60))
+    async with asyncio.timeout(WAIT_S):
+        while "PENDING" not in group_states():  # noqa: ASYNC110 - Ray tells nobody
+            await asyncio.sleep(0.01)
     reserving.cancel()
     with pytest.raises(asyncio.CancelledError):
         await reserving
+    assert group_states() <= {"REMOVED"}
+
+
+def group_states() -> set[str]:
     groups: dict[str, dict[str, Any]] = placement_group_table()
-    assert {group["state"] for group in groups.values()} <= {"REMOVED"}
+    return {group["state"] for group in groups.values()}
 
 
 async def test_a_start_that_fails_leaves_no_worker_behind(ray_here: None, tmp_path: Path) -> None:

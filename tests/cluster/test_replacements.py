@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import pytest_asyncio
 
 from headway.cluster import address, resource_pool
 from headway.cluster.address import answers, stops_answering
 from headway.cluster.engines import RolloutReplica
 from headway.cluster.exchange import Exchange
+from headway.cluster.node_assignment import Node
 from headway.cluster.plan import WorkerSpec
 from headway.cluster.replacements import Replacements, replica_start
 from headway.cluster.resource_pool import ResourcePool
@@ -109,17 +111,88 @@ async def test_a_machine_without_the_model_gets_no_replica() -> None:
     assert place.log[-2:] == ["look from rollout-1+1", "kill rollout-1+1"], "it would hold its device"
 
 
-async def test_a_device_has_a_place_when_ray_answers_on_its_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """First on a machine that Ray takes for alive, then on none, then on another one, which answers."""
+class Reserved:
+    """Ray's nodes and groups, as a pool of the devices 0 to 2 sees them: bundles 0, 1, 2 of one group on node a."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, alive: dict[str, int | None]) -> None:
+        """``alive``: the port at which Ray's process on each node should answer; None for nodes that Ray has not."""
+        self.alive = alive
+        self.free = dict.fromkeys(alive, 0)
+        self.removed: list[object] = []
+        group = SimpleNamespace(id="first")
+        places = {device: resource_pool._Place(cast(Any, group), device, "a") for device in range(3)}
+        self.pool = ResourcePool(places, on_gpus=True)
+        monkeypatch.setattr(resource_pool, "LOOK_AGAIN_S", 0.0)
+        monkeypatch.setattr(resource_pool, "_described", self._described)
+        monkeypatch.setattr(resource_pool, "_nodes", lambda on_gpus: [Node(n, 4, self.free[n]) for n in self.alive])
+        monkeypatch.setattr(resource_pool, "_reserved", self._reserved)
+        monkeypatch.setattr(resource_pool, "remove_placement_group", lambda group: self.removed.append(group.id))
+
+    def bundle(self, device: int) -> tuple[str, int]:
+        strategy = self.pool.options(device)["scheduling_strategy"]
+        return strategy.placement_group.id, strategy.placement_group_bundle_index
+
+    def _described(self, node: str) -> dict[str, Any] | None:
+        port = self.alive[node]
+        return None if port is None else {"NodeManagerAddress": "127.0.0.1", "NodeManagerPort": port}
+
+    async def _reserved(self, nodes: Sequence[str], on_gpus: bool) -> Any:
+        (node,) = nodes
+        if not self.free[node]:
+            return None
+        self.free[node] -= 1
+        return SimpleNamespace(id=f"on {node}, {self.free[node]} left")
+
+
+@pytest_asyncio.fixture
+async def port() -> AsyncIterator[int]:
+    """One that answers; nothing does at port 9."""
     server = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
-    alive = {"NodeManagerAddress": "127.0.0.1", "NodeManagerPort": server.sockets[0].getsockname()[1]}
-    looks = [{"NodeManagerAddress": "127.0.0.1", "NodeManagerPort": 9}, None, alive]
-    pool = ResourcePool(cast(Any, None), 0)
-    monkeypatch.setattr(resource_pool, "LOOK_AGAIN_S", 0.0)
-    monkeypatch.setattr(pool, "_node", lambda device: looks.pop(0))
-    await asyncio.wait_for(pool.find_place(1), 60)
-    assert looks == []
+    yield server.sockets[0].getsockname()[1]
     server.close()
+
+
+async def test_a_device_stays_where_it_is_while_ray_answers_there(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
+    ray = Reserved(monkeypatch, {"a": port, "b": port})
+    ray.free["b"] = 4
+    assert await ray.pool.find_place(1) == 1
+    assert (ray.pool.node(1), ray.bundle(1), ray.pool.sharing(1)) == ("a", ("first", 1), 3)
+
+
+async def test_a_device_of_a_node_that_is_gone_moves_to_one_that_has_room_and_answers(
+    monkeypatch: pytest.MonkeyPatch, port: int
+) -> None:
+    ray = Reserved(monkeypatch, {"a": None, "silent": 9, "full": port, "b": port})
+    ray.free |= {"silent": 4, "b": 3}
+    for device in (1, 2, 0):
+        async with asyncio.timeout(60):
+            assert await ray.pool.find_place(device) == device
+    assert [(ray.pool.node(device), ray.pool.sharing(device)) for device in range(3)] == [("b", 3)] * 3
+    assert [ray.bundle(device) for device in (1, 2, 0)] == [(f"on b, {left} left", 0) for left in (2, 1, 0)]
+    assert ray.removed == ["first"], "when nobody has a bundle of it any more"
+
+
+async def test_a_device_of_a_node_that_is_silent_moves_after_several_looks(
+    monkeypatch: pytest.MonkeyPatch, port: int
+) -> None:
+    ray = Reserved(monkeypatch, {"a": 9, "b": port})
+    ray.free["b"] = 1
+    async with asyncio.timeout(60):
+        await ray.pool.find_place(1)
+    assert ray.pool.node(1) == "b" and ray.pool.node(0) == "a"
+    assert ray.removed == []
+
+
+async def test_what_has_no_device_of_its_own_moves_none_and_goes_beside_one_that_is_alive(
+    monkeypatch: pytest.MonkeyPatch, port: int
+) -> None:
+    ray = Reserved(monkeypatch, {"a": 9, "b": port})
+    ray.free["b"] = 2
+    async with asyncio.timeout(60):
+        keeper = asyncio.create_task(ray.pool.find_place(1, [0, 2], move=False))
+        await ray.pool.find_place(2)
+        assert await keeper == 2
+    assert ray.free["b"] == 1
 
 
 async def test_a_machine_is_given_up_after_several_failures_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,6 +92,7 @@ def look(
         critic=tuple(ranks("critic")),
         inside_fetch=frozenset(),
         shared=False,
+        shares=(),
     )
     directory = WEIGHTS if transport in ("disk", "shared_memory") else None
     sight = Sight(SharedFiles(RUN, model_path, transport, directory), driver)

@@ -160,6 +160,54 @@ async def test_between_its_begin_and_its_end_all_calls_find_the_episodes_of_a_fe
     await ranks.total(samples(1, 1), 1)
 
 
+class OfAMesh(Scripted):
+    """Keeps what it was asked to hand over: results that came back whole, and those of which it gave handles."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(Sum(10**rank))
+        self.came_back: list[str] = []
+        self.kept: list[tuple[str, int]] = []
+
+    async def call(self, method: str, *args: Any) -> Any:
+        self.came_back.append(method)
+        return await super().call(method, *args)
+
+    async def keep(self, method: str, parts: Sequence[Sequence[int]], *args: Any) -> list[Handle[Any]]:
+        self.kept.append((method, len(parts)))
+        self.calls.append((method, *args))
+        return [(self.rank, [args[0][place] for place in part]) for part in parts]
+
+
+async def test_the_ranks_of_an_inner_mesh_compute_the_same_samples_and_the_first_has_the_results() -> None:
+    workers = [OfAMesh(rank) for rank in range(6)]
+    ranks = WorkerGroup(Doubler, workers, inner=2)
+    fetch = samples(9, 2, 1, 8, 7, 3)
+    await ranks.begin_fetch([fetch])
+    assert [worker.calls for worker in workers] == [[("begin_fetch",)]] * 6
+    columns = await ranks.columns(fetch)
+    assert await ranks.joined(fetch) == 10**0 + 10**2 + 10**4
+    assert await ranks.total(fetch, 3) == 1
+    shares = []
+    for first, beside in zip(workers[::2], workers[1::2], strict=True):
+        assert first.calls == beside.calls, "the same work"
+        _, (_, share), (_, again), (_, once_more, factor) = first.calls
+        assert share == again == once_more != [] and factor == 3
+        shares.append(share)
+        assert first.came_back == ["begin_fetch", "joined", "total"]
+        assert beside.came_back == ["begin_fetch"], "what it computes is not sent to anybody"
+        assert beside.kept == [("columns", 0), ("joined", 0), ("total", 0)]
+    assert sorted(sample.tokens for share in shares for sample in share) == list(range(6))
+    for sample, column in zip(fetch, columns, strict=True):
+        rank, kept = column.handle
+        assert kept[column.index] is sample and rank in (10**0, 10**2, 10**4)
+
+
+async def test_a_rank_of_an_inner_mesh_that_fails_fails_the_call() -> None:
+    workers = [Scripted(0, hangs=True), Scripted(1, KeyError("lost"))]
+    with pytest.raises(KeyError, match="lost"):
+        await asyncio.wait_for(WorkerGroup(Doubler, workers, inner=2).total(samples(8, 1), 1), 60)
+
+
 async def test_the_first_rank_that_fails_fails_the_call_while_others_hang() -> None:
     with pytest.raises(KeyError, match="lost"):
         await asyncio.wait_for(group(Scripted(0, hangs=True), Scripted(1, KeyError("lost"))).everywhere(1), 60)
@@ -187,6 +235,8 @@ def test_columns_are_not_collected_from_all_ranks() -> None:
 def test_a_group_without_workers_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one worker"):
         group()
+    with pytest.raises(ValueError, match="multiple of 2 workers, got 3"):
+        WorkerGroup(Doubler, [Scripted(0), Scripted(1), Scripted(2)], inner=2)
 
 
 async def test_a_path_is_sent_absolute_for_workers_run_in_another_directory() -> None:

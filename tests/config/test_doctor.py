@@ -175,6 +175,24 @@ def test_what_passed_once_passes_again_from_its_dump(
         ),
         (("trainer.use_nodes_ratios=[0.5, 0, 0, 0.5]",), "train's share 0.5 of 1 devices is 0.5 devices"),
         (("rollout.nnodes=0",), "rollout.nnodes: got 0"),
+        (("cluster.backend=inline", "rollout.nnodes=2"), "set rollout.nnodes=1, and rollout.n_gpus_per_node"),
+        (
+            ("trainer.n_gpus_per_node=4", "actor.parallel.tp=8"),
+            "tp=8 is 8 ranks, which do not divide the 4 of trainer.nnodes",
+        ),
+        (
+            ("trainer.nnodes=2", "trainer.n_gpus_per_node=4", "actor.parallel.tp=8"),
+            "is 8 ranks, which have to be on one machine, and trainer.nnodes × n_gpus_per_node has 4 on each",
+        ),
+        (
+            (
+                "trainer.nnodes=2",
+                "trainer.n_gpus_per_node=3",
+                "trainer.use_nodes_ratios=[2/3, 0, 0, 1/3]",
+                "actor.parallel.cp=2",
+            ),
+            "gives actor devices 0-3 of machines with 3 each: some would be on two",
+        ),
         (("reward.timeout_s=200",), "cluster.stall_timeout_s=300 would end the run first"),
     ],
 )

@@ -43,6 +43,12 @@ def test_devices_that_both_sides_share_are_one_process_each(minimal: Load) -> No
     assert len(notes_on(minimal, *shared, cores=5)) == 1
 
 
+def test_machines_that_a_run_without_a_cluster_does_not_have_are_told(minimal: Load) -> None:
+    (note,) = notes(minimal, "rollout.nnodes=2", gpus=8)
+    assert note.startswith("rollout.nnodes=2 asks for 2 machines, and without cluster.address a run is on this one")
+    assert notes(minimal, "rollout.nnodes=2", "cluster.address=auto") == []
+
+
 def test_nothing_is_said_of_machines_elsewhere_and_of_a_run_in_one_process(minimal: Load) -> None:
     assert notes(minimal, "cluster.address=auto", cores=1) == []
     assert notes_on(minimal, "cluster.backend=inline", cores=1) == []

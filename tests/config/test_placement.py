@@ -4,7 +4,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.config.placement import ACTOR, ALWAYS_SLOTS, MOST_SLOTS, REF, ROLLOUT, concurrent, resolve_placement
+from headway.config.placement import (
+    ACTOR,
+    ALWAYS_SLOTS,
+    CRITIC,
+    MOST_SLOTS,
+    REF,
+    ROLLOUT,
+    Placement,
+    concurrent,
+    resolve_placement,
+)
 from headway.config.schema import Config
 from headway.errors import ConfigError
 
@@ -108,6 +118,10 @@ def test_counts_use_every_device_once(tn: int, tg: int, rn: int, rg: int, fn: in
     own_ref = placed.devices.get(REF, ()) if fn else ()
     used = [*placed.devices[ACTOR], *placed.devices[ROLLOUT], *own_ref]
     assert used == list(range(placed.total))
+    assert [device for share in placed.shares for device in share.devices] == used
+    assert [len(placed.on_nodes(role)) for role in (ACTOR, ROLLOUT)] == [tn, rn]
+    assert {len(share.devices) for share in placed.on_nodes(ACTOR)} == {tg}
+    assert {len(share.devices) for share in placed.on_nodes(ROLLOUT)} == {rg}
     assert (len(placed.devices[ACTOR]), len(placed.devices[ROLLOUT])) == (tn * tg, rn * rg)
     assert (REF in placed.devices) == kl
 
@@ -129,6 +143,47 @@ def test_whole_shares_give_their_devices_and_roles_overlap_only_where_they_must(
     assert not placed.shared(ROLLOUT, REF)
     assert placed.shared(REF, ACTOR) == (ref == 0 or train + ref + generate > total)
     assert set(placed.idle).isdisjoint(device for on in placed.devices.values() for device in on)
+
+
+def drawn(placed: Placement, role: str) -> list[tuple[str, int, tuple[int, ...]]]:
+    return [(share.owner, share.node, share.devices) for share in placed.on_nodes(role)]
+
+
+def test_by_counts_each_role_has_nodes_of_its_own_numbering_filled_one_after_the_other() -> None:
+    placed = resolve_placement(
+        config(trainer={"nnodes": 2, "n_gpus_per_node": 4}, rollout={"nnodes": 2, "n_gpus_per_node": 1})
+    )
+    assert drawn(placed, ACTOR) == [("trainer", 0, (0, 1, 2, 3)), ("trainer", 1, (4, 5, 6, 7))]
+    assert drawn(placed, ROLLOUT) == [("rollout", 0, (8,)), ("rollout", 1, (9,))]
+    assert [group.devices for group in placed.groups(ACTOR, 2)] == [(0, 1), (2, 3), (4, 5), (6, 7)]
+    assert not any(placed.straddles(group) for group in placed.groups(ACTOR, 4))
+    assert [placed.straddles(group) for group in placed.groups(ACTOR, 8)] == [True]
+    assert [group.devices for group in placed.groups(ROLLOUT)] == [(8,), (9,)], "a replica is a group of one"
+
+
+def test_by_shares_the_trainers_nodes_hold_all_but_a_critic_of_its_own() -> None:
+    placed = resolve_placement(
+        config(
+            kl=True,
+            trainer={"nnodes": 2, "n_gpus_per_node": 4, "use_nodes_ratios": ("5/8", 0, "1/8", "1/8")},
+            algorithm={"adv_estimator": "gae"},
+            critic={"nnodes": 1, "n_gpus_per_node": 2},
+        )
+    )
+    assert drawn(placed, ACTOR) == [("trainer", 0, (0, 1, 2, 3)), ("trainer", 1, (4,))]
+    assert drawn(placed, REF) == [("trainer", 1, (5,))]
+    assert drawn(placed, ROLLOUT) == [("trainer", 1, (7,))]
+    assert drawn(placed, CRITIC) == [("critic", 0, (8, 9))]
+    assert [placed.straddles(group) for group in placed.groups(ACTOR, 2)] == [False, False, False]
+
+
+def test_on_shared_devices_replicas_are_on_the_first_devices_of_as_many_of_the_trainers_nodes() -> None:
+    shared = {"placement": {"kind": "shared"}, "trainer": {"nnodes": 3, "n_gpus_per_node": 4}}
+    placed = resolve_placement(config(**shared, rollout={"nnodes": 2, "n_gpus_per_node": 2}))
+    assert drawn(placed, ROLLOUT) == [("trainer", 0, (0, 1)), ("trainer", 1, (4, 5))]
+    for nodes, each in ((4, 1), (1, 5)):
+        with pytest.raises(ConfigError, match=r"rollout\.nnodes=\d × .*=3 × .*=4 train, but they are the same ones"):
+            resolve_placement(config(**shared, rollout={"nnodes": nodes, "n_gpus_per_node": each}))
 
 
 def slots(eta: object, replicas: int = 1, context: int = 512, **rollout: object) -> int:

@@ -153,6 +153,7 @@ def print_summary(loaded: LoadedConfig) -> None:
 
 def summary(config: Config) -> dict[str, str]:
     """Return the summary of the settings, line by line: the numbers that follow from them, and who runs where."""
+    from headway.cli.nodes import nodes_drawn
     from headway.config.placement import concurrent, resolve_placement
     from headway.pipeline.staleness import admission_limit, lag_bound
 
@@ -176,7 +177,8 @@ def summary(config: Config) -> dict[str, str]:
     if config.cluster.backend == "inline":
         return lines | {role: f"{len(on)} × (this process)" for role, on in placement.devices.items()}
     roles = {role: f"{len(on)} × ({device_range(on)})" for role, on in placement.devices.items()}
-    return lines | roles | ({"idle": device_range(placement.idle)} if placement.idle else {})
+    lines |= roles | ({"idle": device_range(placement.idle)} if placement.idle else {})
+    return lines | nodes_drawn(placement, config.actor.parallel)
 
 
 def checkpoints(config: Config) -> str:
@@ -189,5 +191,8 @@ def checkpoints(config: Config) -> str:
 
 
 def device_range(devices: tuple[int, ...]) -> str:
-    """Return consecutive device numbers in short: ``device 3`` or ``devices 0-3``."""
-    return f"device {devices[0]}" if len(devices) == 1 else f"devices {devices[0]}-{devices[-1]}"
+    """Return ascending device numbers in short: ``device 3``, ``devices 0-3`` or ``devices 0-1, 4``."""
+    starts = [device for device in devices if device - 1 not in devices]
+    ends = [device for device in devices if device + 1 not in devices]
+    runs = [f"{start}" if start == end else f"{start}-{end}" for start, end in zip(starts, ends, strict=True)]
+    return f"device{'' if len(devices) == 1 else 's'} {', '.join(runs)}"

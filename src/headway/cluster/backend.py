@@ -50,6 +50,8 @@ class Workers:
     needed: Sequence[Worker]
     """Workers each of which the run cannot go on without, for supervision."""
     cluster: Cluster
+    weights_nbytes: int
+    """Number of bytes of a version of the weights."""
     rounding: Rounding
     """Tolerances, in nats, by which the log-probs of each receiver may differ from the trainer's by rounding."""
     hardware: Mapping[str, Hardware]
@@ -164,6 +166,7 @@ async def start_backend(config: Config, *, model_path: str, run_dir: Path, total
             inside_fetch=started.inside_fetch,
             needed=started.needed,
             cluster=cluster,
+            weights_nbytes=started.weights_nbytes,
             rounding=started.rounding,
             hardware=started.hardware,
             padded=started.padded,

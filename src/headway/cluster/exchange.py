@@ -21,7 +21,7 @@ from headway.cluster.roles.outbox import Send, Sent, SentWeights
 from headway.cluster.worker_group import Worker, WorkerGroup
 from headway.concurrently import both, concurrently, failure_ignored
 from headway.config.schema import Config
-from headway.config.transports import TRANSPORTS, transport_of
+from headway.config.transports import TRANSPORTS, transport_of, update_limit_s
 from headway.devices import CPU, kind_of
 from headway.errors import ConfigError, UpdateFailed, WorkerDied
 from headway.interfaces import GatherReport, ReceiveReport, SendReport
@@ -66,12 +66,14 @@ class ExchangeSettings:
     directory: Path | None
 
 
-def transport_timeout(config: Config) -> float:
+def transport_timeout(config: Config, nbytes: int = 0) -> float:
     """Return a transport's time limit in seconds: half of an update's, so that it can name who failed."""
-    return config.param_update.timeout_s / 2
+    return update_limit_s(config.param_update.timeout_s, nbytes) / 2
 
 
-def exchange_settings(config: Config, address: Address | None, device: str, directory: Path | None) -> ExchangeSettings:
+def exchange_settings(
+    config: Config, address: Address | None, device: str, directory: Path | None, nbytes: int = 0
+) -> ExchangeSettings:
     """Return the settings for ``param_update.*``. ``address``: the trainer's store; ``device``: that of the workers."""
     update = config.param_update
     transport = transport_of(update.transport, backend=config.cluster.backend, shared=False)
@@ -88,7 +90,7 @@ def exchange_settings(config: Config, address: Address | None, device: str, dire
         apart=apart,
         with_delta=update.encoding == "delta",
         verify=update.verify,
-        timeout_s=transport_timeout(config),
+        timeout_s=transport_timeout(config, nbytes),
         address=address,
         device=device if through_devices and TRANSPORTS[transport].on_gpu else CPU.name,
         directory=directory,

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Any, NoReturn
 
 from headway.cluster.plan import ClusterPlan, WorkerSpec
-from headway.cluster.process import math_environment
+from headway.cluster.process import math_environment, threads_of
 from headway.cluster.role_host import RoleHost
 from headway.config.schema import Config
 from headway.data.types import Handle
@@ -75,7 +75,6 @@ class InlineCluster:
     """Implementation of `Cluster` in this process."""
 
     separate_processes = False
-    machines = 1
     address = "127.0.0.1"
 
     def __init__(self, config: Config) -> None:
@@ -105,7 +104,8 @@ class InlineCluster:
                     f"Set {setting}.nnodes=1 and {setting}.n_gpus_per_node=1, or cluster.backend=ray"
                 )
         self._make_group()
-        self._threads = max(spec.threads for spec in plan.workers)
+        computing = [spec for spec in plan.workers if not spec.beside]
+        self._threads = max(threads_of(spec.threads, len(computing)) for spec in computing)
         for variable, value in math_environment(self._threads).items():
             os.environ.setdefault(variable, value)
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headway.cluster.hardware import available_cores
 from headway.cluster.roles.actor import ActorRole
 from headway.cluster.roles.critic import CriticRole
 from headway.cluster.roles.fused import FusedRole
@@ -18,6 +17,7 @@ from headway.cluster.roles.logp import LogpRole
 from headway.cluster.roles.ref import RefRole
 from headway.cluster.roles.rollout import RolloutRole
 from headway.cluster.token_files import TokenPlace
+from headway.config.groups import NodeShare
 from headway.config.placement import ACTOR, CRITIC, LOGP, REF, ROLLOUT, Placement
 from headway.config.schema import Config
 
@@ -34,6 +34,7 @@ class WorkerSpec:
     device: int
     """Index of the worker's device in the placement."""
     threads: int
+    """Number of threads that the settings give it; 0: its share of the cores of the node that it lands on."""
     arguments: dict[str, Any]
     beside: bool = False
     """True for a worker that computes on the CPU, beside the one that has the device."""
@@ -56,7 +57,7 @@ class ClusterPlan:
     actor: tuple[Rank, ...]
     rollout: tuple[Rank, ...]
     keepers: tuple[Rank, ...]
-    """Keepers, one for each machine of the rollout role."""
+    """Keepers, one for each node of the rollout role."""
     ref: tuple[Rank, ...]
     """Ranks of the reference; empty without one, or where it shares the trainer's ranks."""
     logp: tuple[Rank, ...]
@@ -65,6 +66,8 @@ class ClusterPlan:
     """Roles that share the trainer's ranks: ``ref``, ``logp``, ``critic``."""
     shared: bool
     """True where each replica shares the device, and the process, of a training rank."""
+    shares: tuple[NodeShare, ...]
+    """What has to be on one machine, of the devices that have a worker."""
 
 
 def plan_cluster(
@@ -73,23 +76,19 @@ def plan_cluster(
     *,
     model_path: str,
     total_optimizer_steps: int,
-    machines: int = 1,
     logs: Path | None = None,
     tokens: TokenPlace | None = None,
 ) -> ClusterPlan:
     """Spread the roles over the placement's devices.
 
-    A role that shares a device with the trainer runs on all of the trainer's ranks. Threads that are not set divide a
-    machine's cores among its workers, at least one each. ``logs``: the directory for what programs print; ``tokens``:
-    where tokens of finished groups are left, None where all roles are in one process.
+    A role that shares a device with the trainer runs on all of the trainer's ranks. ``logs``: the directory for what
+    programs print; ``tokens``: where tokens of finished groups are left, None where all roles are in one process.
     """
     train, generate = placement.devices[ACTOR], placement.devices[ROLLOUT]
     inside = frozenset(role for role in (REF, LOGP, CRITIC) if placement.shared(role, ACTOR))
     own = {role: () if role in inside else placement.devices.get(role, ()) for role in (REF, LOGP, CRITIC)}
     shared = placement.shared(ACTOR, ROLLOUT)
-    processes = len(train) + (0 if shared else len(generate)) + sum(map(len, own.values()))
-    share = max(1, available_cores() * machines // processes)
-    train_threads, rollout_threads = config.trainer.threads or share, config.rollout.threads or share
+    train_threads, rollout_threads = config.trainer.threads, config.rollout.threads
     common = {"config": config, "model_path": model_path}
     critic_steps = total_optimizer_steps // config.actor.ppo_epochs * config.critic.ppo_epochs
 
@@ -113,7 +112,8 @@ def plan_cluster(
         else:
             workers.append(WorkerSpec(name, ActorRole, device, train_threads, {**common, **actor(rank)}))
     if not shared:
-        for index, device in enumerate(generate):
+        for index, group in enumerate(placement.groups(ROLLOUT)):
+            (device,) = group.devices  # an engine computes on one
             workers.append(WorkerSpec(f"{ROLLOUT}-{index}", RolloutRole, device, rollout_threads, common))
     kinds: tuple[tuple[str, type[Any], dict[str, Any]], ...] = (
         (REF, RefRole, {}),
@@ -124,19 +124,19 @@ def plan_cluster(
         for rank, device in enumerate(own[role]):
             arguments = {**common, **further, "rank": rank, "world_size": len(own[role])}
             workers.append(WorkerSpec(f"{role}-{rank}", kind, device, train_threads, arguments))
-    nodes = min(max(1, config.rollout.nnodes), len(generate))
     keepers = [
         WorkerSpec(
             f"{KEEPER}-{index}",
             KeeperRole,
-            generate[index * len(generate) // nodes],
+            share.devices[0],
             1,
             {**common, "logs": logs, "tokens": tokens},
             beside=True,
         )
-        for index in range(nodes)
+        for index, share in enumerate(placement.on_nodes(ROLLOUT))
     ]
     workers += keepers
+    used = {spec.device for spec in workers}
     hosts = {spec.device: spec.name for spec in workers if spec.role is FusedRole}
 
     def ranks(role: str) -> tuple[Rank, ...]:
@@ -158,4 +158,5 @@ def plan_cluster(
         critic=ranks(CRITIC),
         inside_fetch=inside,
         shared=shared,
+        shares=tuple(part for share in placement.shares if (part := share.only(used)).devices),
     )

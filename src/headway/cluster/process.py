@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from headway.cluster.hardware import available_cores
+
 
 @dataclass(frozen=True, slots=True)
 class ProcessSettings:
@@ -20,12 +22,23 @@ class ProcessSettings:
     name: str
     """Name of the worker, ``<role>-<rank>``, in messages; also the stem of its log file."""
     threads: int
-    """Number of threads for torch, OpenMP and MKL each."""
+    """Number of threads for torch, OpenMP and MKL each; 0: this process's share of the machine's cores."""
     log_file: Path
+    sharing: int = 1
+    """Number of processes that divide the machine's cores, this one included."""
+
+    def threads_here(self) -> int:
+        """Return the number of threads on the machine that this runs on: what is set, or a share of its cores."""
+        return threads_of(self.threads, self.sharing)
 
     def environment(self) -> dict[str, str]:
         """Environment variables that the math libraries read once, when they are loaded or first called."""
-        return math_environment(self.threads)
+        return math_environment(self.threads_here())
+
+
+def threads_of(threads: int, sharing: int) -> int:
+    """Return ``threads``, or where that is 0 this machine's cores divided by the ``sharing`` processes; at least 1."""
+    return threads or max(1, available_cores() // sharing)
 
 
 def math_environment(threads: int) -> dict[str, str]:

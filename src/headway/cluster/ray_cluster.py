@@ -58,11 +58,6 @@ class RayCluster:
         self._device = "cpu"
 
     @property
-    def machines(self) -> int:
-        nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
-        return sum(bool(node["Alive"]) for node in nodes)
-
-    @property
     def address(self) -> str:
         here: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         return here
@@ -83,30 +78,30 @@ class RayCluster:
         return self._device
 
     async def reserve(self, plan: ClusterPlan) -> None:
-        self._devices = sorted({spec.device for spec in plan.workers})
         self._check_enough_gpus(plan)
         self._check_enough_memory(plan)
         if self._deadline is None:
             raise RunError("devices can be reserved only after the cluster has answered")
         left = max(0.0, self._deadline - asyncio.get_running_loop().time())
-        whole_seconds = int(left * RESERVING_SHARE)  # Ray waits for no fractions
         self._pool = await ResourcePool.reserve(
-            len(self._devices), on_gpus=kind_of(self._device).ray_resource is not None, timeout_s=whole_seconds
+            plan.shares,
+            on_gpus=kind_of(self._device).ray_resource is not None,
+            timeout_s=left * RESERVING_SHARE,
+            may_grow=self._config.cluster.address is not None,
         )
 
     async def find_place(self, spec: WorkerSpec, others: Sequence[int] = ()) -> int:
-        """Wait as `Cluster.find_place` does. Ray moves the devices of a lost machine to others that have room."""
+        """Wait as `Cluster.find_place` does. A device of a lost machine moves to another that has room."""
         if self._pool is None:
             return spec.device
-        bundles = [self._devices.index(device) for device in dict.fromkeys((spec.device, *others))]
-        return self._devices[await self._pool.find_place(*bundles)]
+        return await self._pool.find_place(spec.device, others, move=not spec.beside)
 
     def launch(self, spec: WorkerSpec) -> RayWorker:
         if self._pool is None:
             raise RunError("workers can be launched only after devices were reserved for them")
         log_file = (self._run_dir / "logs" / f"{spec.name}.log").absolute()
-        settings = ProcessSettings(spec.name, spec.threads, log_file)
-        options = self._pool.options(self._devices.index(spec.device), beside=spec.beside)
+        settings = ProcessSettings(spec.name, spec.threads, log_file, sharing=self._pool.sharing(spec.device))
+        options = self._pool.options(spec.device, beside=spec.beside)
         worker = RayWorker(settings, spec, self._device, options, self._node)
         self._launched.append(worker)
         return worker
@@ -167,7 +162,7 @@ class RayCluster:
 
     def _check_enough_gpus(self, plan: ClusterPlan) -> None:
         """Raise `ConfigError` if this machine has too few GPUs for ``plan``. A joined cluster may grow: not checked."""
-        needed, there = len(self._devices), _gpus()
+        needed, there = sum(len(share.devices) for share in plan.shares), _gpus()
         if kind_of(self._device).ray_resource and self._config.cluster.address is None and needed > there:
             raise ConfigError(
                 f"the run needs {needed} GPUs, for {', '.join(spec.name for spec in plan.workers)}, and this machine "

@@ -52,7 +52,7 @@ class WorkerActor:
             **spec.arguments,
             name=spec.name,
             device=device,
-            threads=spec.threads,
+            threads=settings.threads_here(),
             fetch=self._fetch,
             put=ray.put,
             host=host,

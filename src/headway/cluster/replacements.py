@@ -3,8 +3,8 @@
     find a place ─▶ kill what is left ─▶ launch ─▶ up ─▶ sees the files ─▶ build ─▶ serve ─▶ joins the pipeline
 
 A replica has the model that the run began with, may be reached for weights, and serves nothing before it has received
-a version. It has the device of the one that is gone; where its machine is gone, too, that is one of another machine, as
-soon as there is room for it. A keeper has no device, and is beside whichever replica's is on a machine that answers.
+a version. It has the device of the one that is gone; where its machine is gone, too, one of another machine, as soon as
+there is room for it. A keeper has no device, and is beside whichever replica's is on a machine that answers.
 """
 
 from __future__ import annotations

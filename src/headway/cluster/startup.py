@@ -52,9 +52,6 @@ class Cluster(Protocol):
     """True where ranks are processes, which meet at a store and may be on several machines."""
 
     @property
-    def machines(self) -> int: ...
-
-    @property
     def address(self) -> str:
         """Address of the driver's machine, for the other machines."""
 
@@ -97,6 +94,8 @@ class Started:
     inside_fetch: frozenset[str]
     """Roles that share the trainer's ranks: ``ref``, ``logp``, ``critic``."""
     paths: WeightPaths
+    weights_nbytes: int
+    """Number of bytes of a version of the weights, in the widest dtype that a receiver has."""
     rounding: Rounding
     """Tolerances of the receivers' probes, measured at version 0."""
     needed: tuple[Worker, ...]
@@ -152,14 +151,13 @@ class Startup:
             resolve_placement(self._config),
             model_path=self._model_path,
             total_optimizer_steps=self._total_optimizer_steps,
-            machines=self._cluster.machines,
             logs=(self._run_dir / "logs").absolute(),
             tokens=self._token_place(stack),
         )
         await self._wait("devices to be free", self._cluster.reserve(plan))
         directory = self._directory(stack)  # made before the workers: it is removed when they have ended
         workers = await self._launch(stack, plan)
-        groups = _group(plan, workers, _cost(self._model_path))
+        groups = _group(plan, workers, _cost(self._model_path), self._config.actor.parallel.inner)
         store, sight = None, None
         if self._cluster.separate_processes:
             sight = self._sight(directory)
@@ -180,14 +178,16 @@ class Startup:
         for needed in sorted({of for _, of in holders.values()}):
             manifests[needed] = await self._wait("actor-0 to lay weights out", _result(groups.actor.layout, needed))
             await self._wait(f"{groups.actor.name} to prepare updates", _result(groups.actor.open_route, needed))
+        nbytes = max(manifest.nbytes for manifest in manifests.values())
         paths: WeightPaths
         replacements: Replacements[RolloutReplica] | None = None
         if plan.shared:
-            await self._join_within(plan, workers, dtype)
+            await self._join_within(plan, workers, dtype, nbytes)
             replicas = {name: worker for name, (worker, _) in holders.items()}
             paths = WithinProcesses(groups.actor, replicas, dtype, verify=self._config.param_update.verify)
         else:
-            exchange = Exchange(groups.actor, exchange_settings(self._config, store, device, directory), manifests)
+            settings = exchange_settings(self._config, store, device, directory, nbytes)
+            exchange = Exchange(groups.actor, settings, manifests)
             for worker, of in holders.values():
                 exchange.add(worker, of)
             # Meet now and not at the first update: ends that cannot must be known before anything is generated.
@@ -224,6 +224,7 @@ class Startup:
             critic=groups.actor if CRITIC in plan.inside_fetch else groups.critic,
             inside_fetch=plan.inside_fetch,
             paths=paths,
+            weights_nbytes=nbytes,
             rounding=await self._measured(groups.actor, [*rollouts, *receivers], (dtype, computed)),
             needed=tuple(worker for name, worker in workers.items() if name not in alone),
             hardware=dict(zip(computing, hardware, strict=True)),
@@ -301,9 +302,9 @@ class Startup:
         await concurrently(worker.call("serve") for worker in keepers)
         return tuple(RemoteKeeper(worker) for worker in keepers)
 
-    async def _join_within(self, plan: ClusterPlan, workers: dict[str, Worker], dtype: str) -> None:
+    async def _join_within(self, plan: ClusterPlan, workers: dict[str, Worker], dtype: str, nbytes: int) -> None:
         """Connect each replica to the training rank that shares its process, from which it gets weights."""
-        timeout_s = transport_timeout(self._config)
+        timeout_s = transport_timeout(self._config, nbytes)
         await concurrently(
             self._wait(
                 f"{rank.name} to meet {rank.worker}", workers[rank.worker].call("connect_within", dtype, timeout_s)
@@ -372,20 +373,22 @@ def _cost(model_path: str) -> Cost:
     return Cost() if width is None else Cost(width)
 
 
-def _group(plan: ClusterPlan, workers: dict[str, Worker], cost: Cost) -> _Groups:
+def _group(plan: ClusterPlan, workers: dict[str, Worker], cost: Cost, inner: int) -> _Groups:
+    """Make the groups of ``plan``. ``inner``: number of ranks of an inner mesh, for roles on the trainer's mesh."""
+
     def worker(rank: Rank) -> Worker:
         hosting = workers[rank.worker]
         return hosting if rank.part is None else PartOf(hosting, rank.part, rank.name)
 
-    def group(role: type, ranks: Sequence[Rank]) -> WorkerGroup:
-        return WorkerGroup(role, [worker(rank) for rank in ranks], cost)
+    def group(role: type, ranks: Sequence[Rank], inner: int = 1) -> WorkerGroup:
+        return WorkerGroup(role, [worker(rank) for rank in ranks], cost, inner=inner)
 
     return _Groups(
-        actor=group(ActorRole, plan.actor),
+        actor=group(ActorRole, plan.actor, inner),
         rollouts=tuple(group(RolloutRole, [rank]) for rank in plan.rollout),
-        ref=group(RefRole, plan.ref) if plan.ref else None,
+        ref=group(RefRole, plan.ref, inner) if plan.ref else None,
         logp=group(LogpRole, plan.logp) if plan.logp else None,
-        critic=group(CriticRole, plan.critic) if plan.critic else None,
+        critic=group(CriticRole, plan.critic, inner) if plan.critic else None,
     )
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn, Protocol, TypeVar
 
 from headway.cluster.file_work import while_bytes_move
-from headway.concurrently import concurrently
+from headway.concurrently import both, concurrently
 from headway.data.assignment import Cost, assign, by_group, split
 from headway.data.types import Column, Handle, Sample, TrajectoryId
 from headway.errors import RunError
@@ -37,8 +37,8 @@ class Dispatch(StrEnum):
     RANK_ZERO = "rank_zero"
     """Call rank zero alone."""
     SPLIT = "split"
-    """Divide the first argument, a list of samples, over the ranks: as the fetch was assigned that has begun, or else
-    by themselves. See `headway.data.assignment`."""
+    """Divide the first argument, a list of samples, over the data ranks: as the fetch was assigned that has begun, or
+    else by themselves. See `headway.data.assignment`. The ranks of an inner mesh get the same samples."""
 
 
 class Collect(StrEnum):
@@ -47,7 +47,7 @@ class Collect(StrEnum):
     RANK_ZERO = "rank_zero"
     """Return rank zero's result: the ranks agree, or only rank zero's counts."""
     JOINED = "joined"
-    """Return rank zero's result with what the others add to it: ``first.joined(others)``."""
+    """Return rank zero's result with what the other data ranks add to it: ``first.joined(others)``."""
     COLUMNS = "columns"
     """Return one `Column` per sample, the first argument, in order. Arrays stay where they are, those of each group
     behind a handle of its own: whoever needs a group's needs no other's. Not for ``Dispatch.ONE_TO_ALL``."""
@@ -198,18 +198,24 @@ class WorkerGroup:
 
     Between `begin_fetch` and `end_fetch` calls with samples are about these samples alone: each rank gets those of the
     episodes that were assigned to it, in every call, and holds what it has read of them.
+
+    With an inner mesh of k ranks, k neighbours are one data rank: they compute the same samples, and the first of them
+    has their results.
     """
 
-    def __init__(self, role: type, workers: Sequence[Worker], cost: Cost | None = None) -> None:
-        """Create the group. ``cost``: what samples are balanced by."""
+    def __init__(self, role: type, workers: Sequence[Worker], cost: Cost | None = None, *, inner: int = 1) -> None:
+        """Create the group. ``cost``: what samples are balanced by; ``inner``: number of ranks of an inner mesh."""
         if not workers:
             raise ValueError(f"a group of {role.__name__} needs at least one worker")
+        if len(workers) % inner:
+            raise ValueError(f"a group of {role.__name__} needs a multiple of {inner} workers, got {len(workers)}")
         self.workers = tuple(workers)
+        self._meshes = [self.workers[first : first + inner] for first in range(0, len(workers), inner)]
         self._role = role
         self._methods = registered(role)
         self._cost = cost or Cost()
         self._owners: dict[TrajectoryId, int] | None = None
-        """Rank of each episode of the fetch that has begun; None without one."""
+        """Data rank of each episode of the fetch that has begun; None without one."""
 
     @property
     def name(self) -> str:
@@ -227,8 +233,8 @@ class WorkerGroup:
         return task
 
     def begin_fetch(self, mini_batches: Sequence[Sequence[Sample]]) -> asyncio.Task[Any]:
-        """Assign a fetch to the ranks, which hold what they read of it until `end_fetch`."""
-        self._owners = assign(mini_batches, len(self.workers), self._cost)
+        """Assign a fetch to the data ranks, which hold what they read of it until `end_fetch`."""
+        self._owners = assign(mini_batches, len(self._meshes), self._cost)
         return self._tell("begin_fetch")
 
     def end_fetch(self) -> asyncio.Task[Any]:
@@ -263,31 +269,40 @@ class WorkerGroup:
         shares = self._shares(samples)
         if collect is Collect.COLUMNS:
             return await self._columns(method, shares, samples, *args)
-        calls = (
-            worker.call(method, [samples[i] for i in share], *args)
-            for worker, share in zip(self.workers, shares, strict=True)
-        )
-        first, *others = await concurrently(calls)
+        own = [[samples[i] for i in share] for share in shares]
+        firsts = (mesh[0].call(method, share, *args) for mesh, share in zip(self._meshes, own, strict=True))
+        (first, *others), _ = await both(concurrently(firsts), self._beside(method, own, *args))
         return first.joined(others) if collect is Collect.JOINED else first
+
+    async def _beside(self, method: str, shares: Sequence[Sequence[Sample]], *args: Any) -> None:
+        """Call the ranks of inner meshes other than the first ones, with the same ``shares``. Their results, which are
+        those of the first ones, stay where they are.
+        """
+        await concurrently(
+            worker.keep(method, [], share, *args)
+            for mesh, share in zip(self._meshes, shares, strict=False)
+            for worker in mesh[1:]
+        )
 
     async def _columns(
         self, method: str, shares: Sequence[Sequence[int]], samples: Sequence[Sample], *args: Any
     ) -> list[Column]:
-        """Call the first ranks with their ``shares`` of the samples, and return the columns of all."""
+        """Call the first data ranks with their ``shares`` of the samples, and return the columns of all."""
         own = [[samples[i] for i in share] for share in shares]
         parts = [by_group(of_rank) for of_rank in own]
         calls = (
-            worker.keep(method, of_parts, of_rank, *args)
-            for worker, of_parts, of_rank in zip(self.workers, parts, own, strict=False)
+            mesh[0].keep(method, of_parts, of_rank, *args)
+            for mesh, of_parts, of_rank in zip(self._meshes, parts, own, strict=False)
         )
+        kept, _ = await both(concurrently(calls), self._beside(method, own, *args))
         columns: dict[int, Column] = {}
-        for share, of_parts, handles in zip(shares, parts, await concurrently(calls), strict=True):
+        for share, of_parts, handles in zip(shares, parts, kept, strict=True):
             for part, handle in zip(of_parts, handles, strict=True):
                 columns.update((share[at], Column(handle, place)) for place, at in enumerate(part))
         return [columns[index] for index in range(len(samples))]
 
     def _shares(self, samples: Sequence[Sample]) -> list[list[int]]:
-        ranks = len(self.workers)
+        ranks = len(self._meshes)
         owners = assign([samples], ranks, self._cost) if self._owners is None else self._owners
         try:
             return split(samples, owners, ranks)

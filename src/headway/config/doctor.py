@@ -263,10 +263,19 @@ def _mesh(config: Config, placement: Placement) -> Iterator[str]:
         if not own or (role != ACTOR and placement.shared(role, ACTOR)):
             continue
         section, whose = (config.trainer, "trainer") if role == ACTOR else (getattr(config, role), role)
-        if config.trainer.use_nodes_ratios is None:
+        if config.trainer.use_nodes_ratios is None or role == CRITIC:
             yield from parallel.problems(section.nnodes, section.n_gpus_per_node, f"{whose}.nnodes × n_gpus_per_node")
-        else:
-            yield from parallel.problems(1, len(own), f"trainer.use_nodes_ratios for {role}")
+            continue
+        problems = [*parallel.problems(1, len(own), f"trainer.use_nodes_ratios for {role}")]
+        yield from problems
+        groups = placement.groups(role, parallel.inner)
+        if not problems and any(placement.straddles(group) for group in groups):
+            yield (
+                f"actor.parallel: cp={parallel.cp} × tp={parallel.tp} is {parallel.inner} ranks, which have to be on "
+                f"one machine, and trainer.use_nodes_ratios gives {role} devices {own[0]}-{own[-1]} of machines with "
+                f"{config.trainer.n_gpus_per_node} each: some would be on two; give shares that begin and end with a "
+                "machine, or lower cp or tp"
+            )
 
 
 def _backend(config: Config) -> Iterator[str]:
@@ -282,6 +291,11 @@ def _backend(config: Config) -> Iterator[str]:
         yield "trainer.use_nodes_ratios divides devices among processes; cluster.backend=inline has one process"
     elif (ranks := config.trainer.nnodes * config.trainer.n_gpus_per_node) > 1:
         yield f"cluster.backend=inline has one process, so one training rank; trainer.* asks for {ranks}"
+    if config.rollout.nnodes > 1:
+        yield (
+            f"rollout.nnodes={config.rollout.nnodes} asks for so many machines, and cluster.backend=inline is one "
+            "process; set rollout.nnodes=1, and rollout.n_gpus_per_node to the number of replicas"
+        )
 
 
 def _names_a_port(address: str) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 
-from headway.config.placement import resolve_placement
+from headway.config.placement import resolve_placement, several_nodes
 from headway.config.schema import Config
 from headway.errors import ConfigError
 
@@ -23,6 +23,11 @@ def machine_notes(config: Config, *, cores: int, gpus: int | None) -> Iterator[s
         return
     placement = resolve_placement(config)
     processes = len({device for devices in placement.devices.values() for device in devices})
+    for owner, nodes in several_nodes(config).items():
+        yield (
+            f"{owner}.nnodes={nodes} asks for {nodes} machines, and without cluster.address a run is on this one: it "
+            f"is refused. Join a cluster, or ask for more devices of one machine ({owner}.n_gpus_per_node)"
+        )
     asked = ", ".join(f"{role} {len(devices)}" for role, devices in placement.devices.items())
     if config.cluster.device == "auto" and gpus == 0:
         yield (

@@ -57,7 +57,7 @@ class ParallelConfig(Section):
                 f"and {whose} has {per_node} on each; expected a divisor of {per_node}"
             )
         of_copy = ranks // self.replicate
-        if self.ep % self.tp:
+        if self.ep > 1 and self.ep % self.tp:
             yield f"actor.parallel: ep={self.ep} is no multiple of tp={self.tp}; give one, or set ep=1"
         elif of_copy % self.ep:
             yield (

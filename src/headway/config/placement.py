@@ -1,4 +1,5 @@
-"""Placement of roles on devices: arithmetic over device numbers. The cluster knows where device 7 is.
+"""Placement of roles on devices: arithmetic over device numbers. Which of them have to be on one machine is said here
+(see `headway.config.groups`); which machine that is, the cluster knows.
 
 counts    │ actor ... │ rollout ... │ ref ... │ logp ... │ critic ... │   (the last three, or on the actor's)
 shares    │ actor ──▶ │ logp │ ref │  idle  │ ◀── rollout │               (logp and ref, or on the actor's)
@@ -6,11 +7,15 @@ shares    │ actor ──▶ │ logp │ ref │  idle  │ ◀── rollout 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from math import floor
 
+from headway.config.groups import DeviceGroup, NodeShare, device_groups, node_shares
+from headway.config.learning import CriticConfig, LogpConfig, RefConfig
+from headway.config.rollout import RolloutConfig
 from headway.config.schema import Config
 from headway.errors import ConfigError
 
@@ -33,6 +38,21 @@ class Placement:
     devices: Mapping[str, tuple[int, ...]]
     total: int
     """Number of devices, idle ones included."""
+    shares: tuple[NodeShare, ...]
+    """What has to be on one machine, for every device, in the devices' order."""
+
+    def on_nodes(self, role: str) -> list[NodeShare]:
+        """Return the role's devices by node, nodes without any left out."""
+        parts = [share.only(self.devices.get(role, ())) for share in self.shares]
+        return [part for part in parts if part.devices]
+
+    def groups(self, role: str, size: int = 1) -> list[DeviceGroup]:
+        """Return the role's devices in groups of ``size`` that work as one, in rank order."""
+        return list(device_groups(self.devices.get(role, ()), size))
+
+    def straddles(self, group: DeviceGroup) -> bool:
+        """Tell whether a group has devices on several machines."""
+        return len({share for share in self.shares if set(share.devices) & set(group.devices)}) > 1
 
     @property
     def idle(self) -> tuple[int, ...]:
@@ -93,6 +113,16 @@ def most_in_flight(config: Config) -> int:
     return groups * config.rollout.n
 
 
+def several_nodes(config: Config) -> dict[str, int]:
+    """Return the number of machines of each section that asks for more than one.
+
+    Raises:
+        ConfigError: as `resolve_placement`.
+    """
+    asked = Counter(share.owner for share in resolve_placement(config).shares)
+    return {owner: count for owner, count in asked.items() if count > 1}
+
+
 def resolve_placement(config: Config) -> Placement:
     """Place roles by ``trainer.use_nodes_ratios`` where that is given, else by counts.
 
@@ -104,30 +134,42 @@ def resolve_placement(config: Config) -> Placement:
 
 
 def _by_counts(config: Config) -> Placement:
-    train = config.trainer.nnodes * config.trainer.n_gpus_per_node
-    generate = config.rollout.nnodes * config.rollout.n_gpus_per_node
-    if generate == 0:
+    trainer, rollout = config.trainer, config.rollout
+    if rollout.nnodes == 0:
         raise ConfigError("rollout.nnodes: got 0, expected at least 1: somebody has to generate")
-    shared = config.placement.kind == "shared"
-    if shared and generate > train:
+    train = _devices(0, trainer.nnodes * trainer.n_gpus_per_node)
+    devices = {ACTOR: train}
+    shares = node_shares("trainer", train, trainer.n_gpus_per_node)
+
+    def own(role: str, section: RolloutConfig | RefConfig | LogpConfig | CriticConfig) -> tuple[int, ...]:
+        nonlocal shares
+        used = sum(len(share.devices) for share in shares)
+        of_role = _devices(used, section.nnodes * section.n_gpus_per_node)
+        shares += node_shares(role, of_role, section.n_gpus_per_node)
+        return of_role
+
+    devices[ROLLOUT] = _of_trainers_nodes(config) if config.placement.kind == "shared" else own(ROLLOUT, rollout)
+    if needs_reference(config):
+        devices[REF] = own(REF, config.ref) or train
+    if needs_logp(config):
+        devices[LOGP] = own(LOGP, config.logp) or train
+    if needs_critic(config):
+        devices[CRITIC] = own(CRITIC, config.critic) or train
+    return Placement(devices, sum(len(share.devices) for share in shares), shares)
+
+
+def _of_trainers_nodes(config: Config) -> tuple[int, ...]:
+    """Devices that generate where they are the trainer's: the first ones of each of its first nodes."""
+    trainer, rollout = config.trainer, config.rollout
+    if rollout.nnodes > trainer.nnodes or rollout.n_gpus_per_node > trainer.n_gpus_per_node:
         raise ConfigError(
-            f"placement.kind=shared: {generate} devices generate and {train} train, but they are the same ones; "
-            "expected at most as many of rollout.nnodes × rollout.n_gpus_per_node as of trainer.nnodes × "
-            "trainer.n_gpus_per_node"
+            f"placement.kind=shared: rollout.nnodes={rollout.nnodes} × rollout.n_gpus_per_node="
+            f"{rollout.n_gpus_per_node} devices generate and trainer.nnodes={trainer.nnodes} × trainer.n_gpus_per_node="
+            f"{trainer.n_gpus_per_node} train, but they are the same ones; expected at most as many nodes, and at most "
+            "as many devices on each"
         )
-    split_at = 0 if shared else train
-    used = max(train, split_at + generate)
-    devices = {ACTOR: _devices(0, train), ROLLOUT: _devices(split_at, generate)}
-    for role, section, needed in (
-        (REF, config.ref, needs_reference(config)),
-        (LOGP, config.logp, needs_logp(config)),
-        (CRITIC, config.critic, needs_critic(config)),
-    ):
-        if needed:
-            own = _devices(used, section.nnodes * section.n_gpus_per_node)
-            devices[role] = own or devices[ACTOR]
-            used += len(own)
-    return Placement(devices, total=used)
+    firsts = range(0, rollout.nnodes * trainer.n_gpus_per_node, trainer.n_gpus_per_node)
+    return tuple(device for first in firsts for device in _devices(first, rollout.n_gpus_per_node))
 
 
 def _by_shares(config: Config, ratios: tuple[Fraction, ...]) -> Placement:
@@ -146,11 +188,13 @@ def _by_shares(config: Config, ratios: tuple[Fraction, ...]) -> Placement:
         devices[LOGP] = _devices(train, logp) if logp and disjoint else devices[ACTOR][: logp or train]
     if with_ref:
         devices[REF] = _devices(train + logp, ref) if ref and disjoint else devices[ACTOR][: ref or train]
+    shares = node_shares("trainer", range(total), config.trainer.n_gpus_per_node)
     if needs_critic(config):
         own = _devices(total, config.critic.nnodes * config.critic.n_gpus_per_node)
         devices[CRITIC] = own or devices[ACTOR]
+        shares += node_shares(CRITIC, own, config.critic.n_gpus_per_node)
         total += len(own)
-    return Placement(devices, total)
+    return Placement(devices, total, shares)
 
 
 def _whole_devices(ratios: tuple[Fraction, ...], total: int) -> list[int]:

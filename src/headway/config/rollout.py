@@ -59,11 +59,13 @@ class RolloutConfig(ProgramKeys):
     enforce_eager: bool = False
     """Decode without CUDA graphs on GPUs: slower, with less memory. On CPUs there are none."""
     nnodes: NonNegative = 1
-    """Number of machines of the rollout role."""
+    """Number of machines of the rollout role, each another one. Those of other roles may be the same, where there is
+    room."""
     n_gpus_per_node: Positive = 1
     """Number of replicas on each of the rollout's machines (on CPUs: processes)."""
     threads: NonNegative = 0
-    """Number of Torch threads of one replica; 0 divides the machine's cores among the processes."""
+    """Number of Torch threads of one replica; 0 divides the cores of the machine that it is on among the run's
+    processes there."""
     greedy_baseline: bool | None = None
     """Give each group a greedy answer beside its own, whose reward is their baseline. null: with ``remax``. true:
     for an estimator of your own that looks at baselines."""

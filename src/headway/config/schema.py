@@ -344,8 +344,8 @@ class ParamUpdateConfig(Section):
     """Compare, after each update, what each replica serves with the trainer on a few fixed sequences. Checksums of what
     was received are always compared."""
     timeout_s: float = Field(120.0, gt=0)
-    """Most seconds that one update may take. A replica that has not answered by then is left out, and others take over
-    its calls; the run ends when it was the last."""
+    """Most seconds that one update may take, and one more for each 50 MB of weights. A replica that has not answered by
+    then is left out, and others take over its calls; the run ends when it was the last."""
 
 
 class PlacementConfig(Section):
@@ -359,7 +359,8 @@ class TrainerConfig(Section):
     """Training ranks and checkpoints."""
 
     nnodes: Positive = 1
-    """Number of machines of the training role."""
+    """Number of machines of the training role, each another one. More devices of one machine are
+    ``n_gpus_per_node``."""
     n_gpus_per_node: Positive = 1
     """Number of training ranks per machine (on CPUs: processes)."""
     use_nodes_ratios: tuple[Share, Share, Share, Share] | None = None
@@ -368,7 +369,8 @@ class TrainerConfig(Section):
     generate_ahead_steps: Positive | None = None
     """η + 1: another way to set ``async_training.staleness_threshold``, to which loading moves it."""
     threads: NonNegative = 0
-    """Number of Torch threads of one training rank; 0 divides the machine's cores among the processes."""
+    """Number of Torch threads of one training rank; 0 divides the cores of the machine that it is on among the run's
+    processes there."""
     save_freq: Every = 10
     """Versions between two checkpoints; -1: only at the end, and a run that is killed before cannot be resumed."""
     max_actor_ckpt_to_keep: Positive | None = 2

@@ -64,6 +64,8 @@ class Parts:
     """Coroutine function that starts a keeper in the place of the one named; None where that is impossible."""
     receivers: Sequence[PolicyReceiver] = ()
     """Receivers that hold the policy and generate nothing. They serve each version before its update is over."""
+    weights_nbytes: int = 0
+    """Number of bytes of a version of the weights, by which the limits of an update go."""
     workers: Callable[[], Sequence[Living]] = tuple
     """Function that returns the workers to ask for a heartbeat when no event came for long."""
     samples: SampleOutlet | None = None

@@ -15,6 +15,7 @@ from typing import Any
 
 from headway.config.algorithm import GROUP_RELATIVE, min_episodes
 from headway.config.schema import Config
+from headway.config.transports import update_limit_s
 from headway.data.draws import share_of
 from headway.data.types import Group
 from headway.events import WAITS_FOR_GROUPS, Emit, Observer, fan_out
@@ -164,7 +165,7 @@ def wire(config: Config, parts: Parts, observers: Sequence[Observer], checkpoint
         validators,
         overlapped=config.param_update.schedule == "overlapped",
         test_freq=config.rollout.test_freq if parts.validation else -1,
-        timeout_s=timeout_s,
+        timeout_s=update_limit_s(timeout_s, parts.weights_nbytes),
         probe_tolerance=parts.probe_tolerance,
     )
     validate = Validate(

@@ -60,7 +60,7 @@ def train(three: Machines, *settings: str) -> subprocess.CompletedProcess[str]:
 
 def test_ranks_on_two_machines_train_and_save_in_a_directory_that_both_see(three: Machines) -> None:
     """Takes long: a whole run, with workers started on two machines, each importing torch on two shared cores."""
-    ran = train(three, "trainer.n_gpus_per_node=2", "run.dir=/tmp/shared/both", "trainer.save_freq=1")
+    ran = train(three, "trainer.nnodes=2", "run.dir=/tmp/shared/both", "trainer.save_freq=1")
     assert ran.returncode == 0, ran.stdout + ran.stderr
     run = three.shared / "both"
     hosts = {event["worker"]: event["host"] for event in events(run) if event["kind"] == "worker.described"}
@@ -72,7 +72,7 @@ def test_ranks_on_two_machines_train_and_save_in_a_directory_that_both_see(three
 
 def test_a_directory_that_the_ranks_do_not_share_is_refused_before_anything_is_trained(three: Machines) -> None:
     """Takes long: the workers of two machines must start before they can look at the directory."""
-    ran = train(three, "trainer.n_gpus_per_node=2", "run.dir=/tmp/alone")
+    ran = train(three, "trainer.nnodes=2", "run.dir=/tmp/alone")
     assert ran.returncode == 2, ran.stdout + ran.stderr
     assert "run.dir=/tmp/alone is not one directory for all that write to it" in ran.stderr
     assert "the driver, on nodeA (10.77.0.1), sees it" in ran.stderr
@@ -83,7 +83,7 @@ def test_a_directory_that_the_ranks_do_not_share_is_refused_before_anything_is_t
 def test_a_model_that_only_the_driver_has_is_refused_with_who_lacks_it(three: Machines) -> None:
     """Takes long: the workers of two machines must start before they can look for the model."""
     three["A"].run("cp", "-r", "/tmp/shared/model", "/tmp/mine")
-    ran = train(three, "trainer.n_gpus_per_node=2", "model.path=/tmp/mine", "run.dir=/tmp/shared/mine")
+    ran = train(three, "trainer.nnodes=2", "model.path=/tmp/mine", "run.dir=/tmp/shared/mine")
     assert ran.returncode == 2, ran.stdout + ran.stderr
     assert "/tmp/mine: no such folder for " in ran.stderr
     lacking, found, _ = ran.stderr.partition("; the driver, on nodeA")
@@ -101,7 +101,7 @@ def test_a_transport_that_does_not_reach_is_refused_at_the_start(three: Machines
     """Takes long: the workers of two machines must start before they can try to meet."""
     ran = train(
         three,
-        "rollout.n_gpus_per_node=2",
+        "rollout.nnodes=2",
         f"run.dir=/tmp/shared/{transport}",
         f"param_update.transport={transport}",
         *(["param_update.directory=/tmp/weights"] if transport == "disk" else []),
@@ -115,7 +115,7 @@ def test_a_machine_that_falls_silent_is_missed_soon_and_its_replica_replaced_on_
     """The last test: the machine stays silent. Half of the update's time-out would be longer than the whole test."""
     run = three.shared / "silent"
     settings = [
-        "rollout.n_gpus_per_node=2",
+        "rollout.nnodes=2",
         "run.dir=/tmp/shared/silent",
         "rollout.total_rollout_steps=100000",
         "param_update.timeout_s=1200",

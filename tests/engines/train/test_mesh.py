@@ -91,7 +91,7 @@ def flat(of: FsdpEngine, tensors: dict[str, torch.Tensor] | None = None) -> NDAr
     if tensors is None:
         windows = of.gather(layout, 1024, everywhere=True)
     else:
-        windows = gather(given_parts(tensors, of._files), layout, 1024, CPU, everywhere=True)
+        windows = gather(given_parts(tensors, of._files), layout, 1024, of._mesh, everywhere=True)
     return np.frombuffer(b"".join(bytes(window.numpy()) for _, window in windows), np.float32)
 
 

@@ -48,6 +48,7 @@ class ServedWeights:
         self._name = name
         self._tensors = tensors_of_files(model)
         """The tensors of the model's files, as views of what is served."""
+        self._tied = model.state_dict().keys() - parameters.keys()
         self.contents = Contents.SERVED
         self.version = 0
         """Number of the version that the tensors hold, whole or in part."""
@@ -58,6 +59,8 @@ class ServedWeights:
             tensor = self._tensors.get(slot.name)
             if tensor is None or tuple(tensor.shape) != slot.shape:
                 found = "no such tensor" if tensor is None else f"shape {tuple(tensor.shape)}"
+                if slot.name in self._tied:
+                    found = "none of its own, since it ties together what it reads and what it says"
                 raise ModelError(f"updates bring {slot.name!r} of shape {slot.shape}; the receiving model has {found}")
         there = {slot.name for slot in manifest.slots}
         missing = [name for name in self._tensors if name not in there]

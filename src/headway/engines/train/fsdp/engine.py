@@ -65,7 +65,7 @@ class FsdpEngine:
             ModelError: on every rank, when the model cannot be used.
         """
         self._config = config
-        self._device = mesh.device
+        self._mesh, self._device = mesh, mesh.device
         self._model_path = model_path
         self._policy = sharded_policy(model_path, config, mesh)
         self._packing = self._policy.packing(config)
@@ -163,7 +163,7 @@ class FsdpEngine:
         Every rank must draw them all; each is valid until the next one is drawn. One bucket is held and nothing else.
         """
         parts = given_parts(dict(self._policy.lm.named_parameters()), self._files)
-        for window in gather(parts, manifest, bucket_bytes, self._device, everywhere=everywhere):
+        for window in gather(parts, manifest, bucket_bytes, self._mesh, everywhere=everywhere):
             advance(f"{window[0] / 1e6:,.0f} of {manifest.nbytes / 1e6:,.0f} MB gathered")
             yield window
 

@@ -13,7 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 import torch.distributed as dist
 
-from headway.engines.train.fsdp.pieces import Box, boxes, is_first_copy
+from headway.engines.train.fsdp.mesh import TrainMesh
+from headway.engines.train.fsdp.pieces import Box, boxes, is_first
 from headway.models.files import FileTensor
 from headway.weights.buckets import Part, Parts, pack
 from headway.weights.layout import ALIGNMENT, Manifest, buckets
@@ -25,24 +26,27 @@ _WORD = torch.int64
 
 @torch.no_grad()
 def gather(
-    parts: Parts, manifest: Manifest, bucket_bytes: int, device: torch.device, *, everywhere: bool
+    parts: Parts, manifest: Manifest, bucket_bytes: int, mesh: TrainMesh, *, everywhere: bool
 ) -> Iterator[Window]:
     """Yield the weights bucket by bucket, as `FsdpEngine.gather` says. Collective.
 
-    ``parts``: what this rank gives, so that all ranks together give each element once.
+    ``parts``: what this rank gives, so that the ranks of each copy of the model give each element once. Ranks of other
+    copies than rank zero's get nothing, unless ``everywhere``.
     """
     spans = list(buckets(manifest.nbytes, bucket_bytes))
-    if dist.get_world_size() == 1:
-        yield from pack(manifest, parts, spans, device)
+    if mesh.copy.size() == 1:
+        yield from pack(manifest, parts, spans, mesh.device)
+        return
+    if not everywhere and 0 not in dist.get_process_group_ranks(mesh.copy):
         return
     # Whole words, also of the last bucket: the layout ends inside it, and what is beyond stays zero.
     padded = [(start, stop + -stop % ALIGNMENT) for start, stop in spans]
-    for (start, bucket), (_, stop) in zip(pack(manifest, parts, padded, device), spans, strict=True):
+    for (start, bucket), (_, stop) in zip(pack(manifest, parts, padded, mesh.device), spans, strict=True):
         words = bucket.view(_WORD)
         if everywhere:
-            dist.all_reduce(words)
+            dist.all_reduce(words, group=mesh.copy)
         else:
-            dist.reduce(words, dst=0)
+            dist.reduce(words, dst=0, group=mesh.copy)
         yield start, bucket[: stop - start]
 
 
@@ -56,9 +60,9 @@ def parts_of_files(parameters: Mapping[str, torch.Tensor], files: Sequence[FileT
 
 
 def given_parts(parameters: Mapping[str, torch.Tensor], files: Sequence[FileTensor]) -> dict[str, list[Part]]:
-    """Return what this rank gives where all ranks together give each element once: of equal parts the first one."""
+    """Return what this rank gives where the ranks of each copy give each element once: of equal parts the first."""
     parts = parts_of_files(parameters, files)
-    gives = {name: is_first_copy(parameter) for name, parameter in parameters.items()}
+    gives = {name: is_first(parameter, of_copy=True) for name, parameter in parameters.items()}
     return {file.name: parts[file.name] if gives[file.parameter] else [] for file in files}
 
 

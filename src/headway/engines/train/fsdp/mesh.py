@@ -35,6 +35,8 @@ class TrainMesh:
     device: torch.device
     parallel: ParallelConfig
     meshes: TransformersDeviceMesh
+    copy: ProcessGroup
+    """Ranks that hold one copy of the model together with this one: all of them, or those of a replica (HSDP)."""
     rows: ProcessGroup
     """Ranks that have rows of their own, beside this one: one of each inner mesh."""
     inner: ProcessGroup | None
@@ -59,8 +61,10 @@ class TrainMesh:
         if parallel.ep > 1:
             of_experts = (1, parallel.replicate, fsdp * parallel.tp // parallel.ep, parallel.ep)
             experts = init(of_experts, mesh_dim_names=("pp", REPLICATE, EFSDP, EP))
+        of_copy = ranks // parallel.replicate
+        copy = _own_group([range(first, first + of_copy) for first in range(0, ranks, of_copy)])
         rows, inner, sequence = _groups(parallel, ranks)
-        return cls(device, parallel, TransformersDeviceMesh(dense, experts), rows, inner, sequence)
+        return cls(device, parallel, TransformersDeviceMesh(dense, experts), copy, rows, inner, sequence)
 
     @property
     def data_ranks(self) -> int:
@@ -89,9 +93,7 @@ class TrainMesh:
 def _groups(parallel: ParallelConfig, ranks: int) -> tuple[ProcessGroup, ProcessGroup | None, SequenceRanks | None]:
     inner = parallel.inner
     if inner == 1:
-        world = dist.group.WORLD
-        assert world is not None
-        return world, None, None
+        return _own_group([range(ranks)]), None, None
     rows = _own_group([range(place, ranks, inner) for place in range(inner)])
     shared = _own_group([range(start, start + inner) for start in range(0, ranks, inner)])
     if parallel.cp == 1:
@@ -103,6 +105,10 @@ def _groups(parallel: ParallelConfig, ranks: int) -> tuple[ProcessGroup, Process
 
 def _own_group(groups: Sequence[Sequence[int]]) -> ProcessGroup:
     """Make all ``groups``, which partition the ranks, and return this rank's."""
+    if len(groups) == 1:
+        world = dist.group.WORLD
+        assert world is not None
+        return world
     mine: ProcessGroup | None
     mine, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in groups])
     assert mine is not None

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from headway.engines.train.fsdp.mesh import EP, TP
+from headway.engines.train.fsdp.mesh import EP, REPLICATE, TP
 
 Span = tuple[int, int]
 """First index of some neighbours in one dimension, and the index behind the last."""
@@ -73,15 +73,18 @@ def copies(tensor: torch.Tensor) -> int:
     return dist.get_world_size() // math.prod(apart)
 
 
-def is_first_copy(tensor: torch.Tensor) -> bool:
-    """Tell whether this rank is the first of those that hold the same part of ``tensor``."""
+def is_first(tensor: torch.Tensor, *, of_copy: bool = False) -> bool:
+    """Tell whether this rank is the first of those that hold the same part of ``tensor``; ``of_copy``: of those that are
+    of one copy of the model (HSDP).
+    """
     if not isinstance(tensor, DTensor):
         return dist.get_rank() == 0
     mesh = tensor.device_mesh
-    place = mesh.get_coordinate()
+    names, place = mesh.mesh_dim_names or ("",) * mesh.ndim, mesh.get_coordinate()
     assert place is not None
-    if any(at and placement.is_replicate() for at, placement in zip(place, tensor.placements, strict=True)):
-        return False
+    for name, at, placement in zip(names, place, tensor.placements, strict=True):
+        if at and placement.is_replicate() and not (of_copy and name == REPLICATE):
+            return False
     # Where the mesh is a part of the ranks, the others are translations of it, of which that of rank zero is first.
     return int(mesh.mesh.flatten()[0]) == 0
 
@@ -156,7 +159,7 @@ class Pieces(torch.Tensor):
         dtype = (tensor if part is None else part).dtype
         pieces: Pieces = torch.Tensor._make_wrapper_subclass(cls, tensor.shape, dtype=dtype)
         pieces._boxes = {torch.Size(box.start): box.values for box in boxes(tensor, part) if box.values.numel()}
-        pieces._written = is_first_copy(tensor)
+        pieces._written = is_first(tensor)
         return pieces
 
     @classmethod
