@@ -102,7 +102,7 @@ def carry_all(
     name: str,
 ) -> int:
     """Version after version, streamed and from a copy, into a back buffer and in place. Returns how many."""
-    target = ServedWeights(served, "check").target(manifest)
+    target = ServedWeights.of(served, "check").target(manifest)
     pinned = setting.on_gpu
     back = BackBuffer(manifest, pinned=pinned)
     copy = Staged(manifest, BUCKET, with_delta=delta, pinned=pinned)

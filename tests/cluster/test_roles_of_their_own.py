@@ -216,7 +216,7 @@ async def start(cfg: Config, model: str, run_dir: Path) -> Workers:
         {"param_update": {"transport": "shared_memory", "encoding": "delta", "schedule": "overlapped"}},
         {"rollout": {"dtype": "bfloat16"}},
         {"rollout": {"dtype": "bfloat16"}, "param_update": {"transport": "shared_memory", "encoding": "delta"}},
-        {"rollout": {"enable_dual_buffer": False, "n_gpus_per_node": 2}, "logp": {"n_gpus_per_node": 2}},
+        {"rollout": {"enable_dual_buffer": False, "n_gpus_per_node": 2}},
     ],
     ids=str,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -83,11 +84,12 @@ def critic_of(ranks: WorkerGroup) -> CriticEngine:
 
 
 class LogpReceiver:
-    """Implementation of `PolicyReceiver` over one rank of `LogpRole`."""
+    """Implementation of `PolicyReceiver` over one rank of `LogpRole`, which compute the probe together."""
 
-    def __init__(self, worker: Worker, paths: WeightPaths, verify: bool) -> None:
+    def __init__(self, worker: Worker, paths: WeightPaths, verify: bool, all_ask: asyncio.Barrier) -> None:
+        """``all_ask``: passed when all ranks' receivers are asked for the probe, so that none computes it alone."""
         self.name = worker.name
-        self._worker = worker
+        self._all_ask = all_ask
         self._role = proxy(worker, PolicyReceiver)
         self.activate = self._role.activate
         self._paths = paths
@@ -97,7 +99,10 @@ class LogpReceiver:
         return await self._paths.stage(self.name, version)
 
     async def probe(self) -> NDArray[np.float32] | None:
-        return await self._role.probe() if self._verify else None
+        if not self._verify:
+            return None
+        await self._all_ask.wait()
+        return await self._role.probe()
 
 
 class RolloutReplica:

@@ -97,6 +97,7 @@ class InlineCluster:
             (plan.actor, "training", "trainer"),
             (plan.ref, "reference", "ref"),
             (plan.critic, "critic's", "critic"),
+            (plan.logp, "log-prob", "logp"),
         ):
             if len(ranks) > 1:
                 raise ConfigError(

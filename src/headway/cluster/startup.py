@@ -210,10 +210,10 @@ class Startup:
         replacements_of_keepers = self._replacements_of_keepers(plan, workers, sight)
         if replacements_of_keepers is not None:
             alone |= {rank.worker for rank in plan.keepers}
-        receivers = tuple(
-            LogpReceiver(worker, paths, self._config.param_update.verify)
-            for worker in (groups.logp.workers if groups.logp is not None else ())
-        )
+        apart = groups.logp.workers if groups.logp is not None else ()
+        all_ask = asyncio.Barrier(max(1, len(apart)))
+        verify = self._config.param_update.verify
+        receivers = tuple(LogpReceiver(worker, paths, verify, all_ask) for worker in apart)
         return Started(
             actor=groups.actor,
             rollouts=tuple(rollouts),
@@ -387,7 +387,7 @@ def _group(plan: ClusterPlan, workers: dict[str, Worker], cost: Cost, inner: int
         actor=group(ActorRole, plan.actor, inner),
         rollouts=tuple(group(RolloutRole, [rank]) for rank in plan.rollout),
         ref=group(RefRole, plan.ref, inner) if plan.ref else None,
-        logp=group(LogpRole, plan.logp) if plan.logp else None,
+        logp=group(LogpRole, plan.logp, inner) if plan.logp else None,
         critic=group(CriticRole, plan.critic, inner) if plan.critic else None,
     )
 

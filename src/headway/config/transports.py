@@ -15,7 +15,7 @@ SLOWEST_BYTES_PER_S = 50_000_000
 
 
 def update_limit_s(timeout_s: float, nbytes: int) -> float:
-    """Return the seconds that an attempt to send ``nbytes`` of weights may take: ``param_update.timeout_s``, and a second
+    """Return the seconds that an attempt to send ``nbytes`` of weights may take: ``param_update.timeout_s``, and one
     for each `SLOWEST_BYTES_PER_S`.
     """
     return timeout_s + nbytes // SLOWEST_BYTES_PER_S

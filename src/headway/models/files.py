@@ -70,12 +70,6 @@ def file_tensors(lm: PreTrainedModel) -> list[FileTensor]:
     return sorted(found, key=lambda file: places[file.parameter])
 
 
-def tensors_of_files(lm: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Return the tensors of the files of ``lm``, which is whole here, as views of its parameters."""
-    parameters = dict(lm.named_parameters())
-    return {file.name: file.of(parameters[file.parameter].detach()) for file in file_tensors(lm)}
-
-
 def _storage(tensor: torch.Tensor) -> int:
     storage: int = tensor.untyped_storage()._cdata
     return storage

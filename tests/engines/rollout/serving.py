@@ -15,12 +15,11 @@ from transformers import PreTrainedModel
 from headway.engines.rollout.native import NativeEngine
 from headway.episodes.alone import keeping
 from headway.interfaces import FinishedGroup, GroupRequest
-from headway.models.files import tensors_of_files
 from headway.weights.buckets import pack, whole
 from headway.weights.layout import Manifest, buckets, build_manifest
 from headway.weights.outgoing import Stream
 from headway.weights.protocols import WeightSink
-from tests.engines.rollout.support import CONTEXT, decode, make_model, make_request
+from tests.engines.rollout.support import CONTEXT, decode, make_model, make_request, tensors_of_files
 
 MODEL = make_model()
 WAIT_S = 60.0

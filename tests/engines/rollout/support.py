@@ -30,7 +30,7 @@ from headway.data.types import GroupTokens, Prompt, RowAt, RowTokens, Trajectory
 from headway.engines.rollout.native.core import EngineCore, Finished
 from headway.engines.served.weights import Contents
 from headway.interfaces import Call, FinishedCall, FinishedGroup, GroupRequest, Priority, SamplingParams
-from headway.models.files import tensors_of_files
+from headway.models.files import file_tensors
 
 VOCABULARY = 40
 CONTEXT = 64
@@ -84,6 +84,17 @@ def make_model(family: str = "qwen3", *, tied: bool = True, seed: int = 0, **cha
         if parameter.ndim == 1:  # biases and norms start as constants, which would hide mistakes
             torch.nn.init.normal_(parameter, mean=float(parameter.detach().mean()), std=0.2)
     return model
+
+
+def tensors_of_files(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """The tensors of a model's files, as views of its parameters."""
+    parameters = dict(model.named_parameters())
+    return {file.name: file.of(parameters[file.parameter].detach()) for file in file_tensors(model)}
+
+
+def served_tensors(core: EngineCore) -> dict[str, torch.Tensor]:
+    """The same of what ``core`` serves."""
+    return {name: part.values for name, (part,) in core.weights._parts.items()}
 
 
 def decode(ids: Sequence[int]) -> str:
@@ -214,7 +225,7 @@ def activate(core: EngineCore, version: int, model: PreTrainedModel) -> None:
         core.weights.memory.allocate()
         with torch.no_grad():
             for name, values in tensors_of_files(model).items():
-                core.weights._tensors[name].copy_(values)
+                served_tensors(core)[name].copy_(values)
         core.weights.set(Contents.SERVED, version)
 
     core.activate(version, load)

@@ -15,9 +15,8 @@ import torch
 from headway.config.learning import ActorConfig, OptimConfig
 from headway.config.model import ModelConfig
 from headway.config.parallel import ParallelConfig
-from headway.config.schema import Config, RolloutConfig
+from headway.config.schema import Config, ParamUpdateConfig, RolloutConfig
 from headway.data.collate import Row
-from headway.data.packing import Packing
 from headway.engines.train.fsdp.engine import FsdpEngine
 from headway.engines.train.fsdp.mesh import TrainMesh
 from headway.engines.train.logprobs import LogProbCopy
@@ -71,8 +70,9 @@ class Pair:
     def __init__(self, path: str, dtype: str = "float32", *, takes_deltas: bool = False) -> None:
         config = Config(
             actor=ActorConfig(ppo_max_token_len_per_gpu=BUDGET, optim=OptimConfig(lr=1e-2)),
-            rollout=RolloutConfig(temperature=TEMPERATURE),
+            rollout=RolloutConfig(temperature=TEMPERATURE, param_update_consume_bucket_size_mb=1024 / 2**20),
             model=ModelConfig.model_validate({"dtype": dtype}),
+            param_update=ParamUpdateConfig(encoding="delta" if takes_deltas else "full"),
         )
         self.dtype = getattr(torch, dtype)
         self.trainer = FsdpEngine(
@@ -83,16 +83,13 @@ class Pair:
         )
         self.manifest = self.trainer.manifest(self.dtype)
         self.link = Link()
-        self.model = load_model(path, dtype=self.dtype)
         self.copy = LogProbCopy(
-            self.model,
+            model_path=path,
+            config=config,
+            mesh=TrainMesh.make(ParallelConfig(), torch.device("cpu")),
             name="logp-0",
             manifest=self.manifest,
             receive=self.link.receive,
-            window=1024,
-            temperature=TEMPERATURE,
-            packing=Packing(BUDGET),
-            takes_deltas=takes_deltas,
         )
 
     def step(self, version: int) -> None:
@@ -179,7 +176,7 @@ async def test_half_precision_agrees_as_far_as_that_goes(pair: Any) -> None:
     both, rows = pair("bfloat16"), random_rows(6)
     both.step(1)
     await both.update(1)
-    assert {p.dtype for p in both.model.parameters()} == {torch.bfloat16}
+    assert {p.dtype for p in both.copy._policy.parameters()} == {torch.bfloat16}
     for ours, theirs in zip(both.copy.proximal_logprobs(rows, 1), both.trainer.forward_logprobs(rows), strict=True):
         np.testing.assert_allclose(ours, theirs, atol=0.02)
 
@@ -363,12 +360,11 @@ def test_the_layout_of_another_model_is_refused(model_path: ModelPath) -> None:
     other = Pair(model_path("qwen2", False))
     with pytest.raises(ModelError, match="receiving model"):
         LogProbCopy(
-            load_model(model_path("qwen3", True), dtype=torch.float32),
+            model_path=model_path("qwen3", True),
+            config=Config(),
+            mesh=TrainMesh.make(ParallelConfig(), torch.device("cpu")),
             name="logp-0",
             manifest=other.manifest,
             receive=other.link.receive,
-            window=1024,
-            temperature=1.0,
-            packing=Packing(BUDGET),
         )
     other.copy.close()

@@ -287,15 +287,14 @@ def test_reference_and_copy_of_the_policy_have_the_log_probs_of_rows_one_by_one(
     assert_same_numbers(reference.forward_logprobs(rows), expected)
     held = load_model(path, dtype=torch.float32)
     copy = LogProbCopy(
-        held,
+        model_path=path,
+        config=configured("shared", budget),
+        mesh=TrainMesh.make(ParallelConfig(), CPU),
         name="copy",
         manifest=build_manifest((name, tuple(p.shape), p.dtype) for name, p in held.named_parameters()),
         receive=lambda *_: None,
-        window=1 << 20,
-        temperature=TEMPERATURE,
-        packing=Packing(budget),
     )
-    assert held.config._attn_implementation == NAME
+    assert copy.padded is None
     assert_same_numbers(copy.proximal_logprobs(rows, 0), expected)
     copy.close()
 

@@ -1,4 +1,4 @@
-"""Role that recomputes log π_prox on ranks of its own: each holds a copy of the policy and gets every update."""
+"""Role that recomputes log π_prox on ranks of its own, which hold a copy of the policy and get every update."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from headway.cluster.roles.role import Role
 from headway.cluster.worker_group import Collect, Dispatch, register
 from headway.data.types import Sample
 from headway.interfaces import ReceiveReport
-from headway.weights.layout import Manifest, bucket_bytes
+from headway.weights.layout import Manifest
 from headway.weights.protocols import Parcel
 from headway.weights.transports.links import Address, Link
 
@@ -23,28 +23,29 @@ if TYPE_CHECKING:
 
 
 class LogpRole(Role):
-    """Role of one rank that recomputes log-probs. Ranks know nothing of each other: samples are divided over them."""
+    """Role of one rank that recomputes log-probs. Methods that compute are collective over these ranks; each gets the
+    weights by itself.
+    """
 
     def __init__(self, *, rank: int, world_size: int, **common: Any) -> None:
         super().__init__(**common)
+        self._rank, self._world_size = rank, world_size
         self._inbox = WeightInbox(self.name)
 
     @register(Dispatch.ONE_TO_ALL)
     def build(self, store: Address | None) -> None:
-        """Load the model, in the dtype that the trainer computes in. Does not connect to ``store``."""
-        import torch
-
-        from headway.models.pretrained import compute_dtype, load_model
-
+        """Join the ranks that meet at ``store``."""
         self._set_threads()
-        dtype = compute_dtype(self._config, torch.device(self._device))
-        remote = self._config.model.trust_remote_code
-        self._model = load_model(self._model_path, dtype=dtype, trust_remote_code=remote).to(self._device)
+        self._join_ranks(store, "logp", self._rank, self._world_size)
 
     @register(Dispatch.RANK_ZERO)
     def served_dtype(self) -> str:
         """Dtype in which the rank receives weights, as torch spells it without the prefix."""
-        return str(self._model.dtype).removeprefix("torch.")
+        import torch
+
+        from headway.models.pretrained import compute_dtype
+
+        return str(compute_dtype(self._config, torch.device(self._device))).removeprefix("torch.")
 
     async def connect(self, link: Link) -> None:
         """Open the receiver's end of ``link``. May wait for sender and receivers."""
@@ -52,19 +53,16 @@ class LogpRole(Role):
 
     @register(Dispatch.ONE_TO_ALL)
     def serve(self, manifest: Manifest) -> None:
-        """Create the engine that recomputes log-probs, with weights in the layout ``manifest``."""
-        from headway.data.packing import Packing
+        """Open the model, for updates in the layout ``manifest``."""
         from headway.engines.train.logprobs import LogProbCopy
 
         self._copy: LogProbCopy = LogProbCopy(
-            self._model,
+            model_path=self._model_path,
+            config=self._config,
+            mesh=self._mesh,
             name=self.name,
             manifest=manifest,
             receive=self._inbox.receive,
-            window=bucket_bytes(self._config.rollout.param_update_consume_bucket_size_mb),
-            temperature=self._config.rollout.temperature,
-            packing=Packing.of(self._config),
-            takes_deltas=self._config.param_update.encoding == "delta",
         )
 
     @register(Dispatch.RANK_ZERO)

@@ -8,6 +8,7 @@ SERVED ──receive in place──▶ WRITING ──all of it──▶ ARRIVED 
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from enum import StrEnum
 
 import torch
@@ -15,7 +16,7 @@ from transformers import PreTrainedModel
 
 from headway.engines.served.memory import WeightMemory, release_cached
 from headway.errors import ModelError, RunError
-from headway.models.files import tensors_of_files
+from headway.models.files import FileTensor, file_tensors
 from headway.weights.buckets import Parts, Tensors, whole
 from headway.weights.layout import Manifest
 
@@ -41,29 +42,51 @@ class ServedWeights:
     The decoding thread owns them, except while WRITING: then they are the receiving thread's.
     """
 
-    def __init__(self, model: PreTrainedModel, name: str) -> None:
-        """Serve version 0: the weights of ``model`` as they are. Messages call their owner ``name``."""
-        self.device = model.device
-        self.memory = WeightMemory(model.parameters())
+    def __init__(
+        self,
+        files: Sequence[FileTensor],
+        parts: Parts,
+        memory: WeightMemory,
+        device: torch.device,
+        name: str,
+        tied: Collection[str] = (),
+    ) -> None:
+        """Serve version 0: weights as they are. Messages call their owner ``name``.
+
+        Args:
+            files: the tensors of the model's files.
+            parts: what is served here of each, all of it or a rank's part.
+            memory: the memory behind them.
+            tied: names that the model has beside those of ``files``, for the same memory.
+        """
+        self.device, self.memory = device, memory
         self._name = name
-        self._tensors = tensors_of_files(model)
-        """The tensors of the model's files, as views of what is served."""
-        self._tied = model.state_dict().keys() - parameters.keys()
+        self._shapes = {file.name: file.shape for file in files}
+        self._parts = parts
+        self._tied = frozenset(tied)
         self.contents = Contents.SERVED
         self.version = 0
         """Number of the version that the tensors hold, whole or in part."""
 
+    @classmethod
+    def of(cls, model: PreTrainedModel, name: str) -> ServedWeights:
+        """Serve a ``model`` that is here as a whole."""
+        parameters, files = dict(model.named_parameters()), file_tensors(model)
+        parts = whole({file.name: file.of(parameters[file.parameter].detach()) for file in files})
+        tied = model.state_dict().keys() - parameters.keys()
+        return cls(files, parts, WeightMemory(model.parameters()), model.device, name, tied)
+
     def check_layout(self, manifest: Manifest) -> None:
         """Raise `ModelError` unless ``manifest`` has every tensor of the model's files once, in its own shape."""
         for slot in manifest.slots:
-            tensor = self._tensors.get(slot.name)
-            if tensor is None or tuple(tensor.shape) != slot.shape:
-                found = "no such tensor" if tensor is None else f"shape {tuple(tensor.shape)}"
+            shape = self._shapes.get(slot.name)
+            if shape != slot.shape:
+                found = "no such tensor" if shape is None else f"shape {shape}"
                 if slot.name in self._tied:
                     found = "none of its own, since it ties together what it reads and what it says"
                 raise ModelError(f"updates bring {slot.name!r} of shape {slot.shape}; the receiving model has {found}")
         there = {slot.name for slot in manifest.slots}
-        missing = [name for name in self._tensors if name not in there]
+        missing = [name for name in self._shapes if name not in there]
         if missing:
             raise ModelError(
                 f"updates leave out {len(missing)} of the receiving model's weights, such as {missing[0]!r}"
@@ -72,8 +95,8 @@ class ServedWeights:
     def target(self, manifest: Manifest) -> Tensors:
         """The tensors into which flat bytes in host memory are written."""
         if self.device.type != "cpu":
-            return _ThroughDevice(manifest, whole(self._tensors), self.device)
-        return Tensors(manifest, whole(self._tensors))
+            return _ThroughDevice(manifest, self._parts, self.device)
+        return Tensors(manifest, self._parts)
 
     @property
     def problem(self) -> str | None:

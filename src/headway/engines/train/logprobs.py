@@ -8,69 +8,74 @@ New weights may be written over the old ones: nobody asks for a version after th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
-from transformers import PreTrainedModel
 
+from headway.config.schema import Config
 from headway.data.collate import Row
-from headway.data.packing import Packing
-from headway.devices import kind_of
-from headway.engines.served.memory import own_storages
+from headway.engines.served.memory import WeightMemory
 from headway.engines.served.update import BufferedIntake, InPlaceIntake, Updates, outcome
 from headway.engines.served.weights import ServedWeights
-from headway.engines.train.fsdp.forward import forward_rows
-from headway.engines.train.fsdp.policy import PolicyModule
+from headway.engines.train.fsdp.forward import forward_sharded
+from headway.engines.train.fsdp.gather import parts_of_files
+from headway.engines.train.fsdp.mesh import TrainMesh
+from headway.engines.train.fsdp.pieces import local
+from headway.engines.train.fsdp.sharding import sharded_policy
 from headway.errors import RunError
 from headway.interfaces import ReceiveReport
-from headway.models.output_layer import check_output_layer
-from headway.models.packable import use_packed_attention
+from headway.models.files import file_tensors
+from headway.models.pretrained import compute_dtype
 from headway.models.probe import probe_rows, probe_vector
-from headway.weights.layout import Manifest
+from headway.weights.layout import Manifest, bucket_bytes
 from headway.weights.protocols import WeightSink
 
 
 class LogProbCopy:
-    """One whole copy of the policy, on one device. Not thread-safe, but for `stage_weights`."""
+    """One rank of a copy of the policy, which lies on a mesh. Not thread-safe, but for `stage_weights`.
+
+    `proximal_logprobs` and `probe` are collective; each rank gets updates by itself, and keeps its own part of them.
+    """
 
     def __init__(
         self,
-        model: PreTrainedModel,
         *,
+        model_path: str,
+        config: Config,
+        mesh: TrainMesh,
         name: str,
         manifest: Manifest,
         receive: Callable[[int, WeightSink], None],
-        window: int,
-        temperature: float,
-        packing: Packing,
-        takes_deltas: bool = False,
     ) -> None:
-        """Serve version 0: ``model`` as it is, in the dtype that the trainer computes in.
+        """Open the model at ``model_path``, which is version 0, in the dtype that the trainer computes in. Collective.
+
+        With ``param_update.encoding=delta`` it keeps a whole copy in host memory, which deltas are applied to.
 
         Args:
+            manifest: layout of the weights of an update.
             receive: puts a version into a sink, blocking.
-            window: bytes that are copied at a time (``rollout.param_update_consume_bucket_size_mb``).
-            takes_deltas: it keeps a second copy in host memory, which deltas are applied to.
 
         Raises:
-            ModelError: ``manifest`` is not of this model, or has logits that are not supported.
+            ModelError: the model cannot be used, or ``manifest`` is not its.
         """
-        model.eval()
-        model.tie_weights()
-        own_storages(model)
-        check_output_layer(model, name)
-        self._name = name
-        self._policy = PolicyModule(model, temperature)
-        on_gpu = kind_of(model.device).flex_attention
-        self.padded = use_packed_attention(model, on_gpu=on_gpu) if packing.packed else "model.packing=padded"
-        """Reason why rows are padded and not packed; None where they are packed."""
-        self._packing = replace(packing, packed=self.padded is None)
-        self._vocabulary = len(model.get_input_embeddings().weight)
-        self._weights = ServedWeights(model, name)
+        self._name, self._device = name, mesh.device
+        self._policy = sharded_policy(model_path, config, mesh, compute_dtype(config, mesh.device))
+        self._policy.requires_grad_(False)
+        self._packing = self._policy.packing(config)
+        self._vocabulary = int(self._policy.lm.get_input_embeddings().weight.shape[0])
+        files, parameters = file_tensors(self._policy.lm), dict(self._policy.lm.named_parameters())
+        memory = WeightMemory(local(parameter) for parameter in parameters.values())
+        parts = parts_of_files(parameters, files)
+        self._weights = ServedWeights(files, parts, memory, mesh.device, name)
         self._weights.check_layout(manifest)
-        intake = (BufferedIntake if takes_deltas else InPlaceIntake)(name, self._weights, manifest, window)
-        self._updates = Updates(name, intake, receive, self._weights.device)
+        intake = BufferedIntake if config.param_update.encoding == "delta" else InPlaceIntake
+        window = bucket_bytes(config.rollout.param_update_consume_bucket_size_mb)
+        self._updates = Updates(name, intake(name, self._weights, manifest, window), receive, mesh.device)
+
+    @property
+    def padded(self) -> str | None:
+        """Reason why rows are padded and not packed; None where they are packed."""
+        return self._policy.padded
 
     def proximal_logprobs(self, rows: Sequence[Row], version: int) -> list[NDArray[np.float32]]:
         """The [T] float32 log-probs of each row (nats) under ``version``. Raises `RunError` when it serves another."""
@@ -100,4 +105,4 @@ class LogProbCopy:
         self._updates.close()
 
     def _logprobs(self, rows: Sequence[Row]) -> list[NDArray[np.float32]]:
-        return forward_rows(rows, self._packing(rows), self._policy.per_token, self._weights.device)
+        return forward_sharded(self._policy, rows, self._packing, self._device)

@@ -74,7 +74,7 @@ class EngineCore:
         self._batch = Batch(
             self._runner, slots=slots, max_context=max_context, max_batched_tokens=max_batched_tokens, decode=decode
         )
-        self.weights = ServedWeights(model, f"rollout engine {name}")  # after the runner, which may repack them
+        self.weights = ServedWeights.of(model, f"rollout engine {name}")  # after the runner, which may repack them
         self._activity = Activity(clock)
         self._calls = OpenCalls()
         self._in_place = True

@@ -74,8 +74,8 @@ def copies(tensor: torch.Tensor) -> int:
 
 
 def is_first(tensor: torch.Tensor, *, of_copy: bool = False) -> bool:
-    """Tell whether this rank is the first of those that hold the same part of ``tensor``; ``of_copy``: of those that are
-    of one copy of the model (HSDP).
+    """Tell whether this rank is the first of those that hold the same part of ``tensor``; ``of_copy``: of those of one
+    copy of the model (HSDP).
     """
     if not isinstance(tensor, DTensor):
         return dist.get_rank() == 0
