@@ -96,7 +96,7 @@ def forget_packed_experts(model: torch.nn.Module) -> None:
     """
     for module in model.modules():
         method = getattr(module, "quant_method", None)
-        if hasattr(method, "moe_kernel"):
+        if method is not None and hasattr(method, "moe_kernel"):
             method.moe_kernel = None
 
 

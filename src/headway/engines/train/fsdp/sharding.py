@@ -117,7 +117,7 @@ def _divide(lm: PreTrainedModel, model_path: str, mesh: TrainMesh) -> list[nn.Mo
     except ImportError as cause:
         raise ModelError(
             f"actor.parallel.tp={parallel.tp} and ep={parallel.ep}: transformers {transformers.__version__} cannot "
-            "divide models so. Install 5.23 or later where vLLM lets you, or set both to 1"
+            "divide models so. Install 5.23 or later (vLLM may ask for an older one), or set both to 1"
         ) from cause
     try:
         tp_plan, ep_plan, _ = lm._resolve_parallel_plans(mesh.plan())
