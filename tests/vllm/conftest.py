@@ -36,7 +36,7 @@ if find_spec("vllm"):
         asyncio.run(one_engine.at_rest())
 
     def _serving(folder: Path, *, tied: bool) -> Iterator[Served]:
-        served = Served(folder, tied=tied)
+        served = Served(folder, shape={"tied": tied})
         asyncio.run(served.engine.start())
         yield served
         asyncio.run(served.engine.close())

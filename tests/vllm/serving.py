@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +29,20 @@ WAIT_S = 120.0
 """No wait of these tests comes near it."""
 
 
-def tiny(seed: int = 0, *, tied: bool = True, head_dim: int = 32) -> PreTrainedModel:
+def tiny(
+    seed: int = 0, *, family: str = "qwen3", tied: bool = True, head_dim: int = 32, **sizes: int
+) -> PreTrainedModel:
     """Two layers, by default with heads of a size that vLLM's attention on CPUs takes."""
-    return make_model("qwen3", tied=tied, seed=seed, head_dim=head_dim, max_position_embeddings=CONTEXT)
+    return make_model(family, tied=tied, seed=seed, head_dim=head_dim, max_position_embeddings=CONTEXT, **sizes)
 
 
 class Served:
     """An engine, and the model of each version that it has served."""
 
-    def __init__(self, folder: Path, *, tied: bool = True, head_dim: int = 32, **changes: Any) -> None:
-        self.models = {0: tiny(tied=tied, head_dim=head_dim)}
+    def __init__(self, folder: Path, *, shape: Mapping[str, Any] | None = None, **changes: Any) -> None:
+        """``shape``: of the model, for `tiny`."""
+        self._shape = shape or {}
+        self.models = {0: tiny(**self._shape)}
         self.models[0].save_pretrained(folder)
         self.tokenizer = character_tokenizer(CHARACTERS, CONTEXT)
         self.tokenizer.save_pretrained(folder)
@@ -64,8 +68,7 @@ class Served:
     async def stage(self) -> int:
         """Bring another model's weights; their version."""
         version = self.version + 1
-        tied = bool(self.models[0].config.tie_word_embeddings)
-        self.models[version] = self.source.model = tiny(seed=version, tied=tied)
+        self.models[version] = self.source.model = tiny(seed=version, **self._shape)
         await self.engine.stage_weights(version)
         return version
 

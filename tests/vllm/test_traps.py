@@ -215,7 +215,7 @@ def test_an_engine_without_vllm_says_how_to_get_it(tmp_path: Path, monkeypatch: 
 
 async def test_a_model_that_vllm_cannot_compute_with_is_refused_at_the_start(tmp_path: Path) -> None:
     """Attention on CPUs takes some sizes of heads only, and vLLM itself would find that out at the first request."""
-    served = Served(tmp_path / "model", head_dim=16)
+    served = Served(tmp_path / "model", shape={"head_dim": 16})
     with pytest.raises(ModelError, match="head_dim=16"):
         await served.engine.start()
     await served.engine.close()

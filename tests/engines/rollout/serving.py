@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from itertools import count
 from typing import Any
 
-import torch
+from transformers import PreTrainedModel
 
 from headway.engines.rollout.native import NativeEngine
 from headway.episodes.alone import keeping
@@ -19,7 +19,7 @@ from headway.weights.buckets import pack, whole
 from headway.weights.layout import Manifest, buckets, build_manifest
 from headway.weights.outgoing import Stream
 from headway.weights.protocols import WeightSink
-from tests.engines.rollout.support import CONTEXT, decode, make_model, make_request
+from tests.engines.rollout.support import CONTEXT, decode, make_model, make_request, tensors_of_files
 
 MODEL = make_model()
 WAIT_S = 60.0
@@ -28,19 +28,18 @@ BUCKET = 4096
 _KEEPERS = count()
 
 
-def manifest_of(model: torch.nn.Module) -> Manifest:
-    return build_manifest((name, tuple(p.shape), p.dtype) for name, p in model.named_parameters())
+def manifest_of(model: PreTrainedModel) -> Manifest:
+    return build_manifest((name, tuple(of.shape), of.dtype) for name, of in tensors_of_files(model).items())
 
 
-def outgoing(model: torch.nn.Module, manifest: Manifest) -> Stream:
-    parts = whole(dict(model.named_parameters()))
-    return Stream(manifest, pack(manifest, parts, buckets(manifest.nbytes, BUCKET)))
+def outgoing(model: PreTrainedModel, manifest: Manifest) -> Stream:
+    return Stream(manifest, pack(manifest, whole(tensors_of_files(model)), buckets(manifest.nbytes, BUCKET)))
 
 
 class Source:
     """A receiver's end that hands out one model's weights, and can be held back or broken half-way."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
         self.manifest = manifest_of(model)
         self.go = threading.Event()
@@ -62,7 +61,7 @@ class Source:
 
 @asynccontextmanager
 async def serving(
-    source: Source | None = None, model: torch.nn.Module | None = None, **changes: Any
+    source: Source | None = None, model: PreTrainedModel | None = None, **changes: Any
 ) -> AsyncIterator[NativeEngine]:
     """An engine over a copy of ``model``, by default `MODEL`."""
     settings: dict[str, Any] = {

@@ -15,34 +15,55 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from headway.data.types import GroupTokens, Prompt, RowAt, RowTokens, Trajectory
 from headway.engines.rollout.native.core import EngineCore, Finished
 from headway.engines.served.weights import Contents
 from headway.interfaces import Call, FinishedCall, FinishedGroup, GroupRequest, Priority, SamplingParams
+from headway.models.files import file_tensors
 
 VOCABULARY = 40
 CONTEXT = 64
 STOP = 1
 TOLERANCE = 1e-5
 """Of log-probs in float32."""
-FAMILIES = {
+FAMILIES: dict[str, Any] = {
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 12}),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
     "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": 9}),
     "llama": (LlamaConfig, LlamaForCausalLM, {"attention_bias": True, "mlp_bias": True}),
 }
+"""What the engine runs by its faster path."""
+MIXTURES: dict[str, Any] = {
+    "qwen3_moe": (
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+        {
+            "head_dim": 12,
+            "moe_intermediate_size": 24,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": True,
+        },
+    ),
+    "mixtral": (MixtralConfig, MixtralForCausalLM, {"num_local_experts": 4, "num_experts_per_tok": 2}),
+}
+"""Mixtures of experts, which transformers fuses as it reads them."""
 
 
 def make_model(family: str = "qwen3", *, tied: bool = True, seed: int = 0, **changes: Any) -> PreTrainedModel:
     """A random decoder of two layers, with weights large enough for its distributions to be far from uniform."""
-    config_type, model_type, extra = FAMILIES[family]
+    config_type, model_type, extra = (FAMILIES | MIXTURES)[family]
     sizes: dict[str, Any] = {
         "vocab_size": VOCABULARY,
         "hidden_size": 32,
@@ -63,6 +84,17 @@ def make_model(family: str = "qwen3", *, tied: bool = True, seed: int = 0, **cha
         if parameter.ndim == 1:  # biases and norms start as constants, which would hide mistakes
             torch.nn.init.normal_(parameter, mean=float(parameter.detach().mean()), std=0.2)
     return model
+
+
+def tensors_of_files(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """The tensors of a model's files, as views of its parameters."""
+    parameters = dict(model.named_parameters())
+    return {file.name: file.of(parameters[file.parameter].detach()) for file in file_tensors(model)}
+
+
+def served_tensors(core: EngineCore) -> dict[str, torch.Tensor]:
+    """The same of what ``core`` serves."""
+    return {name: part.values for name, (part,) in core.weights._parts.items()}
 
 
 def decode(ids: Sequence[int]) -> str:
@@ -192,8 +224,8 @@ def activate(core: EngineCore, version: int, model: PreTrainedModel) -> None:
     def load() -> None:
         core.weights.memory.allocate()
         with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                core.weights._tensors[name].copy_(parameter)
+            for name, values in tensors_of_files(model).items():
+                served_tensors(core)[name].copy_(values)
         core.weights.set(Contents.SERVED, version)
 
     core.activate(version, load)
@@ -246,5 +278,7 @@ def _nearest(
     plain = reference_logprobs(model, group, k)
     if model.dtype != torch.float32 or np.allclose(logprobs, plain, atol=TOLERANCE, rtol=0):
         return plain
-    exact = reference_logprobs(copy.deepcopy(model).double(), group, k)
+    exact_model = copy.deepcopy(model).double()
+    exact_model.set_experts_implementation("eager")  # others have no products of float64
+    exact = reference_logprobs(exact_model, group, k)
     return np.where(np.abs(logprobs - exact) < np.abs(logprobs - plain), exact, plain)

@@ -11,7 +11,7 @@ import torch
 
 from headway.engines.rollout.native.forward import Context, Decoding
 from headway.engines.rollout.native.invariance import ALONE, MOST, TOGETHER, least_invariant_rows
-from tests.engines.rollout.support import FAMILIES, AskedCore, make_core, make_model, make_request
+from tests.engines.rollout.support import FAMILIES, MIXTURES, AskedCore, make_core, make_model, make_request
 
 NUMBERS = range(8)
 
@@ -35,7 +35,9 @@ PACKED = {"hidden_size": 384, "intermediate_size": 400}
 
 
 @pytest.mark.parametrize(
-    ("family", "sizes"), [*((family, {}) for family in FAMILIES), ("llama", PACKED)], ids=[*FAMILIES, "packed"]
+    ("family", "sizes"),
+    [*((family, {}) for family in (*FAMILIES, *MIXTURES)), ("llama", PACKED)],
+    ids=[*FAMILIES, *MIXTURES, "packed"],
 )
 def test_slots_order_and_company_change_no_bit(family: str, sizes: dict[str, int]) -> None:
     """Decodes the same requests in many arrangements."""
@@ -75,6 +77,18 @@ def test_the_least_number_of_rows_is_that_from_which_on_all_calls_agree() -> Non
     assert varying({17})[-1] == -1, f"more than {MOST} rows are not filled up"
     assert varying({33})[-1] == -1
     assert varying(set())[:-1] == [TOGETHER, *reversed(ALONE)]
+
+
+def test_a_mixture_promises_nothing_where_one_row_is_not_as_good_as_many(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Filling up a step gives no row to an expert that got one token."""
+    monkeypatch.setattr("headway.engines.rollout.native.runner.least_invariant_rows", lambda decode: 4)
+    assert make_core(make_model())._runner.invariant
+    core = make_core(make_model("qwen3_moe"))
+    assert not core._runner.invariant and not core.reproducible
+    assert core._runner.rows_of(1) == 1
+    assert "an expert has as many as the router gives it" in caplog.text
 
 
 def test_where_no_number_of_rows_is_enough_every_step_has_as_many_as_there_are_slots(

@@ -32,6 +32,7 @@ from headway.interfaces import OnUpdate
 from tests.engines.rollout.support import (
     CONTEXT,
     FAMILIES,
+    MIXTURES,
     TOLERANCE,
     VOCABULARY,
     activate,
@@ -44,7 +45,7 @@ from tests.engines.rollout.support import (
     steps,
 )
 
-every_family = pytest.mark.parametrize("family", FAMILIES)
+every_family = pytest.mark.parametrize("family", [*FAMILIES, *MIXTURES])
 either_head = pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 
 
@@ -155,7 +156,7 @@ def test_trajectories_that_start_after_an_update_do_not_see_the_old_prompt() -> 
         np.testing.assert_allclose(response.logprobs, reference_logprobs(new, group, k), atol=TOLERANCE, rtol=0)
 
 
-@every_family
+@pytest.mark.parametrize("family", FAMILIES)
 def test_the_fused_forward_is_used_and_equals_the_module(family: str) -> None:
     model = make_model(family)
     windows = Windows.of(model.config, CONTEXT)

@@ -26,6 +26,7 @@ from tests.engines.rollout.support import (
     make_core,
     make_model,
     make_request,
+    served_tensors,
     steps,
     tokens_of,
 )
@@ -40,7 +41,7 @@ def device_bytes(core: EngineCore) -> int:
     """Of every tensor that the forward pass reads a weight from, joined ones included; each storage once."""
     forward = core._runner._forward
     assert isinstance(forward, FusedForward)
-    tensors = [forward._embedding.weight, forward._final_norm.weight, *core.weights._tensors.values()]
+    tensors = [forward._embedding.weight, forward._final_norm.weight, *served_tensors(core).values()]
     parts: list[Any] = [forward._head]
     for layer in forward._layers:
         tensors += [layer.input_norm, layer.mlp_norm]
@@ -111,10 +112,10 @@ def test_prompts_that_were_prefilled_for_later_are_freed_too() -> None:
 
 def test_weights_that_are_kept_stay_where_they_are_on_a_cpu() -> None:
     core = make_core(MODEL)
-    addresses = [tensor.data_ptr() for tensor in core.weights._tensors.values()]
+    addresses = [tensor.data_ptr() for tensor in served_tensors(core).values()]
     asleep(core, keep_weights=True)
     core.wake()
-    assert [tensor.data_ptr() for tensor in core.weights._tensors.values()] == addresses
+    assert [tensor.data_ptr() for tensor in served_tensors(core).values()] == addresses
 
 
 def test_weights_that_move_to_the_host_come_back_unchanged() -> None:

@@ -23,7 +23,7 @@ from headway.engines.rollout.native.core import EngineCore
 from headway.engines.rollout.native.forward import PolicyForward
 from headway.interfaces import FinishedGroup, OnUpdate
 from tests.engines.rollout.serving import WAIT_S, Source, collect, serving
-from tests.engines.rollout.support import VOCABULARY, make_model, make_request
+from tests.engines.rollout.support import VOCABULARY, make_model, make_request, served_tensors
 from tests.tiers import mostly_slow
 
 UPDATES = 200
@@ -79,7 +79,7 @@ class Watching:
 
     def _assert_whole(self) -> None:
         for name, expected in model(self._core.version).named_parameters():
-            assert torch.equal(self._core.weights._tensors[name], expected), name
+            assert torch.equal(served_tensors(self._core)[name], expected), name
 
 
 def assert_from_the_table(groups: list[FinishedGroup]) -> set[int]:

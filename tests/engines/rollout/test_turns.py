@@ -19,7 +19,7 @@ from headway.engines.rollout.native.fused import FusedForward
 from headway.engines.rollout.native.prefix_cache import BLOCK
 from headway.engines.rollout.native.windows import Windows
 from headway.interfaces import Call, FinishedCall, OnUpdate, Priority, SamplingParams
-from tests.engines.rollout.support import FAMILIES, TOLERANCE, VOCABULARY, activate, make_core, make_model
+from tests.engines.rollout.support import FAMILIES, MIXTURES, TOLERANCE, VOCABULARY, activate, make_core, make_model
 from tests.engines.rollout.test_graphs import Replays
 
 LONG = 12 * BLOCK
@@ -195,7 +195,7 @@ def test_where_prefills_are_not_cut_into_blocks_they_are_as_right(
 # ------------------------------------------------------------------------------------------ episodes
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *MIXTURES])
 def test_log_probs_over_many_turns_equal_a_plain_forward(family: str) -> None:
     model = long_model(family)
     played = episodes(3)

@@ -8,6 +8,9 @@ with how many others a sequence was decoded. With MKL told to be strict about it
 `headway.cluster.process`), a few rows are as good as any number: four on one CPU that was tried, one on another. Calls
 of fewer rows are filled up. Then sampled tokens are a function of (seed, trajectory, position, weights) alone: slots,
 order of arrival and replicas do not matter.
+
+Products of a mixture's experts have as few rows as the router gives them, which nobody fills up: there one row has to
+be as good as many.
 """
 
 from __future__ import annotations

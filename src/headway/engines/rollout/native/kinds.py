@@ -31,6 +31,12 @@ def check_kind(config: PreTrainedConfig, max_context: int) -> None:
         )
 
 
+def has_experts(config: PreTrainedConfig) -> bool:
+    """Tell whether a router gives each token to some of many experts."""
+    text = config.get_text_config()
+    return any(getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+
+
 def not_served(config: PreTrainedConfig, why: str) -> ModelError:
     """Return the error for a model that only another engine might run: which it is, of what kind, and ``why``."""
     path = getattr(config, "_name_or_path", "")

@@ -19,6 +19,7 @@ from headway.engines.rollout.native import graphs
 from headway.engines.rollout.native.cache import ROOM_STEP, KvGeometry, SlotCache, enough
 from headway.engines.rollout.native.forward import Context, Decoding, PolicyForward, RowBlock
 from headway.engines.rollout.native.invariance import TOGETHER, least_invariant_rows
+from headway.engines.rollout.native.kinds import has_experts
 from headway.engines.rollout.native.prompts import SharedPrompt
 from headway.engines.rollout.native.sampling import BatchSampling, behaviour_logprobs, sample
 from headway.engines.rollout.native.windows import Windows
@@ -108,6 +109,7 @@ class Runner:
         self._max_context = max_context
         self._window = Windows.of(model.config, max_context).size
         self._least_rows = 1
+        self._has_experts = has_experts(model.config)
         self._geometry = KvGeometry.of(model.config)
         self.vocabulary = len(model.get_input_embeddings().weight)
         least_rows = self._least_invariant_rows()
@@ -175,11 +177,19 @@ class Runner:
                 cache.fill(range(row, row + 1), torch.randn(shape, generator=noise).to(self._dtype))
             return self.decode(tokens[:rows], lengths[:rows], cache)
 
-        return least_invariant_rows(decode)
+        least = least_invariant_rows(decode)
+        # A product of an expert has as many rows as the router gives it: one, whatever a step has.
+        return None if self._has_experts and least != 1 else least
 
     def _fixed_rows(self, slots: int) -> int:
         """Rows of every call, where their number matters: then that is always the same."""
         if self.device.type != "cpu":
+            return 1
+        if self._has_experts:
+            logger.warning(
+                "a row's logits depend on the number of rows beside it here, and an expert has as many as the router "
+                "gives it: the last bits of what is sampled depend on what decodes beside it"
+            )
             return 1
         logger.warning(
             "a row's logits depend on the number of rows beside it here, so every decoding step is filled up to %d "

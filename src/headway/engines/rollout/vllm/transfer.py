@@ -56,6 +56,8 @@ class SharedMemoryTransfer(WeightTransferEngine):
             initialize_layerwise_reload,
         )
 
+        if self.device.type == "cpu":
+            forget_packed_experts(self.model)
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: VersionInfo) -> None:
@@ -85,6 +87,17 @@ class SharedMemoryTransfer(WeightTransferEngine):
         for name, shape, dtype, offset, nbytes in self._slots:
             values = self._flat[offset : offset + nbytes].view(getattr(torch, dtype)).view(shape)
             yield name, values.to(self.device)
+
+
+def forget_packed_experts(model: torch.nn.Module) -> None:
+    """Have a CPU's experts packed when they are loaded again.
+
+    vLLM packs them where it makes their kernel, once: it would copy what is loaded later into packed memory as it is.
+    """
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if method is not None and hasattr(method, "moe_kernel"):
+            method.moe_kernel = None
 
 
 def repack(model: torch.nn.Module) -> None:
