@@ -45,6 +45,24 @@ async def test_experts_of_a_size_that_is_padded_are_packed_anew_with_each_versio
         await served.engine.close()
 
 
+async def test_in_bfloat16_which_has_kernels_of_its_own_each_version_is_served_too(tmp_path: Path) -> None:
+    """Over 5 s: vLLM is started. Versions are nats apart."""
+    served = Served(tmp_path / "model", shape={**UNTIED, "hidden_size": 64}, dtype="bfloat16")
+    await served.engine.start()
+    try:
+        np.testing.assert_allclose(await served.engine.probe(), served.probe_reference(), atol=0.5, rtol=0)
+        for _ in range(2):
+            before, version = served.probe_reference(), await served.stage()
+            await served.engine.pause(OnUpdate.INTERRUPT)
+            await served.engine.activate(version)
+            served.version = version
+            assert np.abs(served.probe_reference() - before).max() > 2
+            np.testing.assert_allclose(await served.engine.probe(), served.probe_reference(), atol=0.5, rtol=0)
+            await served.engine.resume()
+    finally:
+        await served.engine.close()
+
+
 async def test_vllm_opens_an_export_in_shards_and_serves_each_version_that_is_trained_on(
     one_rank: None, tmp_path: Path
 ) -> None:

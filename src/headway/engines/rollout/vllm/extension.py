@@ -1,16 +1,22 @@
 """An extension of vLLM's workers: vLLM mixes this class into its worker's.
 
-Importing this registers the transfer backend, before vLLM makes one.
+Importing this registers the transfer backend, before vLLM makes one, and has Linux permit the process AMX: vLLM's
+kernel for a mixture's experts in bfloat16 uses its tiles without asking, which would end the process (SIGILL).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from headway.engines.rollout.vllm import transfer
 from headway.engines.rollout.vllm.scoring import score
 
 __all__ = ["WorkerExtension", "transfer"]
+
+if torch.cpu._is_amx_tile_supported():
+    torch.cpu._init_amx()
 
 
 class WorkerExtension:
