@@ -43,12 +43,9 @@ def processes(config: Config, shape: ModelShape, *, on_cpu: bool, device_bytes: 
     placement = resolve_placement(config)
     step = _step(config, placement, on_cpu=on_cpu, device_bytes=None if on_cpu else device_bytes)
     roles: dict[str, Memory] = {ACTOR: _trainer(config, shape, step, placement, on_cpu=on_cpu, sends=False)}
-    for role, of in ((REF, reference), (CRITIC, critic)):
+    for role, of in ((REF, reference), (LOGP, reference), (CRITIC, critic)):
         if role in placement.devices and not placement.shared(role, ACTOR):
             roles[role] = of(shape, _on(step, len(placement.devices[role])))
-    if LOGP in placement.devices and not placement.shared(LOGP, ACTOR):
-        # Each of its ranks has a whole copy of the policy.
-        roles[LOGP] = reference(shape, _on(step, 1, plain=True))
     generates = _replica(config, shape, on_cpu=on_cpu)
     if placement.shared(ROLLOUT, ACTOR):
         roles[ACTOR] = roles[ACTOR].beside(Memory((), {"generation": generates.lines}))
@@ -84,9 +81,9 @@ def _step(config: Config, placement: Placement, *, on_cpu: bool, device_bytes: i
     )
 
 
-def _on(step: Step, ranks: int, *, plain: bool = False) -> Step:
-    """Return ``step`` on another number of ranks. ``plain``: each of which has all of the model."""
-    return replace(step, mesh=Mesh(ranks, type(step.mesh.parallel)() if plain else step.mesh.parallel))
+def _on(step: Step, ranks: int) -> Step:
+    """Return ``step`` on another number of ranks."""
+    return replace(step, mesh=Mesh(ranks, step.mesh.parallel))
 
 
 def _trainer(
