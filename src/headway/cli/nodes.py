@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from headway.config.groups import NodeShare
 from headway.config.parallel import ParallelConfig
-from headway.config.placement import ACTOR, CRITIC, REF, Placement
+from headway.config.placement import ACTOR, CRITIC, LOGP, REF, Placement
 
 MOST_ROWS = 8
 """Most nodes that are drawn; of more, the first ones and the last one."""
@@ -45,7 +45,7 @@ def _share(placement: Placement, share: NodeShare, parallel: ParallelConfig) -> 
             continue
         first, last = devices.index(here[0]), devices.index(here[-1])
         text = f"{role} {first}" if first == last else f"{role} {first}-{last}"
-        if role in (ACTOR, REF, CRITIC) and parallel.inner > 1:
+        if role in (ACTOR, REF, LOGP, CRITIC) and parallel.inner > 1:
             text += f" ({len(here) // parallel.inner} × {_inner(parallel)})"
         same = next((other for other in drawn if set(other) & set(here)), here)
         drawn.setdefault(same, []).append(text)

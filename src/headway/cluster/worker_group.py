@@ -294,7 +294,10 @@ class WorkerGroup:
             mesh[0].keep(method, of_parts, of_rank, *args)
             for mesh, of_parts, of_rank in zip(self._meshes, parts, own, strict=False)
         )
-        kept, _ = await both(concurrently(calls), self._beside(method, own, *args))
+        if self._methods[method].dispatch is Dispatch.SPLIT:
+            kept, _ = await both(concurrently(calls), self._beside(method, own, *args))
+        else:  # rank zero alone
+            kept = await concurrently(calls)
         columns: dict[int, Column] = {}
         for share, of_parts, handles in zip(shares, parts, kept, strict=True):
             for part, handle in zip(of_parts, handles, strict=True):

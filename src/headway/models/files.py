@@ -44,13 +44,22 @@ class FileTensor:
         return view
 
 
-def file_tensors(lm: PreTrainedModel) -> list[FileTensor]:
+def persistent_buffers(lm: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Return what the files of ``lm`` have beside its parameters, and training leaves as it is: biases of routers."""
+    kept = lm.state_dict().keys()
+    return {name: buffer for name, buffer in lm.named_buffers() if name in kept}
+
+
+def file_tensors(lm: PreTrainedModel, *, buffers: bool = False) -> list[FileTensor]:
     """Return the tensors of the files of ``lm``, which may be divided over ranks, in the order of its parameters.
+
+    ``buffers``: those that the files have, too.
 
     Raises:
         ModelError: its files hold something else than parts of its parameters: transposed or computed ones.
     """
-    shapes = {name: tuple(parameter.shape) for name, parameter in lm.named_parameters()}
+    held = dict(lm.named_parameters()) | (persistent_buffers(lm) if buffers else {})
+    shapes = {name: tuple(tensor.shape) for name, tensor in held.items()}
     whole = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     owner = {_storage(tensor): name for name, tensor in whole.items()}
     doing = f"{type(lm).__name__}: its parameters cannot be brought into the form of its files"

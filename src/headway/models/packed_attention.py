@@ -59,6 +59,8 @@ def packed_attention(
         raise ValueError("packed attention takes one line of tokens, and a layout in place of a mask")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     if (ranks := layout.ranks) is not None:
+        if query.shape[1] % ranks.size:
+            raise ValueError(f"{ranks.size} ranks cannot divide {query.shape[1]} heads (actor.parallel.cp)")
         query, key, value = ranks.to_heads(query), ranks.to_heads(key), ranks.to_heads(value)
         sinks = None if s_aux is None else ranks.own_heads(s_aux)
         out = _attend(query, key, value, layout, scale, sliding_window, softcap, sinks)

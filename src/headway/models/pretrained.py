@@ -10,6 +10,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import transformers
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -17,7 +18,6 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.distributed import DistributedConfig, DistributedMixin
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging
 
@@ -102,13 +102,19 @@ def _divided_by(divide: Callable[[PreTrainedModel], None] | None) -> Iterator[di
     if divide is None:
         yield {}
         return
+    try:
+        from transformers.distributed import DistributedConfig, DistributedMixin
+    except ImportError as cause:
+        raise ModelError(
+            f"transformers {transformers.__version__} cannot load a model in parts; install 5.19 or later"
+        ) from cause
 
     def distribute(cls: type[PreTrainedModel], model: PreTrainedModel, *_: object) -> PreTrainedModel:
         model._is_distributed_loading_by_transformers = True
         divide(model)
         return model
 
-    def prepare(cls: type[PreTrainedModel], config: DistributedConfig, device_map: Any = None) -> tuple[Any, Any, None]:
+    def prepare(cls: type[PreTrainedModel], config: Any, device_map: Any = None) -> tuple[Any, Any, None]:
         return config, device_map, None
 
     initialize = PreTrainedModel._initialize_missing_keys

@@ -89,7 +89,7 @@ class DividedLogProbs(torch.autograd.Function):
         grad_hidden_MH = torch.zeros_like(hidden_MH) if ctx.needs_input_grad[0] else None
         grad_weight_VH = torch.zeros_like(weight_VH, dtype=dtype) if ctx.needs_input_grad[1] else None
         grad_bias_V = torch.zeros_like(bias_V, dtype=dtype) if ctx.needs_input_grad[2] else None
-        for start in range(0, len(targets_M), ctx.chunk):
+        for start in range(0, len(targets_M) if len(weight_VH) else 0, ctx.chunk):
             of = slice(start, start + ctx.chunk)
             z_CV = scaled_logits(hidden_MH[of], weight_VH, bias_V, ctx.rule, ctx.temperature)
             factor = slope(z_CV, ctx.rule, ctx.temperature)

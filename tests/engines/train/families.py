@@ -11,6 +11,7 @@ from transformers import (
     BloomConfig,
     Gemma2Config,
     GemmaConfig,
+    Glm4MoeConfig,
     GPT2Config,
     LlamaConfig,
     MistralConfig,
@@ -47,6 +48,16 @@ FAMILIES = {
     "qwen3-tied": lambda: Qwen3Config(**{**SIZES, **HEAD, "tie_word_embeddings": True}),
     "qwen2": lambda: Qwen2Config(**SIZES),
     "qwen3-moe": lambda: Qwen3MoeConfig(**SIZES, **EXPERTS),
+    "glm4-moe": lambda: Glm4MoeConfig(
+        **SIZES,
+        **HEAD,
+        moe_intermediate_size=16,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        first_k_dense_replace=1,
+        n_group=1,
+        topk_group=1,
+    ),
     "mixtral": lambda: MixtralConfig(**SIZES, **HEAD, num_local_experts=4, num_experts_per_tok=2, sliding_window=None),
     "mistral": lambda: MistralConfig(**SIZES, **HEAD, sliding_window=7),
     "bloom": lambda: BloomConfig(
@@ -74,6 +85,9 @@ def make_family(name: str, folder: Path) -> str:
                         parameter.add_(0.1 * torch.randn_like(parameter))
                     else:
                         parameter.normal_(0, 0.08)
+                for name, buffer in model.named_buffers():
+                    if name.endswith("_bias"):
+                        buffer.add_(0.1 * torch.rand_like(buffer))
         model.save_pretrained(folder)
         character_tokenizer(VOCABULARY, 128).save_pretrained(folder)
     return str(folder)

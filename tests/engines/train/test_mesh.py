@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from headway.config.learning import ActorConfig, OptimConfig
@@ -163,9 +164,13 @@ def test_every_family_computes_on_every_mesh_what_it_does_on_one_rank(
     one_rank: None, on_mesh: OnMesh, tmp_path: Path, name: str
 ) -> None:
     """Takes up to half a minute: a dozen meshes, with a critic and a reference beside the policy."""
-    meshes = {"qwen3-moe": EXPERTS, "mixtral": EXPERTS, "gpt2": WITHOUT_A_PLAN, "bloom": [{"replicate": 2}]}.get(
-        name, DENSE
-    )
+    meshes = {
+        "qwen3-moe": EXPERTS,
+        "mixtral": EXPERTS,
+        "glm4-moe": EXPERTS,
+        "gpt2": WITHOUT_A_PLAN,
+        "bloom": [{"replicate": 2}],
+    }.get(name, DENSE)
     check(on_mesh, tmp_path, [(name, sizes) for sizes in meshes], beside=True)
 
 
@@ -236,6 +241,14 @@ def test_an_export_of_a_mesh_is_a_folder_with_the_files_names_that_transformers_
     logp = model(ids).logits[0, row.prompt_length - 1 : -1].log_softmax(-1)
     expected = logp[torch.arange(len(logp)), ids[0, row.prompt_length :]].detach().numpy()
     np.testing.assert_allclose(reopened.forward_logprobs([row])[0], expected, atol=1e-5)
+
+
+def test_an_export_has_what_files_hold_beside_parameters(one_rank: None, tmp_path: Path) -> None:
+    path = make_family("glm4-moe", tmp_path / "of")
+    engine(path, PLAIN).export(tmp_path / "model")
+    was, exported = (load_file(tmp_path / folder / "model.safetensors") for folder in ("of", "model"))
+    assert was.keys() == exported.keys() and any(name.endswith("e_score_correction_bias") for name in was)
+    assert all(torch.equal(was[name], exported[name]) for name in was)
 
 
 def test_files_are_cut_between_tensors_and_the_index_names_them(one_rank: None, tmp_path: Path) -> None:

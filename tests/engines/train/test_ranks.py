@@ -101,6 +101,23 @@ def test_ranks_agree_and_another_number_of_ranks_can_go_on(
     assert alone["next"] == pytest.approx(first["next"], rel=1e-3, abs=1e-5)
 
 
+def step_of_kept_layers(path: str, rows: list[Row], reshards: bool) -> tuple[float, bytes]:
+    fsdp = {"reshard_after_forward": reshards}
+    config = Config(actor=ActorConfig.model_validate({"fsdp_config": fsdp, "optim": {"lr": 1e-2}}))
+    mesh = TrainMesh.make(ParallelConfig(), torch.device("cpu"))
+    trainer = FsdpEngine(model_path=path, config=config, total_optimizer_steps=10, mesh=mesh)
+    trainer.forward_logprobs(share(rows))
+    metrics = trainer.train_step(share(rows), StepContext()).metrics
+    trainer.forward_logprobs(share(rows))
+    return metrics["grad_norm"], buckets(trainer)
+
+
+def test_layers_that_stay_gathered_are_trained_like_others(run_ranks: RunRanks, model_path: ModelPath) -> None:
+    path, rows = model_path(), random_rows(5)
+    first, second = (run_ranks(2, step_of_kept_layers, (path, rows, reshards)) for reshards in (True, False))
+    assert first == second
+
+
 def test_a_step_on_two_ranks_ends_where_one_rank_does(
     one_rank: None, run_ranks: RunRanks, model_path: ModelPath
 ) -> None:

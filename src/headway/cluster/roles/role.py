@@ -101,7 +101,7 @@ class Role:
 
         from headway.engines.train.fsdp.mesh import TrainMesh
 
-        return TrainMesh.make(self._config.actor.parallel, torch.device(self._device))
+        return TrainMesh.make(self._config.actor.parallel, torch.device(self._device), timedelta(seconds=RANKS_WAIT_S))
 
     def _here(self) -> EndContext:
         return EndContext(self._host, self._put, self._fetch)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from headway.engines.train.fsdp.sums import MAXIMA, Sums
+from headway.errors import HeadwayError, RunError, said_by
 
 T = TypeVar("T")
 
@@ -63,8 +64,11 @@ def on_all_ranks(action: Callable[[], T]) -> T:
     failure: Exception | None = None
     try:
         result = action()
-    except Exception as error:
+    except HeadwayError as error:
         failure = error
+    except Exception as error:  # of foreign code, which may not be one that can be sent
+        failure = RunError(said_by(error))
+        failure.__cause__ = error
     failures: list[Exception | None] = [None] * dist.get_world_size()
     dist.all_gather_object(failures, failure)
     first = failure or next((error for error in failures if error is not None), None)

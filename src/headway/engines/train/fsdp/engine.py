@@ -39,10 +39,11 @@ from headway.engines.train.fsdp.shown import Shown
 from headway.engines.train.fsdp.sums import Sums, Totals
 from headway.engines.train.fsdp.version_start import VersionStart
 from headway.interfaces import StepContext, StepReport
-from headway.models.files import file_tensors
+from headway.models.files import file_tensors, persistent_buffers
 from headway.models.pretrained import compute_dtype
 from headway.models.tokenizer import load_tokenizer
 from headway.progress import advance
+from headway.weights.buckets import Parts
 from headway.weights.layout import Manifest, build_manifest
 from headway.weights.outgoing import Window
 
@@ -163,6 +164,9 @@ class FsdpEngine:
         Every rank must draw them all; each is valid until the next one is drawn. One bucket is held and nothing else.
         """
         parts = given_parts(dict(self._policy.lm.named_parameters()), self._files)
+        yield from self._windows(parts, manifest, bucket_bytes, everywhere=everywhere)
+
+    def _windows(self, parts: Parts, manifest: Manifest, bucket_bytes: int, *, everywhere: bool) -> Iterator[Window]:
         for window in gather(parts, manifest, bucket_bytes, self._mesh, everywhere=everywhere):
             advance(f"{window[0] / 1e6:,.0f} of {manifest.nbytes / 1e6:,.0f} MB gathered")
             yield window
@@ -182,9 +186,12 @@ class FsdpEngine:
 
         The files are shards of at most 5 GB, each with whole tensors; rank zero writes them as they are gathered.
         """
-        dtype = compute_dtype(self._config, self._device)
-        manifest = self.manifest(dtype)
-        windows = self.gather(manifest, EXPORT_BUCKET)
+        dtype, lm = compute_dtype(self._config, self._device), self._policy.lm
+        buffers, files = persistent_buffers(lm), file_tensors(lm, buffers=True)
+        of = {file.name: buffers[file.parameter].dtype for file in files if file.parameter in buffers}
+        manifest = build_manifest((file.name, file.shape, of.get(file.name, dtype)) for file in files)
+        parts = given_parts(dict(lm.named_parameters()) | buffers, files)
+        windows = self._windows(parts, manifest, EXPORT_BUCKET, everywhere=False)
         trust = self._config.model.trust_remote_code
 
         def write() -> None:

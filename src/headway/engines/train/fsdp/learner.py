@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from headway.config.learning import OptimConfig
 from headway.data.collate import Row
@@ -52,6 +53,7 @@ class Learner:
     ) -> None:
         """Set up the optimizer of ``module``, which lies on ``mesh``, and a schedule of ``total_steps``."""
         self._parameters = dict(module.named_parameters())
+        assert all(isinstance(p, DTensor) for p in self._parameters.values()), "FSDP still has gathered parameters"
         self._optim = optim
         self._grad_clip = grad_clip
         self._packing = packing

@@ -12,14 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from transformers.distributed import DistributedConfig
-from transformers.distributed.utils import TransformersDeviceMesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from headway.config.parallel import ParallelConfig
 from headway.models.ulysses import SequenceRanks
@@ -34,7 +35,9 @@ class TrainMesh:
 
     device: torch.device
     parallel: ParallelConfig
-    meshes: TransformersDeviceMesh
+    dense: DeviceMesh
+    experts: DeviceMesh
+    """The same ranks, as experts are divided over them; ``dense`` where they are not."""
     copy: ProcessGroup
     """Ranks that hold one copy of the model together with this one: all of them, or those of a replica (HSDP)."""
     rows: ProcessGroup
@@ -45,8 +48,10 @@ class TrainMesh:
     """Ranks that divide lines of tokens with this one; None where it has them whole."""
 
     @classmethod
-    def make(cls, parallel: ParallelConfig, device: torch.device) -> TrainMesh:
+    def make(cls, parallel: ParallelConfig, device: torch.device, timeout: timedelta | None = None) -> TrainMesh:
         """Arrange the ranks of the default process group. Collective; each call makes process groups.
+
+        ``timeout``: for which ranks wait for each other; None: torch's.
 
         Raises:
             ValueError: the dimensions do not divide the number of ranks.
@@ -64,7 +69,12 @@ class TrainMesh:
         of_copy = ranks // parallel.replicate
         copy = _own_group([range(first, first + of_copy) for first in range(0, ranks, of_copy)])
         rows, inner, sequence = _groups(parallel, ranks)
-        return cls(device, parallel, TransformersDeviceMesh(dense, experts), copy, rows, inner, sequence)
+        if timeout is not None:
+            made = [copy, rows, inner, None if sequence is None else sequence.group]
+            for group in (*dense.get_all_groups(), *experts.get_all_groups(), *made):
+                if group is not None:
+                    _set_pg_timeout(timeout, group)
+        return cls(device, parallel, dense, experts, copy, rows, inner, sequence)
 
     @property
     def data_ranks(self) -> int:
@@ -74,11 +84,13 @@ class TrainMesh:
     def sharding(self, *, experts: bool = False) -> DeviceMesh:
         """The dimensions over which weights are sharded: one, or two with copies (HSDP)."""
         name = EFSDP if experts else FSDP
-        mesh: DeviceMesh = self.meshes.get_mesh((REPLICATE, name) if self.parallel.replicate > 1 else name)
-        return mesh
+        mesh = self.experts if experts else self.dense
+        return mesh[(REPLICATE, name)] if self.parallel.replicate > 1 else mesh[name]
 
-    def plan(self) -> DistributedConfig:
-        """The sizes as `transformers` wants them to look for a model's plans; sharding is not its business here."""
+    def plan(self) -> Any:
+        """The sizes, as a `DistributedConfig` by which `transformers` looks for a model's plans."""
+        from transformers.distributed import DistributedConfig
+
         parallel = self.parallel
         plan = DistributedConfig(
             tp_size=parallel.tp,
@@ -86,6 +98,7 @@ class TrainMesh:
             dp_replicate_size=parallel.replicate,
             ep_size=parallel.ep,
         )
+        # Checked above against ep. From here on it would ask for a plan of what FSDP2 shards: not its business.
         plan.fsdp_size = plan.dp_replicate_size = 1
         return plan
 

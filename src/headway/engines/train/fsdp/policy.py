@@ -150,7 +150,8 @@ class PolicyModule(ShardedModule):
                 hidden_UH, weight, bias, targets_U, self._temperature, rule=self._rule
             )
         else:
-            chunk = default_chunk_tokens(len(weight), weight.device)
+            # The same on all ranks, which meet in each chunk: their parts may differ in length.
+            chunk = default_chunk_tokens(-(-len(head.weight) // part.group.size()), weight.device)
             logprobs_U, entropy_U = divided_logprobs(
                 hidden_UH, weight, bias, targets_U, self._temperature, self._rule, chunk, part
             )

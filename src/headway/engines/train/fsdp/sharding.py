@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 import transformers
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -22,7 +23,7 @@ from headway.config.schema import Config
 from headway.data.packing import Packing
 from headway.devices import kind_of
 from headway.engines.train.fsdp.collectives import on_all_ranks
-from headway.engines.train.fsdp.mesh import TrainMesh
+from headway.engines.train.fsdp.mesh import EP, TP, TrainMesh
 from headway.engines.train.fsdp.policy import PolicyModule, ShardedModule
 from headway.errors import ModelError
 from headway.models.packable import undivided, use_packed_attention
@@ -71,6 +72,9 @@ def sharded(wrap: Wrap[M], model_path: str, config: Config, mesh: TrainMesh, dty
     module = wrapped.pop()
     if not _offloads(config, mesh):
         module.to(mesh.device)
+    for part in module.modules():  # buffers compute on the device, wherever the weights wait
+        for name, buffer in part.named_buffers(recurse=False):
+            part._buffers[name] = buffer.to(mesh.device)
 
     def try_out() -> str | None:
         module.check(model_path)
@@ -79,7 +83,7 @@ def sharded(wrap: Wrap[M], model_path: str, config: Config, mesh: TrainMesh, dty
         return use_packed_attention(lm, on_gpu=kind_of(mesh.device).flex_attention)
 
     with torch.no_grad():
-        module.padded = module.run(try_out)
+        module.padded = _agreed(module, lm, lambda: module.run(try_out))
     reshard(module)
     if mesh.sequence is not None and module.padded is not None:
         raise undivided(model_path, mesh.parallel.cp, module.padded)
@@ -88,10 +92,23 @@ def sharded(wrap: Wrap[M], model_path: str, config: Config, mesh: TrainMesh, dty
     return module
 
 
+def _agreed(module: ShardedModule, lm: PreTrainedModel, try_out: Callable[[], str | None]) -> str | None:
+    """Return why rows are padded, on any rank: then all pad. What a rank raises is raised on all."""
+    before = lm.config._attn_implementation
+    own = on_all_ranks(try_out)
+    reasons: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(reasons, own)
+    reason = next((of for of in reasons if of is not None), None)
+    if own is None and reason is not None:
+        lm.set_attn_implementation(before)
+    return reason
+
+
 def reshard(module: ShardedModule) -> None:
     """Free what a forward pass gathered for a backward pass that will not come."""
-    assert isinstance(module, FSDPModule)
-    module.reshard()
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
 
 
 def _divide(lm: PreTrainedModel, model_path: str, mesh: TrainMesh) -> list[nn.Module]:
@@ -115,11 +132,11 @@ def _divide(lm: PreTrainedModel, model_path: str, mesh: TrainMesh) -> list[nn.Mo
         ) from cause
     try:
         tp_plan, ep_plan, _ = lm._resolve_parallel_plans(mesh.plan())
-        tp_mesh = mesh.meshes.get_mesh("tp")
+        tp_mesh = mesh.dense[TP]
         if parallel.tp > 1:
             apply_tensor_parallelism(lm, tp_mesh, tp_plan)
         if parallel.ep > 1:
-            apply_expert_parallelism(lm, mesh.meshes.get_mesh("ep"), tp_mesh, ep_plan)
+            apply_expert_parallelism(lm, mesh.experts[EP], tp_mesh, ep_plan)
     except (ValueError, KeyError, AttributeError) as cause:
         raise ModelError(
             f"{model_path}: a {lm.config.model_type!r} model cannot be divided with actor.parallel.tp={parallel.tp} "
