@@ -82,7 +82,7 @@ class PlannedCluster:
             "monotonic": asyncio.get_running_loop().time(),
             "serve": Capabilities(on_update=self.on_update, reproducible=True),
         }
-        return answers.get(method.removeprefix("rollout."))
+        return answers.get(method.rpartition(".")[2])
 
     async def connect(self) -> str:
         return "cpu"

@@ -63,7 +63,7 @@ class Table:
         mask, logprobs, versions = list[bool](), list[float](), list[int]()
         turns, won, finish = list[TurnSpan](), False, FinishReason.STOP
         for turn in range(TURNS):
-            done = await self.ask(prompt, k, ids, call_key(ids, 0) if turn else 0)
+            done = await self.ask(prompt, k, ids, call_key(ids) if turn else 0)
             tokens: SampledTokens = done.tokens
             turns.append(TurnSpan(turn, len(mask), len(mask) + len(tokens.ids)))
             ids, mask = ids + tokens.ids.tolist(), mask + [True] * len(tokens.ids)

@@ -27,7 +27,7 @@ MESHES = st.builds(
 
 def meshed(parallel: dict[str, int], *, devices: int = 8, **changes: Any) -> Profile:
     """Measured on one mesh of the least size."""
-    unit = ParallelConfig.model_validate(parallel).unit
+    unit = ParallelConfig.model_validate(parallel).least_ranks
     train = {"parallel": parallel, "points": [{"devices": unit, "token_s": 1e-3}], **changes.pop("train", {})}
     return profile_of(devices=devices, train=train, **changes)
 
@@ -45,7 +45,7 @@ def meshed(parallel: dict[str, int], *, devices: int = 8, **changes: Any) -> Pro
     ],
 )
 def test_a_mesh_needs_so_many_devices(parallel: dict[str, int], unit: int) -> None:
-    assert ParallelConfig.model_validate(parallel).unit == unit
+    assert ParallelConfig.model_validate(parallel).least_ranks == unit
 
 
 @given(parallel=MESHES, ranks=st.integers(1, 200))

@@ -90,7 +90,7 @@ def save_checkpoint(tensors: dict[str, Any], path: Path, state: Mapping[str, Any
 
 
 def _no_room(folder: Path) -> str:
-    """Return the message for a full disk, after torch failed to write to ``folder``; empty if the disk has room.
+    """Return the message for a full disk, or too large a file, after torch failed to write to ``folder``; else nothing.
 
     Torch itself says of a full disk no more than "enforce fail … unexpected pos 704 vs 598".
     """
@@ -102,6 +102,8 @@ def _no_room(folder: Path) -> str:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             return f"{error.strerror}; make room there"
+        if error.errno == errno.EFBIG:
+            return f"{error.strerror}; raise the limit on the size of files (ulimit -f)"
     return ""
 
 
