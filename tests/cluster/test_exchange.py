@@ -92,7 +92,7 @@ def exchange(settings: ExchangeSettings, dtypes: dict[str, str]) -> tuple[Exchan
     between = Exchange(cast(WorkerGroup, trainer), settings, dict.fromkeys(dtypes.values(), Manifest(())))
     receivers = [NotedReceiver(name) for name in dtypes]
     for receiver, dtype in zip(receivers, dtypes.values(), strict=True):
-        between.add(cast(Worker, receiver), dtype)
+        between.add(receiver.name, [cast(Worker, receiver)], dtype)
     return between, trainer, receivers
 
 

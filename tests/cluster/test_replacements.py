@@ -74,7 +74,7 @@ def replacements(
         place.log.append(f"serve {group.name}")
         return group.name
 
-    exchange = cast(Exchange, SimpleNamespace(add=lambda worker, dtype: None))
+    exchange = cast(Exchange, SimpleNamespace(add=lambda name, workers, dtype: None))
     start = replica_start(cast(Sight, Seeing(place, failure)), serve, exchange, "float32")
     made = Replacements(place, start, timeout_s=timeout_s)
     made.know(SPEC, place.worker("rollout-1"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,13 +14,14 @@ from headway.cluster.exchange import WeightPaths
 from headway.cluster.proxy import proxy
 from headway.cluster.roles.rollout import RolloutRole
 from headway.cluster.worker_group import Worker, WorkerGroup
+from headway.concurrently import concurrently
+from headway.config.placement import LOGP
 from headway.data.types import AnyColumn, ColumnName, Outcomes, Sample
 from headway.interfaces import (
     Capabilities,
     CriticEngine,
     GatherReport,
     LogProbEngine,
-    PolicyReceiver,
     ReceiveReport,
     RolloutEngine,
     SendReport,
@@ -84,25 +84,28 @@ def critic_of(ranks: WorkerGroup) -> CriticEngine:
 
 
 class LogpReceiver:
-    """Implementation of `PolicyReceiver` over one rank of `LogpRole`, which compute the probe together."""
+    """Implementation of `PolicyReceiver` over all ranks of `LogpRole`, which hold a copy of the policy together."""
 
-    def __init__(self, worker: Worker, paths: WeightPaths, verify: bool, all_ask: asyncio.Barrier) -> None:
-        """``all_ask``: passed when all ranks' receivers are asked for the probe, so that none computes it alone."""
-        self.name = worker.name
-        self._all_ask = all_ask
-        self._role = proxy(worker, PolicyReceiver)
-        self.activate = self._role.activate
+    name = LOGP
+
+    def __init__(self, ranks: WorkerGroup, paths: WeightPaths, verify: bool) -> None:
+        self._ranks = ranks
         self._paths = paths
         self._verify = verify
 
     async def stage_weights(self, version: int) -> ReceiveReport:
         return await self._paths.stage(self.name, version)
 
+    async def activate(self, version: int) -> float:
+        seconds: list[float] = await concurrently(worker.call("activate", version) for worker in self._ranks.workers)
+        return max(seconds)
+
     async def probe(self) -> NDArray[np.float32] | None:
         if not self._verify:
             return None
-        await self._all_ask.wait()
-        return await self._role.probe()
+        served: NDArray[np.float32]
+        served, *_ = await concurrently(worker.call("probe") for worker in self._ranks.workers)
+        return served
 
 
 class RolloutReplica:

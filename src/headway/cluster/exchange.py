@@ -99,7 +99,9 @@ def exchange_settings(
 
 @dataclass(slots=True)
 class _Receiver:
-    worker: Worker
+    name: str
+    workers: tuple[Worker, ...]
+    """Ranks that hold a copy together, each of which gets all that is sent and keeps its part."""
     dtype: str
     key: str | None = None
     """Key of the link that the receiver is connected to."""
@@ -148,9 +150,11 @@ class Exchange:
         """Locks by link key, held while a link is opened, or used to send where several receivers share it."""
         self._generation = 0
 
-    def add(self, worker: Worker, dtype: str) -> None:
-        """Add a receiver that may be reached from now on, with weights in ``dtype``."""
-        self._receivers[worker.name] = _Receiver(worker, dtype)
+    def add(self, name: str, workers: Sequence[Worker], dtype: str) -> None:
+        """Add a receiver that may be reached from now on, with weights in ``dtype``: one worker, or several that hold a
+        copy together.
+        """
+        self._receivers[name] = _Receiver(name, tuple(workers), dtype)
 
     # ------------------------------------------------------------------------------------------ meeting
 
@@ -195,15 +199,15 @@ class Exchange:
         await self._actor.connect(key, link)
 
     async def _open_receivers(self, key: str, link: Link, receivers: Sequence[_Receiver]) -> None:
-        await concurrently(self._open_receiver(receiver, link) for receiver in receivers)
+        await concurrently(self._open_receiver(worker, link) for receiver in receivers for worker in receiver.workers)
         for receiver in receivers:
             receiver.key = key
 
-    async def _open_receiver(self, receiver: _Receiver, link: Link) -> None:
+    async def _open_receiver(self, worker: Worker, link: Link) -> None:
         try:
-            await receiver.worker.call("connect", link)
+            await worker.call("connect", link)
         except WorkerDied as death:  # the others are met without a receiver that failed
-            raise UpdateFailed(f"{receiver.worker.name} died before it met the trainer: {death}") from death
+            raise UpdateFailed(f"{worker.name} died before it met the trainer: {death}") from death
 
     def _turn(self, key: str) -> asyncio.Lock:
         return self._turns.setdefault(key, asyncio.Lock())
@@ -214,7 +218,7 @@ class Exchange:
             settings.transport,
             Meeting(
                 manifest=self._manifests[self._receivers[names[0]].dtype],
-                receivers=tuple(names),
+                receivers=tuple(worker.name for name in names for worker in self._receivers[name].workers),
                 timeout_s=settings.timeout_s,
                 sender=self._actor.workers[0].name,
                 address=settings.address,
@@ -266,7 +270,7 @@ class Exchange:
             if first:
                 if published is not None:
                     await asyncio.wait([published.sending])  # one sending at a time
-                base = self._base([receiver.worker.name]) if published is None else None
+                base = self._base([receiver.name]) if published is None else None
                 sending = self._actor.send_gathered(version, Send(dtype, dtype, base))
                 published = self._published[dtype] = _Published(base, sending)
         assert published is not None
@@ -309,19 +313,20 @@ class Exchange:
         assert receiver.parcel is not None, "stage comes after reach"
         try:
             parcel = None if self._settings.streamed else await receiver.parcel
-            report: ReceiveReport = await receiver.worker.call("stage_weights", version, parcel)
+            calls = (worker.call("stage_weights", version, parcel) for worker in receiver.workers)
+            reports: list[ReceiveReport] = await concurrently(calls)
         except BaseException:
             self._distrust(receiver)
             raise
         receiver.holds = version
-        return report
+        return _slowest(reports)
 
     def _distrust(self, receiver: _Receiver) -> None:
         """Have the next version sent to a receiver whole, and by a new link where the ends depend on each other."""
         receiver.holds, receiver.trusted = None, False
         if self._settings.streamed:
             for connection in self._connections.values():
-                connection.broken |= receiver.worker.name in connection.names
+                connection.broken |= receiver.name in connection.names
 
 
 NO_COPY = "within a process weights are handed over while training stands still, not sent from a copy"
@@ -355,6 +360,14 @@ class WithinProcesses:
     async def stage(self, name: str, version: int) -> ReceiveReport:
         report: ReceiveReport = await self._receivers[name].call("stage_weights", version, None)
         return report
+
+
+def _slowest(reports: Sequence[ReceiveReport]) -> ReceiveReport:
+    """Combine the reports of ranks that hold a copy together, and have all received the same. Raises `UpdateFailed`."""
+    first = max(reports, key=lambda report: report.recv_s)
+    if len({report.checksum for report in reports}) > 1:
+        raise UpdateFailed("ranks that hold a copy of the policy together have received different weights")
+    return first
 
 
 def _together(reports: Mapping[tuple[str, ...], SendReport]) -> SendReport:

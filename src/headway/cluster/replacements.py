@@ -130,7 +130,7 @@ def replica_start(
             await sight.check_replica(worker)
         group = WorkerGroup(RolloutRole, [worker])
         await group.build(None)
-        exchange.add(worker, dtype)
+        exchange.add(worker.name, [worker], dtype)
         return await serve(group)
 
     return start

@@ -32,7 +32,7 @@ from headway.cluster.sight import SharedFiles, Sight
 from headway.cluster.token_files import TokenPlace, token_directory
 from headway.cluster.worker_group import PartOf, Worker, WorkerGroup
 from headway.concurrently import concurrently
-from headway.config.placement import CRITIC, REF, concurrent, resolve_placement
+from headway.config.placement import CRITIC, LOGP, REF, concurrent, resolve_placement
 from headway.config.schema import Config
 from headway.config.transports import TRANSPORTS, transport_of
 from headway.data.assignment import Cost
@@ -171,9 +171,9 @@ class Startup:
         )
         dtype = await self._wait("rollout-0 to say its dtype", _result(groups.rollouts[0].served_dtype))
         computed = await self._wait("actor-0 to say its dtype", _result(groups.actor.compute_dtype))
-        holders = {group.name: (group.workers[0], dtype) for group in groups.rollouts}
+        holders = {group.name: (group.workers, dtype) for group in groups.rollouts}
         if groups.logp is not None:
-            holders |= {worker.name: (worker, computed) for worker in groups.logp.workers}
+            holders[LOGP] = (groups.logp.workers, computed)
         manifests: dict[str, Manifest] = {}
         for needed in sorted({of for _, of in holders.values()}):
             manifests[needed] = await self._wait("actor-0 to lay weights out", _result(groups.actor.layout, needed))
@@ -183,13 +183,13 @@ class Startup:
         replacements: Replacements[RolloutReplica] | None = None
         if plan.shared:
             await self._join_within(plan, workers, dtype, nbytes)
-            replicas = {name: worker for name, (worker, _) in holders.items()}
+            replicas = {name: ranks[0] for name, (ranks, _) in holders.items()}
             paths = WithinProcesses(groups.actor, replicas, dtype, verify=self._config.param_update.verify)
         else:
             settings = exchange_settings(self._config, store, device, directory, nbytes)
             exchange = Exchange(groups.actor, settings, manifests)
-            for worker, of in holders.values():
-                exchange.add(worker, of)
+            for name, (ranks, of) in holders.items():
+                exchange.add(name, ranks, of)
             # Meet now and not at the first update: ends that cannot must be known before anything is generated.
             await self._wait(
                 f"{', '.join(holders)} to meet {groups.actor.name} for weights", exchange.reach([*holders])
@@ -210,22 +210,19 @@ class Startup:
         replacements_of_keepers = self._replacements_of_keepers(plan, workers, sight)
         if replacements_of_keepers is not None:
             alone |= {rank.worker for rank in plan.keepers}
-        apart = groups.logp.workers if groups.logp is not None else ()
-        all_ask = asyncio.Barrier(max(1, len(apart)))
-        verify = self._config.param_update.verify
-        receivers = tuple(LogpReceiver(worker, paths, verify, all_ask) for worker in apart)
+        apart = () if groups.logp is None else (LogpReceiver(groups.logp, paths, self._config.param_update.verify),)
         return Started(
             actor=groups.actor,
             rollouts=tuple(rollouts),
             keepers=keepers,
             ref=groups.actor if REF in plan.inside_fetch else groups.ref,
             logp=groups.logp,
-            receivers=receivers,
+            receivers=apart,
             critic=groups.actor if CRITIC in plan.inside_fetch else groups.critic,
             inside_fetch=plan.inside_fetch,
             paths=paths,
             weights_nbytes=nbytes,
-            rounding=await self._measured(groups.actor, [*rollouts, *receivers], (dtype, computed)),
+            rounding=await self._measured(groups.actor, [*rollouts, *apart], (dtype, computed)),
             needed=tuple(worker for name, worker in workers.items() if name not in alone),
             hardware=dict(zip(computing, hardware, strict=True)),
             padded=await self._padded(groups),
