@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from headway.config.parallel import ParallelConfig
 from headway.config.schema import Config
 from headway.data.collate import Row
 from headway.data.types import ColumnName
+from headway.engines.train.fsdp import policy
 from headway.engines.train.fsdp.critic import FsdpCritic
 from headway.engines.train.fsdp.engine import FsdpEngine
 from headway.engines.train.fsdp.gather import gather, given_parts
@@ -172,6 +174,21 @@ def test_every_family_computes_on_every_mesh_what_it_does_on_one_rank(
         "bloom": [{"replicate": 2}],
     }.get(name, DENSE)
     check(on_mesh, tmp_path, [(name, sizes) for sizes in meshes], beside=True)
+
+
+def look_in_short_chunks(path: str, parallel: ParallelConfig, rows: Sequence[Row]) -> Found:
+    with patch.object(policy, "default_chunk_tokens", lambda vocabulary, device: 100 // vocabulary):
+        return look(path, parallel, rows, beside=False)
+
+
+def test_ranks_with_unequal_parts_of_the_vocabulary_meet_in_each_chunk(
+    one_rank: None, on_mesh: OnMesh, tmp_path: Path
+) -> None:
+    """Takes some seconds: four ranks. Of 19 tokens one has 10 and another 9."""
+    path, rows = make_family("llama-odd", tmp_path / "odd"), random_rows(4)
+    alone = look(path, PLAIN, rows, beside=False)
+    for found in on_mesh(look_in_short_chunks, (path, ParallelConfig(tp=2), rows)):
+        assert found.metrics["grad_norm"] == pytest.approx(alone.metrics["grad_norm"], rel=1e-5)
 
 
 # ------------------------------------------------------------------------------------------ files
