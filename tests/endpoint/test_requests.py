@@ -186,7 +186,8 @@ async def test_what_is_no_http_is_answered_and_the_log_does_not_quote_it(caplog:
 
     made = await served(agent)
     assert made.returned == [[b"400"] * 4]
-    assert caplog.text == ""
+    # Clients of other tests, whose loop is gone, may still speak as they are collected.
+    assert [record for record in caplog.records if "Event loop is closed" not in caplog.handler.format(record)] == []
 
 
 async def test_a_fault_of_the_servers_own_is_in_the_log(

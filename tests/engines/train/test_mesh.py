@@ -175,6 +175,7 @@ def look_in_short_chunks(path: str, parallel: ParallelConfig, rows: Sequence[Row
         return look(path, parallel, rows, beside=False)
 
 
+@pytest.mark.slow
 def test_ranks_with_unequal_parts_of_the_vocabulary_meet_in_each_chunk(
     one_rank: None, on_mesh: OnMesh, tmp_path: Path
 ) -> None:
@@ -209,7 +210,8 @@ def go_on(
     return found
 
 
-@pytest.mark.parametrize("name", [pytest.param("qwen3-moe", marks=pytest.mark.slow), "phi3"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3-moe", "phi3"])
 def test_a_checkpoint_of_one_mesh_is_restored_on_others_with_the_optimizers_state(
     one_rank: None, on_mesh: OnMesh, tmp_path: Path, name: str
 ) -> None:
@@ -315,6 +317,7 @@ def _apart(ours: Sequence[NDArray[np.float32]], theirs: Sequence[NDArray[np.floa
     return max((float(np.abs(a - b).max(initial=0.0)) for a, b in pairs), default=0.0)
 
 
+@pytest.mark.slow
 def test_a_copy_for_log_probs_keeps_its_part_of_an_update(on_mesh: OnMesh, tmp_path: Path) -> None:
     """Takes some seconds: a trainer and a copy on four ranks, in two meshes."""
     meshes = [ParallelConfig(tp=2, cp=2, ep=4), ParallelConfig(replicate=2, tp=2)]
