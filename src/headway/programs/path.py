@@ -1,4 +1,4 @@
-"""Where commands that Headway starts for the user are looked for."""
+"""Folders in which commands that Headway starts for the user are looked for."""
 
 from __future__ import annotations
 
