@@ -76,11 +76,6 @@ class TrainMesh:
                     _set_pg_timeout(timeout, group)
         return cls(device, parallel, dense, experts, copy, rows, inner, sequence)
 
-    @property
-    def data_ranks(self) -> int:
-        """Number of ranks that have rows of their own."""
-        return self.rows.size()
-
     def sharding(self, *, experts: bool = False) -> DeviceMesh:
         """The dimensions over which weights are sharded: one, or two with copies (HSDP)."""
         name = EFSDP if experts else FSDP
