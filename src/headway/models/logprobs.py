@@ -9,6 +9,7 @@ Shape suffixes: M tokens, C tokens of a chunk, H hidden size, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -116,42 +117,58 @@ class _ChunkedLogProbs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        grad_logprobs_M, grad_entropy_M = grads
-        hidden_MH, weight_VH, bias_V, targets_M, entropy_M = ctx.saved_tensors
-        dtype = entropy_M.dtype
-        grad_hidden_MH = torch.empty_like(hidden_MH) if ctx.needs_input_grad[0] else None
-        grad_weight_VH = torch.zeros_like(weight_VH, dtype=dtype) if ctx.needs_input_grad[1] else None
-        grad_bias_V = torch.zeros_like(bias_V, dtype=dtype) if ctx.needs_input_grad[2] else None
-        for start in range(0, len(targets_M), ctx.chunk):
-            part = slice(start, start + ctx.chunk)
-            logits_CV = scaled_logits(hidden_MH[part], weight_VH, bias_V, ctx.rule, ctx.temperature)
-            factor = slope(logits_CV, ctx.rule, ctx.temperature)
-            logp_CV = logits_CV.log_softmax(dim=-1)
-            del logits_CV
-            grad_CV = grad_logits(
-                logp_CV,
-                targets_M[part],
-                None if grad_logprobs_M is None else grad_logprobs_M[part],
-                None if grad_entropy_M is None else grad_entropy_M[part],
-                entropy_M[part],
-            )
-            grad_CV = grad_CV.mul_(factor)
-            if grad_bias_V is not None:
-                grad_bias_V += grad_CV.sum(dim=0)
-            grad_CV = grad_CV.to(hidden_MH.dtype)
-            if grad_hidden_MH is not None:
-                grad_hidden_MH[part] = grad_CV @ weight_VH
-            if grad_weight_VH is not None:
-                grad_weight_VH += grad_CV.T @ hidden_MH[part]
-        return (
-            grad_hidden_MH,
-            None if grad_weight_VH is None else grad_weight_VH.to(weight_VH.dtype),
-            None if grad_bias_V is None else grad_bias_V.to(bias_V.dtype),
-            None,
-            None,
-            None,
-            None,
+        targets_M = ctx.saved_tensors[3]
+
+        def normalised(logits_CV: Tensor, part: slice) -> Normalised:
+            return logits_CV.log_softmax(dim=-1), targets_M[part], None
+
+        return *head_gradients(ctx, grads, normalised), None, None, None, None
+
+
+Normalised = tuple[Tensor, Tensor, Tensor | None]
+"""Log-probs of a chunk [C, V], the place of each target among the V, and which targets are there; None for all."""
+
+
+def head_gradients(
+    ctx: Any, grads: tuple[Tensor | None, ...], normalised: Callable[[Tensor, slice], Normalised]
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of hidden states, weight and bias of an output layer, of which ``ctx`` has saved what it read.
+
+    The logits of each chunk are computed again; ``normalised`` makes log-probs of them, and may work in place.
+    """
+    grad_logprobs_M, grad_entropy_M = grads
+    hidden_MH, weight_VH, bias_V, targets_M, entropy_M, *_ = ctx.saved_tensors
+    dtype = entropy_M.dtype
+    grad_hidden_MH = torch.zeros_like(hidden_MH) if ctx.needs_input_grad[0] else None
+    grad_weight_VH = torch.zeros_like(weight_VH, dtype=dtype) if ctx.needs_input_grad[1] else None
+    grad_bias_V = torch.zeros_like(bias_V, dtype=dtype) if ctx.needs_input_grad[2] else None
+    for start in range(0, len(targets_M) if len(weight_VH) else 0, ctx.chunk):
+        part = slice(start, start + ctx.chunk)
+        logits_CV = scaled_logits(hidden_MH[part], weight_VH, bias_V, ctx.rule, ctx.temperature)
+        factor = slope(logits_CV, ctx.rule, ctx.temperature)
+        logp_CV, targets_C, there_C = normalised(logits_CV, part)
+        del logits_CV
+        grad_CV = grad_logits(
+            logp_CV,
+            targets_C,
+            None if grad_logprobs_M is None else grad_logprobs_M[part],
+            None if grad_entropy_M is None else grad_entropy_M[part],
+            entropy_M[part],
+            there_C,
         )
+        grad_CV = grad_CV.mul_(factor)
+        if grad_bias_V is not None:
+            grad_bias_V += grad_CV.sum(dim=0)
+        grad_CV = grad_CV.to(hidden_MH.dtype)
+        if grad_hidden_MH is not None:
+            grad_hidden_MH[part] = grad_CV @ weight_VH
+        if grad_weight_VH is not None:
+            grad_weight_VH += grad_CV.T @ hidden_MH[part]
+    return (
+        grad_hidden_MH,
+        None if grad_weight_VH is None else grad_weight_VH.to(weight_VH.dtype),
+        None if grad_bias_V is None else grad_bias_V.to(bias_V.dtype),
+    )
 
 
 def grad_logits(
