@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from headway.models.logits import LogitRule
-from headway.models.logprobs import accumulation_dtype, grad_logits, scaled_logits, slope
+from headway.models.logprobs import Normalised, accumulation_dtype, head_gradients, scaled_logits
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,45 +83,16 @@ class DividedLogProbs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        grad_logprobs_M, grad_entropy_M = grads
-        hidden_MH, weight_VH, bias_V, targets_M, entropy_M, logsum_M = ctx.saved_tensors
-        dtype = entropy_M.dtype
-        grad_hidden_MH = torch.zeros_like(hidden_MH) if ctx.needs_input_grad[0] else None
-        grad_weight_VH = torch.zeros_like(weight_VH, dtype=dtype) if ctx.needs_input_grad[1] else None
-        grad_bias_V = torch.zeros_like(bias_V, dtype=dtype) if ctx.needs_input_grad[2] else None
-        for start in range(0, len(targets_M) if len(weight_VH) else 0, ctx.chunk):
-            of = slice(start, start + ctx.chunk)
-            z_CV = scaled_logits(hidden_MH[of], weight_VH, bias_V, ctx.rule, ctx.temperature)
-            factor = slope(z_CV, ctx.rule, ctx.temperature)
-            places_C, own_C = ctx.part.places(targets_M[of], z_CV.shape[1])
-            grad_CV = grad_logits(
-                z_CV.sub_(logsum_M[of, None]),
-                places_C,
-                None if grad_logprobs_M is None else grad_logprobs_M[of],
-                None if grad_entropy_M is None else grad_entropy_M[of],
-                entropy_M[of],
-                own_C,
-            )
-            grad_CV = grad_CV.mul_(factor)
-            if grad_bias_V is not None:
-                grad_bias_V += grad_CV.sum(dim=0)
-            grad_CV = grad_CV.to(hidden_MH.dtype)
-            if grad_hidden_MH is not None:
-                grad_hidden_MH[of] = grad_CV @ weight_VH
-            if grad_weight_VH is not None:
-                grad_weight_VH += grad_CV.T @ hidden_MH[of]
+        weight_VH, targets_M, logsum_M = (ctx.saved_tensors[place] for place in (1, 3, 5))
+
+        def normalised(logits_CV: Tensor, part: slice) -> Normalised:
+            places_C, own_C = ctx.part.places(targets_M[part], len(weight_VH))
+            return logits_CV.sub_(logsum_M[part, None]), places_C, own_C
+
+        grad_hidden_MH, *others = head_gradients(ctx, grads, normalised)
         if grad_hidden_MH is not None:
             dist.all_reduce(grad_hidden_MH, group=ctx.part.group)
-        return (
-            grad_hidden_MH,
-            None if grad_weight_VH is None else grad_weight_VH.to(weight_VH.dtype),
-            None if grad_bias_V is None else grad_bias_V.to(bias_V.dtype),
-            None,
-            None,
-            None,
-            None,
-            None,
-        )
+        return grad_hidden_MH, *others, None, None, None, None, None
 
 
 def divided_logprobs(
