@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from headway.config.parallel import model_problems, plan_problems
+from headway.config.parallel import expert_problems, model_problems, plan_problems
+from headway.config.placement import ACTOR, CRITIC, LOGP, REF, resolve_placement
 from headway.config.schema import Config
 from headway.errors import ConfigError, ModelError, boundary
 from headway.models.folder import find_folder, text_config
@@ -20,11 +21,11 @@ def check_numbers(config: Config) -> None:
 
     Raises `ConfigError`.
     """
-    model, parallel = config.model, config.actor.parallel
+    model = config.model
     if model.path is None and model.make is not None:
-        _refuse("model.make", model_problems(parallel, model.make.model_dump()))
-    elif model.path is not None and (folder := find_folder(model.path)) is not None and not parallel.is_plain:
-        _refuse(model.path, model_problems(parallel, text_config(folder / "config.json")))
+        _refuse("model.make", _mesh_problems(config, model.make.model_dump()))
+    elif model.path is not None and (folder := find_folder(model.path)) is not None and _is_divided(config):
+        _refuse(model.path, _mesh_problems(config, text_config(folder / "config.json")))
 
 
 def check_family_plans(config: Config, model: Mapping[str, Any]) -> None:
@@ -40,11 +41,29 @@ def check_family_plans(config: Config, model: Mapping[str, Any]) -> None:
 
 def check_mesh(config: Config, model_config: Any) -> None:
     """Check a model's configuration, whose values may be defaults, against ``actor.parallel``. Raises `ConfigError`."""
-    parallel, text = config.actor.parallel, model_config.get_text_config()
-    if not parallel.is_plain:
+    text = model_config.get_text_config()
+    if _is_divided(config):
         path = config.model.path or ""
-        _refuse(path, model_problems(parallel, text.to_dict()))
-        _refuse(path, plan_problems(parallel, text))
+        _refuse(path, _mesh_problems(config, text.to_dict()))
+        _refuse(path, plan_problems(config.actor.parallel, text))
+
+
+def _is_divided(config: Config) -> bool:
+    return not config.actor.parallel.is_plain or max(_ranks(config).values()) > 1
+
+
+def _mesh_problems(config: Config, model: Mapping[str, object]) -> Iterator[str]:
+    parallel = config.actor.parallel
+    yield from model_problems(parallel, model)
+    yield from expert_problems(parallel, model, _ranks(config))
+
+
+def _ranks(config: Config) -> dict[str, int]:
+    """Return the number of ranks of each role that has the model on a mesh of its own."""
+    placement = resolve_placement(config)
+    names = {ACTOR: "the trainer", REF: REF, LOGP: LOGP, CRITIC: CRITIC}
+    own = [role for role in names if role == ACTOR or not placement.shared(role, ACTOR)]
+    return {names[role]: len(placement.devices[role]) for role in own if role in placement.devices}
 
 
 def _refuse(model: str, problems: Iterator[str]) -> None:

@@ -356,6 +356,7 @@ CASES = {
     "tp that does not divide the heads of a model to make": mesh("1x3", "tp: 3", "model={path: null, make: {}}"),
     "ep of a model without experts": mesh("1x2", "ep: 2"),
     "ep that does not divide the experts": mesh("1x2", "ep: 2", model_type="qwen3_moe", num_experts=3),
+    "ranks that would hold no expert": mesh("1x4", "", model_type="qwen3_moe", num_experts=2),
     "tp of a family without a plan": mesh("1x2", "tp: 2", model_type="gpt2"),
     "ep of a family without a plan": mesh("1x2", "ep: 2", model_type="jetmoe", num_local_experts=4),
     "cp of a model whose attention is its own": mesh("1x2", "cp: 2", *ELSEWHERE, model_type="bloom"),

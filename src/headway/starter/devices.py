@@ -9,7 +9,7 @@ from typing import Any
 
 from headway.config.fitting import PER_MACHINE, Fit, fits, room, whole_answers
 from headway.config.model_shape import FAMILIES
-from headway.config.parallel import model_problems, plan_problems
+from headway.config.parallel import expert_problems, model_problems, plan_problems
 from headway.config.presets import preset
 from headway.errors import ConfigError
 from headway.models.tokenizer import torch_hidden
@@ -195,6 +195,7 @@ def _problems(model: ModelFacts, fit: Fit) -> Iterator[str]:
     nodes, each = _machines(ranks)
     yield from parallel.problems(nodes, each, "the trainer")
     yield from model_problems(parallel, model.config)
+    yield from expert_problems(parallel, model.config, {"the trainer": ranks})
     if parallel.cp > 1 and model.family not in FAMILIES:
         yield "only a trial would tell whether its rows can be packed"
     if parallel.tp > 1 or parallel.ep > 1:
