@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
-from headway.config.fitting import PER_MACHINE, Fit, fits, room
+from headway.config.fitting import PER_MACHINE, Fit, Split, fits, room
 from headway.config.model_shape import ModelShape
 
 DEVICE = 80_000_000_000
@@ -46,9 +46,10 @@ def table() -> Iterator[str]:
     """Yield the lines of the table, in Markdown."""
     yield (
         "| model | devices | answers | placement | trains on | `actor.parallel` | recompute | offload "
-        "| `ppo_max_token_len_per_gpu` | trainer GB | host GB | whole answers at once |"
+        "| `ppo_max_token_len_per_gpu` | trainer GB | host GB "
+        "| devices of a replica | whole answers at once |"
     )
-    yield "| --- | ---: | ---: | --- | ---: | --- | --- | --- | ---: | ---: | ---: | ---: |"
+    yield "| --- | ---: | ---: | --- | ---: | --- | --- | --- | ---: | ---: | ---: | ---: | ---: |"
     for (name, config), devices, answer in product(MODELS.items(), DEVICES, ANSWERS):
         shape = ModelShape.of(config)
         assert shape is not None
@@ -58,13 +59,13 @@ def table() -> Iterator[str]:
 
 def choose(shape: ModelShape, devices: int, context: int) -> Fit | None:
     """Return the first setting that fits; None where no rank can train the model on so many devices."""
-    apart = [(False, devices // 2)] if devices > 1 else []
-    return next(fits(shape, [*apart, (True, devices)], context, DEVICE), None)
+    apart = [Split(devices // 2, devices - devices // 2, PER_MACHINE)] if devices > 1 else []
+    return next(fits(shape, [*apart, Split(devices, 0)], context, DEVICE), None)
 
 
 def _cells(choice: Fit | None) -> list[str]:
     if choice is None:
-        return ["does not fit", *[""] * 8]
+        return ["does not fit", *[""] * 9]
     step, parallel = choice.step, choice.step.mesh.parallel
     sizes = {name: size for name, size in parallel.model_dump().items() if size > 1}
     ranks = step.mesh.ranks
@@ -77,6 +78,7 @@ def _cells(choice: Fit | None) -> list[str]:
         str(step.tokens),
         f"{choice.memory.device / 1e9:.0f}",
         f"{choice.memory.host * min(ranks, PER_MACHINE) / 1e9:.0f}",
+        str(choice.replica) if choice.replica > 1 else "–",
         str(choice.answers) if choice.answers else "no room",
     ]
 

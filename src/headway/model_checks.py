@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from headway.config.parallel import expert_problems, model_problems, plan_problems
+from headway.config.parallel import expert_problems, model_problems, plan_problems, replica_problems
 from headway.config.placement import ACTOR, CRITIC, LOGP, REF, resolve_placement
 from headway.config.schema import Config
 from headway.errors import ConfigError, ModelError, boundary
@@ -17,7 +17,8 @@ from headway.models.stored_weights import compare, of_common_kinds, tensors_in_f
 
 
 def check_numbers(config: Config) -> None:
-    """Check the numbers that the model's folder, or ``model.make``, gives against ``actor.parallel``.
+    """Check the numbers that the model's folder, or ``model.make``, gives against ``actor.parallel`` and the size of
+    replicas.
 
     Raises `ConfigError`.
     """
@@ -49,13 +50,15 @@ def check_mesh(config: Config, model_config: Any) -> None:
 
 
 def _is_divided(config: Config) -> bool:
-    return not config.actor.parallel.is_plain or max(_ranks(config).values()) > 1
+    several = max(_ranks(config).values()) > 1 or config.rollout.tensor_model_parallel_size > 1
+    return several or not config.actor.parallel.is_plain
 
 
 def _mesh_problems(config: Config, model: Mapping[str, object]) -> Iterator[str]:
     parallel = config.actor.parallel
     yield from model_problems(parallel, model)
     yield from expert_problems(parallel, model, _ranks(config))
+    yield from replica_problems(config.rollout.tensor_model_parallel_size, model)
 
 
 def _ranks(config: Config) -> dict[str, int]:

@@ -149,6 +149,13 @@ def mesh(devices: str, parallel: str, *arguments: str, dry: bool = True, **model
     return Case(("cluster.backend=ray", *sizes, *arguments), model_says(**model).prepare, dry=dry)
 
 
+def replica(size: int, devices: int, *arguments: str, name: str = "vllm", **model: object) -> Case:
+    """Replicas of ``size`` devices, of which one machine has so many, of the model with other values."""
+    sizes = (f"rollout.n_gpus_per_node={devices}", f"rollout.tensor_model_parallel_size={size}")
+    where = ("cluster.backend=ray", "cluster.address=localhost:6379", f"rollout.name={name}")
+    return Case((*where, *sizes, *arguments), model_says(**model).prepare)
+
+
 def adapter(folder: Path) -> None:
     (folder / "model" / "config.json").unlink()
     (folder / "model" / "adapter_config.json").write_text('{"base_model_name_or_path": "Qwen/Qwen3-0.6B"}')
@@ -360,6 +367,12 @@ CASES = {
     "tp of a family without a plan": mesh("1x2", "tp: 2", model_type="gpt2"),
     "ep of a family without a plan": mesh("1x2", "ep: 2", model_type="jetmoe", num_local_experts=4),
     "cp of a model whose attention is its own": mesh("1x2", "cp: 2", *ELSEWHERE, model_type="bloom"),
+    "a replica of several devices without vLLM": replica(2, 2, name="native"),
+    "a replica larger than a machine": replica(4, 2),
+    "a replica of several of the trainer's devices": replica(2, 2, "mode=colocate_sync", "trainer.n_gpus_per_node=2"),
+    "vLLM told to take devices": setting("rollout.name=vllm", "rollout.vllm.engine_args={tensor_parallel_size: 2}"),
+    "a replica that does not divide the heads": replica(4, 4, num_attention_heads=6),
+    "a replica that does not divide the heads of keys": replica(4, 4, num_attention_heads=12, num_key_value_heads=3),
     # data
     "no such data file": setting("data.train=nowhere.jsonl"),
     "a directory": setting("data.train=model"),

@@ -60,6 +60,14 @@ KL = {"use_kl_loss": True}
             {"node 0": "actor 0-3", "node 1": "actor 4-5, rollout 0-1"},
         ),
         (
+            {"rollout": {"nnodes": 2, "n_gpus_per_node": 4, "tensor_model_parallel_size": 2}},
+            {"node 0": "actor 0, rollout 0-3 (2 × tp 2)", "node 1": "rollout 4-7 (2 × tp 2)"},
+        ),
+        (
+            {"rollout": {"n_gpus_per_node": 4, "tensor_model_parallel_size": 4}},
+            {"node 0": "actor 0, rollout 0-3 (1 × tp 4)"},
+        ),
+        (
             {"actor": {"parallel": {"ep": 4}}, "trainer": {"nnodes": 2, "n_gpus_per_node": 2}},
             {
                 "node 0": "actor 0-1, rollout 0",

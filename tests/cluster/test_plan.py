@@ -40,6 +40,21 @@ def test_each_rank_and_replica_is_a_worker_on_a_device_of_its_own() -> None:
     assert {s.arguments["world_size"] for s in planned.workers[:2]} == {2}
 
 
+def test_a_replica_of_several_devices_is_one_worker_that_has_them_all() -> None:
+    rollout = {"nnodes": 2, "n_gpus_per_node": 4, "tensor_model_parallel_size": 2}
+    planned = plan(trainer={"n_gpus_per_node": 2}, rollout=rollout)
+    replicas = [spec for spec in planned.workers if spec.name.startswith("rollout")]
+    assert [(spec.name, spec.group.devices) for spec in replicas] == [
+        ("rollout-0", (2, 3)),
+        ("rollout-1", (4, 5)),
+        ("rollout-2", (6, 7)),
+        ("rollout-3", (8, 9)),
+    ]
+    assert [rank.worker for rank in planned.rollout] == [spec.name for spec in replicas]
+    assert [share.devices for share in planned.shares] == [(0, 1), (2, 3, 4, 5), (6, 7, 8, 9)]
+    assert [spec.device for spec in planned.workers if spec.beside] == [2, 6], "a keeper on each machine"
+
+
 def test_threads_divide_the_cores_of_the_node_that_a_worker_lands_on_and_are_never_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

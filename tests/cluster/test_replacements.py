@@ -111,13 +111,18 @@ async def test_a_machine_without_the_model_gets_no_replica() -> None:
 class Reserved:
     """Ray's nodes and groups, as a pool of the devices 0 to 2 sees them: bundles 0, 1, 2 of one group on node a."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, alive: dict[str, int | None]) -> None:
-        """``alive``: the port at which Ray's process on each node should answer; None for nodes that Ray has not."""
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, alive: dict[str, int | None], *, several: bool = False) -> None:
+        """``alive``: the port at which Ray's process on each node should answer; None for nodes that Ray has not.
+
+        ``several``: there is a bundle 3, of the devices 3 and 4, which one worker has.
+        """
         self.alive = alive
         self.free = dict.fromkeys(alive, 0)
         self.removed: list[object] = []
         group = SimpleNamespace(id="first")
-        places = {device: resource_pool._Place(cast(Any, group), device, "a") for device in range(3)}
+        places = [resource_pool._Place(cast(Any, group), bundle, "a", (bundle,)) for bundle in range(3)]
+        if several:
+            places.append(resource_pool._Place(cast(Any, group), 3, "a", (3, 4)))
         self.pool = ResourcePool(places, on_gpus=True)
         monkeypatch.setattr(resource_pool, "LOOK_AGAIN_S", 0.0)
         monkeypatch.setattr(resource_pool, "_described", self._described)
@@ -133,11 +138,11 @@ class Reserved:
         port = self.alive[node]
         return None if port is None else {"NodeManagerAddress": "127.0.0.1", "NodeManagerPort": port}
 
-    async def _reserved(self, nodes: Sequence[str], on_gpus: bool) -> Any:
-        (node,) = nodes
-        if not self.free[node]:
+    async def _reserved(self, nodes: Sequence[str], sizes: Sequence[int], on_gpus: bool) -> Any:
+        (node,), (size,) = nodes, sizes
+        if self.free[node] < size:
             return None
-        self.free[node] -= 1
+        self.free[node] -= size
         return SimpleNamespace(id=f"on {node}, {self.free[node]} left")
 
 
@@ -167,6 +172,19 @@ async def test_a_device_of_a_node_that_is_gone_moves_to_one_that_has_room_and_an
     assert [(ray.pool.node(device), ray.pool.sharing(device)) for device in range(3)] == [("b", 3)] * 3
     assert [ray.bundle(device) for device in (1, 2, 0)] == [(f"on b, {left} left", 0) for left in (2, 1, 0)]
     assert ray.removed == ["first"], "when nobody has a bundle of it any more"
+
+
+async def test_the_devices_of_a_replica_move_together_to_a_node_that_has_room_for_all(
+    monkeypatch: pytest.MonkeyPatch, port: int
+) -> None:
+    ray = Reserved(monkeypatch, {"a": None, "one left": port, "b": port}, several=True)
+    ray.free |= {"one left": 1, "b": 2}
+    assert ray.pool.sharing(3) == 5
+    async with asyncio.timeout(60):
+        assert await ray.pool.find_place(3) == 3
+    assert [(ray.pool.node(device), ray.bundle(device)) for device in (3, 4)] == [("b", ("on b, 0 left", 0))] * 2
+    assert ray.pool.options(4)["num_gpus"] == ray.pool.sharing(3) == 2
+    assert ray.removed == [], "others have bundles of the first group"
 
 
 async def test_a_device_of_a_node_that_is_silent_moves_after_several_looks(

@@ -177,6 +177,30 @@ async def test_ranks_of_a_node_have_its_gpus_in_order_whoever_starts_first(nodes
     await ResourcePool.reserve(more, on_gpus=True, timeout_s=WAIT_S)
 
 
+async def test_a_replica_of_several_devices_has_neighbours_of_one_node(nodes: Cluster) -> None:
+    """Starts Ray nodes with GPUs that only Ray believes in."""
+    add(nodes, 2, gpus=4)
+    ray.init(address=nodes.address, log_to_driver=False)
+    config = Config.model_validate(
+        {
+            "trainer": {"n_gpus_per_node": 2},
+            "rollout": {"name": "vllm", "nnodes": 2, "n_gpus_per_node": 2, "tensor_model_parallel_size": 2},
+        }
+    )
+    plan = plan_cluster(config, resolve_placement(config), model_path="nowhere", total_optimizer_steps=1)
+    groups = [spec.group for spec in plan.workers if spec.further]
+    pool = await ResourcePool.reserve(plan.shares, groups, on_gpus=True, timeout_s=WAIT_S)
+    actors = {device: OnGpu.options(**pool.options(device)).remote() for device in (4, 1, 2, 0)}
+    found = {device: await asyncio.wait_for(actor.where.remote(), WAIT_S) for device, actor in actors.items()}
+    assert {device: list(map(int, gpus)) for device, (_, gpus) in found.items()} == {
+        0: [0],
+        1: [1],
+        2: [2, 3],
+        4: [0, 1],
+    }
+    assert by_node({device: node for device, (node, _) in found.items()}) == [(0, 1, 2), (4,)]
+
+
 @pytest.mark.parametrize(
     ("sections", "asked"),
     [

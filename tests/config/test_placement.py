@@ -37,6 +37,36 @@ def test_counts_put_training_first_and_generation_after_it() -> None:
     assert (placed.total, placed.idle) == (7, ())
 
 
+@given(st.integers(1, 3), st.integers(1, 12), st.sampled_from([1, 2, 3, 4]))
+def test_replicas_have_neighbours_of_one_machine_and_all_devices_or_are_refused(
+    nodes: int, each: int, size: int
+) -> None:
+    rollout = {"nnodes": nodes, "n_gpus_per_node": each, "tensor_model_parallel_size": size}
+    if each % size:
+        with pytest.raises(ConfigError, match=rf"^rollout\.tensor_model_parallel_size={size}: .* a divisor of {each} "):
+            resolve_placement(config(rollout=rollout))
+        return
+    placed = resolve_placement(config(rollout=rollout))
+    assert len(placed.replicas) == nodes * each // size
+    assert [device for group in placed.replicas for device in group.devices] == [*placed.devices[ROLLOUT]]
+    for group in placed.replicas:
+        assert not placed.straddles(group)
+        assert group.devices == tuple(range(group.devices[0], group.devices[0] + size))
+
+
+def test_shares_that_leave_half_a_replica_on_a_machine_are_refused() -> None:
+    sections = {"nnodes": 2, "n_gpus_per_node": 4, "use_nodes_ratios": (0.25, 0, 0, 0.75)}
+    assert len(resolve_placement(config(trainer=sections, rollout={"tensor_model_parallel_size": 2})).replicas) == 3
+    with pytest.raises(ConfigError, match="and 2 generate on one; expected a divisor of 2 "):
+        resolve_placement(config(trainer=sections, rollout={"tensor_model_parallel_size": 4}))
+
+
+def test_slots_are_divided_by_replicas_and_not_by_devices() -> None:
+    rollout = {"n": 8, "n_gpus_per_node": 4, "kv_cache_gib": 1.0}
+    alone, together = (config(rollout=rollout | {"tensor_model_parallel_size": size}) for size in (1, 4))
+    assert concurrent(together) == min(MOST_SLOTS, 4 * concurrent(alone))
+
+
 def test_the_reference_lies_on_the_trainers_devices_unless_it_has_its_own() -> None:
     inside = resolve_placement(config(kl=True, trainer={"n_gpus_per_node": 2}))
     assert inside.devices[REF] == inside.devices[ACTOR] == (0, 1)

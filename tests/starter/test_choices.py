@@ -73,9 +73,23 @@ def test_a_mixture_divides_its_experts_and_large_meshes_keep_copies_within_machi
     assert values(choices(model("1 B"), gpus(64)))["actor.parallel.replicate"] == 2
 
 
+def test_a_model_that_one_gpu_has_no_room_for_is_served_by_several_with_vllm() -> None:
+    made = values(choices(model("70 B"), gpus(64)))
+    assert made["rollout.name"] == "vllm"
+    assert made["rollout.tensor_model_parallel_size"] == 4
+    assert made["rollout.n_gpus_per_node"] % 4 == 0
+    small = values(choices(model("8 B"), gpus(64)))
+    assert "rollout.tensor_model_parallel_size" not in small
+
+
 def test_a_model_that_no_replica_holds_and_too_few_devices_are_refused_with_what_would_do() -> None:
-    with pytest.raises(ConfigError, match="a replica is one GPU, and 80 GB have no room for the weights"):
-        choices(model("70 B"), gpus(64))
+    without = r"a replica is one GPU, and 80 GB have no room .* Install vLLM, whose replicas may have several, or give"
+    with pytest.raises(ConfigError, match=without):
+        choices(model("70 B"), gpus(64, here=True))
+    with pytest.raises(ConfigError, match="a replica is one GPU, and 80 GB have no room"):
+        choices(model("70 B"), gpus(64), rollout__name="native")
+    with pytest.raises(ConfigError, match=r"a replica has at most 8 GPUs, and 12 GB each have no room .* Give GPUs"):
+        choices(model("70 B"), gpus(64, device_bytes=12 * GB))
     host = gpus(2, host_bytes=64 * GB, here=True)
     with pytest.raises(ConfigError, match=r"do not fit on 2 GPUs of 80 GB\. 4 GPUs of 80 GB would do \(--gpus 4\)"):
         choices(model("8 B"), host)

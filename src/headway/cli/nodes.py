@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from headway.config.groups import NodeShare
 from headway.config.parallel import ParallelConfig
-from headway.config.placement import ACTOR, CRITIC, LOGP, REF, Placement
+from headway.config.placement import ACTOR, CRITIC, LOGP, REF, ROLLOUT, Placement
 
 MOST_ROWS = 8
 """Most nodes that are drawn; of more, the first ones and the last one."""
 
 
 def nodes_drawn(placement: Placement, parallel: ParallelConfig) -> dict[str, str]:
-    """Return a line for each node of the run, by its name; none where there is one node and no inner mesh.
+    """Return a line for each node of the run, by its name; none where there is one node and devices work alone.
 
     Line i has node i of each role. A role's ranks in one line are on one machine, those in different lines on different
     ones. The roles of a line share a machine where there is room for them.
     """
     count = max(share.node for share in placement.shares) + 1
-    if count == 1 and parallel.is_plain:
+    if count == 1 and parallel.is_plain and placement.per_replica == 1:
         return {}
     rows = {
         f"node {node}": ", ".join(
@@ -47,6 +47,8 @@ def _share(placement: Placement, share: NodeShare, parallel: ParallelConfig) -> 
         text = f"{role} {first}" if first == last else f"{role} {first}-{last}"
         if role in (ACTOR, REF, LOGP, CRITIC) and parallel.inner > 1:
             text += f" ({len(here) // parallel.inner} × {_inner(parallel)})"
+        elif role == ROLLOUT and placement.per_replica > 1:
+            text += f" ({len(here) // placement.per_replica} × tp {placement.per_replica})"
         same = next((other for other in drawn if set(other) & set(here)), here)
         drawn.setdefault(same, []).append(text)
     return ", ".join(" + ".join(texts) for texts in drawn.values())

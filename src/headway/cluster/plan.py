@@ -17,7 +17,7 @@ from headway.cluster.roles.logp import LogpRole
 from headway.cluster.roles.ref import RefRole
 from headway.cluster.roles.rollout import RolloutRole
 from headway.cluster.token_files import TokenPlace
-from headway.config.groups import NodeShare
+from headway.config.groups import DeviceGroup, NodeShare
 from headway.config.placement import ACTOR, CRITIC, LOGP, REF, ROLLOUT, Placement
 from headway.config.schema import Config
 
@@ -36,14 +36,21 @@ class WorkerSpec:
     name: str
     role: type[Any]
     device: int
-    """Index of the worker's device in the placement."""
+    """Index of the worker's device in the placement, or of the first one of several."""
     threads: int
     """Number of threads that the settings give it; 0: its share of the cores of the node that it lands on."""
     arguments: dict[str, Any]
     beside: bool = False
     """True for a worker that computes on the CPU, beside the one that has the device."""
+    further: tuple[int, ...] = ()
+    """Devices that it has beside the first one, on the same machine."""
     modules: tuple[str, ...] = ()
     """Modules that its process imports first of all, while other workers start and the model is warmed up."""
+
+    @property
+    def group(self) -> DeviceGroup:
+        """All devices that the worker has."""
+        return DeviceGroup((self.device, *self.further))
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +100,7 @@ def plan_cluster(
     train, generate = placement.devices[ACTOR], placement.devices[ROLLOUT]
     inside = frozenset(role for role in (REF, LOGP, CRITIC) if placement.shared(role, ACTOR))
     own = {role: () if role in inside else placement.devices.get(role, ()) for role in (REF, LOGP, CRITIC)}
+    replicas = [(f"{ROLLOUT}-{index}", group.devices) for index, group in enumerate(placement.replicas)]
     shared = placement.shared(ACTOR, ROLLOUT)
     train_threads, rollout_threads = config.trainer.threads, config.rollout.threads
     common = {"config": config, "model_path": model_path}
@@ -121,10 +129,11 @@ def plan_cluster(
             arguments = {**common, **actor(rank)}
             workers.append(WorkerSpec(name, ActorRole, device, train_threads, arguments, modules=TRAINING))
     if not shared:
-        for index, group in enumerate(placement.groups(ROLLOUT)):
-            (device,) = group.devices  # an engine computes on one
-            name = f"{ROLLOUT}-{index}"
-            workers.append(WorkerSpec(name, RolloutRole, device, rollout_threads, common, modules=generating))
+        for name, devices in replicas:
+            first, others = devices[0], devices[1:]
+            workers.append(
+                WorkerSpec(name, RolloutRole, first, rollout_threads, common, further=others, modules=generating)
+            )
     kinds: tuple[tuple[str, type[Any], dict[str, Any]], ...] = (
         (REF, RefRole, {}),
         (LOGP, LogpRole, {}),
@@ -146,7 +155,7 @@ def plan_cluster(
         for index, share in enumerate(placement.on_nodes(ROLLOUT))
     ]
     workers += keepers
-    used = {spec.device for spec in workers}
+    used = {device for spec in workers for device in spec.group.devices}
     hosts = {spec.device: spec.name for spec in workers if spec.role is FusedRole}
 
     def ranks(role: str) -> tuple[Rank, ...]:
@@ -159,8 +168,8 @@ def plan_cluster(
             for rank, device in enumerate(train)
         ),
         rollout=tuple(
-            Rank(f"{ROLLOUT}-{index}", hosts.get(device, f"{ROLLOUT}-{index}"), "rollout" if device in hosts else None)
-            for index, device in enumerate(generate)
+            Rank(name, hosts.get(devices[0], name), "rollout" if devices[0] in hosts else None)
+            for name, devices in replicas
         ),
         keepers=tuple(Rank(spec.name, spec.name) for spec in keepers),
         ref=ranks(REF),

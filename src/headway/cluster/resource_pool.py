@@ -1,18 +1,18 @@
-"""Devices of a Ray cluster, reserved for a run: a bundle for each, all in one placement group, on nodes chosen here.
+"""Devices of a Ray cluster, reserved for a run: a bundle for each worker's, all in one placement group, on nodes chosen
+here.
 
 node shares ─▶ free devices of the living nodes ─▶ an assignment ─▶ one group, each bundle pinned to its node
 
 A placement group is reserved as a whole or not at all, so two runs cannot wait for each other's halves. Ray's own
 strategies know nothing of roles, so that bundles are pinned by their nodes' labels. Ray gives a node's GPUs to bundles
-in their order, so that ranks are in the node's order. A device whose node is gone gets a bundle of its own on another
-one, as Ray does not move what is pinned.
+in their order, so that ranks are in the node's order, and a replica's devices are neighbours. A worker whose node is
+gone gets a bundle of its own on another one, as Ray does not move what is pinned.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import floor
 from typing import Any
@@ -28,7 +28,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from headway.cluster.address import ATTEMPTS, answers
 from headway.cluster.node_assignment import Node, assign_nodes, lacking
-from headway.config.groups import NodeShare
+from headway.config.groups import DeviceGroup, NodeShare
 from headway.errors import ConfigError, StallError
 
 CPU_SHARE = 0.01
@@ -46,26 +46,35 @@ NODE_ID = "ray.io/node-id"
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Place of a device: a bundle on a node."""
+    """Place of a worker: a bundle on a node."""
 
     group: PlacementGroup
     bundle: int
     node: str
     """Id that Ray has for the node."""
+    devices: tuple[int, ...]
+    """The run's devices that are in the bundle."""
 
 
 class ResourcePool:
-    """Pool of a run's devices, reserved together. A worker takes a whole device."""
+    """Pool of a run's devices, reserved together. A worker takes a whole device, or a whole group of them."""
 
-    def __init__(self, places: dict[int, _Place], *, on_gpus: bool) -> None:
-        self._places = places
+    def __init__(self, places: Iterable[_Place], *, on_gpus: bool) -> None:
+        self._places = {device: place for place in places for device in place.devices}
         self._on_gpus = on_gpus
 
     @classmethod
     async def reserve(
-        cls, shares: Sequence[NodeShare], *, on_gpus: bool, timeout_s: float, may_grow: bool = False
+        cls,
+        shares: Sequence[NodeShare],
+        groups: Sequence[DeviceGroup] = (),
+        *,
+        on_gpus: bool,
+        timeout_s: float,
+        may_grow: bool = False,
     ) -> ResourcePool:
-        """Wait until Ray has reserved all devices of ``shares``. ``may_grow``: further nodes may join the cluster.
+        """Wait until Ray has reserved all devices of ``shares``. ``groups``: those that one worker takes together.
+        ``may_grow``: further nodes may join the cluster.
 
         Raises:
             ConfigError: the nodes could not hold the run even if they were free; what it asks for, and what there is.
@@ -78,11 +87,14 @@ class ResourcePool:
             nodes = await asyncio.to_thread(_nodes, on_gpus)
             found = assign_nodes(shares, nodes)
             if found is not None:
-                devices = sorted(found)  # in this order Ray fills a node's GPUs
-                group = await _reserved([found[device] for device in devices], on_gpus)
+                together = {device: group.devices for group in groups for device in group.devices}
+                # In this order Ray fills a node's GPUs.
+                bundles = list(dict.fromkeys(together.get(device, (device,)) for device in sorted(found)))
+                nodes_of = [found[devices[0]] for devices in bundles]
+                group = await _reserved(nodes_of, [len(devices) for devices in bundles], on_gpus)
                 if group is not None:
-                    places = {device: _Place(group, at, found[device]) for at, device in enumerate(devices)}
-                    return cls(places, on_gpus=on_gpus)
+                    places = zip(nodes_of, bundles, strict=True)
+                    return cls((_Place(group, at, *place) for at, place in enumerate(places)), on_gpus=on_gpus)
             empty = [Node(node.id, node.total, node.total) for node in nodes]
             if loop.time() >= joined_by and assign_nodes(shares, empty) is None:
                 raise ConfigError(
@@ -103,7 +115,8 @@ class ResourcePool:
 
     def sharing(self, device: int) -> int:
         """Return how many of the run's devices are on the node of ``device``, itself included."""
-        return Counter(place.node for place in self._places.values())[self._places[device].node]
+        node = self._places[device].node
+        return sum(place.node == node for place in self._places.values())
 
     async def find_place(self, device: int, others: Sequence[int] = (), *, move: bool = True) -> int:
         """Wait, for ever if need be, until a device is on a node on which Ray answers. Returns the first such device.
@@ -124,31 +137,33 @@ class ResourcePool:
             await asyncio.sleep(LOOK_AGAIN_S)
 
     async def _moved(self, device: int) -> bool:
-        """Give ``device`` a bundle on any node that has room and answers. Tell whether there was one."""
+        """Give the worker of ``device`` a bundle on any node that has room and answers. Tell whether there was one."""
+        devices = self._places[device].devices
         for node in await asyncio.to_thread(_nodes, self._on_gpus):
-            if node.free and await self._answers(await asyncio.to_thread(_described, node.id)):
-                group = await _reserved([node.id], self._on_gpus)
+            has_room = node.free >= len(devices)
+            if has_room and await self._answers(await asyncio.to_thread(_described, node.id)):
+                group = await _reserved([node.id], [len(devices)], self._on_gpus)
                 if group is not None:
-                    self._give_up(device)
-                    self._places[device] = _Place(group, 0, node.id)
+                    self._give_up(devices)
+                    self._places |= dict.fromkeys(devices, _Place(group, 0, node.id, devices))
                     return True
         return False
 
-    def _give_up(self, device: int) -> None:
-        """Release the bundle of ``device``, where it is in no group with others."""
-        group = self._places[device].group
-        if all(place.group.id != group.id for other, place in self._places.items() if other != device):
+    def _give_up(self, devices: Sequence[int]) -> None:
+        """Release the bundle of ``devices``, where it is in no group with others."""
+        group = self._places[devices[0]].group
+        if all(place.group.id != group.id for other, place in self._places.items() if other not in devices):
             remove_placement_group(group)
 
     async def _answers(self, node: dict[str, Any] | None) -> bool:
         return node is not None and await answers(node["NodeManagerAddress"], node["NodeManagerPort"])
 
     def options(self, device: int, *, beside: bool = False) -> dict[str, Any]:
-        """Return Ray's options that put a worker on ``device``, or ``beside`` the one that has it."""
+        """Return Ray's options that put a worker on the bundle of ``device``, or ``beside`` the one that has it."""
         place = self._places[device]
         return {
             "num_cpus": 0 if beside else CPU_SHARE,
-            "num_gpus": 1 if self._on_gpus and not beside else 0,
+            "num_gpus": len(place.devices) if self._on_gpus and not beside else 0,
             "scheduling_strategy": PlacementGroupSchedulingStrategy(
                 placement_group=place.group, placement_group_bundle_index=place.bundle
             ),
@@ -160,11 +175,15 @@ class ResourcePool:
             remove_placement_group(group)
 
 
-async def _reserved(nodes: Sequence[str], on_gpus: bool) -> PlacementGroup | None:
-    """Reserve a bundle on each of ``nodes``, all or none. Returns None where somebody else was faster."""
-    bundle = {"CPU": CPU_SHARE, "GPU": 1} if on_gpus else {"CPU": CPU_SHARE}
+async def _reserved(nodes: Sequence[str], sizes: Sequence[int], on_gpus: bool) -> PlacementGroup | None:
+    """Reserve a bundle on each of ``nodes``, of so many devices, all or none. Returns None where somebody else was
+    faster.
+    """
+    bundle = {"CPU": CPU_SHARE, "GPU": 1.0} if on_gpus else {"CPU": CPU_SHARE}
     group = placement_group(
-        [dict(bundle) for _ in nodes], strategy="PACK", bundle_label_selector=[{NODE_ID: node} for node in nodes]
+        [{resource: size * each for resource, each in bundle.items()} for size in sizes],
+        strategy="PACK",
+        bundle_label_selector=[{NODE_ID: node} for node in nodes],
     )
     reserved = False
     try:

@@ -3,7 +3,7 @@
     apart ─▶ shared          weights on the device ─▶ on the host          small inner meshes ─▶ large ones
     without ─▶ with recomputation          copies of the sharded model within machines ─▶ one over all
 
-Arithmetic alone, that of `headway.config.memory`.
+Replicas are as small as have room for some answers. Arithmetic alone, that of `headway.config.memory`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from headway.config.parallel import ParallelConfig
 
 PER_MACHINE = 8
 """Devices of a machine."""
+MANY = 8
+"""Whole answers at once, for fewer of which a replica gets more devices, where it can have them."""
 SAMPLED = 64
 """Answers that a decode step is planned for."""
 BUDGETS = (32_768, 16_384, 8192)
@@ -32,43 +34,69 @@ def room(device_bytes: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class Split:
+    """Devices that train, and devices that generate."""
+
+    train: int
+    generate: int
+    """Number of devices of their own; 0 where those that train generate, too."""
+    largest_replica: int = 1
+    """Most devices that a replica may have."""
+
+
+@dataclass(frozen=True, slots=True)
 class Fit:
-    """Training ranks, their mesh and micro-batches, that fit."""
+    """Training ranks, their mesh and micro-batches, and replicas, that fit."""
 
     shared: bool
     """True where the same devices generate."""
     step: Step
     memory: Memory
     """Memory of a rank while it trains."""
+    replica: int
+    """Devices of a replica."""
     answers: int
-    """Whole answers whose keys and values a replica has room for; 0 where it does not fit on a device."""
+    """Whole answers whose keys and values a replica has room for; 0 where it does not fit."""
 
 
 def fits(
-    shape: ModelShape,
-    splits: Iterable[tuple[bool, int]],
-    context: int,
-    device_bytes: int,
-    budgets: tuple[int, ...] = BUDGETS,
+    shape: ModelShape, splits: Iterable[Split], context: int, device_bytes: int, budgets: tuple[int, ...] = BUDGETS
 ) -> Iterator[Fit]:
     """Yield what fits, the cheapest first, for prompts and answers of ``context`` tokens together.
 
-    ``splits``: whether the same devices generate, and how many train, in the order of preference.
+    ``splits`` are tried in their order.
     """
     most = room(device_bytes)
-    for shared, ranks in splits:
-        for step in _steps(shape, ranks, context, device_bytes, budgets):
+    for split in splits:
+        shared = split.generate == 0
+        for step in _steps(shape, split.train, context, device_bytes, budgets):
             memory = trainer(shape, step).beside(update(shape, BF16, BUCKET, senders=1, copy=False, on_cpu=False))
             held = sum(line.nbytes for line in memory.held if not line.on_host) if shared else 0
-            answers = whole_answers(shape, most - held, context)
-            if memory.device <= most and (answers or not whole_answers(shape, most, context)):
-                yield Fit(shared, step, memory, answers)
+            replica, answers = replicas(shape, most - held, context, split)
+            if memory.device <= most and (answers or not replicas(shape, most, context, split)[1]):
+                yield Fit(shared, step, memory, replica, answers)
 
 
-def whole_answers(shape: ModelShape, nbytes: int, context: int) -> int:
-    """Return how many whole answers have room beside the served weights, and the logits of a step, in ``nbytes``."""
-    left = nbytes - BF16 * shape.parameters - 3 * SAMPLED * shape.vocabulary * FLOAT
-    return max(0, left // (context * shape.cache(BF16)))
+def replicas(shape: ModelShape, nbytes: int, context: int, split: Split) -> tuple[int, int]:
+    """Return the devices of a replica, and the whole answers that it has room for, with ``nbytes`` on each device.
+
+    The smallest replica that has room for `MANY`; else the largest.
+    """
+    sizes = [1]
+    if split.generate:
+        most = min(split.generate, split.largest_replica, PER_MACHINE)
+        sizes += [size for size in (2, 4, 8) if size <= most and split.generate % size == shape.heads % size == 0]
+    found = [(size, whole_answers(shape, nbytes, context, size)) for size in sizes]
+    able = [(size, answers) for size, answers in found if answers]
+    return next((one for one in able if one[1] >= MANY), able[-1] if able else (1, 0))
+
+
+def whole_answers(shape: ModelShape, nbytes: int, context: int, devices: int = 1) -> int:
+    """Return how many whole answers have room beside the served weights, and the logits of a step, in ``nbytes`` on
+    each of a replica's ``devices``.
+    """
+    left = nbytes - BF16 * shape.served(devices) - 3 * SAMPLED * shape.vocabulary * FLOAT
+    return max(0, left // (context * shape.cache(BF16, devices)))
 
 
 def _steps(shape: ModelShape, ranks: int, context: int, device_bytes: int, budgets: tuple[int, ...]) -> Iterator[Step]:

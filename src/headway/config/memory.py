@@ -198,18 +198,21 @@ def replica(
     in_place: bool,
     on_cpu: bool,
     cache_bytes: int | None = None,
+    devices: int = 1,
 ) -> Memory:
-    """Memory of a replica of the native engine, which holds the whole model.
+    """Memory of a replica of the native engine, which holds the whole model, or of each of the ``devices`` that vLLM
+    divides it over.
 
     ``cached_tokens``: those that there is room for, unless ``cache_bytes`` is less; ``slots``: answers at once;
     ``prefill``: tokens of prompts that are read at once; ``in_place``: updates are received over the served weights.
     """
-    served, cache = shape.parameters * itemsize, cached_tokens * shape.cache(itemsize)
+    served, cache = shape.served(devices) * itemsize, cached_tokens * shape.cache(itemsize, devices)
     held = [Line("served weights", served), Line("keys and values", min(cache, cache_bytes or cache))]
     if on_cpu and shape.family.joined and shape.hidden * shape.intermediate >= PACKED_FROM:
         read_once = 0 if shape.tied else shape.embedding
         held.append(Line("the weights as a CPU's kernels read them", (shape.parameters - read_once) * itemsize))
-    row = 2 * (shape.hidden + shape.queries + 2 * shape.keys) + 3 * shape.intermediate * max(1, shape.experts_per_token)
+    divided = 2 * (shape.queries + 2 * shape.keys) + 3 * shape.intermediate * max(1, shape.experts_per_token)
+    row = 2 * shape.hidden + _up(divided, devices)
     moments = {
         "prefill": (Line("a layer of the prompts that are read", prefill * row * itemsize),),
         "sampling": (Line("logits of a decode step", 3 * slots * shape.vocabulary * FLOAT),),

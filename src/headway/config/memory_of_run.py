@@ -14,6 +14,8 @@ from headway.config.schema import Config
 from headway.config.transports import TRANSPORTS, transport_of
 
 MIB, GIB = 2**20, 2**30
+REPLICA, OF_REPLICA = "replica", "device of a replica"
+"""Names of processes that generate, alone or with others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,8 @@ def processes(config: Config, shape: ModelShape, *, on_cpu: bool, device_bytes: 
     else:
         roles[ROLLOUT] = generates
     counts = {role: len(placement.devices[role]) for role in roles}
-    names = {ACTOR: "trainer rank", ROLLOUT: "replica", REF: "reference rank", LOGP: "logp rank", CRITIC: "critic rank"}
+    names = {ACTOR: "trainer rank", REF: "reference rank", LOGP: "logp rank", CRITIC: "critic rank"}
+    names[ROLLOUT] = REPLICA if placement.per_replica == 1 else OF_REPLICA
     found = [Process(names[role], counts[role], memory) for role, memory in roles.items()]
     if not placement.shared(ROLLOUT, ACTOR):
         sending = _trainer(config, shape, step, placement, on_cpu=on_cpu, senders=senders)
@@ -139,6 +142,7 @@ def _replica(config: Config, shape: ModelShape, senders: int, *, on_cpu: bool) -
         bucket=(1 if shared else senders) * int(rollout.param_update_consume_bucket_size_mb * MIB),
         in_place=shared or not rollout.enable_dual_buffer,
         on_cpu=on_cpu,
+        devices=rollout.tensor_model_parallel_size,
     )
 
 

@@ -157,6 +157,11 @@ class ModelShape:
         layer = self.divided + self.of_experts + self.kept
         return self.embedding + self.layers * layer + self.final + self.head
 
+    def served(self, devices: int) -> int:
+        """Number of parameters on each of ``devices`` that serve the model together."""
+        divided = self.embedding + self.head + self.layers * (self.divided + self.of_experts)
+        return -(-divided // devices) + self.layers * self.kept + self.final
+
     @property
     def largest(self) -> int:
         """Parameters of the largest tensor of a file."""
@@ -164,9 +169,9 @@ class ModelShape:
 
     # ------------------------------------------------------------------------------------------ per token
 
-    def cache(self, itemsize: int) -> int:
-        """Bytes of a token's keys and values in all layers."""
-        return 2 * self.layers * self.keys * itemsize
+    def cache(self, itemsize: int, devices: int = 1) -> int:
+        """Bytes of a token's keys and values in all layers, on each of ``devices`` that divide their heads."""
+        return 2 * self.layers * -(-self.kv_heads // devices) * self.head_dim * itemsize
 
     def saved_by_norm(self, itemsize: int) -> int:
         """Bytes per token that a norm saves for its backward pass: its input in float32, what the weight multiplies

@@ -109,6 +109,23 @@ def model_problems(parallel: ParallelConfig, model: Mapping[str, object]) -> Ite
         yield f"actor.parallel.ep={parallel.ep} does not divide the model's {odd} experts; expected a divisor of {odd}"
 
 
+def replica_problems(size: int, model: Mapping[str, object]) -> Iterator[str]:
+    """What does not fit a model of replicas of ``size`` devices, by its ``config.json``, in vLLM's way of dividing it.
+
+    Where it has fewer heads of keys and values than devices, each is held by several.
+    """
+    heads = _numbers(model, HEADS)
+    kv_heads = _numbers(model, KV_HEADS) or heads
+    setting = f"rollout.tensor_model_parallel_size={size}"
+    if (odd := _not_divided(heads, size)) is not None:
+        yield f"{setting} does not divide the model's {odd} attention heads; expected a divisor of {odd}"
+    elif (odd := next((count for count in kv_heads if count % size and size % count), None)) is not None:
+        yield (
+            f"{setting} neither divides the model's {odd} heads of keys and values nor is a multiple; expected a "
+            f"divisor of {odd}, or a multiple"
+        )
+
+
 def expert_problems(parallel: ParallelConfig, model: Mapping[str, object], ranks: Mapping[str, int]) -> Iterator[str]:
     """What of a mixture of experts some rank would hold nothing of, which cannot be loaded.
 

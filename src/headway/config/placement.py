@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import floor
 
@@ -40,6 +40,8 @@ class Placement:
     """Number of devices, idle ones included."""
     shares: tuple[NodeShare, ...]
     """What has to be on one machine, for every device, in the devices' order."""
+    per_replica: int = 1
+    """Number of devices of one replica, which divides those of the rollout role."""
 
     def on_nodes(self, role: str) -> list[NodeShare]:
         """Return the role's devices by node, nodes without any left out."""
@@ -49,6 +51,11 @@ class Placement:
     def groups(self, role: str, size: int = 1) -> list[DeviceGroup]:
         """Return the role's devices in groups of ``size`` that work as one, in rank order."""
         return list(device_groups(self.devices.get(role, ()), size))
+
+    @property
+    def replicas(self) -> list[DeviceGroup]:
+        """Devices of each replica, in the replicas' order."""
+        return self.groups(ROLLOUT, self.per_replica)
 
     def straddles(self, group: DeviceGroup) -> bool:
         """Tell whether a group has devices on several machines."""
@@ -97,7 +104,7 @@ def concurrent(config: Config) -> int:
     rollout = config.rollout
     if rollout.max_concurrent is not None:
         return rollout.max_concurrent
-    in_flight = -(-most_in_flight(config) // len(resolve_placement(config).devices[ROLLOUT]))
+    in_flight = -(-most_in_flight(config) // len(resolve_placement(config).replicas))
     if rollout.kv_cache_gib is not None:
         return min(in_flight, MOST_SLOTS)
     context = config.data.max_prompt_length + config.data.max_response_length
@@ -127,10 +134,26 @@ def resolve_placement(config: Config) -> Placement:
     """Place roles by ``trainer.use_nodes_ratios`` where that is given, else by counts.
 
     Raises:
-        ConfigError: a share is not a whole number of devices, shares do not fit, or a role has no device.
+        ConfigError: a share is not a whole number of devices, shares do not fit, a role has no device, or devices that
+            generate are no whole replicas.
     """
     ratios = config.trainer.use_nodes_ratios
-    return _by_counts(config) if ratios is None else _by_shares(config, ratios)
+    placement = _by_counts(config) if ratios is None else _by_shares(config, ratios)
+    return _in_replicas(config, placement)
+
+
+def _in_replicas(config: Config, placement: Placement) -> Placement:
+    """Return the placement with the size of its replicas, each of which has its devices on one machine."""
+    size, setting = config.rollout.tensor_model_parallel_size, "rollout.tensor_model_parallel_size"
+    if size == 1:
+        return placement
+    there = [len(share.devices) for share in placement.on_nodes(ROLLOUT)]
+    if (odd := next((count for count in there if count % size), None)) is not None:
+        raise ConfigError(
+            f"{setting}={size}: a replica has its devices on one machine, and {odd} generate on one; expected a "
+            f"divisor of {odd} (rollout.n_gpus_per_node, or generation's share of trainer.use_nodes_ratios)"
+        )
+    return replace(placement, per_replica=size)
 
 
 def _by_counts(config: Config) -> Placement:

@@ -62,7 +62,12 @@ class RolloutConfig(ProgramKeys):
     """Number of machines of the rollout role, each another one. Those of other roles may be the same, where there is
     room."""
     n_gpus_per_node: Positive = 1
-    """Number of replicas on each of the rollout's machines (on CPUs: processes)."""
+    """Number of devices on each of the rollout's machines (on CPUs: processes). Each replica has
+    ``tensor_model_parallel_size`` of them."""
+    tensor_model_parallel_size: Positive = 1
+    """Number of devices of one replica, neighbours on one machine, which divide each layer's matrices and heads (with
+    ``vllm``). For models that one device has no room for, or that should decode faster: what they hold is divided, so
+    that more is left for keys and values."""
     threads: NonNegative = 0
     """Number of Torch threads of one replica; 0 divides the cores of the machine that it is on among the run's
     processes there."""

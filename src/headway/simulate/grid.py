@@ -183,10 +183,15 @@ def triggers(profile: Profile) -> list[int]:
 
 
 def own(profile: Profile) -> list[Setting]:
-    """Settings of each preset at its own η and trigger, on every split. Raises `ConfigError` when no split fits."""
+    """Settings of each preset at its own η and trigger, on every split. Raises `ConfigError` when no split fits.
+
+    Without presets of shared devices where a replica has several: a run refuses these.
+    """
+    several = profile.rollout.devices > 1
     return [
         setting_of(profile, mode, split)
         for mode in PRESETS
+        if not (several and _is_shared(PRESETS[mode]))
         for split in splits(profile, shared=_is_shared(PRESETS[mode]))
     ]
 

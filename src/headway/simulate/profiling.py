@@ -210,6 +210,7 @@ class _Profiling:
             slots=slots,
             decode=[(active, rounded(seconds)) for active, seconds in decode.curve],
             kv_token_s=rounded(decode.kv_token_s),
+            devices=config.tensor_model_parallel_size,
             threads=self._threads("rollout", ROLLOUT, config.threads),
         )
         prefill = fit_prefill(self._overlap.prefill_steps(), decode_cost(profile))

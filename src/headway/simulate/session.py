@@ -188,7 +188,9 @@ def _replicas(
         resume_s=profile.latency.update_s,
         contention=contention,
     )
-    return [engine(f"rollout-{index}") for index in range(config.rollout.nnodes * config.rollout.n_gpus_per_node)]
+    rollout = config.rollout
+    replicas = rollout.nnodes * rollout.n_gpus_per_node // rollout.tensor_model_parallel_size
+    return [engine(f"rollout-{index}") for index in range(replicas)]
 
 
 def _without_variance(rewards: NDArray[np.float32]) -> str | None:
@@ -225,7 +227,8 @@ def config_for(
         "trainer.nnodes": 1,
         "trainer.n_gpus_per_node": train_devices,
         "rollout.nnodes": 1,
-        "rollout.n_gpus_per_node": replicas,
+        "rollout.n_gpus_per_node": replicas * profile.rollout.devices,
+        "rollout.tensor_model_parallel_size": profile.rollout.devices,
         **_job(profile, versions),
         "async_training.use_rollout_log_probs": not profile.train.recomputes_old_log_probs(shared=shared),
         "cluster.stall_timeout_s": FOREVER_S,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
-from headway.config.fitting import PER_MACHINE, Fit, fits, room, whole_answers
+from headway.config.fitting import PER_MACHINE, Fit, Split, fits, replicas, room
 from headway.config.model_shape import FAMILIES
 from headway.config.parallel import expert_problems, model_problems, plan_problems
 from headway.config.presets import preset
@@ -47,6 +47,8 @@ class Layout:
     recompute: bool = False
     offload: bool = False
     mesh: Mapping[str, int] = field(default_factory=dict)
+    replica: int = 1
+    """Devices of a replica."""
     inline: bool = False
 
     why_offload: str = ""
@@ -69,10 +71,18 @@ def layout_of(model: ModelFacts, machine: Machine, context: int, given: Mapping[
     shared = None if kind is None else kind == "shared"
     if machine.on_cpu:
         return _on_cpu(machine, context, mode, shared=bool(shared))
-    found = _first(model, machine, machine.gpus, context, shared, None if shared else _asked(machine, given))
+    largest = _largest_replica(machine, given)
+    trains = None if shared else _asked(machine, given)
+    found = _first(model, machine, machine.gpus, context, largest, shared, trains)
     if found is None:
-        raise ConfigError(_does_not_fit(model, machine, context, shared))
+        raise ConfigError(_does_not_fit(model, machine, context, largest, shared))
     return _on_gpus(model, machine, found, mode)
+
+
+def _largest_replica(machine: Machine, given: Mapping[str, Any]) -> int:
+    """Return the most GPUs that a replica may have: those of a machine, where vLLM is or may be installed."""
+    engine = given.get("rollout.name", "native" if machine.here and not machine.vllm else "vllm")
+    return int(given.get("rollout.tensor_model_parallel_size", PER_MACHINE if engine == "vllm" else 1))
 
 
 def _on_cpu(machine: Machine, context: int, mode: str | None, *, shared: bool) -> Layout:
@@ -103,13 +113,16 @@ def _on_gpus(model: ModelFacts, machine: Machine, fit: Fit, mode: str | None) ->
         why = "training and generation take turns: " + ("there is one GPU" if gpus == 1 else "apart they do not fit")
     else:
         why = "training and generation side by side"
-    vllm = machine.vllm and not fit.shared
+    vllm = (machine.vllm or fit.replica > 1) and not fit.shared
     engine = "it is installed here" if vllm else "Headway's own; vllm, where that is installed"
     if machine.vllm and fit.shared:
         engine = "it shares GPUs with the trainer"
+    elif not machine.vllm and vllm:
+        engine = "replicas of several GPUs are its own; install it on those machines"
     takes = f"a rank takes at most {max(1, fit.memory.device / 1e9):.0f} of {machine.device_bytes / 1e9:.0f} GB"
     if model.estimated:
         takes += ", by the arithmetic of a Llama of its size"
+    each = "each" if fit.replica == 1 else f"each {fit.replica}"
     sizes = {name: size for name, size in step.mesh.parallel.model_dump().items() if size > 1}
     return Layout(
         mode=mode or (TURNS if fit.shared else ASYNC),
@@ -121,11 +134,12 @@ def _on_gpus(model: ModelFacts, machine: Machine, fit: Fit, mode: str | None) ->
         engine="vllm" if vllm else "native",
         why_engine=engine,
         why_trainer="GPUs that train" + ("" if fit.shared else "; headway plan finds a better split after a short run"),
-        why_rollout="the same GPUs" if fit.shared else f"GPUs that generate, {model.size} parameters on each",
+        why_rollout="the same GPUs" if fit.shared else f"GPUs that generate, {model.size} parameters on {each}",
         recompute=step.recompute,
         offload=step.offload,
         why_offload=f"they do not fit on the GPUs: {_on_host(fit) / 1e9:.0f} GB of each machine's memory",
         mesh=sizes,
+        replica=fit.replica,
     )
 
 
@@ -133,19 +147,30 @@ def _on_gpus(model: ModelFacts, machine: Machine, fit: Fit, mode: str | None) ->
 
 
 def _first(
-    model: ModelFacts, machine: Machine, gpus: int, context: int, shared: bool | None, trains: int | None = None
+    model: ModelFacts,
+    machine: Machine,
+    gpus: int,
+    context: int,
+    largest: int,
+    shared: bool | None,
+    trains: int | None = None,
 ) -> Fit | None:
     """Return the first layout that fits: a quarter of the GPUs train where they can do it without further ado, else
     half of them, else all of them take turns.
 
-    ``shared``: whether they have to; None: as it comes. ``trains``: how many the user wants to train.
+    ``largest``: most GPUs of a replica. ``shared``: whether they have to take turns; None: as it comes. ``trains``: how
+    many the user wants to train.
     """
     shape, device_bytes = model.shape, machine.device_bytes
     unit, count = (PER_MACHINE, gpus // PER_MACHINE) if gpus > PER_MACHINE else (1, gpus)
-    quarter, half = ([(False, unit * part)] if part and not shared else [] for part in (count // 4, count // 2))
-    turns = [(True, gpus)] if shared is not False else []
+
+    def apart(trains: int) -> Split:
+        return Split(trains, gpus - trains, largest)
+
+    quarter, half = ([apart(unit * part)] if part and not shared else [] for part in (count // 4, count // 2))
+    turns = [Split(gpus, 0)] if shared is not False else []
     if trains is not None:
-        quarter, half, turns = [], [(False, trains)], []
+        quarter, half, turns = [], [apart(trains)], []
     plainly = (fit for fit in fits(shape, quarter, context, device_bytes, BUDGETS) if _is_plain(fit))
     others = fits(shape, [*half, *turns], context, device_bytes, BUDGETS)
     found = (fit for fit in chain(plainly, others) if fit.answers and not any(_problems(model, fit)))
@@ -206,17 +231,21 @@ def _problems(model: ModelFacts, fit: Fit) -> Iterator[str]:
                 yield from plan_problems(parallel, CONFIG_MAPPING[model.family])
 
 
-def _does_not_fit(model: ModelFacts, machine: Machine, context: int, shared: bool | None) -> str:
+def _does_not_fit(model: ModelFacts, machine: Machine, context: int, largest: int, shared: bool | None) -> str:
     each, size = machine.device_bytes, f"{machine.device_bytes / 1e9:.0f} GB"
     start = f"{model.path} has {model.size} parameters, and its longest prompts with answers have {context} tokens: "
-    if not whole_answers(model.shape, room(each), context):
+    if not replicas(model.shape, room(each), context, Split(1, PER_MACHINE, 1 if shared else largest))[1]:
+        several = largest > 1 and not shared
+        has = f"a replica has at most {PER_MACHINE} GPUs" if several else "a replica is one GPU"
+        others = "Give" if several or shared else "Install vLLM, whose replicas may have several, or give"
         return (
-            f"{start}a replica is one GPU, and {size} have no room for the weights in bfloat16 and one such answer. "
-            "Give GPUs with more memory (--gpu-gb), a smaller model, or a smaller data.max_response_length"
+            f"{start}{has}, and {size}{' each' if several else ''} have no room for the weights in bfloat16 and one "
+            f"such answer. {others} GPUs with more memory (--gpu-gb), a smaller model, or a smaller "
+            "data.max_response_length"
         )
     start += f"they do not fit on {machine.words}. "
     more = (gpus for gpus in _numbers() if gpus > machine.gpus)
-    enough = next((gpus for gpus in more if _first(model, machine, gpus, context, shared) is not None), None)
+    enough = next((gpus for gpus in more if _first(model, machine, gpus, context, largest, shared) is not None), None)
     if enough is None:
         return f"{start}Give a smaller model, or a smaller data.max_response_length"
     return f"{start}{enough} GPUs of {size} would do (--gpus {enough}); or give a smaller data.max_response_length"

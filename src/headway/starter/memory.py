@@ -12,7 +12,7 @@ from headway.config.fitting import BF16, room
 from headway.config.layers import Layer
 from headway.config.loading import load
 from headway.config.memory import Line
-from headway.config.memory_of_run import GIB, Process, processes
+from headway.config.memory_of_run import GIB, OF_REPLICA, REPLICA, Process, processes
 from headway.config.model_shape import FLOAT
 from headway.config.schema import Config
 from headway.errors import ConfigError
@@ -21,7 +21,7 @@ from headway.starter.machine import Machine
 from headway.starter.model import ModelFacts
 
 CACHE = "rollout.kv_cache_gib"
-KEYS_AND_VALUES, GENERATION, REPLICA = "keys and values", "generation", "replica"
+KEYS_AND_VALUES, GENERATION = "keys and values", "generation"
 RECOMPUTE, WHY_RECOMPUTE = (
     "model.enable_gradient_checkpointing",
     "activations do not fit otherwise; a third more compute",
@@ -58,7 +58,8 @@ def taken(choices: Sequence[Choice], model: ModelFacts, machine: Machine) -> lis
     device_bytes = None if machine.on_cpu else machine.device_bytes
     config = config_of(choices)
     found = processes(config, model.shape, on_cpu=machine.on_cpu, device_bytes=device_bytes)
-    return [one for one in found if one.memory.device and (config.rollout.name == "native" or one.name != REPLICA)]
+    left_out = () if config.rollout.name == "native" else (REPLICA, OF_REPLICA)
+    return [one for one in found if one.memory.device and one.name not in left_out]
 
 
 def _on_cpu(choices: list[Choice], model: ModelFacts, machine: Machine) -> list[Choice]:

@@ -82,6 +82,7 @@ async def start_vllm(replica: ReplicaSpec) -> Any:
         kv_cache_gib=config.rollout.kv_cache_gib,
         trust_remote_code=config.model.trust_remote_code,
         sleep=config.placement.kind == "shared",
+        tensor_parallel=config.rollout.tensor_model_parallel_size,
         options=config.rollout.vllm.engine_args,
         **replica.common,
     )

@@ -69,6 +69,7 @@ class VllmEngine:
         enforce_eager: on a GPU, decode without CUDA graphs.
         trust_remote_code: of the model folder.
         sleep: the device's memory can be given back (GPUs).
+        tensor_parallel: devices that divide each layer.
         options: further arguments of vLLM's ``AsyncEngineArgs``.
 
     Reproducible: each call's request has a seed of its own, whose generator vLLM keeps through its pauses: what
@@ -105,6 +106,7 @@ class VllmEngine:
         enforce_eager: bool = False,
         trust_remote_code: bool = False,
         sleep: bool = False,
+        tensor_parallel: int = 1,
         options: Mapping[str, Any] | None = None,
     ) -> None:
         check_vllm_installed()
@@ -120,6 +122,7 @@ class VllmEngine:
             enforce_eager=enforce_eager,
             trust_remote_code=trust_remote_code,
             sleep=sleep,
+            tensor_parallel=tensor_parallel,
             options=options or {},
         )
         self._core_settings: dict[str, Any] = {

@@ -37,6 +37,8 @@ class VllmSettings:
     trust_remote_code: bool = False
     sleep: bool = False
     """The device's memory is given back on demand; not on a CPU."""
+    tensor_parallel: int = 1
+    """Devices that divide each layer, those that this process sees first: each has a process of vLLM's."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of vLLM's ``AsyncEngineArgs``, by name."""
 
@@ -88,6 +90,9 @@ def start(settings: VllmSettings, stat_logger: Callable[..., Any]) -> Any:
         "enable_logging_iteration_details": True,  # what a step computed is told to nobody else
     }
     arguments |= _batching(settings, on_cpu)
+    if settings.tensor_parallel > 1:
+        # By processes of its own: within Ray's placement groups vLLM would start actors, beside the run's.
+        arguments |= {"tensor_parallel_size": settings.tensor_parallel, "distributed_executor_backend": "mp"}
     if gib is not None:
         arguments["kv_cache_memory_bytes"] = int(gib * 2**30)
     try:
