@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from headway.config.placement import resolve_placement
 from headway.errors import ConfigError
 from headway.evaluation.settings import settle
 from tests.cli.evaluations import RUN, said, write
@@ -88,3 +89,8 @@ def test_a_recipe_gives_data_and_reward_to_any_model(tiny: Path, tmp_path: Path)
     (tmp_path / "recipe.yaml").write_text(RUN)
     job = settle(str(tiny), None, [], config_file=tmp_path / "recipe.yaml", n=1, temperature=0.0)
     assert (job.config.model.path, job.config.reward.function, job.held_out) == (str(tiny), "task", True)
+
+
+def test_one_replica_answers_whatever_devices_it_has(run_dir: Path) -> None:
+    config = settle(str(run_dir), None, ["rollout.name=vllm", "rollout.tensor_model_parallel_size=4"]).config
+    assert [len(group.devices) for group in resolve_placement(config).replicas] == [4]

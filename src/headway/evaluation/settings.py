@@ -51,6 +51,7 @@ OF_THE_ENGINE = (
     "kv_cache_gib",
     "enforce_eager",
     "threads",
+    "tensor_model_parallel_size",
     "vllm",
 )
 """Settings of ``rollout`` that an evaluation takes from a run, too."""
@@ -224,13 +225,14 @@ def _refuse(problems: Mapping[str, str]) -> None:
 
 
 def _less_training(config: Config, model: str, given: frozenset[str], *, own_verifier: bool) -> Config:
-    """Return ``config`` for an evaluation in one process, with the defaults of all that only training uses.
+    """Return ``config`` for an evaluation by one replica, with the defaults of all that only training uses.
 
     Filters of sampling that the run trained with are left out, except those that are ``given``. A correction is set
     only since the doctor asks for one where there are filters.
     """
     kept = [*OF_THE_ENGINE, *OF_PROGRAMS, *(key for key in FILTERS if any(lies_in(g, f"rollout.{key}") for g in given))]
     rollout = {key: getattr(config.rollout, key) for key in kept}
+    rollout["n_gpus_per_node"] = config.rollout.tensor_model_parallel_size
     reward = config.reward.model_copy(update={"overlong_buffer": OverlongBufferConfig()})
     if own_verifier:
         reward = reward.model_copy(update={"function": "task", "params": {}, "functions": None})
