@@ -56,6 +56,7 @@ EXPECTED: Mapping[str, Mapping[str, Any]] = {
     "verl_fully_async.sh": {
         "mode": "async_stale",
         "async_training.on_update": "interrupt",
+        "async_training.use_rollout_log_probs": False,  # compute_prox_log_prob: the trainer recomputes them
         "async_training.staleness_threshold": 0.5,
         "async_training.trigger_parameter_sync_step": 4,
         "async_training.require_batches": 4,

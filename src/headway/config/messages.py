@@ -179,8 +179,8 @@ def _where(key: str, origins: Mapping[str, str]) -> str:
 def meant(key: str, root: type[Section] = Config) -> list[str]:
     """Return the keys that ``key`` probably means: itself, where it is known; none, where nothing is similar.
 
-    Candidates: a renamed key, the name that other systems have for it or for its section, the same name in other
-    sections, or the most similar spelling.
+    None, either, for another project's key that has no counterpart. Candidates: a renamed key, the name that other
+    systems have for it or for its section, the same name in other sections, or the most similar spelling.
     """
     from headway.elsewhere.projects import last_part, whole_key  # large tables, for messages alone
 
@@ -190,6 +190,8 @@ def meant(key: str, root: type[Section] = Config) -> list[str]:
         return [plain]
     if (found := whole_key(plain)) and any(lies_in(found[2].here, known) for known in keys):
         return [found[2].here]
+    if found and found[1] == plain and found[2].note and not found[2].here and plain not in USUAL:
+        return []  # it is known to have no counterpart: what is spelled alike is something else
     same_name = [known for known in keys if _name(known) == _name(plain)]
     section = f"{plain.partition('.')[0]}."
     return (

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from headway.elsewhere import prime_rl_values as of
 from headway.elsewhere.rows import Project, Row, always, differs, no, off, same, taken
 from headway.elsewhere.rows import without as lost
-from headway.elsewhere.values import LORA, file_name, no_tensor_parallel, number, path, whole
+from headway.elsewhere.values import LORA, NO_TENSOR_PARALLEL, file_name, number, path, whole
 
 SECTIONS = ("", "trainer.", "orchestrator.", "inference.")
 """Beginnings that the keys of one file may lack: those of a whole run, or of one process."""
@@ -205,8 +205,8 @@ ROWS: Mapping[str, Row] = {
     "orchestrator.model.lora*": no(LORA),
     "orchestrator.client*": no("nothing to do: Headway starts the engines"),
     # inference
-    "inference.vllm.tensor_parallel_size": same("", no_tensor_parallel),
-    "inference.parallel.tp": same("", no_tensor_parallel),
+    "inference.vllm.tensor_parallel_size": NO_TENSOR_PARALLEL,
+    "inference.parallel.tp": NO_TENSOR_PARALLEL,
     "inference.parallel.dp": differs("rollout.n_gpus_per_node", "replicas", whole),
     "inference.vllm.data_parallel_size": differs("rollout.n_gpus_per_node", "replicas", whole),
     "inference.vllm.gpu_memory_utilization": same("rollout.vllm.engine_args.gpu_memory_utilization", number),

@@ -12,11 +12,11 @@ from headway.elsewhere import verl_values as of
 from headway.elsewhere.rows import Project, Row, always, choice, differs, no, off, other, same, taken
 from headway.elsewhere.values import (
     LORA,
+    NO_TENSOR_PARALLEL,
     PACKED,
     REWARD_MODEL,
     file_name,
     interval,
-    no_tensor_parallel,
     number,
     path,
     reward_file,
@@ -111,7 +111,9 @@ ROWS: Mapping[str, Row] = {
     "actor.ppo_micro_batch_size": differs(
         "actor.ppo_max_token_len_per_gpu", "tokens of a rank are counted", of.micro_batch_of_all
     ),
-    "actor.ppo_micro_batch_size*": differs("actor.ppo_max_token_len_per_gpu", "tokens are counted", of.micro_batch),
+    "actor.ppo_micro_batch_size_per_gpu": differs(
+        "actor.ppo_max_token_len_per_gpu", "tokens are counted", of.micro_batch
+    ),
     "actor.ppo_max_token_len_per_gpu": same("actor.ppo_max_token_len_per_gpu", of.token_budget),
     "actor.ppo_epochs": same("actor.ppo_epochs", whole),
     "actor.optim.lr": same("actor.optim.lr", number),
@@ -204,7 +206,7 @@ ROWS: Mapping[str, Row] = {
     ),
     "rollout.do_sample": always(True, note="answers are sampled"),
     "rollout.ignore_eos": always(False, note="an answer ends with the model's stop token"),
-    "rollout.tensor_model_parallel_size": same("", no_tensor_parallel),
+    "rollout.tensor_model_parallel_size": NO_TENSOR_PARALLEL,
     "rollout.data_parallel_size": always(1, note="each device has a replica"),
     "rollout.expert_parallel_size": always(1, note="a replica is one device"),
     "rollout.gpu_memory_utilization": same("rollout.vllm.engine_args.gpu_memory_utilization", number),
@@ -342,10 +344,10 @@ ROWS: Mapping[str, Row] = {
     "async_training.require_batches": of.of_async("async_training.require_batches", whole),
     "async_training.partial_rollout": same("async_training.on_update", of.partial),
     "async_training.use_rollout_log_probs": same("async_training.use_rollout_log_probs", of.rollout_log_probs),
-    "async_training.compute_prox_log_prob": differs(
+    "async_training.compute_prox_log_prob": same(
         "async_training.use_rollout_log_probs",
-        "π_prox is recomputed where log-probs of the engine are not taken for it",
         lambda value, given: taken(note="off, as here") if not value else False,
+        "the trainer recomputes π_prox",
     ),
     "async_training.checkpoint_engine.*": no("param_update.transport says how weights travel"),
     "async_training.*": no("nothing to do: validation runs on a replica, beside training"),

@@ -291,6 +291,11 @@ def correction(value: Any, given: Given) -> Answer:
         return taken(note="off, as here")
     if value not in ("token", "sequence"):
         return lost("choose algorithm.rollout_correction (docs/algorithms/corrections.md)")
+    if given.get("algorithm.rollout_correction.bypass_mode"):
+        return lost(
+            "with bypass_mode π_prox is the engine's own, and the loss has its ratio already; to weight beside it, "
+            "recompute π_prox: async_training.use_rollout_log_probs=false (docs/algorithms/corrections.md)"
+        )
     bound = number(given.get("algorithm.rollout_correction.rollout_is_threshold") or 2.0, given)
     name = "algorithm.rollout_correction"
     return taken({f"{name}.name": "truncate", f"{name}.level": value, f"{name}.bound": bound})
@@ -346,7 +351,9 @@ def of_trainer_mode(here: str, note: str, mode: str) -> Row:
 
 
 def rollout_log_probs(value: Any, given: Given) -> Answer:
-    return taken({"async_training.use_rollout_log_probs": bool(value)})
+    recomputed = bool(given.get("async_training.compute_prox_log_prob"))
+    note = "async_training.compute_prox_log_prob has the trainer recompute them" if recomputed else ""
+    return taken({"async_training.use_rollout_log_probs": bool(value) and not recomputed}, note)
 
 
 def defaults(given: Given) -> dict[str, Any]:
