@@ -124,10 +124,8 @@ def test_the_name_that_other_systems_have_is_answered_with_the_one_here(written:
         ("critic.learning_rate", "TRL's learning_rate is critic.optim.lr here"),
         ("num_generations", "TRL's num_generations is rollout.n here"),
         ("beta", "TRL's beta is actor.kl_loss_coef here"),
-        (
-            "rollout.tensor_model_parallel_size",
-            "verl's rollout.tensor_model_parallel_size has no counterpart: a replica is ",
-        ),
+        ("rollout.expert_parallel_size", "verl's rollout.expert_parallel_size has no counterpart: "),
+        ("vllm_tensor_parallel_size", "TRL's vllm_tensor_parallel_size is rollout.tensor_model_parallel_size here"),
         (
             "actor.ppo_micro_batch_size_per_gpu",
             "verl's actor.ppo_micro_batch_size_per_gpu is actor.ppo_max_token_len_per_gpu here",

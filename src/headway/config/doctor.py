@@ -247,24 +247,8 @@ def _devices(config: Config) -> Iterator[str]:
             "trainer's processes there and reach no others; set logp.nnodes=0, or placement.kind=split"
         )
     yield from _mesh(config, placement)
-    yield from _replicas(config)
-
-
-def _replicas(config: Config) -> Iterator[str]:
-    rollout = config.rollout
-    size = rollout.tensor_model_parallel_size
-    if size > 1 and rollout.name != "vllm":
-        yield (
-            f"rollout.tensor_model_parallel_size={size}: the {rollout.name} engine computes on one device; set "
-            "rollout.name=vllm, or the size to 1"
-        )
-    if size > 1 and config.placement.kind == "shared":
-        yield (
-            f"rollout.tensor_model_parallel_size={size} with placement.kind=shared: a replica is in the process of one "
-            "training rank there, and has that rank's device alone; set placement.kind=split, or the size to 1"
-        )
     for argument in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
-        if argument in rollout.vllm.engine_args:
+        if argument in config.rollout.vllm.engine_args:
             yield (
                 f"rollout.vllm.engine_args.{argument}: vLLM would take devices that the run did not reserve for it; "
                 "give rollout.tensor_model_parallel_size, and replicas by rollout.n_gpus_per_node"

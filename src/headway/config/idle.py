@@ -86,6 +86,12 @@ def _engine(config: Config) -> Iterator[Idle]:
             yield f"rollout.{key}", "vLLM receives into a copy in host memory, and loads it in its own way"
     else:
         yield "rollout.vllm.engine_args", f"rollout.name is {config.rollout.name}"
+        yield "rollout.tensor_model_parallel_size", f"the {config.rollout.name} engine computes on one device"
+    if config.placement.kind == "shared":
+        yield (
+            "rollout.tensor_model_parallel_size",
+            "with placement.kind=shared a replica has the device of one training rank, which the model has to fit",
+        )
 
 
 def _reward(config: Config) -> Iterator[Idle]:

@@ -83,7 +83,8 @@ def allocated(role: str, allocation: str, given: Given) -> Answer:
         if sizes.get("p", 1) > 1:
             note += "; there are no pipelines of layers here, so FSDP2 shards over those ranks, too"
     elif inner > 1:
-        note += f", {copies * inner} replicas of one device each: the served model has to fit on one"
+        values["rollout.tensor_model_parallel_size"] = inner
+        note += f", {copies} replicas of {inner} each"
     return other(values, note)
 
 

@@ -10,8 +10,8 @@ from headway.elsewhere.rows import Answer, Given, Project, Row, choice, differs,
 from headway.elsewhere.rows import without as lost
 from headway.elsewhere.values import (
     LORA,
-    NO_TENSOR_PARALLEL,
     PACKED,
+    REPLICA,
     REWARD_MODEL,
     file_name,
     interval,
@@ -71,6 +71,12 @@ def _rollout_batch(value: Any, given: Given) -> Answer:
     batches = max(1, _prompts(given) // _mini(given))
     note = f"prompts of a step: {batches} mini-batches of {_mini(given)}"
     return other({"async_training.require_batches": batches}, note)
+
+
+def _engines(value: Any, given: Given) -> Answer:
+    size = whole(given.get("vllm.tensor_parallel_size", 1), given)
+    values = {"rollout.n_gpus_per_node": whole(value, given) * size}
+    return taken(values, "replicas") if size == 1 else other(values, f"devices of {value} replicas of {size} each")
 
 
 def _asynchronous(value: Any, given: Given) -> Answer:
@@ -201,8 +207,8 @@ SECTIONS: Mapping[str, Row] = {
     "critic.max_norm": same("critic.grad_clip", number),
     "critic.model_name_or_path": no("nothing to do: the critic begins as a copy of model.path"),
     "critic.value_clip": same("critic.cliprange_value", number),
-    "vllm.num_engines": same("rollout.n_gpus_per_node", whole, "replicas"),
-    "vllm.tensor_parallel_size": NO_TENSOR_PARALLEL,
+    "vllm.num_engines": differs("rollout.n_gpus_per_node", "engines", _engines),
+    "vllm.tensor_parallel_size": REPLICA,
     "vllm.gpu_memory_utilization": same("rollout.vllm.engine_args.gpu_memory_utilization", number),
     "vllm.enforce_eager": same("rollout.enforce_eager"),
     "rollout.name": same("rollout.name"),

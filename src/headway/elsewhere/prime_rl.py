@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from headway.elsewhere import prime_rl_values as of
 from headway.elsewhere.rows import Project, Row, always, differs, no, off, same, taken
 from headway.elsewhere.rows import without as lost
-from headway.elsewhere.values import LORA, NO_TENSOR_PARALLEL, file_name, number, path, whole
+from headway.elsewhere.values import LORA, REPLICA, file_name, number, path, whole
 
 SECTIONS = ("", "trainer.", "orchestrator.", "inference.")
 """Beginnings that the keys of one file may lack: those of a whole run, or of one process."""
@@ -205,10 +205,10 @@ ROWS: Mapping[str, Row] = {
     "orchestrator.model.lora*": no(LORA),
     "orchestrator.client*": no("nothing to do: Headway starts the engines"),
     # inference
-    "inference.vllm.tensor_parallel_size": NO_TENSOR_PARALLEL,
-    "inference.parallel.tp": NO_TENSOR_PARALLEL,
-    "inference.parallel.dp": differs("rollout.n_gpus_per_node", "replicas", whole),
-    "inference.vllm.data_parallel_size": differs("rollout.n_gpus_per_node", "replicas", whole),
+    "inference.vllm.tensor_parallel_size": REPLICA,
+    "inference.parallel.tp": REPLICA,
+    "inference.parallel.dp": differs("rollout.n_gpus_per_node", "replicas", of.replicas),
+    "inference.vllm.data_parallel_size": differs("rollout.n_gpus_per_node", "replicas", of.replicas),
     "inference.vllm.gpu_memory_utilization": same("rollout.vllm.engine_args.gpu_memory_utilization", number),
     "inference.gpu_memory_utilization": same("rollout.vllm.engine_args.gpu_memory_utilization", number),
     "inference.model.enforce_eager": same("rollout.enforce_eager"),

@@ -160,6 +160,11 @@ def gpus(role: str) -> Row:
     )
 
 
+def replicas(value: Any, given: Given) -> Answer:
+    size = next((whole(given[key], given) for key in given if key.endswith(("parallel.tp", "tensor_parallel_size"))), 1)
+    return other({"rollout.n_gpus_per_node": whole(value, given) * size}, f"devices of {value} replicas of {size} each")
+
+
 def nodes(role: str) -> Row:
     def convert(value: Any, given: Given) -> Answer:
         if value is None:

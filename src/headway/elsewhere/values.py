@@ -6,7 +6,7 @@ import re
 from math import ceil
 from typing import Any
 
-from headway.elsewhere.rows import Answer, Given, other, same, taken, without
+from headway.elsewhere.rows import Answer, Given, other, same, taken
 
 TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio", "prometheus")
 """Trackers of ``reports.trackers``."""
@@ -77,15 +77,5 @@ def reward_file(file: Any, function: Any) -> Answer:
     return taken({"reward.function": spec}, "a function of verl's or TRL's form is called as it is (docs/rewards.md)")
 
 
-def _no_tensor_parallel(value: Any, given: Given) -> Answer:
-    """Return the answer for replicas of several devices, which Headway lacks."""
-    if whole(value, given) == 1:
-        return taken(note="always so here: a replica is one device")
-    return without(
-        f"a replica is one device here, not {value}: the served model has to fit on one (headway doctor says what it "
-        "takes); otherwise stay with the other project"
-    )
-
-
-NO_TENSOR_PARALLEL = same("", _no_tensor_parallel, "a replica is one device here")
+REPLICA = same("rollout.tensor_model_parallel_size", whole)
 """Row of how many devices an engine is on."""

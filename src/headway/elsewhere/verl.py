@@ -12,8 +12,8 @@ from headway.elsewhere import verl_values as of
 from headway.elsewhere.rows import Project, Row, always, choice, differs, no, off, other, same, taken
 from headway.elsewhere.values import (
     LORA,
-    NO_TENSOR_PARALLEL,
     PACKED,
+    REPLICA,
     REWARD_MODEL,
     file_name,
     interval,
@@ -206,9 +206,9 @@ ROWS: Mapping[str, Row] = {
     ),
     "rollout.do_sample": always(True, note="answers are sampled"),
     "rollout.ignore_eos": always(False, note="an answer ends with the model's stop token"),
-    "rollout.tensor_model_parallel_size": NO_TENSOR_PARALLEL,
+    "rollout.tensor_model_parallel_size": REPLICA,
     "rollout.data_parallel_size": always(1, note="each device has a replica"),
-    "rollout.expert_parallel_size": always(1, note="a replica is one device"),
+    "rollout.expert_parallel_size": always(1, note="experts are divided as matrices are"),
     "rollout.gpu_memory_utilization": same("rollout.vllm.engine_args.gpu_memory_utilization", number),
     "rollout.max_num_batched_tokens": same("rollout.max_batched_tokens", whole),
     "rollout.max_num_seqs": same("rollout.max_concurrent", whole),
