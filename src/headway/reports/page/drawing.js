@@ -198,7 +198,8 @@ function drawAxis() {
   for (let time = Math.ceil(view.from / step) * step; time <= view.to; time += step) {
     const at = x(time);
     pen.fillRect(Math.round(at), 34, 1, 10);
-    pen.fillText(instant(time, step), Math.min(at + 4, width - 30), 40);
+    const label = instant(time, step), room = pen.measureText(label).width + 4;
+    pen.fillText(label, at + room > width ? at - room : at + 4, 40);
   }
   if (data.measured) {
     pen.fillStyle = colours.accent;
