@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ from headway.reports.report import report
 from headway.reports.run_directory import RunDirectory, RunLock
 from headway.reports.watch.follower import Follower
 from headway.reports.watch.server import Server
+from tests.integration.support import end_started, finish, make_job, start, wait_for
 from tests.reports.browser import CHROMIUM, Page, browser
 from tests.reports.stories import sample, story, validated, written
 from tests.reports.test_watch import append, boundary, events_until
@@ -258,6 +260,7 @@ def test_a_live_page_of_500_versions_and_2000_groups_does_not_stutter(
         )
         page.frame()
         assert page.ask("document.querySelectorAll('#spacer .line').length") < 60
+        assert page.ask(KEEPS_ITS_ELEMENT)
         figures = {name: min(page.ask(FRAMES % (name, name)) for _ in range(TRIES)) for name in ("list", "charts")}
         print(f"milliseconds between frames, median, 95th percentile and longest, at {width}: {figures}")
         for median, most, _ in figures.values():
@@ -269,6 +272,13 @@ def test_a_live_page_of_500_versions_and_2000_groups_does_not_stutter(
         picture(page, f"watch-{width}")
 
 
+KEEPS_ITS_ELEMENT = """new Promise((done) => {
+  const list = document.getElementById("list"), line = document.getElementById("line-9"), said = line.textContent;
+  list.scrollTop += 7 * 28;
+  const same = () => document.getElementById("line-9") === line && line.textContent === said;
+  const look = () => done(list.scrollTop > 0 && same());
+  requestAnimationFrame(() => requestAnimationFrame(look));
+})"""
 FRAMES = """new Promise((done) => {
   const target = document.getElementById("%s"), between = [];
   target.focus();
@@ -331,3 +341,39 @@ def test_a_live_page_follows_a_run_through_a_kill_and_a_resume(page: Page, tmp_p
         lock.release()
         page.wait(f"{status} === 'completed' && {trained} === '32 trained'")
         assert page.problems == []
+
+
+def test_a_live_page_follows_a_training_process_that_is_killed_and_resumed(page: Page, tmp_path: Path) -> None:
+    """Two trainings and the command are processes of their own, whose imports take seconds."""
+    run, status = tmp_path / "run", "document.getElementById('status').textContent"
+    trained = "Number([...document.querySelectorAll('#ledger .account .trained')][0].textContent.split(' ')[0])"
+    recipe = make_job(tmp_path)
+    options = ("cluster.backend=inline", "trainer.save_freq=1", "rollout.test_freq=-1", f"run.dir={run}")
+    try:
+        training = start("-m", "headway", "train", str(recipe), *options, "rollout.total_rollout_steps=65536")
+        wait_for('"kind": "version.reached", ', training, run, times=2)
+        watching = start("-m", "headway", "watch", str(run))
+        assert watching.stdout is not None
+        page.call("Page.navigate", url="about:blank")  # the page of another test asks for its server
+        url = watching.stdout.readline().strip()
+        page.problems.clear()
+        page.look(1280, 900)
+        page.open(url)
+        page.wait(f"{status}.startsWith('running: version') && {trained} > 4")
+        training.kill()
+        training.communicate()
+        page.wait(f"{status}.startsWith('killed')")
+        before = page.ask(trained)
+        picture(page, "watch-process-killed")
+        resumed = start("-m", "headway", "train", "--resume", str(run))
+        page.wait(f"{status}.startsWith('starting again')")
+        page.wait(f"{status}.startsWith('running: version') && {trained} > {before}")
+        resumed.send_signal(signal.SIGINT)
+        finish(resumed)
+        page.wait(f"{status} === 'interrupted'")
+        assert page.problems == []
+        watching.send_signal(signal.SIGINT)
+        code, output = finish(watching)
+        assert code == 0, output
+    finally:
+        end_started()

@@ -75,6 +75,11 @@ def test_a_file_stays_small_and_thins_older_and_newer_samples_alike(tmp_path: Pa
     assert [p.name for p in tmp_path.iterdir()] == ["samples.jsonl"]
 
 
+def test_the_validations_of_the_first_and_of_the_last_version_are_never_thinned_out() -> None:
+    thinning = Thinning(seed=0, share=0.5, every=5, last=37)
+    assert [version for version in range(40) if thinning.keeps("validation", version, 9)] == [0, 1, 2, 3, 4, 37]
+
+
 def test_a_first_validation_of_any_size_does_not_end_the_samples(tmp_path: Path) -> None:
     path = tmp_path / "samples.jsonl"
     file = file_of(path, 20_000)

@@ -174,12 +174,12 @@ def test_without_a_terminal_there_is_one_line_per_version_and_validation_and_nev
     assert lines[-1].endswith("completed")
 
 
-def final_block(run: list[Event], model: Path | None) -> str:
+def final_block(run: list[Event], model: Path | None, folder: Path = Path("r")) -> str:
     metrics = RunMetrics()
     for event in run:
         metrics.on_event(event)
     output = io.StringIO()
-    outcome = Outcome(Path("r/events.jsonl"), Path("r/tensorboard"), model)
+    outcome = Outcome(folder / "events.jsonl", folder / "tensorboard", model)
     report_end(Console(file=output, width=60), summary(metrics), outcome)
     return output.getvalue()
 
@@ -194,6 +194,12 @@ def test_the_final_block_says_what_came_of_the_run_where_things_lie_and_what_to_
         assert place in text
     assert "does not balance" not in text and "did not rise" not in text and "best" not in text
     assert re.search(r"Not trained: \d+ filtered \(\d+ no variance\)", text)
+    assert "headway show" not in text
+
+
+def test_the_final_block_names_the_command_for_what_was_said_where_something_was_kept(tmp_path: Path) -> None:
+    (tmp_path / "samples.jsonl").touch()
+    assert f"headway show {tmp_path}\n" in final_block(ScriptedRun(versions=3).build(), None, tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ Runs are compared where all of them have been: at the groups, the seconds and th
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,10 @@ AVERAGED = 10
 """Number of versions whose mean training reward is compared: that of one version is noisy."""
 WIDEST = 28
 """Most characters of a run's column in a terminal."""
+NARROWEST = 12
+"""Least characters to which the column of a run's settings is narrowed, so that all runs come in one table."""
+HEAD, GAP = 38, 2
+"""Most characters of a table's first column, and those between two columns."""
 NOT_COMPARED = frozenset({"run.dir"})
 AXES: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("groups", "groups", lambda value: human.count(round(value))),
@@ -225,25 +230,33 @@ def print_comparison(found: Comparison, console: Console) -> None:
 def _print_table(title: str, found: Comparison, rows: Sequence[Row], console: Console, *, whole: bool) -> None:
     """``whole``: values stay on one line, and runs that have no room come in a table below."""
     names = [title, *(run.name for run in found.runs)]
+    widest = WIDEST
+    if not whole:  # a path or two is broken rather than a table made for each run
+        head = min(max(len(text) for text in (title, *(row.name for row in rows))), HEAD)
+        widest = min(max((console.width - head) // len(found.runs) - GAP, NARROWEST), WIDEST)
 
     def table_of(numbers: Sequence[int]) -> Table:
-        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-        table.add_column(title, overflow="fold", max_width=38, no_wrap=whole)
+        table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="bold")
+        table.add_column(title, overflow="fold", max_width=HEAD, no_wrap=whole)
         for number in numbers[1:]:
-            heading = _as_it_is(names[number], WIDEST)
-            table.add_column(heading, overflow="fold", justify="right", max_width=WIDEST, no_wrap=whole)
+            heading = _as_it_is(names[number], widest)
+            table.add_column(heading, overflow="fold", justify="right", max_width=widest, no_wrap=whole)
         for row in rows:
             cells = [row.name, *row.cells]
-            table.add_row(*(_as_it_is(cells[number], WIDEST if whole and number else None) for number in numbers))
+            shown = [_as_it_is(cells[number], widest if number else None, words=not whole) for number in numbers]
+            table.add_row(*shown)
         return table
 
     print_fitting(console, len(names), table_of)
 
 
-def _as_it_is(text: str, width: int | None = None) -> Text:
+def _as_it_is(text: str, width: int | None = None, *, words: bool = False) -> Text:
     """Return what a file says for a terminal: brackets are no markup, and what a terminal would obey is spelled.
 
-    ``width``: most characters of a line; None: any number.
+    ``width``: most characters of a line, or with ``words`` of a word; None: any number.
     """
     shown = visible(text)
-    return Text("\n".join(shown[at : at + width] for at in range(0, max(len(shown), 1), width)) if width else shown)
+    if width is not None:
+        part = r"\S" if words else r"."
+        shown = re.sub(rf"{part}{{{width}}}(?={part})", r"\g<0>\n", shown)
+    return Text(shown)

@@ -17,6 +17,7 @@ from rich.text import Text
 
 from headway.events import Event
 from headway.reports import human
+from headway.reports.run_directory import RunDirectory
 
 BIASED_BELOW = 0.9
 REASONS_SHOWN = 3
@@ -126,7 +127,10 @@ def report_end(console: Console, summary: dict[str, Any], outcome: Outcome) -> N
             console.print(_place(name, Text(str(path))), soft_wrap=True)
     for name, where in outcome.trackers:
         console.print(_place(name, Text(where)), soft_wrap=True)
-    console.print(_place("next", _command("headway report", outcome.events.parent)), soft_wrap=True)
+    run = RunDirectory(outcome.events.parent)
+    console.print(_place("next", _command("headway report", run.path)), soft_wrap=True)
+    if run.samples.is_file():
+        console.print(_place("", _command("headway show", run.path)), soft_wrap=True)
     if outcome.tensorboard is not None:
         console.print(_place("", _command("tensorboard --logdir", outcome.tensorboard)), soft_wrap=True)
     if outcome.resumable is not None:

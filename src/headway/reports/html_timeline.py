@@ -9,6 +9,7 @@ The page that `headway watch` serves is the same without data: its script asks f
 
 from __future__ import annotations
 
+import re
 from base64 import b64encode
 from collections.abc import Iterable, Iterator, Sequence
 from hashlib import sha256
@@ -245,12 +246,17 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: int) -
 
     def cells(name: str, row: Sequence[str]) -> str:
         return "".join(
-            f"<{name}{' class=number' if place >= left else ''}>{escape(cell)}</{name}>"
+            f"<{name}{' class=number' if place >= left else ''}>{_breakable(cell)}</{name}>"
             for place, cell in enumerate(row)
         )
 
     body = "\n".join(f"<tr>{cells('td', row)}</tr>" for row in rows)
     return f"<table>\n<thead><tr>{cells('th', head)}</tr></thead>\n<tbody>\n{body}\n</tbody>\n</table>"
+
+
+def _breakable(text: str) -> str:
+    """Return ``text`` as HTML that a narrow column breaks behind the dots, slashes and underscores of names."""
+    return re.sub(r"([._/])(?=[^\W\d]\w)", r"\1<wbr>", escape(text))
 
 
 def _remarks(timeline: Timeline, resolution: float) -> Iterator[str]:

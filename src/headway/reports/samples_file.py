@@ -61,16 +61,20 @@ class Thinning:
     """Share of groups that were drawn."""
     every: int
     """Number of versions between two validations."""
+    last: int | None = None
+    """The run's last version, whose validation stays; None where its length is not a number of groups."""
 
     @classmethod
     def of(cls, config: Config) -> Thinning:
         share = share_of(config.reports.samples, config.groups_per_version)
-        return cls(config.run.seed, share, max(1, config.rollout.test_freq))
+        total = config.rollout.total_rollout_steps
+        last = None if total is None else total // config.groups_per_version
+        return cls(config.run.seed, share, max(1, config.rollout.test_freq), last)
 
     def keeps(self, what: str, number: int, thinned: int) -> bool:
         """Tell whether the sample of a ``group``, or of the ``validation`` of a version, stays."""
         if what == "validation":
-            return number // self.every % (1 << thinned) == 0
+            return number == self.last or number // self.every % (1 << thinned) == 0
         return not thinned or place_of_group(self.seed, number) < self.share / 2**thinned
 
 

@@ -39,9 +39,7 @@ _HARMLESS = "\n\t\u200c\u200d"
 def legend(scale: Scale, *, colors: bool) -> Text:
     """Return one line that says what the colours, or the marks, mean."""
     text = Text(f"{scale.title}: ", style=QUIET)
-    for place, step in enumerate(scale.steps):
-        if not colors and not scale.names and not step.loud:
-            continue
+    for place, step in enumerate(step for step in scale.steps if colors or scale.names or step.loud):
         text.append("  " if place else "")
         text.append(f" {step.label} " if colors else step.label, step.style if colors else "")
     if not colors:
@@ -150,4 +148,4 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _number(value: float | None) -> str:
-    return human.UNKNOWN if value is None else f"{value:.4f}"
+    return human.UNKNOWN if value is None else f"{value:z.4f}"

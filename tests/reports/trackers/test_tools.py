@@ -37,6 +37,7 @@ class Server:
     metrics: list[tuple[str, int]] = field(default_factory=list)
     params: dict[str, str] = field(default_factory=dict)
     texts: list[str] = field(default_factory=list)
+    tags: dict[str, str] = field(default_factory=dict)
 
     tracking_uri = "http://server"
 
@@ -60,11 +61,15 @@ class Server:
         self._called("get_run")
         return self._run()
 
-    def log_batch(self, entry: str, metrics: Any = (), params: Any = ()) -> None:
+    def log_batch(self, entry: str, metrics: Any = (), params: Any = (), tags: Any = ()) -> None:
         if any(value == "refused" for _, value in params):
             raise ValueError("a parameter is refused")
         self.metrics += [(name, step) for name, _, _, step in metrics]
         self.params.update(dict(params))
+        self.tags.update(dict(tags))
+
+    def log_dict(self, entry: str, value: dict[str, Any], path: str) -> None:
+        self._called("log_dict")
 
     def log_text(self, entry: str, text: str, path: str) -> None:
         self._called("log_text")
@@ -89,6 +94,15 @@ def test_mlflow_takes_rows_where_no_file_can_be_stored(tmp_path: Path, monkeypat
     tracker.on_sample(SAMPLE)
     tracker.on_row({**ROW, "version": 1})
     assert (server.texts, tracker.samples.account()["dropped"]) == (["samples/version-000001.json"], 0)
+
+
+def test_mlflow_s_entry_is_whole_though_no_file_can_be_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = Server(raises={"log_dict": "no artifact store"})
+    mlflow(server, monkeypatch, tmp_path).on_summary({"status": "completed", "version": 3})
+    assert server.tags == {"run.status": "completed", "run.version": "3"}
+    assert "summary.json could not be stored: ConnectionError: no artifact store" in capsys.readouterr().err
 
 
 def test_mlflow_s_new_run_is_there_whatever_comes_behind_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

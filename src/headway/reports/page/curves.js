@@ -37,7 +37,8 @@ const curves = (() => {
       caption(panel);
       return panel;
     });
-    grid.replaceChildren(...panels.map((panel) => panel.figure));
+    const figures = panels.map((panel) => panel.figure);
+    if (figures.length !== grid.children.length || figures.some((figure, i) => figure !== grid.children[i])) grid.replaceChildren(...figures);
     place();
   }
 

@@ -198,7 +198,8 @@ function drawAxis() {
   for (let time = Math.ceil(view.from / step) * step; time <= view.to; time += step) {
     const at = x(time);
     pen.fillRect(Math.round(at), 34, 1, 10);
-    pen.fillText(instant(time, step), Math.min(at + 4, width - 30), 40);
+    const label = instant(time, step), room = pen.measureText(label).width + 4;
+    pen.fillText(label, at + room > width ? at - room : at + 4, 37);
   }
   if (data.measured) {
     pen.fillStyle = colours.accent;
@@ -206,11 +207,10 @@ function drawAxis() {
   }
   let free = -1;
   for (const [time, words] of updates) {
-    const at = x(time), label = data.strings[words], room = pen.measureText(label).width + 8;
+    const at = x(time), label = data.strings[words], room = pen.measureText(label).width + 8, left = Math.min(at, width - room);
     if (at < 0 || at > width) continue;
     pen.fillStyle = colours.update;
-    if (at < free) { pen.fillRect(Math.round(at), 18, 1, 5); continue; }
-    const left = Math.min(at, width - room);
+    if (left < free) { pen.fillRect(Math.round(at), 18, 1, 5); continue; }
     pen.fillRect(left, 5, room, 15);
     pen.fillRect(Math.round(at), 18, 1, 5);
     pen.fillStyle = colours["on-bar"];

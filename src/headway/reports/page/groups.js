@@ -3,7 +3,7 @@ const groups = (() => {
   const LINE = 28, FATES = ["trained", "filtered", "dropped", "failed", "in_flight", "validation"];
   const NAMED = { in_flight: "in flight" };
   const list = byId("list"), spacer = byId("spacer"), box = byId("groups");
-  const all = new Map(), sampled = new Set(), sources = new Set();
+  const all = new Map(), sampled = new Set(), sources = new Set(), filled = new WeakMap();
   const wanted = { fate: "", source: "", least: null, most: null, shortest: null, longest: null, sampled: false };
   let shown = [], chosen = null, damaged = 0, queued = false, stale = true, opens = () => {};
 
@@ -92,11 +92,12 @@ const groups = (() => {
     if (stale) sift();
     const first = Math.max(Math.floor(list.scrollTop / LINE) - 4, 0), last = Math.min(first + Math.ceil(list.clientHeight / LINE) + 8, shown.length);
     while (spacer.children.length < last - first) spacer.append(emptyLine());
-    [...spacer.children].forEach((element, i) => {
-      const row = shown[first + i];
-      element.hidden = first + i >= last;
-      if (row) fill(element, row, first + i);
-    });
+    const elements = [...spacer.children];
+    for (const [i, element] of elements.entries()) { // a line keeps its element while it is in view
+      const place = first + ((i - (first % elements.length) + elements.length) % elements.length), row = shown[place];
+      element.hidden = place >= last;
+      if (row) fill(element, row, place);
+    }
     const place = shown.findIndex((row) => row.key === chosen);
     if (place >= first && place < last) list.setAttribute("aria-activedescendant", `line-${place}`);
     else list.removeAttribute("aria-activedescendant");
@@ -111,12 +112,17 @@ const groups = (() => {
     return element;
   }
   function fill(element, row, place) {
+    const state = [row, place, shown.length, row.key === chosen, sampled.has(row.key)], old = filled.get(element);
+    if (old && state.every((value, i) => value === old[i])) return;
+    filled.set(element, state);
     element.style.transform = `translateY(${place * LINE}px)`;
     element.id = `line-${place}`;
     element.className = `line ${row.fate}`;
     element.dataset.key = row.key;
     element.title = row.reason ?? "";
     element.setAttribute("aria-selected", String(row.key === chosen));
+    element.setAttribute("aria-posinset", place + 1);
+    element.setAttribute("aria-setsize", shown.length);
     const [name, version, fate, source, reward, length, lag] = element.children;
     name.firstChild.textContent = row.name;
     name.lastChild.textContent = sampled.has(row.key) ? "●" : "";

@@ -185,7 +185,7 @@ axis.addEventListener("pointermove", (event) => {
 axis.addEventListener("pointerleave", () => { tip.hidden = true; });
 document.querySelectorAll("[data-do]").forEach((button) => button.addEventListener("click", () => actions[button.dataset.do]()));
 chart.addEventListener("scroll", redraw);
-new ResizeObserver(measure).observe(chart);
+new ResizeObserver(() => { measure(); draw(); }).observe(chart); // at once: a canvas of another size is empty
 
 function buildLegend() {
   byId("legend").replaceChildren(...KINDS.map((kind) => {

@@ -38,12 +38,13 @@ const tokens = (() => {
   }
 
   function draw() {
-    const of = sample, times = of.times ?? {};
+    const of = sample, times = of.times ?? {}, starts = of.episodes.map((one) => one.started).filter((time) => time != null);
+    const began = starts.length ? Math.min(...starts) : null;
     const took = (from, to) => (from == null || to == null ? null : duration((to - from) * 1e6));
     box.replaceChildren(...[
       title(of),
       facts([["fate", of.fate?.replace("_", " ")], ["reason", of.reason], ["lag", of.lag], ["source", of.source], ["answer", of.answer], ["baseline", of.baseline],
-        ["generated in", took(times.admitted, times.generated)], ["scored in", took(times.generated, times.rewarded)], ["waited and trained", took(times.rewarded, times.settled)]]),
+        ["waited for an engine", took(times.admitted, began)], ["generated in", took(began, times.generated)], ["scored in", took(times.generated, times.rewarded)], ["waited and trained", took(times.rewarded, times.settled)]]),
       make("h4", "", "Prompt"), ...(of.messages ? turns(of.messages) : [text(of.prompt)]),
       make("h4", "", "Episodes"), episodes(), ...(of.left_out ? [make("p", "said", `Tokens of ${of.left_out} episodes are left out of this page for its size; headway show has them.`)] : []),
       ...(episode ? told(episode) : [])].filter(Boolean));

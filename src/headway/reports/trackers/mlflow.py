@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from headway.errors import said_by
 from headway.reports.trackers.held import HeldSamples
 from headway.reports.trackers.tables import COLUMNS, flat, scalars
 from headway.reports.trackers.tracker import Setting
@@ -79,7 +81,10 @@ class MlflowTracker:
         tags = [self._tag(f"run.{_name(name)}", str(value)[:LONGEST_PARAM]) for name, value in flat(summary)]
         for some in _batches(tags, AT_ONCE):
             self._client.log_batch(self.entry, tags=some)
-        self._client.log_dict(self.entry, summary, "summary.json")
+        try:
+            self._client.log_dict(self.entry, summary, "summary.json")
+        except Exception as cause:  # no place for files: the tags have it all the same
+            print(f"summary.json could not be stored: {said_by(cause)}", file=sys.stderr)
 
     def on_model(self, folder: Path) -> None:
         self._client.log_artifacts(self.entry, str(folder), "model")

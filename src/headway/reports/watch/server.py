@@ -6,21 +6,23 @@
     GET /TOKEN/sample?group=17     one sample; or ?validation=4&problem=12
 
 Another user of the machine can connect, too, and gets an empty 404 for every path and method: the token has 256 random
-bits and is compared in constant time. A few connections are open at a time; whoever makes more is hung up on. A page of
-somebody else's that has its own name resolve to loopback is refused by the Host header. Nothing is ever written, and
-nothing is served that is not in the run's directory.
+bits and is compared in constant time. A few connections may be open that have not shown it; for one more the oldest of
+them is hung up on, so that idle ones keep nobody out. A page of somebody else's that has its own name resolve to
+loopback is refused by the Host header. Nothing is ever written, and nothing is served that is not in the run's
+directory.
 """
 
 from __future__ import annotations
 
 import hmac
 import secrets
+import socket
+import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import BoundedSemaphore
 from typing import Any, ClassVar
 from urllib.parse import parse_qs, urlsplit
 
@@ -39,8 +41,9 @@ IDLE_S = 15.0
 BETWEEN_S = 0.25
 """Least seconds between two messages of a stream."""
 REQUEST_TIMEOUT_S = 30.0
-MOST_CONNECTIONS = 128
-"""Connections that are open at a time, a thread each: anybody on this machine can make some."""
+MOST_STRANGERS = 128
+"""Connections that are open at a time without having shown the token, a thread each: anybody on this machine can make
+some."""
 FULL = b"retry: 5000\nevent: full\ndata: %d\n\n" % MOST_STREAMS
 """Stream of one page too many. A browser asks again after it, in so many milliseconds, and never after an error."""
 HEADERS = {
@@ -67,8 +70,10 @@ class Server(ThreadingHTTPServer):
         self.follower = follower
         self.token = secrets.token_urlsafe(32)
         self.page = live_page(name).encode()
-        self.streams = BoundedSemaphore(MOST_STREAMS)
-        self.connections = BoundedSemaphore(MOST_CONNECTIONS)
+        self.streams = threading.BoundedSemaphore(MOST_STREAMS)
+        self._strangers: dict[socket.socket, None] = {}
+        """Connections that have not shown the token, the oldest first."""
+        self._lock = threading.Lock()
         try:
             super().__init__((LOOPBACK, port), _Handler)
         except (OSError, OverflowError) as cause:
@@ -82,21 +87,24 @@ class Server(ThreadingHTTPServer):
         return f"http://{LOOPBACK}:{self.server_port}/{self.token}/"
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer on a thread of its own, or hang up where too many are open."""
-        if not self.connections.acquire(blocking=False):
-            self.shutdown_request(request)
-            return
-        try:
-            super().process_request(request, client_address)
-        except BaseException:
-            self.connections.release()
-            raise
+        """Answer on a thread of its own. Where too many connections are strangers' the oldest of them is hung up on."""
+        with self._lock:
+            self._strangers[request] = None
+            if len(self._strangers) > MOST_STRANGERS:
+                oldest = next(iter(self._strangers))
+                del self._strangers[oldest]
+                with suppress(OSError):  # its thread reads the end, and closes it
+                    oldest.shutdown(socket.SHUT_RDWR)
+        super().process_request(request, client_address)
 
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self.connections.release()
+    def shutdown_request(self, request: Any) -> None:
+        self.known(request)
+        super().shutdown_request(request)
+
+    def known(self, request: Any) -> None:
+        """Note that a connection is no stranger's, or is over."""
+        with self._lock:
+            self._strangers.pop(request, None)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignore a request that broke off: its reader is gone."""
@@ -148,7 +156,10 @@ class _Handler(BaseHTTPRequestHandler):
         token, slash, where = rest.partition("/")
         # Both as bytes: strings are compared only where they are ASCII.
         allowed = hmac.compare_digest(token.encode("utf-8", "replace"), self.server.token.encode())
-        return where if allowed and slash else None
+        if not (allowed and slash):
+            return None
+        self.server.known(self.connection)
+        return where
 
     def _reply(self, where: str | None) -> _Reply | None:
         match where:
