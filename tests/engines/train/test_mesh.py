@@ -265,6 +265,18 @@ def test_a_checkpoint_of_another_models_sizes_is_refused(one_rank: None, tmp_pat
         engine(make_family("llama-odd", tmp_path / "odd"), PLAIN).load(tmp_path / "checkpoint")
 
 
+@pytest.mark.parametrize(
+    ("other", "how"), [("qwen3-moe", "it lacks .*experts"), ("llama", "it has .*_norm.*, which the model lacks")]
+)
+def test_a_checkpoint_with_tensors_of_another_model_is_refused(
+    one_rank: None, tmp_path: Path, other: str, how: str
+) -> None:
+    """One that has more than the model, too: it would be restored in part."""
+    engine(make_family("qwen3", tmp_path / "qwen3"), PLAIN).save(tmp_path / "checkpoint", {})
+    with pytest.raises(ModelError, match=how + r".*\. Give the model that it is a checkpoint of"):
+        engine(make_family(other, tmp_path / other), PLAIN).load(tmp_path / "checkpoint")
+
+
 def test_an_export_of_a_mesh_is_a_folder_with_the_files_names_that_transformers_opens(
     one_rank: None, on_mesh: OnMesh, tmp_path: Path
 ) -> None:
