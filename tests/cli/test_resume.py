@@ -123,6 +123,12 @@ def test_a_dry_run_shows_what_would_hold_and_touches_nothing(app: ScriptedApp, r
     assert app.given == []
 
 
+def test_a_dry_run_refuses_what_a_resumed_run_cannot_change(app: ScriptedApp, run_dir: Path) -> None:
+    done = train("--resume", str(run_dir), "run.seed=7", "--dry-run")
+    assert done.exit_code == 2
+    assert "what a resumed run cannot change: run.seed: 7 instead of 0" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("told", "newest", "of_the_end"),
     [

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from headway.cluster.worker_group import Collect, Dispatch, WorkerGroup, register, registered
 from headway.data.types import Column, Handle, Sample, TrajectoryId
-from headway.errors import RunError, StallError
+from headway.errors import RunError, StallError, WorkerDied
 from headway.progress import Heartbeat
 from headway.simulate.clock import run_virtual
 
@@ -48,6 +48,7 @@ class Scripted:
         self.calls: list[tuple[Any, ...]] = []
         self._failure = failure
         self._hangs = hangs
+        self.death: WorkerDied | None = None
 
     async def up(self) -> None: ...
 
@@ -68,6 +69,8 @@ class Scripted:
         return Heartbeat("")
 
     async def died(self) -> NoReturn:
+        if self.death is not None:
+            raise self.death
         await asyncio.Event().wait()
         raise AssertionError
 
@@ -104,6 +107,15 @@ async def test_split_divides_the_samples_and_repeats_the_other_arguments() -> No
     assert (method, factor) == ("total", 3)
     assert sorted(s.tokens for s in share0 + share1) == [0, 1, 2, 3]
     assert {sum(s.length for s in share) for share in (share0, share1)} == {8}
+
+
+async def test_a_rank_that_died_is_named_and_not_the_one_that_failed_for_it() -> None:
+    failure = RunError("worker w0 failed: connection closed by peer")
+    failure.__cause__ = RuntimeError("connection closed by peer")
+    workers = [Scripted(0, failure), Scripted(1, hangs=True)]
+    workers[1].death = WorkerDied("worker w1 died")
+    with pytest.raises(WorkerDied, match="worker w1 died"):
+        await group(*workers).everywhere(5)
 
 
 class Sum(int):

@@ -68,12 +68,14 @@ def _train(config: Path, overrides: list[str], dry_run: bool) -> None:
 
 
 def _resume(run: Path, overrides: list[str], dry_run: bool) -> None:
+    from headway.config.resuming import check_changes
     from headway.settings import load_resumed
 
     if files := [override for override in overrides if "=" not in override]:
         raise ConfigError(f"--resume RUN takes the settings that RUN was begun with; drop {files[0]}, or give a.b=c")
     before, loaded = load_resumed(run, overrides)
     if dry_run:
+        check_changes(before, loaded.config, version=0)  # what depends on the checkpoint, resuming tells
         _dry_run(loaded)
         return
     from headway.app import resume

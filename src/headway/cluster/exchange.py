@@ -2,7 +2,7 @@
 
     reach(names)             makes missing or broken links, or those made for others, anew, all ends side by side
     send / gather            asked of the trainer's ranks, each for its share
-    stage(name)              asked of a receiver's workers: of a machine one receives, and the others map its copy
+    stage(name)              asked of a receiver's workers, each of which loads from its machine's copy (`MachineCopy`)
 
 A delta is sent to copies that are all known to hold the version before; one that failed is assumed to hold nothing.
 """
@@ -16,16 +16,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
+from headway.cluster.machine_copy import MachineCopy
 from headway.cluster.roles.outbox import Send, Sent, SentWeights
 from headway.cluster.worker_group import Worker, WorkerGroup
 from headway.concurrently import both, concurrently, failure_ignored
 from headway.config.schema import Config
 from headway.config.transports import TRANSPORTS, transport_of, update_limit_s
 from headway.devices import CPU, kind_of
-from headway.errors import ConfigError, UpdateFailed, UpdateMissed, WorkerDied
+from headway.errors import ConfigError, UpdateFailed, WorkerDied
 from headway.interfaces.weights import GatherReport, ReceiveReport, SendReport
 from headway.weights.layout import Manifest
-from headway.weights.protocols import HostCopy, Parcel
 from headway.weights.transports.links import Address, Link, Meeting, make_link, through_devices
 
 
@@ -49,11 +49,6 @@ class WeightPaths(Protocol):
 
     async def stage(self, name: str, version: int) -> ReceiveReport:
         """Let a receiver stage a version, as `PolicyReceiver.stage_weights` does."""
-
-
-PATIENCE = 1.8
-"""Time for which workers wait for the one that receives for them, as a multiple of a transport's time limit, which is
-half of an attempt's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,41 +98,10 @@ def exchange_settings(
     )
 
 
-@dataclass(slots=True)
-class _Copy:
-    """Weights that come once, into the memory of one worker, for all workers of a machine that can map it.
-
-    A worker that receives in place, or can share with nobody, has a copy to itself.
-    """
-
-    key: str
-    dtype: str
-    owner: Worker | None = None
-    """Worker that receives; None before anybody was reached."""
-    link: str | None = None
-    """Key of the link that the owner is connected to."""
-    holds: int | None = None
-    trusted: bool = True
-    """True while a stored version may be used for this copy as for others."""
-    parcels: asyncio.Future[tuple[Parcel | None, ...]] | None = None
-    """Parcels of the transfer that is under way."""
-    arrival: tuple[int, asyncio.Task[ReceiveReport]] | None = None
-    """Version that the owner was last told to receive, and its report."""
-
-    def begin(self, workers: Sequence[Worker], parcels: asyncio.Future[tuple[Parcel | None, ...]]) -> None:
-        """Prepare for a version that ``workers`` load, one of which takes over if the owner is not among them."""
-        if self.arrival is not None:
-            self.arrival[1].cancel()
-        self.parcels, self.arrival = parcels, None
-        if self.owner not in workers:
-            self.owner = workers[0]
-            self.holds, self.link = None, None
-
-
 @dataclass(frozen=True, slots=True)
 class _Receiver:
     name: str
-    members: tuple[tuple[Worker, _Copy], ...]
+    members: tuple[tuple[Worker, MachineCopy], ...]
     """Its workers, each with the copy that it loads from: several hold the policy together."""
 
     @property
@@ -164,7 +128,7 @@ class _Published:
     def failed(self) -> bool:
         return self.sending.done() and (self.sending.cancelled() or self.sending.exception() is not None)
 
-    def is_of_no_use_to(self, copies: Sequence[_Copy]) -> bool:
+    def is_of_no_use_to(self, copies: Sequence[MachineCopy]) -> bool:
         return self.base is not None and any(copy.holds != self.base for copy in copies)
 
 
@@ -177,7 +141,7 @@ class Exchange:
         self._settings = settings
         self._manifests = manifests
         self._receivers: dict[str, _Receiver] = {}
-        self._copies: dict[str, _Copy] = {}
+        self._copies: dict[str, MachineCopy] = {}
         self._connections: dict[str, _Connection] = {}
         self._published: dict[str, _Published] = {}
         """Published versions by dtype: a stored version is sent once for all copies."""
@@ -195,10 +159,14 @@ class Exchange:
         self._receivers[name] = _Receiver(
             name,
             tuple(
-                (worker, self._copies.setdefault(key, _Copy(key, dtype)))
+                (worker, self._copies.setdefault(key, self._copy(key, dtype)))
                 for worker, key in zip(workers, keys, strict=True)
             ),
         )
+
+    def _copy(self, key: str, dtype: str) -> MachineCopy:
+        streamed, timeout_s = self._settings.streamed, self._settings.timeout_s
+        return MachineCopy(key, dtype, streamed=streamed, timeout_s=timeout_s, on_failure=self._broke)
 
     def copy_of(self, name: str) -> str:
         """Return what `PolicyReceiver.copy` of a receiver is."""
@@ -208,27 +176,26 @@ class Exchange:
 
     async def reach(self, names: Sequence[str]) -> None:
         """Connect to the receivers, as `TrainEngine.reach` does."""
-        loop = asyncio.get_running_loop()
         there: dict[str, list[Worker]] = {}
         for name in names:
             for worker, copy in self._receivers[name].members:
                 there.setdefault(copy.key, []).append(worker)
         for key, workers in there.items():
-            self._copies[key].begin(workers, loop.create_future())
+            self._copies[key].begin(workers)
         await concurrently(self._connect(key, members) for key, members in self._by_link(names).items())
 
-    def _copies_of(self, names: Sequence[str]) -> list[_Copy]:
+    def _copies_of(self, names: Sequence[str]) -> list[MachineCopy]:
         return list({copy.key: copy for name in names for _, copy in self._receivers[name].members}.values())
 
-    def _by_link(self, names: Sequence[str]) -> dict[str, list[_Copy]]:
+    def _by_link(self, names: Sequence[str]) -> dict[str, list[MachineCopy]]:
         """Return the copies by key of their link: one per copy with a stream to itself, else one for all of a dtype."""
-        found: dict[str, list[_Copy]] = {}
+        found: dict[str, list[MachineCopy]] = {}
         for copy in self._copies_of(names):
             key = copy.key if self._settings.streamed and self._settings.apart else copy.dtype
             found.setdefault(key, []).append(copy)
         return found
 
-    async def _connect(self, key: str, copies: Sequence[_Copy]) -> None:
+    async def _connect(self, key: str, copies: Sequence[MachineCopy]) -> None:
         async with self._turn(key):
             connection = self._connections.get(key)
             owners = [copy.owner for copy in copies if copy.owner is not None]
@@ -240,7 +207,7 @@ class Exchange:
             else:  # a stored version's place does not depend on who receives
                 await self._open_owners(key, connection.links, [copy for copy in copies if copy.link != key])
 
-    async def _meet(self, key: str, copies: Sequence[_Copy], owners: Sequence[Worker]) -> None:
+    async def _meet(self, key: str, copies: Sequence[MachineCopy], owners: Sequence[Worker]) -> None:
         """Open all ends of new links side by side, as those of some transports wait for each other."""
         links = self._links(copies[0].dtype, owners)
         self._connections[key] = connection = _Connection(links, list(owners), broken=True)  # until all have met
@@ -251,7 +218,7 @@ class Exchange:
         )
         connection.broken = False
 
-    async def _open_owners(self, key: str, links: Sequence[Link], copies: Sequence[_Copy]) -> None:
+    async def _open_owners(self, key: str, links: Sequence[Link], copies: Sequence[MachineCopy]) -> None:
         await concurrently(self._open_owner(copy.owner, links) for copy in copies if copy.owner is not None)
         for copy in copies:
             copy.link = key
@@ -294,7 +261,7 @@ class Exchange:
             weights: SentWeights = await self._actor.send_weights(version, sends, False, self._settings.verify)
         results = [sent for sent in weights.sent if sent is not None]
         for sent, copies in zip(results, by_link.values(), strict=True):
-            self._hand_over(copies, sent)
+            _tell(copies, sent)
         by_dtype = {copies[0].dtype: sent.report for copies, sent in zip(by_link.values(), results, strict=True)}
         checksums = {name: by_dtype[self._receivers[name].dtype].checksum for name in names}
         return replace(_together([sent.report for sent in results], checksums), probe=weights.probe)
@@ -316,9 +283,9 @@ class Exchange:
                 sent = [await self._publish(version, copies)]
         return _together([one.report for one in sent], dict.fromkeys(names, sent[0].report.checksum))
 
-    async def _send_copies(self, version: int, key: str, copies: Sequence[_Copy]) -> Sent:
+    async def _send_copies(self, version: int, key: str, copies: Sequence[MachineCopy]) -> Sent:
         sent = await self._from_all_ranks(version, Send(copies[0].dtype, key, self._base(copies)))
-        self._hand_over(copies, sent)
+        _tell(copies, sent)
         return sent
 
     async def _from_all_ranks(self, version: int, send: Send) -> Sent:
@@ -333,7 +300,7 @@ class Exchange:
         sent: Sent = first.joined(others)
         return sent
 
-    async def _publish(self, version: int, copies: Sequence[_Copy]) -> Sent:
+    async def _publish(self, version: int, copies: Sequence[MachineCopy]) -> Sent:
         """Send a version once for all copies of a dtype; once more, whole, for those that cannot use what was sent."""
         dtype = copies[0].dtype
         async with self._turn(dtype):
@@ -355,31 +322,23 @@ class Exchange:
         sent: Sent = await asyncio.shield(failure_ignored(published.sending))
         for copy in copies:
             copy.trusted = True
-        self._hand_over(copies, sent)
+        _tell(copies, sent)
         # A sending for several receivers counts once.
         return sent if first else replace(sent, report=replace(sent.report, send_s=0.0, nbytes=0))
 
-    def _base(self, copies: Sequence[_Copy]) -> int | None:
+    def _base(self, copies: Sequence[MachineCopy]) -> int | None:
         """Return the version that all ``copies`` hold, where a delta may be sent to them; None otherwise."""
         held = {copy.holds for copy in copies}
         return held.pop() if self._settings.with_delta and len(held) == 1 else None
 
-    def _hand_over(self, copies: Sequence[_Copy], sent: Sent) -> None:
-        for copy in copies:
-            if copy.parcels is not None and not copy.parcels.done():
-                copy.parcels.set_result(sent.parcels)
-
     @contextmanager
-    def _failing(self, copies: Sequence[_Copy]) -> Iterator[None]:
+    def _failing(self, copies: Sequence[MachineCopy]) -> Iterator[None]:
         """Distrust ``copies``, and fail their pending parcels, when the block, which sends to them, fails."""
         try:
             yield
         except BaseException as failure:
             for copy in copies:
-                self._distrust(copy, copy.owner)
-                if copy.parcels is not None and not copy.parcels.done():
-                    copy.parcels.set_exception(UpdateFailed(f"{copy.key} got nothing: sending failed: {failure}"))
-                    copy.parcels.exception()  # retrieved here: nobody may be waiting for it
+                copy.not_sent(failure)
             raise
 
     # ------------------------------------------------------------------------------------------ receiving
@@ -387,63 +346,19 @@ class Exchange:
     async def stage(self, name: str, version: int) -> ReceiveReport:
         """Let a receiver stage a version, as `PolicyReceiver.stage_weights` does."""
         members = self._receivers[name].members
-        reports = await concurrently(self._stage(worker, copy, version) for worker, copy in members)
+        reports = await concurrently(copy.stage(worker, version) for worker, copy in members)
         return _slowest(reports)
 
-    async def _stage(self, worker: Worker, copy: _Copy, version: int) -> ReceiveReport:
-        """Have the owner receive, or another worker map what the owner has received."""
-        assert copy.owner is not None and copy.parcels is not None, "stage comes after reach"
-        if copy.arrival is None:
-            copy.arrival = version, asyncio.create_task(self._receive(copy.owner, copy, version))
-        arrived_version, arrival = copy.arrival
-        assert arrived_version == version, "each reach is for one version"
-        if worker is copy.owner:
-            return await arrival
-        return await self._map(worker, copy, version, arrival)
-
-    async def _receive(self, owner: Worker, copy: _Copy, version: int) -> ReceiveReport:
-        try:
-            assert copy.parcels is not None
-            parcels = () if self._settings.streamed else await copy.parcels
-            report: ReceiveReport = await owner.call("stage_weights", version, parcels)
-        except BaseException:
-            self._distrust(copy, owner)
-            raise
-        copy.holds = version
-        return report
-
-    async def _map(
-        self, worker: Worker, copy: _Copy, version: int, arrival: asyncio.Task[ReceiveReport]
-    ) -> ReceiveReport:
-        """Let ``worker`` map what the owner receives. Whatever happens to the owner is no fault of it."""
-        assert copy.owner is not None
-        # Less than the attempt's time, so that the owner alone is the one that does not answer.
-        limit = PATIENCE * self._settings.timeout_s
-        await asyncio.wait([failure_ignored(arrival)], timeout=limit)
-        why: BaseException | str | None
-        if not arrival.done():
-            why = f"it did not receive that within {limit:g} s"
-        else:
-            why = "it was left out" if arrival.cancelled() else arrival.exception()
-        if why is not None:
-            raise UpdateMissed(
-                f"{worker.name} was to map the copy of version {version} that {copy.owner.name} has: {why}"
-            )
-        report = arrival.result()
-        assert report.path is not None, f"{copy.owner.name} has a copy that can be mapped"
-        mapped: ReceiveReport = await worker.call(
-            "stage_weights", version, HostCopy(version, report.path, report.checksum)
-        )
-        return mapped
-
-    def _distrust(self, copy: _Copy, owner: Worker | None) -> None:
-        """Have the next version sent to a copy, for which ``owner`` was to receive the last one, whole, and by new
-        links where the ends depend on each other.
-        """
-        copy.holds, copy.trusted = None, False
+    def _broke(self, owner: Worker) -> None:
+        """Have links at which ``owner`` failed made anew, where the ends depend on each other."""
         if self._settings.streamed:
             for connection in self._connections.values():
                 connection.broken |= owner in connection.owners
+
+
+def _tell(copies: Sequence[MachineCopy], sent: Sent) -> None:
+    for copy in copies:
+        copy.sent(sent.parcels)
 
 
 def _slowest(reports: Sequence[ReceiveReport]) -> ReceiveReport:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
@@ -26,6 +27,8 @@ from headway.errors import RunError
 from headway.progress import Heartbeat
 
 F = TypeVar("F", bound=Callable[..., Any])
+NOTICE_S = 2.0
+"""Seconds within which the end of a worker's process is known."""
 _REGISTRATION = "__headway_registration__"
 
 
@@ -248,11 +251,23 @@ class WorkerGroup:
 
     def _start(self, method: str, registration: Registration, *args: Any) -> asyncio.Task[Any]:
         args = tuple(argument.absolute() if isinstance(argument, Path) else argument for argument in args)
-        call = self._run(method, registration, args)
+        call = self._naming_who_died(method, registration, args)
         if registration.files is not None:
             path = next(argument for argument in args if isinstance(argument, Path))
             call = while_bytes_move(call, self.workers, f"{registration.files} {path}")
         return asyncio.create_task(call, name=f"{self._role.__name__}.{method}")
+
+    async def _naming_who_died(self, method: str, registration: Registration, args: tuple[Any, ...]) -> Any:
+        """Run a call. Raises `WorkerDied` where a rank's process has ended: in a collective the others fail, too, and
+        may say so before its end is known.
+        """
+        try:
+            return await self._run(method, registration, args)
+        except RunError as failure:
+            if type(failure) is RunError and failure.__cause__ is not None:  # no error of Headway's own
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(concurrently(worker.died() for worker in self.workers), NOTICE_S)
+            raise
 
     async def _run(self, method: str, registration: Registration, args: tuple[Any, ...]) -> Any:
         match registration.dispatch:

@@ -32,7 +32,7 @@ class Stream:
 
     def __init__(self, manifest: Manifest, windows: Iterable[Window]) -> None:
         """Send ``windows`` in their order; drawing one raises `UpdateFailed` when they have gaps or end too early."""
-        self._windows = iter(windows)
+        self._windows = windows
         self._digests = RunningDigests(manifest)
         self.gather_s = 0.0
         """Seconds that drawing the windows and taking their digests took."""
@@ -44,23 +44,16 @@ class Stream:
         return self._digests.finished()
 
     def __iter__(self) -> Iterator[Chunk]:
-        index = 0
-        while (window := self._draw()) is not None:
-            offset, data = window
+        began = time.perf_counter()
+        for index, (offset, data) in enumerate(self._windows):
+            self._digests.add(offset, data)
             self.nbytes += data.numel()
+            self.gather_s += time.perf_counter() - began
             yield Chunk(Header(index, offset, data.numel(), data.numel()), data)
+            began = time.perf_counter()
             advance(f"{self.nbytes / 1e6:,.0f} MB sent")
-            index += 1
-
-    def _draw(self) -> Window | None:
-        started = time.perf_counter()
-        window = next(self._windows, None)
-        if window is None:
-            self._digests.finished()  # raises here, where a sender can still tell the receivers
-        else:
-            self._digests.add(*window)
-        self.gather_s += time.perf_counter() - started
-        return window
+        self._digests.finished()  # raises here, where a sender can still tell the receivers
+        self.gather_s += time.perf_counter() - began
 
 
 @dataclass(frozen=True, slots=True)

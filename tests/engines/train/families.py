@@ -48,6 +48,7 @@ FAMILIES = {
     "qwen3-tied": lambda: Qwen3Config(**{**SIZES, **HEAD, "tie_word_embeddings": True}),
     "qwen2": lambda: Qwen2Config(**SIZES),
     "qwen3-moe": lambda: Qwen3MoeConfig(**SIZES, **EXPERTS),
+    "qwen3-moe-odd": lambda: Qwen3MoeConfig(**SIZES, **{**EXPERTS, "moe_intermediate_size": 10}),
     "glm4-moe": lambda: Glm4MoeConfig(
         **SIZES,
         **HEAD,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
@@ -164,6 +166,18 @@ def test_a_value_does_not_see_its_own_token_or_what_comes_after(one_rank: None, 
 def test_a_critic_that_was_never_trained_expects_nothing(one_rank: None, model_path: ModelPath) -> None:
     for values in build(model_path(), head=False).forward_values(random_rows(4)):
         assert (values == 0).all()
+
+
+def test_an_output_layer_of_the_models_own_is_not_read(one_rank: None, model_path: ModelPath, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(model_path("llama", False), tmp_path / "without"))
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["lm_head.weight"]
+    save_file(tensors, file, {"format": "pt"})
+    rows = random_rows(2)
+    whole, without = (build(path).forward_values(rows) for path in (model_path("llama", False), str(folder)))
+    for values, expected in zip(without, whole, strict=True):
+        np.testing.assert_array_equal(values, expected)
 
 
 def test_no_rows_give_no_values_and_no_tokens_an_empty_array(one_rank: None, model_path: ModelPath) -> None:

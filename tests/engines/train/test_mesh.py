@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from headway.config.learning import ActorConfig, OptimConfig
 from headway.config.parallel import ParallelConfig
@@ -50,6 +50,7 @@ EXPERTS = [{"tp": 2, "cp": 2, "ep": 4}, {"replicate": 2, "cp": 2, "ep": 2}, {"tp
 ALL = [*DENSE, *EXPERTS, {"cp": 2}, {"replicate": 2}, {"ep": 2}, {"tp": 2, "ep": 4}]
 MESHES = {
     "qwen3-moe": ALL,
+    "qwen3-moe-odd": [{"tp": 2, "cp": 2}, {"tp": 2, "ep": 2}],
     "mixtral": EXPERTS,
     "glm4-moe": EXPERTS,
     "gpt2": [{"cp": 4}, {"replicate": 2}],  # transformers cannot divide it over tp
@@ -181,6 +182,14 @@ def test_every_family_computes_on_every_mesh_what_it_does_on_one_rank(
     check(on_mesh, tmp_path, [(name, sizes) for sizes in meshes], beside=meshes is ALL)
 
 
+def test_experts_of_a_width_that_no_grouped_product_takes_are_computed(one_rank: None, tmp_path: Path) -> None:
+    path, [row] = make_family("qwen3-moe-odd", tmp_path / "odd"), random_rows(1)
+    policy = engine(path, PLAIN)
+    plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, experts_implementation="eager")
+    np.testing.assert_allclose(policy.forward_logprobs([row])[0], logprobs_of(plain, row), atol=1e-5)
+    assert policy.train_step([row], StepContext()).metrics["grad_norm"] > 0
+
+
 def look_in_short_chunks(path: str, parallel: ParallelConfig, rows: Sequence[Row]) -> Found:
     with patch.object(modules, "default_chunk_tokens", lambda vocabulary, device: 100 // vocabulary):
         return look(path, parallel, rows, beside=False)
@@ -198,6 +207,13 @@ def test_ranks_with_unequal_parts_of_the_vocabulary_meet_in_each_chunk(
 
 
 # ------------------------------------------------------------------------------------------ files
+
+
+def logprobs_of(model: PreTrainedModel, row: Row) -> NDArray[np.float32]:
+    ids = torch.from_numpy(row.input_ids.astype(np.int64))[None]
+    logp = model(ids).logits[0, row.prompt_length - 1 : -1].log_softmax(-1)
+    found: NDArray[np.float32] = logp[torch.arange(len(logp)), ids[0, row.prompt_length :]].detach().numpy()
+    return found
 
 
 def train_and_write(path: str, parallel: ParallelConfig, rows: Sequence[Row], folder: Path) -> NDArray[np.float32]:
@@ -249,6 +265,18 @@ def test_a_checkpoint_of_another_models_sizes_is_refused(one_rank: None, tmp_pat
         engine(make_family("llama-odd", tmp_path / "odd"), PLAIN).load(tmp_path / "checkpoint")
 
 
+@pytest.mark.parametrize(
+    ("other", "how"), [("qwen3-moe", "it lacks .*experts"), ("llama", "it has .*_norm.*, which the model lacks")]
+)
+def test_a_checkpoint_with_tensors_of_another_model_is_refused(
+    one_rank: None, tmp_path: Path, other: str, how: str
+) -> None:
+    """One that has more than the model, too: it would be restored in part."""
+    engine(make_family("qwen3", tmp_path / "qwen3"), PLAIN).save(tmp_path / "checkpoint", {})
+    with pytest.raises(ModelError, match=how + r".*\. Give the model that it is a checkpoint of"):
+        engine(make_family(other, tmp_path / other), PLAIN).load(tmp_path / "checkpoint")
+
+
 def test_an_export_of_a_mesh_is_a_folder_with_the_files_names_that_transformers_opens(
     one_rank: None, on_mesh: OnMesh, tmp_path: Path
 ) -> None:
@@ -260,11 +288,7 @@ def test_an_export_of_a_mesh_is_a_folder_with_the_files_names_that_transformers_
     names = {slot.name for slot in reopened.manifest(torch.float32).slots}
     assert "model.layers.1.mlp.experts.3.up_proj.weight" in names
     assert {name for name, _ in model.named_parameters()} != names
-    row = rows[0]
-    ids = torch.from_numpy(row.input_ids.astype(np.int64))[None]
-    logp = model(ids).logits[0, row.prompt_length - 1 : -1].log_softmax(-1)
-    expected = logp[torch.arange(len(logp)), ids[0, row.prompt_length :]].detach().numpy()
-    np.testing.assert_allclose(reopened.forward_logprobs([row])[0], expected, atol=1e-5)
+    np.testing.assert_allclose(reopened.forward_logprobs(rows[:1])[0], logprobs_of(model, rows[0]), atol=1e-5)
 
 
 def test_an_export_has_what_files_hold_beside_parameters(one_rank: None, tmp_path: Path) -> None:

@@ -141,32 +141,28 @@ class Outbox:
 
         Gathering goes on to its end even if sending fails: the other ranks take part in it.
         """
-        windows = gather(self._routes[send.dtype].manifest, self._bucket_bytes)
-        try:
-            return self._gather_and_send(version, send, windows)
-        finally:
-            deque(windows, maxlen=0)
-
-    def _gather_and_send(self, version: int, send: Send, windows: Iterator[Window]) -> Sent | None:
         from headway.weights.outgoing import Stream
 
         route = self._routes[send.dtype]
-        share = route.share
-        if send.key in self._senders and share is None:  # on shared devices each rank gets all, for its own replica
-            share = route.manifest
-        if share is None:
-            return None
-        self._check_connected(version, send)
-        if route.staged is not None:
-            gathered = route.staged.gather(version, windows)
-            sent = self._send(version, send, route.staged.outgoing(version, to=send.base), share)
-            report = replace(sent.report, gather_s=gathered.seconds, changed=gathered.changed)
-            return replace(sent, report=report)
-        stream = Stream(share, windows)
-        sent = self._send(version, send, stream, share)
-        # Gathering took place between two buckets that were sent: its time is taken off.
-        report = replace(sent.report, gather_s=stream.gather_s, send_s=sent.report.send_s - stream.gather_s)
-        return replace(sent, report=report)
+        windows = gather(route.manifest, self._bucket_bytes)
+        try:
+            share = route.share
+            if send.key in self._senders and share is None:  # on shared devices each rank gets all, for its own replica
+                share = route.manifest
+            if share is None:
+                return None
+            self._check_connected(version, send)
+            if route.staged is not None:
+                gathered = route.staged.gather(version, windows)
+                sent = self._send(version, send, route.staged.outgoing(version, to=send.base), share)
+                return replace(sent, report=replace(sent.report, gather_s=gathered.seconds, changed=gathered.changed))
+            stream = Stream(share, windows)
+            sent = self._send(version, send, stream, share)
+            # Gathering took place between two buckets that were sent: its time is taken off.
+            send_s = sent.report.send_s - stream.gather_s
+            return replace(sent, report=replace(sent.report, gather_s=stream.gather_s, send_s=send_s))
+        finally:
+            deque(windows, maxlen=0)
 
     def gather(self, version: int, gather: Gather) -> GatherReport:
         """Gather this rank's share of the weights into its copies."""

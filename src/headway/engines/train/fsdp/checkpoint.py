@@ -14,7 +14,7 @@ import errno
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from shutil import rmtree
@@ -31,6 +31,8 @@ from headway.errors import ModelError, RunError, said_by
 from headway.models.export import replace_folder
 from headway.progress import progress_here
 
+OTHER_MODEL = "the checkpoint does not fit this model and optimizer"
+GIVE_ITS_OWN = "Give the model that it is a checkpoint of, or start another run"
 PROBE = 2**20
 """Number of bytes that are written to find out whether a disk that has refused a checkpoint is full."""
 
@@ -125,6 +127,23 @@ def incomplete_part(folder: Path) -> str | None:
     return None
 
 
+def _unfit(folder: Path, tensors: Mapping[str, Any]) -> str | None:
+    """Return how the names of a checkpoint's tensors differ from those that are wanted; None where they do not."""
+    there, wanted = set(FileSystemReader(folder).read_metadata().state_dict_metadata), set(_names(tensors))
+    for names, what in ((wanted - there, "it lacks {}"), (there - wanted, "it has {}, which the model lacks")):
+        if names:
+            return what.format(min(names) + (f" and {len(names) - 1} more" if len(names) > 1 else ""))
+    return None
+
+
+def _names(tensors: Mapping[str, Any]) -> Iterator[str]:
+    for name, of in tensors.items():
+        if isinstance(of, Mapping):
+            yield from (f"{name}.{inner}" for inner in _names(of))
+        else:
+            yield name
+
+
 def _causes(error: CheckpointException) -> str:
     """The failures and their ranks, in one line: without tracebacks, and without the advice that torch adds."""
     return "; ".join(
@@ -155,6 +174,8 @@ def load_checkpoint(tensors: dict[str, Any], path: Path) -> dict[str, Any]:
             ) from cause
         if wrong:
             raise ModelError(f"{path}: the checkpoint is damaged: {wrong}. {REMOVE}")
+        if unfit := _unfit(path, tensors):  # torch itself passes over what nobody asks for
+            raise ModelError(f"{path}: {OTHER_MODEL}: {unfit}. {GIVE_ITS_OWN}")
         return state
 
     state = from_rank_zero(read)
@@ -163,7 +184,6 @@ def load_checkpoint(tensors: dict[str, Any], path: Path) -> dict[str, Any]:
             load(tensors, checkpoint_id=path)
     except CheckpointException as error:
         step = error.args[0]  # what there is has been compared with what is wanted before anything is read
-        wrong = "does not fit this model and optimizer" if step == "plan" else "is damaged"
-        remedy = "" if step == "plan" else f". {REMOVE}"
-        raise ModelError(f"{path}: the checkpoint {wrong}: {_causes(error)}{remedy}") from error
+        wrong, remedy = (OTHER_MODEL, GIVE_ITS_OWN) if step == "plan" else ("the checkpoint is damaged", REMOVE)
+        raise ModelError(f"{path}: {wrong}: {_causes(error)}. {remedy}") from error
     return state

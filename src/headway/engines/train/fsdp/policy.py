@@ -161,12 +161,16 @@ class PolicyModule(ShardedModule):
 class ValueModule(ShardedModule):
     """The decoder of a Hugging Face causal LM with a head of one number: V(s_t), before each response token.
 
-    The head begins at zero: a critic that knows nothing expects nothing.
+    An output layer of the LM's own is left out, so that no file is read for it; a tied one is the embedding. The new
+    head begins at zero: a critic that knows nothing expects nothing.
     """
 
     def __init__(self, lm: PreTrainedModel, mesh: TrainMesh | None = None) -> None:
         super().__init__(lm.base_model, mesh)
         self.decoder = lm.base_model
+        head = lm.get_output_embeddings()
+        if head is not None and getattr(head, "weight", None) is not lm.get_input_embeddings().weight:
+            lm.set_output_embeddings(nn.Identity())  # else every rank would read all of it, for nothing
         self.value_head = nn.Linear(lm.config.get_text_config().hidden_size, 1, bias=False, dtype=torch.float32)
         nn.init.zeros_(self.value_head.weight)
 
