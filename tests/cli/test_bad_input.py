@@ -377,7 +377,6 @@ CASES = {
     "no such data file": setting("data.train=nowhere.jsonl"),
     "a directory": setting("data.train=model"),
     "another kind of file": written("train.txt", "prompt,answer\n", "data.train=train.txt"),
-    "CSV with semicolons": written("train.csv", "prompt;answer\n1+1;2\n", "data.train=train.csv"),
     "a CSV row with too many fields": written("train.csv", "prompt,answer\n1,2,3\n", "data.train=train.csv"),
     "a compressed file": doing(
         lambda folder: (folder / "train.jsonl").write_bytes(gzip.compress(ROWS.encode())),

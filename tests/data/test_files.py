@@ -93,6 +93,38 @@ def test_a_prompt_of_another_type_is_refused_with_its_place(tmp_path: Path, prom
         read(path)
 
 
+@pytest.mark.parametrize("separator", [",", ";", "\t"])
+def test_the_first_line_of_a_csv_file_says_what_separates_its_columns(tmp_path: Path, separator: str) -> None:
+    path = tmp_path / "a.csv"
+    lines = [["prompt", "answer"], ['"1,5; or 2?"', "2"]]
+    path.write_text("".join(f"{separator.join(line)}\n" for line in lines))
+    (record,) = read(str(path))
+    assert (record.prompt, record.answer) == ("1,5; or 2?", "2")
+
+
+ANSWERED = [
+    [*CHAT, {"role": "assistant", "content": "2"}],
+    [{"from": "human", "value": CHAT[0]["content"]}, {"from": "gpt", "value": "2"}],
+]
+
+
+@pytest.mark.parametrize("chat", ANSWERED)
+def test_a_chat_that_ends_with_an_answer_has_its_ground_truth_there(file: Path, chat: list[dict[str, str]]) -> None:
+    (record,) = read_records(write(file, [{"prompt": chat, "level": 1}]), prompt_key="prompt")
+    assert (record.prompt, record.answer, record.extra) == (CHAT, "2", {"level": 1})
+
+
+@pytest.mark.parametrize("chat", ANSWERED)
+def test_a_column_of_ground_truths_goes_before_the_end_of_a_chat(file: Path, chat: list[dict[str, str]]) -> None:
+    (record,) = read_records(write(file, [{"prompt": chat, "answer": "3"}]), prompt_key="prompt")
+    assert ([message["role"] for message in record.prompt], record.answer) == (["user", "assistant"], "3")
+
+
+def test_a_chat_without_an_answer_anywhere_is_refused_with_its_columns(file: Path) -> None:
+    with pytest.raises(DataError, match=r"no column 'reward_model.ground_truth' or 'answer'; there are prompt, level"):
+        read_records(write(file, [{"prompt": CHAT, "level": 1}]), prompt_key="prompt")
+
+
 def test_parts_of_a_message_are_one_text(file: Path) -> None:
     parts = [{"type": "text", "text": "1+1", "image": None}, {"type": "text", "text": "="}]
     prompt = [{"role": "user", "content": parts}]
@@ -123,11 +155,14 @@ def test_a_line_that_is_no_object_is_named(tmp_path: Path) -> None:
         ("a.csv", b"prompt,answer\n", "the file has no rows"),
         ("a.csv", b"question,answer\n1,2\n", "line 1: there is no column 'prompt'; there are question, answer"),
         ("a.csv", b"prompt,answer,prompt\n1,2,3\n", "line 1: two columns have one name"),
-        ("a.csv", b"prompt;answer\n1;2\n", "line 1: columns are separated by ';'; save it with commas"),
         ("a.csv", b"prompt,answer\n1,2\n3\n", "line 3: 1 fields, and the first line names 2 columns"),
         ("a.csv", b'prompt,answer\n"1,2\n', "line 2: not CSV: unexpected end of data; a text with quotes"),
         ("a.csv", b"prompt,answer\n\xff,2\n", "line 2 cannot be read: .* 0xff at position 1 is not UTF-8; save it as"),
-        ("a.csv", b"prompt,answer,,\n1,2,,\n", "line 1: columns 3, 4 have no name; name them, or drop their commas"),
+        (
+            "a.csv",
+            b"prompt,answer,,\n1,2,,\n",
+            "line 1: columns 3, 4 have no name; name them, or drop their sep",
+        ),
         (
             "a.csv",
             b"""prompt,answer\n"[{'role': 'user'}]",2\n""",

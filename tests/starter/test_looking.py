@@ -18,6 +18,7 @@ from tests.starter.facts import model
 
 CHAT = [{"role": "user", "content": "1+1?"}]
 ANSWERED = [*CHAT, {"role": "assistant", "content": "2"}]
+SHARED = [{"from": "human", "value": "1+1?"}, {"from": "gpt", "value": "2"}]
 TESTS = '{"inputs": ["1\\n"], "outputs": ["2\\n"]}'
 
 
@@ -30,6 +31,12 @@ TESTS = '{"inputs": ["1\\n"], "outputs": ["2\\n"]}'
         ({"Problem": "1+1?", "Solution": "It is 2", "Answer": "2"}, "Problem", "Answer"),
         ({"task_id": 3, "text": "Write f", "code": "def f", "test_list": ["assert f"]}, "text", "test_list"),
         ({"prompt": "def f", "canonical_solution": "…", "test": "check(f)", "entry_point": "f"}, "prompt", "test"),
+        ({"messages": ANSWERED}, "messages", "auto"),
+        (
+            {"conversations": [{"from": "human", "value": "1+1?"}, {"from": "gpt", "value": "2"}]},
+            "conversations",
+            "auto",
+        ),
         ({"anything": "1+1?"}, "anything", None),
         ({"instruction": "Add 1 to 1.", "input": "", "output": "2"}, "instruction", "output"),
     ],
@@ -45,7 +52,8 @@ def test_columns_are_found_by_their_names_and_values(row: dict[str, Any], prompt
         ([], "there are no rows"),
         ([{"first": "a", "second": "b"}], "first, second could be it. Say which: data.prompt_key=COLUMN"),
         ([{"image": 3}], "there are image, and none holds text or chat messages"),
-        ([{"messages": ANSWERED}], "the chats in 'messages' end with an assistant's message, '2'"),
+        ([{"messages": ANSWERED, "solution": "3"}], "chats in 'messages' end with an assistant's message, '2'"),
+        ([{"messages": ANSWERED}, {"messages": CHAT}], "and it is not the ground truth of each row"),
         (["text"], "expected rows with columns"),
         ([{"question": "1+1?"}] * 3 + [{"question": ""}], "row 4 has no text in 'question', the prompt's column"),
         ([{"question": "1+1?"}] * 3 + [{"prompt": "2+2?"}], "row 4 has no text in 'question', the prompt's column"),

@@ -158,7 +158,7 @@ class DataConfig(Section):
     """Column of the prompt: text, or a list of chat messages."""
     answer_key: str = "auto"
     """Column of the ground truth, or by dots a value inside one. ``auto``: verl's ``reward_model.ground_truth`` where a
-    row has that, else ``answer``."""
+    row has that, else ``answer``, else what the assistant says at the end of a chat."""
     val_size: NonNegative = 128
     """Number of rows of ``train`` held out when ``val`` is not given."""
     chat_template: Literal["auto", "always", "never"] = "auto"

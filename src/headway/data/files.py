@@ -17,6 +17,8 @@ from headway.errors import DataError, boundary, shown
 
 Messages = list[dict[str, Any]]
 """A chat: ``{"role": …, "content": …}``, oldest first."""
+SPEAKERS = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+"""Names that ShareGPT's messages, ``{"from": …, "value": …}``, have for roles."""
 
 ANSWER_KEYS = ("reward_model.ground_truth", "answer")
 """Default keys of the ground truth: the first that a row has counts. The former is verl's."""
@@ -37,7 +39,9 @@ class Columns:
 
     prompt: str = "prompt"
     answer: str = "auto"
-    """Column of the ground truth, or by dots a value inside one; ``auto``: the row's first of `ANSWER_KEYS`."""
+    """Column of the ground truth, or by dots a value inside one; ``auto``: the row's first of `ANSWER_KEYS`, or what
+    the assistant says in the last message of a chat, which then is no part of the prompt.
+    """
     name: str | None = None
     """Name of the source, whatever the rows say; None: as they say."""
 
@@ -121,10 +125,13 @@ def records_of(rows: Iterable[Row], columns: Columns, default_source: str) -> It
                 f"{where}: expected an object with columns, not {type(row).__name__}; each row is one, like {like}"
             )
         check_columns(row, columns, where)
+        prompt = row[columns.prompt]
         answer_key, answer = _answer(row, columns, where)
+        if answer_key is None:
+            prompt = prompt[:-1]
         given = columns.name or row.get("data_source")
         yield Record(
-            prompt=_checked_prompt(row[columns.prompt], f"{where}, {columns.prompt!r}"),
+            prompt=_checked_prompt(prompt, f"{where}, {columns.prompt!r}"),
             answer=answer,
             source=given if isinstance(given, str) and given else default_source,
             extra={name: value for name, value in row.items() if name not in (columns.prompt, answer_key)},
@@ -135,13 +142,15 @@ def records_of(rows: Iterable[Row], columns: Columns, default_source: str) -> It
 def check_columns(present: Iterable[str], columns: Columns | None, where: str) -> None:
     """Check that the prompt's and the ground truth's columns exist, where ``columns`` says which they are.
 
-    Raises `DataError`, naming the existing ones.
+    Without the names of ground truths' columns a chat may still end with one: each row is asked. Raises `DataError`,
+    naming the existing columns.
     """
     if columns is None:
         return
     names = list(present)
     missing = [] if columns.prompt in names else [repr(columns.prompt)]
-    if not any(key in names or key.partition(".")[0] in names for key in columns.answers):
+    within = columns.answer == "auto" and not missing
+    if not within and not any(key in names or key.partition(".")[0] in names for key in columns.answers):
         missing += map(repr, columns.answers)
     if missing:
         raise _missing(missing, names, where)
@@ -170,8 +179,11 @@ def _missing(keys: Iterable[str], present: Iterable[str], where: str) -> DataErr
     )
 
 
-def _answer(row: Mapping[str, Any], columns: Columns, where: str) -> tuple[str, Any]:
-    """Return the ground truth's key and value. A column whose own name has dots goes before looking inside."""
+def _answer(row: Mapping[str, Any], columns: Columns, where: str) -> tuple[str | None, Any]:
+    """Return the ground truth's key and value. A column whose own name has dots goes before looking inside.
+
+    The key is None where it is the last message of the prompt's chat, in rows without a column for it.
+    """
     for key in columns.answers:
         value: Any = row
         for step in (key,) if key in row else key.split("."):
@@ -180,6 +192,8 @@ def _answer(row: Mapping[str, Any], columns: Columns, where: str) -> tuple[str, 
             value = value[step]
         else:
             return key, value
+    if columns.answer == "auto" and (last := answer_within(row[columns.prompt])) is not None:
+        return None, last
     raise _missing(map(repr, columns.answers), [*row, *_within(row, columns.answers)], where)
 
 
@@ -214,8 +228,10 @@ def _csv_lines(file: Path) -> Iterator[tuple[int, list[str]]]:
     """Yield the fields of each line of a CSV file, with the number of the line."""
     with boundary(f"{file} cannot be read as CSV", DataError), file.open(encoding="utf-8-sig", newline="") as text:
         csv.field_size_limit(LONGEST_FIELD)
-        lines = csv.reader(text, strict=True)
         try:
+            separator = _separator(text.readline())
+            text.seek(0)
+            lines = csv.reader(text, strict=True, delimiter=separator)
             for fields in lines:
                 yield lines.line_num, fields
         except csv.Error as cause:
@@ -226,23 +242,26 @@ def _csv_lines(file: Path) -> Iterator[tuple[int, list[str]]]:
             raise
 
 
+def _separator(names: str) -> str:
+    """Return what separates the columns in a file's first line: commas, semicolons or tabs, whatever there are most."""
+    return max(",;\t", key=names.count)  # the first of those that are there equally often
+
+
 def _csv_rows(file: Path, columns: Columns | None) -> Iterator[Row]:
     lines = _csv_lines(file)
     _, names = next(lines, (1, []))
     if names.count("") > 1:
         nameless = ", ".join(str(number) for number, name in enumerate(names, start=1) if not name)
-        raise DataError(f"{file}, line 1: columns {nameless} have no name; name them, or drop their commas")
+        raise DataError(f"{file}, line 1: columns {nameless} have no name; name them, or drop their separators")
     if len(set(names)) < len(names):
         raise DataError(f"{file}, line 1: two columns have one name; there are {', '.join(names)}")
-    if len(names) == 1 and (other := next((sign for sign in (";", "\t") if sign in names[0]), None)):
-        raise DataError(f"{file}, line 1: columns are separated by {other!r}; save it with commas")
     check_columns(names, columns, f"{file}, line 1")
     for number, fields in lines:
         where = f"{file}, line {number}"
         if len(fields) not in (0, len(names)):
             raise DataError(
-                f"{where}: {len(fields)} fields, and the first line names {len(names)} columns; a text with commas "
-                "or line breaks needs quotes"
+                f"{where}: {len(fields)} fields, and the first line names {len(names)} columns; a text with "
+                "separators or line breaks needs quotes"
             )
         row = dict(zip(names, fields, strict=False))
         if columns is not None and row.get(columns.prompt, "").startswith(MESSAGES):
@@ -285,6 +304,7 @@ def _checked_prompt(prompt: Any, where: str) -> str | Messages:
         return prompt
     if not isinstance(prompt, list) or not prompt:
         raise DataError(f"{where}: a prompt is text or a list of chat messages, not {shown(prompt)}")
+    prompt = [plain_message(message) for message in prompt]
     for message in prompt:
         if not _is_message(message):
             raise DataError(f'{where}: a chat message is {{"role": …, "content": …}}, not {shown(message)}')
@@ -299,6 +319,22 @@ def _checked_prompt(prompt: Any, where: str) -> str | Messages:
         {k: _text(v) if k == "content" else v for k, v in message.items() if v is not None or k == "content"}
         for message in prompt
     ]
+
+
+def plain_message(message: Any) -> Any:
+    """Return a message of ShareGPT's form with ``role`` and ``content``; any other value as it is."""
+    if not isinstance(message, dict) or "role" in message or "value" not in message:
+        return message
+    role = SPEAKERS.get(str(message.get("from")))
+    return {"role": role, "content": message["value"]} if role is not None else message
+
+
+def answer_within(chat: Any) -> str | None:
+    """Return what the assistant says in the last message of a chat; None where it ends otherwise, or is no chat."""
+    last = plain_message(chat[-1]) if isinstance(chat, list) and chat else None
+    if not isinstance(last, dict) or last.get("role") != "assistant":
+        return None
+    return last["content"] if isinstance(last.get("content"), str) else None
 
 
 def _text(content: Any) -> Any:

@@ -172,7 +172,7 @@ def _data(made: Choices, data: DataFacts, prompt: tuple[int, str], response: tup
         if key in LENGTHS:
             continue
         reason = {
-            "data.prompt_key": "chat messages" if data.chats else "text",
+            "data.prompt_key": _prompts(data),
             "data.answer_key": "unit tests" if data.reward.kind == "code" else "the ground truth",
         }.get(key, f"{data.rows} rows" if key in ("data.train", "data.train.dataset") else "")
         if value == data.settings.get("data.prompt_key", "prompt") and key == "data.answer_key":
@@ -186,6 +186,12 @@ def _data(made: Choices, data: DataFacts, prompt: tuple[int, str], response: tup
         made.add("data.val_size", held_out(data), "rows held out; or val: a file of its own")
     made.add("data.max_prompt_length", *prompt, main=True)
     made.add("data.max_response_length", *response, main=True)
+
+
+def _prompts(data: DataFacts) -> str:
+    if data.answers_within:
+        return "chat messages; what the assistant says in the last is the ground truth"
+    return "chat messages" if data.chats else "text"
 
 
 def held_out(data: DataFacts) -> int:

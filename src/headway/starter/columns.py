@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from headway.data.files import answer_within, plain_message
 from headway.errors import DataError, shown
 
 PROMPTS = (
@@ -71,11 +72,15 @@ def prompt_column(rows: Sequence[Any], where: str) -> str:
         _check_whole(rows, found, where)
         return found
     if answered := [name for name in usable if name not in open_ended]:
-        chat = next(row[answered[0]] for row in rows if _ends_with_an_answer(row.get(answered[0])))
+        found = next(_named(PROMPTS, answered), answered[0])
+        if ends_with_answers(rows, found) and _answers_beside(rows, found, where) is None:
+            _check_whole(rows, found, where)
+            return found
+        last = next(last for row in rows if (last := answer_within(row.get(found))) is not None)
         raise DataError(
-            f"{where}: the chats in {answered[0]!r} end with an assistant's message, {shown(chat[-1]['content'], 60)}; "
-            "a prompt ends with what is to be answered. Take the last message out, and give it, or what of it is "
-            "right or wrong, a column answer"
+            f"{where}: chats in {found!r} end with an assistant's message, {shown(last, 60)}, "
+            "and it is not the ground truth of each row; a prompt ends with what is to be answered. Take the last "
+            "message out, and give it, or what of it is right or wrong, a column answer"
         )
     likely = f"; {', '.join(usable)} could be it" if usable else ", and none holds text or chat messages"
     raise DataError(
@@ -100,6 +105,16 @@ def _check_whole(rows: Sequence[Any], prompt: str, where: str) -> None:
 
 def answer_column(rows: Sequence[Any], prompt: str, where: str) -> str | None:
     """Return the key of the ground truth, ``auto`` where the loader finds it by itself; None where there is none."""
+    found = _answers_beside(rows, prompt, where)
+    return AUTO if found is None and ends_with_answers(rows, prompt) else found
+
+
+def ends_with_answers(rows: Sequence[Any], prompt: str) -> bool:
+    """Tell whether the chat of each row ends with an answer, which is its ground truth where no column holds that."""
+    return all(_ends_with_an_answer(row.get(prompt)) for row in rows)
+
+
+def _answers_beside(rows: Sequence[Any], prompt: str, where: str) -> str | None:
     columns = _columns(rows, where)
     if all(isinstance(row.get(VERL[0]), Mapping) and VERL[1] in row[VERL[0]] for row in rows) or "answer" in columns:
         return AUTO
@@ -129,8 +144,9 @@ def _is_prompt(value: Any) -> bool:
 
 
 def _is_message(value: Any) -> bool:
+    value = plain_message(value)
     return isinstance(value, Mapping) and isinstance(value.get("role"), str) and "content" in value
 
 
 def _ends_with_an_answer(prompt: Any) -> bool:
-    return isinstance(prompt, list) and _is_prompt(prompt) and prompt[-1]["role"] == "assistant"
+    return _is_prompt(prompt) and answer_within(prompt) is not None

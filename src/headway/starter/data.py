@@ -17,7 +17,7 @@ from headway.data.rows import TRAIN_SPLIT, first_rows, read_rows
 from headway.data.tasks import TASKS
 from headway.data.tokenize import PromptTokenizer
 from headway.errors import ConfigError, DataError, shown
-from headway.starter.columns import AUTO, answer_column, prompt_column
+from headway.starter.columns import AUTO, answer_column, ends_with_answers, prompt_column
 from headway.starter.reward import Kind, Reward, reward_for
 
 if TYPE_CHECKING:
@@ -68,6 +68,8 @@ class DataFacts:
     """None where there are no answers that are text or numbers."""
     chats: bool = False
     """True where prompts are chat messages."""
+    answers_within: bool = False
+    """True where the last message of each chat, the assistant's, is the ground truth."""
     template: str = "auto"
     """``data.chat_template``"""
     measured: bool = True
@@ -118,7 +120,8 @@ def look_at_data(data: str, model: ModelFacts, reward: str | None, given: Mappin
     longest = (
         nlargest(LONGEST_MEASURED, records, key=lambda one: len(str(one.prompt))) if len(sample) < len(records) else []
     )
-    return _measured(data, settings, len(records), sample, chosen, model, longest, played=played)
+    facts = _measured(data, settings, len(records), sample, chosen, model, longest, played=played)
+    return replace(facts, answers_within="data.answer_key" not in settings and ends_with_answers(rows, prompt))
 
 
 def _of_task(
