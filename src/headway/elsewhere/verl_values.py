@@ -301,12 +301,22 @@ def correction(value: Any, given: Given) -> Answer:
     return taken({f"{name}.name": "truncate", f"{name}.level": value, f"{name}.bound": bound})
 
 
+REJECTED = {
+    "token": "reject, level: token",
+    "seq_sum": "reject, level: sequence",
+    "seq_mean": "reject, level: geometric",
+    "seq_max": "veto",
+}
+"""Beginnings of verl's names for what is rejected → the same here."""
+
+
 def rejection(value: Any, given: Given) -> Answer:
     if value in (None, "null"):
         return taken(note="off, as here")
+    name = next((name for start, name in REJECTED.items() if str(value).startswith(start)), "reject")
     return lost(
-        "give it under algorithm.rollout_correction: {name: reject, level: geometric, bound: …, lower: …}, beside a "
-        "truncation in `also`; thresholds are on π_prox/π_behav here (docs/algorithms/corrections.md)"
+        f"give it under algorithm.rollout_correction: {{name: {name}, bound: …, lower: …}}, beside a truncation in "
+        "`also`; thresholds are on π_prox/π_behav here (docs/algorithms/corrections.md)"
     )
 
 
