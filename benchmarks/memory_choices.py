@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
-from headway.config.fitting import PER_MACHINE, Fit, Split, fits, room
+from headway.config.fitting import PER_MACHINE, SIZES, Fit, Split, fits, room
 from headway.config.model_shape import ModelShape
 
 DEVICE = 80_000_000_000
@@ -59,7 +59,7 @@ def table() -> Iterator[str]:
 
 def choose(shape: ModelShape, devices: int, context: int) -> Fit | None:
     """Return the first setting that fits; None where no rank can train the model on so many devices."""
-    apart = [Split(devices // 2, devices - devices // 2, PER_MACHINE)] if devices > 1 else []
+    apart = [Split(devices // 2, devices - devices // 2, SIZES)] if devices > 1 else []
     return next(fits(shape, [*apart, Split(devices, 0)], context, DEVICE), None)
 
 

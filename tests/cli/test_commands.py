@@ -186,6 +186,14 @@ def test_the_summary_names_every_source_of_data(recipe: str) -> None:
     assert summary(loaded.config)["data"] == "a.jsonl × 3, x/y × 1"
 
 
+def test_the_summary_counts_replicas_and_says_how_many_devices_each_has(recipe: str) -> None:
+    sizes = ["rollout.name=vllm", "rollout.n_gpus_per_node=4", "rollout.tensor_model_parallel_size=2"]
+    assert summary(load(Path(recipe), [*sizes, "cluster.backend=ray"]).config)["rollout"] == "2 × tp 2 (devices 1-4)"
+    assert (
+        summary(load(Path(recipe), [*sizes, "cluster.backend=inline"]).config)["rollout"] == "2 × tp 2 (this process)"
+    )
+
+
 def test_the_doctor_ends_with_2_and_every_problem_on_stderr(recipe: str) -> None:
     done = run("doctor", recipe, "rollout.n=1", "rollout.temperature=0")
     assert done.exit_code == 2

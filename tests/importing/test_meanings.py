@@ -134,6 +134,26 @@ def imported(project: str, settings: dict[str, Any]) -> Translation:
             {"orchestrator.batch_size": 128, "orchestrator.train.env[0].group_size": 8},
             {"rollout.n": 8, "actor.ppo_mini_batch_size": 16},
         ),
+        (  # engines are counted there, and devices here
+            "prime-rl",
+            {"inference.parallel.dp": 3, "inference.parallel.tp": 2},
+            {"rollout.n_gpus_per_node": 6, "rollout.tensor_model_parallel_size": 2, "rollout.name": "vllm"},
+        ),
+        (
+            "areal",
+            {"allocation_mode": "sglang:d2t4+fsdp:d8"},
+            {"rollout.n_gpus_per_node": 8, "rollout.tensor_model_parallel_size": 4, "rollout.name": "vllm"},
+        ),
+        (
+            "openrlhf",
+            {"vllm_num_engines": 4, "vllm_tensor_parallel_size": 2, "async_train": True},
+            {"rollout.n_gpus_per_node": 8, "rollout.tensor_model_parallel_size": 2, "rollout.name": "vllm"},
+        ),
+        (  # where both take turns a replica has one device
+            "openrlhf",
+            {"vllm_num_engines": 4, "vllm_tensor_parallel_size": 2},
+            {"rollout.n_gpus_per_node": 8, "rollout.tensor_model_parallel_size": "absent"},
+        ),
     ],
 )
 def test_a_setting_becomes_what_it_does_there(project: str, settings: dict[str, Any], expected: dict[str, Any]) -> None:

@@ -52,6 +52,7 @@ EXPECTED: Mapping[str, Mapping[str, Any]] = {
         "async_training.require_batches": 6,  # 1152 prompts, 192 of them in a step of the optimizer
         "trainer.n_gpus_per_node": 6,
         "rollout.n_gpus_per_node": 2,
+        "rollout.tensor_model_parallel_size": 2,
     },
     "verl_fully_async.sh": {
         "mode": "async_stale",
@@ -110,7 +111,14 @@ EXPECTED: Mapping[str, Mapping[str, Any]] = {
         "data.max_prompt_length": 2048 - 128,
         "algorithm.adv_estimator": "dr_grpo",
     },
-    "prime_math.toml": {"trainer.nnodes": 2, "rollout.nnodes": 2, "trainer.n_gpus_per_node": 8, "actor.parallel.ep": 8},
+    "prime_math.toml": {
+        "trainer.nnodes": 2,
+        "rollout.nnodes": 2,
+        "trainer.n_gpus_per_node": 8,
+        "actor.parallel.ep": 8,
+        "rollout.name": "vllm",
+        "rollout.tensor_model_parallel_size": 8,
+    },
     "openrlhf_reinforce.sh": {
         "mode": "colocate_sync",
         "algorithm.adv_estimator": "reinforce_plus_plus_baseline",

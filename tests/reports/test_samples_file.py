@@ -80,6 +80,12 @@ def test_the_validations_of_the_first_and_of_the_last_version_are_never_thinned_
     assert [version for version in range(40) if thinning.keeps("validation", version, 9)] == [0, 1, 2, 3, 4, 37]
 
 
+def test_the_last_version_is_known_where_the_length_is_a_number_of_groups() -> None:
+    by_groups = Config.model_validate({"rollout": {"total_rollout_steps": 96}, "actor": {"ppo_mini_batch_size": 16}})
+    assert Thinning.of(by_groups).last == 96 // by_groups.groups_per_version
+    assert Thinning.of(Config.model_validate({"data": {"epochs": 2}})).last is None
+
+
 def test_a_first_validation_of_any_size_does_not_end_the_samples(tmp_path: Path) -> None:
     path = tmp_path / "samples.jsonl"
     file = file_of(path, 20_000)

@@ -27,6 +27,14 @@ def test_shared_devices_are_split_in_one_way_and_leave_over_what_makes_no_replic
     assert (split.train_devices, split.rollout_devices, split.replicas, str(split)) == (10, 8, 2, "10 shared")
 
 
+def test_replicas_of_several_devices_are_not_planned_on_shared_ones():
+    kinds = {
+        size: {setting.split.shared for setting in own(profile_of(devices=8, rollout={"devices": size}))}
+        for size in (1, 2)
+    }
+    assert kinds == {1: {True, False}, 2: {False}}
+
+
 @given(devices=st.integers(2, 2000), per_replica=st.integers(1, 16), least=st.integers(1, 64))
 def test_every_split_has_whole_replicas_and_enough_devices_to_train(devices, per_replica, least):
     profile = profile_of(devices=devices, rollout={"devices": per_replica}, train={"min_devices": least})

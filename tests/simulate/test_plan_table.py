@@ -9,6 +9,7 @@ from headway.config.presets import PRESETS
 from headway.simulate.advice import advise
 from headway.simulate.plan_table import LINES_SHOWN, lines_of, print_plan
 from headway.simulate.planner import Plan
+from headway.simulate.profile import RolloutProfile
 from headway.simulate.rows import Row
 from tests.simulate.planning import profile_of, row, setting
 
@@ -37,6 +38,19 @@ def shown(plan: Plan, width: int) -> list[str]:
     with console.capture() as capture:
         print_plan(plan, console)
     return [line.rstrip() for line in capture.get().splitlines()]
+
+
+def test_replicas_of_several_devices_are_named_with_what_is_recommended() -> None:
+    plan = plan_of([row("async_partial", 10.0)])
+    assert not any("tensor_model_parallel_size" in line for line in shown(plan, 100))
+    several = replace(plan, profile=plan.profile.model_copy(update={"rollout": several_devices(plan, 2)}))
+    text = " ".join(shown(several, 100))
+    assert "rollout.tensor_model_parallel_size=2" in text
+    assert "Without modes of shared devices: a replica has 2" in text
+
+
+def several_devices(plan: Plan, count: int) -> RolloutProfile:
+    return plan.profile.rollout.model_copy(update={"devices": count})
 
 
 def every_preset() -> list[Row]:

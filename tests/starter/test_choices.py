@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.memory_choices import MODELS
 from headway.config.doctor import diagnose
 from headway.config.fitting import room
 from headway.config.loading import LoadedConfig
@@ -82,8 +83,27 @@ def test_a_model_that_one_gpu_has_no_room_for_is_served_by_several_with_vllm() -
     assert "rollout.tensor_model_parallel_size" not in small
 
 
+def test_replicas_are_as_large_as_is_asked_for_and_divide_what_generates() -> None:
+    made = values(choices(model("8 B"), gpus(8), rollout__tensor_model_parallel_size=4))
+    assert (made["rollout.name"], made["rollout.n_gpus_per_node"] % 4) == ("vllm", 0)
+    odd = values(choices(model("70 B"), gpus(6)))
+    assert (odd["trainer.n_gpus_per_node"], odd["rollout.n_gpus_per_node"]) == (2, 4)
+    assert odd["rollout.tensor_model_parallel_size"] == 4
+    with pytest.raises(ConfigError, match=r"of which 3 train\. With 4 that train they do: leave the division out"):
+        choices(model("70 B"), gpus(8), trainer__n_gpus_per_node=3)
+
+
+def test_replicas_divide_the_heads_of_keys_or_are_a_multiple_of_them() -> None:
+    heads = {**MODELS["32 B"], "num_attention_heads": 40, "num_key_value_heads": 10}
+    sizes = {
+        values(choices(model(config=heads), gpus(8, gb))).get("rollout.tensor_model_parallel_size", 1)
+        for gb in (48, 80, 140)
+    }
+    assert sizes <= {1, 2} and 2 in sizes
+
+
 def test_a_model_that_no_replica_holds_and_too_few_devices_are_refused_with_what_would_do() -> None:
-    without = r"a replica is one GPU, and 80 GB have no room .* Install vLLM, whose replicas may have several, or give"
+    without = r"a replica is one GPU, and 80 GB have no room .* Take rollout\.name=vllm, whose replicas may have"
     with pytest.raises(ConfigError, match=without):
         choices(model("70 B"), gpus(64, here=True))
     with pytest.raises(ConfigError, match="a replica is one GPU, and 80 GB have no room"):

@@ -151,7 +151,7 @@ def print_summary(loaded: LoadedConfig) -> None:
 def summary(config: Config) -> dict[str, str]:
     """Return the summary of the settings, line by line: the numbers that follow from them, and who runs where."""
     from headway.cli.nodes import nodes_drawn
-    from headway.config.placement import concurrent, resolve_placement
+    from headway.config.placement import ROLLOUT, concurrent, resolve_placement
     from headway.pipeline.staleness import admission_limit, lag_bound
 
     settings, b = config.async_training, config.groups_per_version
@@ -171,9 +171,13 @@ def summary(config: Config) -> dict[str, str]:
         "saves": checkpoints(config),
         "backend": config.cluster.backend,
     }
+    each = {ROLLOUT: f"tp {placement.per_replica} "} if placement.per_replica > 1 else {}
+    counts = {role: len(on) for role, on in placement.devices.items()} | {ROLLOUT: len(placement.replicas)}
     if config.cluster.backend == "inline":
-        return lines | {role: f"{len(on)} × (this process)" for role, on in placement.devices.items()}
-    roles = {role: f"{len(on)} × ({device_range(on)})" for role, on in placement.devices.items()}
+        return lines | {role: f"{count} × {each.get(role, '')}(this process)" for role, count in counts.items()}
+    roles = {
+        role: f"{counts[role]} × {each.get(role, '')}({device_range(on)})" for role, on in placement.devices.items()
+    }
     lines |= roles | ({"idle": device_range(placement.idle)} if placement.idle else {})
     return lines | nodes_drawn(placement, config.actor.parallel)
 

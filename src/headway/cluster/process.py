@@ -25,7 +25,7 @@ class ProcessSettings:
     """Number of threads for torch, OpenMP and MKL each; 0: this process's share of the machine's cores."""
     log_file: Path
     sharing: int = 1
-    """Number of processes that divide the machine's cores, this one included."""
+    """Number of the run's devices on the machine, which divide its cores, this process's included."""
 
     def threads_here(self) -> int:
         """Return the number of threads on the machine that this runs on: what is set, or a share of its cores."""

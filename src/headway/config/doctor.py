@@ -28,6 +28,17 @@ from headway.config.transports import TRANSPORTS, WITHIN_PROCESS, transport_of
 from headway.errors import ConfigError
 from headway.user_code import names_a_file
 
+OF_DEVICES = frozenset(
+    {
+        "tensor_parallel_size",
+        "pipeline_parallel_size",
+        "data_parallel_size",
+        "prefill_context_parallel_size",
+        "distributed_executor_backend",
+    }
+)
+"""Arguments of vLLM's that say how many devices it takes, and how."""
+
 
 def diagnose(loaded: LoadedConfig) -> list[str]:
     """Return notes on a configuration that can run: those made in loading, and remarks on its combination of settings.
@@ -247,12 +258,11 @@ def _devices(config: Config) -> Iterator[str]:
             "trainer's processes there and reach no others; set logp.nnodes=0, or placement.kind=split"
         )
     yield from _mesh(config, placement)
-    for argument in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
-        if argument in config.rollout.vllm.engine_args:
-            yield (
-                f"rollout.vllm.engine_args.{argument}: vLLM would take devices that the run did not reserve for it; "
-                "give rollout.tensor_model_parallel_size, and replicas by rollout.n_gpus_per_node"
-            )
+    for argument in sorted(OF_DEVICES & set(config.rollout.vllm.engine_args)):
+        yield (
+            f"rollout.vllm.engine_args.{argument}: vLLM would take devices that the run did not reserve for it, or in "
+            "another way; give rollout.tensor_model_parallel_size, and replicas by rollout.n_gpus_per_node"
+        )
 
 
 def _mesh(config: Config, placement: Placement) -> Iterator[str]:

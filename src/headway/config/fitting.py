@@ -14,10 +14,12 @@ from itertools import product
 
 from headway.config.memory import Memory, Mesh, Step, trainer, update
 from headway.config.model_shape import FLOAT, ModelShape
-from headway.config.parallel import ParallelConfig
+from headway.config.parallel import ParallelConfig, replica_problems
 
 PER_MACHINE = 8
 """Devices of a machine."""
+SIZES = (1, 2, 4, 8)
+"""Numbers of devices that a replica of vLLM's may have, in the order of what they cost."""
 MANY = 8
 """Whole answers at once, for fewer of which a replica gets more devices, where it can have them."""
 SAMPLED = 64
@@ -40,8 +42,8 @@ class Split:
     train: int
     generate: int
     """Number of devices of their own; 0 where those that train generate, too."""
-    largest_replica: int = 1
-    """Most devices that a replica may have."""
+    replicas: tuple[int, ...] = (1,)
+    """Numbers of devices that a replica may have, in the order of preference."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +82,10 @@ def fits(
 def replicas(shape: ModelShape, nbytes: int, context: int, split: Split) -> tuple[int, int]:
     """Return the devices of a replica, and the whole answers that it has room for, with ``nbytes`` on each device.
 
-    The smallest replica that has room for `MANY`; else the largest.
+    The first size that has room for `MANY`; else the last that has for any.
     """
-    sizes = [1]
-    if split.generate:
-        most = min(split.generate, split.largest_replica, PER_MACHINE)
-        sizes += [size for size in (2, 4, 8) if size <= most and split.generate % size == shape.heads % size == 0]
+    heads, devices = {"num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads}, split.generate
+    sizes = [size for size in split.replicas if devices % size == 0 and not any(replica_problems(size, heads))]
     found = [(size, whole_answers(shape, nbytes, context, size)) for size in sizes]
     able = [(size, answers) for size, answers in found if answers]
     return next((one for one in able if one[1] >= MANY), able[-1] if able else (1, 0))

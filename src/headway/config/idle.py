@@ -191,9 +191,8 @@ def _devices(config: Config) -> Iterator[Idle]:
             yield "logp.n_gpus_per_node", "logp.nnodes=0 recomputes log-probs on the trainer's ranks"
     if config.critic.nnodes == 0:
         yield "critic.n_gpus_per_node", "critic.nnodes=0 puts the critic on the trainer's ranks"
-    replicas = config.rollout.nnodes * config.rollout.n_gpus_per_node // config.rollout.tensor_model_parallel_size
     if config.cluster.backend == "inline":
-        if not config.trainer.use_nodes_ratios and (replicas == 1 or config.placement.kind == "shared"):
+        if not config.trainer.use_nodes_ratios and (config.rollout.replicas == 1 or config.placement.kind == "shared"):
             yield "cluster.max_replica_restarts", "in one process the run ends with its only replica"
         yield "cluster.address", "cluster.backend=inline uses no Ray cluster"
 

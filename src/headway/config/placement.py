@@ -145,7 +145,7 @@ def resolve_placement(config: Config) -> Placement:
 def _in_replicas(config: Config, placement: Placement) -> Placement:
     """Return the placement with the size of its replicas, each of which has its devices on one machine."""
     size, setting = config.rollout.tensor_model_parallel_size, "rollout.tensor_model_parallel_size"
-    if size == 1:
+    if size == 1 or config.placement.kind == "shared":  # where it has no effect, as `idle` says
         return placement
     there = [len(share.devices) for share in placement.on_nodes(ROLLOUT)]
     if (odd := next((count for count in there if count % size), None)) is not None:

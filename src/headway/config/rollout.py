@@ -53,9 +53,10 @@ class RolloutConfig(ProgramKeys):
     max_batched_tokens: Positive = 4096
     """Most prompt tokens of the answers that start in one step."""
     kv_cache_gib: float | None = Field(None, gt=0)
-    """Memory in GiB for keys and values, those of episodes between two turns included. Where it is short, these are
-    prefilled again, and answers wait, or are parked and go on. Default with ``native``: enough for as many open
-    episodes as decode at once (``max_concurrent``); with ``vllm``: 1 on a CPU, vLLM's own choice elsewhere."""
+    """Memory in GiB for keys and values on each device of a replica, those of episodes between two turns included.
+    Where it is short, these are prefilled again, and answers wait, or are parked and go on. Default with ``native``:
+    enough for as many open episodes as decode at once (``max_concurrent``); with ``vllm``: 1 on a CPU, vLLM's own
+    choice elsewhere."""
     enforce_eager: bool = False
     """Decode without CUDA graphs on GPUs: slower, with less memory. On CPUs there are none."""
     nnodes: NonNegative = 1
@@ -69,8 +70,8 @@ class RolloutConfig(ProgramKeys):
     ``vllm``). For models that one device has no room for, or that should decode faster: what they hold is divided, so
     that more is left for keys and values."""
     threads: NonNegative = 0
-    """Number of Torch threads of one replica; 0 divides the cores of the machine that it is on among the run's
-    processes there."""
+    """Number of Torch threads for each device of a replica; 0 divides the cores of the machine that it is on among the
+    run's devices there."""
     greedy_baseline: bool | None = None
     """Give each group a greedy answer beside its own, whose reward is their baseline. null: with ``remax``. true:
     for an estimator of your own that looks at baselines."""
@@ -86,3 +87,8 @@ class RolloutConfig(ProgramKeys):
     """Size in MiB of the bucket in which the trainer assembles full tensors."""
     param_update_consume_bucket_size_mb: float = Field(64, gt=0)
     """Size in MiB of the bucket in which the engine copies when it loads."""
+
+    @property
+    def replicas(self) -> int:
+        """Number of replicas, where counts place them (and not ``trainer.use_nodes_ratios``)."""
+        return self.nnodes * self.n_gpus_per_node // self.tensor_model_parallel_size

@@ -83,8 +83,8 @@ def allocated(role: str, allocation: str, given: Given) -> Answer:
         if sizes.get("p", 1) > 1:
             note += "; there are no pipelines of layers here, so FSDP2 shards over those ranks, too"
     elif inner > 1:
-        values["rollout.tensor_model_parallel_size"] = inner
-        note += f", {copies} replicas of {inner} each"
+        values |= {"rollout.tensor_model_parallel_size": inner, "rollout.name": "vllm"}
+        note += f", {copies} engines of {inner} each"
     return other(values, note)
 
 

@@ -76,7 +76,7 @@ def _rollout_batch(value: Any, given: Given) -> Answer:
 def _engines(value: Any, given: Given) -> Answer:
     size = whole(given.get("vllm.tensor_parallel_size", 1), given)
     values = {"rollout.n_gpus_per_node": whole(value, given) * size}
-    return taken(values, "replicas") if size == 1 else other(values, f"devices of {value} replicas of {size} each")
+    return taken(values, "replicas") if size == 1 else other(values, f"devices of {value} engines of {size} each")
 
 
 def _asynchronous(value: Any, given: Given) -> Answer:

@@ -162,7 +162,7 @@ def gpus(role: str) -> Row:
 
 def replicas(value: Any, given: Given) -> Answer:
     size = next((whole(given[key], given) for key in given if key.endswith(("parallel.tp", "tensor_parallel_size"))), 1)
-    return other({"rollout.n_gpus_per_node": whole(value, given) * size}, f"devices of {value} replicas of {size} each")
+    return other({"rollout.n_gpus_per_node": whole(value, given) * size}, f"devices of {value} engines of {size} each")
 
 
 def nodes(role: str) -> Row:

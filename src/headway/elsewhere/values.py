@@ -77,5 +77,11 @@ def reward_file(file: Any, function: Any) -> Answer:
     return taken({"reward.function": spec}, "a function of verl's or TRL's form is called as it is (docs/rewards.md)")
 
 
-REPLICA = same("rollout.tensor_model_parallel_size", whole)
+def _replica(value: Any, given: Given) -> Answer:
+    size = whole(value, given)
+    engine = {"rollout.name": "vllm"} if size > 1 else {}  # the only one here that has several
+    return taken({"rollout.tensor_model_parallel_size": size, **engine})
+
+
+REPLICA = same("rollout.tensor_model_parallel_size", _replica)
 """Row of how many devices an engine is on."""

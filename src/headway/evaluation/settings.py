@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headway.config.doctor import diagnose
+from headway.config.idle import without_effect
 from headway.config.layers import Layer, lies_in, overlay, read_overrides, settings_of
 from headway.config.learning import AlgorithmConfig
 from headway.config.loading import LoadedConfig, load
@@ -157,6 +158,7 @@ def settle(
             f"--n {config.rollout.val_n}: greedy answers (--temperature 0) are all equal; give a --temperature above "
             "0, such as 1.0, or --n 1"
         )
+    _refuse({key: f"has no effect: {why}" for key, why in without_effect(config).items() if key in given})
     diagnose(LoadedConfig(config))
     held_out = data is None or is_task(data)
     sources = ", ".join(source.label for source in config.data.held_out_sources)
@@ -232,7 +234,7 @@ def _less_training(config: Config, model: str, given: frozenset[str], *, own_ver
     """
     kept = [*OF_THE_ENGINE, *OF_PROGRAMS, *(key for key in FILTERS if any(lies_in(g, f"rollout.{key}") for g in given))]
     rollout = {key: getattr(config.rollout, key) for key in kept}
-    rollout["n_gpus_per_node"] = config.rollout.tensor_model_parallel_size
+    rollout["n_gpus_per_node"] = rollout["tensor_model_parallel_size"]
     reward = config.reward.model_copy(update={"overlong_buffer": OverlongBufferConfig()})
     if own_verifier:
         reward = reward.model_copy(update={"function": "task", "params": {}, "functions": None})

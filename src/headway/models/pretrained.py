@@ -101,7 +101,7 @@ def _takes_grouped_products(model: PreTrainedModel) -> bool:
     """Tell whether one product can compute all experts of a layer: torch wants rows of whole 16 bytes, so of multiples
     of 8 numbers whatever the dtype. Where tp divides experts, the part that is here counts.
     """
-    stacked = (parameter for parameter in model.parameters() if parameter.ndim == 3)
+    stacked = (of for name, of in model.named_parameters() if of.ndim == 3 and ".experts." in name)
     here = (of.to_local() if isinstance(of, DTensor) else of for of in stacked)
     return not any(size % 8 for part in here for size in part.shape[1:])
 

@@ -72,6 +72,8 @@ def render(plan: Plan, width: int) -> RenderableType:
         parts += [_table(plan, width), *_notes(plan)]
     if advice.recommended is not None:
         parallel = settings_of(plan.profile.train.parallel, ParallelConfig())
+        if (size := plan.profile.rollout.devices) > 1:
+            parallel.append(f"rollout.tensor_model_parallel_size={size}")
         parts += [Text(), Text.assemble(("Recommended: ", "bold"), *_in_words(advice.recommended, parallel))]
     parts += [Text(), Text(advice.sentence, style="bold")]
     if advice.caveat is not None:
@@ -142,6 +144,8 @@ def _shown(plan: Plan) -> list[tuple[int, Line]]:
 def _notes(plan: Plan) -> list[Text]:
     parallel = plan.profile.train.parallel
     notes = [f"Training was measured with {in_words(parallel)}; other meshes need a profile of their own."]
+    if (size := plan.profile.rollout.devices) > 1:
+        notes.append(f"Without modes of shared devices: a replica has {size}, and there it would have one.")
     if plan.baseline is not None:
         notes.append(f"Speed-up over {plan.baseline.setting.preset} on {plan.baseline.setting.split}.")
     if hidden := len(plan.rows) - sum(len(line) for _, line in _shown(plan)):

@@ -188,9 +188,7 @@ def _replicas(
         resume_s=profile.latency.update_s,
         contention=contention,
     )
-    rollout = config.rollout
-    replicas = rollout.nnodes * rollout.n_gpus_per_node // rollout.tensor_model_parallel_size
-    return [engine(f"rollout-{index}") for index in range(replicas)]
+    return [engine(f"rollout-{index}") for index in range(config.rollout.replicas)]
 
 
 def _without_variance(rewards: NDArray[np.float32]) -> str | None:

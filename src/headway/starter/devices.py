@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
-from headway.config.fitting import PER_MACHINE, Fit, Split, fits, replicas, room
+from headway.config.fitting import PER_MACHINE, SIZES, Fit, Split, fits, replicas, room
 from headway.config.model_shape import FAMILIES
 from headway.config.parallel import expert_problems, model_problems, plan_problems
 from headway.config.presets import preset
@@ -28,6 +28,7 @@ WHY_MESH = {
     "ep": "ranks that divide the experts",
 }
 ASYNC, TURNS = "async_partial", "colocate_async"
+REPLICA = "rollout.tensor_model_parallel_size"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,18 +72,20 @@ def layout_of(model: ModelFacts, machine: Machine, context: int, given: Mapping[
     shared = None if kind is None else kind == "shared"
     if machine.on_cpu:
         return _on_cpu(machine, context, mode, shared=bool(shared))
-    largest = _largest_replica(machine, given)
+    sizes = _replica_sizes(machine, given)
     trains = None if shared else _asked(machine, given)
-    found = _first(model, machine, machine.gpus, context, largest, shared, trains)
+    found = _first(model, machine, machine.gpus, context, sizes, shared, trains)
     if found is None:
-        raise ConfigError(_does_not_fit(model, machine, context, largest, shared))
+        raise ConfigError(_does_not_fit(model, machine, context, sizes, shared, trains))
     return _on_gpus(model, machine, found, mode)
 
 
-def _largest_replica(machine: Machine, given: Mapping[str, Any]) -> int:
-    """Return the most GPUs that a replica may have: those of a machine, where vLLM is or may be installed."""
+def _replica_sizes(machine: Machine, given: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the numbers of GPUs that a replica may have: as given, or several where vLLM is or may be installed."""
+    if REPLICA in given:
+        return (int(given[REPLICA]),)
     engine = given.get("rollout.name", "native" if machine.here and not machine.vllm else "vllm")
-    return int(given.get("rollout.tensor_model_parallel_size", PER_MACHINE if engine == "vllm" else 1))
+    return SIZES if engine == "vllm" else (1,)
 
 
 def _on_cpu(machine: Machine, context: int, mode: str | None, *, shared: bool) -> Layout:
@@ -151,23 +154,26 @@ def _first(
     machine: Machine,
     gpus: int,
     context: int,
-    largest: int,
+    sizes: tuple[int, ...],
     shared: bool | None,
     trains: int | None = None,
 ) -> Fit | None:
     """Return the first layout that fits: a quarter of the GPUs train where they can do it without further ado, else
-    half of them, else all of them take turns.
+    half of them, or fewer that leave whole replicas, else all of them take turns.
 
-    ``largest``: most GPUs of a replica. ``shared``: whether they have to take turns; None: as it comes. ``trains``: how
-    many the user wants to train.
+    ``sizes``: GPUs that a replica may have. ``shared``: whether they have to take turns; None: as it comes.
+    ``trains``: how many the user wants to train.
     """
     shape, device_bytes = model.shape, machine.device_bytes
     unit, count = (PER_MACHINE, gpus // PER_MACHINE) if gpus > PER_MACHINE else (1, gpus)
 
     def apart(trains: int) -> Split:
-        return Split(trains, gpus - trains, largest)
+        return Split(trains, gpus - trains, sizes)
 
     quarter, half = ([apart(unit * part)] if part and not shared else [] for part in (count // 4, count // 2))
+    if half:
+        rests = {gpus - -(-half[0].generate // size) * size for size in sizes} - {half[0].train}
+        half += [apart(rest) for rest in sorted(rests, reverse=True) if rest > 0]
     turns = [Split(gpus, 0)] if shared is not False else []
     if trains is not None:
         quarter, half, turns = [], [apart(trains)], []
@@ -231,21 +237,33 @@ def _problems(model: ModelFacts, fit: Fit) -> Iterator[str]:
                 yield from plan_problems(parallel, CONFIG_MAPPING[model.family])
 
 
-def _does_not_fit(model: ModelFacts, machine: Machine, context: int, largest: int, shared: bool | None) -> str:
+def _does_not_fit(
+    model: ModelFacts,
+    machine: Machine,
+    context: int,
+    sizes: tuple[int, ...],
+    shared: bool | None,
+    trains: int | None,
+) -> str:
     each, size = machine.device_bytes, f"{machine.device_bytes / 1e9:.0f} GB"
     start = f"{model.path} has {model.size} parameters, and its longest prompts with answers have {context} tokens: "
-    if not replicas(model.shape, room(each), context, Split(1, PER_MACHINE, 1 if shared else largest))[1]:
-        several = largest > 1 and not shared
-        has = f"a replica has at most {PER_MACHINE} GPUs" if several else "a replica is one GPU"
-        others = "Give" if several or shared else "Install vLLM, whose replicas may have several, or give"
+    if not replicas(model.shape, room(each), context, Split(1, max(sizes), (1,) if shared else sizes))[1]:
+        several = max(sizes) > 1 and not shared
+        has = f"a replica has at most {max(sizes)} GPUs" if several else "a replica is one GPU"
+        others = "Give" if several or shared else "Take rollout.name=vllm, whose replicas may have several, or give"
         return (
             f"{start}{has}, and {size}{' each' if several else ''} have no room for the weights in bfloat16 and one "
             f"such answer. {others} GPUs with more memory (--gpu-gb), a smaller model, or a smaller "
             "data.max_response_length"
         )
-    start += f"they do not fit on {machine.words}. "
+    start += f"they do not fit on {machine.words}"
+    if trains is not None:
+        start += f", of which {trains} train"
+        if (other := _first(model, machine, machine.gpus, context, sizes, shared)) is not None:
+            return f"{start}. With {other.step.mesh.ranks} that train they do: leave the division out"
+    start += ". "
     more = (gpus for gpus in _numbers() if gpus > machine.gpus)
-    enough = next((gpus for gpus in more if _first(model, machine, gpus, context, largest, shared) is not None), None)
+    enough = next((gpus for gpus in more if _first(model, machine, gpus, context, sizes, shared) is not None), None)
     if enough is None:
         return f"{start}Give a smaller model, or a smaller data.max_response_length"
     return f"{start}{enough} GPUs of {size} would do (--gpus {enough}); or give a smaller data.max_response_length"

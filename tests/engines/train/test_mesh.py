@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from headway.config.learning import ActorConfig, OptimConfig
 from headway.config.parallel import ParallelConfig
@@ -188,6 +188,33 @@ def test_experts_of_a_width_that_no_grouped_product_takes_are_computed(one_rank:
     plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, experts_implementation="eager")
     np.testing.assert_allclose(policy.forward_logprobs([row])[0], logprobs_of(plain, row), atol=1e-5)
     assert policy.train_step([row], StepContext()).metrics["grad_norm"] > 0
+
+
+@pytest.mark.parametrize("width", [16, 10])
+def test_experts_are_computed_together_wherever_their_own_width_permits(width: int, tmp_path: Path) -> None:
+    """A convolution's weights have three dimensions, too, and say nothing of experts."""
+    config = AutoConfig.for_model(
+        "qwen3_next",
+        vocab_size=24,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        layer_types=["linear_attention", "full_attention"],
+        linear_num_value_heads=2,
+        linear_num_key_heads=2,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=width,
+        shared_expert_intermediate_size=16,
+        intermediate_size=32,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    model = load_model(str(tmp_path), dtype=torch.float32)
+    assert model.config._experts_implementation == ("eager" if width % 8 else "grouped_mm")
 
 
 def look_in_short_chunks(path: str, parallel: ParallelConfig, rows: Sequence[Row]) -> Found:
