@@ -16,6 +16,7 @@ from tests.cli.test_commands import run
 
 
 def test_a_run_is_asked_what_it_held_out_as_its_validation_asks(run_dir: Path) -> None:
+    """Takes seconds: the first of these tests imports torch and transformers."""
     job = settle(str(run_dir), None, [])
     config = job.config
     assert (config.model.path, config.run.seed) == (str(run_dir / "model"), 7)

@@ -142,6 +142,7 @@ def test_the_document_lists_the_cases_and_nothing_else() -> None:
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_refused_leaves_the_run_as_it_was(name: str, recipe: Path, tmp_path: Path) -> None:
+    """Takes seconds: some are refused only when a model is loaded."""
     case = REFUSED[name]
     run = Stopped(recipe, tmp_path / "run", *case.settings)
     case.spoil(run)

@@ -348,7 +348,7 @@ async def test_on_ray_a_version_equals_one_process_and_a_dead_copy_ends_the_run(
     inline = await start(config(), tiny_model, tmp_path)
     expected = await one_version(inline, config(), itself)
     await inline.close()
-    cfg = config("ray", trainer={"threads": 1})
+    cfg = config("ray", trainer={"threads": 1}, cluster={"start_timeout_s": 400})
     workers = await start(cfg, tiny_model, tmp_path)
     try:
         assert workers.inside_fetch == frozenset()

@@ -312,6 +312,7 @@ def test_a_dumped_configuration_loads_back_to_an_equal_one(
 def test_text_that_looks_like_a_reference_is_text_after_a_dump_too(
     tmp_path_factory: pytest.TempPathFactory, text: str
 ) -> None:
+    """Takes seconds: a hundred configurations are written, read and checked."""
     params = {"text": text, "listed": [text, {"within": text}]}
     config = Config.model_validate({"data": {"prompt_key": text, "task": {"name": "sort", "params": params}}})
     equal_after_dump(LoadedConfig(config), tmp_path_factory.getbasetemp())

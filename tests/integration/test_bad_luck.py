@@ -371,6 +371,7 @@ def no_large_file() -> Iterator[None]:
 def test_a_full_disk_at_a_checkpoint_is_one_message_and_half_a_checkpoint_is_removed(
     recipe: Path, tmp_path: Path
 ) -> None:
+    """Takes seconds: a whole run until its first checkpoint."""
     run_dir = tmp_path / "run"
     with no_large_file():
         done = run_here(*inline(recipe, run_dir, "trainer.save_freq=1"))

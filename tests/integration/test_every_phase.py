@@ -122,6 +122,7 @@ def at(phase: Phase, monkeypatch: pytest.MonkeyPatch, do: Callable[[], None]) ->
 def test_ctrl_c_in_any_phase_ends_the_run_in_order(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
+    """Takes seconds: a whole run, with a checkpoint and an export at its end."""
     phase = PHASES[name]
     at(phase, monkeypatch, interrupt)
     total = 4 if name == "export" else 32
@@ -150,6 +151,7 @@ def test_ctrl_c_in_any_phase_ends_the_run_in_order(
 def test_ctrl_c_twice_in_any_phase_leaves_at_once(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
+    """Takes seconds: a whole run until the phase, which user code may hold up."""
     phase, note = PHASES[name], headway.app.interrupts.note
 
     def again(reports: Reports, text: str) -> None:
@@ -353,6 +355,7 @@ def check_missing_export(done: Done, run_dir: Path, why: str) -> None:
 def test_a_worker_that_dies_in_any_phase_ends_the_run_with_its_name_unless_nobody_needs_it_any_more(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, victim: str
 ) -> None:
+    """Takes seconds: a whole run until the phase."""
     phase = PHASES[name]
     deaths = Deaths(monkeypatch, Moments(phase, lambda: deaths.kill(victim)))
     run_dir = tmp_path / "run"

@@ -53,6 +53,7 @@ def check_equal(recipe: Path, plain_weights: dict[str, bytes], backend: str) -> 
 def test_slots_and_replicas_change_no_bit_of_it(
     recipe: Path, plain_weights: dict[str, bytes], settings: tuple[str, ...]
 ) -> None:
+    """Takes seconds: a whole run."""
     run_dir = recipe.parent / "-".join(settings).replace("=", "-")
     train(recipe, run_dir, "cluster.backend=inline", *settings)
     trained = weights(run_dir / "model")

@@ -32,6 +32,7 @@ async def patiently(runners: Runners, *job: Any, on_ask: Any = None, tries: int 
 
 @pytest.mark.parametrize("job", ["holds_the_loop", "holds_the_loop_in_a_task"])
 async def test_a_job_that_holds_its_event_loop_is_named_and_the_others_of_its_runner_are_not(job: str) -> None:
+    """Starts two processes of user code, and waits for one to be taken for lost."""
     async with runners_of("shared", stall_s=STALL_S) as runners:
         before = await runners.run(("pid",))
         other = asyncio.create_task(runners.run(("sleeps", 60)))
@@ -117,22 +118,27 @@ async def test_a_host_that_stands_still_itself_replaces_nobody() -> None:
 
 
 async def test_a_machine_that_stands_still_costs_nobody() -> None:
-    """Takes several times the limit, during which neither host nor runner does anything, though a ping is due."""
-    async with runners_of("shared", stall_s=STALL_S) as runners:
+    """Takes longer than the limit, during which neither host nor runner does anything, though a ping is due.
+
+    The limit leaves a runner that goes on, on a busy machine, the time to answer.
+    """
+    stall_s = 4 * STALL_S
+    async with runners_of("shared", stall_s=stall_s) as runners:
         pid = await runners.run(("pid",))
         sleeping = asyncio.create_task(runners.run(("sleeps", STALL_S)))
         await asyncio.sleep(0.1)
         os.kill(pid, signal.SIGSTOP)
-        await asyncio.sleep(STALL_S / 5)
-        time.sleep(3 * STALL_S)  # noqa: ASYNC251
+        await asyncio.sleep(stall_s / 5)
+        time.sleep(1.5 * stall_s)  # noqa: ASYNC251
         await asyncio.sleep(0)
-        await asyncio.sleep(STALL_S / 20)
+        await asyncio.sleep(stall_s / 20)
         os.kill(pid, signal.SIGCONT)
         assert await sleeping == "slept"
         assert await runners.run(("pid",)) == pid
 
 
 async def test_a_job_that_was_left_and_holds_its_loop_still_costs_its_runner_alone() -> None:
+    """Starts two processes of user code, and waits for one to be taken for lost."""
     async with runners_of("shared", stall_s=STALL_S) as runners:
         before = await runners.run(("pid",))
         begun = asyncio.Event()

@@ -36,6 +36,7 @@ def test_code_that_does_not_end_is_ended(here: Run, code: str, limit: Limit) -> 
 
 
 def test_time_of_the_processor_is_counted_over_all_processes(run: Run) -> None:
+    """Takes as long as eight processes need for the time that they have together, on cores that others use, too."""
     code = """
     import os
     for _ in range(3):
@@ -47,6 +48,7 @@ def test_time_of_the_processor_is_counted_over_all_processes(run: Run) -> None:
 
 
 def test_time_of_the_processor_is_counted_where_signals_are_ignored(here: Run) -> None:
+    """Takes as long as a process needs for its time on cores that others use, too."""
     code = "import signal; signal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass"
     assert here(code, limits=replace(SMALL, cpu_s=0.5)).limit == "cpu"
 
@@ -224,6 +226,7 @@ def test_output_is_bounded_where_all_of_it_comes_at_the_end(here: Run) -> None:
 
 
 def test_what_unpacks_to_much_more_than_it_was_is_stopped_in_memory_and_on_disk(here: Run) -> None:
+    """Takes seconds: 300 MiB are packed, and 40 files written, within the room's limits."""
     code = """
     import io, zipfile, zlib
     packer = zlib.compressobj(9)

@@ -157,6 +157,7 @@ def test_a_receiver_killed_in_recv_is_named_in_bounded_time_and_the_rest_go_on_i
 
 
 def test_a_sender_killed_in_send_is_named_by_every_receiver_in_bounded_time_and_the_next_one_works(site: Site) -> None:
+    """Starts a process that imports torch, and waits for what it will not send."""
     hears, told = mp.get_context("spawn").Pipe(duplex=False)
     dying = process(host_send_and_die, told)
     assert hears.poll(60)
