@@ -212,6 +212,8 @@ def test_a_run_may_be_stopped_at_any_time_and_ends_at_a_version(share: float):
 
 @a_share_and_all
 def test_replicas_may_die_join_or_hang_meanwhile(share: float):
+    """Takes seconds: many random schedules."""
+
     def check(case: Case) -> None:
         check_however_it_ended(beside(case).run(), FetchesAhead, check_ahead)
 

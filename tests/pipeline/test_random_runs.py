@@ -115,6 +115,8 @@ def test_how_much_is_admitted_under_a_version_depends_on_nothing_but_the_version
 
 @a_share_and_all
 def test_waves_are_as_large_whatever_the_order_in_which_groups_finish(share: float):
+    """Takes seconds: many random schedules."""
+
     def waves(case: Case) -> list[int]:
         return [event.limit for event in run_and_check(case).of(GroupAdmitted)]
 
@@ -127,6 +129,8 @@ def test_waves_are_as_large_whatever_the_order_in_which_groups_finish(share: flo
 
 @a_share_and_all
 def test_a_drained_answer_has_one_version_and_no_answer_is_cut_short(share: float):
+    """Takes seconds: many random schedules."""
+
     def check(case: Case) -> None:
         assert all(len(t.version_spans) == 1 for t in run_and_check(case).of(TrajectoryFinished))
 

@@ -168,6 +168,7 @@ def test_a_call_ends_with_the_process_that_asked_for_it(sandbox: Sandbox) -> Non
 
 @pytest.mark.slow
 def test_what_is_left_of_a_call_that_was_being_set_up_is_ended_by_the_next_trial_of_a_sandbox(sandbox: Sandbox) -> None:
+    """Takes seconds: five processes import, are killed while they set a call up, and what they leave is ended."""
     for turn in range(5):
         mark = f"2{os.getpid()}05.{1 + turn}"
         killed_when(lambda mark: bool(running(mark)), mark)

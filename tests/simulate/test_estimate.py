@@ -83,6 +83,7 @@ def test_the_interval_covers_the_true_mean_nineteen_times_in_twenty(count, multi
 
 @mostly_slow(("share", "deviation"), product([0.0, 0.8], [0.2, 0.4]), quick=[(0.8, 0.4)])
 def test_an_interval_that_is_looked_at_after_every_version_still_covers_the_mean(share, deviation):
+    """Takes seconds: many random runs of numbers."""
     draws = np.random.default_rng(0)
     covered = []
     for _ in range(1000):
