@@ -70,12 +70,14 @@ def fits(
     """
     most = room(device_bytes)
     for split in splits:
-        shared = split.generate == 0
+        shared, alone = split.generate == 0, replicas(shape, most, context, split)
         for step in _steps(shape, split.train, context, device_bytes, budgets):
             memory = trainer(shape, step).beside(update(shape, BF16, BUCKET, senders=1, copy=False, on_cpu=False))
-            held = sum(line.nbytes for line in memory.held if not line.on_host) if shared else 0
-            replica, answers = replicas(shape, most - held, context, split)
-            if memory.device <= most and (answers or not replicas(shape, most, context, split)[1]):
+            replica, answers = alone
+            if shared:
+                held = sum(line.nbytes for line in memory.held if not line.on_host)
+                replica, answers = replicas(shape, most - held, context, split)
+            if memory.device <= most and (answers or not alone[1]):
                 yield Fit(shared, step, memory, replica, answers)
 
 
