@@ -11,7 +11,7 @@ from headway.elsewhere.rows import without as lost
 from headway.elsewhere.values import (
     LORA,
     PACKED,
-    REPLICA,
+    REPLICA_SIZE,
     REWARD_MODEL,
     file_name,
     interval,
@@ -208,7 +208,7 @@ SECTIONS: Mapping[str, Row] = {
     "critic.model_name_or_path": no("nothing to do: the critic begins as a copy of model.path"),
     "critic.value_clip": same("critic.cliprange_value", number),
     "vllm.num_engines": differs("rollout.n_gpus_per_node", "engines", _engines),
-    "vllm.tensor_parallel_size": REPLICA,
+    "vllm.tensor_parallel_size": REPLICA_SIZE,
     "vllm.gpu_memory_utilization": same("rollout.vllm.engine_args.gpu_memory_utilization", number),
     "vllm.enforce_eager": same("rollout.enforce_eager"),
     "rollout.name": same("rollout.name"),

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from headway.elsewhere import prime_rl_values as of
 from headway.elsewhere.rows import Project, Row, always, differs, no, off, same, taken
 from headway.elsewhere.rows import without as lost
-from headway.elsewhere.values import LORA, REPLICA, file_name, number, path, whole
+from headway.elsewhere.values import LORA, REPLICA_SIZE, file_name, number, path, whole
 
 SECTIONS = ("", "trainer.", "orchestrator.", "inference.")
 """Beginnings that the keys of one file may lack: those of a whole run, or of one process."""
@@ -205,8 +205,8 @@ ROWS: Mapping[str, Row] = {
     "orchestrator.model.lora*": no(LORA),
     "orchestrator.client*": no("nothing to do: Headway starts the engines"),
     # inference
-    "inference.vllm.tensor_parallel_size": REPLICA,
-    "inference.parallel.tp": REPLICA,
+    "inference.vllm.tensor_parallel_size": REPLICA_SIZE,
+    "inference.parallel.tp": REPLICA_SIZE,
     "inference.parallel.dp": differs("rollout.n_gpus_per_node", "replicas", of.replicas),
     "inference.vllm.data_parallel_size": differs("rollout.n_gpus_per_node", "replicas", of.replicas),
     "inference.vllm.gpu_memory_utilization": same("rollout.vllm.engine_args.gpu_memory_utilization", number),

@@ -8,7 +8,7 @@ from headway.elsewhere import trl_values as of
 from headway.elsewhere.rows import Project, Row, always, choice, differs, no, off, same, taken
 from headway.elsewhere.values import (
     LORA,
-    REPLICA,
+    REPLICA_SIZE,
     file_name,
     number,
     path,
@@ -127,7 +127,7 @@ ROWS: Mapping[str, Row] = {
         "rollout.vllm.engine_args.gpu_memory_utilization",
         lambda value, given: number(value, given) if given.get("use_vllm") else taken(note="vLLM is not used"),
     ),
-    "vllm_tensor_parallel_size": REPLICA,
+    "vllm_tensor_parallel_size": REPLICA_SIZE,
     "vllm_max_model_length": no("nothing to do: contexts are data.max_prompt_length + data.max_response_length"),
     "vllm_importance_sampling_correction": differs("algorithm.rollout_correction.name", "mask", of.correction),
     "vllm_importance_sampling_*": no("nothing to do: it goes with vllm_importance_sampling_correction"),

@@ -83,5 +83,5 @@ def _replica(value: Any, given: Given) -> Answer:
     return taken({"rollout.tensor_model_parallel_size": size, **engine})
 
 
-REPLICA = same("rollout.tensor_model_parallel_size", _replica)
+REPLICA_SIZE = same("rollout.tensor_model_parallel_size", _replica)
 """Row of how many devices an engine is on."""

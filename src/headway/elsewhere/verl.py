@@ -13,7 +13,7 @@ from headway.elsewhere.rows import Project, Row, always, choice, differs, no, of
 from headway.elsewhere.values import (
     LORA,
     PACKED,
-    REPLICA,
+    REPLICA_SIZE,
     REWARD_MODEL,
     file_name,
     interval,
@@ -206,7 +206,7 @@ ROWS: Mapping[str, Row] = {
     ),
     "rollout.do_sample": always(True, note="answers are sampled"),
     "rollout.ignore_eos": always(False, note="an answer ends with the model's stop token"),
-    "rollout.tensor_model_parallel_size": REPLICA,
+    "rollout.tensor_model_parallel_size": REPLICA_SIZE,
     "rollout.data_parallel_size": always(1, note="each device has a replica"),
     "rollout.expert_parallel_size": always(1, note="experts are divided as matrices are"),
     "rollout.gpu_memory_utilization": same("rollout.vllm.engine_args.gpu_memory_utilization", number),

@@ -18,7 +18,7 @@ from headway.devices import ACCELERATORS, CPU
 from headway.errors import ConfigError
 from headway.starter.choices import Choice, Choices
 from headway.starter.data import DataFacts
-from headway.starter.devices import REPLICA, WHY_MESH, Layout, layout_of
+from headway.starter.devices import REPLICA_SIZE, WHY_MESH, Layout, layout_of
 from headway.starter.machine import Machine
 from headway.starter.memory import RECOMPUTE, WHY_RECOMPUTE, within_memory
 from headway.starter.model import ModelFacts
@@ -294,7 +294,7 @@ def _devices(made: Choices, model: ModelFacts, layout: Layout, machine: Machine)
             made.add(f"{role}.nnodes", nodes, f"machines of {PER_MACHINE}", main=True)
         made.add(f"{role}.n_gpus_per_node", each, why, main=True)
     if layout.replica > 1:
-        made.add(REPLICA, layout.replica, "GPUs of one replica", main=True)
+        made.add(REPLICA_SIZE, layout.replica, "GPUs of one replica", main=True)
     made.add("trainer.save_freq", 10, "versions between two checkpoints; two are kept")
     slow = f"; slow for {model.size} parameters" if machine.on_cpu and model.shape.parameters >= SMALL else ""
     made.add("cluster.device", (CPU if machine.on_cpu else ACCELERATORS[0]).name, machine.words + slow)

@@ -28,7 +28,7 @@ WHY_MESH = {
     "ep": "ranks that divide the experts",
 }
 ASYNC, TURNS = "async_partial", "colocate_async"
-REPLICA = "rollout.tensor_model_parallel_size"
+REPLICA_SIZE = "rollout.tensor_model_parallel_size"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +82,8 @@ def layout_of(model: ModelFacts, machine: Machine, context: int, given: Mapping[
 
 def _replica_sizes(machine: Machine, given: Mapping[str, Any]) -> tuple[int, ...]:
     """Return the numbers of GPUs that a replica may have: as given, or several where vLLM is or may be installed."""
-    if REPLICA in given:
-        return (int(given[REPLICA]),)
+    if REPLICA_SIZE in given:
+        return (int(given[REPLICA_SIZE]),)
     engine = given.get("rollout.name", "native" if machine.here and not machine.vllm else "vllm")
     return SIZES if engine == "vllm" else (1,)
 
