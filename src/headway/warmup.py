@@ -25,6 +25,7 @@ from headway.data.tasks import make_task
 from headway.data.types import Prompt
 from headway.engines.rollout.native.engine import NativeEngine
 from headway.episodes.alone import keeping
+from headway.episodes.rendering import answer_decoder
 from headway.errors import ModelError, UserCodeError, boundary
 from headway.interfaces.calls import SamplingParams
 from headway.interfaces.keeper import GroupRequest
@@ -145,7 +146,7 @@ class Evaluation:
         return asyncio.run(self._accuracy(copy.deepcopy(model).eval()))
 
     async def _accuracy(self, model: PreTrainedModel) -> float:
-        decode = text_of(self._tokenizer)
+        decode = answer_decoder(self._tokenizer)
         engine = NativeEngine(
             model,
             name="warm-up",
@@ -153,7 +154,7 @@ class Evaluation:
             slots=EVALUATION_SLOTS,
             max_context=self._max_context,
             max_batched_tokens=4096,
-            decode=decode,
+            decode=text_of(self._tokenizer),
         )
         right = 0.0
         requests = [GroupRequest(i, prompt, 1, self._sampling) for i, prompt in enumerate(self._held_out)]

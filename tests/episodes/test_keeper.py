@@ -141,6 +141,19 @@ def test_a_baseline_is_one_more_answer_with_a_sampling_of_its_own():
     run_virtual(main())
 
 
+def test_the_text_of_an_answer_is_without_the_stop_token_that_ended_it():
+    async def main() -> None:
+        engine, sampling = ScriptedEngine("a"), SamplingParams(16, stop_token_ids=(1,))
+        async with keeper_of(engine) as keeper:
+            asked = Asked(keeper, [GroupRequest(3, request(3).prompt, 2, sampling)])
+            await settle()
+            engine.finish_all()  # each with its row and its k
+            await asked.task
+            assert [one.text for one in asked.groups[0].trajectories] == ["3 0", "3"]
+
+    run_virtual(main())
+
+
 def test_the_calls_of_a_replica_that_leaves_are_asked_of_another_and_finished_ones_stay():
     async def main() -> None:
         a, b = ScriptedEngine("a"), ScriptedEngine("b")

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from headway.data.types import SampledTokens
 from headway.episodes.conversations import Conversations, PromptKind
-from headway.episodes.rendering import ChatRenderer, probe_tool
+from headway.episodes.rendering import ChatRenderer, answer_decoder, probe_tool
 from headway.episodes.transcript import Transcript
 from headway.errors import ConfigError, DataError, UserCodeError
 from headway.programs.messages import calls_made, said, tool_result
@@ -271,6 +271,15 @@ def test_a_further_token_can_end_a_turn_in_place_of_the_templates():
     assert renderer.text(sampled) == "12"
     first, second = two_turns(renderer, sampled, said("assistant", "12"), said("user", "no"))
     assert renderer.tokenizer.decode(second.ids[len(first.ids) :]).startswith("12<|endoftext|>\n<|im_start|>user")
+
+
+@pytest.mark.parametrize("ended_by", ["<|endoftext|>", "<|im_end|><|endoftext|>"])
+def test_the_text_of_an_answer_has_all_special_tokens_but_those_that_end_it(ended_by):
+    template = tokenizer_of("qwen2_5").chat_template if "im_end" in ended_by else None
+    tokenizer = plain_tokenizer(template)
+    ids = tokenizer.encode("<tool_call>a</tool_call>" + ended_by, add_special_tokens=False)
+    assert answer_decoder(tokenizer)(ids) == "<tool_call>a</tool_call>"
+    assert answer_decoder(tokenizer, skip_special_tokens=True)(ids) == "a"
 
 
 def plain_tokenizer(chat_template: str | None) -> PreTrainedTokenizerFast:

@@ -22,11 +22,12 @@ from headway.engines.train.advantages import FetchAdvantages
 from headway.engines.train.fsdp import FsdpEngine
 from headway.engines.train.fsdp.mesh import TrainMesh
 from headway.episodes.alone import keeping
+from headway.episodes.rendering import answer_decoder
 from headway.interfaces.calls import SamplingParams
 from headway.interfaces.keeper import GroupRequest
 from headway.interfaces.steps import StepContext
 from headway.models.pretrained import load_model
-from headway.models.tokenizer import load_tokenizer, text_of
+from headway.models.tokenizer import load_tokenizer
 from headway.pipeline.fetches import outcomes
 from headway.user_code import load_function
 from headway.weights.outgoing import Stream
@@ -56,7 +57,7 @@ async def plain_loop(config_path: Path, out: Path) -> None:
             sink.filled(chunk.header)
         sink.ended(weights.digests)
 
-    decode = text_of(tokenizer)
+    decode = answer_decoder(tokenizer)
     engine = NativeEngine(
         model,
         name="plain",

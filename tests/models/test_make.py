@@ -102,12 +102,16 @@ def test_stop_tokens_are_the_generation_config_s_and_the_tokenizer_s(tmp_path: P
 
 
 @pytest.mark.parametrize("tidied", [False, True])
-def test_the_text_of_ids_is_what_the_tokenizer_decodes_without_special_tokens(tmp_path: Path, tidied: bool) -> None:
+def test_the_text_of_ids_is_what_the_tokenizer_decodes_with_the_special_tokens_that_are_wanted(
+    tmp_path: Path, tidied: bool
+) -> None:
     make_model(TINY, 0, tmp_path / "model")
     tokenizer = load_tokenizer(tmp_path / "model")
     tokenizer.clean_up_tokenization_spaces = tidied
     ids = [*tokenizer("sort 3 1 2: a  z= -+*|()").input_ids, tokenizer.eos_token_id]
-    assert text_of(tokenizer)(ids) == tokenizer.decode(ids, skip_special_tokens=True)
+    assert text_of(tokenizer)(ids) == tokenizer.decode(ids)
+    for text in (text_of(tokenizer, [tokenizer.eos_token_id]), text_of(tokenizer, skip_special_tokens=True)):
+        assert text(ids) == tokenizer.decode(ids[:-1])
 
 
 def test_a_tokenizer_that_decodes_in_its_own_way_is_asked_itself(tmp_path: Path) -> None:

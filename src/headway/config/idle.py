@@ -59,6 +59,8 @@ def _model(config: Config) -> Iterator[Idle]:
 
 def _programs(config: Config) -> Iterator[Idle]:
     yield from idle_program_keys(config.rollout)
+    if config.rollout.has_program:
+        yield "rollout.skip_special_tokens", "programs get answers with all that they say"
     if not config.rollout.has_program or config.async_training.on_update != "drain":
         yield "async_training.drain", "it is for on_update=drain and episodes that a program makes"
 

@@ -40,6 +40,9 @@ class RolloutConfig(ProgramKeys):
     """Number of an answer's tokens before which no stop token is sampled."""
     stop: tuple[str, ...] = ()
     """Strings that end an answer, beside the model's stop tokens. The text that is scored has them."""
+    skip_special_tokens: bool = False
+    """Leave special tokens out of the text that is scored and shown. Otherwise only those that end an answer are left
+    out; strings of ``stop`` may be special tokens in any case."""
     total_rollout_steps: Positive | None = None
     """Length of the run in *trained* groups; a multiple of B. Exactly one of this and ``data.epochs`` is given."""
     test_freq: Every = 1

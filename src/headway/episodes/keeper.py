@@ -71,7 +71,8 @@ class GroupKeeper:
 
     Args:
         name: of the keeper, under which replicas know its calls.
-        decode: token ids to text, the stop token included; None where tokens are only simulated.
+        decode: an answer's token ids, less the stop token that ended it, to its text; None where tokens are only
+            simulated.
         hosting: what makes episodes by a user's program; None for the program of one turn.
         gather_s: seconds from when groups were handed on until the next ones are, unless none is being made any more.
     """
@@ -332,11 +333,14 @@ def _of_answers(group: _Group, decode: Callable[[Sequence[int]], str] | None) ->
     for k in range(group.request.episodes):
         asked, finished = group.answers[k]
         tokens, length = finished.tokens, finished.length
+        ids = [] if tokens is None or decode is None else tokens.ids.tolist()
+        if ids and ids[-1] in group.sampling(k).stop_token_ids:
+            ids.pop()
         trajectories.append(
             Trajectory(
                 id=asked.trajectory,
                 replica=asked.replica,
-                text="" if tokens is None or decode is None else decode(tokens.ids.tolist()),
+                text="" if decode is None or not ids else decode(ids),
                 prompt_length=len(prompt_ids),
                 length=length,
                 finish_reason=finished.finish_reason,

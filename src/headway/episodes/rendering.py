@@ -6,7 +6,7 @@ place of its calls' arguments), and the tail is what follows the mark (`headway.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from headway.episodes.encoding import encoded
 from headway.episodes.messages import MARK, Marked, reasoning_of
 from headway.errors import ConfigError, DataError, boundary, cut
+from headway.models.tokenizer import eos_ids, text_of
 from headway.programs.messages import Message, ToolSchema, calls_made, said, tool_result
 
 if TYPE_CHECKING:
@@ -54,9 +55,8 @@ class ChatRenderer:
         self._most_tokens = most_tokens
         self._options = dict(options or {})
         self._turn_end, self._turn_end_id = self._find_turn_end()
-        eos = tokenizer.eos_token_id
-        ends = {self._turn_end_id, *(eos if isinstance(eos, list) else [eos]), *stop_ids}
-        self.end_ids: frozenset[int] = frozenset(int(id) for id in ends if id is not None)
+        turn_end = [] if self._turn_end_id is None else [self._turn_end_id]
+        self.end_ids: frozenset[int] = frozenset((*turn_end, *eos_ids(tokenizer), *stop_ids))
         """Tokens that end a turn: one of them, sampled last, stands for the template's own end of the turn."""
 
     def render(
@@ -223,6 +223,23 @@ class ChatRenderer:
             if text.startswith(token):
                 return token, first
         return text, None
+
+
+def answer_decoder(
+    tokenizer: PreTrainedTokenizerBase, *, skip_special_tokens: bool = False
+) -> Callable[[Sequence[int]], str]:
+    """Return a function from an answer's ids to its text, as rewards and samples have it.
+
+    Special tokens are kept, except those that end an answer: the end of sequence, and the template's end of a turn.
+    ``skip_special_tokens``: leave all of them out.
+    """
+    if skip_special_tokens:
+        return text_of(tokenizer, skip_special_tokens=True)
+    try:
+        ends = ChatRenderer(tokenizer).end_ids
+    except ConfigError:  # no template, or none for turns
+        ends = eos_ids(tokenizer)
+    return text_of(tokenizer, ends)
 
 
 def _common(one: str, other: str) -> str:

@@ -155,7 +155,8 @@ class Try:
         self.calls.append(finished)
         self.numbers.append(number)
         with boundary("the answer of a turn cannot be read", UserCodeError):
-            answer = self.record.answered(prompted, request, finished, number)
+            stops = (*request.stop_token_ids, *self.sampling.stop_token_ids)
+            answer = self.record.answered(prompted, replace(request, stop_token_ids=stops), finished, number)
         self.text = answer.text
         if self._keeps_conversation:
             self._answered(request.messages, answer.message)

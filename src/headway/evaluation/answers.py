@@ -18,6 +18,7 @@ from headway.data.types import FinishReason, Prompt, Trajectory, conversations_o
 from headway.episodes.alone import keeping
 from headway.episodes.hosting import chat_hosting
 from headway.episodes.programs import Hosting
+from headway.episodes.rendering import answer_decoder
 from headway.episodes.runners import ProgramRunners, variables
 from headway.errors import DataError, ScoringFailed
 from headway.evaluation.figures import Answer, Solved
@@ -25,7 +26,6 @@ from headway.evaluation.settings import Job
 from headway.interfaces.calls import Priority, SamplingParams
 from headway.interfaces.keeper import FinishedGroup, GroupRequest
 from headway.interfaces.rollout import RolloutEngine
-from headway.models.tokenizer import text_of
 from headway.pipeline.nothing_to_train import EPISODE_FAILED
 from headway.rewards.own import own_scores
 from headway.rewards.request import RewardSpec
@@ -113,7 +113,7 @@ async def solve(
         stack.push_async_callback(engine.close)
         ready()
         sampling = _sampling(config, stop_token_ids(str(config.model.path), questions.tokenizer))
-        decode = text_of(questions.tokenizer)
+        decode = answer_decoder(questions.tokenizer, skip_special_tokens=config.rollout.skip_special_tokens)
         ask = partial(_ask, engine, decode, hosting, reward, prompts, config.rollout.val_n, sampling, solved)
         found = await failing_as_one(ask)
     return [found[i] for i in range(len(prompts))]

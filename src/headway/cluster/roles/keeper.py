@@ -15,11 +15,12 @@ from headway.cluster.token_files import TokenFile, TokenFiles, TokenPlace
 from headway.cluster.worker_group import Dispatch, register
 from headway.episodes.hosting import chat_hosting
 from headway.episodes.keeper import GroupKeeper
+from headway.episodes.rendering import answer_decoder
 from headway.episodes.runners import ProgramRunners
 from headway.errors import HeadwayError
 from headway.interfaces.calls import Priority
 from headway.interfaces.keeper import FinishedGroup, GroupRequest
-from headway.models.tokenizer import load_tokenizer, text_of, torch_hidden
+from headway.models.tokenizer import load_tokenizer, torch_hidden
 
 GATHER_S = 0.03
 """Seconds for which finished groups are gathered. Waking up for each of them costs keeper and driver as much as what
@@ -56,7 +57,8 @@ class KeeperRole(Role):
             with torch_hidden():
                 hosting = chat_hosting(self._config, self._tokenizer, programs, self._host)
             await hosting.start()
-        decode = text_of(self._tokenizer)
+        with torch_hidden():
+            decode = answer_decoder(self._tokenizer, skip_special_tokens=self._config.rollout.skip_special_tokens)
         if self._files is None:  # the process is the driver's, which nobody has to wake up
             self._keeper = GroupKeeper(self.name, decode, hosting)
         else:

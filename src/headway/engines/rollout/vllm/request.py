@@ -56,6 +56,7 @@ def sampling_of(run: CallRun) -> Any:
         logprobs=0,
         flat_logprobs=True,
         detokenize=bool(sampling.stop),
+        skip_special_tokens=False,  # a stop string may be one
         output_kind=RequestOutputKind.CUMULATIVE,
         stream_interval=_FIRST_AND_LAST,
     )
