@@ -148,3 +148,110 @@ def test_pieces_that_meet_on_a_rank_compute_their_prompt_there_once() -> None:
     samples = samples_of([(1000, [400] * 6), (1, [10] * 5), (300, [10] * 7), (1000, [100] * 5)])
     of_ranks = loads(samples, assign([samples], 4, COST), 4)
     assert max(of_ranks) <= (COST.prompt(1000) + 2 * COST.response(1000, 400)) * 1.01
+
+
+# ------------------------------------------------------------------------------- a plain reference, without shortcuts
+
+Unit = tuple[tuple[int, int, int], list[TrajectoryId], float, dict[int, float]]
+"""A group's id, episodes of it, the cost of their responses, and of each prompt."""
+
+
+def plain_assign(mini_batches: Sequence[Sequence[Sample]], ranks: int, cost: Cost) -> dict[TrajectoryId, int]:
+    """The same assignment, in which every division is tried to its end, and every rank is looked at for every unit."""
+    owners: dict[TrajectoryId, int] = {}
+    totals = [0.0] * ranks
+    for samples in mini_batches:
+        of_bins, bins = plain_best(plain_groups(samples, cost), ranks)
+        heaviest = sorted(range(ranks), key=lambda bin: (-of_bins[bin], bin))
+        for bin, rank in zip(heaviest, sorted(range(ranks), key=lambda r: (totals[r], r)), strict=True):
+            totals[rank] += of_bins[bin]
+            owners.update((episode, rank) for unit in bins[bin] for episode in unit[1])
+    return owners
+
+
+def plain_cost(unit: Unit) -> float:
+    return unit[2] + sum(unit[3].values())
+
+
+def joined(units: Sequence[Unit]) -> Unit:
+    prompts = {length: cost for unit in units for length, cost in unit[3].items()}
+    responses = 0.0
+    for unit in units:
+        responses += unit[2]
+    return units[0][0], [episode for unit in units for episode in unit[1]], responses, prompts
+
+
+def plain_groups(samples: Sequence[Sample], cost: Cost) -> list[list[Unit]]:
+    groups: dict[tuple[int, int, int], dict[TrajectoryId, Unit]] = {}
+    for s in samples:
+        group, own, responses, prompts = groups.setdefault(s.episode[:3], {}).get(
+            s.episode, (s.episode[:3], [s.episode], 0.0, {})
+        )
+        responses += cost.response(s.prompt_length, s.length)
+        groups[group][s.episode] = group, own, responses, prompts | {s.prompt_length: cost.prompt(s.prompt_length)}
+    return sorted((list(of.values()) for of in groups.values()), key=lambda units: -plain_cost(joined(units)))
+
+
+def plain_best(groups: Sequence[Sequence[Unit]], ranks: int) -> tuple[list[float], list[list[Unit]]]:
+    whole = [joined(group) for group in groups]
+    best = undivided = plain_place(whole, ranks)
+    least = max([sum(map(plain_cost, whole)) / ranks, *(plain_cost(unit) for group in groups for unit in group)])
+    if max(undivided[0]) <= 1.01 * least:
+        return undivided
+    for pieces in doubling(2, ranks):
+        for cut in doubling(1, min(len(groups), 2 * ranks)):
+            placed = plain_place([*(p for g in groups[:cut] for p in plain_pieces(g, pieces)), *whole[cut:]], ranks)
+            if max(placed[0]) < max(best[0]):
+                best = placed
+    return best if max(best[0]) < 0.99 * max(undivided[0]) else undivided
+
+
+def doubling(first: int, last: int) -> list[int]:
+    return [*(first * 2**i for i in range(20) if first * 2**i < last), last]
+
+
+def plain_place(units: Sequence[Unit], ranks: int) -> tuple[list[float], list[list[Unit]]]:
+    of_bins, bins = [0.0] * ranks, [[] for _ in range(ranks)]
+    there: dict[tuple[tuple[int, int, int], int], set[int]] = {}
+    for unit in sorted(units, key=lambda unit: -plain_cost(unit)):
+        group, _, responses, prompts = unit
+        after = {}
+        for bin in range(ranks):
+            if (group, bin) in there or bin == of_bins.index(min(of_bins)):
+                own = there.get((group, bin), ())
+                after[bin] = (
+                    of_bins[bin] + responses + sum(cost for length, cost in prompts.items() if length not in own)
+                )
+        bin = min(after, key=lambda bin: (after[bin], bin))
+        of_bins[bin] = after[bin]
+        bins[bin].append(unit)
+        there.setdefault((group, bin), set()).update(prompts)
+    return of_bins, bins
+
+
+def plain_pieces(group: Sequence[Unit], most: int) -> list[Unit]:
+    pieces: list[list[Unit]] = [[] for _ in range(min(most, len(group)))]
+    for unit in sorted(group, key=lambda unit: -unit[2]):
+        min(pieces, key=lambda piece: sum(one[2] for one in piece)).append(unit)
+    return [joined(piece) if piece else (group[0][0], [], 0.0, {}) for piece in pieces]
+
+
+episodes_of = st.lists(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 300)), min_size=1, max_size=3), max_size=9)
+"""The rows of each episode of a group: prompt length (of few, so that episodes share some), and answer length."""
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.lists(episodes_of, max_size=8), min_size=1, max_size=2), st.integers(2, 12), st.integers(1, 60))
+def test_an_assignment_is_that_of_the_plain_reference(
+    fetch: list[list[list[list[tuple[int, int]]]]], ranks: int, longer: int
+) -> None:
+    mini_batches = [
+        [
+            Sample(None, 0, prompt * longer, length, TrajectoryId(batch, row, 0, k))
+            for row, group in enumerate(groups)
+            for k, rows in enumerate(group)
+            for prompt, length in rows
+        ]
+        for batch, groups in enumerate(fetch)
+    ]
+    assert assign(mini_batches, ranks, COST) == plain_assign(mini_batches, ranks, COST)

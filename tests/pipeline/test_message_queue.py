@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from fractions import Fraction
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.data.types import Group
+from headway.data.types import FinishReason, Group, Trajectory, TrajectoryId
 from headway.errors import LedgerImbalance
 from headway.pipeline.message_queue import MessageQueue
 from headway.pipeline.staleness import Staleness
@@ -27,6 +28,12 @@ def queue(window: int | None = 1, b: int = 10, eta: Fraction = Fraction(0)) -> M
 
 def group(number: int) -> Group:
     return Group(number, prompt(0, number), (), None)
+
+
+def finished_with(number: int, version: int) -> Group:
+    """A group whose oldest token is of ``version``."""
+    answer = Trajectory(TrajectoryId(0, number, 0, 0), "", "", 1, 1, FinishReason.STOP, [[0, version]], 0, 0, ())
+    return Group(number, prompt(0, number), (answer,), None)
 
 
 async def put(queue: MessageQueue, *numbers: int) -> None:
@@ -202,3 +209,75 @@ def test_whatever_the_order_of_completion_every_group_comes_out_once(
     if window is not None:
         for place, number in enumerate(taken):
             assert number < min(taken[place:]) + window
+
+
+# ------------------------------------------------------------------------- a plain reference for a largest lag's order
+
+
+def plain_next(live: dict[int, int], finished: list[int], version: int, room: int, max_lag: int, b: int) -> list[int]:
+    """The group to be taken next, by looking at all of them. ``finished`` is in the order of completion."""
+    due, falling_due = 0, Counter(max(0, oldest + max_lag - version) for oldest in live.values())
+    for ahead in range(max_lag + 1):
+        due += falling_due[ahead]
+        if due >= room + ahead * b:
+            return [number for number in finished if live[number] + max_lag <= version + ahead][:1]
+    return finished[:1]
+
+
+@given(st.data(), st.integers(1, 6), st.integers(0, 3), st.booleans())
+def test_with_a_largest_lag_groups_come_in_the_order_of_the_plain_reference(
+    data: st.DataObject, b: int, max_lag: int, drops: bool
+):
+    """Groups are admitted, finish, end early and are taken in any order, and may have newer tokens than expected."""
+    q = MessageQueue(Staleness(Fraction(20), b, None, None, {"rollout-0": 0}, max_lag, drops))
+    live: dict[int, int] = {}
+    finished: list[int] = []
+    admitted = taken = version = 0
+
+    async def main() -> None:
+        nonlocal admitted, taken, version
+        for act in data.draw(st.lists(st.sampled_from("aaaasssstttdv"), max_size=60)):
+            running = [number for number in live if number not in finished]
+            if act == "a" and admitted < b * 20:
+                q.expect(admitted, max(0, version - 1))
+                live[admitted] = max(0, version - 1)
+                admitted += 1
+            elif act == "s" and running:
+                number = data.draw(st.sampled_from(running))
+                live[number] = data.draw(st.integers(live[number], version))
+                finished.append(number)
+                await q.send(finished_with(number, live[number]))
+            elif act == "d" and live:
+                number = data.draw(st.sampled_from(list(live)))
+                end(number)
+                q.discard(number)
+            elif act == "t":
+                overdue = [n for n in finished if drops and live[n] < version - max_lag]
+                room = (version + 1) * b - taken
+                kept = {n: oldest for n, oldest in live.items() if n not in overdue}
+                waiting = [n for n in finished if n not in overdue]
+                expected = waiting[:1] if drops else plain_next(kept, waiting, version, room, max_lag, b)
+                if overdue and not expected:
+                    continue  # it would drop them and wait
+                dropped: list[int] = []
+                taking = asyncio.ensure_future(
+                    q.take(1, version, lambda group, told=dropped: (told.append(group.number), q.discard(group.number)))
+                )
+                await asyncio.sleep(1)
+                assert (dropped, taking.done()) == (overdue, bool(expected))
+                if expected:
+                    assert [group.number for group in taking.result()] == expected
+                    taken += 1
+                else:
+                    taking.cancel()
+                for number in [*overdue, *expected]:
+                    end(number)
+            elif act == "v":
+                version += 1
+
+    def end(number: int) -> None:
+        del live[number]
+        if number in finished:
+            finished.remove(number)
+
+    run_virtual(main())

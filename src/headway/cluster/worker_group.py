@@ -237,8 +237,11 @@ class WorkerGroup:
 
     def begin_fetch(self, mini_batches: Sequence[Sequence[Sample]]) -> asyncio.Task[Any]:
         """Assign a fetch to the data ranks, which hold what they read of it until `end_fetch`."""
-        self._owners = assign(mini_batches, len(self._meshes), self._cost)
-        return self._tell("begin_fetch")
+        return asyncio.create_task(self._begin_fetch(mini_batches), name=f"{self._role.__name__}.begin_fetch")
+
+    async def _begin_fetch(self, mini_batches: Sequence[Sequence[Sample]]) -> None:
+        self._owners = await self._assigned(mini_batches)
+        await self._tell("begin_fetch")
 
     def end_fetch(self) -> asyncio.Task[Any]:
         """Forget the fetch, on the ranks, too."""
@@ -282,7 +285,7 @@ class WorkerGroup:
                 return await self._split(method, registration.collect, *args)
 
     async def _split(self, method: str, collect: Collect, samples: Sequence[Sample], *args: Any) -> Any:
-        shares = self._shares(samples)
+        shares = await self._shares(samples)
         if collect is Collect.COLUMNS:
             return await self._columns(method, shares, samples, *args)
         own = [[samples[i] for i in share] for share in shares]
@@ -320,11 +323,14 @@ class WorkerGroup:
                 columns.update((share[at], Column(handle, place)) for place, at in enumerate(part))
         return [columns[index] for index in range(len(samples))]
 
-    def _shares(self, samples: Sequence[Sample]) -> list[list[int]]:
-        ranks = len(self._meshes)
-        owners = assign([samples], ranks, self._cost) if self._owners is None else self._owners
+    async def _assigned(self, mini_batches: Sequence[Sequence[Sample]]) -> dict[TrajectoryId, int]:
+        """Assign ``mini_batches`` in a thread: thousands of samples on a hundred ranks would hold up the loop."""
+        return await asyncio.to_thread(assign, mini_batches, len(self._meshes), self._cost)
+
+    async def _shares(self, samples: Sequence[Sample]) -> list[list[int]]:
+        owners = await self._assigned([samples]) if self._owners is None else self._owners
         try:
-            return split(samples, owners, ranks)
+            return split(samples, owners, len(self._meshes))
         except KeyError as unknown:
             raise RunError(
                 f"{self.name}: episode {tuple(unknown.args[0])} is not of the fetch that has begun; end that first"

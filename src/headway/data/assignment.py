@@ -10,6 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from heapq import heappop, heappush, heapreplace
+from math import inf
+from operator import attrgetter
 
 from headway.data.types import Sample, TrajectoryId
 
@@ -59,15 +62,19 @@ class _Work:
     """Cost of the responses of their rows."""
     prompts: dict[int, float] = field(default_factory=dict)
     """Length → cost of each prompt. Rows of a group with prompts of one length share the prompt."""
+    all_prompts: float = 0.0
+    """Cost of the prompts."""
 
     @property
     def cost(self) -> float:
-        return self.responses + sum(self.prompts.values())
+        return self.responses + self.all_prompts
 
     def add(self, other: _Work) -> None:
         self.episodes += other.episodes
         self.responses += other.responses
-        self.prompts |= other.prompts
+        if not self.prompts.keys() >= other.prompts.keys():
+            self.prompts |= other.prompts
+            self.all_prompts = sum(self.prompts.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,10 +130,15 @@ def _groups(samples: Sequence[Sample], cost: Cost) -> list[list[_Work]]:
     """The work of each episode, by group; the costliest group first."""
     groups: dict[GroupId, dict[TrajectoryId, _Work]] = {}
     for sample in samples:
-        episodes = groups.setdefault(group_of(sample), {})
-        work = episodes.setdefault(sample.episode, _Work(group_of(sample), [sample.episode]))
-        work.responses += cost.response(sample.prompt_length, sample.length)
-        work.prompts.setdefault(sample.prompt_length, cost.prompt(sample.prompt_length))
+        group, episode = group_of(sample), sample.episode
+        episodes = groups.setdefault(group, {})
+        if (work := episodes.get(episode)) is None:
+            work = episodes[episode] = _Work(group, [episode])
+        length = sample.prompt_length
+        work.responses += cost.response(length, sample.length)
+        if length not in work.prompts:
+            work.prompts[length] = cost.prompt(length)
+            work.all_prompts = sum(work.prompts.values())
     found = [list(episodes.values()) for episodes in groups.values()]
     return sorted(found, key=lambda group: -_whole(group).cost)
 
@@ -134,36 +146,54 @@ def _groups(samples: Sequence[Sample], cost: Cost) -> list[list[_Work]]:
 def _best(groups: Sequence[Sequence[_Work]], ranks: int) -> _Placed:
     """Place ``groups`` whole, or some of the costliest in pieces where that is worth it."""
     whole = [_whole(group) for group in groups]
-    best = undivided = _place(whole, ranks)
+    undivided = _place(whole, ranks)
     least = max([sum(work.cost for work in whole) / ranks, *(one.cost for group in groups for one in group)])
     if undivided.longest <= (1 + WORTH) * least:  # nothing can gain more than that
         return undivided
+    best = undivided
+    most_episodes = max(map(len, groups))
     for pieces in _doubling(2, ranks):
+        parts: list[_Work] = []
+        done = 0
         for cut in _doubling(1, min(len(groups), 2 * ranks)):
-            parts = [part for group in groups[:cut] for part in _pieces(group, pieces)]
-            placed = _place([*parts, *whole[cut:]], ranks)
+            parts += [part for group in groups[done:cut] for part in _pieces(group, pieces)]
+            done = cut
+            placed = _place([*parts, *whole[cut:]], ranks, best.longest)
             if placed.longest < best.longest:
                 best = placed
+        if pieces >= most_episodes:  # no group has more pieces
+            break
     return best if best.longest < (1 - WORTH) * undivided.longest else undivided
 
 
-def _place(units: Sequence[_Work], ranks: int) -> _Placed:
-    """Place the costliest unit first, each where the work is then least; a prompt that is there costs nothing again."""
+def _place(units: Sequence[_Work], ranks: int, below: float = inf) -> _Placed:
+    """Place the costliest unit first, each where the work is then least; a prompt that is there costs nothing again.
+
+    Ends as soon as the work of a rank is not ``below`` that: the rest is then not placed.
+    """
     loads = [0.0] * ranks
     bins: list[list[_Work]] = [[] for _ in range(ranks)]
     there: dict[GroupId, dict[int, set[int]]] = {}
     """Group → bin → lengths of its prompts that are computed there."""
-    for unit in sorted(units, key=lambda unit: -unit.cost):
+    lightest = [(0.0, bin) for bin in range(ranks)]
+    """Heap of the bins by load. Loads only grow, so an entry with another load than the bin's is out of date."""
+    for unit in sorted(units, key=attrgetter("cost"), reverse=True):
+        while lightest[0][0] != loads[lightest[0][1]]:
+            heappop(lightest)
+        bin = lightest[0][1]
         own = there.setdefault(unit.group, {})
-        lightest = loads.index(min(loads))
-        after = {
-            bin: loads[bin] + unit.responses + sum(c for p, c in unit.prompts.items() if p not in own.get(bin, ()))
-            for bin in (lightest, *own)
-        }
-        bin = min(after, key=lambda bin: (after[bin], bin))
-        loads[bin] = after[bin]
+        after = inf if bin in own else loads[bin] + unit.responses + unit.all_prompts
+        for other, lengths in own.items():
+            if (load := loads[other] + unit.responses) <= after:
+                load += sum(cost for length, cost in unit.prompts.items() if length not in lengths)
+                if (load, other) < (after, bin):
+                    after, bin = load, other
+        loads[bin] = after
         bins[bin].append(unit)
+        if after >= below:
+            break
         own.setdefault(bin, set()).update(unit.prompts)
+        heappush(lightest, (after, bin))
     return _Placed(loads, bins)
 
 
@@ -177,8 +207,11 @@ def _whole(group: Sequence[_Work]) -> _Work:
 def _pieces(group: Sequence[_Work], most: int) -> list[_Work]:
     """Cut a group into up to ``most`` pieces of about the same cost, each of them whole episodes."""
     pieces = [_Work(group[0].group) for _ in range(min(most, len(group)))]
-    for episode in sorted(group, key=lambda one: -one.responses):
-        min(pieces, key=lambda piece: piece.responses).add(episode)
+    least = [(0.0, at) for at in range(len(pieces))]
+    for episode in sorted(group, key=attrgetter("responses"), reverse=True):
+        at = least[0][1]
+        pieces[at].add(episode)
+        heapreplace(least, (pieces[at].responses, at))
     return pieces
 
 

@@ -12,8 +12,10 @@ Nothing is ever dropped to make room.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from math import floor
+from operator import itemgetter
 
 from headway.data.types import Group
 from headway.errors import LedgerImbalance
@@ -29,6 +31,11 @@ class MessageQueue:
         """Finished groups by number, in the order of their completion."""
         self._live: dict[int, int] = {}
         """Map from the number of a live group to the oldest version that any of its tokens can have."""
+        self._live_of: Counter[int] = Counter()
+        """Number of live groups by that oldest version."""
+        self._finished_of: dict[int, dict[int, int]] = {}
+        """Finished groups by that oldest version: number → place in the order of completion, which it is in."""
+        self._sent = 0
         self._admitted = 0
         self._taken = 0
         self._head = 0
@@ -50,7 +57,7 @@ class MessageQueue:
 
     def expect(self, number: int, version: int) -> None:
         """Note that group ``number`` was admitted while ``version`` was the oldest version served."""
-        self._live[number] = version
+        self._note(number, version)
         self._admitted = number + 1
 
     async def send(self, group: Group) -> bool:
@@ -61,7 +68,11 @@ class MessageQueue:
             raise LedgerImbalance(f"group {group.number} came to the queue a second time, or after it was discarded")
         self._finished[group.number] = group
         if self._staleness.max_lag is not None:
-            self._live[group.number] = group.oldest_version
+            oldest = group.oldest_version
+            self._forget(group.number)
+            self._note(group.number, oldest)
+            self._finished_of.setdefault(oldest, {})[group.number] = self._sent
+            self._sent += 1
         self._signal.changed()
         return True
 
@@ -117,19 +128,37 @@ class MessageQueue:
         oldest = self._staleness.oldest_trainable(version)
         if oldest is None:
             return []
-        return [group for number, group in self._finished.items() if self._live[number] < oldest]
+        overdue = [place for of, places in self._finished_of.items() if of < oldest for place in places.items()]
+        return [self._finished[number] for number, _ in sorted(overdue, key=itemgetter(1))]
 
     def _next(self, version: int) -> list[int]:
         """Return the numbers of the groups that may be taken together, first choice first."""
-        eligible = takeable(self._finished, self._head, self._staleness.window)
         if self._staleness.max_lag is None:
-            return eligible
+            return takeable(self._finished, self._head, self._staleness.window)
         room = (version + 1) * self._staleness.groups_per_version - self._taken
-        if (first := self._staleness.must_go_first(self._live, version, room)) is not None:
-            eligible = [number for number in eligible if number in first]
-        return eligible[:1]  # each group that is taken leaves less room for those that are due
+        due = self._staleness.must_go_first(self._live_of, version, room)
+        firsts = [
+            next(iter(places.items()))
+            for oldest, places in self._finished_of.items()
+            if places and (due is None or oldest <= due)
+        ]
+        # One at a time: each group that is taken leaves less room for those that are due.
+        return [min(firsts, key=itemgetter(1))[0]] if firsts else []
+
+    def _note(self, number: int, oldest: int) -> None:
+        self._live[number] = oldest
+        self._live_of[oldest] += 1
+
+    def _forget(self, number: int) -> None:
+        oldest = self._live.pop(number)
+        self._live_of[oldest] -= 1
+        if finished := self._finished_of.get(oldest):
+            finished.pop(number, None)
+        if not self._live_of[oldest]:
+            del self._live_of[oldest]
+            self._finished_of.pop(oldest, None)
 
     def _pass(self, number: int) -> None:
-        del self._live[number]
+        self._forget(number)
         while self._head < self._admitted and self._head not in self._live:
             self._head += 1

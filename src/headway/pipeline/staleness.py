@@ -10,7 +10,7 @@ and never beyond the run's total. This is backpressure and staleness control at 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from math import floor
@@ -51,7 +51,7 @@ class Staleness:
     loaded: dict[str, int]
     """Version that each serving replica has loaded."""
     max_lag: int | None = None
-    """Largest lag that a trained group may have; None where the order of consumption bounds it already."""
+    """Largest lag that a trained group may have, in completion order; None where the order of consumption bounds it."""
     drops_overdue: bool = False
     """True where groups older than ``max_lag`` are dropped; False where a fetch waits for those soon too old."""
     admitted: int = 0
@@ -77,21 +77,25 @@ class Staleness:
         """Return the oldest version whose tokens ``version`` may be trained on; None: any. Older ones are dropped."""
         return version - self.max_lag if self.max_lag is not None and self.drops_overdue else None
 
-    def must_go_first(self, live: Mapping[int, int], version: int, room: int) -> set[int] | None:
-        """Return the groups of which one must be taken next, or some would exceed ``max_lag``; None: any may be.
+    def must_go_first(self, live: Mapping[int, int], version: int, room: int) -> int | None:
+        """Return the version up to whose tokens a group must be of to be taken next; None: any group may be taken.
 
-        ``live`` gives each live group's number and the oldest version that any of its tokens can have, ``room`` how
-        many more groups ``version`` trains. A group is due by that oldest version + max_lag. When as many groups are
-        due by ``version`` + k as fit until then, nobody else may be taken. To look at k = 0 alone is not enough: with
-        more than B groups ahead, more of them can fall due at once than one version trains.
+        Otherwise some would exceed ``max_lag``. ``live`` gives the number of live groups by the oldest version that any
+        of a group's tokens can have, ``room`` how many more groups ``version`` trains. A group is due by that oldest
+        version + max_lag. When as many groups are due by ``version`` + k as fit until then, nobody else may be taken.
+        To look at k = 0 alone is not enough: with more than B groups ahead, more of them can fall due at once than one
+        version trains.
         """
         if self.max_lag is None or self.drops_overdue:
             return None
-        due, falling_due = 0, Counter(max(0, oldest + self.max_lag - version) for oldest in live.values())
+        falling_due: Counter[int] = Counter()
+        for oldest, groups in live.items():
+            falling_due[max(0, oldest + self.max_lag - version)] += groups
+        due = 0
         for ahead in range(self.max_lag + 1):
             due += falling_due[ahead]
             if due >= room + ahead * self.groups_per_version:
-                return {number for number, oldest in live.items() if oldest + self.max_lag <= version + ahead}
+                return version + ahead - self.max_lag
         return None
 
     @property
@@ -171,7 +175,7 @@ def wave_size(policy: Admission, *, room: int, unrewarded: int, validation_runs:
             return 0 if unrewarded or validation_runs else min(room, groups_per_version)
 
 
-def takeable(finished: Iterable[int], head: int, window: int | None) -> list[int]:
+def takeable(finished: Collection[int], head: int, window: int | None) -> list[int]:
     """Return the numbers that may be taken now, first choice first. ``finished`` is in order of completion.
 
     ``head`` is the oldest group neither taken nor discarded. The window is anchored there: anchored at the newest taken
@@ -179,4 +183,6 @@ def takeable(finished: Iterable[int], head: int, window: int | None) -> list[int
     """
     if window is None:
         return list(finished)
+    if window < len(finished):
+        return [number for number in range(head, head + window) if number in finished]
     return sorted(number for number in finished if number < head + window)
