@@ -19,11 +19,6 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import Protocol
 
-FILE_QUIET_S = 120.0
-"""Seconds for which work with files may stand still, whatever their size."""
-FILE_RATE = 20e6
-"""Bytes a second that the slowest disk takes. Data already in the system's cache may have to be written at this rate
-before the next byte moves."""
 LOOK_S = 1.0
 """Seconds between two looks at how much of a folder is written."""
 
@@ -36,8 +31,8 @@ class Heartbeat:
     """Description for people: the calls that are open, for how long, and where they are; empty for an idle worker."""
     quiet_s: float = math.inf
     """Seconds since the worker's counted work last moved, or began; infinite where there is none."""
-    patience_s: float = 0.0
-    """Seconds for which the worker may be quiet, where its work has a limit of its own: work with files."""
+    file_nbytes: int | None = None
+    """Bytes, so far, of the files that the worker writes or reads: work that has a limit of its own. None: no files."""
 
 
 class Living(Protocol):
@@ -91,12 +86,11 @@ class Progress:
         now, files = self._clock(), self._files
         where = f" ({place})" if place else ""
         doing = f"{work} for {now - self._began:.0f} s{where}, no progress for {now - moved:.0f} s"
-        patience_s = 0.0 if files is None else FILE_QUIET_S + files.nbytes / FILE_RATE
-        return Heartbeat(doing, now - moved, patience_s)
+        return Heartbeat(doing, now - moved, None if files is None else files.nbytes)
 
     @contextmanager
     def reading(self, folder: Path) -> Iterator[None]:
-        """Count the files of ``folder`` as being read until the block ends; patience allows for all of their bytes."""
+        """Count the files of ``folder`` as being read until the block ends; all of their bytes are known."""
         nbytes, _ = _sizes(folder)
         self._files = Files(nbytes)
         self.advance(f"reading {folder}, {_amount(nbytes)}")

@@ -14,6 +14,7 @@ from headway.cluster.roles.inbox import Left
 from headway.cluster.roles.outbox import Send, Sent, SentWeights
 from headway.cluster.worker_group import Worker, WorkerGroup
 from headway.config.schema import Config
+from headway.config.timeouts import Timeouts
 from headway.errors import ConfigError, UpdateFailed, UpdateMissed, WorkerDied
 from headway.interfaces.weights import ReceiveReport, SendReport
 from headway.weights.digests import combined
@@ -21,13 +22,14 @@ from headway.weights.layout import Manifest, TensorSlot
 from headway.weights.protocols import HostCopy, Parcel
 from headway.weights.transports.links import Link
 
+LIMITS = Timeouts(60, 10, 300)
 SETTINGS = ExchangeSettings(
     transport="broadcast",
     streamed=True,
     apart=False,
     with_delta=True,
     verify=True,
-    timeout_s=5,
+    timeouts=LIMITS,
     address=("127.0.0.1", 1),
     device="cpu",
     directory=None,
@@ -374,7 +376,7 @@ async def test_one_that_cannot_map_the_copy_leaves_it_as_it_is() -> None:
 
 
 async def test_while_the_owner_is_silent_the_others_answer_before_the_attempt_is_over() -> None:
-    between, trainer, (a, b, c) = exchange(replace(SETTINGS, timeout_s=0.05), THREE, ONE_MACHINE)
+    between, trainer, (a, b, c) = exchange(replace(SETTINGS, timeouts=Timeouts(60, 0.1, 300)), THREE, ONE_MACHINE)
     a.silent = True
     await between.reach(["a", "b", "c"])
     silent = asyncio.create_task(between.stage("a", 1))
@@ -498,10 +500,10 @@ async def test_when_one_of_several_senders_fails_nobody_counts_as_having_the_ver
 def test_buckets_go_from_gpu_to_gpu_only_while_nobody_trains(
     update: dict[str, Any], device: str, expected: tuple[str, str, bool]
 ) -> None:
-    settings = exchange_settings(Config.model_validate({"param_update": update}), None, device, None)
+    settings = exchange_settings(Config.model_validate({"param_update": update}), None, device, None, LIMITS)
     assert (settings.transport, settings.device, settings.apart) == expected
 
 
 def test_nccl_without_gpus_is_refused() -> None:
     with pytest.raises(ConfigError, match="the workers compute on CPUs"):
-        exchange_settings(Config.model_validate({"param_update": {"backend": "nccl"}}), None, "cpu", None)
+        exchange_settings(Config.model_validate({"param_update": {"backend": "nccl"}}), None, "cpu", None, LIMITS)

@@ -9,8 +9,9 @@ from collections.abc import Callable
 import pytest
 
 from headway.cluster.file_work import while_bytes_move
+from headway.config.timeouts import FILE_QUIET_S
 from headway.errors import RunError, StallError
-from headway.progress import FILE_QUIET_S, FILE_RATE, Heartbeat
+from headway.progress import Heartbeat
 from headway.simulate.clock import run_virtual
 
 
@@ -30,8 +31,7 @@ class Rank:
     async def heartbeat(self) -> Heartbeat:
         self.asked += 1
         moved = min(now(), self._stops_s)
-        patience_s = FILE_QUIET_S + moved * self._rate / FILE_RATE
-        return Heartbeat(f"export, {moved * self._rate / 1e6:g} MB", now() - moved, patience_s)
+        return Heartbeat(f"export, {moved * self._rate / 1e6:g} MB", now() - moved, int(moved * self._rate))
 
 
 class Waits:

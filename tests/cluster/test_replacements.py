@@ -20,6 +20,7 @@ from headway.cluster.resource_pool import ResourcePool
 from headway.cluster.roles.rollout import RolloutRole
 from headway.cluster.sight import Sight
 from headway.cluster.worker_group import Worker
+from headway.config.timeouts import Timeouts
 from headway.errors import ModelError, StallError
 
 SPEC = WorkerSpec("rollout-1", RolloutRole, 1, 1, {})
@@ -74,7 +75,7 @@ def replacements(
         return worker.name
 
     start = replica_start(cast(Sight, Seeing(place, failure)), serve)
-    made = Replacements(place, start, timeout_s=timeout_s)
+    made = Replacements(place, start, timeouts=Timeouts(timeout_s, 5, 300))
     made.know(SPEC, place.worker("rollout-1"))
     return made
 

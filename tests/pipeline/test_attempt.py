@@ -12,6 +12,8 @@ from headway.errors import UpdateFailed, UpdateMissed
 from headway.interfaces.weights import ReceiveReport, SendReport
 from headway.pipeline.attempt import Attempt, Audience, judge
 
+LIMIT = "param_update.timeout_s = 1 s"
+
 
 @dataclass(frozen=True)
 class Named:
@@ -27,7 +29,7 @@ class Holding:
 @pytest.mark.parametrize("swapped", [False, True])
 def test_who_holds_the_weights_in_another_dtype_is_held_to_its_own_checksum(swapped: bool):
     receivers = [cast(Any, Named(name)) for name in ("rollout-0", "logp")]
-    attempt = Attempt(3, Audience(receivers), timeout_s=1.0)
+    attempt = Attempt(3, Audience(receivers), limit=LIMIT)
     attempt.sent = SendReport(0.0, 0.0, 8, checksum=1, checksums={"rollout-0": 1, "logp": 2})
     got = (2, 1) if swapped else (1, 2)
     attempt.received = {
@@ -39,7 +41,11 @@ def test_who_holds_the_weights_in_another_dtype_is_held_to_its_own_checksum(swap
 
 def attempt_on(*receivers: tuple[str, str], failures: int = 0) -> Attempt:
     """An attempt to send version 3 to receivers, each given by its name and its copy's."""
-    return Attempt(3, Audience([cast(Any, Holding(*receiver)) for receiver in receivers], failures), timeout_s=1.0)
+    return Attempt(
+        3,
+        Audience([cast(Any, Holding(*receiver)) for receiver in receivers], failures),
+        limit=LIMIT,
+    )
 
 
 def names(audiences: Sequence[Audience]) -> list[list[str]]:

@@ -8,11 +8,12 @@ from typing import cast
 
 import pytest
 
+from headway.config.timeouts import FILE_RATE, Timeouts, file_stall_s
 from headway.errors import StallError
 from headway.events import Note, ReplicaActivity
 from headway.interfaces.rollout import EngineStats
 from headway.pipeline.keepers import Keepers
-from headway.pipeline.monitor import FILE_WORK_FIRST_S, Monitor, Movement
+from headway.pipeline.monitor import Monitor, Movement
 from headway.pipeline.state import RunState
 from headway.progress import Heartbeat
 from headway.simulate.clock import run_virtual
@@ -49,7 +50,7 @@ class Rank:
     def __init__(self, name: str, until: float = 0.0, every: float = 1.0) -> None:
         self.name = name
         self.answers = True
-        self.patience_s = 0.0
+        self.file_nbytes: int | None = None
         self._until = until
         self._every = every
 
@@ -59,7 +60,7 @@ class Rank:
             await asyncio.Event().wait()
         moved = min(now, self._until) // self._every * self._every
         doing = f"train_step for {now:g} s, no progress for {now - moved:g} s"
-        return Heartbeat(doing, now - moved, self.patience_s)
+        return Heartbeat(doing, now - moved, self.file_nbytes)
 
 
 def monitor(replica: Replica, recorder: Recorder, timeout: float = 10.0, workers: Sequence[Rank] = ()) -> Monitor:
@@ -72,7 +73,7 @@ def monitor(replica: Replica, recorder: Recorder, timeout: float = 10.0, workers
         movement,
         recorder.on_event,
         workers=lambda: workers,
-        stall_timeout_s=timeout,
+        timeouts=Timeouts(60, 5, timeout),
         interval_s=1.0,
     )
 
@@ -156,5 +157,6 @@ def test_an_event_that_comes_while_a_worker_is_asked_is_progress():
 
 def test_work_with_files_is_left_to_its_own_limit_which_ends_it_first():
     saving = Rank("actor-0", until=50.0)
-    saving.patience_s = 500.0
-    assert stalls_at(monitor(Replica(), Recorder(), workers=[saving])) == 50 + 500 + FILE_WORK_FIRST_S
+    saving.file_nbytes = int(500 * FILE_RATE)
+    assert file_stall_s(saving.file_nbytes) == 120 + 500 + 60
+    assert stalls_at(monitor(Replica(), Recorder(), workers=[saving])) == 50 + 120 + 500 + 60

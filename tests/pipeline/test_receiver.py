@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from headway.config.timeouts import Timeouts
 from headway.errors import UpdateFailed, WorkerDied
 from headway.interfaces.rollout import Capabilities, OnUpdate
 from headway.pipeline.receiver import Gone, Replica
@@ -52,7 +53,7 @@ def now() -> float:
 def in_a_loop(test):
     async def run() -> None:
         engine = Stuck()
-        await test(engine, Replica(engine, TIMEOUT_S))
+        await test(engine, Replica(engine, Timeouts(60, TIMEOUT_S, 300)))
         engine.let_go.set()
 
     run_virtual(run())

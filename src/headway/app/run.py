@@ -229,7 +229,7 @@ class Run:
             replace_replica=workers.replace_replica if workers.replaces else None,
             watch_keeper=workers.watch_keeper,
             replace_keeper=workers.replace_keeper if workers.replaces_keepers else None,
-            weights_nbytes=workers.weights_nbytes,
+            timeouts=workers.timeouts,
             workers=workers.living,
             samples=SampleOutlet(reports.on_sample, TokenTexts(tokenizer)) if config.reports.samples else None,
             probe_tolerance=workers.rounding.tolerance,

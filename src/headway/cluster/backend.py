@@ -21,6 +21,7 @@ from headway.cluster.worker_group import Worker
 from headway.concurrently import concurrently
 from headway.config.placement import LOGP
 from headway.config.schema import Config
+from headway.config.timeouts import Timeouts, model_nbytes
 from headway.config.transports import TRANSPORTS, transport_of
 from headway.errors import StallError
 from headway.interfaces.keeper import Keeper
@@ -53,8 +54,8 @@ class Workers:
     needed: Sequence[Worker]
     """Workers each of which the run cannot go on without, for supervision."""
     cluster: Cluster
-    weights_nbytes: int
-    """Number of bytes of a version of the weights."""
+    timeouts: Timeouts
+    """Time limits for the model's size and for what was measured at the start."""
     rounding: Rounding
     """Tolerances, in nats, by which the log-probs of each receiver may differ from the trainer's by rounding."""
     hardware: Mapping[str, Hardware]
@@ -140,7 +141,7 @@ async def start_backend(
     Raises:
         ConfigError: a Ray address that does not answer; a transport, placement or ``on_update`` that cannot be had.
         ModelError: the model at ``model_path`` cannot be opened.
-        StallError: not everything was up within ``cluster.start_timeout_s``; the message says what was waited for.
+        StallError: not everything was up within `Timeouts.start_s`; the message says what was waited for.
     """
     model_path = _for_any_directory(model_path)
     cluster = make_cluster(config, run_dir, model_path)
@@ -152,22 +153,23 @@ async def start_backend(
         run_dir=run_dir,
         tell=tell,
     )
-    timeout_s = config.cluster.start_timeout_s
+    start_s = startup.timeouts.start_s
     async with AsyncExitStack() as stack:
         try:
-            async with asyncio.timeout(timeout_s) as limit:
+            async with asyncio.timeout(start_s) as limit:
                 launched = await startup.launch(stack)
+                left = (limit.when() or 0.0) - asyncio.get_running_loop().time()
+                left += startup.timeouts.start_s - start_s  # the device is known now, on which kernels are compiled
                 if warm is not None:
-                    left = (limit.when() or 0.0) - asyncio.get_running_loop().time()
                     limit.reschedule(None)
                     await warm
-                    limit.reschedule(asyncio.get_running_loop().time() + left)
+                limit.reschedule(asyncio.get_running_loop().time() + left)
                 started = await startup.run(launched)
         except StallError:  # a TimeoutError that knows more than the next
             raise
         except TimeoutError:
             raise StallError(
-                f"not everything was up within cluster.start_timeout_s = {timeout_s:g} s: the driver waited for "
+                f"not everything was up within {startup.timeouts.start_limit()}: the driver waited for "
                 f"{startup.waiting_for}. Worker logs are in {run_dir / 'logs'}; where nothing is wrong there, as on a "
                 "busy machine, raise the limit"
             ) from None
@@ -188,7 +190,7 @@ async def start_backend(
             inside_fetch=started.inside_fetch,
             needed=started.needed,
             cluster=cluster,
-            weights_nbytes=started.weights_nbytes,
+            timeouts=startup.timeouts,
             rounding=started.rounding,
             hardware=started.hardware,
             padded=started.padded,
@@ -233,7 +235,7 @@ def _weights_bytes(config: Config, model_path: str) -> int:
     transport = transport_of(config.param_update.transport, backend=config.cluster.backend, shared=shared)
     if TRANSPORTS[transport].leaves != "objects":
         return 0
-    return sum(file.stat().st_size for file in Path(model_path).glob("*.safetensors"))
+    return model_nbytes(model_path)
 
 
 def make_cluster(config: Config, run_dir: Path, model_path: str) -> Cluster:

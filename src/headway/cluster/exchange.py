@@ -21,7 +21,8 @@ from headway.cluster.roles.outbox import Send, Sent, SentWeights
 from headway.cluster.worker_group import Worker, WorkerGroup
 from headway.concurrently import both, concurrently, failure_ignored
 from headway.config.schema import Config
-from headway.config.transports import TRANSPORTS, transport_of, update_limit_s
+from headway.config.timeouts import Timeouts
+from headway.config.transports import TRANSPORTS, transport_of
 from headway.devices import CPU, kind_of
 from headway.errors import ConfigError, UpdateFailed, WorkerDied
 from headway.interfaces.weights import GatherReport, ReceiveReport, SendReport
@@ -61,20 +62,14 @@ class ExchangeSettings:
     with_delta: bool
     verify: bool
     """True where the trainer's log-probs of the probe come with each version."""
-    timeout_s: float
-    """Seconds for which one end waits for another; less than an update's, so that who failed is known in time."""
+    timeouts: Timeouts
     address: Address | None
     device: str
     directory: Path | None
 
 
-def transport_timeout(config: Config, nbytes: int = 0) -> float:
-    """Return a transport's time limit in seconds: half of an update's, so that it can name who failed."""
-    return update_limit_s(config.param_update.timeout_s, nbytes) / 2
-
-
 def exchange_settings(
-    config: Config, address: Address | None, device: str, directory: Path | None, nbytes: int = 0
+    config: Config, address: Address | None, device: str, directory: Path | None, timeouts: Timeouts
 ) -> ExchangeSettings:
     """Return the settings for ``param_update.*``. ``address``: the trainer's store; ``device``: that of the workers."""
     update = config.param_update
@@ -91,7 +86,7 @@ def exchange_settings(
         apart=apart,
         with_delta=update.encoding == "delta",
         verify=update.verify,
-        timeout_s=transport_timeout(config, nbytes),
+        timeouts=timeouts,
         address=address,
         device=device if through_devices(config, device) else CPU.name,
         directory=directory,
@@ -165,8 +160,8 @@ class Exchange:
         )
 
     def _copy(self, key: str, dtype: str) -> MachineCopy:
-        streamed, timeout_s = self._settings.streamed, self._settings.timeout_s
-        return MachineCopy(key, dtype, streamed=streamed, timeout_s=timeout_s, on_failure=self._broke)
+        streamed, mapping_s = self._settings.streamed, self._settings.timeouts.mapping_s
+        return MachineCopy(key, dtype, streamed=streamed, mapping_s=mapping_s, on_failure=self._broke)
 
     def copy_of(self, name: str) -> str:
         """Return what `PolicyReceiver.copy` of a receiver is."""
@@ -241,7 +236,7 @@ class Exchange:
             meeting = Meeting(
                 manifest=share,
                 receivers=tuple(worker.name for worker in owners),
-                timeout_s=settings.timeout_s,
+                timeout_s=settings.timeouts.transport_s,
                 sender=rank.name,
                 address=settings.address,
                 generation=self._generation,

@@ -1,8 +1,8 @@
 """Time limits for work with files, by its progress: checkpoints that are saved or loaded, a model that is exported.
 
 The limit follows bytes and not the clock: work may take as long as it likes while bytes move. Nothing may stand still
-for longer than two minutes plus the time that a disk of 20 MB/s takes for the bytes so far (`progress.FILE_QUIET_S`,
-`progress.FILE_RATE`), which may all have to leave the system's cache before the next one moves.
+for longer than two minutes plus the time that a disk of 20 MB/s takes for the bytes so far (`file_quiet_s`), which may
+all have to leave the system's cache before the next one moves.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
 from headway.concurrently import failure_ignored
+from headway.config.timeouts import FILE_QUIET_S, FILE_RATE, file_quiet_s
 from headway.errors import StallError
 from headway.pipeline.liveness import SHORTEST_S, ask
 from headway.pipeline.state import now
-from headway.progress import FILE_QUIET_S, FILE_RATE, Living
+from headway.progress import Living
 
 T = TypeVar("T")
 
@@ -33,7 +34,7 @@ async def while_bytes_move(work: Coroutine[Any, Any, T], ranks: Sequence[Living]
             await asyncio.wait([task], timeout=max(SHORTEST_S, deadline - now()))
             if not task.done() and now() >= deadline:
                 answers = await ask(ranks)
-                deadline = answers.deadline(FILE_QUIET_S)
+                deadline = answers.deadline(FILE_QUIET_S, file_quiet_s)
                 if not task.done() and now() >= deadline:
                     raise StallError(
                         f"{what} is stuck: nothing was read or written for longer than {FILE_QUIET_S:g} s and 1 s for "

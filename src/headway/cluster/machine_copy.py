@@ -15,10 +15,6 @@ from headway.errors import UpdateFailed, UpdateMissed
 from headway.interfaces.weights import ReceiveReport
 from headway.weights.protocols import HostCopy, Parcel
 
-PATIENCE = 1.8
-"""Time for which workers wait for the one that receives for them, as a multiple of a transport's time limit, which is
-half of an attempt's."""
-
 
 class MachineCopy:
     """Weights that come once, into the memory of one worker, for all workers of a machine that can map it.
@@ -27,7 +23,7 @@ class MachineCopy:
     """
 
     def __init__(
-        self, key: str, dtype: str, *, streamed: bool, timeout_s: float, on_failure: Callable[[Worker], None]
+        self, key: str, dtype: str, *, streamed: bool, mapping_s: float, on_failure: Callable[[Worker], None]
     ) -> None:
         """Create a copy that nobody has yet.
 
@@ -35,12 +31,12 @@ class MachineCopy:
             key: name of the copy.
             dtype: of its weights.
             streamed: sender and receivers run at the same time; else whoever receives waits for what senders left.
-            timeout_s: the transport's time limit.
+            mapping_s: seconds for which workers wait for the one that receives for them.
             on_failure: is called with a worker that did not receive what it was to.
         """
         self.key, self.dtype = key, dtype
         self._streamed = streamed
-        self._patience_s = PATIENCE * timeout_s  # less than the attempt's, so that the owner alone does not answer
+        self._mapping_s = mapping_s
         self._on_failure = on_failure
         self.owner: Worker | None = None
         """Worker that receives; None before anybody was reached."""
@@ -107,10 +103,10 @@ class MachineCopy:
         self, worker: Worker, owner: Worker, version: int, arrival: asyncio.Task[ReceiveReport]
     ) -> ReceiveReport:
         """Let ``worker`` map what ``owner`` receives. Whatever happens to the owner is no fault of it."""
-        await asyncio.wait([failure_ignored(arrival)], timeout=self._patience_s)
+        await asyncio.wait([failure_ignored(arrival)], timeout=self._mapping_s)
         why: BaseException | str | None
         if not arrival.done():
-            why = f"it did not receive that within {self._patience_s:g} s"
+            why = f"it did not receive that within {self._mapping_s:g} s"
         else:
             why = "it was left out" if arrival.cancelled() else arrival.exception()
         if why is not None:

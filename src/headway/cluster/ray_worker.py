@@ -20,7 +20,6 @@ from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskErr
 
 from headway.cluster.address import ATTEMPTS, stops_answering
 from headway.cluster.connections import CallAddress, CallServer
-from headway.cluster.exchange import transport_timeout
 from headway.cluster.network import network_environment
 from headway.cluster.plan import WorkerSpec
 from headway.cluster.process import ProcessSettings, importing, set_up_process
@@ -32,14 +31,13 @@ from headway.cluster.role_host import RoleHost
 from headway.cluster.roles.lookout import place
 from headway.cluster.token_files import SomeRows, TokenPart, read_part
 from headway.concurrently import concurrently
+from headway.config.timeouts import Timeouts, model_nbytes
 from headway.data.types import Handle
 from headway.errors import HeadwayError, RunError, StallError, WorkerDied
 from headway.progress import Heartbeat
 
 MAX_CALLS = 100_000
 """Maximum number of calls at once on one actor: a pause must get through, whatever else is open."""
-END_TIMEOUT_S = 10.0
-"""Seconds for a killed process to end."""
 
 
 class WorkerActor:
@@ -64,7 +62,7 @@ class WorkerActor:
         self._host = RoleHost(role, spec.name)
         self._address = host
         self._server: CallServer | None = None
-        self._fetch_timeout_s = transport_timeout(spec.arguments["config"])
+        self._objects_s = Timeouts.of(spec.arguments["config"]).objects_s
         self._place = place(host)
 
     async def process(self) -> tuple[int, str, str]:
@@ -120,14 +118,14 @@ class WorkerActor:
 
         fetching = asyncio.run_coroutine_threadsafe(fetch(), self._loop)
         try:
-            return fetching.result(self._fetch_timeout_s)
+            return fetching.result(self._objects_s)
         except TimeoutError:
             fetching.cancel()
             _, missing = ray.wait(list(handles), num_returns=len(handles), timeout=0)
             which = ", ".join(handle.hex() for handle in missing[:3])
             raise StallError(
                 f"{len(missing)} of {len(handles)} objects did not come from Ray's object store within "
-                f"{self._fetch_timeout_s:g} s ({which})"
+                f"{self._objects_s:g} s ({which})"
             ) from None
 
 
@@ -149,6 +147,8 @@ class RayWorker:
         self.log_file = settings.log_file
         self.pid: int | None = None
         """Id of the worker's process, once it is up."""
+        weights = model_nbytes(spec.arguments.get("model_path", ""))
+        self._killed_s = Timeouts.of(spec.arguments["config"], weights).killed_s
         self._process: Watched | None = None
         """Watched process of the worker, where it runs on this machine."""
         self._elsewhere: str | None = None
@@ -217,10 +217,10 @@ class RayWorker:
         if self._unreachable:
             return  # nobody could tell when it is gone
         try:
-            async with asyncio.timeout(END_TIMEOUT_S):
+            async with asyncio.timeout(self._killed_s):
                 await self._gone()
         except TimeoutError:
-            raise RunError(f"worker {self.name} was killed and is still there after {END_TIMEOUT_S:g} s") from None
+            raise RunError(f"worker {self.name} was killed and is still there after {self._killed_s:.0f} s") from None
 
     async def _gone(self) -> None:
         """Wait until Ray reports the process's end, and then for the end itself: Ray reports some ends early."""

@@ -20,6 +20,7 @@ from headway.cluster.keepers import RemoteKeeper
 from headway.cluster.plan import WorkerSpec
 from headway.cluster.sight import Sight
 from headway.cluster.worker_group import Worker
+from headway.config.timeouts import Timeouts
 from headway.errors import HeadwayError, StallError
 
 
@@ -56,7 +57,7 @@ class Replacements(Generic[T]):
         places: Places,
         start: Callable[[Worker], Awaitable[T]],
         *,
-        timeout_s: float,
+        timeouts: Timeouts,
         others: Sequence[int] = (),
     ) -> None:
         """Set up replacements. ``start`` brings a launched worker up. ``others``: devices beside which a worker may be
@@ -66,7 +67,7 @@ class Replacements(Generic[T]):
         self._start = start
         self._others = others
         self._stack = AsyncExitStack()
-        self._timeout_s = timeout_s
+        self._timeouts = timeouts
         self._places: dict[str, _Place] = {}
 
     def ends_with(self, stack: AsyncExitStack) -> None:
@@ -89,7 +90,7 @@ class Replacements(Generic[T]):
         name = f"{first}+{place.restarts}"
         waiting_for = "its device to be on a machine that is alive; no other may have room for it"
         try:
-            async with asyncio.timeout(self._timeout_s) as limit:
+            async with asyncio.timeout(self._timeouts.start_s) as limit:
                 device = await self._cluster.find_place(place.spec, self._others)
                 spec = replace(place.spec, name=name, device=device)
                 waiting_for = "it to start"
@@ -105,8 +106,8 @@ class Replacements(Generic[T]):
             if not limit.expired():
                 raise
             raise StallError(
-                f"{name}, which is to replace {lost}, was not up within cluster.start_timeout_s = "
-                f"{self._timeout_s:g} s: the driver waited for {waiting_for}"
+                f"{name}, which is to replace {lost}, was not up within {self._timeouts.start_limit()}: the "
+                f"driver waited for {waiting_for}"
             ) from None
         except HeadwayError:
             await _end(worker)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn, Protocol, TypeVar
 
 from headway.cluster.engines import LogpReceiver, RolloutReplica, clock_offset
-from headway.cluster.exchange import Exchange, WeightPaths, exchange_settings, transport_timeout
+from headway.cluster.exchange import Exchange, WeightPaths, exchange_settings
 from headway.cluster.hardware import Hardware
 from headway.cluster.keepers import RemoteKeeper
 from headway.cluster.memory_files import SHARED_MEMORY, directory_in_memory, remove_abandoned
@@ -36,12 +36,15 @@ from headway.cluster.worker_group import PartOf, Worker, WorkerGroup
 from headway.concurrently import both, concurrently
 from headway.config.placement import CRITIC, LOGP, REF, concurrent, resolve_placement
 from headway.config.schema import Config
+from headway.config.timeouts import Timeouts, model_nbytes
 from headway.config.transports import TRANSPORTS, transport_of
 from headway.data.assignment import Cost
+from headway.devices import kind_of
 from headway.errors import ConfigError
 from headway.interfaces.rollout import Capabilities, OnUpdate
 from headway.interfaces.weights import PolicyReceiver
 from headway.models.folder import hidden_size
+from headway.pipeline.state import now
 from headway.weights.layout import Manifest
 from headway.weights.transports.links import Address
 
@@ -97,8 +100,6 @@ class Started:
     inside_fetch: frozenset[str]
     """Roles that share the trainer's ranks: ``ref``, ``logp``, ``critic``."""
     paths: WeightPaths
-    weights_nbytes: int
-    """Number of bytes of a version of the weights, in the widest dtype that a receiver has."""
     rounding: Rounding
     """Tolerances of the receivers' probes, measured at version 0."""
     needed: tuple[Worker, ...]
@@ -159,6 +160,8 @@ class Startup:
         self._run_dir = run_dir
         self._tell = tell
         self._pending: dict[str, None] = {}
+        self.timeouts = Timeouts.of(config, model_nbytes(model_path))
+        """Time limits of the run, which follow what is known and measured by now."""
 
     @property
     def waiting_for(self) -> str:
@@ -168,6 +171,7 @@ class Startup:
         """Start the workers' processes. What has to be undone is left on ``stack``, also when this raises."""
         stack.push_async_callback(self._cluster.stop)
         device = await self._wait("the cluster to answer", self._cluster.connect())
+        self.timeouts.compiles |= kind_of(device).flex_attention
         if self._cluster.separate_processes:
             self._tell("Ray is up")
         remove_abandoned(SHARED_MEMORY)  # what killed runs left there, whether this run uses it or not
@@ -192,7 +196,9 @@ class Startup:
             sight = self._sight(directory)
             await self._wait("every worker to say which files it sees", sight.check(plan, workers))
             store = await self._wait("actor-0 to open a store", _result(groups.actor.open_store))
+        loading = now()
         _, keepers = await both(self._build(groups, store), self._start_keepers(plan, workers))
+        self.timeouts.load_s = now() - loading
         self._tell("the models are loaded")
         computing = {spec.name: workers[spec.name] for spec in plan.workers if not spec.beside}
         hardware = await concurrently(
@@ -207,15 +213,16 @@ class Startup:
         for needed in sorted({of for _, of in holders.values()}):
             manifests[needed] = await self._wait("actor-0 to lay weights out", _result(groups.actor.layout, needed))
             await self._wait(f"{groups.actor.name} to prepare updates", _result(groups.actor.open_route, needed))
-        nbytes = max(manifest.nbytes for manifest in manifests.values())
+        nbytes = [manifest.nbytes for manifest in manifests.values()]
+        self.timeouts.weights_nbytes = max(self.timeouts.weights_nbytes, *nbytes)
         paths: WeightPaths
         replacements: Replacements[RolloutReplica] | None = None
         if plan.shared:
-            await self._join_within(plan, workers, dtype, nbytes)
+            await self._join_within(plan, workers, dtype)
             replicas = {name: ranks[0] for name, (ranks, _) in holders.items()}
             paths = WithinProcesses(groups.actor, replicas, dtype, verify=self._config.param_update.verify)
         else:
-            settings = exchange_settings(self._config, store, device, directory, nbytes)
+            settings = exchange_settings(self._config, store, device, directory, self.timeouts)
             exchange = Exchange(groups.actor, settings, manifests)
             for name, (ranks, of) in holders.items():
                 exchange.add(name, ranks, of, await concurrently(self._copy(name, rank) for rank in ranks))
@@ -227,7 +234,7 @@ class Startup:
             replacements = Replacements(
                 self._cluster,
                 replica_start(sight, partial(self._replace, manifest=manifests[dtype], exchange=exchange)),
-                timeout_s=self._config.cluster.start_timeout_s,
+                timeouts=self.timeouts,
             )
             for spec in plan.workers:
                 if spec.role is RolloutRole:
@@ -250,7 +257,6 @@ class Startup:
             critic=groups.actor if CRITIC in plan.inside_fetch else groups.critic,
             inside_fetch=plan.inside_fetch,
             paths=paths,
-            weights_nbytes=nbytes,
             rounding=await self._measured(groups.actor, [*rollouts, *apart], (dtype, computed)),
             needed=tuple(worker for name, worker in workers.items() if name not in alone),
             hardware=dict(zip(computing, hardware, strict=True)),
@@ -278,7 +284,7 @@ class Startup:
         replacements = Replacements(
             self._cluster,
             keeper_start(sight),
-            timeout_s=self._config.cluster.start_timeout_s,
+            timeouts=self.timeouts,
             others=[spec.device for spec in plan.workers if spec.name in generating],
         )
         for spec in plan.workers:
@@ -294,7 +300,9 @@ class Startup:
             return Rounding(dtypes, None)
         expected = await self._wait("the trainer to compute the log-probs of the probe", _result(actor.probe))
         rounding = Rounding(dtypes, expected)
+        probing = now()
         await self._wait("receivers to compute the log-probs of the probe", rounding.measure(receivers))
+        self.timeouts.first_probe_s = now() - probing
         return rounding
 
     async def _launch(self, stack: AsyncExitStack, plan: ClusterPlan) -> dict[str, Worker]:
@@ -336,9 +344,9 @@ class Startup:
         await concurrently(worker.call("serve") for worker in keepers)
         return tuple(RemoteKeeper(worker) for worker in keepers)
 
-    async def _join_within(self, plan: ClusterPlan, workers: dict[str, Worker], dtype: str, nbytes: int) -> None:
+    async def _join_within(self, plan: ClusterPlan, workers: dict[str, Worker], dtype: str) -> None:
         """Connect each replica to the training rank that shares its process, from which it gets weights."""
-        timeout_s = transport_timeout(self._config, nbytes)
+        timeout_s = self.timeouts.transport_s
         await concurrently(
             self._wait(
                 f"{rank.name} to meet {rank.worker}", workers[rank.worker].call("connect_within", dtype, timeout_s)

@@ -345,8 +345,10 @@ class ParamUpdateConfig(Section):
     """Compare, after each update, what each replica serves with the trainer on a few fixed sequences. Checksums of what
     was received are always compared."""
     timeout_s: float = Field(120.0, gt=0)
-    """Most seconds that one update may take, and one more for each 50 MB of weights. A replica that has not answered by
-    then is left out, and others take over its calls; the run ends when it was the last."""
+    """Most seconds that one update may take, that a replica may take to load it, to stop or to answer, or that it may
+    compute no token while it has calls open. One more is added for each 50 MB of weights; the first token has ten
+    minutes more where kernels are compiled. A replica that is late is left out, and others take over its calls; the run
+    ends when it was the last."""
 
 
 class PlacementConfig(Section):
@@ -390,13 +392,15 @@ class ClusterConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of the workers; ``auto`` is ``cuda`` where there are GPUs."""
     start_timeout_s: float = Field(120.0, gt=0)
-    """Most seconds that Ray and all workers may take to come up."""
+    """Most seconds that Ray and all workers may take to come up. Added are one for each 50 MB of the model's files, two
+    for each process beyond eight, and ten minutes where kernels are compiled (on GPUs, and by vLLM)."""
     max_replica_restarts: NonNegative = 3
     """Most replicas, and most keepers, that are started again in the course of a run, in the place of ones that died or
     did not answer."""
     stall_timeout_s: float = Field(300.0, gt=0)
     """Seconds without any movement after which the run ends, and says who waits for whom and what each worker does. A
-    step may take longer, for ranks count layers and micro-batches; a layer of a micro-batch, and a reward, may not."""
+    step may take longer, for ranks count layers and micro-batches; a layer of a micro-batch, and a reward, may not.
+    Whatever size adds to ``param_update.timeout_s`` is added here, too."""
 
 
 def _as_list(value: Any) -> Any:

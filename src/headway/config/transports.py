@@ -12,15 +12,6 @@ from typing import Literal
 
 MOST_SENDERS = 8
 """Most ranks that send side by side: more than a machine has network devices would only share these."""
-SLOWEST_BYTES_PER_S = 50_000_000
-"""Bytes a second below which an update is taken for one that stands still."""
-
-
-def update_limit_s(timeout_s: float, nbytes: int) -> float:
-    """Return the seconds that an attempt to send ``nbytes`` of weights may take: ``param_update.timeout_s``, and one
-    for each `SLOWEST_BYTES_PER_S`.
-    """
-    return timeout_s + nbytes // SLOWEST_BYTES_PER_S
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,8 @@ class Attempt:
 
     version: int
     audience: Audience
-    timeout_s: float
+    limit: str
+    """Description of the limit that it has, for messages."""
     began: float = 0.0
     """Time on the event clock at which sending began."""
     sent: SendReport | UpdateFailed | None = None
@@ -155,8 +156,8 @@ def _did_not_answer(attempt: Attempt, receiver: Receiver) -> UpdateFailed:
         return UpdateFailed(f"{receiver.name} did not receive version {attempt.version}: {attempt.sent}")
     trainer = "" if attempt.sent is not None else "; nor did the trainer, which was sending"
     return UpdateFailed(
-        f"{receiver.name} did not answer within param_update.timeout_s = {attempt.timeout_s:g} s while it was "
-        f"receiving version {attempt.version}{trainer}"
+        f"{receiver.name} did not answer within {attempt.limit} while it was receiving version "
+        f"{attempt.version}{trainer}"
     )
 
 
@@ -165,6 +166,6 @@ def _did_not_arrive(attempt: Attempt) -> str:
     waits = [*trainer, *(f"{receiver.name} to receive" for receiver in attempt.silent)]
     failure = f" ({attempt.sent})" if isinstance(attempt.sent, UpdateFailed) else ""
     return (
-        f"the weights of version {attempt.version} did not arrive within param_update.timeout_s = "
-        f"{attempt.timeout_s:g} s: ParamUpdate waited for {', '.join(waits)}{failure}"
+        f"the weights of version {attempt.version} did not arrive within {attempt.limit}: ParamUpdate waited for "
+        f"{', '.join(waits)}{failure}"
     )

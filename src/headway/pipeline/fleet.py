@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from headway.concurrently import concurrently
+from headway.config.timeouts import Timeouts
 from headway.errors import HeadwayError, NonFinite, RunError, WorkerDied
 from headway.events import ReplicaJoined, ReplicaLost
 from headway.interfaces.rollout import RolloutEngine
@@ -40,18 +41,18 @@ class Fleet:
         state: RunState,
         *,
         listeners: Sequence[FleetListener] = (),
-        timeout_s: float,
+        timeouts: Timeouts,
     ) -> None:
-        """Create the fleet. ``others`` hold the policy and generate nothing. Quick answers may take ``timeout_s``."""
+        """Create the fleet. ``others`` hold the policy and generate nothing."""
         self.lost: Channel[str] = Channel("lost replicas")
         """Names of replicas that are gone while others serve, for whoever starts replacements."""
         self._listeners = listeners
         self._state = state
-        self._timeout_s = timeout_s
-        self._serving = {engine.name: Replica(engine, timeout_s) for engine in replicas}
+        self._timeouts = timeouts
+        self._serving = {engine.name: Replica(engine, timeouts) for engine in replicas}
         for engine in replicas:
             self._tell_joined(engine)
-        self._others = [Receiver(other, timeout_s) for other in others]
+        self._others = [Receiver(other, timeouts) for other in others]
         self._joining: dict[str, Replica] = {}
         self._gone: set[str] = set()
 
@@ -91,7 +92,7 @@ class Fleet:
         name = engine.name
         if name in self._gone or any(name == receiver.name for receiver in self.receivers):
             raise ValueError(f"a replica named {name!r} is or was part of this run; give it a name of its own")
-        self._joining[name] = Replica(engine, self._timeout_s)
+        self._joining[name] = Replica(engine, self._timeouts)
         return self._joining[name]
 
     @property

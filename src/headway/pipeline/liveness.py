@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from headway.concurrently import concurrently
+from headway.config.timeouts import HEARTBEAT_S
 from headway.errors import HeadwayError, WorkerDied
 from headway.pipeline.state import now
 from headway.progress import Heartbeat, Living
 
-ANSWER_S = 30.0
-"""Seconds within which a worker has to answer. Its event loop has nothing else to do; a machine may be busy."""
 SHORTEST_S = 1e-3
 """Shortest wait for a deadline, in seconds. Rounding may end an earlier wait just short of its deadline."""
 
@@ -25,17 +24,18 @@ class Answers:
     within_s: float
     by_worker: dict[str, Heartbeat | None]
 
-    def deadline(self, quiet_s: float, *, beyond_patience_s: float = 0.0) -> float:
+    def deadline(self, quiet_s: float, with_files_s: Callable[[int], float]) -> float:
         """Return the time, on the event clock, at which all of the workers will have been quiet for too long.
 
-        A worker may be quiet for ``quiet_s``; while it works with files, for ``beyond_patience_s`` more than its own
-        patience where that is longer.
+        A worker may be quiet for ``quiet_s``; while it works with files, for what ``with_files_s`` returns for their
+        bytes where that is longer.
         """
-        beats = [beat for beat in self.by_worker.values() if beat is not None]
-        limits = [max(quiet_s, beat.patience_s + beyond_patience_s) if beat.patience_s else quiet_s for beat in beats]
-        return self.time + max(
-            (limit - beat.quiet_s for limit, beat in zip(limits, beats, strict=True)), default=-float("inf")
-        )
+
+        def limit_s(beat: Heartbeat) -> float:
+            return quiet_s if beat.file_nbytes is None else max(quiet_s, with_files_s(beat.file_nbytes))
+
+        beats = (beat for beat in self.by_worker.values() if beat is not None)
+        return self.time + max((limit_s(beat) - beat.quiet_s for beat in beats), default=-float("inf"))
 
     def __str__(self) -> str:
         """Describe all answers: ``actor-0: train_step for 412 s (micro-batch 3 of 8), …; rollout-0: idle``."""
@@ -47,7 +47,7 @@ class Answers:
         return beat.doing or "idle"
 
 
-async def ask(workers: Sequence[Living], within_s: float = ANSWER_S) -> Answers:
+async def ask(workers: Sequence[Living], within_s: float = HEARTBEAT_S) -> Answers:
     """Ask all workers for their heartbeats. Never raises: supervision handles and reports the death of a worker."""
     beats = await concurrently(_ask(worker, within_s) for worker in workers)
     return Answers(now(), within_s, {worker.name: beat for worker, beat in zip(workers, beats, strict=True)})

@@ -7,19 +7,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from headway.concurrently import concurrently
+from headway.config.timeouts import HEARTBEAT_S, Timeouts, file_stall_s
 from headway.errors import StallError
 from headway.events import Emit, Event, ReplicaActivity
 from headway.interfaces.rollout import EngineStats
 from headway.pipeline.fleet import Fleet
 from headway.pipeline.keepers import Keepers
-from headway.pipeline.liveness import ANSWER_S, SHORTEST_S, ask
+from headway.pipeline.liveness import SHORTEST_S, ask
 from headway.pipeline.receiver import Gone, Replica
 from headway.pipeline.stage import Stage, State
 from headway.pipeline.state import now
 from headway.progress import Living
-
-FILE_WORK_FIRST_S = 60.0
-"""Seconds beyond its own limit that stuck work with files is left to its caller, which can name the work."""
 
 
 class Movement:
@@ -44,7 +42,7 @@ class Monitor:
     hours, as long as its micro-batches go by. Workers are asked only when there was no event for so long.
 
     consumes        what replicas say of themselves; the time of the last event; workers' heartbeats
-    waits for       the interval, and the time that is left until nothing moved for ``stall_timeout_s``
+    waits for       the interval, and the time that is left until nothing moved for `Timeouts.stall_s`
     is unblocked by time alone
     produces        `ReplicaActivity`; `StallError`, which ends the run
     """
@@ -58,7 +56,7 @@ class Monitor:
         emit: Emit,
         *,
         workers: Callable[[], Sequence[Living]] = tuple,
-        stall_timeout_s: float,
+        timeouts: Timeouts,
         interval_s: float,
     ) -> None:
         self._fleet = fleet
@@ -66,12 +64,12 @@ class Monitor:
         self._stages = stages
         self._emit = emit
         self._workers = workers
-        self._stall_timeout_s = stall_timeout_s
+        self._timeouts = timeouts
         self._interval_s = interval_s
         self._movement = movement
 
     async def run(self) -> None:
-        """Report and watch until cancelled. Raises `StallError` when nothing moved for ``stall_timeout_s``."""
+        """Report and watch until cancelled. Raises `StallError` when nothing moved for `Timeouts.stall_s`."""
         self._movement.last = now()
         # Side by side: a replica that does not even answer `stats` must not keep the stall from being noticed.
         await concurrently([self._report_always(), self._end_when_stalled()])
@@ -83,16 +81,15 @@ class Monitor:
 
     async def _end_when_stalled(self) -> None:
         while True:
-            deadline = self._movement.last + self._stall_timeout_s
+            stall_s = self._timeouts.stall_s
+            deadline = self._movement.last + stall_s
             if now() >= deadline:
-                answers = await ask(self._workers(), within_s=min(ANSWER_S, self._stall_timeout_s))
-                workers_deadline = answers.deadline(self._stall_timeout_s, beyond_patience_s=FILE_WORK_FIRST_S)
-                deadline = max(self._movement.last + self._stall_timeout_s, workers_deadline)
+                answers = await ask(self._workers(), within_s=min(HEARTBEAT_S, stall_s))
+                deadline = max(self._movement.last + stall_s, answers.deadline(stall_s, file_stall_s))
                 if now() >= deadline:
                     said = f". Workers: {answers}" if answers.by_worker else ""
                     raise StallError(
-                        f"nothing moved for {self._stall_timeout_s:g} s (cluster.stall_timeout_s): "
-                        f"{self.who_waits()}{said}"
+                        f"nothing moved for {stall_s:g} s (cluster.stall_timeout_s): {self.who_waits()}{said}"
                     )
             await asyncio.sleep(max(SHORTEST_S, deadline - now()))
 

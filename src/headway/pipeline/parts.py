@@ -6,6 +6,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from headway.config.timeouts import Timeouts
 from headway.data.types import Prompt
 from headway.interfaces.advantages import AdvantageFn
 from headway.interfaces.keeper import Keeper
@@ -59,8 +60,8 @@ class Parts:
     """Coroutine function that starts a keeper in the place of the one named; None where that is impossible."""
     receivers: Sequence[PolicyReceiver] = ()
     """Receivers that hold the policy and generate nothing. They serve each version before its update is over."""
-    weights_nbytes: int = 0
-    """Number of bytes of a version of the weights, by which the limits of an update go."""
+    timeouts: Timeouts | None = None
+    """Time limits for the model's size and for what was measured at the start; None: those of a model without size."""
     workers: Callable[[], Sequence[Living]] = tuple
     """Function that returns the workers to ask for a heartbeat when no event came for long."""
     samples: SampleOutlet | None = None

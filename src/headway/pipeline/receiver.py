@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.concurrently import failure_ignored
+from headway.config.timeouts import Timeouts
 from headway.errors import RunError, UpdateFailed, WorkerDied
 from headway.interfaces.rollout import Capabilities, EngineStats, OnUpdate, Paused, RolloutEngine
 from headway.interfaces.weights import PolicyReceiver, ReceiveReport
@@ -37,8 +38,7 @@ class Gone(Exception):
 
 
 class Remote:
-    """Client of something that may be gone. Calls that should be quick end after ``timeout_s`` seconds, which are
-    ``param_update.timeout_s``."""
+    """Client of something that may be gone. Calls that should be quick end after ``timeout_s`` seconds."""
 
     def __init__(self, name: str, timeout_s: float) -> None:
         self.name = name
@@ -88,21 +88,23 @@ class Remote:
         except TimeoutError:
             if not limit.expired():
                 raise
-            raise Gone(self, self.why or self._did_not(what)) from None
+            raise Gone(self, self.why or self._did_not(what, within_s or 0.0)) from None
         finally:
             self._open.pop(limit, None)
 
-    def _did_not(self, what: str) -> UpdateFailed:
-        return UpdateFailed(
-            f"{self.name} was told to {what} and did not answer within param_update.timeout_s = {self._timeout_s:g} s"
-        )
+    def _did_not(self, what: str, within_s: float) -> UpdateFailed:
+        return UpdateFailed(f"{self.name} was told to {what} and did not answer within {self._limit(within_s)}")
+
+    def _limit(self, within_s: float) -> str:
+        return f"param_update.timeout_s = {within_s:g} s"
 
 
 class Receiver(Remote):
     """Client of a `PolicyReceiver`."""
 
-    def __init__(self, engine: PolicyReceiver, timeout_s: float) -> None:
-        super().__init__(engine.name, timeout_s)
+    def __init__(self, engine: PolicyReceiver, timeouts: Timeouts) -> None:
+        super().__init__(engine.name, timeouts.update_timeout_s)
+        self._timeouts = timeouts
         self.copy = engine.copy
         self.version = 0
         """Version that the receiver serves."""
@@ -116,14 +118,21 @@ class Receiver(Remote):
         return await self._ask_soon(self._receiver.activate(version), f"load version {version}")
 
     async def probe(self) -> NDArray[np.float32] | None:
-        return await self._ask_soon(self._receiver.probe(), "compute the log-probs of the probe")
+        probe = self._receiver.probe()
+        return await self._ask(probe, within_s=self._timeouts.probe_s, what="compute the log-probs of the probe")
+
+    async def _ask_soon(self, call: Coroutine[Any, Any, T], what: str) -> T:
+        return await self._ask(call, within_s=self._timeouts.answer_s, what=what)
+
+    def _limit(self, within_s: float) -> str:
+        return self._timeouts.update_limit(within_s)
 
 
 class Replica(Receiver):
     """Client of a `RolloutEngine`, whose calls raise `Gone` once the replica is gone."""
 
-    def __init__(self, engine: RolloutEngine, timeout_s: float) -> None:
-        super().__init__(engine, timeout_s)
+    def __init__(self, engine: RolloutEngine, timeouts: Timeouts) -> None:
+        super().__init__(engine, timeouts)
         self.engine = engine
         self.slots = engine.slots
 

@@ -4,7 +4,7 @@
     apart      gather │ send ║ recv ▶ register      a complete copy first; then machine by machine, the trainer free
 
 All-or-nothing: a receiver with a second buffer serves its old version until it has all of the new one. Each attempt
-ends within ``param_update.timeout_s``, whoever answers or not; `attempt.judge` decides what follows from a failed one.
+ends within `Timeouts.attempt_s`, whoever answers or not; `attempt.judge` decides what follows from a failed one.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.concurrently import Tasks, concurrently, failing_as_one
+from headway.config.timeouts import SETTLE_S, Timeouts
 from headway.errors import UpdateFailed
 from headway.events import TrainerBusy, UpdatePhase, UpdateRetried
 from headway.interfaces.training import OverlappingTrainEngine, TrainEngine
@@ -30,10 +31,6 @@ from headway.pipeline.receiver import Gone, Receiver
 from headway.pipeline.signal import Signal
 from headway.pipeline.stage import WaitingFor
 from headway.pipeline.state import RunState, now
-
-SETTLE_S = 5.0
-"""Seconds that the other receivers have, once one is gone, to notice that and stop receiving before the next
-attempt."""
 
 Send = Callable[[Sequence[str]], Coroutine[Any, Any, SendReport]]
 """Coroutine function that sends a version to the receivers named."""
@@ -59,11 +56,11 @@ class Delivered:
 class Transfer:
     """Transfers of a run's versions, each repeated until the remaining receivers have it."""
 
-    def __init__(self, state: RunState, fleet: Fleet, waiting_for: WaitingFor, timeout_s: float) -> None:
+    def __init__(self, state: RunState, fleet: Fleet, waiting_for: WaitingFor, timeouts: Timeouts) -> None:
         self._state = state
         self._fleet = fleet
         self._waiting_for = waiting_for
-        self._timeout_s = timeout_s
+        self._timeouts = timeouts
         self._sending = 0
         self._sent = Signal()
 
@@ -108,8 +105,9 @@ class Transfer:
             audience = due.popleft().still_there()
             if not audience.receivers:
                 continue
-            attempt = Attempt(version, audience, self._timeout_s)
-            await self._make(attempt, trainer, send)
+            limit_s = self._timeouts.attempt_s
+            attempt = Attempt(version, audience, self._timeouts.update_limit(limit_s))
+            await self._make(attempt, trainer, send, limit_s)
             verdict = judge(attempt)
             again = {receiver for audience in verdict.again for receiver in audience.receivers}
             arrived = {one: report for one, report in attempt.holding.items() if one not in again}
@@ -122,11 +120,11 @@ class Transfer:
             due.extendleft(reversed(verdict.again))
         return delivered
 
-    async def _make(self, attempt: Attempt, trainer: TrainEngine, send: Send) -> None:
+    async def _make(self, attempt: Attempt, trainer: TrainEngine, send: Send, limit_s: float) -> None:
         """Make one attempt: send, and collect the receivers' answers that come in time."""
         names = [receiver.name for receiver in attempt.audience.receivers]
         try:
-            async with asyncio.timeout(self._timeout_s) as limit:
+            async with asyncio.timeout(limit_s) as limit:
                 if not await self._reach(attempt, trainer, names):
                     return
                 attempt.began = now()
@@ -172,6 +170,7 @@ class Transfer:
         if not arrived or not isinstance(sent, SendReport):
             return
         delivered.add(sent, list(arrived))
+        self._timeouts.transferred(now() - attempt.began)
         if where == "actor":
             self._report_gathered(version, attempt.began, sent.gather_s, sent.full_nbytes or sent.nbytes)
         self._report_phase(version, "send", where, sent.send_s, sent.nbytes)

@@ -15,7 +15,7 @@ from typing import Any
 
 from headway.config.algorithm import GROUP_RELATIVE, min_episodes
 from headway.config.schema import Config
-from headway.config.transports import update_limit_s
+from headway.config.timeouts import Timeouts
 from headway.data.draws import share_of
 from headway.data.types import Group
 from headway.events import WAITS_FOR_GROUPS, Emit, Observer, fan_out
@@ -90,11 +90,11 @@ def wire(config: Config, parts: Parts, observers: Sequence[Observer], checkpoint
     movement = Movement()
     emit = fan_out([*observers, movement])
     state = _state(config, parts, emit)
-    timeout_s = config.param_update.timeout_s
-    keepers = Keepers(parts.keepers, state, timeout_s=timeout_s)
+    timeouts = parts.timeouts or Timeouts.of(config)
+    keepers = Keepers(parts.keepers, state, timeout_s=timeouts.update_timeout_s)
     by_episodes = config.rollout.has_program and config.async_training.drain == "episode"
     halts = Halts(state, OnUpdate(config.async_training.on_update), keepers, by_episodes=by_episodes)
-    fleet = Fleet(parts.rollouts, parts.receivers, state, listeners=[keepers, halts], timeout_s=timeout_s)
+    fleet = Fleet(parts.rollouts, parts.receivers, state, listeners=[keepers, halts], timeouts=timeouts)
     prompts = Prompts(parts.source)
     fetches = Fetches(state, config.groups_per_fetch, fill_first=config.async_training.fill_queue)
     scoring = Scoring(parts.reward)
@@ -167,7 +167,7 @@ def wire(config: Config, parts: Parts, observers: Sequence[Observer], checkpoint
         validators,
         overlapped=config.param_update.schedule == "overlapped",
         test_freq=config.rollout.test_freq if parts.validation else -1,
-        timeout_s=update_limit_s(timeout_s, parts.weights_nbytes),
+        timeouts=timeouts,
         probe_tolerance=parts.probe_tolerance,
     )
     validate = Validate(
@@ -213,7 +213,7 @@ def wire(config: Config, parts: Parts, observers: Sequence[Observer], checkpoint
             movement,
             emit,
             workers=parts.workers,
-            stall_timeout_s=config.cluster.stall_timeout_s,
+            timeouts=timeouts,
             interval_s=config.reports.activity_interval_s,
         ),
         boundaries=boundaries,

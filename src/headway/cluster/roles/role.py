@@ -11,6 +11,7 @@ from headway.cluster.hardware import Hardware, hardware_here
 from headway.cluster.held_rows import HeldRows
 from headway.cluster.roles.lookout import Lookout
 from headway.config.schema import Config
+from headway.config.timeouts import Timeouts, model_nbytes
 from headway.data.collate import Row
 from headway.data.types import Handle, Sample
 from headway.devices import kind_of
@@ -94,11 +95,16 @@ class Role:
 
         dist.init_process_group(
             kind_of(self._device).process_groups,
-            store=join_store(store, f"ranks/{role}", self._config.cluster.start_timeout_s),
+            store=join_store(store, f"ranks/{role}", self._start_s()),
             rank=rank,
             world_size=world_size,
             timeout=timedelta(seconds=RANKS_WAIT_S),
         )
+
+    def _start_s(self) -> float:
+        """Return the seconds for which ranks wait for each other at their store."""
+        compiles = kind_of(self._device).flex_attention
+        return Timeouts.of(self._config, model_nbytes(self._model_path), compiles=compiles).start_s
 
     @cached_property
     def _mesh(self) -> TrainMesh:

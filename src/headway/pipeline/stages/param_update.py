@@ -25,6 +25,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from headway.concurrently import concurrently
+from headway.config.timeouts import Timeouts
 from headway.events import UpdateFinished, UpdateSuperseded
 from headway.interfaces.training import OverlappingTrainEngine, TrainEngine
 from headway.pipeline.channel import Channel
@@ -144,7 +145,7 @@ class ParamUpdate(Stage[Update, Validation]):
         *,
         overlapped: bool,
         test_freq: int,
-        timeout_s: float,
+        timeouts: Timeouts,
         probe_tolerance: Callable[[str], float],
     ) -> None:
         """Build the stage. ``test_freq``: number of versions from one validation to the next; -1 for none."""
@@ -155,7 +156,7 @@ class ParamUpdate(Stage[Update, Validation]):
         self._test_freq = test_freq
         self._validated = 0
         """Newest version for which a validation was due and ordered."""
-        transfer = Transfer(state, fleet, self._waiting_within, timeout_s)
+        transfer = Transfer(state, fleet, self._waiting_within, timeouts)
         loading = Loading(
             state, fleet, halts, self._waiting_within, self._order_validation, probe_tolerance=probe_tolerance
         )

@@ -27,6 +27,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
+from headway.config.timeouts import close_s
 from headway.data.types import TrajectoryId
 from headway.devices import kind_of
 from headway.engines.rollout.inboxes import CallInbox, Inboxes
@@ -57,9 +58,6 @@ from headway.weights.layout import ALIGNMENT, Manifest
 from headway.weights.protocols import Incoming
 
 T = TypeVar("T")
-
-CLOSE_TIMEOUT_S = 60.0
-"""Seconds for the decoding thread to finish the step it is in."""
 
 
 class NativeEngine:
@@ -153,6 +151,7 @@ class NativeEngine:
         self._ended: Callable[[], HeadwayError] | None = None
         self._closing = False
         self._thread = threading.Thread(target=self._serve, name=f"headway-decode-{name}", daemon=True)
+        self._close_s = close_s(sum(parameter.nbytes for parameter in model.parameters()))
         self._thread.start()
 
     # ------------------------------------------------------------------------------------- the protocol
@@ -259,9 +258,9 @@ class NativeEngine:
                 self._commands.put(None)
                 if self._updates is not None:
                     self._updates.close()
-        await asyncio.to_thread(self._thread.join, CLOSE_TIMEOUT_S)
+        await asyncio.to_thread(self._thread.join, self._close_s)
         if self._thread.is_alive():
-            raise StallError(f"close() waited {CLOSE_TIMEOUT_S:.0f} s for rollout engine {self.name} to end its step")
+            raise StallError(f"close() waited {self._close_s:.0f} s for rollout engine {self.name} to end its step")
 
     # ------------------------------------------------------------------------------------- event loop's side
 

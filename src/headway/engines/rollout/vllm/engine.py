@@ -24,6 +24,7 @@ import torch
 from numpy.typing import NDArray
 
 from headway.config.machine import check_vllm_installed
+from headway.config.timeouts import close_s, model_nbytes
 from headway.data.types import TrajectoryId
 from headway.engines.rollout.inboxes import CallInbox, Inboxes
 from headway.engines.rollout.vllm.activity import Activity
@@ -45,9 +46,6 @@ from headway.weights.layout import Manifest
 from headway.weights.protocols import Incoming
 
 T = TypeVar("T")
-
-CLOSE_TIMEOUT_S = 60.0
-"""Seconds for vLLM's processes to end."""
 
 
 class VllmEngine:
@@ -110,6 +108,7 @@ class VllmEngine:
         options: Mapping[str, Any] | None = None,
     ) -> None:
         check_vllm_installed()
+        self._close_s = close_s(model_nbytes(str(model_path)))
         self.name = self.copy = name
         self.slots = slots
         self._settings = VllmSettings(
@@ -269,13 +268,13 @@ class VllmEngine:
         if self._thread.ident is None:
             return
         with contextlib.suppress(HeadwayError, TimeoutError):  # what is still starting can only be waited for
-            await asyncio.wait_for(self.start(), CLOSE_TIMEOUT_S)
+            await asyncio.wait_for(self.start(), self._close_s)
         if self._loop is not None and self._stop is not None:
             with contextlib.suppress(RuntimeError):  # it has ended already
                 self._loop.call_soon_threadsafe(self._stop.set)
-        await asyncio.to_thread(self._thread.join, CLOSE_TIMEOUT_S)
+        await asyncio.to_thread(self._thread.join, self._close_s)
         if self._thread.is_alive():
-            raise StallError(f"close() waited {CLOSE_TIMEOUT_S:.0f} s for vLLM's processes of {self.name} to end")
+            raise StallError(f"close() waited {self._close_s:.0f} s for vLLM's processes of {self.name} to end")
 
     # ------------------------------------------------------------------------------------- vLLM's loop
 
@@ -338,11 +337,11 @@ class VllmEngine:
             await self._stop.wait()
             await core.close(self._over())
             if self._answering:  # who was told what the engine ended with is to say so
-                await asyncio.wait(self._answering, timeout=CLOSE_TIMEOUT_S / 4)
+                await asyncio.wait(self._answering, timeout=self._close_s / 4)
         finally:
             if (handler := getattr(llm, "output_handler", None)) is not None:
                 handler.cancel()  # or it takes the end of vLLM's processes for a failure, and says so
-            llm.shutdown(timeout=CLOSE_TIMEOUT_S / 2)  # killed, they would leave shared memory behind
+            llm.shutdown(timeout=self._close_s / 2)  # killed, they would leave shared memory behind
 
     async def _submit(self, core: VllmCore, inbox: CallInbox, calls: Sequence[Call]) -> None:
         self._clients.setdefault(inbox.client, inbox)

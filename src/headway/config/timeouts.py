@@ -1,0 +1,240 @@
+"""Time limits of a run, computed from its settings, the size of its model and what was measured at the start.
+
+A watcher ends later than what it watches, whatever the size: `PAIRS` names each pair, and a test holds it.
+
+    transport's end < mapping < attempt ┐
+             an engine's answer, a probe┼─▶ < stall detector          files without movement < stall detector
+             silence with work open     ┘
+
+Limits that do not depend on size are the constants below, each with its reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+from headway.config.placement import resolve_placement
+from headway.config.schema import Config
+
+# ----------------------------------------------------------------------------------------- rates, which bytes divide by
+
+SLOWEST_BYTES_PER_S = 50e6
+"""Bytes of weights a second below which a load or a transfer is taken for one that stands still."""
+SLACK = 4.0
+"""Quotient of what was measured and what is waited for: a later load may be so much slower than the first one."""
+TOKENS_PER_S = 100.0
+"""Tokens a second that the slowest machine reads of a prompt: a step takes as long as its longest prefill."""
+FILE_RATE = 20e6
+"""Bytes a second that the slowest disk takes. Data already in the system's cache may have to be written at this rate
+before the next byte moves."""
+RELEASED_BYTES_PER_S = 500e6
+"""Bytes a second at which a system takes back the memory of a process that was killed, page-locked memory included."""
+STATE_PER_WEIGHT = 8
+"""Bytes of float32 weights, gradients and moments for each byte of a 16-bit weight: the most that a process holds."""
+TOKEN_BYTES = 32
+"""Bytes of a sampled token with its log-prob, version and columns."""
+
+# ------------------------------------------------------------------------------------------ limits without a size
+
+FILE_QUIET_S = 120.0
+"""Seconds for which work with files may stand still, whatever their size: a network file system that fails over."""
+LATER_S = 60.0
+"""Seconds that the stall detector leaves stuck work with files to its caller, which can name the work."""
+COMPILE_S = 600.0
+"""Seconds for compilations and the capture of graphs, where there are some: they take what the layers' number of
+different shapes takes, and not what their size does."""
+WORKERS_AT_ONCE = 8
+"""Number of processes that start within ``cluster.start_timeout_s`` on any machine."""
+WORKER_S = 2.0
+"""Seconds for each further process of a run to start: importing torch is work of one core."""
+HEARTBEAT_S = 30.0
+"""Seconds within which a worker has to answer a heartbeat: a short answer of an event loop that has nothing else to do;
+its machine may be busy."""
+SETTLE_S = 5.0
+"""Seconds that the other receivers have, once one is gone, to notice the closed connection and stop receiving."""
+KILLED_S = 10.0
+"""Seconds for a killed process to end, beside the time that its memory takes: the kernel's work, and Ray's report."""
+CLOSE_S = 60.0
+"""Seconds for an engine to end, beside the step that it is in: its processes leave each other."""
+
+PAIRS: Mapping[str, str] = MappingProxyType(
+    {
+        "transport_s": "mapping_s",
+        "mapping_s": "attempt_s",
+        "attempt_s": "stall_s",
+        "answer_s": "stall_s",
+        "probe_s": "stall_s",
+        "silence_s": "stall_s",
+        "first_silence_s": "stall_s",
+        "objects_s": "stall_s",
+    }
+)
+"""Pairs of a limit and the limit of its watcher, by their names in `Timeouts`."""
+
+
+def model_nbytes(model_path: str) -> int:
+    """Return the bytes of the weights' files in the folder ``model_path``; 0 where there is no such folder."""
+    return sum(file.stat().st_size for file in Path(model_path).glob("*.safetensors")) if model_path else 0
+
+
+@dataclass(slots=True)
+class Timeouts:
+    """Time limits of one run, in seconds."""
+
+    start_timeout_s: float
+    """``cluster.start_timeout_s``"""
+    update_timeout_s: float
+    """``param_update.timeout_s``"""
+    stall_timeout_s: float
+    """``cluster.stall_timeout_s``, which is more than ``update_timeout_s``."""
+    weights_nbytes: int = 0
+    """Bytes of a version of the weights in the widest dtype that anybody loads."""
+    step_tokens: int = 0
+    """Most tokens that an engine reads in one step."""
+    batch_nbytes: int = 0
+    """Most bytes of the tokens that are trained on at once."""
+    workers: int = 0
+    """Number of processes of the run."""
+    compiles: bool = False
+    """True where kernels are compiled as the first steps are made."""
+    load_s: float = 0.0
+    """Seconds that the model took to load at the start; 0 before that."""
+    first_probe_s: float = 0.0
+    """Seconds that the receivers' first probe took; 0 before that."""
+    first_transfer_s: float = 0.0
+    """Seconds that the first version took from the trainer to its receivers; 0 before that."""
+
+    @classmethod
+    def of(cls, config: Config, weights_nbytes: int = 0, *, compiles: bool = False) -> Timeouts:
+        """Return the limits for a configuration whose model has ``weights_nbytes``. Raises `ConfigError` for a
+        placement that cannot be."""
+        context = config.data.max_prompt_length + config.data.max_response_length
+        placement = resolve_placement(config)
+        return cls(
+            config.cluster.start_timeout_s,
+            config.param_update.timeout_s,
+            config.cluster.stall_timeout_s,
+            weights_nbytes,
+            step_tokens=max(config.rollout.max_batched_tokens, context),
+            batch_nbytes=config.groups_per_fetch * config.rollout.n * context * TOKEN_BYTES,
+            workers=sum(len(devices) for devices in placement.devices.values()),
+            compiles=compiles or config.rollout.name == "vllm",
+        )
+
+    def transferred(self, seconds: float) -> None:
+        """Note how long a version took to its receivers. Only the first one counts, and only where it makes limits
+        longer: those of links that are open stay as they are.
+        """
+        self.first_transfer_s = self.first_transfer_s or seconds
+
+    # ---------------------------------------------------------------------------------- the start, and the end
+
+    @property
+    def start_s(self) -> float:
+        """All workers are up, and hold the model; or one that takes another's place."""
+        processes = WORKER_S * max(0, self.workers - WORKERS_AT_ONCE)
+        start_s = self.start_timeout_s + processes + self._moving_s + self._compiling_s
+        return max(start_s, SLACK * self.load_s)
+
+    @property
+    def killed_s(self) -> float:
+        """A killed process has ended, and its memory is free."""
+        return KILLED_S + STATE_PER_WEIGHT * self.weights_nbytes / RELEASED_BYTES_PER_S
+
+    @property
+    def checkpoint_s(self) -> float:
+        """A checkpoint is on the slowest disk. What is waited for is its movement (`file_quiet_s`); this tells how long
+        that may take in all."""
+        return FILE_QUIET_S + STATE_PER_WEIGHT * self.weights_nbytes / FILE_RATE
+
+    # ---------------------------------------------------------------------------------- an update of the weights
+
+    @property
+    def transport_s(self) -> float:
+        """One end of a transport waits for the other: half of an attempt, so that it can name who failed."""
+        return self.attempt_s / 2
+
+    @property
+    def mapping_s(self) -> float:
+        """A worker waits for the one that receives for its machine: so that this one alone is silent."""
+        return 0.9 * self.attempt_s
+
+    @property
+    def attempt_s(self) -> float:
+        """One attempt to send a version; a receiver that did not answer by then is fenced off."""
+        return max(self.update_timeout_s + self._moving_s, SLACK * self.first_transfer_s)
+
+    # ---------------------------------------------------------------------------------- engines
+
+    @property
+    def answer_s(self) -> float:
+        """An engine answers between two of its steps, loads a version, stops or goes on: a step reads all weights, a
+        load moves them, once."""
+        return self.update_timeout_s + self._moving_s
+
+    @property
+    def probe_s(self) -> float:
+        """A receiver has computed the probe."""
+        return max(self.answer_s + self._compiling_s, SLACK * self.first_probe_s)
+
+    @property
+    def silence_s(self) -> float:
+        """A replica with open calls computes a token: a step may read `step_tokens` of prompts."""
+        return self._moving_s + max(self.update_timeout_s, self.step_tokens / TOKENS_PER_S)
+
+    @property
+    def first_silence_s(self) -> float:
+        """The same, for a replica that has computed nothing yet: it may be compiling."""
+        return self.silence_s + self._compiling_s
+
+    @property
+    def objects_s(self) -> float:
+        """Tokens of a batch come from other machines."""
+        return self.update_timeout_s / 2 + self.batch_nbytes / SLOWEST_BYTES_PER_S
+
+    # ---------------------------------------------------------------------------------- the watch over all
+
+    @property
+    def stall_s(self) -> float:
+        """Nothing moves in the whole run: ``stall_timeout_s``, and what size adds to the longest wait within it."""
+        longest = max(self.attempt_s, self.probe_s, self.first_silence_s, self.objects_s)
+        return self.stall_timeout_s + longest - self.update_timeout_s
+
+    @property
+    def _moving_s(self) -> float:
+        return self.weights_nbytes / SLOWEST_BYTES_PER_S
+
+    @property
+    def _compiling_s(self) -> float:
+        return COMPILE_S if self.compiles else 0.0
+
+    def update_limit(self, seconds: float) -> str:
+        """Describe a limit of ``seconds`` that follows ``param_update.timeout_s``, for messages."""
+        return self._said("param_update.timeout_s", self.update_timeout_s, seconds)
+
+    def start_limit(self) -> str:
+        """Describe `start_s`, for messages."""
+        return self._said("cluster.start_timeout_s", self.start_timeout_s, self.start_s)
+
+    def _said(self, setting: str, base: float, seconds: float) -> str:
+        if seconds == base:
+            return f"{setting} = {base:g} s"
+        return f"{seconds:.0f} s ({setting} = {base:g} s, the rest for the size of the model and the run)"
+
+
+def close_s(weights_nbytes: int) -> float:
+    """Return the seconds for an engine to end: the step that it is in reads all of its weights once."""
+    return CLOSE_S + weights_nbytes / SLOWEST_BYTES_PER_S
+
+
+def file_quiet_s(nbytes: int) -> float:
+    """Return the seconds for which work with files of ``nbytes`` so far may stand still."""
+    return FILE_QUIET_S + nbytes / FILE_RATE
+
+
+def file_stall_s(nbytes: int) -> float:
+    """Return the seconds after which such work counts as a stall of the run: later than its caller gives it up."""
+    return file_quiet_s(nbytes) + LATER_S

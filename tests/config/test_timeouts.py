@@ -1,0 +1,100 @@
+"""Time limits by size: every watcher is later than what it watches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headway.config.schema import Config
+from headway.config.timeouts import FILE_RATE, PAIRS, Timeouts, file_quiet_s, file_stall_s, model_nbytes
+
+MB, GB, TB = 10**6, 10**9, 10**12
+SIZES = st.integers(MB, TB)
+SECONDS = st.floats(1e-3, 1e5)
+
+limits = st.builds(
+    lambda start, update, more, **sizes: Timeouts(start, update, update + more, **sizes),
+    SECONDS,
+    SECONDS,
+    SECONDS,
+    weights_nbytes=SIZES,
+    step_tokens=st.integers(1, 10**6),
+    batch_nbytes=SIZES,
+    workers=st.integers(1, 4096),
+    compiles=st.booleans(),
+    load_s=st.floats(0, 1e5),
+    first_probe_s=st.floats(0, 1e4),
+    first_transfer_s=st.floats(0, 1e5),
+)
+
+
+@pytest.mark.parametrize(("watched", "watcher"), PAIRS.items())
+@given(made=limits)
+def test_a_watcher_is_later_than_what_it_watches_from_a_megabyte_to_a_terabyte(
+    made: Timeouts, watched: str, watcher: str
+) -> None:
+    """The settings are any that the doctor lets pass: the stall limit is above that of an update."""
+    assert getattr(made, watched) < getattr(made, watcher)
+
+
+@given(nbytes=st.integers(0, TB))
+def test_stuck_work_with_files_is_given_up_by_its_caller_before_the_run_is(nbytes: int) -> None:
+    assert file_quiet_s(nbytes) < file_stall_s(nbytes)
+
+
+@given(made=limits)
+def test_a_limit_never_becomes_shorter_by_what_was_measured_or_by_a_larger_model(made: Timeouts) -> None:
+    names = {name for pair in PAIRS.items() for name in pair} | {"start_s", "killed_s", "checkpoint_s"}
+    before = {name: getattr(made, name) for name in names}
+    made.transferred(100.0)
+    made.weights_nbytes *= 2
+    made.load_s += 100
+    made.first_probe_s += 1
+    assert all(getattr(made, name) >= limit for name, limit in before.items())
+
+
+def test_the_first_transfer_counts_and_later_ones_do_not() -> None:
+    """Else each transfer that used up its limit would make the next limit longer still."""
+    made = Timeouts(120, 120, 300, weights_nbytes=16 * GB)
+    made.transferred(200.0)
+    made.transferred(900.0)
+    assert (made.attempt_s, made.stall_s) == (800, 300 + 680)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "attempt_s", "stall_s", "start_s"),
+    [(MB, 120, 300, 120), (16 * GB, 440, 620, 440), (140 * GB, 2920, 3100, 2920), (TB, 20_120, 20_300, 20_120)],
+)
+def test_limits_of_known_sizes(nbytes: int, attempt_s: float, stall_s: float, start_s: float) -> None:
+    made = Timeouts(120, 120, 300, weights_nbytes=nbytes)
+    assert (made.attempt_s, made.stall_s, made.start_s) == pytest.approx((attempt_s, stall_s, start_s), rel=1e-3)
+
+
+def test_a_start_has_time_for_a_70b_load_of_a_slow_file_system_with_compilations_and_many_processes() -> None:
+    made = Timeouts(120, 120, 300, weights_nbytes=140 * GB, workers=72, compiles=True)
+    assert made.start_s == 120 + 2800 + 2 * 64 + 600
+    made.load_s = 1000.0
+    assert made.start_s == 4000, "a replacement may load four times as long as the first did"
+
+
+def test_limits_follow_the_settings_and_the_files_of_the_model(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(bytes(1000))
+    config = Config.model_validate({"param_update": {"timeout_s": 7}, "cluster": {"stall_timeout_s": 9}})
+    made = Timeouts.of(config, model_nbytes(str(tmp_path)))
+    assert (made.weights_nbytes, made.update_timeout_s, made.stall_timeout_s) == (1000, 7, 9)
+    assert model_nbytes("no/such/folder") == model_nbytes("") == 0
+
+
+def test_a_message_says_what_size_adds_to_the_setting() -> None:
+    small, large = Timeouts(120, 120, 300), Timeouts(120, 120, 300, weights_nbytes=16 * GB)
+    assert small.update_limit(small.attempt_s) == "param_update.timeout_s = 120 s"
+    assert large.update_limit(large.attempt_s).startswith("440 s (param_update.timeout_s = 120 s, ")
+    assert large.start_limit().startswith("440 s (cluster.start_timeout_s = 120 s, ")
+
+
+def test_a_checkpoint_is_estimated_by_its_bytes_on_the_slowest_disk() -> None:
+    made = Timeouts(120, 120, 300, weights_nbytes=16 * GB)
+    assert made.checkpoint_s == 120 + 8 * 16 * GB / FILE_RATE
