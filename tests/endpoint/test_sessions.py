@@ -74,3 +74,23 @@ async def test_a_turn_is_given_up_once_no_client_waits_for_it() -> None:
     third = asyncio.ensure_future(sent(session, again=True))
     turns.go.set()
     assert await third == 1
+
+
+async def test_of_equal_requests_side_by_side_the_one_that_is_repeated_is_the_one_that_was_lost() -> None:
+    session = Session(turns := Numbered(), "tag")
+    first, second = (asyncio.ensure_future(sent(session)) for _ in range(2))
+    await asyncio.sleep(0)
+    first.cancel()
+    await asyncio.wait([first])
+    again = asyncio.ensure_future(sent(session, again=True))
+    await asyncio.sleep(0)
+    turns.go.set()
+    assert (await second, await again, turns.asked) == (1, 2, 3)  # the third takes the place of the first
+
+
+async def test_equal_requests_that_are_all_repeated_share_no_turn() -> None:
+    session = Session(turns := Numbered(), "tag")
+    asked = [asyncio.ensure_future(sent(session, again=again)) for again in (False, False, True, True)]
+    await asyncio.sleep(0)
+    turns.go.set()
+    assert (sorted(await asyncio.gather(*asked)), turns.asked) == ([0, 0, 1, 1], 2)

@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 
+from headway.data.types import FinishReason
 from headway.episodes.alone import keeping
 from headway.episodes.keeper import GroupKeeper
 from headway.episodes.limits import Limits
 from headway.episodes.programs import Turn
 from headway.errors import EpisodeOver
 from headway.interfaces.calls import Call, SamplingParams
+from headway.programs.chat import Chat, Tally
 from headway.programs.messages import EpisodeEnd, EpisodeStart, TurnRequest, said
 from headway.simulate.clock import run_virtual
 from tests.episodes.program_episodes import LIMITS, Here, Policy, Slow, hosting, made, request, slow, talk
@@ -55,6 +57,43 @@ def test_a_turn_is_cut_at_its_limit_and_says_so():
     made(program, [policy], limits=Limits(400, 5, max_turn_tokens=30))
     assert reasons == ["length", "stop"]
     assert [call.sampling.max_tokens for call in policy.calls] == [2, 30]
+
+
+@pytest.mark.parametrize(
+    ("limits", "max_tokens", "cut_off"),
+    [
+        (Limits(400, 5), 2, False),
+        (Limits(400, 5, max_turn_tokens=2), None, False),
+        (Limits(400, 5, max_turn_tokens=3), 2, False),
+        (Limits(39, 5), None, True),
+        (Limits(39, 5, max_turn_tokens=30), 50, True),
+    ],
+)
+def test_an_episode_is_cut_off_where_its_last_answer_met_a_limit_of_the_run_and_not_of_its_turn(
+    limits, max_tokens, cut_off
+):
+    async def program(start: EpisodeStart, ask: Turn) -> EpisodeEnd:
+        answer = await ask(TurnRequest(start.messages, max_tokens=max_tokens))
+        assert answer.finish_reason == "length"
+        return EpisodeEnd(1.0)
+
+    (episode,) = made(program, limits=limits).trajectories
+    assert (episode.finish_reason is FinishReason.LENGTH, episode.complete) == (cut_off, not cut_off)
+
+
+def test_a_step_that_takes_too_long_leaves_the_rewards_that_turns_had():
+    async def program(start: EpisodeStart, ask: Turn) -> EpisodeEnd:
+        tally = Tally()
+        chat = Chat(ask, start, tally, "program game.py:run")
+        for _ in range(2):
+            await chat.turn(start.messages)
+            chat.reward(0.5)
+        await chat.turn(start.messages)
+        await asyncio.sleep(60)
+        return EpisodeEnd(turn_rewards=tally.turn_rewards)
+
+    (episode,) = made(program, limits=Limits(400, 5, step_timeout_s=5, train_on=("step",))).trajectories
+    assert (episode.limit, episode.turn_rewards) == ("step", (0.5, 0.5))
 
 
 def test_an_episode_whose_first_context_is_too_long_has_failed():

@@ -136,6 +136,22 @@ def test_turns_that_nobody_waits_for_count_as_turns_and_are_not_trained():
     assert [turn.number for turn in row.turns] == [0]
 
 
+@pytest.mark.parametrize("other", [{"max_tokens": 2}, {"stop": ("turn",)}, {"stop_token_ids": (5,)}])
+def test_what_is_asked_again_with_another_end_is_another_call(other: Any):
+    async def program(start: EpisodeStart, ask: Turn) -> EpisodeEnd:
+        await given_up(ask, "same")
+        for more in (other, other, {}):
+            await ask(TurnRequest([said("user", "same")], **more))
+        return EpisodeEnd(1.0)
+
+    policy = Policy()
+    (episode,) = made(program, [policy]).trajectories
+    assert (len(policy.calls), episode.turns) == (3, 3)
+    told = [(call.sampling.max_tokens, call.sampling.stop, call.sampling.stop_token_ids) for call in policy.calls]
+    assert told[1] == told[2] != told[0]
+    assert len({call.key for call in policy.calls}) == 3
+
+
 def test_a_program_that_is_run_again_has_its_calls_whether_it_gives_turns_up_or_not():
     tries = 0
 

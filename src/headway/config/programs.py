@@ -81,8 +81,9 @@ class ProgramKeys(Section):
     max_turns: Positive = 10
     """Most turns of an episode."""
     max_turn_tokens: Positive | None = None
-    """Most tokens of one turn. Default: ``data.max_response_length``. A conversation, those of tools and environments
-    included, has at most ``data.max_prompt_length + data.max_response_length`` tokens."""
+    """Most tokens of one turn; one that has as many is not cut off (``algorithm.overlong_filtering``). Default:
+    ``data.max_response_length``. A conversation, those of tools and environments included, has at most
+    ``data.max_prompt_length + data.max_response_length`` tokens."""
     step_timeout_s: float = Field(60.0, gt=0)
     """Most seconds that a program may take between two turns."""
     episode_timeout_s: float = Field(600.0, gt=0)

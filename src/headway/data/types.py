@@ -215,7 +215,7 @@ class Trajectory:
     length: int
     """Number of sampled tokens of all turns, end-of-sequence included."""
     finish_reason: FinishReason
-    """How its last answer ended."""
+    """How its last answer ended: ``length`` only at the run's limits, not at one of a turn's own."""
     version_spans: list[list[int]]
     """Versions of its sampled tokens, all turns one after the other. See `version_spans`."""
     started: float

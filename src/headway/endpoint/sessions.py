@@ -32,6 +32,13 @@ class _Request:
     """Clients that wait for the answer, or are getting it."""
     delivered: bool = False
     """A client has got the whole answer."""
+    sent: int = 1
+    """Number of times that it was sent."""
+
+    @property
+    def given_up(self) -> bool:
+        """Its client hung up before there was an answer."""
+        return self.turn.cancelling() > 0 or self.turn.cancelled()
 
 
 class Session:
@@ -40,8 +47,8 @@ class Session:
     def __init__(self, turns: Turns, tag: str) -> None:
         """``tag``: the end of the ids of its answers."""
         self.turns, self.tag = turns, tag
-        self._requests: dict[bytes, _Request] = {}
-        """The last request with each digest."""
+        self._requests: dict[bytes, list[_Request]] = {}
+        """Requests by their digests, in order."""
         self._turns: set[asyncio.Task[MadeTurn]] = set()
         """All turns that are under way."""
         self._closed = False
@@ -86,16 +93,23 @@ class Session:
     def _request(self, wanted: TurnRequest, digest: bytes, *, again: bool) -> _Request:
         if self._closed:
             raise Refused(401, "episode_over", OVER)
-        found = self._requests.get(digest)
-        if found is not None and not _failed(found.turn) and (again or not (found.clients or found.delivered)):
+        known = [one for one in self._requests.get(digest, ()) if one.given_up or not _failed(one.turn)]
+        # Equal requests may be sent side by side: one that is repeated is the one whose answer was lost, else the one
+        # that was repeated least.
+        lost = [one for one in known if not (one.clients or one.delivered)]
+        candidates = lost or (known if again else [])
+        found = min(reversed(candidates), key=lambda one: (one.given_up, one.delivered, one.sent), default=None)
+        if found is not None and not found.given_up:
+            found.sent += 1
             self.turns.note(Note.REPEATED, "")
             return found
         turn = asyncio.get_running_loop().create_task(self.turns.turn(wanted))
         self._turns.add(turn)
         turn.add_done_callback(self._turns.discard)
-        self._requests[digest] = request = _Request(turn)
+        request = _Request(turn)
+        self._requests[digest] = [*(one for one in known if one is not found), request]
         return request
 
 
 def _failed(turn: asyncio.Task[MadeTurn]) -> bool:
-    return turn.cancelling() > 0 or turn.cancelled() or (turn.done() and turn.exception() is not None)
+    return turn.done() and not turn.cancelled() and turn.exception() is not None

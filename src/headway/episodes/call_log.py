@@ -4,8 +4,9 @@
                               └──no──▶ a call of the policy ──▶ a replica
 
 A call is asked for again where its turn was given up, since nobody waited for the answer, and where its program is run
-again from the beginning. Nothing has to tell: keys are made of contexts (`headway.episodes.tries`). What is asked
-otherwise than before is sampled anew, and calls go where the episode's prefix is.
+again from the beginning. Nothing has to tell: keys are made of contexts, and of what ends the call
+(`headway.episodes.tries`). What is asked otherwise than before is sampled anew, and calls go where the episode's prefix
+is.
 """
 
 from __future__ import annotations

@@ -287,7 +287,7 @@ class ProgramEpisode:
         rows, turn_rewards = one.rows(end.turn_rewards, failed=failure is not None)
         places = tuple(_place(index, row) for index, row in enumerate(rows))
         last = one.calls[-1] if one.calls else None
-        episode = self._trajectory(one.calls, last.finish_reason if last is not None else FinishReason.STOP)
+        episode = self._trajectory(one.calls, FinishReason.LENGTH if one.cut_off else FinishReason.STOP)
         trajectory = replace(
             episode,
             text=one.text,

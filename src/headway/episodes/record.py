@@ -49,8 +49,8 @@ class Record(Protocol):
 
         Long texts are encoded in a thread. What the context goes on with is what is there when this is called.
 
-        ``taken``: keys of calls that other turns have. A context that is asked for again has the first of its keys that
-        is free.
+        ``taken``: keys of calls that other turns have. A context that is asked for again, with the same limits and
+        stops, has the first of its keys that is free.
 
         Raises:
             HeadwayError: the messages are none, or the template refuses them.
@@ -105,7 +105,7 @@ class ChatRecord:
         renderer = self._run.renderer
         if request.token_ids is not None:
             ids = renderer.checked(request.token_ids)
-            return Prompted(ids, call_key(ids, taken))
+            return Prompted(ids, call_key(ids, taken, request.ends))
         draft = self.draft(request)
         return self.prompted(request, draft, await off_loop(len(draft.text), renderer.encode, draft.text), taken)
 
@@ -120,7 +120,7 @@ class ChatRecord:
     ) -> Prompted:
         """The context of a turn, from the ids [N] of its draft's text."""
         chat = draft.prompt(ids)
-        return Prompted(chat.ids, call_key(chat.ids, taken), chat, _state(request))
+        return Prompted(chat.ids, call_key(chat.ids, taken, request.ends), chat, _state(request))
 
     def answered(self, prompted: Prompted, request: TurnRequest, finished: FinishedCall, number: int) -> TurnAnswer:
         """See `Record.answered`."""

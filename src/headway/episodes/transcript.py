@@ -188,13 +188,17 @@ class Transcript:
         return Row(ids, mask, logprobs, versions, turns, number, growing.parent, growing.shared)
 
 
-def call_key(context: Sequence[int] | NDArray[np.int32], taken: Container[int] = ()) -> int:
+def call_key(
+    context: Sequence[int] | NDArray[np.int32], taken: Container[int] = (), ends: tuple[object, ...] = ()
+) -> int:
     """The key of a call with the context [P]: 64 bits, never 0, the same in every process and on every machine.
 
     Each further call with the same context has another one: the first, in an order that the context gives, that is none
-    of ``taken``.
+    of ``taken``. ``ends``: limits and stops of this call's own (`TurnRequest.ends`).
     """
     whole = xxhash.xxh3_64(np.asarray(context, "<i4").tobytes())
+    if ends:
+        whole.update(repr(ends).encode(errors="surrogatepass"))
     return next(key for occurrence in count() if (key := _key(whole, occurrence)) not in taken)
 
 

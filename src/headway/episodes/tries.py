@@ -2,9 +2,10 @@
 
     TurnRequest ─▶ limits ▶ record.prompt: context, key ▶ CallLog: the call with that key ▶ record.answered ─▶ MadeTurn
 
-A context has a first key, a second one and so on. A turn takes the first that no other turn of its try has, and leaves
-it when it is given up: who asks for the same again has the same call. A program that is run again has another try, with
-turns, a transcript and steps of its own, and the same log of calls: it takes the same keys again.
+A context has a first key, a second one and so on, and others with another limit or stop of the turn's own. A turn takes
+the first that no other turn of its try has, and leaves it when it is given up: who asks for the same again has the same
+call. A program that is run again has another try, with turns, a transcript and steps of its own, and the same log of
+calls: it takes the same keys again.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from headway.data.types import Conversation, RowAt, RowTokens, SampledTokens
+from headway.data.types import Conversation, FinishReason, RowAt, RowTokens, SampledTokens
 from headway.endpoint.turns import MadeTurn, Note
 from headway.episodes.call_log import CallLog
 from headway.episodes.limits import EpisodeTime, Limits, Steps
@@ -49,6 +50,8 @@ class Try:
         """Numbers of the answered turns, among all that were asked for."""
         self.text = ""
         """Text of the last answer."""
+        self.cut_off = False
+        """The last answer has as many tokens as the run allows, and not only as its turn was to have."""
         self.limit: str | None = None
         """The limit that has ended the episode; None before."""
         self.rewards: tuple[float, ...] = ()
@@ -143,7 +146,7 @@ class Try:
 
     async def _made(self, request: TurnRequest, number: int) -> MadeTurn:
         async with self._asking:
-            prompted, call = await self._asked(request)
+            prompted, call, own = await self._asked(request)
         try:
             finished = await call
         except asyncio.CancelledError:  # the turn is given up
@@ -154,6 +157,7 @@ class Try:
             self.steps.forgive()
         self.calls.append(finished)
         self.numbers.append(number)
+        self.cut_off = finished.finish_reason is FinishReason.LENGTH and finished.length != own
         with boundary("the answer of a turn cannot be read", UserCodeError):
             stops = (*request.stop_token_ids, *self.sampling.stop_token_ids)
             answer = self.record.answered(prompted, replace(request, stop_token_ids=stops), finished, number)
@@ -162,8 +166,11 @@ class Try:
             self._answered(request.messages, answer.message)
         return MadeTurn(number, answer, len(prompted.ids), finished.tokens or SampledTokens.nothing())
 
-    async def _asked(self, request: TurnRequest) -> tuple[Prompted, asyncio.Future[FinishedCall]]:
-        """The context of a turn, and the result of its call. Raises `EpisodeOver` where a limit refuses the turn."""
+    async def _asked(self, request: TurnRequest) -> tuple[Prompted, asyncio.Future[FinishedCall], int | None]:
+        """The context of a turn, the result of its call, and the turn's own limit where the run has room for more.
+
+        Raises `EpisodeOver` where a limit refuses the turn.
+        """
         if self._time.is_over:
             self.limit = self.limit or "time"
         if self.limit is None and len(self._taken) >= self._limits.max_turns:
@@ -179,9 +186,14 @@ class Try:
             raise self._refused("turns")
         self._turns.add(prompted.key)
         self._taken.add(prompted.key)
-        wanted = (room, self.sampling.max_tokens, self._limits.max_turn_tokens, request.max_tokens)
-        most = min(tokens for tokens in wanted if tokens is not None)
-        return prompted, self._log.call(prompted, most, request.stop, request.stop_token_ids)
+        room = min(room, self.sampling.max_tokens)
+        own = (self._limits.max_turn_tokens, request.max_tokens)
+        most = min([room, *(tokens for tokens in own if tokens is not None)])
+        return (
+            prompted,
+            self._log.call(prompted, most, request.stop, request.stop_token_ids),
+            most if most < room else None,
+        )
 
     def _refused(self, limit: str) -> EpisodeOver:
         self.limit = limit

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from headway.concurrently import concurrently
@@ -145,7 +145,7 @@ class Chat:
         place = tally.asked
         tally.asked += 1
         try:
-            answer = await self._ask(request)
+            answer = await self._ask(replace(request, rewards=tally.turn_rewards))
         except EpisodeOver as over:
             tally.over = over
             raise

@@ -140,6 +140,12 @@ class TurnRequest:
     state: str | None = None
     """Name of the state that the turn is taken in; None for what the policy is told since its last answer."""
 
+    @property
+    def ends(self) -> tuple[object, ...]:
+        """The limits and stops that are this turn's own; empty where it has none."""
+        own = self.max_tokens, self.stop, self.stop_token_ids
+        return own if any(own) else ()
+
 
 def too_much_ends(stop: Sequence[str], token_ids: Sequence[int]) -> str | None:
     """Say what is too much of the strings and tokens that are to end a turn, which are looked for at each token."""
