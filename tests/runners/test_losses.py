@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from headway.errors import RunnerLost
+from headway.process_tree import descendants
 from headway.runners import process
 from headway.runners.runners import Runners
 from tests.runners.test_runners import ended, runners_of
@@ -76,7 +77,7 @@ async def test_of_a_runner_that_somebody_else_kills_or_stops_no_job_is_to_blame(
         jobs = [asyncio.create_task(runners.run(("asks", 1, 3 * STALL_S), count_up)) for _ in range(6)]
         await all_asked.wait()
         await asyncio.sleep(0.1)  # until none of them is in a step
-        os.kill(runners._runners[0].process.pid, number)
+        os.kill(descendants(runners._runners[0].process.pid)[0], number)
         ends = await asyncio.gather(*jobs, return_exceptions=True)
         lost = [end for end in ends if isinstance(end, RunnerLost)]
         assert [end for end in ends if not isinstance(end, RunnerLost)] == [[0]] * 3

@@ -16,6 +16,7 @@ import pytest
 
 from headway import frames
 from headway.errors import ConfigError, RunError, RunnerLost, UserCodeError, UserCodeFailed, WorkerDied
+from headway.process_tree import descendants
 from headway.runners import process as process_module
 from headway.runners.runners import Runners
 from tests.runners.code import CodeSpec
@@ -336,6 +337,7 @@ async def test_closing_leaves_no_process_descriptor_or_task_and_fails_what_is_aw
         jobs = [asyncio.create_task(runners.run(busy)) for _ in range(5)]
         await asyncio.sleep(0.3)
         pids = [process.pid for process in runners._alive]
+        pids += descendants(*pids)
         assert pid in pids
         with ended(started):
             await runners.close()

@@ -18,12 +18,12 @@ from pathlib import Path
 
 import pytest
 
+from headway.child_python import guarded, python_command
 from headway.errors import ConfigError, SandboxFailed
 from headway.sandbox import bubblewrap, process_limits, room, seccomp
 from headway.sandbox import sandbox as door
 from headway.sandbox.bubblewrap import FIRST_UID, UIDS, own_uid
 from headway.sandbox.call import Call
-from headway.sandbox.leftovers import end_leftovers
 from headway.sandbox.limits import Kind, SandboxSpec
 from headway.sandbox.sandbox import Sandbox
 from tests.sandbox.conftest import SMALL, SOURCES, running
@@ -149,15 +149,16 @@ async def test_calls_at_once_are_users_of_their_own_where_we_are_root(sandbox: S
     assert all(FIRST_UID <= user < FIRST_UID + UIDS for user in users)
 
 
-def killed_when(there: Callable[[str], bool], mark: str) -> None:
-    """Ask for a call in another process, and kill that when the call is so far."""
+def killed_when(there: Callable[[str], bool], mark: str, *, by_guard: bool = False) -> None:
+    """Ask for a call in another process, and kill that when the call is so far, or have its guard end it."""
     code = (
         "from headway.sandbox.sandbox import Sandbox; from headway.sandbox.limits import SandboxSpec\n"
         f"Sandbox(SandboxSpec()).run_blocking(['/usr/bin/sleep', '{mark}'])"
     )
-    with subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": SOURCES}) as asking:
+    command = python_command(guarded() + code) if by_guard else [sys.executable, "-c", code]
+    with subprocess.Popen(command, env={**os.environ, "PYTHONPATH": SOURCES}) as asking:
         wait_for(lambda: there(mark), "the call did not begin")
-        asking.kill()
+        asking.send_signal(signal.SIGTERM if by_guard else signal.SIGKILL)
 
 
 def test_a_call_ends_with_the_process_that_asked_for_it(sandbox: Sandbox) -> None:
@@ -167,12 +168,12 @@ def test_a_call_ends_with_the_process_that_asked_for_it(sandbox: Sandbox) -> Non
 
 
 @pytest.mark.slow
-def test_what_is_left_of_a_call_that_was_being_set_up_is_ended_by_the_next_trial_of_a_sandbox(sandbox: Sandbox) -> None:
-    """Takes seconds: five processes import, are killed while they set a call up, and what they leave is ended."""
+def test_a_call_that_was_being_set_up_ends_with_the_guard_of_who_asked_for_it(sandbox: Sandbox) -> None:
+    """Takes seconds: five processes import, are ended while they set a call up, and so is all that they have made."""
     for turn in range(5):
         mark = f"2{os.getpid()}05.{1 + turn}"
-        killed_when(lambda mark: bool(running(mark)), mark)
-        wait_for(lambda mark=mark: end_leftovers() or not running(mark), "what was left is not ended")
+        killed_when(lambda mark: bool(running(mark)), mark, by_guard=True)
+        assert not running(mark)
 
 
 ASK_AND_BE_KILLED = """
@@ -197,14 +198,6 @@ def test_no_program_outlives_who_asked_for_it_whenever_that_is_killed(sandbox: S
     environment = {**os.environ, "PYTHONPATH": SOURCES}
     subprocess.run([sys.executable, "-c", ASK_AND_BE_KILLED, mark], env=environment, check=True, timeout=120)
     wait_for(lambda: not any(name_of(pid) == "sleep" for pid in running(mark)), "a program goes on")
-
-
-def test_rooms_that_have_a_maker_are_not_taken_for_leftovers(sandbox: Sandbox) -> None:
-    with ThreadPoolExecutor(1) as thread:
-        running_call = thread.submit(sandbox.run_blocking, "import time; time.sleep(1); print('done')", limits=SMALL)
-        while not running_call.done():
-            end_leftovers()
-        assert running_call.result().stdout == "done\n"
 
 
 def test_descriptors_do_not_add_up(sandbox: Sandbox) -> None:

@@ -11,29 +11,14 @@ from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
+from headway.process_tree import descendants
+
 CAN_WATCH = hasattr(os, "pidfd_open")
 """True on Linux, where processes can be watched. Elsewhere families are empty."""
 ORDERLY_S = 5.0
 """Seconds that a process has to end by itself, before it is signalled."""
 TERMINATED_S = 2.0
 """Seconds that a process has to end after each signal."""
-
-
-def descendants(*pids: int) -> list[int]:
-    """Return the ids of all processes that ``pids`` started, directly or not, as /proc lists them now."""
-    children: dict[int, list[int]] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        children.setdefault(int(fields[1]), []).append(int(stat.parent.name))
-    found, open_ends = [], list(pids)
-    while open_ends:
-        below = children.get(open_ends.pop(), [])
-        found += below
-        open_ends += below
-    return found
 
 
 def named(programs: Collection[str], title: str) -> dict[str, int]:

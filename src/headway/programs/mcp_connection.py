@@ -13,7 +13,6 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from headway.errors import ProgramFailed, Unavailable, UserCodeError, shown
-from headway.programs import mcp_guard
 from headway.programs.failures import is_away
 from headway.programs.mcp_words import in_words, is_unfit, keep_to_one_line, root, unreadable
 from headway.programs.path import path_of_commands
@@ -149,11 +148,7 @@ async def transport(spec: McpServerSpec) -> AsyncIterator[Any]:
         raise UserCodeError(
             f"{spec.who}.command: there is no command {spec.command[0]!r}; install it, or give its path"
         )
-    server = StdioServerParameters(
-        command=sys.executable,
-        args=["-I", "-S", mcp_guard.__file__, str(os.getpid()), *spec.command],
-        env=env,
-    )
+    server = StdioServerParameters(command=spec.command[0], args=list(spec.command[1:]), env=env)
     async with stdio_client(server, errlog=sys.stderr) as streams:
         yield streams
 

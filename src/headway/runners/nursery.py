@@ -14,7 +14,7 @@ import threading
 from contextlib import suppress
 
 from headway.frames import HEADER, Frame
-from headway.runners.inside import die_with, forking_a_runner
+from headway.process_tree import adopt_orphans, descendants, die_with, end_children
 from headway.runners.wire import BlockingChannel, Kind
 
 
@@ -23,6 +23,8 @@ def fork_runners(sock: socket.socket) -> BlockingChannel:
     if threading.active_count() > 1:
         print("the user's code has started threads when it was imported; forked processes lack them", file=sys.stderr)
     nursery = os.getpid()
+    adopt_orphans()
+    kept = set(descendants(os.getpid()))  # what the user's code has started when it was imported, and runners
     with suppress(OSError, ValueError):
         sys.stdout.flush()  # else each runner would print what is left
     gc.collect()
@@ -34,17 +36,21 @@ def fork_runners(sock: socket.socket) -> BlockingChannel:
             os._exit(0)
         _, kind, order, detail = HEADER.unpack(data)
         if kind == Kind.REAP:
-            sock.sendall(Frame(Kind.REAPED, order, os.waitstatus_to_exitcode(os.waitpid(detail, 0)[1])).packed())
+            end = os.waitstatus_to_exitcode(os.waitpid(detail, 0)[1])
+            kept.discard(detail)
+            end_children(kept)  # a live runner adopts what it has started: others are left by one that has ended
+            sock.sendall(Frame(Kind.REAPED, order, end).packed())
             continue
         try:
-            with forking_a_runner():
-                pid = os.fork()
+            pid = os.fork()
         except OSError as error:  # no memory or no process is left for now: those that run go on
             pid = -(error.errno or 1)
         if pid == 0:
             os.setsid()
             die_with(nursery)
+            adopt_orphans()
             os.close(sock.detach())
             return BlockingChannel(socket.socket(fileno=descriptors[0]))
         os.close(descriptors[0])
+        kept.add(pid)
         sock.sendall(Frame(Kind.FORKED, order, pid).packed())

@@ -27,7 +27,7 @@ CUT_S = 1.0
 TOLD_S = 30.0
 """Seconds for a nursery to fork a runner, or to say how one ended."""
 WITH_NURSERY = "the process that forked it"
-"""End of a runner whose nursery has ended: the kernel ends all of its runners with it."""
+"""End of a runner whose nursery has ended: all of its runners end with it."""
 
 
 class Process:
@@ -43,8 +43,13 @@ class Process:
         sock: socket.socket,
         on_frame: Callable[[Frame], object],
         end_of: Callable[[int], Awaitable[str]],
+        *,
+        guarded: bool = False,
     ) -> None:
-        """Watch ``pid``, which nobody reaps before ``end_of`` is awaited: it returns how the process ended."""
+        """Watch ``pid``, which nobody reaps before ``end_of`` is awaited: it returns how the process ended.
+
+        ``guarded``: it is the process's guard (`headway.process_tree`).
+        """
         loop = asyncio.get_running_loop()
         self.pid = pid
         self.loaded: asyncio.Future[Any] = loop.create_future()
@@ -54,13 +59,14 @@ class Process:
         self._ending: asyncio.Task[None] | None = None
         self.channel = Channel(sock, self._receive, self._on_cut)
         self._pidfd = os.pidfd_open(pid)
+        self._ends_by = signal.SIGTERM if guarded else signal.SIGKILL
         loop.add_reader(self._pidfd, self._on_gone)
 
     def kill(self, *, shown_first: bool = False) -> None:
         """End the process, whatever it does. ``shown_first``: a moment after it has printed where it stands."""
         if self._ending is None:
             with suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._pidfd, SHOWS_WHERE if shown_first else signal.SIGKILL)
+                signal.pidfd_send_signal(self._pidfd, SHOWS_WHERE if shown_first else self._ends_by)
             if shown_first:
                 asyncio.get_running_loop().call_later(SHOWN_S, self.kill)
 
@@ -110,11 +116,9 @@ class Launch:
         here, there = socket.socketpair()
         with there:
             passed = [there.fileno(), *([note.descriptor] if note is not None else [])]
-            numbers = [there.fileno(), os.getpid(), note.descriptor if note is not None else -1]
-            command = python_command(BOOT, self.name, *map(str, numbers))
+            command = python_command(BOOT, self.name, *map(str, [*passed, *([] if note is not None else [-1])]))
             try:
                 with _interrupts_held_back():
-                    # In this thread: the process ends with the thread that started it.
                     popen = subprocess.Popen(
                         command,
                         stdin=subprocess.DEVNULL,
@@ -134,7 +138,7 @@ class Launch:
         async def end_of(_pid: int) -> str:
             return end_text(popen.wait())
 
-        process = Process(popen.pid, here, on_frame, end_of)
+        process = Process(popen.pid, here, on_frame, end_of, guarded=True)
         process.channel.send(Frame(Kind.START, payload=pickle.dumps(self.start)))
         return process
 

@@ -6,6 +6,6 @@
 
 `limits` says what a call may take. `bubblewrap` builds the command that makes a room, `interpreter` finds the files of
 the one that runs in there, `passage` opens the way to them, `seccomp` says what the kernel refuses, `room` starts,
-watches and ends one, `leftovers` ends what nobody waits for; `process_limits` does without. `usage` measures what runs,
+watches and ends one; `process_limits` does without. `usage` measures what runs,
 `inputs` what it is given, `call` sees one call through, `sandbox` is the door, `python` the tool.
 """

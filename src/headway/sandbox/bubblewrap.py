@@ -24,11 +24,11 @@ from typing import IO
 
 from headway.errors import ConfigError, SandboxFailed
 from headway.sandbox.interpreter import Interpreter, base_python, interpreter
-from headway.sandbox.leftovers import hostname
 from headway.sandbox.limits import Limits
 from headway.sandbox.passage import open_way_to
 
 UID_INSIDE = 1000
+HOSTNAME = "headway-sandbox"
 FIRST_UID, UIDS = 64000, 1000
 """Users of this machine that rooms are made as where we are root: one for each that is open."""
 COUNTS_BY_NAMESPACE = (5, 14)
@@ -54,9 +54,7 @@ FIRST = (
     "-c",
     f'echo >&0; read -r go || exit 1; exec <{INPUT}; echo 1000 >/proc/self/oom_score_adj; "$@"; exit $?',
 )
-"""The room's first process, which the kernel ends before others where memory is short. Its name, which follows, says
-whose it is.
-
+"""The room's first process, which the kernel ends before others where memory is short.
 It says that it is there, so that it ends with bwrap from here on. It starts the program when it is told to, and never
 where who tells it has ended; when it ends itself, so does everything in the room."""
 
@@ -128,7 +126,7 @@ class Bubblewrap:
             stdin: descriptor of what the program reads.
             files: names in the scratch space → descriptors of contents.
         """
-        first = [*FIRST, hostname(), *self._limited(limits), *program]
+        first = [*FIRST, HOSTNAME, *self._limited(limits), *program]
         room = [*self._room(limits, status, seccomp, stdin, files), *first]
         return room if uid is None else [*self._become(uid), *room]
 
@@ -148,7 +146,7 @@ class Bubblewrap:
         names = "--unshare-user --unshare-pid --unshare-ipc --unshare-uts --unshare-net --unshare-cgroup-try"
         apart = [*([WANTED] if self.disables_namespaces else []), "--as-pid-1", "--die-with-parent", "--new-session"]
         apart += ["--cap-drop", "ALL", "--clearenv"]
-        who = ["--uid", str(UID_INSIDE), "--gid", str(UID_INSIDE), "--hostname", hostname()]
+        who = ["--uid", str(UID_INSIDE), "--gid", str(UID_INSIDE), "--hostname", HOSTNAME]
         devices = [word for name in DEVICES for word in ("--dev-bind", f"/dev/{name}", f"/dev/{name}")]
         links = ["--symlink", "/proc/self/fd", "/dev/fd", "--symlink", SCRATCH, "/dev/shm"]
         scratch = ["--size", str(limits.scratch_mib << 20), "--perms", "0700", "--tmpfs", SCRATCH]

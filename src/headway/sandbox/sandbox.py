@@ -14,7 +14,6 @@ from headway.errors import ConfigError, SandboxFailed
 from headway.sandbox.bubblewrap import Bubblewrap
 from headway.sandbox.call import KILLED, Call, Room
 from headway.sandbox.interpreter import ISOLATED, base_python
-from headway.sandbox.leftovers import end_leftovers
 from headway.sandbox.limits import Limits, Ran, SandboxSpec
 from headway.sandbox.process_limits import ProcessLimits, prlimit
 from headway.sandbox.room import BubblewrapRoom
@@ -57,7 +56,6 @@ class Sandbox:
         Raises:
             ConfigError: it does not run here, or what it takes cannot be measured; says why, and what to change.
         """
-        end_leftovers()
         try:
             ran = self.run_blocking("print('here')", limits=TRIAL)
         except SandboxFailed as cause:

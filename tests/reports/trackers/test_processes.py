@@ -151,8 +151,8 @@ def test_a_tracker_of_a_run_that_is_killed_is_closed_as_failed_and_ends(
     ) as run:
         assert run.stdout is not None
         assert run.stdout.readline().strip() == "stub-1"
-        (tracker,) = processes_of(str(tmp_path / "stub"))
-        left = os.pidfd_open(tracker)
+        guard, _ = processes_of(str(tmp_path / "stub"))
+        left = os.pidfd_open(guard)
         run.send_signal(signal.SIGKILL)
     assert select.select([left], [], [], 30)[0], "the tracker's process outlived its run"
     os.close(left)

@@ -2,7 +2,7 @@
 
 Lines come in on the standard input and are answered, one by one, on what was the standard output; whatever a library
 prints goes to the log. Where the input ends without a call of ``close``, the run's process is gone: the tracker is
-closed as that of a failed run, and the process ends, within `ORPHAN_S`.
+closed as that of a failed run, and the process ends.
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ from headway.errors import said_by
 from headway.reports.trackers.factory import make_tracker
 from headway.reports.trackers.tracker import NotKept, Setting, Tracker
 
-ORPHAN_S = 15.0
-"""Seconds that the process may outlive its input."""
 LOOK_EVERY_S = 60.0
 STOOD_STILL_S = 600
 """Seconds after which a process in which no thread may run, since a library holds Python's lock, ends itself."""
@@ -46,7 +44,7 @@ def main(name: str) -> None:
 
 
 def _read(lines: queue.SimpleQueue[bytes | None]) -> None:
-    """Hand on the lines of the standard input, then None, and see to it that the process ends."""
+    """Hand on the lines of the standard input, then None."""
     received = bytearray()
     while True:
         faulthandler.dump_traceback_later(STOOD_STILL_S, exit=True)  # each look puts it off
@@ -58,9 +56,6 @@ def _read(lines: queue.SimpleQueue[bytes | None]) -> None:
         *whole, received = received.split(b"\n")
         for line in whole:
             lines.put(bytes(line))
-    over = threading.Timer(ORPHAN_S, os._exit, (1,))
-    over.daemon = True
-    over.start()
     lines.put(None)
 
 

@@ -2,14 +2,13 @@
 
     {"call": "on_row", "value": {…}}  ─▶   {} once it is done, or {"problem": "ConnectionError: …"}
 
-The process is a session of its own, which Ctrl-C on the terminal does not reach. It ends by itself when its input ends:
-with this process, however that ends.
+The process is a session of its own, which Ctrl-C on the terminal does not reach. It ends with this process, however
+that ends, and so does what it has started.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import threading
@@ -17,13 +16,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from headway.child_python import IMPORTS_AS_HERE, python_command
+from headway.child_python import guarded, python_command
 from headway.errors import RunError, said_by
 from headway.reports.events_file import to_json_line
 
 REAP_S = 5.0
 """Seconds for a process that closed its output to be gone."""
-BOOT = f"{IMPORTS_AS_HERE}from headway.reports.trackers.host import main; main(sys.argv[1])"
+ORPHAN_S = 15.0
+"""Seconds that it may outlive this process, to close the tracker as that of a failed run."""
+BOOT = f"{guarded(grace_s=ORPHAN_S)}from headway.reports.trackers.host import main; main(sys.argv[1])"
 
 
 class TrackerLost(RunError):
@@ -73,8 +74,7 @@ class TrackerProcess:
     def kill(self) -> None:
         with self._ending:  # a number that was waited for may be another process's
             if self._popen.poll() is None:
-                with suppress(ProcessLookupError):
-                    os.killpg(self._popen.pid, signal.SIGKILL)
+                self._popen.terminate()
                 with suppress(subprocess.TimeoutExpired):
                     self._popen.wait(REAP_S)
 
