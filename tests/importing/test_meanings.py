@@ -149,6 +149,57 @@ def imported(project: str, settings: dict[str, Any]) -> Translation:
             {"vllm_num_engines": 4, "vllm_tensor_parallel_size": 2, "async_train": True},
             {"rollout.n_gpus_per_node": 8, "rollout.tensor_model_parallel_size": 2, "rollout.name": "vllm"},
         ),
+        (  # forks of verl's: copies of a prompt, of which mini-batches count the answers
+            "verl",
+            {
+                "actor_rollout_ref.rollout.n_agent": 5,
+                "actor_rollout_ref.rollout.n_val": 8,
+                "actor_rollout_ref.rollout.val_temperature": 0.6,
+                "trainer.rejection_sample": True,
+                "data.train_batch_size": 40,
+                "actor_rollout_ref.actor.ppo_mini_batch_size": 100,
+            },
+            {
+                "rollout.n": 5,
+                "rollout.val_n": 8,
+                "rollout.val_temperature": 0.6,
+                "algorithm.filter_groups.enable": True,
+                "actor.ppo_mini_batch_size": 20,
+                "async_training.require_batches": 2,
+                "rollout.name": "vllm",
+            },
+        ),
+        (  # scores of 1 and -1 become 1 and 0, so half the penalty weighs as much
+            "verl",
+            {
+                "reward_model.reward_manager": "dapo",
+                "reward_model.overlong_buffer.enable": True,
+                "reward_model.overlong_buffer.len": 64,
+                "reward_model.overlong_buffer.penalty_factor": 1.0,
+            },
+            {"reward.function": "math_verify", "reward.overlong_buffer.penalty_factor": 0.5},
+        ),
+        (  # an episode is as long as the orchestrator and the engine have it; the trainer's length is a micro-batch's
+            "prime-rl",
+            {
+                "seq_len": 8192,
+                "trainer.model.seq_len": 32768,
+                "orchestrator.seq_len": 4096,
+                "inference.vllm.max_model_len": 3072,
+                "orchestrator.sampling.max_tokens": 2048,
+            },
+            {
+                "data.max_prompt_length": 1024,
+                "data.max_response_length": 2048,
+                "actor.ppo_max_token_len_per_gpu": 32768,
+                "rollout.name": "vllm",
+            },
+        ),
+        (
+            "areal",
+            {"rollout.backend": "sglang:d4", "actor.path": "m"},
+            {"rollout.n_gpus_per_node": 4, "rollout.name": "vllm"},
+        ),
         (  # where both take turns a replica has one device
             "openrlhf",
             {"vllm_num_engines": 4, "vllm_tensor_parallel_size": 2},
@@ -197,3 +248,46 @@ def test_prime_rls_environment_is_something_to_do_and_an_unlisted_key_is_unknown
     notes = {one.key: one.answer.note for one in found.of(Part.WITHOUT)}
     assert notes["orchestrator.train.env[0].id"].startswith("an environment of verifiers plays and scores unmodified")
     assert notes["orchestrator.new_thing"].startswith("unknown to Headway")
+
+
+@pytest.mark.parametrize(
+    ("project", "settings"),
+    [
+        ("verl", [f"{one}.frobnicate" for one in ("data", "trainer", "critic", "actor_rollout_ref", "async_training")]),
+        ("verl", [f"actor_rollout_ref.{one}.x" for one in ("actor", "rollout", "ref", "model", "actor.policy_loss")]),
+        ("verl", ["critic.optim.x", "actor_rollout_ref.actor.optim.x", "actor_rollout_ref.actor.adaptive_entropy.on"]),
+        ("areal", [f"{one}.x" for one in ("actor", "gconfig", "train_dataset", "rollout", "ref", "actor.optimizer")]),
+        ("prime-rl", [f"{one}.x" for one in ("trainer", "trainer.model", "trainer.optim", "inference", "data")]),
+        ("trl", ["frobnicate"]),
+        ("openrlhf", ["actor.frobnicate", "frobnicate"]),
+    ],
+)
+def test_a_key_that_the_project_does_not_have_is_unknown_and_never_nothing_to_do(
+    project: str, settings: list[str]
+) -> None:
+    found = imported(project, dict.fromkeys(settings, 7))
+    notes = {one.key: one.answer.note for one in found.of(Part.WITHOUT)}
+    assert {key: notes[key].startswith("unknown to Headway") for key in settings} == dict.fromkeys(settings, True)
+
+
+def test_an_unknown_key_names_the_nearest_one_of_its_project() -> None:
+    found = imported("verl", {"actor_rollout_ref.actor.entropy_coef": 0.1, "data.max_respons_length": 9})
+    notes = [one.answer.note for one in found.outcomes if not one.known]
+    assert notes[0].endswith("; the nearest is actor.entropy_coeff")
+    assert notes[1].endswith("; the nearest is data.max_response_length")
+
+
+def test_what_is_lost_is_not_said_to_be_taken_over() -> None:
+    keys = {
+        f"actor_rollout_ref.model.override_config.{key}": 0 for key in ("attention_dropout", "max_position_embeddings")
+    }
+    found = imported("verl", keys)
+    assert {one.key for one in found.of(Part.WITHOUT)} >= set(keys)
+    (loss,) = (one for one in imported("prime-rl", {}).of(Part.DIFFERS) if one.key == "trainer.loss.type")
+    assert "kl_tau=0.001, is not there" in loss.answer.note
+
+
+def test_a_dataset_whose_columns_the_file_does_not_say_asks_for_them() -> None:
+    found = imported("areal", {"train_dataset.path": "some/rows", "actor.path": "m"})
+    assert any(line.startswith("data.prompt_key, data.answer_key") for line in found.unknown)
+    assert not imported("areal", {"train_dataset.path": "openai/gsm8k"}).unknown

@@ -63,6 +63,13 @@ EXPECTED: Mapping[str, Mapping[str, Any]] = {
         "async_training.require_batches": 4,
         "rollout.total_rollout_steps": 204800,  # 400 versions of 4 · 4 · 32 prompts
     },
+    "verl_fork.sh": {
+        "rollout.n": 4,
+        "actor.ppo_mini_batch_size": 64,  # 256 answers, 4 of a prompt
+        "async_training.require_batches": 8,
+        "rollout.val_n": 8,
+        "algorithm.filter_groups.enable": True,
+    },
     "verl_fully_async.yaml": {"mode": "async_stale", "async_training.staleness_threshold": 0.1, "rollout.n": 4},
     "verl_search.yaml": {"async_training.require_batches": 1, "rollout.name": "vllm"},
     "trl_async.py": {

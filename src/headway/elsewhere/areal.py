@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from headway.elsewhere import areal_values as of
-from headway.elsewhere.rows import Project, Row, always, choice, differs, no, off, same, taken
+from headway.elsewhere.rows import Project, Row, always, choice, differs, like, no, off, same, several, taken
 from headway.elsewhere.rows import without as lost
 from headway.elsewhere.values import LORA, file_name, number, path, whole
 
 REMEMBERED = "nothing to do: the run's directory has all of it (run.dir)"
 SERVER = "nothing to do: replicas get weights, dtype and memory from the run (docs/rollout-engines.md)"
 SCHEDULED = "nothing to do: Ray places the processes (docs/several-machines.md)"
-ROWS: Mapping[str, Row] = {
+COMPUTES = "nothing to do: it is about how AReaL computes, not about what is learned"
+LOADED = "nothing to do: rows are read as they are asked for (docs/data.md)"
+OF_REFERENCE = "nothing to do: the reference is computed as the actor is, without gradients and optimizer"
+OF_CRITIC = "nothing to do: the critic is computed as the actor is, and shares its memory settings"
+TABLE: Mapping[str, Row] = {
     "experiment_name": same("run.name", file_name),
     "trial_name": same(
         "reports.run_name", lambda value, given: taken(note="a run's directory has its time in its name")
@@ -69,7 +73,12 @@ ROWS: Mapping[str, Row] = {
     ),
     "rollout.agent*": no("rollout.agent, program or environment makes episodes (docs/agents.md)"),
     "rollout.use_lora": off(LORA),
-    "rollout.*": no(SERVER),
+    **several(
+        "rollout.",
+        """_version admin_api_key api_url model pause_grace_period poll_interval provider_api_key return_routed_experts
+        routing_strategy tokenizer_path schedule_policy""",
+        no(SERVER),
+    ),
     # sampling
     "gconfig.n_samples": same("rollout.n", whole),
     "gconfig.max_new_tokens": same("data.max_response_length", whole),
@@ -85,10 +94,14 @@ ROWS: Mapping[str, Row] = {
     "gconfig.stop": same("rollout.stop", lambda value, given: list(value or [])),
     "gconfig.max_tokens": no("nothing to do: a context is data.max_prompt_length + data.max_response_length"),
     "gconfig.lora_name": off(LORA),
-    "gconfig.*": off("rollout.* has sampling (docs/rollout-engines.md)"),
+    **several(
+        "gconfig.",
+        "frequency_penalty ignore_eos stop_token_ids use_beam_search",
+        off("rollout.* has sampling (docs/rollout-engines.md)"),
+    ),
+    **several("", "gconfig.skip_special_tokens eval_gconfig.skip_special_tokens", no("nothing to do: ids are kept")),
     "eval_gconfig.n_samples": same("rollout.val_n", whole),
     "eval_gconfig.temperature": same("rollout.val_temperature", number),
-    "eval_gconfig.*": no("validation samples as training does, at rollout.val_temperature"),
     # actor
     "actor.backend": of.devices("trainer"),
     "actor.path": same("model.path", path),
@@ -124,7 +137,11 @@ ROWS: Mapping[str, Row] = {
     "actor.optimizer.gradient_clipping": same("actor.grad_clip", number),
     "actor.optimizer.warmup_steps_proportion": differs("actor.optim.lr_warmup_steps", "a share of the run", of.warmup),
     "actor.optimizer.offload": same("actor.fsdp_config.param_offload"),
-    "actor.optimizer.*": no("nothing to do: it is for losses in float16, which Headway has not"),
+    **several(
+        "actor.optimizer.",
+        "hysteresis initial_loss_scale loss_scale_window min_loss_scale",
+        no("nothing to do: it is for losses in float16, which Headway has not"),
+    ),
     "actor.eps_clip": same("actor.clip_ratio", number),
     "actor.eps_clip_higher": same("actor.clip_ratio_high", of.higher),
     "actor.c_clip": same("algorithm.policy_loss.clip_ratio_c", of.dual),
@@ -176,15 +193,17 @@ ROWS: Mapping[str, Row] = {
     "actor.fsdp*": no("nothing to do: FSDP2 decides it here"),
     "actor.megatron.*": no("Headway trains with FSDP2; actor.parallel divides the model (docs/your-own.md)"),
     "actor.archon.*": no("Headway trains with FSDP2; actor.parallel divides the model (docs/your-own.md)"),
-    "actor.*": no("nothing to do: it is about how AReaL computes, not about what is learned"),
+    **several(
+        "actor.",
+        "_version admin_api_key beta is_critic log_level loss_type offload request_timeout setup_timeout use_kernels",
+        no(COMPUTES),
+    ),
     # further roles and servers
-    "ref.*": no("nothing to do: the reference is computed as the actor is, without gradients and optimizer"),
     "critic.optimizer.lr": same("critic.optim.lr", number),
     "critic.eps_clip": same("critic.cliprange_value", number),
     "critic.path": no(
         "nothing to do: the critic begins as a copy of model.path; algorithm.adv_estimator=gae asks for it"
     ),
-    "critic.*": no("nothing to do: the critic is computed as the actor is, and shares its memory settings"),
     "teacher.*": no("Headway does not distil from a teacher"),
     "vllm.gpu_memory_utilization": same(
         "rollout.vllm.engine_args.gpu_memory_utilization",
@@ -202,8 +221,12 @@ ROWS: Mapping[str, Row] = {
         "data.max_prompt_length", lambda value, given: taken() if value is None else whole(value, given)
     ),
     "train_dataset.type": always("rl", note="prompts with ground truths"),
-    "train_dataset.*": no("nothing to do: rows are read as they are asked for (docs/data.md)"),
-    "valid_dataset.*": no("nothing to do: all held-out problems are asked at once"),
+    "valid_dataset.batch_size": no("nothing to do: all held-out problems are asked at once"),
+    **several(
+        "train_dataset.",
+        "dataset_kwargs* drop_last num_dataset_workers num_workers pin_memory setup_timeout split",
+        no(LOADED),
+    ),
     # what runs beside
     "saver.freq_steps": of.frequency("trainer.save_freq"),
     "saver.freq_*": of.never("trainer.save_freq"),
@@ -220,7 +243,16 @@ ROWS: Mapping[str, Row] = {
     "stats_logger.trackio.mode": of.tracker("trackio"),
     "stats_logger.tensorboard.*": no("nothing to do: reports.trackers=[tensorboard] writes into the run's directory"),
     "stats_logger.*": off("reports.trackers names what gets the figures (docs/trackers.md)"),
+    "evaluator.eval_before_train": always(True, note="the first version is validated"),
+    "memory_profiler.*": no("headway ctl RUN profile profiles a run that goes on (docs/profiling.md)"),
     "perf_tracer.*": no("nothing to do: headway report draws where the time went (docs/reports.md)"),
+}
+ROWS: Mapping[str, Row] = {
+    **like(TABLE, "actor.", "ref.", no(OF_REFERENCE)),
+    **like(TABLE, "actor.", "critic.", no(OF_CRITIC)),
+    **like(TABLE, "train_dataset.", "valid_dataset.", no(LOADED)),
+    **like(TABLE, "gconfig.", "eval_gconfig.", no("validation samples as training does, at rollout.val_temperature")),
+    **TABLE,
 }
 AREAL = Project(
     "AReaL",

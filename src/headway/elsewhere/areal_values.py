@@ -82,8 +82,13 @@ def allocated(role: str, allocation: str, given: Given) -> Answer:
         values |= {f"actor.parallel.{name}": size for name, size in dimensions.items()}
         if sizes.get("p", 1) > 1:
             note += "; there are no pipelines of layers here, so FSDP2 shards over those ranks, too"
-    elif inner > 1:
-        values |= {"rollout.tensor_model_parallel_size": inner, "rollout.name": "vllm"}
+        return other(values, note)
+    engine = allocation.partition(":")[0]
+    values["rollout.name"] = "vllm"  # the only engine here that another project has, too
+    if engine not in ("vllm", allocation):
+        note += f" of vllm: Headway has no {engine}"
+    if inner > 1:
+        values["rollout.tensor_model_parallel_size"] = inner
         note += f", {copies} engines of {inner} each"
     return other(values, note)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from headway.elsewhere import prime_rl_values as of
-from headway.elsewhere.rows import Project, Row, always, differs, no, off, same, taken
+from headway.elsewhere.rows import Project, Row, always, differs, no, off, same, several, taken
 from headway.elsewhere.rows import without as lost
 from headway.elsewhere.values import LORA, REPLICA_SIZE, file_name, number, path, whole
 
@@ -32,8 +32,8 @@ ROWS: Mapping[str, Row] = {
     "trainer.max_steps": differs("rollout.total_rollout_steps", "steps in prompts", of.steps),
     "seq_len": differs("data.max_response_length", "prompt and answer", of.length),
     "orchestrator.seq_len": differs("data.max_response_length", "prompt and answer", of.length),
-    "trainer.model.seq_len": differs("data.max_response_length", "prompt and answer", of.length),
-    "model.seq_len": differs("data.max_response_length", "prompt and answer", of.length),
+    "trainer.model.seq_len": differs("actor.ppo_max_token_len_per_gpu", "a micro-batch", of.trained_length),
+    "model.seq_len": differs("actor.ppo_max_token_len_per_gpu", "a micro-batch", of.trained_length),
     "max_async_level": differs("async_training.staleness_threshold", "η", of.async_level),
     "*.max_async_level": differs("async_training.staleness_threshold", "η", of.async_level),
     "*async_level": differs("async_training.staleness_threshold", "η", of.async_level),
@@ -87,7 +87,7 @@ ROWS: Mapping[str, Row] = {
     "trainer.optim.betas2": same(
         "actor.optim.betas", lambda value, given: [given.get("trainer.optim.betas1", 0.9), number(value, given)]
     ),
-    "trainer.optim.*": no("nothing to do: it is of an optimizer that Headway lacks"),
+    **several("trainer.optim.", "momentum mu nesterov", no("nothing to do: it is of an optimizer that Headway lacks")),
     "trainer.scheduler.type": same("actor.optim.lr_scheduler_type", of.scheduler),
     "trainer.scheduler.warmup_steps": same("actor.optim.lr_warmup_steps", whole),
     "trainer.scheduler.min_lr": differs("actor.optim.min_lr_ratio", "a share", of.lower_min),
@@ -120,15 +120,25 @@ ROWS: Mapping[str, Row] = {
     "trainer.model.lora": no(LORA),
     "trainer.model.quantization*": off("training computes in model.dtype"),
     "trainer.model.optimization_dtype": always("float32", note="master weights are float32"),
-    "trainer.model.*": no(MODEL),
+    **several(
+        "trainer.model.",
+        """ac_* attn compile* conversion_dir debug.* deepep_* ep_comm_backend fp8 freeze_moe_router fused_lm_head_*
+        impl index_cache.* load_using_meta log_signature moe_* reduce_dtype vlm.*""",
+        no(MODEL),
+    ),
     "trainer.gc*": no(MODEL),
     "trainer.enable_router_replay": off("the trainer routes tokens to experts by itself"),
     "trainer.dist_timeout_seconds": no("cluster.start_timeout_s and cluster.stall_timeout_s bound waits"),
     "trainer.recompute_logprobs": differs(
         "async_training.use_rollout_log_probs", "π_prox", lambda value, given: not value
     ),
-    "trainer.*": no(MODEL),
-    "data.*": no("nothing to do: rollouts come from the environments"),
+    **several(
+        "trainer.",
+        """bench.* data.* enable_token_export experimental.* file_monitor.* matmul_precision max_concurrent_runs
+        memory_profiler_path metrics_server.* profile_path tokenizer.* toml_files trace_path""",
+        no(MODEL),
+    ),
+    **several("", "data.fake.* data.num_workers", no("nothing to do: rollouts come from the environments")),
     "dist_timeout_seconds": no("cluster.start_timeout_s and cluster.stall_timeout_s bound waits"),
     "model.vlm.*": no("Headway trains on text"),
     # orchestrator
@@ -214,9 +224,17 @@ ROWS: Mapping[str, Row] = {
     "inference.model.enforce_eager": same("rollout.enforce_eager"),
     "inference.vllm.enforce_eager": same("rollout.enforce_eager"),
     "inference.vllm.max_num_seqs": same("rollout.max_concurrent", whole),
-    "inference.*max_model_len": no("nothing to do: contexts are data.max_prompt_length + data.max_response_length"),
+    "inference.*max_model_len": differs("data.max_response_length", "prompt and answer", of.context),
+    "max_model_len": differs("data.max_response_length", "prompt and answer", of.context),
     "inference.*lora*": no(LORA),
-    "inference.*": no(SERVER),
+    of.ENGINE: same("rollout.name"),
+    **several(
+        "inference.",
+        """all2all_backend api_server_count backend_port data_parallel_* deployment.* dry_run enable_* experimental.*
+        kv_cache_offload.* model.* parallel.* quantization router.* seed server.* slurm.* toml_files use_*
+        vllm.* vllm_extra*""",
+        no(SERVER),
+    ),
 }
 PRIME_RL = Project(
     "prime-rl",

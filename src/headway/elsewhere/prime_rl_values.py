@@ -17,6 +17,10 @@ GROUP_SIZES = (
 LOSSES: Mapping[Any, str] = {"default": "dppo_tv", "dppo": "dppo_tv", "gspo": "gspo", "cispo": "cispo"}
 
 
+ENGINE = "the inference server"
+"""Name of the setting that says which engine answers: prime-rl has vLLM alone."""
+
+
 def n(given: Given) -> int:
     for key in GROUP_SIZES:
         if key in given:
@@ -40,15 +44,42 @@ def steps(value: Any, given: Given) -> Answer:
     return groups(whole(value, given) * size, size, f"{value} steps of {size} prompts, in prompts")
 
 
+def total_length(given: Given) -> int:
+    """Return the tokens of prompt and answer together: the orchestrator's bound, within the engine's context."""
+    own = given.get("orchestrator.seq_len") or given.get("seq_len") or given.get("trainer.model.seq_len")
+    contexts = [whole(given[key], given) for key in given if key.endswith("max_model_len") and given[key]]
+    return min([whole(own or given.get("model.seq_len") or min(contexts, default=2048), given), *contexts])
+
+
+def micro_batch(given: Given) -> int:
+    """Return the tokens of a micro-batch: the trainer's length, no shorter than an episode."""
+    own = given.get("trainer.model.seq_len") or given.get("model.seq_len") or given.get("seq_len")
+    return max(whole(own or 2048, given), total_length(given))
+
+
+def trained_length(value: Any, given: Given) -> Answer:
+    if any(given.get(key) for key in ("orchestrator.seq_len", "seq_len")):
+        return other({"actor.ppo_max_token_len_per_gpu": micro_batch(given)}, "tokens of a micro-batch there, too")
+    return length(value, given)
+
+
+def context(value: Any, given: Given) -> Answer:
+    if value is None:
+        return taken(note="not given, here either")
+    if any(given.get(key) for key in ("orchestrator.seq_len", "seq_len", "trainer.model.seq_len", "model.seq_len")):
+        return other({}, f"in the lengths of prompt and answer, together {total_length(given)}")
+    return length(value, given)
+
+
 def length(value: Any, given: Given) -> Answer:
     """Divide the length of a sequence between prompt and answer."""
-    total, answer = whole(value, given), given.get("orchestrator.train.sampling.max_completion_tokens")
+    total, answer = total_length(given), given.get("orchestrator.train.sampling.max_completion_tokens")
     answer = (
         answer
         or given.get("orchestrator.sampling.max_tokens")
         or given.get("orchestrator.sampling.max_completion_tokens")
     )
-    values = {"actor.ppo_max_token_len_per_gpu": total}
+    values = {"actor.ppo_max_token_len_per_gpu": micro_batch(given)}
     if answer is not None and whole(answer, given) < total:
         prompt = total - whole(answer, given)
         return other(
@@ -60,9 +91,8 @@ def length(value: Any, given: Given) -> Answer:
 
 
 def answer(value: Any, given: Given) -> Answer:
-    total = given.get("seq_len") or given.get("orchestrator.seq_len") or given.get("trainer.model.seq_len") or 2048
-    length = whole(value, given)
-    if length >= whole(total, given):
+    total, length = total_length(given), whole(value, given)
+    if length >= total:
         return other({}, f"no shorter than seq_len={total}, which bounds prompt and answer together: that holds")
     return taken({"data.max_response_length": length}, "tokens of a turn; of several turns together here")
 
@@ -108,7 +138,9 @@ def algorithm(value: Any, given: Given) -> Answer:
 def loss(value: Any, given: Given) -> Answer:
     if value in LOSSES:
         mode = {"algorithm.policy_loss.loss_mode": LOSSES[value]}
-        return taken(mode) if value == LOSSES[value] else other(mode, "it masks tokens, and adds a KL term")
+        tau = number(given.get("trainer.loss.kl_tau", 1e-3), given)
+        lost_term = f"; its KL to the policy that sampled, kl_tau={tau:g}, is not there" if tau else ""
+        return taken(mode) if value == LOSSES[value] else other(mode, f"it masks tokens by probability{lost_term}")
     return lost(f"there is no loss {value}; choose one (docs/algorithms), or write it (docs/your-own.md)")
 
 
@@ -192,6 +224,7 @@ def one(here: str) -> Row:
 def defaults(given: Given) -> dict[str, Any]:
     """Return prime-rl's defaults where they are not Headway's."""
     values: dict[str, Any] = {
+        ENGINE: "vllm",
         "orchestrator.batch_size": 128,
         "orchestrator.algo.type": "grpo",
         "trainer.loss.type": "default",

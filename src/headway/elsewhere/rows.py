@@ -107,6 +107,19 @@ def choice(here: str, names: Mapping[Any, Any]) -> Row:
     return Row(here, convert)
 
 
+def several(prefix: str, names: str, row: Row) -> dict[str, Row]:
+    """Make one row for each of ``names`` behind ``prefix``; a name is a key there, or ``section.*``.
+
+    A project's keys without a counterpart are named: what a fork adds to the same section stays unknown.
+    """
+    return {prefix + name: row for name in names.split()}
+
+
+def like(rows: Mapping[str, Row], section: str, there: str, row: Row) -> dict[str, Row]:
+    """Make one row for the keys of ``section`` in the section ``there``, which has the same ones."""
+    return {there + key.removeprefix(section): row for key in rows if key.startswith(section)}
+
+
 def taken(values: Mapping[str, Any] | None = None, note: str = "") -> Answer:
     """Make the answer of a setting that is taken over."""
     return Answer(Part.TAKEN, values or {}, note)

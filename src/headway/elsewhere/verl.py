@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from headway.elsewhere import verl_values as of
-from headway.elsewhere.rows import Project, Row, always, choice, differs, no, off, other, same, taken
+from headway.elsewhere.rows import Project, Row, always, choice, differs, like, no, off, other, same, several, taken
 from headway.elsewhere.values import (
     LORA,
     PACKED,
@@ -39,6 +39,15 @@ ESTIMATORS: Mapping[str, Any] = {
 }
 OF_FSDP = "nothing to do: FSDP2 decides it here"
 OF_VLLM = "nothing to do: vLLM decides it; rollout.vllm.engine_args takes further arguments"
+COMPUTES = "nothing to do: it is about how verl computes, not about what is learned"
+OF_OPTIMIZER = "nothing to do: AdamW over float32 master weights"
+OF_REFERENCE = "nothing to do: the reference is computed as the actor is, without gradients and optimizer"
+OF_CRITIC = "nothing to do: the critic is computed as the actor is, and shares its memory settings"
+OPTIMIZER = """
+    decay_type eps exp_avg_* lr_decay_ratio lr_decay_steps lr_min lr_start lr_warmup_init lr_wsd_* main_grads_dtype
+    min_lr min_lr_factor muon_* name num_cycles optimizer optimizer_impl override_optimizer_config total_training_steps
+    use_checkpoint_opt_param_scheduler use_layer_wise_* use_precision_* weight_decay_incr_style zero_indexed_step"""
+"""Settings of verl's optimizers that Headway's lacks."""
 PROFILED = "headway ctl RUN profile profiles a run that goes on (docs/profiling.md)"
 MEGATRON = "Headway trains with FSDP2; actor.parallel divides the model (docs/your-own.md)"
 MULTIMODAL = "Headway trains on text"
@@ -54,7 +63,9 @@ RENAMED: Mapping[str, str] = {
     "sandbox_fusion.": "reward_model.sandbox_fusion.",
 }
 """Beginnings of keys of verl's section ``reward`` → those of the older keys, which the rows have."""
-ROWS: Mapping[str, Row] = {
+SCHEDULES = {"constant": "constant", "cosine": "cosine", "linear": "linear", None: taken(note="not given")}
+SCHEDULE_KEYS = ("lr_scheduler_type", "warmup_style", "lr_decay_style")
+TABLE: Mapping[str, Row] = {
     of.PROGRAM: differs("mode", "modes are sets of values", of.mode),
     **{key: always(*rule.values, note=rule.reason) for key, rule in of.FIXED.items()},
     "defaults": always(note="verl's own defaults lie beneath; settings of another base file: give that file, too"),
@@ -84,7 +95,13 @@ ROWS: Mapping[str, Row] = {
     "data.apply_chat_template_kwargs*": off("write it into the model's chat template, or the rows' messages"),
     "data.tool_config_path": same("rollout.tools", of.tools),
     "data.reward_fn_key": always("data_source", note="a row's data_source goes to the reward"),
-    "data.*": no("nothing to do: rows are read as they are asked for (docs/data.md)"),
+    **several(
+        "data.",
+        """audio_key continuous_token.* dataloader_num_workers filter_overlong_prompts_workers function_tool_path
+        mm_processor_kwargs return_full_prompt return_multi_modal_inputs return_raw_input_ids tokenizer use_shm
+        validation_shuffle""",
+        no("nothing to do: rows are read as they are asked for (docs/data.md)"),
+    ),
     # model
     "model.path": same("model.path", path),
     "model.trust_remote_code": same("model.trust_remote_code"),
@@ -94,8 +111,7 @@ ROWS: Mapping[str, Row] = {
     "model.lora*": off(LORA),
     "model.target_modules": no(f"nothing to do without LoRA: {LORA}"),
     "model.exclude_modules": off(LORA),
-    "model.override_config.*max_position_embeddings": same("", of.context),
-    "model.override_config*": off("change config.json in the model's folder"),
+    "model.override_config*": same("", of.override),
     "model.tokenizer_path": off("the tokenizer is that of model.path; put it into the folder"),
     "model.custom_chat_template": off("put it into the tokenizer's files in model.path"),
     "model.external_lib": off("model.trust_remote_code runs the code that comes with a model"),
@@ -105,9 +121,13 @@ ROWS: Mapping[str, Row] = {
     "model.use_fused_kernels": no("nothing to do: log-probs are computed in slices of logits"),
     "model.fused_kernel_options.*": no("nothing to do: log-probs are computed in slices of logits"),
     "model.enable_activation_offload": off("model.enable_gradient_checkpointing saves what it would move"),
-    "model.*": off("look at docs/your-own.md, Model"),
+    **several(
+        "model.",
+        "gradient_checkpointing_kwargs.* hf_config_path tiled_mlp.*",
+        off("look at docs/your-own.md, Model"),
+    ),
     # actor
-    "actor.ppo_mini_batch_size": same("actor.ppo_mini_batch_size", whole, "prompts, each with rollout.n answers"),
+    "actor.ppo_mini_batch_size": same("actor.ppo_mini_batch_size", of.mini_batch),
     "actor.ppo_micro_batch_size": differs(
         "actor.ppo_max_token_len_per_gpu", "tokens of a rank are counted", of.micro_batch_of_all
     ),
@@ -125,16 +145,8 @@ ROWS: Mapping[str, Row] = {
     "actor.optim.betas": same("actor.optim.betas", lambda value, given: [float(one) for one in value]),
     "actor.optim.min_lr_ratio": same("actor.optim.min_lr_ratio", lambda value, given: float(value or 0)),
     "actor.optim.clip_grad": same("actor.grad_clip", number),
-    "actor.optim.lr_scheduler_type": choice(
-        "actor.optim.lr_scheduler_type", {"constant": "constant", "cosine": "cosine", "linear": "linear"}
-    ),
-    "actor.optim.warmup_style": choice(
-        "actor.optim.lr_scheduler_type", {"constant": "constant", "cosine": "cosine", None: taken(note="not given")}
-    ),
-    "actor.optim.lr_decay_style": choice(
-        "actor.optim.lr_scheduler_type", {"constant": "constant", "cosine": "cosine", "linear": "linear"}
-    ),
-    "actor.optim.*": no("nothing to do: AdamW over float32 master weights"),
+    **{f"actor.optim.{key}": choice("actor.optim.lr_scheduler_type", SCHEDULES) for key in SCHEDULE_KEYS},
+    **several("actor.optim.", OPTIMIZER, no(OF_OPTIMIZER)),
     "actor.grad_clip": same("actor.grad_clip", number),
     "actor.clip_ratio": same("actor.clip_ratio", of.clip),
     "actor.clip_ratio_low": same("actor.clip_ratio_low", number),
@@ -183,12 +195,19 @@ ROWS: Mapping[str, Row] = {
     "actor.freeze_vision_tower": no(MULTIMODAL),
     "actor.data_loader_seed": same("run.seed", whole),
     "actor.shuffle": always(False, note="mini-batches are a fetch's groups in their order"),
-    "actor.*": no("nothing to do: it is about how verl computes, not about what is learned"),
-    "actor_rollout_ref.*": no("nothing to do: it is about how verl computes, not about what is learned"),
+    "actor.state_masking": always(True, note="only tokens that the policy sampled are trained on"),
+    **several("actor.", "sppo_eta policy_loss.dro_beta", off("Headway has no such loss (docs/algorithms)")),
+    **several(
+        "actor.",
+        """calculate_entropy calculate_sum_pi_squared entropy_checkpointing entropy_from_logits_* load_weight
+        num_images_in_input pad_to_length profile.* qat.* rollout_n sum_pi_squared_checkpointing torchtitan.*
+        traj_mini_batch_size use_fused_kernels use_remove_padding use_torch_compile veomni.*""",
+        no(COMPUTES),
+    ),
     # reference
     "ref.log_prob_*": no(LOG_PROBS),
     "ref.profiler.*": no(PROFILED),
-    "ref.*": no("nothing to do: the reference is computed as the actor is, without gradients and optimizer"),
+    **several("ref.", "model param_offload", no(OF_REFERENCE)),
     # rollout
     "rollout.name": choice(
         "rollout.name",
@@ -198,7 +217,10 @@ ROWS: Mapping[str, Row] = {
             for name in ("sglang", "hf", "trtllm")
         },
     ),
-    "rollout.n": same("rollout.n", whole),
+    "rollout.n": same("rollout.n", of.answers),
+    "rollout.n_agent": differs("rollout.n", "answers of a prompt", of.agents),
+    "rollout.n_val": same("rollout.val_n", whole),
+    "rollout.val_temperature": same("rollout.val_temperature", number),
     "rollout.temperature": same("rollout.temperature", number),
     "rollout.top_p": same("rollout.top_p", number),
     "rollout.top_k": differs(
@@ -215,6 +237,11 @@ ROWS: Mapping[str, Row] = {
     "rollout.enforce_eager": same("rollout.enforce_eager"),
     "rollout.dtype": choice("rollout.dtype", {"bfloat16": "bfloat16", "float32": "float32", "auto": "auto"}),
     "rollout.max_model_len": same("", of.context),
+    "rollout.seed": no("run.seed is the seed of all randomness"),
+    "rollout.use_fire_sampling": off("Headway samples at rollout.temperature alone"),
+    **several(
+        "rollout.", "skip.* skip_rollout skip_dump_dir", off("headway eval measures answers; a run samples its own")
+    ),
     "rollout.prompt_length": no("nothing to do: data.max_prompt_length"),
     "rollout.response_length": no("nothing to do: data.max_response_length"),
     "rollout.val_kwargs.n": same("rollout.val_n", whole),
@@ -231,8 +258,17 @@ ROWS: Mapping[str, Row] = {
         | {"llama3_json": taken(note="rollout.tool_parser=auto reads what the chat template writes")},
     ),
     "rollout.multi_turn.interaction_config_path": off("write it as rollout.environment or a program (docs/agents.md)"),
-    "rollout.multi_turn.*": no("rollout.tools, environment and program have limits of their own (docs/agents.md)"),
-    "rollout.agent.*": no("rollout.tools, program or agent says who makes the episode (docs/agents.md)"),
+    **several(
+        "rollout.multi_turn.",
+        """completion_callback enable function_tool_path max_parallel_calls max_tool_response_length max_turns
+        num_repeat_rollouts tokenization_sanity_check_mode tool_response_truncate_side use_inference_chat_template""",
+        no("rollout.tools, environment and program have limits of their own (docs/agents.md)"),
+    ),
+    **several(
+        "rollout.agent.",
+        "agent_loop_config_path custom_async_server.* default_agent_loop num_workers agent_loop_manager_class",
+        no("rollout.tools, program or agent says who makes the episode (docs/agents.md)"),
+    ),
     "rollout.log_prob_*": no(LOG_PROBS),
     "rollout.free_cache_engine": no("nothing to do: with placement.kind=shared the engine sleeps while others train"),
     "rollout.enable_sleep_mode": no("nothing to do: with placement.kind=shared the engine sleeps while others train"),
@@ -247,7 +283,15 @@ ROWS: Mapping[str, Row] = {
     "rollout.prometheus.*": off("reports.trackers=[prometheus] shows Headway's figures"),
     "rollout.profiler.*": no(PROFILED),
     "rollout.quantization*": off("replicas serve rollout.dtype"),
-    "rollout.*": no(OF_VLLM),
+    **several(
+        "rollout.",
+        """chat_scheduler cudagraph_capture_sizes disable_log_stats disaggregation.* enable_chunked_prefill
+        enable_prefix_caching enable_rollout_routing_replay full_determinism layer_name_map.* logprobs_mode
+        moe_load_balance_metrics_interval mtp pipeline_model_parallel_size qat qat.* scheduling_policy
+        skip_tokenizer_init standalone_gpu_memory_utilization update_weights_bucket_megabytes swap_space
+        max_num_partial_prefills limit_images""",
+        no(OF_VLLM),
+    ),
     "rollout.nnodes": of.devices("rollout", "nnodes"),
     "rollout.n_gpus_per_node": of.devices("rollout", "n_gpus_per_node"),
     "rollout.total_rollout_steps": of.of_async("rollout.total_rollout_steps", of.rollout_steps),
@@ -262,7 +306,11 @@ ROWS: Mapping[str, Row] = {
     "critic.cliprange_value": same("critic.cliprange_value", number),
     "critic.grad_clip": same("critic.grad_clip", number),
     "critic.model.path": no("nothing to do: the critic begins as a copy of model.path"),
-    "critic.*": no("nothing to do: the critic is computed as the actor is, and shares its memory settings"),
+    "critic.optim.betas": same("critic.optim.betas", lambda value, given: [float(one) for one in value]),
+    "critic.optim.min_lr_ratio": same("critic.optim.min_lr_ratio", lambda value, given: float(value or 0)),
+    "critic.optim.clip_grad": same("critic.grad_clip", number),
+    **{f"critic.optim.{key}": choice("critic.optim.lr_scheduler_type", SCHEDULES) for key in SCHEDULE_KEYS},
+    **several("critic.", "enable forward_* fsdp.* kl_ctrl.* model.fsdp_config.* nccl_timeout", no(OF_CRITIC)),
     # algorithm
     "algorithm.adv_estimator": choice("algorithm.adv_estimator", ESTIMATORS),
     "algorithm.gamma": same("algorithm.gamma", number),
@@ -281,7 +329,14 @@ ROWS: Mapping[str, Row] = {
     "algorithm.rollout_correction.rollout_rs": differs("algorithm.rollout_correction.name", "reject", of.rejection),
     "algorithm.rollout_correction.rollout_rs_*": no("it goes with rollout_rs"),
     "algorithm.rollout_correction.bypass_mode": same("async_training.use_rollout_log_probs", of.rollout_log_probs),
-    "algorithm.rollout_correction.*": off("choose algorithm.rollout_correction (docs/algorithms/corrections.md)"),
+    **several(
+        "algorithm.",
+        """rollout_correction.loss_type rollout_correction.rollout_is_batch_normalize
+        rollout_correction.rollout_token_veto_threshold rollout_correction.use_policy_gradient
+        rollout_is rollout_is_level rollout_is_mode rollout_is_threshold* rollout_is_veto_threshold""",
+        off("choose algorithm.rollout_correction (docs/algorithms/corrections.md)"),
+    ),
+    "algorithm.sppo_eta": off("Headway has no SPPO"),
     "algorithm.*pf_ppo*": off("Headway has no filtering by policy feedback; algorithm.filter_groups drops groups"),
     # reward
     "custom_reward_function.path": same(
@@ -295,12 +350,18 @@ ROWS: Mapping[str, Row] = {
     "reward_model.enable": off(REWARD_MODEL),
     "reward_model.*overlong_buffer*.enable": same("reward.overlong_buffer.enable"),
     "reward_model.*overlong_buffer*.len": same("reward.overlong_buffer.len", whole),
-    "reward_model.*overlong_buffer*.penalty_factor": same("reward.overlong_buffer.penalty_factor", number),
+    "reward_model.*overlong_buffer*.penalty_factor": same("reward.overlong_buffer.penalty_factor", of.penalty),
     "reward_model.*overlong_buffer*.log": no("nothing to do: reward/mean is what rewards were before the penalty"),
     "reward_model.reward_kwargs.max_resp_len": no("nothing to do: data.max_response_length"),
     "reward_model.num_workers": same("reward.workers", whole),
     "reward_model.sandbox_fusion.*": off("reward.function=code runs tests in Headway's sandbox (docs/sandbox.md)"),
-    "reward_model.*": no("nothing to do without a reward model; with one: serve it, call it in a reward function"),
+    **several(
+        "reward_model.",
+        """enable_resource_pool forward_* launch_reward_fn_async load_weight max_length megatron.* micro_batch_size*
+        model.* model_path n_gpus_per_node nccl_timeout nnodes param_offload profiler.* reward_loop_* rollout.*
+        strategy ulysses_sequence_parallel_size use_dynamic_bsz use_reward_loop""",
+        no("nothing to do without a reward model; with one: serve it, call it in a reward function"),
+    ),
     # the trainer
     "trainer.nnodes": of.devices("trainer", "nnodes"),
     "trainer.n_gpus_per_node": of.devices("trainer", "n_gpus_per_node"),
@@ -337,7 +398,18 @@ ROWS: Mapping[str, Row] = {
     "trainer.v1.sampler.max_off_policy*": no(
         "async_training.staleness_threshold bounds the lag; with order=ready max_lag and on_overdue do"
     ),
-    "trainer.*": no("nothing to do: it is about how verl runs (docs/architecture.md)"),
+    "trainer.rejection_sample": same(
+        "algorithm.filter_groups.enable", note="groups whose rewards are all equal are left out, and refilled"
+    ),
+    "trainer.rejection_sample_multiplier": no("nothing to do: a group that is left out is replaced by another"),
+    "trainer.v1.*": no("the mode, and async_training, say what its trainers do (docs/modes.md)"),
+    **several(
+        "trainer.",
+        """controller_nsight_options.* default_hdfs_dir del_local_ckpt_after_load esi_redundant_time npu_profile.*
+        profile_steps ray_wait_register_center_timeout remove_previous_ckpt_in_save use_legacy_worker_impl use_v1
+        val_generations_to_log_to_wandb worker_nsight_options.*""",
+        no("nothing to do: it is about how verl runs (docs/architecture.md)"),
+    ),
     # asynchrony
     "async_training.staleness_threshold": of.of_async("async_training.staleness_threshold", number),
     "async_training.trigger_parameter_sync_step": of.of_async("async_training.trigger_parameter_sync_step", whole),
@@ -350,14 +422,29 @@ ROWS: Mapping[str, Row] = {
         "the trainer recomputes π_prox",
     ),
     "async_training.checkpoint_engine.*": no("param_update.transport says how weights travel"),
-    "async_training.*": no("nothing to do: validation runs on a replica, beside training"),
+    "async_training.use_trainer_do_validate": no("nothing to do: validation runs on a replica, beside training"),
+    **several(
+        "async_training.",
+        "concurrent_samples_per_replica dynamic_schedule_* use_dynamic_resource_scheduling",
+        no("nothing to do: η bounds what is in flight, and replicas may come and go (docs/architecture.md)"),
+    ),
     "checkpoint_engine*": no("param_update.transport says how weights travel"),
     "hybrid_engine": no("nothing to do: the mode says whether devices are shared"),
     "nccl_timeout": no("cluster.start_timeout_s and cluster.stall_timeout_s bound waits"),
     "global_profiler.*": no(PROFILED),
     "transfer_queue.*": no("nothing to do: tokens travel in shared memory"),
+    **several("", "distillation.* env.*", off("Headway has neither teachers nor simulators of robots")),
+    **several("", "profiler.* skip.*", no(PROFILED)),
+    "max_turns": no("rollout.max_turns, with a program, environment or tools (docs/agents.md)"),
+    **several("", "do_search retriever.*", no("rollout.tools or a program asks the search engine (docs/agents.md)")),
     "ray_kwargs.*": no("cluster.address joins a Ray cluster; else one is started"),
     "ray_init.*": no("cluster.address joins a Ray cluster; else one is started"),
+}
+ROWS: Mapping[str, Row] = {
+    **like(TABLE, "actor.", "ref.", no(OF_REFERENCE)),
+    **like(TABLE, "actor.", "critic.", no(OF_CRITIC)),
+    **like(TABLE, "model.", "critic.model.", no(OF_CRITIC)),
+    **TABLE,
 }
 VERL = Project(
     "verl",

@@ -81,7 +81,29 @@ def program(given: Given) -> str:
 
 
 def mini(given: Given) -> int:
-    return max(1, whole(given["actor.ppo_mini_batch_size"], given))
+    """Prompts of one optimizer step. Forks with ``n_agent`` count answers there."""
+    return max(1, whole(given["actor.ppo_mini_batch_size"], given) // agent_answers(given))
+
+
+def agent_answers(given: Given) -> int:
+    return max(1, whole(given.get("rollout.n_agent") or 1, given))
+
+
+def mini_batch(value: Any, given: Given) -> Answer:
+    values = {"actor.ppo_mini_batch_size": mini(given)}
+    if (several := agent_answers(given)) > 1:
+        return other(values, f"with n_agent verl's forks count answers: {value} of them, {several} of a prompt")
+    return taken(values, "prompts, each with rollout.n answers")
+
+
+def answers(value: Any, given: Given) -> int:
+    """Answers of a prompt: the engine's, for each of the copies of it that forks with ``n_agent`` make."""
+    return whole(value, given) * agent_answers(given)
+
+
+def agents(value: Any, given: Given) -> Answer:
+    n = answers(given.get("rollout.n", 1), given)
+    return taken({"rollout.n": n}, "copies of a prompt, each with rollout.n answers")
 
 
 def batches(given: Given) -> Fraction:
@@ -320,6 +342,24 @@ def rejection(value: Any, given: Given) -> Answer:
     )
 
 
+def override(value: Any, given: Given) -> Answer:
+    if value in (None, {}, ""):
+        return taken(note="empty: the model's config.json says it, as here")
+    return lost("not taken over: change config.json in the model's folder")
+
+
+def penalty(value: Any, given: Given) -> Answer:
+    factor = number(value, given)
+    name = "reward.overlong_buffer.penalty_factor"
+    if given.get("custom_reward_function.path"):
+        return taken({name: factor})
+    return other(
+        {name: factor / 2},
+        f"beside scores of 1 and -1, as verl's of DAPO's data are; math_verify's are 1 and 0, where {factor / 2:g} "
+        "weighs as much",
+    )
+
+
 def context(value: Any, given: Given) -> Answer:
     return taken(note="the longest context is prompt and response; the model's folder says how many positions it has")
 
@@ -378,6 +418,7 @@ def defaults(given: Given) -> dict[str, Any]:
         "data.train_batch_size": 0 if chosen == FULLY_ASYNC else 1024,
         "actor.ppo_mini_batch_size": 256,
         "rollout.n": 1,
+        "rollout.name": "vllm",
         "actor.policy_loss.loss_mode": "vanilla",
         "actor.clip_ratio_c": 3.0,
         "actor.optim.weight_decay": 0.01,

@@ -219,11 +219,17 @@ def _runs(script: Script) -> Iterator[list[str]]:
 
 
 def _overrides(command: Sequence[str]) -> dict[str, Any]:
-    """Return the settings of a command of verl's, as Hydra reads them."""
+    """Return the settings of a command of verl's, as Hydra reads them.
+
+    A name without a section is one behind the program that the first setting with a section is for.
+    """
     settings: dict[str, Any] = {}
-    for word in command:
-        if (found := _SETTING.match(word)) and ("." in found[2] or "@" in found[2] or found[1]):
-            settings[found[1] + found[2]] = _value(found[3])
+    found = [_SETTING.match(word) for word in command]
+    first = next((i for i, at in enumerate(found) if at and ("." in at[2] or "@" in at[2] or at[1])), len(command))
+    start = max((i for i in range(first) if not found[i]), default=-1)
+    for word in command[start + 1 :]:
+        if at := _SETTING.match(word):
+            settings[at[1] + at[2]] = _value(at[3])
         elif word.startswith("~") and "." in word and "/" not in word:  # Hydra's for a key that is taken away
             settings[word] = None
     return settings

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -29,6 +30,8 @@ from headway.importing.unresolved import missing, written
 
 _SECRET = re.compile(r"(key|token|password|secret|use_wandb)$", re.IGNORECASE)
 UNKNOWN = "unknown to Headway: look for it in docs/configuration.md"
+SIMILARITY = 0.88
+"""Likeness of a key to a known one, in [0, 1], from which on the known one is suggested."""
 
 
 @dataclass(slots=True)
@@ -160,6 +163,11 @@ def translate(project: Project, sources: Sequence[Source]) -> Translation:
         if missing(value) and (row := project.row(_without_index(key))) and row.here:
             result.unknown.append(f"{row.here}: {name}={written(value)}")
     _settle(result)
+    chosen = result.values.get("data.train")
+    if isinstance(chosen, Mapping) and "data.prompt_key" not in result.values:
+        result.unknown.append(
+            "data.prompt_key, data.answer_key: the columns of the prompt and the ground truth; default: prompt, answer"
+        )
     _make_it_load(result)
     return result
 
@@ -201,7 +209,7 @@ def _outcome(
     if name.startswith("~"):
         return Outcome(name, value, taken(note="taken away there, and not set here"), given)
     if row is None:
-        return Outcome(name, value, without(UNKNOWN), given, known=False)
+        return Outcome(name, value, without(_unknown(project, key)), given, known=False)
     if (lost := missing(value)) and row.here:
         reason = f"{', '.join(dict.fromkeys(lost))} is not known from the file; set {row.here} yourself"
         return Outcome(name, value, without(reason), given)
@@ -217,6 +225,16 @@ def _outcome(
             return Outcome(name, value, taken(note="not given, here either"), given)
         reason = f"its value could not be read ({written(error)}){f'; set {row.here} yourself' if row.here else ''}"
         return Outcome(name, value, without(reason), given)
+
+
+def _unknown(project: Project, key: str) -> str:
+    """Return the remark on a key without a row, with the nearest of the project's, else of Headway's own."""
+    theirs = {name: row.here for name, row in project.rows.items() if row.here and "*" not in name}
+    for names in (theirs, {name: name for name in known_keys()}):
+        if near := get_close_matches(_without_index(key), names, n=1, cutoff=SIMILARITY):
+            here = names[near[0]]
+            return f"{UNKNOWN}; the nearest is {near[0]}" + (f", here {here}" if here != near[0] else "")
+    return UNKNOWN
 
 
 def _settle(result: Translation) -> None:
