@@ -420,13 +420,17 @@ class ValidationFinished(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptsLeftOut(Event):
-    """Event: prompts of ``source`` above ``max_tokens`` were left out; ``part`` is ``training`` or ``held-out``."""
+    """Event: rows of ``source`` were left out for one reason; ``part`` is ``training`` or ``held-out``."""
 
     kind: ClassVar[str] = "prompts.left_out"
     part: str
     source: str
     count: int
     max_tokens: int
+    reason: str = "too_long"
+    """A `headway.data.left_out.Reason`; ``too_long``: prompts of more than ``max_tokens``."""
+    why: str = ""
+    """What is wrong with one of them; empty where they are too long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

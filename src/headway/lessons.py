@@ -24,6 +24,7 @@ from transformers import PreTrainedTokenizerBase
 from headway.config.model import GiveUpConfig, WarmupConfig
 from headway.config.schema import TaskConfig
 from headway.data.files import Record
+from headway.data.left_out import LeftOut
 from headway.data.tasks import COLLISION_TRIES, make_task
 from headway.data.tokenize import PromptTokenizer
 from headway.data.trees import grow
@@ -92,7 +93,7 @@ def solutions(
     for index in count():
         problem = lessons.problem(index)
         [rendered] = prompts([Record(problem.prompt, problem.answer, task.name)])
-        if rendered is None or rendered[0] in held_out:
+        if isinstance(rendered, LeftOut) or rendered[0] in held_out:
             continue
         prompt = rendered[1]
         solution = _solution(problem.answer, config.give_up, rng)

@@ -22,7 +22,7 @@ from headway.config.sandbox import CODE
 from headway.config.schema import Config
 from headway.data.files import Record
 from headway.data.rows import by_source
-from headway.data.sources import DataBundle, Rows, build_sources, read_rows
+from headway.data.sources import DataBundle, Rows, build_sources, check_rows, read_rows
 from headway.devices import chosen
 from headway.endpoint.address import check_address
 from headway.episodes.hosting import chats_of
@@ -104,18 +104,17 @@ def check_inputs(config: Config) -> Rows:
     return rows
 
 
-def check_dry(config: Config, *, model_there: bool = True) -> None:
+def check_dry(config: Config, *, model_there: bool = True) -> list[str]:
     """Check what ``--dry-run`` checks: trackers and, unless the model's files are still to come, all of
-    `check_without_torch`. Raises as these do.
+    `check_without_torch`, and return its notes. Raises as these do.
     """
     check_trackers(config)
-    if model_there:
-        check_without_torch(config)
+    return check_without_torch(config) if model_there else []
 
 
-def check_without_torch(config: Config) -> None:
-    """Check what can be told without torch: `check_inputs`, and more of a model's folder. A model that has to be
-    downloaded first is left alone.
+def check_without_torch(config: Config) -> list[str]:
+    """Check what can be told without torch: `check_inputs`, and more of a model's folder. Returns what to tell of the
+    data. A model that has to be downloaded first is left alone.
 
     For ``--dry-run`` and the doctor, which end soon: transformers takes it for good that there is no torch.
 
@@ -125,10 +124,10 @@ def check_without_torch(config: Config) -> None:
         DataError, UserCodeError: as `check_inputs`.
         ModelError: as `check_inputs`, or the tokenizer, which is to render chats, cannot be opened.
     """
-    check_inputs(config)
+    rows = check_inputs(config)
     model = config.model
     if model.path is None or (folder := find_folder(model.path)) is None:
-        return
+        return []
     limit = read_object(folder / "config.json").get("max_position_embeddings")
     check_positions(config, limit if isinstance(limit, int) else None, LOWER)  # `check_model` tells of odd values
     from headway.models.tokenizer import load_tokenizer, torch_hidden
@@ -136,8 +135,10 @@ def check_without_torch(config: Config) -> None:
     with torch_hidden():
         if config.actor.parallel.tp > 1 or config.actor.parallel.ep > 1:
             check_family_plans(config, text_config(folder / "config.json"))
+        tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
         if config.rollout.has_program:
-            chats_of(config, load_tokenizer(model.path, trust_remote_code=model.trust_remote_code))
+            chats_of(config, tokenizer)
+        return check_rows(config, tokenizer, rows)
 
 
 def check_model(config: Config, rows: Rows, *, when_too_long: str = LOWER) -> DataBundle | None:
@@ -182,7 +183,8 @@ def check_model(config: Config, rows: Rows, *, when_too_long: str = LOWER) -> Da
         check_kv_cache(config, model_config, device)
         if config.rollout.has_program:
             chats_of(config, tokenizer)
-    return build_sources(config, tokenizer, rows)
+    notes = check_rows(config, tokenizer, rows)
+    return replace(build_sources(config, tokenizer, rows), notes=tuple(notes))
 
 
 def go_offline_without_a_hub(config: Config) -> None:

@@ -22,6 +22,8 @@ def load_checked(path: Path | None, overrides: Sequence[str] | Layer = ()) -> Lo
     if path is not None and "=" in str(path) and not path.exists():
         raise ConfigError(f"expected CONFIG, a YAML file, before the settings, but the first argument is {path}")
     loaded = load(path, overrides)
+    if loaded.config.data.accept_changes:
+        raise ConfigError("data.accept_changes: it has no effect on a new run; it is for headway train --resume RUN")
     return replace(loaded, notes=[*diagnose(loaded), *notes_on_this_machine(loaded.config)])
 
 

@@ -395,8 +395,8 @@ CASES = {
     "a prompt of null": data(ROWS + '{"prompt": null, "answer": "1"}\n'),
     "a message without content": data('{"prompt": [{"role": "user"}], "answer": "1"}\n'),
     "a message with a number": data('{"prompt": [{"role": "user", "content": 5}], "answer": "1"}\n'),
-    "messages without a chat template": data(CHATS, dry=False),
-    "an empty prompt": data(ROWS + '{"prompt": "", "answer": "1"}\n', "data.val_size=0", dry=False),
+    "messages without a chat template": data(CHATS),
+    "an empty prompt": data(ROWS + '{"prompt": "", "answer": "1"}\n', "data.val_size=0"),
     "a prompt that the tokenizer cannot read": data(
         ROWS + '{"prompt": "Ä", "answer": "1"}\n', "data.val_size=0", dry=False
     ),

@@ -15,6 +15,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from headway.data.files import Record
+from headway.data.left_out import LeftOut, Reason, total
 from headway.data.mixing import Mixture, SourceShare, generator, quotas
 from headway.data.sources import RowSource
 from headway.errors import DataError
@@ -189,7 +190,10 @@ class CharacterTokenizer:
     max_length = 5
 
     def __call__(self, records: Sequence[Record]) -> list:
-        return [(r.prompt, np.zeros(len(r.prompt), np.int32)) if len(r.prompt) <= 5 else None for r in records]
+        return [
+            (r.prompt, np.zeros(len(r.prompt), np.int32)) if len(r.prompt) <= 5 else LeftOut(Reason.TOO_LONG, r.source)
+            for r in records
+        ]
 
 
 def source_of(
@@ -208,9 +212,11 @@ def drain(source: RowSource) -> list[tuple[int, int, int]]:
 @given(parts=weighted_parts(), seed=st.integers(0, 9), stride_extra=st.integers(0, 5))
 def test_a_row_number_is_unique_in_its_epoch_and_leads_back_to_the_row(parts, seed: int, stride_extra: int) -> None:
     stride = sum(part.rows for part in parts) + stride_extra
-    drawn = drain(source_of(parts, seed=seed, epochs=4, stride=stride))
+    source = source_of(parts, seed=seed, epochs=4, stride=stride)
+    drawn = drain(source)
     assert len({(epoch, row) for epoch, row, _ in drawn}) == len(drawn) == 4 * sum(part.rows for part in parts)
     assert all(row % stride == answer for _, row, answer in drawn)
+    assert all(source.find(epoch, row).answer == answer for epoch, row, answer in drawn)
 
 
 @settings(deadline=None)
@@ -240,17 +246,17 @@ def test_a_restored_mixture_goes_on_where_the_saved_one_stood(
     assert resumed.state() == state
     assert drain(resumed) == drain(source)
     assert resumed.left_out_by_source == source.left_out_by_source
-    assert sum(source.left_out_by_source.values()) == source.left_out <= len(too_long)
+    assert total(source.left_out_by_source) == source.left_out <= len(too_long)
 
 
 def test_too_long_prompts_are_counted_by_source_and_once_each_however_often_they_are_drawn() -> None:
     parts = parts_of((4, 3), (12, 1))
     source = source_of(parts, too_long=frozenset({0, 5, 6}), epochs=1)
     drain(source)
-    assert source.left_out_by_source["part 0"] == 1  # drawn three times
+    assert source.left_out_by_source["part 0"] == {"too_long": 1}  # drawn three times
     later = source_of(parts, too_long=frozenset({0, 5, 6}), epochs=9)
     drain(later)
-    assert later.left_out_by_source == {"part 0": 1, "part 1": 2}
+    assert later.left_out_by_source == {"part 0": {"too_long": 1}, "part 1": {"too_long": 2}}
     assert later.left_out == 3
 
 

@@ -110,7 +110,7 @@ def test_what_is_left_out_is_counted_by_source(write: WriteRows, tokenizer) -> N
     mixed = [{"path": sources[0]}, {"path": sources[1], "name": "a"}, {"path": sources[2]}]
     config = config_of(train=[sources[0], sources[2]], val=mixed, max_prompt_length=5, epochs=1)
     bundle = build_sources(config, tokenizer)
-    assert bundle.left_out_by_source == {"train": {}, "val": {"a": 2}}
+    assert bundle.left_out_by_source == {"train": {}, "val": {"a": {"too_long": 2}}}
     assert bundle.left_out == {"train": 0, "val": 2}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,7 +15,8 @@ from hypothesis import strategies as st
 
 from headway.config.schema import Config
 from headway.data.files import Record
-from headway.data.sources import RowSource, build_sources, read_rows
+from headway.data.left_out import LeftOut, Reason
+from headway.data.sources import RowSource, build_sources, check_rows, read_rows
 from headway.data.tokenize import PromptTokenizer
 from headway.data.types import Prompt
 from headway.errors import ConfigError, DataError
@@ -33,7 +35,11 @@ class CountingTokenizer:
     def __call__(self, records: Sequence[Record]) -> list:
         self.batches.append(len(records))
         return [
-            (r.prompt, np.arange(len(r.prompt), dtype=np.int32)) if len(r.prompt) <= self.max_length else None
+            LeftOut(Reason.EMPTY, r.source, "it is empty")
+            if not r.prompt
+            else LeftOut(Reason.TOO_LONG, r.source)
+            if len(r.prompt) > self.max_length
+            else (r.prompt, np.arange(len(r.prompt), dtype=np.int32))
             for r in records
         ]
 
@@ -95,15 +101,30 @@ def test_messages_that_no_template_may_render_are_explained(make_tokenizer) -> N
         PromptTokenizer(make_tokenizer(CHAT_TEMPLATE), "never", 99)([Record(CHAT, 1, "s")])
 
 
-def test_a_template_that_fails_is_the_datas_error(make_tokenizer) -> None:
-    tokenizer = make_tokenizer("{{ raise_exception('roles must alternate') }}")
-    with pytest.raises(DataError, match=r"template fails on a prompt of s: .*roles must alternate"):
-        PromptTokenizer(tokenizer, "auto", 99)([Record(CHAT, 1, "s")])
-
-
-def test_a_prompt_of_no_tokens_is_refused(tokenizer) -> None:
-    with pytest.raises(DataError, match="has no tokens"):
-        PromptTokenizer(tokenizer, "auto", 99)([Record("", 1, "s")])
+@pytest.mark.parametrize(
+    ("template", "prompt", "reason", "why"),
+    [
+        (
+            "{{ raise_exception('roles must alternate') }}",
+            CHAT,
+            "template",
+            r"template fails on a prompt of s: .*roles",
+        ),
+        (CHAT_TEMPLATE, [{"role": "user", "content": "a\ud800"}], "tokenizer", r"cannot read a prompt of s: .*ud800"),
+        (None, "a\ud800", "tokenizer", r"cannot read a prompt of s: .*ud800"),
+        (None, "", "empty", "a prompt of s has no tokens"),
+    ],
+)
+def test_a_row_that_cannot_be_tokenised_is_left_out_with_its_reason(
+    make_tokenizer, template, prompt, reason, why
+) -> None:
+    good = CHAT if isinstance(prompt, list) and reason != "template" else "ab"
+    rows = [Record(good, 1, "s"), Record(prompt, 1, "s"), Record(good, 1, "s")]
+    before, left_out, after = PromptTokenizer(make_tokenizer(template), "auto", 99)(rows)
+    assert isinstance(left_out, LeftOut)
+    assert (left_out.reason, left_out.source) == (reason, "s")
+    assert re.search(why, left_out.why)
+    assert before[1].tolist() == after[1].tolist() != []
 
 
 # ---------------------------------------------------------------------------------------------- order and cursor
@@ -206,6 +227,68 @@ def test_nothing_but_too_long_prompts_is_an_error_at_once(epochs: int | None) ->
         source_of(["far too long", "and another"], epochs=epochs)
 
 
+ONE_IN_100 = [*"abcde" * 50, "", *"abcde" * 50]
+
+
+def test_a_bad_row_is_left_out_once_and_all_others_keep_their_index() -> None:
+    source = source_of(ONE_IN_100, epochs=2, shuffle=False)
+    drawn = drain(source)
+    assert drawn == [(epoch, row) for epoch in (0, 1) for row in range(501) if row != 250]
+    assert source.left_out_by_source == {"test": {"empty": 1}}
+    assert source.left_out_rows.examples == {"empty": "it is empty"}
+
+
+def test_more_bad_rows_than_allowed_end_the_run_with_the_commonest_reason() -> None:
+    source = source_of([*"abcde" * 50, *[""] * 3], prefetch=10, shuffle=False)
+    with pytest.raises(DataError, match=r"3 of 253 rows, more than data.max_bad_rows=0.01 .* \(empty 3\): it is empty"):
+        drain(source)
+    assert (
+        len(list(itertools.islice(iter(source_of([*"abcde" * 50, *[""] * 3], max_bad_rows=1).next, None), 600))) == 600
+    )
+
+
+def test_a_first_batch_without_a_good_row_ends_the_run_before_it_starts() -> None:
+    with pytest.raises(DataError, match=r"the first 64 rows cannot be used \(empty 64\)"):
+        source_of([*[""] * 64, *"abcde" * 2000], shuffle=False)
+    assert source_of([*[""] * 63, *"abcde" * 2000], shuffle=False).next() is not None
+
+
+def test_a_task_that_raises_for_a_problem_leaves_it_out(tokenizer, tmp_path: Path) -> None:
+    task = tmp_path / "task.py"
+    task.write_text(
+        "from headway.data.tasks import Problem\n"
+        "class T:\n"
+        "    def problem(self, index):\n"
+        "        return Problem(f'{index}+1=', str(1 // (index % 150 - 149)))\n"
+        "    def score(self, response, answer, extra):\n"
+        "        return 0.0\n"
+        "def make(params, seed, problems):\n"
+        "    return T()\n"
+    )
+    settings = {"name": f"{task}:make", "size": 140, "val_size": 100}
+    bundle = build_sources(config_of(task=settings, epochs=1, max_bad_rows=0.02), tokenizer)
+    assert rows_of(list(iter(bundle.train.next, None))) == set(range(140))
+    settings["size"] = 200
+    bundle = build_sources(config_of(task=settings, epochs=1, max_bad_rows=0.02), tokenizer)
+    assert rows_of(list(iter(bundle.train.next, None))) == set(range(200)) - {149}
+    assert bundle.left_out == {"train": 1, "val": 0}
+    with pytest.raises(DataError, match=r"1 of 101 held-out rows, .*\(task 1\): .*problem\(299\): ZeroDivision"):
+        build_sources(config_of(task=settings | {"size": 149}, max_bad_rows=0), tokenizer)
+
+
+def test_rows_that_a_template_refuses_for_their_roles_are_found_before_the_start(make_tokenizer, tmp_path) -> None:
+    template = CHAT_TEMPLATE.replace("[{{ m.role }}]", "{{ raise_exception('no') if m.role == 'tool' else m.role }}")
+    rows = [{"prompt": [{"role": "tool" if i == 300 else "user", "content": f"{i}"}], "answer": i} for i in range(400)]
+    file = tmp_path / "chats.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config, tokenizer = config_of(train=str(file), val_size=0), make_tokenizer(template)
+    (note,) = check_rows(config, tokenizer, read_rows(config))
+    assert note.startswith("1 training row cannot be used and is left out (template 1): ")
+    assert "line 301" in note
+    with pytest.raises(DataError, match=r"1 of 400 rows, more than data.max_bad_rows=0 of them.*line 301"):
+        check_rows(config_of(train=str(file), val_size=0, max_bad_rows=0), tokenizer, read_rows(config))
+
+
 def test_no_rows_at_all_is_an_error() -> None:
     with pytest.raises(DataError, match="no training prompts"):
         source_of([])
@@ -303,14 +386,36 @@ def test_nothing_to_train_on_is_an_error(tokenizer) -> None:
         build_sources(config_of(), tokenizer)
 
 
+def test_a_cursor_goes_on_over_changed_data_where_that_is_asked_for() -> None:
+    source = source_of("abcdef", shuffle=False, digests=["1", "2", "3"])
+    for _ in range(4):
+        source.next()
+    mended = source_of("abcdEf", shuffle=False, digests=["1", "2", "4"], accept_changes=True)
+    mended.restore(source.state())
+    assert mended.changes == ("other prompts in the rows 4 to 5, counted from 0",)
+    assert mended.next().text == "E"
+    shorter = source_of("abc", shuffle=False, digests=["1", "2"], accept_changes=True)
+    shorter.restore(source.state())
+    assert shorter.changes[0] == "rows 6 then, 3 now"
+    assert (shorter.next().epoch, shorter.find(0, 1).text, shorter.find(0, 5)) == (0, "b", None)
+
+
+def test_a_prompt_is_found_by_its_row_and_epoch() -> None:
+    source = source_of(["ab", "far too long", "c"], row_numbers=[3, 5, 9], stride=10)
+    for prompt in [source.next() for _ in range(9)]:
+        found = source.find(prompt.epoch, prompt.row)
+        assert (found.epoch, found.row, found.text) == (prompt.epoch, prompt.row, prompt.text)
+    assert source.find(0, 5) is None
+
+
 def test_a_cursor_over_the_same_rows_in_another_order_is_refused(tmp_path: Path) -> None:
     rows = [{"prompt": letter, "answer": ""} for letter in "abcdef"]
     states = []
     for name, order in (("one", rows), ("two", rows[::-1])):
         file = tmp_path / f"{name}.jsonl"
         file.write_text("".join(json.dumps(row) + "\n" for row in order))
-        states.append(read_rows(config_of(train=str(file), val_size=0)).digest)
+        states.append(read_rows(config_of(train=str(file), val_size=0)).digests)
     assert states[0] != states[1]
-    source = source_of("abcdef", digest=states[0])
-    with pytest.raises(DataError, match=f"prompts {states[0]} then, {states[1]} now.*Resume with the same data"):
-        source_of("abcdef", digest=states[1]).restore(source.state())
+    source = source_of("abcdef", digests=states[0])
+    with pytest.raises(DataError, match=r"other prompts in the rows 0 to 5.*Resume with the same data.*accept_changes"):
+        source_of("abcdef", digests=states[1]).restore(source.state())

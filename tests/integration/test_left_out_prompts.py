@@ -23,5 +23,5 @@ def test_training_prompts_that_were_too_long_are_told_of_where_the_run_fails_too
     settings = (f"data.train={tmp_path}/rows.jsonl", "data.val_size=0", f"reward.function={tmp_path}/{reward}:score")
     done = run_here("train", str(recipe), "cluster.backend=inline", *settings, f"run.dir={tmp_path}/run")
     assert done.exit_code == code, done.output
-    assert summary(tmp_path / "run")["left_out"] == {"training": {"rows": 3}}
+    assert summary(tmp_path / "run")["left_out"] == {"training": {"rows": {"too_long": 3}}}
     assert "3 training prompts were left out" in done.output

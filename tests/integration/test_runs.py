@@ -67,7 +67,7 @@ def test_a_run_of_several_sources_and_rewards_tells_of_each(recipe: Path, tmp_pa
         f"data.val={files}",
         f"reward.functions={functions}",
     )
-    assert result["left_out"] == {"held-out": {"mixed": 3}, "training": {"mixed": 3}}
+    assert result["left_out"] == {part: {"mixed": {"too_long": 3}} for part in ("held-out", "training")}
     assert all(entry["by_source"].keys() == {"mixed", "short"} for entry in result["eval"])
     rewarded = events(tmp_path / "run", "group.rewarded")
     assert all(event["parts"].keys() == {"score", "format"} for event in rewarded)

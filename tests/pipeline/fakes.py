@@ -215,6 +215,9 @@ class FakeSource:
     def again(self, prompt_: Prompt) -> Prompt:
         return prompt(prompt_.epoch, prompt_.row, prompt_.attempt + 1)
 
+    def find(self, epoch: int, row: int) -> Prompt | None:
+        return prompt(epoch, row) if row < self._rows else None
+
     def state(self) -> dict[str, Any]:
         return {"given": self.given}
 

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from hypothesis import strategies as st
 
-from headway.errors import DataError
 from headway.events import (
     CriticStepped,
     Event,
@@ -24,11 +23,9 @@ from headway.events import (
     ValidationFinished,
     VersionReached,
 )
-from headway.pipeline.prompts import Prompts
 from headway.pipeline.run import Status
 from tests.pipeline.cases import TICK, Case, cases, for_each
 from tests.pipeline.fake_policies import FakeCritic
-from tests.pipeline.fakes import FakeSource
 from tests.pipeline.kills import check_history, run_with_kills
 from tests.pipeline.scenario import Run, Scenario
 from tests.tiers import a_share_and_all, enough
@@ -137,7 +134,6 @@ def test_what_waited_to_be_run_again_at_the_boundary_comes_before_what_was_open(
     scenario = Scenario("async_partial", sections=SAVES)
     _, state = in_mid_run(scenario)
     state["again"] = [[0, 700, 2], [0, 600, 0]]
-    state["origins"] += [[0, 700, {"given": 700}], [0, 600, {"given": 600}]]
     lost = [(epoch, row, attempt + 1) for _, epoch, row, attempt in state["ledger"]["open"]]
     rest = resumed(scenario, state)
     back = [(event.epoch, event.row, event.attempt) for event in rest.of(GroupAdmitted)]
@@ -295,33 +291,11 @@ def test_a_resumed_run_says_what_holds_now():
     assert [event.version for event in rest.of(VersionReached)] == [3, 4, 5], "the boundary itself is told already"
 
 
-# ---------------------------------------------------------------------------------------------- prompts
-
-
-def test_prompts_are_found_again_by_where_the_source_stood():
-    first = Prompts(FakeSource(rows=7))
-    given = [first.next() for _ in range(17)]
-    assert all(given)
-    unfinished = [given[i] for i in (3, 11, 12, 15)]
-    again = first.again(unfinished[1])
-    state = json.loads(json.dumps(first.state([unfinished[0], again, *unfinished[2:]])))
-    assert len(state["origins"]) == 4
-
-    second = Prompts(FakeSource(rows=7))
-    second.restore(state)
-    wanted = [(p.epoch, p.row, p.attempt) for p in (unfinished[0], again, *unfinished[2:])]
-    found = second.find(wanted)
-    assert [(p.epoch, p.row, p.attempt) for p in found] == wanted == [(0, 3, 0), (1, 4, 1), (1, 5, 0), (2, 1, 0)]
-    following = second.next()
-    assert following is not None
-    assert (following.epoch, following.row) == (2, 3)
-
-
-def test_other_data_are_noticed():
-    first = Prompts(FakeSource(rows=7))
-    unfinished = [first.next() for _ in range(10)][-1:]
-    state = first.state([prompt for prompt in unfinished if prompt])
-    second = Prompts(FakeSource(rows=5))
-    second.restore(state)
-    with pytest.raises(DataError, match="row 2 of epoch 1, and the data have row 4 of epoch 1 in its place"):
-        second.find([(1, 2, 0)])
+def test_a_prompt_that_the_data_do_not_have_any_more_gives_way_to_the_next_one():
+    scenario = Scenario("async_partial", sections=SAVES)
+    _, state = in_mid_run(scenario)
+    (number, epoch, _, attempt), *others = state["ledger"]["open"]
+    gone = {**state, "ledger": {**state["ledger"], "open": [(number, epoch, 10**6, attempt), *others]}}
+    back = resumed(scenario, gone).of(GroupAdmitted)[: 1 + len(others)]
+    rows = [row for _, _, row, _ in others]
+    assert [event.row for event in back] == [state["source"]["given"], *rows]

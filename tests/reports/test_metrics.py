@@ -571,12 +571,16 @@ def test_a_validation_has_an_accuracy_for_each_of_several_sources() -> None:
 
 
 def test_the_summary_counts_prompts_that_were_left_out_as_they_were_told_last() -> None:
-    def left_out(part: str, source: str, count: int) -> PromptsLeftOut:
-        return PromptsLeftOut(time=9.0, part=part, source=source, count=count, max_tokens=16)
+    def left_out(part: str, source: str, count: int, reason: str = "too_long") -> PromptsLeftOut:
+        return PromptsLeftOut(time=9.0, part=part, source=source, count=count, max_tokens=16, reason=reason)
 
     told = [left_out("held-out", "a", 1), left_out("training", "a", 2), left_out("training", "a", 5)]
+    told.append(left_out("training", "a", 2, "empty"))
     metrics, _ = observe([started(), *told, left_out("training", "b", 3)])
-    assert summary(metrics)["left_out"] == {"held-out": {"a": 1}, "training": {"a": 5, "b": 3}}
+    assert summary(metrics)["left_out"] == {
+        "held-out": {"a": {"too_long": 1}},
+        "training": {"a": {"too_long": 5, "empty": 2}, "b": {"too_long": 3}},
+    }
 
 
 def test_a_run_that_saves_for_longer_than_it_trains_blames_the_saving() -> None:

@@ -16,6 +16,7 @@ from headway.api.run import Run
 from headway.api.settings import layer, settings_given
 from headway.api.table import Table, table
 from headway.api.training import Function
+from headway.data.left_out import Counts
 from headway.errors import ConfigError
 from headway.evaluation.figures import Figures, Solved, by_source, figures, usual_ks
 from headway.evaluation.settings import Job, settle
@@ -38,8 +39,8 @@ class Evaluation:
     """The problems with their answers, in order."""
     data: str
     """What was asked, in words."""
-    left_out: dict[str, int]
-    """Source → number of prompts that are too long."""
+    left_out: Counts
+    """Source → reason (``too_long``, ``template``, …) → number of prompts that are left out."""
 
     @property
     def accuracy(self) -> float:
@@ -145,16 +146,16 @@ def evaluate(
 
 @dataclass(frozen=True, slots=True)
 class Asking:
-    """Job of an evaluation. Returns the problems with their answers, and sources with prompts that are too long."""
+    """Job of an evaluation. Returns the problems with their answers, and counts of rows that are left out."""
 
     job: Job
     limit: int | None
 
-    def carry_out(self, console: Console | None) -> tuple[list[Solved], dict[str, int]]:
+    def carry_out(self, console: Console | None) -> tuple[list[Solved], Counts]:
         from rich.console import Console
 
         from headway.evaluation.carry_out import carry_out
 
         shown = console or Console(stderr=True, markup=False, highlight=False)
         questions, solved = carry_out(self.job, self.limit, shown)
-        return solved, dict(questions.left_out)
+        return solved, questions.left_out

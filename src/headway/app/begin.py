@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headway.app.carry_out import carry_out, set_math_environment
+from headway.app.interrupts import note
 from headway.app.run import WARMING, StartingModel
 from headway.cluster.process import importing
 from headway.config.loading import LoadedConfig
@@ -45,8 +46,10 @@ def train(loaded: LoadedConfig, console: Console | None = None) -> int:
     check_trackers(config)  # all checks come before the run's directory: an error leaves no trace
     with importing():
         rows = check_inputs(config)
-        check_model(config, rows)
+        data = check_model(config, rows)
     reports = _open_reports(config, console)
+    for text in data.notes if data is not None else ():
+        note(reports, text)
     try:
         return carry_out(loaded, rows, reports, lambda: _starting_model(config, rows, reports))
     except UserError:

@@ -76,15 +76,25 @@ def resume(path: Path, before: Config, loaded: LoadedConfig, console: Console | 
             rows = check_inputs(config)
             data = check_model(config, rows) or _data(config, rows, directory.initial_model)
         data.train.restore(cursor)
+        _check_accepted(config, data)
         reports = reopen_reports(config, directory, lock, version, balance(taken), console)
     except BaseException:
         lock.release()
         raise
     note(reports, f"resuming from the checkpoint of version {version}")
+    for text in data.notes:
+        note(reports, text)
     for key, (then, now) in changes.items():
         note(reports, f"changed: {key}={now!r}, was {then!r}")
+    for change in data.train.changes:
+        note(reports, f"data changed: {change}")
     model = config.model.path or str(directory.initial_model)
     return carry_out(loaded, rows, reports, lambda: StartingModel(model), Start(version))
+
+
+def _check_accepted(config: Config, data: DataBundle) -> None:
+    if config.data.accept_changes and not data.train.changes:
+        raise ConfigError("data.accept_changes: the data are those of the checkpoint; drop it")
 
 
 def _newest(directory: RunDirectory, checkpoints: Checkpoints, record: Record, config: Config) -> int:

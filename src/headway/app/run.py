@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -21,6 +21,7 @@ from headway.concurrently import end, failure_ignored
 from headway.config.placement import CRITIC, LOGP, REF, needs_critic, needs_greedy_baseline
 from headway.config.schema import Config
 from headway.control import listening
+from headway.data.left_out import LeftOutRows
 from headway.data.sources import Rows, build_sources
 from headway.episodes.runners import variables
 from headway.errors import HeadwayError, RunError, StallError, boundary, said_by
@@ -171,7 +172,7 @@ class Run:
         reports.phase(STARTING if self._model.warm_up is None else WARMING)
         tokenizer = load_tokenizer(self._model_path, trust_remote_code=config.model.trust_remote_code)
         data = build_sources(config, tokenizer, self._rows)
-        self._report_left_out("held-out", data.left_out_by_source["val"])
+        self._report_left_out("held-out", data.val_left_out)
         if (note := template_note(config, tokenizer)) is not None:
             reports.emit(Note(time=time.monotonic(), level="info", text=note))
         async with _warming_up(self._model, config.cluster.stall_timeout_s, reports) as warm:
@@ -245,7 +246,7 @@ class Run:
             with interrupts.asking(pipeline):
                 status = await pipeline.run()
         finally:  # training meets prompts that are left out only as it reads
-            self._report_left_out("training", data.left_out_by_source["train"])
+            self._report_left_out("training", data.train.left_out_rows)
         self.stop_reason = pipeline.stop_reason
         reports.phase("exporting the model")
         exporting = f"could not export the model to {reports.directory.model}"
@@ -283,12 +284,21 @@ class Run:
         )
         self._reports.emit(Note(time=time.monotonic(), level="warning", text=text))
 
-    def _report_left_out(self, part: str, by_source: Mapping[str, int]) -> None:
+    def _report_left_out(self, part: str, rows: LeftOutRows) -> None:
         limit = self._config.data.max_prompt_length
-        for source, count in sorted(by_source.items()):
-            self._reports.emit(
-                PromptsLeftOut(time=time.monotonic(), part=part, source=source, count=count, max_tokens=limit)
-            )
+        for source, reasons in sorted(rows.counts.items()):
+            for reason, count in reasons.items():
+                why = rows.examples.get(reason, "")
+                event = PromptsLeftOut(
+                    time=time.monotonic(),
+                    part=part,
+                    source=source,
+                    count=count,
+                    max_tokens=limit,
+                    reason=reason,
+                    why=why,
+                )
+                self._reports.emit(event)
 
     async def _load(self, workers: Workers, start: Start) -> Taken:
         """Load the checkpoint into trainer and critic. Returns the driver's part of it."""

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from headway.data.left_out import Counts
     from headway.evaluation.answers import Questions
     from headway.evaluation.figures import Estimate, Figures, Solved
     from headway.evaluation.settings import Job
@@ -165,12 +166,13 @@ def _solve(job: Job, limit: int | None, output: Path | None) -> tuple[Questions,
 def print_figures(
     console: Console,
     job: Job,
-    left_out: Mapping[str, int],
+    left_out: Counts,
     solved: Sequence[Solved],
     ks: Sequence[int],
     threshold: float,
 ) -> None:
     """Print the evaluation's figures and how they were measured, then by source where there are several."""
+    from headway.data.left_out import bad_rows, reasons_told, total
     from headway.evaluation.figures import by_source, figures
     from headway.reports import human
 
@@ -191,7 +193,9 @@ def print_figures(
     lines["length"] = f"mean {every.mean_tokens:.1f}, longest {human.count(every.max_tokens)} tokens"
     lines["cut off"] = f"{human.share(every.cut_off)} of the answers, at {human.count(limit)} tokens"
     table = _grid(lines)
-    if too_long := sum(left_out.values()):
+    if unusable := bad_rows(left_out):
+        table.add_row("left out", f"{human.count(unusable)} rows that cannot be used: {reasons_told(left_out)}")
+    if too_long := total(left_out) - unusable:
         table.add_row(
             "left out", f"{human.count(too_long)} prompts of more than {config.data.max_prompt_length} tokens"
         )

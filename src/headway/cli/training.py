@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -87,7 +88,8 @@ def _dry_run(loaded: LoadedConfig) -> None:
     from headway.preflight import check_dry
 
     print_resolved(loaded)
-    check_dry(loaded.config)
+    for note in check_dry(loaded.config):
+        typer.echo(f"# note: {note}")
 
 
 def doctor(config: ConfigFile, overrides: Overrides = None, debug: Debug = False) -> None:
@@ -96,8 +98,8 @@ def doctor(config: ConfigFile, overrides: Overrides = None, debug: Debug = False
         from headway.preflight import check_dry
 
         loaded = load_checked(config, overrides or [])
-        check_dry(loaded.config)
-        print_summary(loaded)
+        notes = check_dry(loaded.config)
+        print_summary(replace(loaded, notes=[*loaded.notes, *notes]))
 
 
 def load_checked(path: Path, overrides: list[str]) -> LoadedConfig:

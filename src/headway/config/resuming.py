@@ -31,7 +31,7 @@ RULES = (
     _Rule(
         ("data",),
         "the checkpoint knows prompts by their place in these data",
-        free=("data.epochs", "data.prefetch", "data.max_response_length"),
+        free=("data.epochs", "data.prefetch", "data.max_response_length", "data.max_bad_rows"),
     ),
     _Rule(
         (
@@ -43,6 +43,10 @@ RULES = (
     ),
     _Rule(("actor.ppo_epochs", "critic.ppo_epochs"), "the learning-rate schedule counts optimizer steps"),
 )
+
+
+SOURCES_OF_DATA = ("data.train", "data.sources", "data.val", "data.val_sources", "data.prompt_key", "data.answer_key")
+"""Keys that may change, too, with ``data.accept_changes``."""
 
 
 def check_changes(before: Config, after: Config, version: int, *, epochs_begun: int = 0) -> dict[str, tuple[Any, Any]]:
@@ -57,11 +61,12 @@ def check_changes(before: Config, after: Config, version: int, *, epochs_begun: 
     changes = {
         key: (old.get(key), new.get(key)) for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)
     }
+    accepted = SOURCES_OF_DATA if after.data.accept_changes else ()
     problems = [
         f"{key}: {now!r} instead of {then!r} ({rule.why})"
         for key, (then, now) in changes.items()
         for rule in RULES
-        if lies_in(key, *rule.sections) and not lies_in(key, *rule.free)
+        if lies_in(key, *rule.sections) and not lies_in(key, *rule.free, *accepted)
     ]
     if needs_critic(after) and not needs_critic(before):
         problems.append("a critic (the checkpoint has none: the run was begun without)")

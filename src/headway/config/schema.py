@@ -168,6 +168,11 @@ class DataConfig(Section):
     """Most tokens of a prompt; longer ones are left out, and counted."""
     max_response_length: Positive = 512
     """Most tokens of an answer, after which sampling stops."""
+    max_bad_rows: Share = Fraction(1, 100)
+    """Share of the rows that may be left out since they cannot be used: the chat template or the tokenizer refuses
+    them, they are empty, or the task raises. The run ends where there are more."""
+    accept_changes: bool = Field(False, exclude=True)
+    """Go on by ``--resume`` although the data are not those of the checkpoint; it holds for this one resumption."""
     shuffle: bool = True
     """Shuffle every epoch, by ``run.seed``."""
     epochs: Positive | None = None

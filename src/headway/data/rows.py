@@ -16,6 +16,7 @@ import xxhash
 
 from headway.data.files import Columns, Record, file_rows, read_records
 from headway.data.hub import dataset_rows, read_dataset
+from headway.data.left_out import LeftOut, Reason
 from headway.data.mixing import SPLIT_KEY, SourceShare, generator
 from headway.data.problems import Problem
 from headway.data.saved import is_saved
@@ -25,6 +26,8 @@ from headway.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from headway.config.schema import Config, DataConfig, SourceConfig
 
+DIGESTS = 64
+"""Stretches of the training rows that a checkpoint tells apart."""
 TRAIN_SPLIT, VAL_SPLIT = "train", "test"
 """Splits of a dataset for training and validation, where ``split`` is not given."""
 
@@ -39,10 +42,13 @@ class Rows:
     val_rows: Sequence[int]
     parts: tuple[SourceShare, ...]
     """The sources of ``train``, one after the other."""
-    digest: str = ""
-    """Digest of the training prompts in their order; empty for a task, which its settings determine."""
+    digests: tuple[str, ...] = ()
+    """Digests of the training prompts in their order, of `DIGESTS` equal stretches; none for a task, which its settings
+    determine."""
     val_parts: tuple[SourceShare, ...] = ()
     """The sources of ``val``, where it has its own."""
+    val_failures: tuple[LeftOut, ...] = ()
+    """Held-out problems that the task could not make; others are in their places."""
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -125,7 +131,10 @@ def _task_rows(data: DataConfig, seed: int) -> Rows:
     if own:
         val = [_record(problem, task.name) for problem in split.val]
     train, parts = _TaskRecords(split.train, task.name), (SourceShare(task.name, task.size),)
-    return Rows(train, range(task.size), val, _rows_after(task.size, val), parts, val_parts=val_parts)
+    failures = tuple(LeftOut(Reason.TASK, task.name, why) for why in split.failures)
+    return Rows(
+        train, range(task.size), val, _rows_after(task.size, val), parts, val_parts=val_parts, val_failures=failures
+    )
 
 
 def _source_rows(data: DataConfig, seed: int) -> Rows:
@@ -134,7 +143,7 @@ def _source_rows(data: DataConfig, seed: int) -> Rows:
     if data.held_out_sources:
         val, val_parts = _read_all(data.held_out_sources, data, VAL_SPLIT)
         numbers = range(len(records))
-        return Rows(records, numbers, val, _rows_after(len(records), val), parts, _digest(records), val_parts)
+        return Rows(records, numbers, val, _rows_after(len(records), val), parts, _digests(records), val_parts)
     if data.val_size >= len(records):
         raise DataError(
             f"{' and '.join(source.label for source in sources)}: data.val_size={data.val_size} held-out rows leave "
@@ -149,14 +158,17 @@ def _source_rows(data: DataConfig, seed: int) -> Rows:
         for part, start, end in zip(parts, [0, *ends], ends, strict=False)
     )
     train, val = ([records[i] for i in rows] for rows in (train_rows, val_rows))
-    return Rows(train, train_rows, val, val_rows, parts, _digest(train))
+    return Rows(train, train_rows, val, val_rows, parts, _digests(train))
 
 
-def _digest(records: Sequence[Record]) -> str:
-    digest = xxhash.xxh3_64()
-    for record in records:
-        digest.update(f"{record.prompt!r}\n".encode(errors="surrogatepass"))
-    return digest.hexdigest()
+def _digests(records: Sequence[Record]) -> tuple[str, ...]:
+    length, digests = max(1, -(-len(records) // DIGESTS)), []
+    for start in range(0, len(records), length):
+        digest = xxhash.xxh3_64()
+        for record in records[start : start + length]:
+            digest.update(f"{record.prompt!r}\n".encode(errors="surrogatepass"))
+        digests.append(digest.hexdigest())
+    return tuple(digests)
 
 
 def _read_all(

@@ -7,20 +7,20 @@ files, datasets or task ─▶ records ─▶ PromptTokenizer ─▶ RowSource �
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from headway.data.files import Record
+from headway.data.left_out import FIRST_ROWS, Counts, LeftOut, LeftOutRows, Reason, bad_rows, total
 from headway.data.mixing import Mixture, SourceShare
 from headway.data.rows import Rows, read_rows
-from headway.data.tokenize import PromptTokenizer
+from headway.data.tokenize import PromptTokenizer, Tokenised
 from headway.data.types import Prompt
-from headway.errors import DataError
+from headway.errors import DataError, UserCodeError, writable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -36,8 +36,8 @@ class Cursor:
 
     epoch: int = 0
     position: int = 0
-    left_out: Mapping[str, int] = field(default_factory=dict)
-    """Source → number of rows met so far whose prompt is too long."""
+    left_out: Counts = field(default_factory=dict)
+    """Rows met so far that are left out."""
 
 
 class RowSource:
@@ -60,15 +60,19 @@ class RowSource:
         row_numbers: Sequence[int] | None = None,
         stride: int | None = None,
         parts: Sequence[SourceShare] | None = None,
-        digest: str = "",
+        digests: Sequence[str] = (),
+        max_bad_rows: Fraction = Fraction(1, 100),
+        accept_changes: bool = False,
     ) -> None:
         """Make prompts of ``records``. ``row_numbers``: the prompts' ``row``; default: the index in ``records``.
         ``stride`` is above all row numbers of the run; default: above these. ``parts`` divide ``records``; default: one
-        of all. ``digest`` stands for what the records say, for `restore`.
+        of all. ``digests`` stand for what equal stretches of the records say: `restore` refuses others unless
+        ``accept_changes``. ``max_bad_rows``: share of the records that may be left out for another reason than their
+        length.
 
         Raises:
             DataError: there are no records, or all prompts of a part are longer than the tokenizer's limit, or a part
-                has no place in an epoch.
+                has no place in an epoch; or too many rows are bad.
         """
         if not records:
             raise DataError("there are no training prompts")
@@ -82,7 +86,17 @@ class RowSource:
         if self._mixture.rows != len(records):
             raise ValueError(f"the parts have {self._mixture.rows} rows, but there are {len(records)} records")
         sources = [[part.name, part.rows, n] for part, n in zip(self._mixture.parts, self._mixture.quotas, strict=True)]
-        self._identity = {"seed": seed, "rows": len(records), "shuffle": shuffle, "sources": sources, "prompts": digest}
+        self._identity = {
+            "seed": seed,
+            "rows": len(records),
+            "shuffle": shuffle,
+            "sources": sources,
+            "prompts": [*digests],
+        }
+        self.changes: tuple[str, ...] = ()
+        """What `restore` found to differ from the data that the state was taken over."""
+        self._max_bad_rows, self._accept_changes = max_bad_rows, accept_changes
+        self._left_out = LeftOutRows()
         self._handed_out = Cursor()
         self._ahead = Cursor()
         self._ready: deque[tuple[Prompt, Cursor]] = deque()
@@ -91,7 +105,7 @@ class RowSource:
             self._check_parts()
         self._refill()
         if not self._ready:  # found now, so that it ends the run before it starts
-            raise self._all_too_long(self.rows, "")
+            raise self._none_usable(self.rows, "")
 
     @property
     def rows(self) -> int:
@@ -100,12 +114,17 @@ class RowSource:
 
     @property
     def left_out(self) -> int:
-        """Number of rows met so far whose prompt is too long; each counts once, whatever the number of epochs."""
-        return sum(self.left_out_by_source.values())
+        """Number of rows met so far that are left out; each counts once, whatever the number of epochs."""
+        return total(self._handed_out.left_out)
 
     @property
-    def left_out_by_source(self) -> dict[str, int]:
-        return dict(self._handed_out.left_out)
+    def left_out_by_source(self) -> Counts:
+        return self._handed_out.left_out
+
+    @property
+    def left_out_rows(self) -> LeftOutRows:
+        """Rows met so far that are left out, with an example of each reason that this process has met."""
+        return LeftOutRows(self._handed_out.left_out, self._left_out.examples)
 
     def next(self) -> Prompt | None:
         if not self._ready:
@@ -125,28 +144,95 @@ class RowSource:
             **self._identity,
             "epoch": cursor.epoch,
             "position": cursor.position,
-            "left_out": dict(cursor.left_out),
+            "left_out": {source: dict(reasons) for source, reasons in cursor.left_out.items()},
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` was taken. Raises `DataError` where that was over other data, another mix or seed."""
+        """Go on where `state` was taken, and note in `changes` what differs.
+
+        Over another number of rows the order is another one: it goes on at the same place of that.
+
+        Raises:
+            DataError: that was over other data, another mix or seed, and changes are not accepted.
+        """
         here, then = self._identity, {name: state.get(name) for name in self._identity}
-        if differing := [f"{name} {then[name]} then, {here[name]} now" for name in here if then[name] != here[name]]:
-            raise DataError(f"the checkpoint's data differ: {'; '.join(differing)}. Resume with the same data and seed")
-        self._handed_out = self._ahead = Cursor(state["epoch"], state["position"], dict(state["left_out"]))
+        differing = [self._difference(name, then[name], here[name]) for name in here if then[name] != here[name]]
+        if differing and not self._accept_changes:
+            raise DataError(
+                f"the checkpoint's data differ: {'; '.join(differing)}. Resume with the same data and seed, or go on "
+                "with these: data.accept_changes=true"
+            )
+        self.changes = tuple(differing)
+        position = min(state["position"], self.rows - 1)
+        self._handed_out = self._ahead = Cursor(state["epoch"], position, state["left_out"])
+        self._left_out = LeftOutRows(state["left_out"])
         self._ready.clear()
+
+    def _difference(self, name: str, then: Any, here: Any) -> str:
+        if name != "prompts":
+            return f"{name} {then} then, {here} now"
+        if not isinstance(then, list) or len(then) != len(here):
+            return "other prompts"
+        changed = [i for i, (one, other) in enumerate(zip(then, here, strict=True)) if one != other]
+        length = -(-len(self._records) // len(here))
+        last = min((changed[-1] + 1) * length, len(self._records)) - 1
+        return (
+            f"other prompts in the rows {self._row_numbers[changed[0] * length]} to {self._row_numbers[last]}, counted "
+            "from 0"
+        )
+
+    def find(self, epoch: int, row: int) -> Prompt | None:
+        """Return the prompt of a row that was handed out in ``epoch``; None where the data have no such prompt now."""
+        turn, number = divmod(row, self._stride)
+        index = self._index_of.get(number)
+        if index is None or turn >= self._turns:
+            return None
+        (found,) = self._tokenised([index])
+        return None if isinstance(found, LeftOut) else _prompt(*found, row, epoch)
+
+    @property
+    def _turns(self) -> int:
+        """The most passes of a part that are in one epoch, whole or not."""
+        shares = zip(self._mixture.parts, self._mixture.quotas, strict=True)
+        return max(-(-quota // part.rows) + (quota % part.rows > 0) for part, quota in shares)
+
+    @cached_property
+    def _index_of(self) -> dict[int, int]:
+        """Row number → index of its record."""
+        return {number: index for index, number in enumerate(self._row_numbers)}
+
+    def _tokenised(self, indices: Sequence[int]) -> list[tuple[Record, Tokenised] | LeftOut]:
+        """The records of ``indices`` with their text and ids, or why they have none."""
+        records: list[Record | LeftOut] = []
+        for index in indices:
+            try:
+                records.append(self._records[index])
+            except (DataError, UserCodeError) as error:  # a task that makes its problems as they are asked for
+                records.append(LeftOut(Reason.TASK, self._mixture.parts[0].name, str(error)))
+        tokenised = iter(self._tokenizer([record for record in records if isinstance(record, Record)]))
+        results: list[tuple[Record, Tokenised] | LeftOut] = []
+        for record in records:
+            if isinstance(record, LeftOut):
+                results.append(record)
+            else:
+                one = next(tokenised)
+                results.append(one if isinstance(one, LeftOut) else (record, one))
+        return results
 
     def _check_parts(self) -> None:
         """Check that every part has a prompt that fits. Most often the first chunk of each shows one."""
         start = 0
         for part in self._mixture.parts:
             end = start + part.rows
-            chunks = (self._records[i : min(i + self._chunk, end)] for i in range(start, end, self._chunk))
-            if not any(tokenised is not None for chunk in chunks for tokenised in self._tokenizer(chunk)):
-                raise self._all_too_long(part.rows, f" of {part.name}")
+            chunks = (range(i, min(i + self._chunk, end)) for i in range(start, end, self._chunk))
+            if all(isinstance(one, LeftOut) for chunk in chunks for one in self._tokenised(chunk)):
+                raise self._none_usable(part.rows, f" of {part.name}")
             start = end
 
-    def _all_too_long(self, rows: int, of: str) -> DataError:
+    def _none_usable(self, rows: int, of: str) -> DataError:
+        """The error over rows of which none can be used."""
+        if bad_rows(self._left_out.counts):
+            return self._left_out.error(f"all {rows} rows{of}")
         return DataError(
             f"all {rows} prompts{of} have more than data.max_prompt_length={self._tokenizer.max_length} tokens; "
             "raise it"
@@ -161,30 +247,34 @@ class RowSource:
         scanned = 0
         while not self._ready and scanned < 2 * self.rows and not self._over:
             scanned += self._tokenise_chunk()
+            if not self._ready and scanned == bad_rows(self._ahead.left_out) >= FIRST_ROWS:
+                raise self._left_out.error(f"the first {scanned} rows")
 
     @property
     def _over(self) -> bool:
         return self._epochs is not None and self._ahead.epoch >= self._epochs
 
     def _tokenise_chunk(self) -> int:
-        """Tokenise the next draws, at most up to the epoch's end; returns how many."""
+        """Tokenise the next draws, at most up to the epoch's end; returns how many.
+
+        Raises:
+            DataError: more rows are bad than may be.
+        """
         epoch, start = self._ahead.epoch, self._ahead.position
         if self._order[0] != epoch:
             self._order = (epoch, self._mixture.epoch(epoch))
         chunk = slice(start, start + self._chunk)
         draws = list(zip(*(column[chunk].tolist() for column in self._order[1]), strict=True))
-        records = [self._records[index] for index, _, _ in draws]
-        for position, ((index, turn, first), record, tokenised) in enumerate(
-            zip(draws, records, self._tokenizer(records), strict=True), start=start + 1
-        ):
-            left_out = self._ahead.left_out
-            if tokenised is None and first:
-                left_out = {**left_out, record.source: left_out.get(record.source, 0) + 1}
+        found = self._tokenised([index for index, _, _ in draws])
+        for position, ((index, turn, first), one) in enumerate(zip(draws, found, strict=True), start=start + 1):
+            if isinstance(one, LeftOut) and first:
+                self._left_out.add(one)
             at_end = position == self.rows
-            self._ahead = Cursor(epoch + at_end, 0 if at_end else position, left_out)
-            if tokenised is not None:
+            self._ahead = Cursor(epoch + at_end, 0 if at_end else position, self._left_out.counts)
+            if not isinstance(one, LeftOut):
                 row = self._row_numbers[index] + turn * self._stride
-                self._ready.append((_prompt(record, row, tokenised, epoch), self._ahead))
+                self._ready.append((_prompt(*one, row, epoch), self._ahead))
+        self._left_out.check(self.rows, self._max_bad_rows)
         return len(draws)
 
 
@@ -196,17 +286,19 @@ class DataBundle:
     val: list[Prompt]
     """Held-out prompts, disjoint from training; their ``row`` is none of training's."""
     rows: int
-    val_left_out_by_source: Mapping[str, int]
+    val_left_out: LeftOutRows
+    notes: tuple[str, ...] = ()
+    """What the user is to know of the data."""
 
     @property
     def left_out(self) -> dict[str, int]:
-        """Part (``train``, ``val``) → prompts too long for ``data.max_prompt_length``; of ``train`` so far."""
-        return {part: sum(counts.values()) for part, counts in self.left_out_by_source.items()}
+        """Part (``train``, ``val``) → rows that are left out; of ``train`` so far."""
+        return {part: total(counts) for part, counts in self.left_out_by_source.items()}
 
     @property
-    def left_out_by_source(self) -> dict[str, dict[str, int]]:
-        """Prompts left out, counted by ``Prompt.source``, of ``train`` and ``val``; sources without any are absent."""
-        return {"train": self.train.left_out_by_source, "val": dict(self.val_left_out_by_source)}
+    def left_out_by_source(self) -> dict[str, Counts]:
+        """Rows left out of ``train`` and ``val``, by ``Prompt.source`` and reason; sources without any are absent."""
+        return {"train": self.train.left_out_by_source, "val": self.val_left_out.counts}
 
 
 def build_sources(config: Config, tokenizer: PreTrainedTokenizerBase, rows: Rows | None = None) -> DataBundle:
@@ -216,7 +308,7 @@ def build_sources(config: Config, tokenizer: PreTrainedTokenizerBase, rows: Rows
         ConfigError, DataError: as `read_rows`; also prompts that cannot be rendered, or nothing but too long prompts.
     """
     data = config.data
-    prompts = PromptTokenizer(tokenizer, data.chat_template, data.max_prompt_length)
+    prompts = _prompt_tokenizer(config, tokenizer)
     split = rows if rows is not None else read_rows(config)
     train = RowSource(
         split.train,
@@ -228,24 +320,76 @@ def build_sources(config: Config, tokenizer: PreTrainedTokenizerBase, rows: Rows
         row_numbers=split.train_rows,
         stride=len(split.train) + len(split.val),
         parts=split.parts,
-        digest=split.digest,
+        digests=split.digests,
+        max_bad_rows=data.max_bad_rows,
+        accept_changes=data.accept_changes,
     )
     val: list[Prompt] = []
-    too_long: Counter[str] = Counter()
+    left_out = LeftOutRows()
+    for failure in split.val_failures:
+        left_out.add(failure)
     for record, row, tokenised in zip(split.val, split.val_rows, prompts(split.val), strict=True):
-        if tokenised is None:
-            too_long[record.source] += 1
+        if isinstance(tokenised, LeftOut):
+            left_out.add(tokenised)
         else:
-            val.append(_prompt(record, row, tokenised, epoch=0))
+            val.append(_prompt(record, tokenised, row, epoch=0))
+    left_out.check(len(split.val) + len(split.val_failures), data.max_bad_rows, "held-out rows")
     if split.val and not val:
         raise DataError(
             f"all {len(split.val)} held-out prompts have more than "
             f"data.max_prompt_length={data.max_prompt_length} tokens; raise it"
         )
-    return DataBundle(train=train, val=val, rows=train.rows, val_left_out_by_source=dict(too_long))
+    return DataBundle(train=train, val=val, rows=train.rows, val_left_out=left_out)
 
 
-def _prompt(record: Record, row: int, tokenised: tuple[str, NDArray[np.int32]], epoch: int) -> Prompt:
+def check_rows(config: Config, tokenizer: PreTrainedTokenizerBase, rows: Rows) -> list[str]:
+    """Find the bad training rows that can be found in little time, and return what to tell of the data.
+
+    Templates refuse chats for their roles and fields, tokenizers refuse lone surrogates: of rows that are alike in
+    these one is tried, and the others where that one is bad. Problems of a task, which are made on demand, are not
+    looked at.
+
+    Raises:
+        DataError: there are more than ``data.max_bad_rows`` of them, or no row can be rendered.
+    """
+    bad = LeftOutRows()
+    if not isinstance(rows.train, list):
+        return []
+    prompts = _prompt_tokenizer(config, tokenizer)
+    alike: dict[Any, bool] = {}
+    for record in rows.train:
+        form = _form(record)
+        if alike.get(form) is True:
+            continue
+        (one,) = prompts([record])
+        is_bad = isinstance(one, LeftOut) and one.reason != Reason.TOO_LONG
+        alike.setdefault(form, not is_bad)
+        if isinstance(one, LeftOut) and is_bad:
+            bad.add(one)
+            bad.check(len(rows.train), config.data.max_bad_rows)
+    return [note] if (note := bad.note()) is not None else []
+
+
+def _form(record: Record) -> Any:
+    """What templates and tokenizers refuse rows by: roles, names of fields, contents that are empty or no UTF-8."""
+    if isinstance(record.prompt, str):
+        return _form_of_text(record.prompt)
+    return tuple((one["role"], *one, _form_of_text(one["content"])) for one in record.prompt)
+
+
+def _form_of_text(text: Any) -> str:
+    if not isinstance(text, str):
+        return "null"
+    if not text.strip():
+        return "blank" if text else "empty"
+    return "text" if text.isascii() or writable(text) == text else "surrogate"
+
+
+def _prompt_tokenizer(config: Config, tokenizer: PreTrainedTokenizerBase) -> PromptTokenizer:
+    return PromptTokenizer(tokenizer, config.data.chat_template, config.data.max_prompt_length)
+
+
+def _prompt(record: Record, tokenised: Tokenised, row: int, epoch: int) -> Prompt:
     text, token_ids = tokenised
     return Prompt(
         epoch=epoch,

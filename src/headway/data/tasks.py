@@ -17,7 +17,7 @@ from typing import Any, TypeVar, overload
 
 from headway.algorithms.registry import Registry
 from headway.data.problems import REASONING_GYM, Problem, Task
-from headway.errors import ConfigError, UserCodeError, boundary, cut
+from headway.errors import ConfigError, DataError, UserCodeError, boundary, cut
 from headway.user_code import check_call, load_function, names_a_file
 
 HELD_OUT_TRIES = 4
@@ -151,29 +151,42 @@ class TaskSplit:
     task: Task
     train: TrainingProblems
     val: list[Problem]
+    failures: tuple[str, ...] = ()
+    """Why held-out problems could not be made, for each that gave way to another."""
 
 
 def split_task(name: str, params: Mapping[str, Any], *, seed: int, size: int, val_size: int) -> TaskSplit:
     """Split a task: ``size`` training problems, and ``val_size`` distinct ones of indices that training never reaches.
 
+    A problem that the task cannot make gives way to the next one.
+
     Raises:
         ConfigError: as `make_task`; also when the task makes fewer than ``val_size`` distinct problems.
+        DataError, UserCodeError: it makes too few since it fails.
     """
     first = size + COLLISION_TRIES
     last = first + HELD_OUT_TRIES * val_size
     task = make_task(name, params, seed=seed, problems=last)
     val: dict[str, Problem] = {}
+    failures: list[DataError | UserCodeError] = []
     for index in range(first, last):
         if len(val) == val_size:
             break
-        problem = task.problem(index)
+        try:
+            problem = task.problem(index)
+        except (DataError, UserCodeError) as error:
+            failures.append(error)
+            continue
         val.setdefault(problem.prompt, problem)
     if len(val) < val_size:
+        if failures:
+            raise failures[0]
         raise ConfigError(
             f"data.task: {name} made only {len(val)} distinct problems in {last - first} tries, and data.task.val_size "
             f"asks for {val_size}; make the problems longer, or val_size smaller"
         )
-    return TaskSplit(task, TrainingProblems(task, size, frozenset(val)), list(val.values()))
+    told = tuple(str(error) for error in failures)
+    return TaskSplit(task, TrainingProblems(task, size, frozenset(val)), list(val.values()), told)
 
 
 # ---------------------------------------------------------------------------------------------- sequences

@@ -1,4 +1,7 @@
-"""Tokenisation of records: chat templates, then the tokenizer, then the length limit."""
+"""Tokenisation of records: chat templates, then the tokenizer, then the length limit.
+
+A row that cannot be tokenised is left out, with the reason. What would be wrong with every row is an error.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.data.files import Messages, Record
+from headway.data.left_out import LeftOut, Reason
 from headway.errors import DataError, boundary, shown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 ChatTemplate = Literal["auto", "always", "never"]
+Tokenised = tuple[str, NDArray[np.int32]]
+"""The text of a prompt as the model reads it, and its token ids [P]."""
+_NONE = np.empty(0, np.int32)
 
 
 class PromptTokenizer:
@@ -29,35 +36,51 @@ class PromptTokenizer:
         self._chat_template = chat_template
         self.max_length = max_length
 
-    def __call__(self, records: Sequence[Record]) -> list[tuple[str, NDArray[np.int32]] | None]:
-        """The text and token ids [P] of each record, or None where it has more than ``max_length`` tokens.
+    def __call__(self, records: Sequence[Record]) -> list[Tokenised | LeftOut]:
+        """The text and token ids [P] of each record, or why it has none.
 
         Raises:
-            DataError: messages without a template to render them, a template that fails, or a prompt of no tokens.
+            DataError: messages without a template to render them.
         """
-        chats = [self._as_messages(record) for record in records]
-        texts = [
-            self._render(chat, record) if chat is not None else str(record.prompt)
-            for chat, record in zip(chats, records, strict=True)
-        ]
-        ids: list[list[int]] = [[] for _ in records]
+        texts = [self._text(record) for record in records]
+        results: list[Tokenised | LeftOut] = [text if isinstance(text, LeftOut) else ("", _NONE) for text in texts]
         for templated in (False, True):
-            indices = [i for i, chat in enumerate(chats) if (chat is not None) is templated]
-            if not indices:
-                continue
-            try:
-                encoded = self._tokenizer([texts[i] for i in indices], add_special_tokens=not templated)
-            except Exception:  # of which prompt, the batch does not say
-                for i in indices:
-                    doing = f"the model's tokenizer cannot read a prompt of {_named(records[i])}: {shown(texts[i])}"
-                    with boundary(doing, DataError):
-                        self._tokenizer([texts[i]], add_special_tokens=not templated)
-                raise
-            for i, token_ids in zip(indices, encoded["input_ids"], strict=True):
-                ids[i] = token_ids
-        return [
-            self._checked(record, text, token_ids) for record, text, token_ids in zip(records, texts, ids, strict=True)
-        ]
+            rows = [i for i, text in enumerate(texts) if not isinstance(text, LeftOut) and text[1] is templated]
+            encoded = self._encoded([records[i] for i in rows], [texts[i][0] for i in rows], templated=templated)  # type: ignore[index]
+            for i, one in zip(rows, encoded, strict=True):
+                results[i] = one
+        return results
+
+    def _text(self, record: Record) -> tuple[str, bool] | LeftOut:
+        """The text of a record, and whether the template wrote it."""
+        if (chat := self._as_messages(record)) is None:
+            return str(record.prompt), False
+        if not self._tokenizer.chat_template:
+            raise DataError(
+                f"prompts of {_named(record)} need a chat template (data.chat_template={self._chat_template}), and the "
+                "model's tokenizer has none; use an instruct model, or text prompts with data.chat_template=auto"
+            )
+        try:
+            with boundary(f"the tokenizer's chat template fails on a prompt of {_named(record)}", DataError):
+                return str(self._tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)), True
+        except DataError as refused:
+            return LeftOut(Reason.TEMPLATE, record.source, str(refused))
+
+    def _encoded(
+        self, records: Sequence[Record], texts: Sequence[str], *, templated: bool
+    ) -> list[Tokenised | LeftOut]:
+        if not texts:
+            return []
+        doing = f"the model's tokenizer cannot read a prompt of {_named(records[0])}: {shown(texts[0])}"
+        try:
+            with boundary(doing, DataError):
+                ids = self._tokenizer(list(texts), add_special_tokens=not templated)["input_ids"]
+        except DataError as refused:
+            if len(texts) == 1:
+                return [LeftOut(Reason.TOKENIZER, records[0].source, str(refused))]
+            pairs = zip(records, texts, strict=True)  # of which prompt, the batch does not say
+            return [self._encoded([record], [text], templated=templated)[0] for record, text in pairs]
+        return [self._checked(record, text, one) for record, text, one in zip(records, texts, ids, strict=True)]
 
     def _as_messages(self, record: Record) -> Messages | None:
         """The record as a chat to render, or None for plain text."""
@@ -70,19 +93,12 @@ class PromptTokenizer:
             )
         return record.prompt
 
-    def _render(self, messages: Messages, record: Record) -> str:
-        if not self._tokenizer.chat_template:
-            raise DataError(
-                f"prompts of {_named(record)} need a chat template (data.chat_template={self._chat_template}), and the "
-                "model's tokenizer has none; use an instruct model, or text prompts with data.chat_template=auto"
-            )
-        with boundary(f"the tokenizer's chat template fails on a prompt of {_named(record)}", DataError):
-            return str(self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-
-    def _checked(self, record: Record, text: str, ids: list[int]) -> tuple[str, NDArray[np.int32]] | None:
+    def _checked(self, record: Record, text: str, ids: list[int]) -> Tokenised | LeftOut:
         if not ids:
-            raise DataError(f"a prompt of {_named(record)} has no tokens: {text!r}; leave such rows out")
-        return (text, np.asarray(ids, dtype=np.int32)) if len(ids) <= self.max_length else None
+            return LeftOut(Reason.EMPTY, record.source, f"a prompt of {_named(record)} has no tokens: {text!r}")
+        if len(ids) > self.max_length:
+            return LeftOut(Reason.TOO_LONG, record.source)
+        return text, np.asarray(ids, dtype=np.int32)
 
 
 def _named(record: Record) -> str:

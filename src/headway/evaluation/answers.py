@@ -14,6 +14,7 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from headway.concurrently import Tasks, failing_as_one
+from headway.data.left_out import Counts
 from headway.data.types import FinishReason, Prompt, Trajectory, conversations_of
 from headway.episodes.alone import keeping
 from headway.episodes.hosting import chat_hosting
@@ -45,8 +46,8 @@ class Questions:
     """The problems that are asked, and the tokenizer and settings with which they were read."""
 
     prompts: tuple[Prompt, ...]
-    left_out: Mapping[str, int]
-    """Source → number of rows met on the way whose prompt is too long."""
+    left_out: Counts
+    """Rows met on the way that are left out."""
     tokenizer: PreTrainedTokenizerBase
 
 
@@ -66,7 +67,7 @@ def read_questions(job: Job, limit: int | None) -> Questions:
         raise AssertionError("unreachable: an evaluation has a model")
     tokenizer = load_tokenizer(str(config.model.path), trust_remote_code=config.model.trust_remote_code)
     if job.held_out:
-        prompts, left_out = sources.val[:limit], dict(sources.val_left_out_by_source)
+        prompts, left_out = sources.val[:limit], sources.val_left_out.counts
     else:
         prompts = list(islice(iter(sources.train.next, None), limit))
         left_out = sources.train.left_out_by_source

@@ -11,12 +11,12 @@ from headway.data.types import Prompt
 class PromptSource(Protocol):
     """Source of prompts in a seeded order, epoch after epoch; its position can be saved and restored.
 
-    A cursor leads back to what came after it:
+    A cursor leads back to what came after it, and each prompt is found by its place:
 
         first, cursor = source.next(), source.state()
         second = source.next()
         source.restore(cursor)
-        assert source.next() == second
+        assert source.next() == second == source.find(second.epoch, second.row)
     """
 
     def next(self) -> Prompt | None:
@@ -27,5 +27,8 @@ class PromptSource(Protocol):
 
     def state(self) -> dict[str, Any]:
         """Return the cursor: JSON values that `restore` takes."""
+
+    def find(self, epoch: int, row: int) -> Prompt | None:
+        """Return the prompt that was handed out in ``epoch`` for ``row``; None where the data do not have it now."""
 
     def restore(self, state: Mapping[str, Any]) -> None: ...

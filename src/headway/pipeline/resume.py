@@ -11,15 +11,17 @@ here; whatever is not here is either configuration, or made anew at every start 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
+from headway.data.types import Prompt
+from headway.errors import DataError
+from headway.interfaces.prompts import PromptSource
 from headway.pipeline.critic import Critic
 from headway.pipeline.fetches import Fetches
 from headway.pipeline.guard import Guard
 from headway.pipeline.ledger import Fate, Ledger
-from headway.pipeline.prompts import Prompts
 from headway.pipeline.state import RunState
 
 Taken = Mapping[str, Any]
@@ -38,7 +40,7 @@ class DriverState:
     """Parts of the pipeline with a state that a resumed run cannot know by itself."""
 
     run: RunState
-    prompts: Prompts
+    source: PromptSource
     fetches: Fetches
     guard: Guard
     lowers_eta: bool
@@ -52,7 +54,7 @@ class DriverState:
         """
         return {
             **self.run.state(),
-            **self.prompts.state([*self.run.waiting_again, *self.run.ledger.open_prompts]),
+            "source": self.source.state(),
             "fetches": self.fetches.taken,
             "trainer": trainer,
             "guard": self.guard.state(),
@@ -67,13 +69,24 @@ class DriverState:
 
         Raises `DataError` when the data are not those of the checkpoint.
         """
-        self.prompts.restore(taken)
-        again = [(epoch, row, attempt) for epoch, row, attempt in taken["again"]]
-        lost = [(epoch, row, attempt) for _, epoch, row, attempt in taken["ledger"]["open"]]
-        found = self.prompts.find([*again, *lost])
+        self.source.restore(taken["source"])
+        again = [self._found(*one) for one in taken["again"]]
+        lost = [self._found(*one) for _, *one in taken["ledger"]["open"]]
         eta_now = Fraction(taken["eta_now"]) if self.lowers_eta else self.run.staleness.eta
-        self.run.restore(taken, again=found[: len(again)], open_prompts=found[len(again) :], eta_now=eta_now)
+        self.run.restore(taken, again=again, open_prompts=lost, eta_now=eta_now)
         self.fetches.restore(taken["fetches"])
         self.guard.restore(taken["guard"])
         if self.critic is not None:
             self.critic.restore(taken["critic"], taken["fetches"])
+
+    def _found(self, epoch: int, row: int, attempt: int) -> Prompt:
+        """The prompt of an unfinished group; where changed data do not have it any more, the next one in its place."""
+        prompt = self.source.find(epoch, row)
+        if prompt is not None:
+            return replace(prompt, attempt=attempt)
+        if (following := self.source.next()) is None:
+            raise DataError(
+                f"the checkpoint waits for row {row} of epoch {epoch}, which the data do not have, and they have no "
+                "further one in its place. Resume with the same data"
+            )
+        return following

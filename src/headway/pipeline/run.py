@@ -179,7 +179,7 @@ class Pipeline:
         total, state = self.config.rollout.total_rollout_steps, self._state
         if total is not None:
             return state.consumed >= total
-        return not state.ledger.open_numbers and not state.waiting_again and self._wiring.prompts.next() is None
+        return not state.ledger.open_numbers and not state.waiting_again and self._wiring.source.next() is None
 
     def _emit_finished(self, status: Status, reason: str | None) -> None:
         self._state.leave_open_in_flight()

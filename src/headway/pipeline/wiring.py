@@ -21,6 +21,7 @@ from headway.data.types import Group
 from headway.events import WAITS_FOR_GROUPS, Emit, Observer, fan_out
 from headway.interfaces.calls import SamplingParams
 from headway.interfaces.keeper import Keeper
+from headway.interfaces.prompts import PromptSource
 from headway.interfaces.rollout import OnUpdate, RolloutEngine
 from headway.pipeline.boundaries import Boundaries
 from headway.pipeline.channel import Channel
@@ -38,7 +39,6 @@ from headway.pipeline.message_queue import MessageQueue
 from headway.pipeline.monitor import Monitor, Movement
 from headway.pipeline.parts import Parts
 from headway.pipeline.preparation import Preparation
-from headway.pipeline.prompts import Prompts
 from headway.pipeline.resume import DriverState
 from headway.pipeline.samples import Samples
 from headway.pipeline.scoring import Scoring
@@ -68,7 +68,7 @@ class Wiring:
     state: RunState
     fleet: Fleet
     keepers: Keepers
-    prompts: Prompts
+    source: PromptSource
     scoring: Scoring
     supervision: Supervision[RolloutEngine]
     supervision_of_keepers: Supervision[Keeper]
@@ -95,7 +95,6 @@ def wire(config: Config, parts: Parts, observers: Sequence[Observer], checkpoint
     by_episodes = config.rollout.has_program and config.async_training.drain == "episode"
     halts = Halts(state, OnUpdate(config.async_training.on_update), keepers, by_episodes=by_episodes)
     fleet = Fleet(parts.rollouts, parts.receivers, state, listeners=[keepers, halts], timeouts=timeouts)
-    prompts = Prompts(parts.source)
     fetches = Fetches(state, config.groups_per_fetch, fill_first=config.async_training.fill_queue)
     scoring = Scoring(parts.reward)
 
@@ -107,7 +106,7 @@ def wire(config: Config, parts: Parts, observers: Sequence[Observer], checkpoint
     guard = Guard(GuardSettings(guard_settings.min_ess, guard_settings.action), state, stop)
     critic = _critic(config, parts, emit)
     lowers_eta = guard_settings.action == "lower_eta"
-    driver = DriverState(state, prompts, fetches, guard, lowers_eta=lowers_eta, critic=critic)
+    driver = DriverState(state, parts.source, fetches, guard, lowers_eta=lowers_eta, critic=critic)
     boundaries = Boundaries(driver, parts.trainer, checkpoints)
 
     waves: Channel[Wave] = Channel("waves")
@@ -116,7 +115,7 @@ def wire(config: Config, parts: Parts, observers: Sequence[Observer], checkpoint
     validations: Channel[Validation] = Channel("validations")
     loader = PromptLoader(
         state,
-        prompts,
+        parts.source,
         waves,
         admission=config.async_training.admission,
         n=config.rollout.n,
@@ -186,7 +185,7 @@ def wire(config: Config, parts: Parts, observers: Sequence[Observer], checkpoint
         state=state,
         fleet=fleet,
         keepers=keepers,
-        prompts=prompts,
+        source=parts.source,
         scoring=scoring,
         supervision=Supervision(
             state,

@@ -138,8 +138,8 @@ class RunMetrics:
         self.lags: Counter[int] = Counter()
         """Lag → number of trained groups."""
         self.evaluations = Evaluations()
-        self.left_out: dict[str, dict[str, int]] = {}
-        """Part (training or held-out) → source → number of prompts that were too long."""
+        self.left_out: dict[str, dict[str, dict[str, int]]] = {}
+        """Part (training or held-out) → source → reason → number of rows that were left out."""
         self.warnings: list[str] = []
         self.workers: dict[str, WorkerDescribed] = {}
         """Descriptions of the workers, by name."""
@@ -217,7 +217,8 @@ class RunMetrics:
                 self._close_rows(event.time, below=None)
                 self._hand_out_all()
             case PromptsLeftOut():
-                self.left_out.setdefault(event.part, {})[event.source] = event.count
+                of_source = self.left_out.setdefault(event.part, {}).setdefault(event.source, {})
+                of_source[event.reason] = event.count
             case Note(level="warning") if len(self.warnings) < KEPT_WARNINGS:
                 self.warnings.append(event.text)
 

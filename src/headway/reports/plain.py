@@ -113,6 +113,10 @@ def lost_line(event: ReplicaLost | KeeperLost) -> str:
 
 
 def left_out_line(event: PromptsLeftOut) -> str:
+    if event.reason != "too_long":
+        rows = "row was" if event.count == 1 else "rows were"
+        why = f": {event.why}" if event.why else ""
+        return f"{human.count(event.count)} {event.part} {rows} left out ({event.reason}; {event.source}){why}"
     were = "prompt was" if event.count == 1 else "prompts were"
     return (
         f"{human.count(event.count)} {event.part} {were} left out: more than {human.count(event.max_tokens)} tokens "

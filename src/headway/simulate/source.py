@@ -41,15 +41,19 @@ class SimulatedSource:
         epoch, row = (0, self._given) if self._rows is None else divmod(self._given, self._rows)
         if self._epochs is not None and epoch >= self._epochs:
             return None
-        prompt = self._with_fate(_prompt(epoch, row, self._lengths(TrajectoryId(0, row, 0, 0))))
         self._given += 1
-        return prompt
+        return self.find(epoch, row)
 
     def again(self, prompt: Prompt) -> Prompt:
         return self._with_fate(replace(prompt, attempt=prompt.attempt + 1))
 
     def state(self) -> dict[str, Any]:
         return {"given": self._given}
+
+    def find(self, epoch: int, row: int) -> Prompt | None:
+        if self._rows is not None and row >= self._rows:
+            return None
+        return self._with_fate(_prompt(epoch, row, self._lengths(TrajectoryId(0, row, 0, 0))))
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self._given = state["given"]

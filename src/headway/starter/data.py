@@ -12,6 +12,7 @@ import numpy as np
 from headway.config.layers import flatten, lies_in, nest
 from headway.config.schema import Config, SourceConfig
 from headway.data.files import Record
+from headway.data.left_out import LeftOut
 from headway.data.naming import settings_named
 from headway.data.rows import TRAIN_SPLIT, first_rows, read_rows
 from headway.data.tasks import TASKS
@@ -181,7 +182,10 @@ def _prompt_tokens(model: ModelFacts, sample: Sequence[Record], template: Any) -
     if model.tokenizer is None:
         return [-(-len(str(one.prompt)) // CHARACTERS_OF_A_TOKEN) for one in sample]
     tokenised = PromptTokenizer(model.tokenizer, template, NO_LIMIT)(sample)
-    return [len(one[1]) for one in tokenised if one is not None]
+    bad = [one.why for one in tokenised if isinstance(one, LeftOut)]
+    if bad and len(bad) == len(tokenised):
+        raise DataError(f"no row that was looked at can be used: {bad[0]}")
+    return [len(one[1]) for one in tokenised if not isinstance(one, LeftOut)]
 
 
 def _tokens(model: ModelFacts, texts: Sequence[str]) -> list[int]:

@@ -15,8 +15,8 @@ from headway.config.schema import Admission
 from headway.data.types import Prompt
 from headway.interfaces.calls import SamplingParams
 from headway.interfaces.keeper import GroupRequest
+from headway.interfaces.prompts import PromptSource
 from headway.pipeline.channel import Channel
-from headway.pipeline.prompts import Prompts
 from headway.pipeline.stage import Stage
 from headway.pipeline.staleness import wave_size
 from headway.pipeline.state import RunState
@@ -31,7 +31,7 @@ class PromptLoader(Stage[list[Prompt], Wave]):
     def __init__(
         self,
         state: RunState,
-        source: Prompts,
+        source: PromptSource,
         output: Channel[Wave],
         *,
         admission: Admission,
