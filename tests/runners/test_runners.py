@@ -408,6 +408,19 @@ async def test_secrets_are_hidden_in_the_log_and_in_errors(kind: str, to: str, t
     assert "hunter2" not in log.read_text().replace("environ[name]", "")
 
 
+@each_kind
+async def test_user_code_gets_no_secret_of_the_host_and_is_told_how_it_gets_a_variable(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JUDGE_TOKEN", "t-123456789")
+    async with runners_of(kind, log_path=tmp_path / "log") as runners:
+        assert await runners.run(("environment", "JUDGE_TOKEN")) is None
+        await runners.run(("prints", "it is t-123456789, really", "stdout"))
+        with pytest.raises(UserCodeFailed, match=r"pass it on by rollout.env={JUDGE_TOKEN: JUDGE_TOKEN}"):
+            await runners.run(("raises_the_environment", "JUDGE_TOKEN"))
+    assert "it is ***, really\n" in (tmp_path / "log").read_text()
+
+
 def open_descriptors() -> set[str]:
     return {file.name for file in Path("/proc/self/fd").iterdir()}
 

@@ -98,7 +98,8 @@ class ProgramKeys(Section):
     """Number of times that a program is run again for what is away for a time: a lost runner, a connection."""
     env: dict[str, str] = Field(default_factory=dict)
     """Environment variables of the processes that hold user code: name there → name in your environment. Their values
-    are never written down, and are shown as ***."""
+    are never written down, and are shown as ***. Of your other variables these processes get those of paths, language,
+    proxies, certificates and libraries' settings alone (``headway/runners/environment.py``), and no secret."""
 
     @property
     def has_program(self) -> bool:

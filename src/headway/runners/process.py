@@ -108,6 +108,7 @@ class Launch:
     name: str
     start: Start
     env: Mapping[str, str]
+    """Their whole environment."""
     output: int
     """Descriptor of what they print to."""
 
@@ -124,7 +125,7 @@ class Launch:
                         stdin=subprocess.DEVNULL,
                         stdout=self.output,
                         stderr=self.output,
-                        env={**os.environ, **self.env},
+                        env=self.env,
                         pass_fds=passed,
                         start_new_session=True,
                     )

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
 import os
 from collections.abc import Iterable
 from contextlib import suppress
+from pathlib import Path
 
 MASK = "***"
 SHORTEST = 3
 """Fewest characters of a value that is hidden: shorter ones are no secrets, and stand everywhere."""
 CHUNK = 1 << 16
+PIPE = 1 << 20
+MOST_BYTES = 128 << 20
+"""Most bytes of a log that are kept."""
 
 
 class Redaction:
@@ -22,9 +27,6 @@ class Redaction:
         # The longest first: one value may be a part of another.
         self._values = sorted((one for one in spelled if len(one) >= SHORTEST), key=len, reverse=True)
         self._encoded = [one.encode("utf-8", "surrogateescape") for one in self._values]
-
-    def __bool__(self) -> bool:
-        return bool(self._values)
 
     def of(self, text: str) -> str:
         """Return ``text`` with each of the values replaced by ``***``."""
@@ -50,14 +52,19 @@ class Redaction:
 class RedactedLog:
     """A pipe, read on the running event loop, whose contents go to a file without the secrets in them.
 
-    A pipe, and not Python's streams, because C code and the processes that user code starts print, too.
+    A pipe, and not Python's streams, because C code and the processes that user code starts print, too. Of the file
+    about the last `MOST_BYTES` are kept, the older half of them in another one beside it.
     """
 
-    def __init__(self, target: int, redaction: Redaction) -> None:
-        """Write to the file descriptor ``target``, which stays the caller's."""
-        self._target, self._redaction = target, redaction
+    def __init__(self, path: Path | None, redaction: Redaction, most_bytes: int = MOST_BYTES) -> None:
+        """Append to the file ``path``, or write to this process's stderr."""
+        self._path, self._redaction, self._half = path, redaction, most_bytes // 2
+        self._size = self._dropped = 0
+        self._target = self._opened()
         self._reader, self.writer = os.pipe()
         os.set_blocking(self._reader, False)
+        with suppress(OSError):  # so that who prints seldom waits for this process
+            fcntl.fcntl(self.writer, fcntl.F_SETPIPE_SZ, PIPE)
         self._held = b""
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._reader, self._pass_on)
@@ -70,6 +77,29 @@ class RedactedLog:
         self._loop.remove_reader(self._reader)
         os.close(self._reader)
         os.close(self.writer)
+        os.close(self._target)
+
+    def _opened(self) -> int:
+        if self._path is None:
+            try:
+                return os.dup(2)
+            except OSError:  # this process's stderr is closed
+                return os.open(os.devnull, os.O_WRONLY)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        target = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        self._size = os.fstat(target).st_size
+        return target
+
+    def _begin_anew(self, path: Path) -> None:
+        """Put the file aside, in the place of the one that was put aside before, and begin another."""
+        older = path.with_name(f"{path.name}.1")
+        with suppress(FileNotFoundError):
+            self._dropped += older.stat().st_size
+        path.replace(older)
+        os.close(self._target)
+        self._target = self._opened()
+        told = f"headway: what was printed before is in {older.name}; {self._dropped} bytes before that were dropped\n"
+        os.write(self._target, told.encode())
 
     def _pass_on(self) -> bool:
         """Write one chunk, but for an end that may be half a secret. Returns False where nothing had arrived."""
@@ -85,5 +115,8 @@ class RedactedLog:
 
     def _write(self, data: bytes) -> None:
         with suppress(OSError):  # a full disk costs the log, and no job
+            if self._path is not None and self._size > 0 and self._size + len(data) > self._half:
+                self._begin_anew(self._path)
+            self._size += len(data)
             while data:
                 data = data[os.write(self._target, data) :]

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from headway.errors import RunnerLost, WorkerDied, said_by
+from headway.runners.environment import passed_on, secrets_of
 from headway.runners.hosted import HostedSpec
 from headway.runners.inside import Start
 from headway.runners.process import Launch, Note, Nursery, Process
@@ -58,7 +59,8 @@ class Runners:
         one gets a new process. Otherwise each process loads the code itself.
         ``stall_s``: seconds after which a process is ended whose event loop stands still.
         ``log_path``: the file that processes print to; None for this process's stderr.
-        ``env``: further environment variables, whose values are ``***`` in the log and in errors.
+        ``env``: environment variables beside those that `passed_on` has of this process; their values are ``***`` in
+        the log and in errors, and so are this process's secrets in the log.
         """
         if forked and at_once != 1:
             raise ValueError("runners that are forked take one job at a time")
@@ -70,7 +72,6 @@ class Runners:
         self._stall_s = None if self._alone else stall_s
         self._log_path, self._env = log_path, dict(env or {})
         self._start_timeout_s = start_timeout_s
-        self._output: int | None = None
         self._log: RedactedLog | None = None
         self._nursery: Nursery | None = None
         self._runners: list[Runner] = []
@@ -169,9 +170,7 @@ class Runners:
                 raise WorkerDied(f"{self._name}s did not end within {STOP_TIMEOUT_S:g} s{self._see_log()}")
         if self._log is not None:
             self._log.close()
-        if self._output is not None:
-            os.close(self._output)
-        self._log = self._output = None
+        self._log = None
 
     # ------------------------------------------------------------------------------------------ room
 
@@ -297,10 +296,8 @@ class Runners:
 
     def _launch(self) -> Launch:
         """Return how processes are started; the first time, open what they print to."""
-        if self._output is None:
-            self._output = self._opened_log()
-            redaction = Redaction(self._env.values())
-            self._log = RedactedLog(self._output, redaction) if redaction else None
+        if self._log is None:
+            self._log = RedactedLog(self._log_path, Redaction([*self._env.values(), *secrets_of(os.environ)]))
         start = Start(
             spec=pickle.dumps(self._spec),
             shown=self._spec.shown,
@@ -309,16 +306,7 @@ class Runners:
             secrets=tuple(self._env.values()),
             prints=self._log_path is not None,
         )
-        return Launch(self._name, start, self._env, self._log.writer if self._log is not None else self._output)
-
-    def _opened_log(self) -> int:
-        if self._log_path is not None:
-            self._log_path.parent.mkdir(parents=True, exist_ok=True)
-            return os.open(self._log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        try:
-            return os.dup(2)
-        except OSError:  # this process's stderr is closed
-            return os.open(os.devnull, os.O_WRONLY)
+        return Launch(self._name, start, {**passed_on(os.environ), **self._env}, self._log.writer)
 
     def _see_log(self) -> str:
         return f"; see {self._log_path}" if self._log_path is not None else ""

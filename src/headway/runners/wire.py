@@ -12,7 +12,9 @@ Payloads are pickled apart from their frames: one that does not unpickle fails i
 
 from __future__ import annotations
 
+import os
 import pickle
+import re
 import socket
 from enum import IntEnum, auto
 from typing import Any
@@ -82,8 +84,11 @@ def pickled_error(error: BaseException, redaction: Redaction) -> bytes:
 
 
 def raised(payload: bytes) -> HeadwayError:
-    """Make the error that `pickled_error` has pickled."""
+    """Make the error that `pickled_error` has pickled; of a variable that user code was not given it says how to."""
     kind, text = pickle.loads(payload)
+    missing = re.search(r"KeyError: '(\w+)'", text)
+    if missing is not None and (name := missing[1]) in os.environ:
+        text = f"{text}; user code does not get your variable {name}: pass it on by rollout.env={{{name}: {name}}}"
     error: HeadwayError = kind(text)
     return error
 
