@@ -46,6 +46,21 @@ def test_a_conversation_is_what_it_began_with_and_all_that_was_said_behind_it():
     assert conversation.completion[-1]["content"] == episode.text
 
 
+def test_a_conversation_tells_whether_the_template_opened_a_thought_for_its_last_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (plain,) = made(talk).trajectories
+    draft = RENDERER.__class__.render
+
+    def thinking(*args: Any, generation_prompt: bool = True, **kwargs: Any) -> str:
+        return draft(*args, generation_prompt=generation_prompt, **kwargs) + "<think>\n" * generation_prompt
+
+    monkeypatch.setattr(RENDERER.__class__, "render", thinking)
+    (opened,) = made(talk).trajectories
+    assert plain.conversation is not None and plain.conversation.opened == ""
+    assert opened.conversation is not None and opened.conversation.opened == "<think>"
+
+
 def test_of_several_conversations_the_last_one_is_told():
     async def two(start: EpisodeStart, ask: Turn) -> EpisodeEnd:
         await talk(start, ask)

@@ -13,6 +13,7 @@ from headway.importing.report import recipe
 from headway.importing.translation import Translation, translate
 from headway.importing.unresolved import unresolved
 from headway.rewards.built_in import make_rule
+from headway.rewards.request import ScoreRequest
 
 BATCHES = {"per_device_train_batch_size": 16, "num_processes": 8, "num_generations": 8}
 """TRL's 16 prompts of an optimizer step."""
@@ -217,7 +218,8 @@ def test_trls_reward_of_the_form_gives_what_it_gives_there() -> None:
     rule = make_rule(found.values["reward.function"], found.values["reward.params"])
     answers = ("<think>x</think> 42", "<think>a\nb</think>\n4\n2", "<think>x</think>", "<think>x", "x</think>")
     twice = "<think>x<think>y</think>"
-    assert [rule(None, text) for text in (*answers, twice)] == [1, 1, 1, 0, 0, 0]  # type: ignore[arg-type]
+    request = ScoreRequest("?", [*answers, twice], None, "", {})
+    assert [rule(request, request.response(k)) for k in range(6)] == [1, 1, 1, 0, 0, 0]
     both = imported("trl", {"reward_funcs": ["accuracy_reward", "think_format_reward"], "reward_weights": [1, 0.2]})
     weighted = both.values["reward.functions"]
     assert weighted[1] == {"function": "format", "weight": 0.2, "params": found.values["reward.params"]}

@@ -9,16 +9,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headway.data.types import Conversation
 from headway.errors import ConfigError, ScoringFailed
 from headway.rewards.built_in import make_rule
 from headway.rewards.request import ScoreRequest
+from headway.sandbox.limits import SandboxSpec
 
 GSM8K_ANSWER = "She sold 48/2 = <<48/2=24>>24 clips in May.\n#### 1,072"
 AFTER_HASHES = r"####\s*(\S+)"
 
 
-def value(name: str, response: str, answer: object = "72", **params: Any) -> float:
-    return make_rule(name, params)(ScoreRequest("?", [response], answer, "test", {}), response)
+def value(name: str, response: str, answer: object = "72", *, prompt: str = "?", **params: Any) -> float:
+    request = ScoreRequest(prompt, [response], answer, "test", {})
+    return make_rule(name, params)(request, request.response(0))
 
 
 # ---------------------------------------------------------------------------------------------- exact match
@@ -164,3 +167,52 @@ def test_the_form_is_what_counting_tags_says_it_is(pieces: list[str]) -> None:
 def test_a_parameter_that_does_not_fit_is_a_config_error(name: str, params: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         make_rule(name, params)
+
+
+# ---------------------------------------------------------------------------------------------- thoughts
+
+CODE = "```python\nprint(72)\n```"
+PASSES = {"inputs": [""], "outputs": ["72"]}
+TOLD: dict[str, tuple[str, object, dict[str, Any]]] = {
+    "exact_match": ("72", "72", {}),
+    "math_verify": (r"\boxed{72}", "72", {}),
+    "regex": ("#### 72", "72", {"pattern": AFTER_HASHES}),
+    "code": (CODE, PASSES, {}),
+    "format": ("<answer>72</answer>", "72", {"pattern": ".*"}),
+}
+"""Built-in reward → a right answer, the ground truth, parameters."""
+
+
+@pytest.mark.parametrize("name", [*TOLD])
+@pytest.mark.parametrize("tag", ["<think>", "[THINK]"])
+def test_a_thought_is_never_scored_and_one_that_never_ended_gets_nothing(name: str, tag: str) -> None:
+    right, answer, params = TOLD[name]
+    end = tag.replace("<", "</").replace("[", "[/")
+    rule = make_rule(name, params, sandbox=SandboxSpec("process_limits"), within_s=20) if name == "code" else None
+
+    def given_by(response: str, prompt: str) -> float:
+        request = ScoreRequest(prompt, [response], answer, "test", {})
+        return (rule or make_rule(name, params))(request, request.response(0))
+
+    assert given_by(f"{tag}hm{end}\n{right}", "?") == 1.0
+    assert given_by(f"hm{end}\n{right}", f"?\n{tag}\n") == 1.0, "the prompt opens the thought"
+    assert given_by(f"{tag}hm\n{right}", "?") == 0.0
+    assert given_by(f"hm\n{right}", f"?\n{tag}\n") == 0.0, "the thought that the prompt opens never ended"
+    assert given_by(f"{tag}hm{end} so {tag}\n{right}", "?") == 0.0
+    if name != "format":
+        assert given_by(f"{tag}\n{right}\n{end}\nno", "?") == 0.0, "what the thought says is no answer"
+    assert given_by(right, f"Think within {tag} and {end}.") == 1.0, "the prompt only speaks of thoughts"
+
+
+def test_a_thought_that_the_prompt_of_an_episodes_last_turn_opens_counts_as_opened() -> None:
+    request = ScoreRequest(
+        "?", ["72", "no</think>72"], "72", "", {}, conversations=[Conversation([], [], "<think>")] * 2
+    )
+    rule = make_rule("math_verify", {})
+    assert [rule(request, request.response(k)) for k in range(2)] == [0.0, 1.0]
+
+
+def test_tags_count_the_thought_that_the_prompt_opens() -> None:
+    response = "hm</think> <answer>72</answer>"
+    assert value("format", response, prompt="?<think>\n") == 1.0
+    assert value("format", response) == 0.0

@@ -33,7 +33,8 @@ ADDS = {"test_list": ["assert add(1, 2) == 3", "assert add(2, 2) == 4"]}
 
 def value(response: str, answer: Any, extra: dict[str, Any] | None = None, **params: Any) -> float:
     rule = make_rule("code", {"timeout_s": 20, **params}, sandbox=SPEC, within_s=60)
-    return rule(ScoreRequest("?", [response], answer, "test", extra or {}), response)
+    request = ScoreRequest("?", [response], answer, "test", extra or {})
+    return rule(request, request.response(0))
 
 
 def fenced(code: str) -> str:
@@ -148,7 +149,6 @@ def test_any_data_gives_tests_or_one_message(answer: Any) -> None:
         ("```py\na\n```\nIt prints\n```\n42\n```", "a\n"),
         ("```\na\n```", "a\n"),
         ("```python\nprint('```')\n```", "print('```')\n"),
-        ("<think>```python\na\n```</think>```python\nb\n```", "b\n"),
         ("```python\nwas cut off", "was cut off"),
         ("````python\n```\na\n```\n````", "```\na\n```\n"),
         ("~~~python\na\n~~~", "a\n"),
@@ -272,7 +272,8 @@ def test_an_answer_that_does_not_end_gets_nothing_within_its_time() -> None:
     began = time.monotonic()
     rule = make_rule("code", {"partial": True}, sandbox=SPEC, within_s=2.0)
     tests = {"inputs": ["1"] * 50, "outputs": ["1"] * 50}
-    assert rule(ScoreRequest("?", [""], tests, "test", {}), "while True: pass") == 0.0
+    request = ScoreRequest("?", ["while True: pass"], tests, "test", {})
+    assert rule(request, request.response(0)) == 0.0
     assert time.monotonic() - began < 10
 
 
@@ -293,7 +294,7 @@ def test_a_sandbox_that_fails_is_no_reward_of_zero(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(door.Sandbox, "run_blocking", fail)
     with pytest.raises(ScoringFailed, match="no memory is left"):
-        rule(ScoreRequest("?", [""], DOUBLE, "test", {}), "print(1)")
+        rule(request := ScoreRequest("?", ["print(1)"], DOUBLE, "test", {}), request.response(0))
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,12 @@ GSM8K_ANSWER = "He has 3*4 = <<3*4=12>>12 boxes of 90.\n#### 1,080"
         (r"50\%", r"\boxed{0.5}"),
         ("x=3", r"\boxed{3}"),
         ("A", r"\boxed{A}"),
+        ("1,2,3", r"\boxed{3, 1, 2}"),
+        ("1,2,3", "The roots are 1, 2, and 3."),
+        ("12,34", r"\boxed{12,34}"),
+        ("1/2,3", "so 3, 1/2"),
+        ("1,234, 5,678", r"\boxed{5678, 1234}"),
+        ("1234, 5678", "They are 1,234, 5,678"),
     ],
 )
 def test_other_spellings_of_the_answer_are_right(answer: object, response: str) -> None:
@@ -66,6 +72,10 @@ def test_other_spellings_of_the_answer_are_right(answer: object, response: str) 
         ("A", r"\boxed{B}"),
         ("10", r"\boxed{10} \boxed{11}"),
         (GSM8K_ANSWER, "12"),
+        ("0,1", r"\boxed{1}"),
+        ("1,000,2", r"\boxed{10002}"),
+        ("1.2", "1,2,3"),
+        ("(1,2)", "(2,1)"),
     ],
 )
 def test_something_else_is_wrong(answer: object, response: str) -> None:
@@ -77,10 +87,6 @@ def test_something_else_is_wrong(answer: object, response: str) -> None:
     [
         (r"\boxed{12}, since 3 + 4 = 7", True),
         (r"first \boxed{13}, then 5 is prime", False),
-        (r"<think>\boxed{13}</think> \boxed{12}", True),
-        (r"<think>12</think> 13", False),
-        (r"<think>it is \boxed{12}", False),
-        (r"as the prompt began to think: 13</think>12", True),
         ("<answer>12</answer>", True),
         ("<answer>13</answer> <answer> 12 </answer>", True),
         ("<answer>12</answer> <answer>13</answer>", False),
@@ -116,6 +122,38 @@ def test_a_fraction_equals_all_its_spellings_and_no_neighbour(q: Fraction, k: in
     given_value = q + Fraction(1, 7) if near else q
     spelled = rf"\boxed{{\frac{{{given_value.numerator * k}}}{{{given_value.denominator * k}}}}}"
     assert equals(f"{q.numerator}/{q.denominator}", spelled) is not near
+
+
+NUMBERS = st.integers(-2000, 2000)
+AS_LISTS = (r"\boxed{%s}", "The answers are %s.", "so $%s$", "<answer>%s</answer>")
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.lists(NUMBERS, min_size=2, max_size=5, unique=True), st.sampled_from(AS_LISTS), st.data())
+def test_a_list_equals_its_numbers_in_any_order_and_nothing_else(
+    numbers: list[int], form: str, data: st.DataObject
+) -> None:
+    gold = data.draw(st.sampled_from([",", ", "])).join(map(str, numbers))
+    if len(ground_truth(gold)) < len(gold):
+        return  # one number, such as 1,234
+    other = data.draw(NUMBERS.filter(lambda number: number not in numbers))
+    shuffled = data.draw(st.permutations(numbers))
+    assert equals(gold, form % ", ".join(map(str, shuffled)))
+    wrongs = [shuffled[1:], [*shuffled, other], [*shuffled[1:], other]]
+    for wrong in [", ".join(map(str, one)) for one in wrongs] + ["".join(map(str, numbers)), str(sum(numbers))]:
+        assert not equals(gold, form % wrong), wrong
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(1000, 10**9), st.sampled_from([*AS_LISTS, "#### %s", "it costs $%s"]), st.data())
+def test_only_groups_of_three_digits_are_thousands(number: int, form: str, data: st.DataObject) -> None:
+    place = data.draw(st.integers(1, len(str(number)) - 1).filter(lambda place: (len(str(number)) - place) % 3))
+    elsewhere = f"{str(number)[:place]},{str(number)[place:]}"
+    for gold in (f"{number:,}", str(number), number):
+        assert equals(gold, form % f"{number:,}") and equals(gold, form % number)
+        assert not equals(gold, form % (number + 1))
+        assert not equals(gold, form % f"{number + 1:,}")
+    assert not equals(elsewhere, rf"\boxed{{{number}}}")
 
 
 def test_the_alarm_is_left_to_whoever_set_it() -> None:

@@ -246,7 +246,7 @@ def test_a_function_for_trl_gets_the_conversations_that_a_program_had() -> None:
     for asked in (REQUEST, CHAT):
         request = replace(asked, conversations=conversations)
         given = user(lambda prompts, completions: [*zip(prompts, completions, strict=True)]).score_all(request)
-        assert given == conversations
+        assert given == [(one.prompt, one.completion) for one in conversations]
         assert user(lambda responses: responses).score_all(request) == ["4", "5"]
 
 

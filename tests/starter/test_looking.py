@@ -80,6 +80,9 @@ def test_the_longest_prompt_is_that_of_all_rows(tmp_path: Path) -> None:
     [
         ([1, 2, 3], "math_verify"),
         (["1,024", "-3.5", "$12"], "math_verify"),
+        (["1,2,3", "-1, 2", "4"], "math_verify"),
+        (["1,2,3", "0,1"], "math_verify"),
+        (["1,1,3", "0,1", "2,2"], "exact_match"),
         (["Four and two.\n#### 6", "#### -1"], "math_verify"),
         ([r"\frac{1}{2}", "x^2 + 1", "(3, 4)", "12"], "math_verify"),
         ([r"So the answer is \boxed{7}.", r"\boxed{x}"], "math_verify"),
@@ -116,4 +119,5 @@ def test_the_pattern_of_choices_takes_the_last_one(answers: list[Any], response:
     reward = reward_for([(answer, {}) for answer in answers])
     assert reward is not None
     rule = make_rule(reward.function, reward.params)
-    assert rule(ScoreRequest("", [response], answers[-1], "", {}), response) == value
+    request = ScoreRequest("", [response], answers[-1], "", {})
+    assert rule(request, request.response(0)) == value

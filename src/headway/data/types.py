@@ -199,6 +199,8 @@ class Conversation(NamedTuple):
     """The messages that its first turn was asked with."""
     completion: list[dict[str, Any]]
     """All messages behind them up to its last answer: answers, and what they were told."""
+    opened: str = ""
+    """The tag of a thought, such as ``<think>``, with which the prompt of its last answer ends; empty for none."""
 
 
 @pickled_by_fields

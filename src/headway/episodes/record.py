@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.concurrently import off_loop
+from headway.data.thoughts import opened_thought
 from headway.data.types import FinishReason, RowAt, RowTokens
 from headway.episodes.conversations import ChatPrompt, Conversations, Draft
 from headway.episodes.messages import message_key, plain_messages
@@ -39,6 +40,8 @@ class Prompted:
     """Whatever the record wants back with the answer."""
     state: int | None = None
     """The state that the turn is taken in (`headway.data.types.TurnSpan`); None for what the ids say."""
+    opened: str = ""
+    """The tag of a thought with which it ends; empty for none."""
 
 
 class Record(Protocol):
@@ -120,7 +123,8 @@ class ChatRecord:
     ) -> Prompted:
         """The context of a turn, from the ids [N] of its draft's text."""
         chat = draft.prompt(ids)
-        return Prompted(chat.ids, call_key(chat.ids, taken, request.ends), chat, _state(request))
+        key = call_key(chat.ids, taken, request.ends)
+        return Prompted(chat.ids, key, chat, _state(request), opened_thought(draft.text))
 
     def answered(self, prompted: Prompted, request: TurnRequest, finished: FinishedCall, number: int) -> TurnAnswer:
         """See `Record.answered`."""

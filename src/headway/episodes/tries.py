@@ -76,6 +76,8 @@ class Try:
         """The messages that the first turn of the last conversation was asked with; empty without conversations."""
         self._said: list[Message] = []
         """The messages of the last conversation, up to its last answer."""
+        self._opened = ""
+        """The tag of a thought with which the prompt of the last answer ends."""
 
     async def turn(self, request: TurnRequest) -> MadeTurn:
         """See `headway.endpoint.turns.Turns.turn`."""
@@ -106,7 +108,8 @@ class Try:
     @property
     def conversation(self) -> Conversation | None:
         """The last conversation; None where it was not wanted, or there was none."""
-        return Conversation(self._prompt, self._said[len(self._prompt) :]) if self._prompt else None
+        behind = self._said[len(self._prompt) :]
+        return Conversation(self._prompt, behind, self._opened) if self._prompt else None
 
     def rewarded(self, end: EpisodeEnd) -> EpisodeEnd:
         """Give the turns of an agent the rewards that it has for its answers.
@@ -163,6 +166,7 @@ class Try:
             answer = self.record.answered(prompted, replace(request, stop_token_ids=stops), finished, number)
         self.text = answer.text
         if self._keeps_conversation:
+            self._opened = prompted.opened
             self._answered(request.messages, answer.message)
         return MadeTurn(number, answer, len(prompted.ids), finished.tokens or SampledTokens.nothing())
 

@@ -1,5 +1,7 @@
 """Rewards that need no file: each a function of one response, made from ``reward.params``.
 
+What stands in a thought is never scored, and a response whose thought never ended gets 0 (`make_rule`).
+
 `BUILT_IN` names them. A maker's keyword arguments are the parameters; what it makes is called once for each response.
 """
 
@@ -13,19 +15,21 @@ from typing import Any
 
 from headway.errors import ConfigError, ScoringFailed
 from headway.rewards.code import code
-from headway.rewards.request import ScoreRequest
+from headway.rewards.request import Response, ScoreRequest
 
-Rule = Callable[[ScoreRequest, str], float]
+Rule = Callable[[ScoreRequest, Response], float]
 """A function of a request and one of the group's responses that returns the response's value."""
 
 
 def exact_match() -> Rule:
-    """Make the rule: 1 where response and answer are the same text, surrounding space aside."""
-    return lambda request, response: float(response.strip() == _answer_of(request).strip())
+    """Make the rule: 1 where the response behind its thought is the answer's text, surrounding space aside."""
+    return lambda request, response: float(response.answer.strip() == _answer_of(request).strip())
 
 
 def regex(pattern: str, group: int | str | None = None, answer_pattern: str | None = None) -> Rule:
     """Make the rule: 1 where the last match of ``pattern`` in the response is the answer, space aside; else 0.
+
+    The match may begin in the response's thought, and has to end behind it.
 
     ``group`` of the match is compared: a number or a name. Default: 1 where the pattern has groups, else all of it.
     ``answer_pattern`` finds the ground truth within the answer in the same way, such as GSM8K's after ``####``.
@@ -33,13 +37,13 @@ def regex(pattern: str, group: int | str | None = None, answer_pattern: str | No
     find = _finder("pattern", pattern, group)
     find_answer = _finder("answer_pattern", answer_pattern, None) if answer_pattern is not None else None
 
-    def rule(request: ScoreRequest, response: str) -> float:
+    def rule(request: ScoreRequest, response: Response) -> float:
         answer: str | None = _answer_of(request)
         if answer is not None and find_answer is not None:
-            answer = find_answer(answer)
+            answer = find_answer(answer, 0)
         if answer is None:
             raise ScoringFailed(f"reward.params.answer_pattern finds nothing in the answer {request.answer!r}")
-        found = find(response)
+        found = find(response.text, response.begin or 0)
         return float(found is not None and found.strip() == answer.strip())
 
     return rule
@@ -49,13 +53,19 @@ def format_reward(tags: Sequence[str] = ("think", "answer"), pattern: str | None
     """Make the rule: 1 where the response has the form, each of ``tags`` opened and closed once, in order; else 0.
 
     Nothing but space may stand between the tags: ``<think>…</think> <answer>…</answer>``. With ``pattern``, a regular
-    expression, the whole response has to match that instead; its ``.`` matches line ends, too.
+    expression, the whole response has to match that instead; its ``.`` matches line ends, too. Where the prompt opens
+    a thought, its tag counts as opened by the response.
     """
     listed = isinstance(tags, Sequence) and not isinstance(tags, str) and len(tags) > 0
     if pattern is None and not (listed and all(isinstance(tag, str) and tag for tag in tags)):
         raise ConfigError(f"reward.params.tags: expected a list of names, such as [think, answer], not {tags!r}")
     form = _compiled("pattern", pattern if pattern is not None else _tagged(tags), re.DOTALL)
-    return lambda request, response: float(form.fullmatch(response.strip()) is not None)
+
+    def rule(request: ScoreRequest, response: Response) -> float:
+        text = response.text if pattern is not None else response.opened + response.text
+        return float(form.fullmatch(text.strip()) is not None)
+
+    return rule
 
 
 def math_verify(float_rounding: int = 6, strict: bool = True) -> Rule:
@@ -66,8 +76,8 @@ def math_verify(float_rounding: int = 6, strict: bool = True) -> Rule:
         if type(value) is not kind:
             raise ConfigError(f"reward.params.{name}: expected {kind.__name__}, not {value!r}")
 
-    def rule(request: ScoreRequest, response: str) -> float:
-        return float(equals(request.answer, response, float_rounding=float_rounding, strict=strict))
+    def rule(request: ScoreRequest, response: Response) -> float:
+        return float(equals(request.answer, response.answer, float_rounding=float_rounding, strict=strict))
 
     return rule
 
@@ -99,7 +109,8 @@ def make_rule(name: str, params: Mapping[str, Any], **surroundings: Any) -> Rule
     for param, parameter in known.items():
         if parameter.default is parameter.empty and param not in params:
             raise ConfigError(f"reward.params: {name} needs {param!r}; it takes {', '.join(known)}")
-    return maker(**params, **{key: value for key, value in surroundings.items() if key in taken})
+    rule = maker(**params, **{key: value for key, value in surroundings.items() if key in taken})
+    return lambda request, response: 0.0 if response.begin is None else rule(request, response)
 
 
 def _answer_of(request: ScoreRequest) -> str:
@@ -108,8 +119,8 @@ def _answer_of(request: ScoreRequest) -> str:
     return str(request.answer)
 
 
-def _finder(name: str, pattern: str, group: int | str | None) -> Callable[[str], str | None]:
-    """Make a function that finds ``group`` of the last match of ``pattern`` in a text; None where there is none."""
+def _finder(name: str, pattern: str, group: int | str | None) -> Callable[[str, int], str | None]:
+    """Make a function that finds ``group`` of the last match of ``pattern`` that ends behind a place in a text."""
     compiled = _compiled(name, pattern)
     if group is None:
         group = 1 if compiled.groups else 0
@@ -118,10 +129,10 @@ def _finder(name: str, pattern: str, group: int | str | None) -> Callable[[str],
     if group not in {*range(compiled.groups + 1), *compiled.groupindex}:
         raise ConfigError(f"reward.params.group: {pattern!r} has no group {group!r}")
 
-    def find(text: str) -> str | None:
+    def find(text: str, behind: int) -> str | None:
         last = None
         for match in compiled.finditer(text):
-            last = match
+            last = match if match.end() > behind or behind == 0 else last
         return last.group(group) if last is not None else None
 
     return find

@@ -20,7 +20,7 @@ from typing import Any
 from headway.errors import ConfigError, SandboxFailed, ScoringFailed
 from headway.rewards.code_tests import AssertTest, CallTest, StdinTest, Test, unit_tests_of
 from headway.rewards.compare import same_text, same_value
-from headway.rewards.request import ScoreRequest
+from headway.rewards.request import Response, ScoreRequest
 from headway.sandbox.limits import Limits, SandboxSpec
 from headway.sandbox.sandbox import Sandbox
 
@@ -75,7 +75,7 @@ def code(
     partial: bool = False,
     most_tests: int | None = 20,
     timeout_s: float = 5.0,
-) -> Callable[[ScoreRequest, str], float]:
+) -> Callable[[ScoreRequest, Response], float]:
     """Make the rule: 1 where the code of the response passes the row's tests, else 0.
 
     Args:
@@ -92,10 +92,10 @@ def code(
     runs = Sandbox(sandbox)
     runs.probe()
 
-    def rule(request: ScoreRequest, response: str) -> float:
+    def rule(request: ScoreRequest, response: Response) -> float:
         end = time.monotonic() + within_s
         tests = _longest(unit_tests_of(request.answer, request.extra), most_tests)
-        answer, passed = code_of(response), 0
+        answer, passed = code_of(response.answer), 0
         for test in tests:
             left = min(timeout_s, end - time.monotonic())
             ok = left > 0 and _passes(runs, test, answer, replace(sandbox.limits, wall_s=left))
@@ -110,12 +110,11 @@ def code(
 def code_of(response: str) -> str:
     """The code of a response: its last block that is marked as Python, else its last block, else all of the text.
 
-    Of what follows ``</think>``; a block that never ends goes to the end.
+    A block that never ends goes to the end.
     """
-    text = response.rpartition("</think>")[2]
-    blocks = [(found[2].lower(), found[3]) for found in BLOCK.finditer(text)]
+    blocks = [(found[2].lower(), found[3]) for found in BLOCK.finditer(response)]
     marked = [content for mark, content in blocks if mark in PYTHONS]
-    return (marked or [content for _, content in blocks] or [text])[-1]
+    return (marked or [content for _, content in blocks] or [response])[-1]
 
 
 def _passes(sandbox: Sandbox, test: Test, answer: str, limits: Limits) -> bool:

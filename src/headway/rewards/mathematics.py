@@ -2,7 +2,9 @@
 numbers, sets.
 
 answer   ─▶ what follows its last ####, if any           ─▶ an expression, as in \\boxed{…}      ─┐
-response ─▶ after </think>; in its last <answer>, if any ─▶ its last boxed, else last expression ─┴▶ equal?
+response ─▶ after its thought; in its last <answer>, if any ─▶ its last boxed, else last expression ┴▶ equal?
+
+A comma between groups of three digits is no comma; any other one makes a list, which math-verify reads as a set.
 
 math-verify's own time limits stay off: they are alarms, and this process has one timer, which is `killed_after`'s.
 """
@@ -15,10 +17,20 @@ from decimal import Decimal
 from typing import Any
 
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, grader, parse, parser, verify
+from sympy import FiniteSet
 
 from headway.errors import ScoringFailed, shown
 
-NUMBER = re.compile(r"[+-]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][+-]?\d+)?")
+_DIGITS = r"(?>[1-9]\d{0,2}(?:,\d{3})+(?!\d)|\d+)"
+_NUMBER = rf"[+-]?(?:{_DIGITS}(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d+)?"
+NUMBER = re.compile(rf"{_NUMBER}\.?")
+SPACED_LIST = re.compile(rf"(?<![\d.,]){_NUMBER}(?:,\s+{_NUMBER})+(?!,?\d)")
+"""Pattern of a list with space behind each comma between two numbers: other commas are of thousands."""
+_ITEM = rf"{_NUMBER}(?:/\d+)?"
+LAST_LIST = re.compile(rf"(?<![\w.,$+*/^({{\[-])({_ITEM}(?:(?:\s*,\s*(?:and\s+)?|\s+and\s+){_ITEM})+)(?![\w/])[^\d]*\Z")
+"""Pattern of a list of numbers without LaTeX, behind which there is no further number."""
+LONGEST_LIST = 2000
+"""Characters at the end of a text in which its last list is looked for."""
 MOST_DIGITS = 1000
 """Most digits to which a number in exponent notation is written out; a longer one is left as it is."""
 IN_MATH = re.compile(r"\\boxed|\\\(|\\\[|(?<!\\)\$.*(?<!\\)\$", re.DOTALL)
@@ -40,7 +52,7 @@ def equals(answer: Any, response: str, *, float_rounding: int = 6, strict: bool 
     gold = _parse(_in_math(ground_truth(answer))) if is_text_or_number else []
     if not gold:
         raise ScoringFailed(f"math_verify cannot read the answer {shown(answer)}; give LaTeX or a number")
-    given = _parse(final_answer(response))
+    given = _parse(_with_list(final_answer(response), for_set=isinstance(gold[0], FiniteSet)))
     return bool(verify(gold, given, float_rounding=float_rounding, strict=strict, timeout_seconds=None))
 
 
@@ -54,18 +66,23 @@ def ground_truth(answer: Any) -> str:
 
 
 def final_answer(response: str) -> str:
-    """The part of a response to look for an expression in: after ``</think>``, within its last ``<answer>``.
+    """The part of a response, its thought left out, to look for an expression in: within its last ``<answer>``."""
+    tagged = ANSWER_TAG.findall(response)
+    return _in_math(tagged[-1].strip()) if tagged else response
 
-    Empty for a response that never ends its ``<think>``.
+
+def _with_list(text: str, *, for_set: bool) -> str:
+    """Put the list of numbers that ends a text into LaTeX. Without, math-verify reads the last one alone, and 1,2,3 as
+    1.2. Where a number is expected, of 1, 2 still the last one counts, and 1,2 is 1.2.
     """
-    _, closed, text = response.rpartition("</think>")
-    if not closed and "<think>" in text:
-        return ""
-    tagged = ANSWER_TAG.findall(text)
-    return _in_math(tagged[-1].strip()) if tagged else text
+    found = None if IN_MATH.search(text) else LAST_LIST.search(text[-LONGEST_LIST:])
+    if found is None or not (for_set or (found[1].count(",") > 1 and not re.search(r"\s", found[1]))):
+        return text
+    return rf"\boxed{{{found[1]}}}"
 
 
 def _parse(text: str) -> list[Any]:
+    text = SPACED_LIST.sub(lambda found: re.sub(r",(?=\d)", "", found[0]), text)
     parsed: list[Any] = parse(text, EXTRACTION, fallback_mode="no_fallback", parsing_timeout=None)
     return parsed
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from headway.data.thoughts import end_of_thought, opened_thought
 from headway.pickling import pickled_by_fields
 from headway.sandbox.limits import SandboxSpec
 from headway.user_code import names_a_file, resolve_spec
@@ -135,3 +136,25 @@ class ScoreRequest:
     """The prompt as chat messages, where the row gives it so."""
     conversations: list[Conversation] | None = None
     """The conversations whose last answers the responses are, n of them, where a program made these."""
+
+    def response(self, k: int) -> Response:
+        """Return response ``k``, with its thought told from its answer."""
+        opened = opened_thought(self.prompt)
+        if self.conversations is not None:
+            opened = self.conversations[k].opened or opened
+        return Response(self.responses[k], opened, end_of_thought(self.responses[k], opened=bool(opened)))
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """One response of a group, its thought told from its answer."""
+
+    text: str
+    opened: str
+    """The tag of a thought, such as ``<think>``, with which its prompt ends; empty where it ends in none."""
+    begin: int | None
+    """Where in ``text`` its answer begins, behind the thought if there is one; None where a thought never ended."""
+
+    @property
+    def answer(self) -> str:
+        return self.text[self.begin or 0 :]

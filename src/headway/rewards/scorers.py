@@ -60,14 +60,19 @@ def _make_part(part: RewardPart, spec: RewardSpec) -> Callable[[ScoreRequest], V
     match part.function:
         case name if name in BUILT_IN:
             rule = make_rule(name, part.params, sandbox=spec.sandbox, within_s=spec.timeout_s)
-            return _one_by_one(rule, spec.limit_s(part))
+            return _one_by_one(lambda request, k: rule(request, request.response(k)), spec.limit_s(part))
         case "task":
             if spec.task_name is None:
                 raise ConfigError("reward.function=task needs data.task; for files: exact_match or file.py:function")
             if part.params:
                 raise ConfigError("reward.params: task takes none; the task's own are data.task.params")
             task = make_task(spec.task_name, spec.task_params, seed=spec.seed)
-            return _one_by_one(lambda r, text: task.score(text, r.answer, r.extra), spec.timeout_s)
+
+            def verify(request: ScoreRequest, k: int) -> float:
+                response = request.response(k)
+                return 0.0 if response.begin is None else task.score(response.answer, request.answer, request.extra)
+
+            return _one_by_one(verify, spec.timeout_s)
         case name if names_a_file(name):
             function = UserFunction(load_function(name), name, part.params, spec.answer_keys)
             if spec.columns is not None:
@@ -80,22 +85,20 @@ def _make_part(part: RewardPart, spec: RewardSpec) -> Callable[[ScoreRequest], V
             )
 
 
-def _one_by_one(
-    score: Callable[[ScoreRequest, str], Any], timeout_s: float, *, optional: bool = False
-) -> Callable[[ScoreRequest], Values]:
+def _one_by_one(score: Callable[[ScoreRequest, int], Any], timeout_s: float) -> Callable[[ScoreRequest], Values]:
     def scorer(request: ScoreRequest) -> Values:
         values = []
-        for response in request.responses:
+        for k in range(len(request.responses)):
             with killed_after(timeout_s):
-                values.append(score(request, response))
-        return checked(values, len(request.responses), optional=optional)
+                values.append(score(request, k))
+        return checked(values, len(request.responses))
 
     return scorer
 
 
 def _user_scorer(function: UserFunction, timeout_s: float) -> Callable[[ScoreRequest], Values]:
     if not function.whole_group:
-        return _one_by_one(function.score_one, timeout_s)
+        return _one_by_one(lambda request, k: function.score_one(request, request.responses[k]), timeout_s)
 
     def scorer(request: ScoreRequest) -> Values:
         with killed_after(timeout_s):

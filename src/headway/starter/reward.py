@@ -14,7 +14,9 @@ from headway.errors import ScoringFailed
 from headway.rewards.code_tests import unit_tests_of
 
 Kind = Literal["code", "math", "choice", "text", "own"]
-NUMBER = re.compile(r"[-+]?\$?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?\s*%?")
+_NUMBER = r"[-+]?\$?(?:(?:[1-9]\d{0,2}(?:,\d{3})+(?!\d)|\d+)\.?\d*|\.\d+)(?:[eE][-+]?\d+)?\s*%?"
+NUMBER = re.compile(_NUMBER)
+NUMBERS = re.compile(rf"{_NUMBER}(?:\s*[,;]\s*{_NUMBER})+")
 LETTER = re.compile(r"\(?([A-Z])[).]?")
 WORD = re.compile(r"[\w+-]{1,20}")
 IN_LATEX = re.compile(r"\\[a-zA-Z]+|\$.+\$|[\w)}]\s*[=^]\s*[\w({]")
@@ -52,7 +54,13 @@ def reward_for(answers: Sequence[tuple[Any, Mapping[str, Any]]]) -> Reward | Non
     texts = [str(answer).strip() for answer, _ in known]
     if _most(_is_number(text) for text in texts):
         return Reward("math_verify", "answers are numbers: the last one counts, or \\boxed{…}", "math")
-    if _most(_is_number(text) or _is_mathematics(text) for text in texts):
+    lists = [re.split(r"[,;]\s*", text) for text in texts if not _is_number(text) and NUMBERS.fullmatch(text)]
+    if len(lists) >= ENOUGH * len(texts):
+        if sum(len(set(items)) < len(items) for items in lists) > (1 - ENOUGH) * len(lists):
+            return Reward("exact_match", "answers are lists in which numbers repeat: their order counts", "text")
+        reason = "answers are lists of numbers: sets, whose order does not count; where it does: exact_match"
+        return Reward("math_verify", reason, "math")
+    if _most(_is_number(text) or _is_mathematics(text) or NUMBERS.fullmatch(text) is not None for text in texts):
         return Reward("math_verify", "answers are mathematics: \\boxed{…} counts, or the last expression", "math")
     return _of_choices(texts) or _of_texts(texts)
 
