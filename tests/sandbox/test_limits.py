@@ -101,13 +101,50 @@ def test_memory_that_is_shared_and_only_partly_seen_by_each_counts(run: Run) -> 
     import mmap, os, time
     for _ in range(3):
         if os.fork() == 0:
-            own = mmap.mmap(-1, 100 << 20)
+            own = mmap.mmap(-1, 100 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             for _ in range(100):
                 own.write(bytes(1 << 20))
             time.sleep(60)
     time.sleep(60)
     """
     assert run(code).limit == "memory"
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        "[mmap.mmap(-1, 200 << 20) for _ in range(10)]",
+        "mmap.mmap(os.open('/dev/zero', os.O_RDWR), 200 << 20)",
+        "os.memfd_create('x')",
+        "socket.socket(socket.AF_INET)",
+        "socket.socket(socket.AF_INET6)",
+        "socket.socketpair()[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 20)",
+        "mmap.mmap(-1, 1 << 20, flags=0x22).madvise(21)",
+    ],
+    ids=["shared mapping", "of zero", "memfd", "IPv4", "IPv6", "a larger buffer", "to swap"],
+)
+def test_memory_that_is_nobodys_cannot_be_had(here: Run, way: str) -> None:
+    ran = here(f"import mmap, os, socket\ntry: {way}\nexcept OSError: print('refused')")
+    assert ran.stdout == "refused\n", ran
+
+
+def test_what_sockets_hold_is_memory_of_the_call(run: Run) -> None:
+    code = """
+    import os, socket, time
+    for _ in range(12):
+        if os.fork() == 0:
+            pairs = [socket.socketpair() for _ in range(28)]
+            for end in [end for pair in pairs for end in pair]:
+                end.setblocking(False)
+                try:
+                    while True:
+                        end.send(bytes(1 << 16))
+                except BlockingIOError:
+                    pass
+            time.sleep(60)
+    time.sleep(60)
+    """
+    assert run(code, limits=replace(SMALL, memory_mib=160)).limit == "memory"
 
 
 def test_where_the_machine_is_short_of_memory_the_room_goes_first(run: Run) -> None:

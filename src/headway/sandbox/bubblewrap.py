@@ -36,7 +36,8 @@ COUNTS_BY_NAMESPACE = (5, 14)
 SYSTEM = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 """Directories beside /usr; on most systems links into it."""
 FROM_ETC = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
-DEVICES = ("null", "zero", "full", "random", "urandom")
+DEVICES = ("null", "full", "random", "urandom")
+"""Not zero: a shared mapping of it is memory that belongs to no process."""
 MOST_OPEN = 64
 """Files that a process may have open."""
 MOST_SIGNALS = 256

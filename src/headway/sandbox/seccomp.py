@@ -1,6 +1,7 @@
 """System calls that the kernel refuses in the sandbox, as a filter for ``bwrap --seccomp``.
 
-Namespaces do not cover everything: memory that belongs to no process (memfd, System V), kernel interfaces with a
+Namespaces do not cover everything: memory that belongs to no process (memfd, System V, anonymous mappings that are
+shared, buffers of TCP), kernel interfaces with a
 history of holes (io_uring, BPF, keyrings), sockets of other worlds (vsock reaches a virtual machine's host).
 """
 
@@ -80,10 +81,17 @@ REFUSED: dict[str, tuple[int | None, int | None]] = {
 }
 """Refused system calls → their numbers on x86-64 and aarch64; None where a machine lacks one."""
 CLONE, CLONE3, SOCKET, PRCTL, IOCTL = (56, 220), (435, 435), (41, 198), (157, 167), (16, 29)
+MMAP, MADVISE, SETSOCKOPT = (9, 222), (28, 233), (54, 208)
+MAP_SHARED, MAP_ANONYMOUS = 0x01, 0x20
+"""Flags of mmap that together make memory which is in no process's share once it drops the pages."""
+MADV_PAGEOUT = 21
+"""The advice by which memory leaves a process for swap, where it is not measured."""
+SO_SNDBUF = 7
+"""The option by which a socket may hold more than is counted for it."""
 NEW_NAMESPACES = 0x7E020000
 """Flags of clone that make a namespace of any kind."""
-FAMILIES = (1, 2, 10)
-"""Kinds of sockets that may be made: unix, IPv4, IPv6. None reaches out of the network namespace."""
+FAMILIES = (1,)
+"""Kinds of sockets that may be made: unix. Buffers of IPv4 and IPv6 are memory that belongs to no process."""
 SET_PDEATHSIG = 1
 """The prctl by which a process would outlive its parent again."""
 TERMINAL_INPUT = (0x5412, 0x541C)
@@ -130,6 +138,10 @@ def _steps(machine: str) -> Iterator[Step]:
     yield _refusal(errno.ENOSYS)  # its flags lie where a filter cannot read; libraries fall back to clone
     yield from _on_argument(CLONE[which], 0, [(_ANY_BIT, 0, 1, NEW_NAMESPACES), _refusal(errno.EPERM)])
     yield from _on_argument(PRCTL[which], 0, [(_EQUAL, 0, 1, SET_PDEATHSIG), _refusal(errno.EPERM)])
+    shared = [(_ANY_BIT, 0, 2, MAP_ANONYMOUS), (_ANY_BIT, 0, 1, MAP_SHARED), _refusal(errno.EPERM)]
+    yield from _on_argument(MMAP[which], 3, shared)
+    yield from _on_argument(MADVISE[which], 2, [(_EQUAL, 0, 1, MADV_PAGEOUT), _refusal(errno.EPERM)])
+    yield from _on_argument(SETSOCKOPT[which], 2, [(_EQUAL, 0, 1, SO_SNDBUF), _refusal(errno.EPERM)])
     for request in TERMINAL_INPUT:
         yield from _on_argument(IOCTL[which], 1, [(_EQUAL, 0, 1, request), _refusal(errno.EPERM)])
     known = [(_EQUAL, len(FAMILIES) - place, 0, family) for place, family in enumerate(FAMILIES)]

@@ -12,6 +12,8 @@ from headway.sandbox.limits import MOST_FILES, Limit, Limits
 
 TICKS = os.sysconf("SC_CLK_TCK")
 PAGE = os.sysconf("SC_PAGE_SIZE")
+SOCKET = 320 << 10
+"""Bytes of the kernel's that a socket may hold, with what it takes to keep them."""
 INODE = 1024
 """Bytes of the kernel's that a file takes at least, even an empty one."""
 SPARE = 2
@@ -65,10 +67,21 @@ def exceeded(processes: Iterable[Process], scratch: str, limits: Limits) -> Limi
     if number > MOST_FILES:
         return "scratch"
     most = limits.memory_mib << 20
+    files += SOCKET * sum(map(_sockets, processes))
     if files + sum(one.resident for one in processes) <= most:
         return None
     # Forked processes share pages: only the exact figure counts, which is slower to get.
     return "memory" if files + sum(map(_exact, processes)) > most else None
+
+
+def _sockets(process: Process) -> int:
+    """How many sockets a process has open."""
+    count = 0
+    with suppress(OSError):  # it has ended
+        for name in os.listdir(f"{process.place}/fd"):  # noqa: PTH208  # as above
+            with suppress(OSError):
+                count += os.readlink(f"{process.place}/fd/{name}").startswith("socket:")  # noqa: PTH115  # as above
+    return count
 
 
 def used_by_files(scratch: str) -> tuple[int, int]:
