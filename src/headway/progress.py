@@ -52,6 +52,34 @@ class Files:
     """Number of bytes in the files, as far as that is known."""
 
 
+class OpenWork:
+    """Silence of a worker that has work open, by what it has done so far: an answer alone is no sign of life.
+
+    Example:
+        >>> work = OpenWork()
+        >>> work.silent_s(10.0, is_open=True, moved=True)
+        0.0
+        >>> work.silent_s(70.0, is_open=True, moved=False)
+        60.0
+        >>> work.silent_s(80.0, is_open=False, moved=False)
+        0.0
+    """
+
+    def __init__(self) -> None:
+        self.began = False
+        """True once the worker has done something: what takes long before the first step alone is over."""
+        self._since: float | None = None
+
+    def silent_s(self, now: float, *, is_open: bool, moved: bool) -> float:
+        """Return the seconds without progress up to ``now``. ``is_open``: there is work that the worker could do;
+        ``moved``: it did some since the last call of this method.
+        """
+        self.began |= moved
+        if self._since is None or moved or not is_open:
+            self._since = now
+        return now - self._since
+
+
 class Progress:
     """Progress of one worker. Written by the threads that work, read by one that does not."""
 

@@ -24,8 +24,9 @@ limits = st.builds(
     step_tokens=st.integers(1, 10**6),
     batch_nbytes=SIZES,
     workers=st.integers(1, 4096),
+    on_gpu=st.booleans(),
     compiles=st.booleans(),
-    load_s=st.floats(0, 1e5),
+    first_load_s=st.floats(0, 1e5),
     first_probe_s=st.floats(0, 1e4),
     first_transfer_s=st.floats(0, 1e5),
 )
@@ -51,7 +52,7 @@ def test_a_limit_never_becomes_shorter_by_what_was_measured_or_by_a_larger_model
     before = {name: getattr(made, name) for name in names}
     made.transferred(100.0)
     made.weights_nbytes *= 2
-    made.load_s += 100
+    made.first_load_s += 100
     made.first_probe_s += 1
     assert all(getattr(made, name) >= limit for name, limit in before.items())
 
@@ -62,6 +63,18 @@ def test_the_first_transfer_counts_and_later_ones_do_not() -> None:
     made.transferred(200.0)
     made.transferred(900.0)
     assert (made.attempt_s, made.stall_s) == (800, 300 + 680)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "step_tokens", "on_gpu", "silence_s"),
+    [(MB, 131_072, False, 120), (GB, 4096, False, 120), (GB, 32_768, False, 328), (140 * GB, 32_768, True, 459)],
+)
+def test_a_step_may_take_as_long_as_its_prefill_on_the_slowest_device(
+    nbytes: int, step_tokens: int, on_gpu: bool, silence_s: float
+) -> None:
+    made = Timeouts(120, 120, 300, weights_nbytes=nbytes, step_tokens=step_tokens, on_gpu=on_gpu)
+    assert made.silence_s == pytest.approx(silence_s, abs=1)
+    assert made.first_silence_s == made.silence_s + (600 if on_gpu else 0)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +89,7 @@ def test_limits_of_known_sizes(nbytes: int, attempt_s: float, stall_s: float, st
 def test_a_start_has_time_for_a_70b_load_of_a_slow_file_system_with_compilations_and_many_processes() -> None:
     made = Timeouts(120, 120, 300, weights_nbytes=140 * GB, workers=72, compiles=True)
     assert made.start_s == 120 + 2800 + 2 * 64 + 600
-    made.load_s = 1000.0
+    made.first_load_s = 1000.0
     assert made.start_s == 4000, "a replacement may load four times as long as the first did"
 
 

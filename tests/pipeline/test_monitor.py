@@ -73,7 +73,7 @@ def monitor(replica: Replica, recorder: Recorder, timeout: float = 10.0, workers
         movement,
         recorder.on_event,
         workers=lambda: workers,
-        timeouts=Timeouts(60, 5, timeout),
+        timeouts=Timeouts(60, 10, timeout),
         interval_s=1.0,
     )
 

@@ -160,7 +160,8 @@ class Startup:
         self._run_dir = run_dir
         self._tell = tell
         self._pending: dict[str, None] = {}
-        self.timeouts = Timeouts.of(config, model_nbytes(model_path))
+        workers = sum(len(devices) for devices in resolve_placement(config).devices.values())
+        self.timeouts = Timeouts.of(config, model_nbytes(model_path), workers=workers)
         """Time limits of the run, which follow what is known and measured by now."""
 
     @property
@@ -171,7 +172,7 @@ class Startup:
         """Start the workers' processes. What has to be undone is left on ``stack``, also when this raises."""
         stack.push_async_callback(self._cluster.stop)
         device = await self._wait("the cluster to answer", self._cluster.connect())
-        self.timeouts.compiles |= kind_of(device).flex_attention
+        self.timeouts.on_gpu = kind_of(device).flex_attention
         if self._cluster.separate_processes:
             self._tell("Ray is up")
         remove_abandoned(SHARED_MEMORY)  # what killed runs left there, whether this run uses it or not
@@ -198,7 +199,7 @@ class Startup:
             store = await self._wait("actor-0 to open a store", _result(groups.actor.open_store))
         loading = now()
         _, keepers = await both(self._build(groups, store), self._start_keepers(plan, workers))
-        self.timeouts.load_s = now() - loading
+        self.timeouts.first_load_s = now() - loading
         self._tell("the models are loaded")
         computing = {spec.name: workers[spec.name] for spec in plan.workers if not spec.beside}
         hardware = await concurrently(

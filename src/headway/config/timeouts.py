@@ -2,9 +2,9 @@
 
 A watcher ends later than what it watches, whatever the size: `PAIRS` names each pair, and a test holds it.
 
-    transport's end < mapping < attempt ┐
-             an engine's answer, a probe┼─▶ < stall detector          files without movement < stall detector
-             silence with work open     ┘
+    transport < mapping < attempt ┐
+    a load, an answer, a probe    ┼ < stall detector        files without movement < stall detector
+    silence with work open        ┘
 
 Limits that do not depend on size are the constants below, each with its reason.
 """
@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-from headway.config.placement import resolve_placement
 from headway.config.schema import Config
 
 # ----------------------------------------------------------------------------------------- rates, which bytes divide by
@@ -25,8 +24,9 @@ SLOWEST_BYTES_PER_S = 50e6
 """Bytes of weights a second below which a load or a transfer is taken for one that stands still."""
 SLACK = 4.0
 """Quotient of what was measured and what is waited for: a later load may be so much slower than the first one."""
-TOKENS_PER_S = 100.0
-"""Tokens a second that the slowest machine reads of a prompt: a step takes as long as its longest prefill."""
+SLOWEST_PER_S, SLOWEST_GPU_PER_S = 1e11, 1e13
+"""Tokens × bytes of weights that the slowest CPU and the slowest GPU compute in a second: two operations for each token
+and 16-bit weight are one for each of its bytes. A step takes as long as its prefill."""
 FILE_RATE = 20e6
 """Bytes a second that the slowest disk takes. Data already in the system's cache may have to be written at this rate
 before the next byte moves."""
@@ -41,6 +41,9 @@ TOKEN_BYTES = 32
 
 FILE_QUIET_S = 120.0
 """Seconds for which work with files may stand still, whatever their size: a network file system that fails over."""
+LOOKS = 10
+"""Number of looks at a replica's progress within the time that it may be silent: a hang begins between two looks and is
+found at a third one, so a tenth of the time is kept for either."""
 LATER_S = 60.0
 """Seconds that the stall detector leaves stuck work with files to its caller, which can name the work."""
 COMPILE_S = 600.0
@@ -65,6 +68,7 @@ PAIRS: Mapping[str, str] = MappingProxyType(
         "transport_s": "mapping_s",
         "mapping_s": "attempt_s",
         "attempt_s": "stall_s",
+        "load_s": "stall_s",
         "answer_s": "stall_s",
         "probe_s": "stall_s",
         "silence_s": "stall_s",
@@ -98,21 +102,21 @@ class Timeouts:
     """Most bytes of the tokens that are trained on at once."""
     workers: int = 0
     """Number of processes of the run."""
+    on_gpu: bool = False
+    """True where the workers compute on GPUs, for which kernels are compiled."""
     compiles: bool = False
-    """True where kernels are compiled as the first steps are made."""
-    load_s: float = 0.0
-    """Seconds that the model took to load at the start; 0 before that."""
+    """True where the engine compiles kernels on any device."""
+    first_load_s: float = 0.0
+    """Seconds that the models took to load at the start; 0 before that."""
     first_probe_s: float = 0.0
     """Seconds that the receivers' first probe took; 0 before that."""
     first_transfer_s: float = 0.0
     """Seconds that the first version took from the trainer to its receivers; 0 before that."""
 
     @classmethod
-    def of(cls, config: Config, weights_nbytes: int = 0, *, compiles: bool = False) -> Timeouts:
-        """Return the limits for a configuration whose model has ``weights_nbytes``. Raises `ConfigError` for a
-        placement that cannot be."""
+    def of(cls, config: Config, weights_nbytes: int = 0, *, workers: int = 0, on_gpu: bool = False) -> Timeouts:
+        """Return the limits for a configuration whose model has ``weights_nbytes``, and for so many ``workers``."""
         context = config.data.max_prompt_length + config.data.max_response_length
-        placement = resolve_placement(config)
         return cls(
             config.cluster.start_timeout_s,
             config.param_update.timeout_s,
@@ -120,8 +124,9 @@ class Timeouts:
             weights_nbytes,
             step_tokens=max(config.rollout.max_batched_tokens, context),
             batch_nbytes=config.groups_per_fetch * config.rollout.n * context * TOKEN_BYTES,
-            workers=sum(len(devices) for devices in placement.devices.values()),
-            compiles=compiles or config.rollout.name == "vllm",
+            workers=workers,
+            on_gpu=on_gpu,
+            compiles=config.rollout.name == "vllm",
         )
 
     def transferred(self, seconds: float) -> None:
@@ -137,7 +142,7 @@ class Timeouts:
         """All workers are up, and hold the model; or one that takes another's place."""
         processes = WORKER_S * max(0, self.workers - WORKERS_AT_ONCE)
         start_s = self.start_timeout_s + processes + self._moving_s + self._compiling_s
-        return max(start_s, SLACK * self.load_s)
+        return max(start_s, SLACK * self.first_load_s)
 
     @property
     def killed_s(self) -> float:
@@ -170,10 +175,15 @@ class Timeouts:
     # ---------------------------------------------------------------------------------- engines
 
     @property
-    def answer_s(self) -> float:
-        """An engine answers between two of its steps, loads a version, stops or goes on: a step reads all weights, a
-        load moves them, once."""
+    def load_s(self) -> float:
+        """A receiver has loaded the version that it has."""
         return self.update_timeout_s + self._moving_s
+
+    @property
+    def answer_s(self) -> float:
+        """An engine answers, stops or goes on, between two steps: one may read `step_tokens` of prompts."""
+        rate = SLOWEST_GPU_PER_S if self.on_gpu else SLOWEST_PER_S
+        return max(self.update_timeout_s, self.step_tokens * self.weights_nbytes / rate)
 
     @property
     def probe_s(self) -> float:
@@ -182,13 +192,23 @@ class Timeouts:
 
     @property
     def silence_s(self) -> float:
-        """A replica with open calls computes a token: a step may read `step_tokens` of prompts."""
-        return self._moving_s + max(self.update_timeout_s, self.step_tokens / TOKENS_PER_S)
+        """A replica with open calls has made a step."""
+        return self.answer_s
 
     @property
     def first_silence_s(self) -> float:
         """The same, for a replica that has computed nothing yet: it may be compiling."""
         return self.silence_s + self._compiling_s
+
+    @property
+    def look_s(self) -> float:
+        """Time between two looks at a replica's progress, at most."""
+        return self.silence_s / LOOKS
+
+    def seen_silence_s(self, *, began: bool) -> float:
+        """Return the silence, as looks see it, at which a replica is fenced off: within `silence_s` of its last token,
+        or within `first_silence_s` of its first call."""
+        return (self.silence_s if began else self.first_silence_s) - 2 * self.look_s
 
     @property
     def objects_s(self) -> float:
@@ -200,7 +220,7 @@ class Timeouts:
     @property
     def stall_s(self) -> float:
         """Nothing moves in the whole run: ``stall_timeout_s``, and what size adds to the longest wait within it."""
-        longest = max(self.attempt_s, self.probe_s, self.first_silence_s, self.objects_s)
+        longest = max(self.attempt_s, self.load_s, self.probe_s, self.first_silence_s, self.objects_s)
         return self.stall_timeout_s + longest - self.update_timeout_s
 
     @property
@@ -209,7 +229,7 @@ class Timeouts:
 
     @property
     def _compiling_s(self) -> float:
-        return COMPILE_S if self.compiles else 0.0
+        return COMPILE_S if self.on_gpu or self.compiles else 0.0
 
     def update_limit(self, seconds: float) -> str:
         """Describe a limit of ``seconds`` that follows ``param_update.timeout_s``, for messages."""

@@ -73,6 +73,11 @@ class Halts:
         self._available.pop(replica, None)
         self._set_gate()
 
+    def stands(self, replica: str) -> bool:
+        """Tell whether ``replica`` was halted and decodes nothing; one that still drains does not stand."""
+        halt = self._halts.get(replica)
+        return halt is not None and halt.stopped is not None
+
     async def halt(self, replica: Replica, why: str) -> Halt:
         """Halt ``replica`` for the reason ``why``. Returns the halt when it decodes nothing any more. Raises `Gone`."""
         async with self._turns.setdefault(replica.name, asyncio.Lock()):

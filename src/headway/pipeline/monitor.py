@@ -17,7 +17,7 @@ from headway.pipeline.liveness import SHORTEST_S, ask
 from headway.pipeline.receiver import Gone, Replica
 from headway.pipeline.stage import Stage, State
 from headway.pipeline.state import now
-from headway.progress import Living
+from headway.progress import Living, OpenWork
 
 
 class Movement:
@@ -36,15 +36,19 @@ class Movement:
 
 
 class Monitor:
-    """Reports each replica's activity every ``interval_s``, and ends a run in which nothing moved for too long.
+    """Reports each replica's activity every ``interval_s``, fences off one that computes nothing of its open calls, and
+    ends a run in which nothing moved for too long.
 
     What moves is an event, or the work of a worker, which tells of it in its heartbeat: an optimizer step may take
     hours, as long as its micro-batches go by. Workers are asked only when there was no event for so long.
 
     consumes        what replicas say of themselves; the time of the last event; workers' heartbeats
+    A replica is judged by its tokens: an engine's front end may answer while its core hangs. One that is idle, or that
+    stands for new weights, owes none.
+
     waits for       the interval, and the time that is left until nothing moved for `Timeouts.stall_s`
     is unblocked by time alone
-    produces        `ReplicaActivity`; `StallError`, which ends the run
+    produces        `ReplicaActivity`; the loss of a replica that is silent; `StallError`, which ends the run
     """
 
     def __init__(
@@ -58,6 +62,7 @@ class Monitor:
         workers: Callable[[], Sequence[Living]] = tuple,
         timeouts: Timeouts,
         interval_s: float,
+        stands: Callable[[str], bool] = lambda replica: False,
     ) -> None:
         self._fleet = fleet
         self._keepers = keepers
@@ -66,6 +71,9 @@ class Monitor:
         self._workers = workers
         self._timeouts = timeouts
         self._interval_s = interval_s
+        self._stands = stands
+        self._work: dict[str, OpenWork] = {}
+        """Open work of each replica, by its name."""
         self._movement = movement
 
     async def run(self) -> None:
@@ -76,7 +84,7 @@ class Monitor:
 
     async def _report_always(self) -> None:
         while True:
-            await asyncio.sleep(self._interval_s)
+            await asyncio.sleep(min(self._interval_s, self._timeouts.look_s))
             await concurrently([self.report(), self._keepers.check()])
 
     async def _end_when_stalled(self) -> None:
@@ -104,6 +112,20 @@ class Monitor:
             await self._fleet.lose(gone)
         else:
             self._emit(activity(replica.name, stats))
+            await self._fence_silent(replica, stats)
+
+    async def _fence_silent(self, replica: Replica, stats: EngineStats) -> None:
+        """Give ``replica`` up where it computed no token of its open calls for too long."""
+        work = self._work.setdefault(replica.name, OpenWork())
+        calls = 0 if self._stands(replica.name) else stats.running + stats.waiting
+        moved = stats.generated_tokens + stats.prefilled_tokens > 0
+        silent_s = work.silent_s(now(), is_open=calls > 0, moved=moved)
+        if silent_s >= self._timeouts.seen_silence_s(began=work.began):
+            why = (
+                f"{replica.name} answers, but computed no token for {silent_s:.0f} s while {calls} of its calls were "
+                "open: its engine hangs. Its log may say why; where a step takes so long, raise param_update.timeout_s"
+            )
+            await self._fleet.lose(Gone(replica, StallError(why)))
 
     def who_waits(self) -> str:
         """Describe the waits of all stages: ``ActorTrain waits for groups from the message queue; Generate …``."""

@@ -115,7 +115,8 @@ class Receiver(Remote):
         return await self._ask(self._receiver.stage_weights(version))
 
     async def activate(self, version: int) -> float:
-        return await self._ask_soon(self._receiver.activate(version), f"load version {version}")
+        load = self._receiver.activate(version)
+        return await self._ask(load, within_s=self._timeouts.load_s, what=f"load version {version}")
 
     async def probe(self) -> NDArray[np.float32] | None:
         probe = self._receiver.probe()

@@ -214,6 +214,7 @@ def wire(config: Config, parts: Parts, observers: Sequence[Observer], checkpoint
             workers=parts.workers,
             timeouts=timeouts,
             interval_s=config.reports.activity_interval_s,
+            stands=halts.stands,
         ),
         boundaries=boundaries,
         loader=loader,

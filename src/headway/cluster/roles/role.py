@@ -103,8 +103,8 @@ class Role:
 
     def _start_s(self) -> float:
         """Return the seconds for which ranks wait for each other at their store."""
-        compiles = kind_of(self._device).flex_attention
-        return Timeouts.of(self._config, model_nbytes(self._model_path), compiles=compiles).start_s
+        on_gpu = kind_of(self._device).flex_attention
+        return Timeouts.of(self._config, model_nbytes(self._model_path), on_gpu=on_gpu).start_s
 
     @cached_property
     def _mesh(self) -> TrainMesh:
