@@ -225,7 +225,7 @@ class VllmCore:
                     await self._state.go_on()
 
     async def stats(self) -> EngineStats:
-        """Activity since the last call. vLLM's engine core is not asked and may hang; tokens alone show that it computes."""
+        """Activity since the last call. vLLM's engine core is not asked: its tokens show whether it computes."""
         self.check()
         running = 0 if self._state.halted else len(self._running)
         waiting = self._scheduler.waiting + len(self._running) - running
