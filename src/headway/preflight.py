@@ -184,7 +184,8 @@ def check_model(config: Config, rows: Rows, *, when_too_long: str = LOWER) -> Da
         if config.rollout.has_program:
             chats_of(config, tokenizer)
     notes = check_rows(config, tokenizer, rows)
-    return replace(build_sources(config, tokenizer, rows), notes=tuple(notes))
+    sources = build_sources(config, tokenizer, rows)
+    return replace(sources, notes=tuple(dict.fromkeys([*notes, *sources.notes])))
 
 
 def go_offline_without_a_hub(config: Config) -> None:

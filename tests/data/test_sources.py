@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import processors
 
 from headway.config.schema import Config
 from headway.data.files import Record
@@ -72,6 +73,66 @@ def test_plain_text_gets_the_models_own_start_and_a_template_does_not_get_it_twi
     for _, ids in (plain, chat):
         assert ids.tolist().count(tokenizer.bos_token_id) == 1
         assert ids[0] == tokenizer.bos_token_id
+
+
+@pytest.mark.parametrize("text", ["ab", "<s>ab"])
+@pytest.mark.parametrize("form", ["<s> $A", "<s> $A </s>", "$A </s>", "$A"])
+def test_a_text_has_the_models_start_once_and_no_end_whatever_its_tokenizer_adds(make_tokenizer, form, text) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=form, special_tokens=[("<s>", 1), ("</s>", 2)]
+    )
+    prompts = PromptTokenizer(tokenizer, "auto", 99)
+    starts = form.startswith("<s>") or text.startswith("<s>")
+    for (_, ids), expected in zip(prompts([Record(text, 1, "s"), Record("c", 1, "s")]), (text, "c"), strict=True):
+        assert tokenizer.decode(ids).replace(" ", "").removeprefix("<s>") == expected.removeprefix("<s>")
+        assert ids.tolist().count(1) == (starts if expected == text else form.startswith("<s>"))
+        assert 2 not in ids.tolist()
+    kinds = ["which the tokenizer would add again" in note for note in prompts.notes]
+    assert (True in kinds) == (form.startswith("<s>") and text.startswith("<s>"))
+    assert (False in kinds) == ("</s>" in form)
+
+
+THINKS = CHAT_TEMPLATE.replace(
+    "{% if add", "{% for t in tools or [] %}{tool:{{ t.function.name }}}{% endfor %}{{ think }}{% if add"
+)
+TOOL = {"type": "function", "function": {"name": "look_up", "parameters": {}}}
+
+
+@pytest.mark.parametrize("spelled", [lambda value: value, json.dumps])
+def test_a_chat_template_gets_the_runs_variables_and_tools_and_variables_of_the_row(make_tokenizer, spelled) -> None:
+    prompts = PromptTokenizer(make_tokenizer(THINKS), "auto", 99, kwargs={"think": "hmm"})
+    rows = [
+        Record(CHAT[1:], 1, "s"),
+        Record(CHAT[1:], 1, "s", {"chat_template_kwargs": spelled({"think": "no"}), "tools": spelled([TOOL])}),
+        Record(CHAT[1:], 1, "s", {"chat_template_kwargs": None, "tools": [spelled(TOOL)]}),
+    ]
+    assert [text for text, _ in prompts(rows)] == [
+        "<s>[user]hihmm[assistant]",
+        "<s>[user]hi{tool:look_up}no[assistant]",
+        "<s>[user]hi{tool:look_up}hmm[assistant]",
+    ]
+    assert prompts.notes == []
+
+
+def test_columns_for_the_template_that_it_has_no_place_for_are_refused_or_told(make_tokenizer) -> None:
+    def prompts(prompt, template=CHAT_TEMPLATE, kwargs=None, **extra):
+        made = PromptTokenizer(make_tokenizer(template), "auto", 99, kwargs=kwargs or {})
+        made([Record(prompt, 1, "s", extra, "a.jsonl, line 3")])
+        return made.notes
+
+    with pytest.raises(DataError, match=r"\(a.jsonl, line 3\) has tools, and the model's chat template does not show"):
+        prompts(CHAT, tools=[TOOL])
+    with pytest.raises(DataError, match=r"column 'tools' of s .*line 3\) has 'calculator'; expected a list of schemas"):
+        prompts(CHAT, tools="calculator")
+    for wrong in ("brief", ["think"], {"tokenize": True}):
+        with pytest.raises(DataError, match=r"line 3\): the column 'chat_template_kwargs' has .*expected variables"):
+            prompts(CHAT, THINKS, chat_template_kwargs=wrong)
+    assert prompts(CHAT, THINKS, {"enable_thinking": False}) == [
+        "the model's chat template has no variable enable_thinking (chat_template_kwargs)"
+    ]
+    notes = prompts("text", THINKS, {"think": "no"}, tools=[TOOL])
+    assert [note.split()[0] for note in notes] == ["tools", "data.chat_template_kwargs"]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -10,6 +11,8 @@ from typing import Any
 
 from headway.episodes.alone import keeping
 from headway.episodes.programs import Turn
+from headway.episodes.record import Chats
+from headway.episodes.rendering import ChatRenderer
 from headway.errors import ProgramFailed
 from headway.interfaces.keeper import FinishedGroup
 from headway.programs.messages import EpisodeEnd, EpisodeStart, TurnRequest, said
@@ -40,6 +43,36 @@ def test_rewards_of_turns_go_to_their_tokens_in_whatever_order_turns_end():
     rewards = group.trajectories[0].turn_rewards
     by_text = {RENDERER.text(trained(row)): rewards[row.turns[0].number] for row in group.tokens.rows}
     assert by_text == {texts[0]: 10.0, texts[1]: 1.0}
+
+
+def test_the_chat_template_gets_the_variables_of_the_run_and_of_the_row():
+    asked = []
+
+    async def run(row: Any, chat: Any) -> None:
+        asked.append(await chat.turn([said("user", "x")]))
+
+    async def main(extra: dict[str, Any]) -> tuple[str, Any]:
+        template = RENDERER.tokenizer.chat_template
+        tokenizer = copy.copy(RENDERER.tokenizer)
+        tokenizer.chat_template = template.replace("{%", "{{ style }}{{ mood }}{%", 1)
+        chats = Chats(ChatRenderer(tokenizer, {"style": "A", "mood": "B"}))
+        starts = []
+
+        async def program(start: EpisodeStart, ask: Turn) -> EpisodeEnd:
+            starts.append(start.template_kwargs)
+            return await own(run)(start, ask)
+
+        with_row = replace(hosting(Here(program)), record=chats.record, template_kwargs={"style": "A", "mood": "B"})
+        one = request()
+        async with keeping(Policy(), hosting=with_row) as keeper:
+            one = replace(one, prompt=replace(one.prompt, extra=extra))
+            (group,) = [group async for group in keeper.generate([one])]
+        return RENDERER.decode(group.tokens.rows[0].prompt_ids), starts[0]
+
+    text, start = run_virtual(main({}))
+    assert (text[:2], start) == ("AB", {"style": "A", "mood": "B"})
+    text, start = run_virtual(main({"chat_template_kwargs": {"mood": "C"}}))
+    assert (text[:2], start) == ("AC", {"style": "A", "mood": "C"})
 
 
 def test_a_turn_that_was_given_up_has_no_number():

@@ -144,6 +144,6 @@ def _teaching(
         return lessons, None
     if data.task is None:
         raise AssertionError("unreachable: the doctor asks for a task where there are no demonstrations")
-    prompts = PromptTokenizer(tokenizer, data.chat_template, data.max_prompt_length)
+    prompts = PromptTokenizer(tokenizer, data.chat_template, data.max_prompt_length, kwargs=data.chat_template_kwargs)
     lessons = solutions(tokenizer, prompts, data.task, warmup, held_out, seed)
     return lessons, Evaluation(tokenizer, data.task, val, seed, data.max_response_length, go_on)

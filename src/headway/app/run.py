@@ -324,12 +324,14 @@ def template_note(config: Config, tokenizer: PreTrainedTokenizerBase) -> str | N
     """Return what the chat template changes in the history of an agent; None where it changes nothing, or there are
     single answers alone. Tools are tried where the configuration has some: of others only the episodes tell.
     """
-    from headway.episodes.rendering import ChatRenderer
+    from headway.episodes.hosting import chats_of
     from headway.episodes.template_trials import try_template
 
     if not config.rollout.has_program:
         return None
-    return try_template(ChatRenderer(tokenizer), tools=bool(config.rollout.tools or config.rollout.mcp)).note
+    return try_template(
+        chats_of(config, tokenizer).renderer, tools=bool(config.rollout.tools or config.rollout.mcp)
+    ).note
 
 
 def _optimizer_steps(config: Config, rows: int) -> int:

@@ -73,6 +73,8 @@ def _data(config: Config) -> Iterator[Idle]:
         yield "data.val_size", "data.task has held-out problems of its own: data.task.val_size"
     elif data.held_out_sources:
         yield "data.val_size", "held-out problems come from data.val"
+    if data.chat_template == "never" and not config.rollout.has_program:
+        yield "data.chat_template_kwargs", "data.chat_template=never renders no template"
     for key in ("prompt_key", "answer_key"):
         sources = [*data.train_sources, *data.held_out_sources]
         if sources and all(getattr(source, key) is not None for source in sources):

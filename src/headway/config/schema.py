@@ -138,6 +138,14 @@ def _path_or_section(value: Any) -> Any:
 Sources = tuple[Annotated[SourceConfig, BeforeValidator(_path_or_section)], ...]
 
 
+NO_VARIABLES = frozenset(
+    {"messages", "conversation", "documents", "tools", "chat_template", "add_generation_prompt", "tokenize"}
+    | {"continue_final_message", "tokenizer_kwargs", "padding", "truncation", "max_length"}
+    | {"return_tensors", "return_dict", "return_assistant_tokens_mask"}
+)
+"""Arguments of ``apply_chat_template`` that are no variables of a template, or that Headway sets."""
+
+
 class DataConfig(Section):
     """Prompts, ground truths and lengths (docs/data.md)."""
 
@@ -164,6 +172,9 @@ class DataConfig(Section):
     chat_template: Literal["auto", "always", "never"] = "auto"
     """Use of the tokenizer's chat template: ``auto`` applies it to messages only; ``always`` makes plain text a user
     message."""
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Variables of the chat template, like ``{enable_thinking: false}``; those of a row's column of this name come on
+    top."""
     max_prompt_length: Positive = 512
     """Most tokens of a prompt; longer ones are left out, and counted."""
     max_response_length: Positive = 512
@@ -197,6 +208,13 @@ class DataConfig(Section):
     def held_out_sources(self) -> tuple[SourceConfig, ...]:
         """Sources of held-out prompts; empty where held-out rows are split off."""
         return self.val_sources if self.val is None else (SourceConfig(path=self.val),)
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _are_variables(cls, values: dict[str, Any]) -> dict[str, Any]:
+        if taken := sorted(NO_VARIABLES & values.keys()):
+            raise ValueError(f"expected variables of the chat template alone; {taken[0]} is set by Headway")
+        return values
 
     @model_validator(mode="before")
     @classmethod

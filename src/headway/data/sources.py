@@ -18,7 +18,7 @@ from headway.data.files import Record
 from headway.data.left_out import FIRST_ROWS, Counts, LeftOut, LeftOutRows, Reason, bad_rows, total
 from headway.data.mixing import Mixture, SourceShare
 from headway.data.rows import Rows, read_rows
-from headway.data.tokenize import PromptTokenizer, Tokenised
+from headway.data.tokenize import TEMPLATE_KWARGS, TOOLS, PromptTokenizer, Tokenised
 from headway.data.types import Prompt
 from headway.errors import DataError, UserCodeError, writable
 
@@ -339,7 +339,7 @@ def build_sources(config: Config, tokenizer: PreTrainedTokenizerBase, rows: Rows
             f"all {len(split.val)} held-out prompts have more than "
             f"data.max_prompt_length={data.max_prompt_length} tokens; raise it"
         )
-    return DataBundle(train=train, val=val, rows=train.rows, val_left_out=left_out)
+    return DataBundle(train=train, val=val, rows=train.rows, val_left_out=left_out, notes=tuple(prompts.notes))
 
 
 def check_rows(config: Config, tokenizer: PreTrainedTokenizerBase, rows: Rows) -> list[str]:
@@ -367,14 +367,23 @@ def check_rows(config: Config, tokenizer: PreTrainedTokenizerBase, rows: Rows) -
         if isinstance(one, LeftOut) and is_bad:
             bad.add(one)
             bad.check(len(rows.train), config.data.max_bad_rows)
-    return [note] if (note := bad.note()) is not None else []
+    note = bad.note()
+    return [*([] if note is None else [note]), *prompts.notes]
 
 
 def _form(record: Record) -> Any:
     """What templates and tokenizers refuse rows by: roles, names of fields, contents that are empty or no UTF-8."""
+    columns = _shape(record.extra.get(TOOLS)), _shape(record.extra.get(TEMPLATE_KWARGS))
     if isinstance(record.prompt, str):
-        return _form_of_text(record.prompt)
-    return tuple((one["role"], *one, _form_of_text(one["content"])) for one in record.prompt)
+        return columns, _form_of_text(record.prompt)
+    return columns, *((one["role"], *one, _form_of_text(one.get("content"))) for one in record.prompt)
+
+
+def _shape(value: Any) -> Any:
+    """Types and names of a value of a column, however deep."""
+    if isinstance(value, Mapping):
+        return tuple((name, _shape(inner)) for name, inner in value.items())
+    return tuple({_shape(inner) for inner in value}) if isinstance(value, list) else type(value).__name__
 
 
 def _form_of_text(text: Any) -> str:
@@ -386,7 +395,14 @@ def _form_of_text(text: Any) -> str:
 
 
 def _prompt_tokenizer(config: Config, tokenizer: PreTrainedTokenizerBase) -> PromptTokenizer:
-    return PromptTokenizer(tokenizer, config.data.chat_template, config.data.max_prompt_length)
+    data = config.data
+    return PromptTokenizer(
+        tokenizer,
+        data.chat_template,
+        data.max_prompt_length,
+        kwargs=data.chat_template_kwargs,
+        with_tools=not config.rollout.has_program,
+    )
 
 
 def _prompt(record: Record, tokenised: Tokenised, row: int, epoch: int) -> Prompt:

@@ -5,12 +5,16 @@ A row that cannot be tokenised is left out, with the reason. What would be wrong
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from headway.config.schema import NO_VARIABLES
 from headway.data.files import Messages, Record
 from headway.data.left_out import LeftOut, Reason
 from headway.errors import DataError, boundary, shown
@@ -24,17 +28,108 @@ Tokenised = tuple[str, NDArray[np.int32]]
 _NONE = np.empty(0, np.int32)
 
 
+TOOLS, TEMPLATE_KWARGS = "tools", "chat_template_kwargs"
+"""Columns of a row that its chat template is given: schemas of tools, and variables of the template."""
+
+
+PROBED = 64
+"""Characters of a text by which a tokenizer's special tokens around it are found."""
+
+
+class TextStart:
+    """The special tokens that a tokenizer puts before a text of its model, such as that of its beginning (BOS).
+
+    A text gets them once, also where it spells them out itself, and never what the tokenizer puts behind a text (EOS):
+    an answer is to follow.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._start: list[int] | None = None
+        self.notes: dict[str, str] = {}
+        """What the tokenizer does otherwise, for people, by its kind."""
+
+    def added(self, ids: list[int], text: str) -> list[int]:
+        """Put the start before the ids [N] of ``text``, to which nothing was added; unless it is there, or N is 0."""
+        if not ids:
+            return ids
+        if self._start is None:
+            self._start = self._found(text[:PROBED])
+        if not self._start:
+            return ids
+        if ids[: len(self._start)] == self._start:
+            shown = self._tokenizer.decode(self._start)
+            self.notes["twice"] = f"prompts begin with {shown}, which the tokenizer would add again; they have it once"
+            return ids
+        return [*self._start, *ids]
+
+    def _found(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        whole: list[int] = self._tokenizer(text)["input_ids"]
+        at = next((i for i in range(len(whole)) if ids and whole[i : i + len(ids)] == ids), None)
+        if at is None:  # it tokenises a text otherwise behind its start
+            bos = self._tokenizer.bos_token_id
+            return [bos] if bos is not None and whole[:1] == [bos] else []
+        if end := whole[at + len(ids) :]:
+            self.notes["end"] = (
+                f"the tokenizer puts {self._tokenizer.decode(end)} behind a text (as with add_eos_token); prompts are "
+                "without it, since their answer follows"
+            )
+        return whole[:at]
+
+
+def template_kwargs(run: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the variables that a row's chat template gets: those of the run, and those of the row on top.
+
+    Raises:
+        DataError: the row's are no mapping of names to values, or name what is no variable.
+    """
+    of_row = _value(extra.get(TEMPLATE_KWARGS)) or {}
+    if not isinstance(of_row, Mapping) or NO_VARIABLES & of_row.keys():
+        raise DataError(
+            f"the column {TEMPLATE_KWARGS!r} has {shown(of_row)}; expected variables of the chat template, like "
+            '{"enable_thinking": false}. Rename the column if it is something else'
+        )
+    return {**run, **of_row}
+
+
+def _value(given: Any) -> Any:
+    """The value that a column holds, also as JSON text."""
+    if isinstance(given, str):
+        with suppress(ValueError):
+            return json.loads(given)
+    return given
+
+
 class PromptTokenizer:
     """Renders and tokenises prompts of at most ``max_length`` tokens.
 
-    With a chat template the text is the template's, generation prompt included, and the tokenizer adds nothing to it;
-    plain text gets whatever special tokens the tokenizer puts before a text of its model.
+    With a chat template the text is the template's, generation prompt included, and the tokenizer adds nothing to it.
+    The template gets the row's columns ``tools`` and ``chat_template_kwargs``. Plain text gets the special tokens that
+    the tokenizer puts before a text of its model (`TextStart`).
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, chat_template: ChatTemplate, max_length: int) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        chat_template: ChatTemplate,
+        max_length: int,
+        *,
+        kwargs: Mapping[str, Any] = MappingProxyType({}),
+        with_tools: bool = True,
+    ) -> None:
+        """``kwargs``: variables of the template. ``with_tools``: False where a program shows its tools itself."""
         self._tokenizer = tokenizer
         self._chat_template = chat_template
         self.max_length = max_length
+        self._kwargs, self._with_tools = kwargs, with_tools
+        self._start = TextStart(tokenizer)
+        self._unused: dict[str, str] = {}
+
+    @property
+    def notes(self) -> list[str]:
+        """What is to be told of the prompts that were tokenised so far."""
+        return [*self._start.notes.values(), *self._unused.values()]
 
     def __call__(self, records: Sequence[Record]) -> list[Tokenised | LeftOut]:
         """The text and token ids [P] of each record, or why it has none.
@@ -54,17 +149,63 @@ class PromptTokenizer:
     def _text(self, record: Record) -> tuple[str, bool] | LeftOut:
         """The text of a record, and whether the template wrote it."""
         if (chat := self._as_messages(record)) is None:
+            self._note_unused(record)
             return str(record.prompt), False
         if not self._tokenizer.chat_template:
             raise DataError(
                 f"prompts of {_named(record)} need a chat template (data.chat_template={self._chat_template}), and the "
                 "model's tokenizer has none; use an instruct model, or text prompts with data.chat_template=auto"
             )
+        tools, kwargs = self._tools(record), self._template_kwargs(record)
         try:
             with boundary(f"the tokenizer's chat template fails on a prompt of {_named(record)}", DataError):
-                return str(self._tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)), True
+                rendered = self._tokenizer.apply_chat_template(
+                    chat, tools=tools, tokenize=False, add_generation_prompt=True, **kwargs
+                )
         except DataError as refused:
             return LeftOut(Reason.TEMPLATE, record.source, str(refused))
+        text = str(rendered)
+        for tool in tools or ():
+            if tool["function"]["name"] not in text:
+                raise DataError(
+                    f"a prompt of {_named(record)} has tools, and the model's chat template does not show them to the "
+                    f"model; use a model that was trained with tools, or rename the column {TOOLS!r}"
+                )
+        return text, True
+
+    def _tools(self, record: Record) -> list[dict[str, Any]] | None:
+        """The schemas of a row's tools."""
+        given = record.extra.get(TOOLS) if self._with_tools else None
+        if given is None or not (tools := _value(given)):
+            return None
+        tools = [_value(tool) for tool in tools] if isinstance(tools, list) else [tools]
+        for tool in tools:
+            function = tool.get("function") if isinstance(tool, Mapping) else None
+            if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+                raise DataError(
+                    f"the column {TOOLS!r} of {_named(record)} has {shown(tool)}; expected a list of schemas, like "
+                    '{"type": "function", "function": {"name": …, "parameters": {…}}}. Rename the column if it is '
+                    "something else"
+                )
+        return tools
+
+    def _template_kwargs(self, record: Record) -> dict[str, Any]:
+        try:
+            kwargs = template_kwargs(self._kwargs, record.extra)
+        except DataError as error:
+            raise DataError(f"{_named(record)}: {error}") from None
+        for name in kwargs:
+            if name not in str(self._tokenizer.chat_template):
+                self._unused[name] = f"the model's chat template has no variable {name} ({TEMPLATE_KWARGS})"
+        return kwargs
+
+    def _note_unused(self, record: Record) -> None:
+        """Note what only a chat template would use, and text has none."""
+        if not self._with_tools:  # a program makes chats of it
+            return
+        columns = [name for name in (TOOLS, TEMPLATE_KWARGS) if record.extra.get(name)]
+        for name in [*columns, *(["data.chat_template_kwargs"] if self._kwargs else [])]:
+            self._unused[name] = f"{name} has no effect on prompts that are text; use data.chat_template=always"
 
     def _encoded(
         self, records: Sequence[Record], texts: Sequence[str], *, templated: bool
@@ -74,7 +215,9 @@ class PromptTokenizer:
         doing = f"the model's tokenizer cannot read a prompt of {_named(records[0])}: {shown(texts[0])}"
         try:
             with boundary(doing, DataError):
-                ids = self._tokenizer(list(texts), add_special_tokens=not templated)["input_ids"]
+                ids = self._tokenizer(list(texts), add_special_tokens=False)["input_ids"]
+                if not templated:
+                    ids = [self._start.added(one, text) for one, text in zip(ids, texts, strict=True)]
         except DataError as refused:
             if len(texts) == 1:
                 return [LeftOut(Reason.TOKENIZER, records[0].source, str(refused))]

@@ -47,7 +47,7 @@ ROWS: Mapping[str, Row] = {
     "max_prompt_length": same("data.max_prompt_length", of.prompt_length),
     "max_completion_length": same("data.max_response_length", whole),
     "shuffle_dataset": same("data.shuffle"),
-    "chat_template_kwargs*": off("write it into the model's chat template, or the rows' messages"),
+    "chat_template_kwargs.*": same("data.chat_template_kwargs.*"),
     "chat_template_path": off("put it into the tokenizer's files in the model's folder"),
     "processing_class": no("nothing to do: the tokenizer is that of model.path"),
     "use_peft": off(LORA),

@@ -92,7 +92,7 @@ TABLE: Mapping[str, Row] = {
     "data.custom_cls.*": off("write the rows to a JSONL or Parquet file, or a task of your own (docs/data.md)"),
     "data.datagen.*": off("a task of your own makes problems as they are asked for (docs/data.md)"),
     "data.sampler.*": off("sources have weights (docs/data.md); there is no curriculum"),
-    "data.apply_chat_template_kwargs*": off("write it into the model's chat template, or the rows' messages"),
+    "data.apply_chat_template_kwargs.*": same("data.chat_template_kwargs.*"),
     "data.tool_config_path": same("rollout.tools", of.tools),
     "data.reward_fn_key": always("data_source", note="a row's data_source goes to the reward"),
     **several(

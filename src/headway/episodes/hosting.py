@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from headway.config.schema import Config
+from headway.data.tokenize import TextStart
 from headway.endpoint.dialect import Texts
 from headway.endpoint.turns import Doors
 from headway.episodes.limits import Limits
@@ -36,6 +37,7 @@ def chat_hosting(
         stop_ids=tuple(sorted(chats.renderer.end_ids)),
         gives_reward=config.reward.by_program,
         keeps_conversations=not config.reward.by_program,
+        template_kwargs=config.data.chat_template_kwargs,
         endpoint=None if config.rollout.agent is None else _endpoint(config, chats.renderer, node),
     )
 
@@ -60,13 +62,14 @@ def _endpoint(config: Config, renderer: ChatRenderer, node: str) -> Doors:
 
 
 def texts_of(renderer: ChatRenderer) -> Texts:
-    """Text to token ids and back, as ``renderer`` has them."""
-    return Texts(lambda text: renderer.encode(text).tolist(), renderer.decode)
+    """Text to token ids and back, as ``renderer`` has them; a text's ids begin as those of a prompt that is text."""
+    start = TextStart(renderer.tokenizer)
+    return Texts(lambda text: start.added(renderer.encode(text).tolist(), text), renderer.decode)
 
 
 def chats_of(config: Config, tokenizer: PreTrainedTokenizerBase) -> Chats:
     """The chats that ``tokenizer`` renders. Raises `ConfigError` where it cannot, as `chat_hosting` does."""
-    renderer = ChatRenderer(tokenizer, most_tokens=limits_of(config).max_length)
+    renderer = ChatRenderer(tokenizer, config.data.chat_template_kwargs, most_tokens=limits_of(config).max_length)
     chats = Chats(renderer, config.rollout.tool_parser)
     if config.rollout.tools or config.rollout.mcp:
         _ = chats.for_tools

@@ -13,12 +13,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, wait_exponential
 
+from headway.data.tokenize import template_kwargs
 from headway.data.types import FinishReason, RowAt, RowTokens, Trajectory, TrajectoryId
 from headway.endpoint.turns import Doors
 from headway.episodes.call_log import CallLog
@@ -73,8 +74,8 @@ class Hosting:
     """What a keeper needs in order to have programs make its episodes."""
 
     programs: Programs
-    record: Callable[[], Record]
-    """Makes the record of an episode."""
+    record: Callable[..., Record]
+    """Makes the record of an episode. It is given the row's variables of the chat template, where there are any."""
     limits: Limits
     seed: int = 0
     """Seed of the run."""
@@ -84,6 +85,8 @@ class Hosting:
     """Programs have to give rewards: no reward function does."""
     keeps_conversations: bool = False
     """Episodes come with their last conversation, for a reward function."""
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Variables that the run gives to the chat template."""
     endpoint: Doors | None = None
     """The endpoint at which agents ask for turns; None where programs do so by their chat alone."""
 
@@ -207,7 +210,7 @@ class ProgramEpisode:
         return Try(
             f"episode {tuple(self.id)}",
             self._log.sampling,
-            self._hosting.record(),
+            self._hosting.record(*([of_row] if (of_row := template_kwargs({}, self._request.prompt.extra)) else [])),
             self._log,
             self._limits,
             self._time,
@@ -234,6 +237,7 @@ class ProgramEpisode:
                 access,
                 {name: getattr(self._log.sampling, name) for name in _TOLD},
                 self._limits.max_length,
+                template_kwargs(self._hosting.template_kwargs, self._request.prompt.extra),
             )
             one.running = asyncio.get_running_loop().create_task(
                 self._hosting.programs.run(start, answer, on_begin=begin)

@@ -77,6 +77,8 @@ class Chats:
         """``parser``: name of the parser of tool calls, ``rollout.tool_parser``; it is looked up at the first tool."""
         self.renderer = renderer
         self._parser = parser
+        self._others: dict[str, Chats] = {}
+        """Chats with further variables of the template, by these."""
 
     @cached_property
     def for_tools(self) -> tuple[ToolParser, str]:
@@ -88,9 +90,14 @@ class Chats:
         report = try_template(self.renderer, tools=True)
         return choose_parser(self.renderer, self._parser), report.error_role
 
-    def record(self) -> ChatRecord:
-        """Make the record of an episode."""
-        return ChatRecord(self)
+    def record(self, options: Mapping[str, Any] | None = None) -> ChatRecord:
+        """Make the record of an episode, whose template gets ``options`` on top of the run's."""
+        if not options:
+            return ChatRecord(self)
+        key = repr(sorted(options.items()))
+        if key not in self._others:
+            self._others[key] = Chats(self.renderer.with_options(options), self._parser)
+        return ChatRecord(self._others[key])
 
 
 class ChatRecord:

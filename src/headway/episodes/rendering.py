@@ -59,6 +59,10 @@ class ChatRenderer:
         self.end_ids: frozenset[int] = frozenset((*turn_end, *eos_ids(tokenizer), *stop_ids))
         """Tokens that end a turn: one of them, sampled last, stands for the template's own end of the turn."""
 
+    def with_options(self, options: Mapping[str, Any]) -> ChatRenderer:
+        """The renderer with further variables of the template, on top of those that there are."""
+        return ChatRenderer(self.tokenizer, {**self._options, **options}, self.end_ids, self._most_tokens)
+
     def render(
         self, messages: Sequence[Message], tools: Sequence[ToolSchema] | None = None, generation_prompt: bool = True
     ) -> str:

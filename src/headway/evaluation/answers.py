@@ -49,6 +49,8 @@ class Questions:
     left_out: Counts
     """Rows met on the way that are left out."""
     tokenizer: PreTrainedTokenizerBase
+    notes: tuple[str, ...] = ()
+    """What is to be told of the data."""
 
 
 def read_questions(job: Job, limit: int | None) -> Questions:
@@ -75,7 +77,7 @@ def read_questions(job: Job, limit: int | None) -> Questions:
         raise DataError(
             f"{job.data}: nothing to ask; the configuration holds no problems out (data.val_size=0), give DATA"
         )
-    return Questions(tuple(prompts), left_out, tokenizer)
+    return Questions(tuple(prompts), left_out, tokenizer, sources.notes)
 
 
 async def solve(

@@ -45,6 +45,8 @@ def carry_out(
             soft_wrap=True,
         )
     questions = read_questions(job, limit)
+    for note in questions.notes:
+        console.print(f"note: {note}", soft_wrap=True)
     with progress(console, len(questions.prompts)) as shown:
 
         def begin() -> None:

@@ -119,6 +119,8 @@ class EpisodeStart:
     """The sampling of the episode's turns, by names that vLLM has, too."""
     most_tokens: int = 0
     """Most tokens of a conversation, its prompt included."""
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Variables of the chat template, for programs that render it themselves."""
 
 
 @dataclass(frozen=True, slots=True)

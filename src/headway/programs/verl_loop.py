@@ -132,7 +132,7 @@ class VerlLoop:
             loop = deepcopy(self._found)  # episodes go on side by side, each with what it remembers
             loop.server_manager, loop.tokenizer = manager, self._tokenizer
             return loop
-        config = _config(self._prompt_length, start.most_tokens)
+        config = _config(self._prompt_length, start.most_tokens, start.template_kwargs)
         given = {
             "trainer_config": SimpleNamespace(config=config),
             "config": config,
@@ -174,7 +174,7 @@ def is_verl_loop(found: Any) -> bool:
     return names[:1] == ["sampling_params"]
 
 
-def _config(prompt_length: int, most_tokens: int) -> Any:
+def _config(prompt_length: int, most_tokens: int, template_kwargs: Mapping[str, Any]) -> Any:
     """The parts of verl's configuration that agent loops read, as far as they mean something here.
 
     verl's response is all that follows the prompt, in all turns: what tools said, too.
@@ -185,7 +185,7 @@ def _config(prompt_length: int, most_tokens: int) -> Any:
     lengths = {"prompt_length": prompt_length, "response_length": response_length, "max_model_len": most_tokens}
     rollout = {**lengths, "multi_turn": {}, "agent": {}}
     model = {"path": None}
-    data = {"apply_chat_template_kwargs": {}, "max_prompt_length": prompt_length}
+    data = {"apply_chat_template_kwargs": dict(template_kwargs), "max_prompt_length": prompt_length}
     data["max_response_length"] = response_length
     both = {"rollout": rollout, "model": model}
     return OmegaConf.create({"actor_rollout_ref": both, **both, "data": data})
