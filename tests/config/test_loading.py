@@ -342,3 +342,35 @@ def test_a_model_in_the_users_home_is_found_there(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("HOME", "/home/me")
     assert load(None, ["model.path=~/llama"]).config.model.path == "/home/me/llama"
     assert load(None, ["model.path=org/llama"]).config.model.path == "org/llama"
+
+
+@pytest.mark.parametrize("empty", ["null", "{}"])
+@pytest.mark.parametrize("on_top", ["command line", "file"])
+def test_null_and_an_empty_mapping_clear_what_a_layer_below_set(write: Write, empty: str, on_top: str) -> None:
+    below = write(
+        "mode: async_stale\nreward: {function: f.py:score, params: {a: 1}}\n"
+        "actor: {optim: {lr: 0.5}}\nasync_training: {order: fifo}\n",
+        "below.yaml",
+    )
+    keys = ("reward.params", "actor.optim", "async_training")
+    if on_top == "file":
+        text = "defaults: [below.yaml]\n" + "".join(f"{key}: {empty}\n" for key in keys)
+        config = load(write(text), ["reward.params.b=2"]).config
+    else:
+        config = load(below, [*(f"{key}={empty}" for key in keys if key != "reward.params")]).config
+        assert config.reward.params == {"a": 1}
+        assert load(below, [f"reward.params={empty}"]).config.reward.params == {}
+        config = load(below, [f"{key}={empty}" for key in keys[1:]] + ["reward.params={}", "reward.params.b=2"]).config
+    assert config.reward.params == {"b": 2}
+    assert config.actor.optim == mode_config("async_stale").actor.optim
+    assert config.async_training == mode_config("async_stale").async_training  # the mode's, not the schema's
+
+
+def test_names_with_dots_survive_files_layers_the_command_line_and_a_runs_own_file(write: Write) -> None:
+    reward = "reward: {function: f.py:score, params: {a.b: 1, c: {d.e: [{f.g: 2}]}}}\n"
+    write(f"{reward}rollout.env: {{A.B: x}}\n", "below.yaml")
+    path = write("defaults: [below.yaml]\nreward: {params: {h.i: 3}}\n")
+    config = load(path, ["rollout.vllm.engine_args={x.y: 1}", 'reward.params={"a.b": 4}']).config
+    assert config.reward.params == {"a.b": 4, "c": {"d.e": [{"f.g": 2}]}, "h.i": 3}
+    assert config.rollout.env == {"A.B": "x"} and config.rollout.vllm.engine_args == {"x.y": 1}
+    assert load(write(dump(config), "own.yaml")).config == config

@@ -19,16 +19,24 @@ from yaml import MarkedYAMLError, YAMLError
 
 from headway.config.aliases import canonical_key, translate
 from headway.config.recipes import find_recipe, similar_recipes
+from headway.config.schema import Config
+from headway.config.section import mappings_in
 from headway.errors import ConfigError
 
 DEFAULTS = "defaults"
+MAPPINGS = tuple(dict.fromkeys(mappings_in(Config)))
+"""Keys of mappings with names of the user's: a dot in such a name is a part of it."""
+_DOT = "\u2024"
+"""Sign that stands for the dot of a name in dotted keys, and looks like one."""
 _SURPRISING = re.compile(r"[-+]?(0[0-7_]+|[0-9_]+(:[0-9_.]+)+)")
 """Pattern of numbers that YAML 1.1 reads in base 8 or base 60."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A layer of settings: ``values`` by dotted key. An empty mapping is a value, too: a section with its defaults.
+    """A layer of settings: ``values`` by dotted key.
+
+    An empty mapping is a value, too, and so is null: what earlier layers set below such a key is gone.
 
     ``origin`` says where the values are written, as in "in demo.yaml" or "on the command line".
     """
@@ -85,7 +93,7 @@ def read_overrides(overrides: Sequence[str]) -> Layer:
                     f"{written[clash]!r} and {override!r}: {key} and {clash} cannot both be given on the command line; "
                     "drop one of them"
                 )
-            values, written[key] = overlay(values, {key: value}), override
+            values[key], written[key] = value, override
     return Layer("on the command line", values)
 
 
@@ -98,18 +106,22 @@ def settings_of(overrides: Sequence[str] | Layer) -> Layer:
 
 
 def overlay(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Lay the flat mapping ``above`` over ``below``: its keys replace equal keys, and keys above or below them."""
-    kept = {key: value for key, value in below.items() if not any(_replaces(new, key, above[new]) for new in above)}
-    return kept | {
-        key: value
-        for key, value in above.items()
-        if value != {} or not any(known.startswith(f"{key}.") for known in kept)
-    }
+    """Lay the flat mapping ``above`` over ``below``: its keys replace equal keys, and keys above or below them.
+
+    An empty mapping below stays: it says that what lies under both does not count.
+    """
+    kept = {key: value for key, value in below.items() if not any(_replaces(new, key, value) for new in above)}
+    return kept | dict(above)
 
 
 def flatten(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Flatten ``{"rollout": {"n": 8}}`` to ``("rollout.n", 8)``. Lists and empty mappings are values."""
-    for name, value in values.items():
+    """Flatten ``{"rollout": {"n": 8}}`` to ``("rollout.n", 8)``. Lists and empty mappings are values.
+
+    Names of the user's in `MAPPINGS` keep their dots: `nest` brings them back.
+    """
+    named = lies_in(canonical_key(prefix[:-1]), *MAPPINGS)
+    for given, value in values.items():
+        name = str(given).replace(".", _DOT) if named else given
         if isinstance(value, Mapping) and value:
             yield from flatten(value, f"{prefix}{name}.")
         else:
@@ -120,7 +132,7 @@ def nest(values: Mapping[str, Any]) -> dict[str, Any]:
     """Nest ``{"rollout.n": 8}`` as ``{"rollout": {"n": 8}}``."""
     tree: dict[str, Any] = {}
     for key, value in values.items():
-        *sections, name = key.split(".")
+        *sections, name = (part.replace(_DOT, ".") for part in key.split("."))
         node = tree
         for section in sections:
             node = node.setdefault(section, {})
@@ -237,8 +249,7 @@ def _check_numbers(root: yaml.Node | None, where: Callable[[int], str]) -> None:
 
 
 def _replaces(new: str, old: str, value: Any) -> bool:
-    opens_section = value == {}
-    return new == old or new.startswith(f"{old}.") or (old.startswith(f"{new}.") and not opens_section)
+    return new == old or (new.startswith(f"{old}.") and value != {}) or old.startswith(f"{new}.")
 
 
 def _excludes(one: str, one_value: Any, other: str, other_value: Any) -> bool:

@@ -70,8 +70,9 @@ def load(path: Path | None, overrides: Sequence[str] | Layer = ()) -> LoadedConf
     for layer in layers:
         user = overlay(user, layer.values)
     user = resolve_ahead_steps(user)
-    beneath = preset(user.get("mode", Config.model_fields["mode"].default))
-    values = with_own_files(resolve_references(overlay(beneath, resolve_partial_rollout(user))))
+    mode = user.get("mode", Config.model_fields["mode"].default)
+    beneath, kept = preset(mode), _without_cleared(resolve_partial_rollout(user), _flat_values(mode_config(mode)))
+    values = with_own_files(resolve_references(overlay(beneath, kept)))
     try:
         config = Config.model_validate(values)
     except ValidationError as error:
@@ -80,6 +81,14 @@ def load(path: Path | None, overrides: Sequence[str] | Layer = ()) -> LoadedConf
     same = {key for key, value in resolved.items() if key in usual and usual[key] == value}
     given = frozenset(key for key, value in user.items() if value is not None)
     return LoadedConfig(config, given, notes, usual_keys=frozenset(given & same - typed.values.keys()))
+
+
+def _without_cleared(user: Mapping[str, Any], usual: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the user's values without sections and mappings that are null or empty: they are as ``usual`` has them."""
+    sections = {key for key, value in usual.items() if value == {}} | {
+        key[:at] for key in usual for at, sign in enumerate(key) if sign == "."
+    }
+    return {key: value for key, value in user.items() if key not in sections or value not in (None, {})}
 
 
 def dump(config: Config) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
@@ -94,6 +94,17 @@ def sections_in(annotation: Any) -> list[type[Section]]:
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return [annotation]
     return [section for argument in get_args(annotation) for section in sections_in(argument)]
+
+
+def mappings_in(section: type[Section], prefix: str = "") -> Iterator[str]:
+    """Yield the dotted keys whose values are mappings with names of the user's."""
+    for name, field in section.model_fields.items():
+        key = f"{prefix}{field.alias or name}"
+        if get_origin(field.annotation) is dict:
+            yield key
+        else:
+            for inner in sections_in(field.annotation):
+                yield from mappings_in(inner, f"{key}.")
 
 
 def told_apart_by(sections: Sequence[type[Section]]) -> tuple[str, list[list[str]]]:
