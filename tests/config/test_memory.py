@@ -22,7 +22,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from headway.config.memory import Mesh, Step, activations, trainer
+from headway.config.memory import Mesh, Step, activations, critic, trainer
 from headway.config.memory_of_run import made, processes
 from headway.config.model import MakeModelConfig
 from headway.config.model_shape import ModelShape
@@ -158,6 +158,45 @@ def test_each_way_to_save_memory_saves_what_it_says() -> None:
     assert offloaded.host == 16 * mesh.share(shape)
     assert offloaded.device == plain.device - offloaded.host
     assert plain.host == 0
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen2, tied"])
+def test_a_critic_gathers_its_embedding_and_has_a_gradient_of_it_but_neither_head_nor_logits(family: str) -> None:
+    shape = shape_of(FAMILIES[family]())
+    moments = critic(shape, Step(Mesh(4, ParallelConfig()), 512, 2)).moments
+    lines = {name: {line.name: line.nbytes for line in lines} for name, lines in moments.items()}
+    gathered = 2 * (shape.embedding + shape.final)
+    assert {of["gathered embedding and head"] for of in lines.values() if "gathered embedding and head" in of} == {
+        gathered
+    }
+    embedding = lines["backward pass of the embedding of the critic"]
+    assert embedding["gradients of embedding and head"] == 2 * shape.embedding
+    last = lines["sum of the last gradients over ranks of the critic"]
+    assert last["the same, summed over ranks in float32"] == 2 * gathered
+    assert lines["log-probs of the critic"]["logits of a chunk"] == 0
+    assert lines["backward pass of a layer of the critic"]["gradient of the head"] == 0
+
+
+@pytest.mark.parametrize(
+    ("rollout", "on_cpu", "tokens"),
+    [
+        ({}, False, 9000),  # one context alone is longer than a step's budget, and native reads it in one step
+        ({"max_batched_tokens": 10_000}, False, 10_000),
+        ({"max_batched_tokens": 50_000, "max_concurrent": 2}, False, 18_000),
+        ({"name": "vllm"}, False, 4096),
+        ({"name": "vllm"}, True, 9000),
+    ],
+)
+def test_a_replica_has_room_to_read_a_cut_answer_again_with_all_that_it_has(
+    rollout: dict[str, Any], on_cpu: bool, tokens: int
+) -> None:
+    shape = shape_of(FAMILIES["qwen3"]())
+    settings = {"data": {"max_prompt_length": 1000, "max_response_length": 8000}, "rollout": rollout}
+    config = Config.model_validate(settings)
+    (replica,) = (p.memory for p in processes(config, shape, on_cpu=on_cpu) if p.name == "replica")
+    (read,) = replica.moments["prefill"]
+    row = 2 * shape.hidden + 2 * (shape.queries + 2 * shape.keys) + 3 * shape.intermediate
+    assert read.nbytes == tokens * row * (4 if on_cpu else 2)
 
 
 def test_processes_of_a_run_have_what_its_settings_ask_for() -> None:

@@ -159,8 +159,8 @@ def critic(shape: ModelShape, step: Step) -> Memory:
     share = FLOAT * step.mesh.share(replace(shape, tied=True))
     held = Line("weights and moments of the critic", 3 * share, step.offload)
     gradients = Line("gradients of the critic", share, step.offload)
-    headless = replace(shape, tied=True, vocabulary=0)
-    moments = {f"{name} of the critic": (gradients, *lines) for name, lines in _moments(headless, step).items()}
+    parts = _moments(replace(shape, tied=True), step, headless=True)
+    moments = {f"{name} of the critic": (gradients, *lines) for name, lines in parts.items()}
     return Memory((held,), moments)
 
 
@@ -232,17 +232,19 @@ def activations(shape: ModelShape, step: Step) -> int:
     return step.tokens * (ends + shape.layers * layer)
 
 
-def _moments(shape: ModelShape, step: Step) -> dict[str, tuple[Line, ...]]:
+def _moments(shape: ModelShape, step: Step, *, headless: bool = False) -> dict[str, tuple[Line, ...]]:
+    """Return what a step takes at each moment. ``headless``: of a decoder whose head is one number."""
     mesh, c = step.mesh, step.itemsize
     layer, root = mesh.layer(shape), mesh.root(shape)
-    own_head = mesh.vocabulary(shape) * shape.hidden
+    own_embedding = mesh.vocabulary(shape) * shape.hidden
+    own_head = 0 if headless else own_embedding
     gathered = Line("gathered embedding and head", c * root)
     kept_layers = 0 if step.reshard else shape.layers * c * layer
     saved = Line("activations", activations(shape, step))
     of_layer = step.tokens * shape.saved_by_layer(c, mesh.parallel.tp)
     # What a layer has saved is freed as its backward pass goes on, and was not there before where it is recomputed.
     last, within = (0, of_layer) if step.recompute else (of_layer, step.tokens * _passing(shape, step))
-    logits = _chunk(shape, step)
+    logits = 0 if headless else _chunk(shape, step)
     of_head = {
         "logits of a chunk": (3 if step.entropy else 2) * logits,
         "gradient of the head, and a chunk's": (FLOAT + c) * own_head,
@@ -269,7 +271,7 @@ def _moments(shape: ModelShape, step: Step) -> dict[str, tuple[Line, ...]]:
         ),
         "backward pass of the embedding": (
             gathered,
-            Line("gradients of embedding and head", 2 * c * own_head),
+            Line("gradients of embedding and head", c * (own_embedding + own_head)),
             Line("a layer's sums over ranks", FLOAT * layer),
         ),
         "sum of the last gradients over ranks": (
@@ -288,8 +290,6 @@ def _passing(shape: ModelShape, step: Step) -> int:
 def _chunk(shape: ModelShape, step: Step) -> int:
     """Bytes of a chunk's logits in float32."""
     vocabulary = step.mesh.vocabulary(shape)
-    if not vocabulary:
-        return 0
     return min(step.tokens, chunk_tokens(vocabulary, step.device_bytes)) * vocabulary * FLOAT
 
 

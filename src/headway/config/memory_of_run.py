@@ -132,13 +132,15 @@ def _replica(config: Config, shape: ModelShape, senders: int, *, on_cpu: bool) -
     context = config.data.max_prompt_length + config.data.max_response_length
     slots = concurrent(config)
     shared = config.placement.kind == "shared"
+    # A cut or parked answer is read again with all that it has; only vLLM on GPUs divides a context over steps.
+    undivided = context if on_cpu or rollout.name == "native" else 0
     return replica(
         shape,
         itemsize=_served(config, on_cpu=on_cpu),
         cached_tokens=slots * context,
         cache_bytes=None if rollout.kv_cache_gib is None else int(rollout.kv_cache_gib * GIB),
         slots=slots,
-        prefill=min(rollout.max_batched_tokens, slots * config.data.max_prompt_length),
+        prefill=max(min(rollout.max_batched_tokens, slots * context), undivided),
         bucket=(1 if shared else senders) * int(rollout.param_update_consume_bucket_size_mb * MIB),
         in_place=shared or not rollout.enable_dual_buffer,
         on_cpu=on_cpu,
