@@ -368,10 +368,10 @@ class ParamUpdateConfig(Section):
     """Compare, after each update, what each replica serves with the trainer on a few fixed sequences. Checksums of what
     was received are always compared."""
     timeout_s: float = Field(120.0, gt=0)
-    """Most seconds that one update may take, that a replica may take to load it, to stop or to answer, or that it may
-    compute no token while it has calls open. One more is added for each 50 MB of weights; the first token has ten
-    minutes more where kernels are compiled. A replica that is late is left out, and others take over its calls; the run
-    ends when it was the last."""
+    """Most seconds that one update, or the load of a version, may take, and one more for each 50 MB of weights. It is
+    also how long a replica may take to answer, or may compute no token while calls are open: longer where the longest
+    context takes longer to read, and by ten minutes before the first token where kernels are compiled. A replica that
+    is late is left out, and others take over its calls; the run ends when it was the last."""
 
 
 class PlacementConfig(Section):
