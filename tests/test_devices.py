@@ -7,19 +7,30 @@ import inspect
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
 
 import headway
 from headway.config.schema import ClusterConfig, ParamUpdateConfig
-from headway.devices import ACCELERATORS, CPU, KINDS, Cuda, DeviceKind, chosen, kind_here, kind_of, listed_here
+from headway.devices import (
+    ACCELERATORS,
+    CPU,
+    KINDS,
+    Cuda,
+    DeviceKind,
+    chosen,
+    kind_here,
+    kind_of,
+    listed_here,
+    memory_listed_here,
+)
 from headway.errors import ConfigError
 
 SOURCE = Path(headway.__file__).parent
@@ -111,23 +122,90 @@ def test_a_kind_that_is_not_there_is_refused_by_whoever_looked(monkeypatch: pyte
         chosen("cuda", lambda kind: kind is CPU, "Ray sees no {}")
 
 
+class Nvml:
+    """NVML's library with GPUs of 80, 40, 80 … GiB; ``status`` is what its start returns."""
+
+    def __init__(self, gpus: int, status: int = 0) -> None:
+        self._gpus, self._status = gpus, status
+
+    def nvmlInit_v2(self) -> int:
+        return self._status
+
+    def nvmlShutdown(self) -> int:
+        return 0
+
+    def nvmlDeviceGetCount_v2(self, count: Any) -> int:
+        count._obj.value = self._gpus
+        return 0
+
+    def nvmlDeviceGetHandleByIndex_v2(self, index: Any, gpu: Any) -> int:
+        gpu._obj.value = index.value + 1
+        return 0
+
+    def nvmlDeviceGetUUID(self, gpu: Any, name: Any, length: Any) -> int:
+        name.value = f"GPU-{gpu.value - 1}aa-bb".encode()
+        return 0
+
+    def nvmlDeviceGetMemoryInfo(self, gpu: Any, memory: Any) -> int:
+        memory._obj.total = (80, 40)[(gpu.value - 1) % 2] * 2**30
+        return 0
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
+    """Sets what a machine has of NVIDIA's: the library, lines of ``nvidia-smi``, a node; and what is visible."""
+
+    def set_up(
+        *, library: Nvml | None = None, smi: str | None = None, node: str = "", visible: str | None = None
+    ) -> None:
+        def load(name: str) -> Nvml:
+            if library is None:
+                raise OSError(name)
+            return library
+
+        def run(*args: Any, **kwargs: Any) -> subprocess.CompletedProcess[str]:
+            if smi is None:
+                raise FileNotFoundError("nvidia-smi")
+            return subprocess.CompletedProcess([], 0, stdout=smi)
+
+        monkeypatch.setattr("headway.devices.CDLL", load)
+        monkeypatch.setattr("headway.devices.subprocess.run", run)
+        monkeypatch.setattr(Cuda, "nvidia", (tmp_path,) if node else ())
+        monkeypatch.setattr(Cuda, "amd", tmp_path / "kfd")
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        if visible is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+
+    return set_up
+
+
 @pytest.mark.parametrize(
-    ("installed", "visible", "count"),
-    [(0, None, 0), (0, "0,1", 0), (8, None, 8), (8, "0, 3", 2), (8, "", 0), (8, "-1", 0), (1, "0,1", 1)],
+    ("installed", "visible", "sizes"),
+    [
+        *((0, None, []), (0, "0,1", []), (4, None, [80, 40, 80, 40]), (4, "0, 2", [80, 80]), (4, "", [])),
+        *((4, "-1", []), (4, "0,-1,1", [80]), (1, "0,1", [80]), (4, "0,0", [80]), (4, "GPU-3,GPU-0aa-bb", [40, 80])),
+        (4, "GPU-x", []),
+    ],
 )
-def test_gpus_are_listed_without_torch_but_for_those_that_are_hidden(
-    installed: int, visible: str | None, count: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_gpus_and_their_memory_are_listed_without_torch_but_for_those_that_are_hidden(
+    installed: int, visible: str | None, sizes: list[int], driver: Callable[..., None], tmp_path: Path
 ) -> None:
-    for number in range(installed):
-        (tmp_path / "gpus" / str(number)).mkdir(parents=True)
-    monkeypatch.setattr(Cuda, "nvidia", tmp_path / "gpus")
-    monkeypatch.setattr(Cuda, "amd", tmp_path / "kfd")
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if visible is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert listed_here() == count
+    rows = "".join(f"GPU-{i}aa-bb, {(80, 40)[i % 2] * 1024}\n" for i in range(installed))
+    for source in ({"library": Nvml(installed)}, {"smi": rows}, {"library": Nvml(installed, status=9), "smi": rows}):
+        driver(**source, visible=visible)
+        assert listed_here() == len(sizes)
+        assert memory_listed_here(on_cpu=False) == min((size * 2**30 for size in sizes), default=None)
     (tmp_path / "kfd").touch()
     assert listed_here() is None
+
+
+def test_a_driver_that_cannot_be_asked_is_not_taken_for_no_gpu(driver: Callable[..., None]) -> None:
+    driver(node="dxg")
+    assert listed_here() is None and memory_listed_here(on_cpu=False) is None
+    driver()
+    assert listed_here() == 0
+    driver(library=Nvml(1), visible="MIG-1,MIG-2")
+    assert listed_here() == 2 and memory_listed_here(on_cpu=False) is None
 
 
 def test_the_module_itself_loads_no_torch() -> None:

@@ -15,6 +15,7 @@ import subprocess
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from ctypes import CDLL, Structure, byref, c_uint, c_ulonglong, c_void_p, create_string_buffer
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -257,6 +258,63 @@ class Accelerator(DeviceKind):
         return _nothing  # copies are slower then, and right
 
 
+Gpu = tuple[str, int | None]
+"""A GPU's UUID, and its bytes of memory where they are known."""
+
+
+class _Memory(Structure):
+    _fields_ = [("total", c_ulonglong), ("free", c_ulonglong), ("used", c_ulonglong)]
+
+
+def _gpus_of_library() -> list[Gpu] | None:
+    """Return the GPUs that the driver's management library (NVML) names. None without library or driver."""
+    try:
+        nvml = CDLL("libnvidia-ml.so.1")
+        if nvml.nvmlInit_v2() != 0:
+            return None
+    except (OSError, AttributeError):
+        return None
+    gpus: list[Gpu] = []
+    count, gpu, name, memory = c_uint(), c_void_p(), create_string_buffer(96), _Memory()
+    known = nvml.nvmlDeviceGetCount_v2(byref(count)) == 0
+    for i in range(count.value):
+        known = known and nvml.nvmlDeviceGetHandleByIndex_v2(c_uint(i), byref(gpu)) == 0
+        known = known and nvml.nvmlDeviceGetUUID(gpu, name, c_uint(96)) == 0
+        sized = known and nvml.nvmlDeviceGetMemoryInfo(gpu, byref(memory)) == 0
+        gpus.append((name.value.decode(), int(memory.total) if sized else None))
+    nvml.nvmlShutdown()
+    return gpus if known else None
+
+
+def _gpus_of_command() -> list[Gpu] | None:
+    """Return the GPUs that ``nvidia-smi`` names. None where it does not run."""
+    asked = ["nvidia-smi", "--query-gpu=uuid,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(asked, capture_output=True, text=True, timeout=SMI_TIMEOUT_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    rows = [line.partition(",")[::2] for line in done.stdout.splitlines() if line.strip()]
+    return [(name.strip(), int(size) * 2**20 if size.strip().isdigit() else None) for name, size in rows]
+
+
+def _visible(gpus: list[Gpu], asked: str | None) -> list[Gpu]:
+    """Return the GPUs that ``CUDA_VISIBLE_DEVICES`` leaves: indices or UUIDs, up to the first wrong one."""
+    if asked is None:
+        return gpus
+    chosen: list[Gpu] = []
+    for name in map(str.strip, asked.split(",")):
+        if name.startswith("MIG-"):
+            found: Gpu | None = (name, None)  # a part of a GPU, whose size is its own
+        elif name.isdigit():
+            found = gpus[int(name)] if int(name) < len(gpus) else None
+        else:
+            found = next((gpu for gpu in gpus if name and gpu[0].startswith(name)), None)
+        if found is None or found in chosen:
+            break
+        chosen.append(found)
+    return chosen
+
+
 class Cuda(Accelerator):
     """GPUs of NVIDIA, and those of AMD, which torch gives the same name."""
 
@@ -269,27 +327,27 @@ class Cuda(Accelerator):
     pins_host_memory = True
     flex_attention = True
 
-    nvidia, amd = Path("/proc/driver/nvidia/gpus"), Path("/dev/kfd")
+    amd = Path("/dev/kfd")
+    nvidia = (Path("/proc/driver/nvidia"), Path("/dev/nvidiactl"), Path("/dev/dxg"))
+    """What a machine with a driver of NVIDIA's may have: a container lacks the first, WSL has the last alone."""
 
     def listed(self) -> int | None:
-        if self.amd.exists():
-            return None
-        try:
-            there = len(list(self.nvidia.iterdir()))
-        except OSError:
-            there = 0
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        if visible is None or not there:
-            return there
-        return min(there, len([name for name in visible.split(",") if name.strip() not in ("", "-1")]))
+        gpus = self._gpus()
+        return None if gpus is None else len(gpus)
 
     def memory_listed(self) -> int | None:
-        asked = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
-        try:
-            done = subprocess.run(asked, capture_output=True, text=True, timeout=SMI_TIMEOUT_S, check=True)
-            return min((int(line) * 2**20 for line in done.stdout.split("\n") if line.strip()), default=None)
-        except (OSError, subprocess.SubprocessError, ValueError):
+        sizes = [nbytes for _, nbytes in self._gpus() or ()]
+        return None if None in sizes else min((nbytes for nbytes in sizes if nbytes is not None), default=None)
+
+    def _gpus(self) -> list[Gpu] | None:
+        """Return the GPUs that a process may use. None where nobody can be asked who knows them."""
+        if self.amd.exists():
             return None
+        found = _gpus_of_library()
+        found = _gpus_of_command() if found is None else found
+        if found is None:
+            return None if any(path.exists() for path in self.nvidia) else []
+        return _visible(found, os.environ.get("CUDA_VISIBLE_DEVICES"))
 
     def recorder(self, device: Device) -> Recorder | None:
         return CudaRecorder(device)
