@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import anthropic
+import numpy as np
 import openai
 import pytest
 from anthropic.types import Message as AnthropicMessage
@@ -16,6 +17,8 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response
 
 from headway.endpoint.turns import Note
+from headway.episodes.conversations import Draft, PromptKind
+from headway.episodes.record import ChatRecord
 from headway.programs.messages import Access
 from tests.endpoint.scripted import ADD, ADD_PARAMETERS, calling, made
 from tests.episodes.conftest import renderer_of
@@ -192,6 +195,78 @@ async def test_dialects_make_the_same_prompts_of_a_conversation(dialect, templat
         assert episode.episode.failure is None
         prompts.append([call.input_ids.tolist() for call, _ in episode.record])
     assert prompts[0] == prompts[1]
+
+
+THOUGHTS = ["<think>\nI add\n</think>\n\n", "<think>hm</think>", "<think>\nah\n</think>\n\n", "<think>bye</think>\n"]
+SAYS_THINKING = [thought + text for thought, text in zip(THOUGHTS, SAYS, strict=True)]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("dialect", [chat, responses, messages])
+async def test_thinking_is_apart_in_every_dialect_and_a_conversation_with_it_is_one_row(dialect, stream, monkeypatch):
+    monkeypatch.setattr(f"{__name__}.SAYS", SAYS_THINKING)
+    said: list[str] = []
+
+    async def agent(access: Access) -> float:
+        said.extend(await dialect(access, stream=stream))
+        return 1.0
+
+    episode = await made(agent, SAYS_THINKING)
+    assert said == ["", "let me see", "it is 3, 6 and 9", "good bye"]
+    episode.check(rows=1)
+
+
+def _inline(message: dict[str, Any]) -> dict[str, Any]:
+    thinking = message.pop("reasoning_content")
+    return {**message, "content": f"<think>\n{thinking}\n</think>\n\n{message.get('content', '')}"}
+
+
+SENT_BACK: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "reasoning_content": lambda message: message,
+    "reasoning": lambda message: {**message, "reasoning": message.pop("reasoning_content")},
+    "in tags": _inline,
+    "left out": lambda message: {name: value for name, value in message.items() if name != "reasoning_content"},
+}
+
+
+@pytest.mark.parametrize("tools", [True, False])
+@pytest.mark.parametrize("form", SENT_BACK)
+@pytest.mark.parametrize("template", ["qwen2_5", "qwen3", "deepseek_r1"])
+async def test_an_answer_is_known_again_in_whatever_form_its_thinking_comes_back(form, template, tools):
+    if template == "deepseek_r1" and tools:
+        return  # its template has none
+    call = calling(1, 2, template=template) if tools else "3?"
+    opened = template == "deepseek_r1"  # by the prompt
+    says = [f"{'' if opened else '<think>'}\n{thought}\n</think>\n\n{call}" for thought in ("I add", "hm", "ah")]
+    told: Any = [{"type": "function", "function": {**ADD, "parameters": ADD_PARAMETERS}}] if tools else openai.omit
+    kinds = []
+
+    async def agent(access: Access) -> float:
+        messages: list[Any] = [{"role": "user", "content": FIRST}]
+        for _ in says:
+            answer = await client(access).chat.completions.create(model="policy", messages=messages, tools=told)
+            message = answer.choices[0].message.model_dump(exclude_none=True)
+            assert message["reasoning_content"] in ("I add", "hm", "ah")
+            assert "think" not in (message.get("content") or "")
+            messages.append(SENT_BACK[form](message))
+            if tools:
+                messages.append({"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "3"})
+            else:
+                messages.append({"role": "user", "content": THEN})
+        return 1.0
+
+    def noted(self: Any, *given: Any) -> Draft:
+        draft = drafted(self, *given)
+        kinds.append(draft.prompt(np.zeros(1, np.int32)).kind)
+        return draft
+
+    drafted = ChatRecord.draft
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ChatRecord, "draft", noted)
+        episode = await made(agent, says, template=template)
+    assert kinds[0] is PromptKind.NEW
+    assert PromptKind.NEW not in kinds[1:]
+    episode.check(rows=1 if template == "qwen2_5" or tools else None)
 
 
 async def test_anthropics_own_loop_of_tools_which_would_keep_threads_here_sends_its_conversation_whole():

@@ -79,7 +79,7 @@ class ChatCompletions:
             "choices": [
                 {
                     "index": 0,
-                    "message": {**_openai_message(turn.answer.message), "refusal": None},
+                    "message": {**_openai_message(turn.answer.with_reasoning_apart), "refusal": None},
                     "logprobs": _logprobs(wanted, turn) if wanted.body.logprobs else None,
                     "finish_reason": _finish_reason(turn),
                 }
@@ -89,7 +89,7 @@ class ChatCompletions:
 
     def events(self, wanted: Wanted, turn: MadeTurn, id: str) -> Iterator[bytes]:
         head = _head(wanted, id, "chat.completion.chunk")
-        message = _openai_message(turn.answer.message)
+        message = _openai_message(turn.answer.with_reasoning_apart)
         calls = message.pop("tool_calls", [])
         deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
         deltas += [{name: message[name]} for name in ("reasoning_content", "content") if message.get(name)]

@@ -185,7 +185,7 @@ def _head(wanted: Wanted, id: str) -> dict[str, Any]:
 
 def _blocks(turn: MadeTurn) -> list[dict[str, Any]]:
     """The content of a turn; at least a block of text, if only an empty one."""
-    message, blocks = turn.answer.message, []
+    message, blocks = turn.answer.with_reasoning_apart, []
     calls = message.get("tool_calls", [])
     if thoughts := message.get("reasoning_content"):
         blocks.append({"type": "thinking", "thinking": thoughts, "signature": _SIGNATURE})

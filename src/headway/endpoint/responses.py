@@ -150,7 +150,7 @@ def _tools(tools: Sequence[dict[str, Any]] | None) -> list[ToolSchema] | None:
 
 def _items(wanted: Wanted, turn: MadeTurn, id: str) -> list[dict[str, Any]]:
     """The output of a turn."""
-    message = turn.answer.message
+    message = turn.answer.with_reasoning_apart
     calls = message.get("tool_calls", [])
     status = "incomplete" if turn.answer.finish_reason == "length" else "completed"
     items: list[dict[str, Any]] = []

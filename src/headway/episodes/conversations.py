@@ -24,13 +24,14 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from headway.episodes.messages import marked, message_key, plain_messages, reasoning_of, without_reasoning
+from headway.episodes.messages import marked, message_key, normalise, plain_messages, without_reasoning
 from headway.episodes.rendering import ChatRenderer
 from headway.programs.messages import Message, ToolSchema, said
 
@@ -59,10 +60,10 @@ class ChatPrompt:
     """Digest of the messages and the tools."""
     parts: tuple[NDArray[np.int32], ...] = field(repr=False)
     """The stretches that ``ids`` are made of. Prompts share them, so that an episode's memory grows with its tokens."""
-    marked: tuple[int, ...] = field(repr=False)
-    """Indices of messages that are answers of this episode."""
+    answers: Mapping[int, Message] = field(repr=False)
+    """The answers of this episode among the messages, by their indices, in the form in which they were rendered."""
     text: tuple[int, bytes] = field(repr=False)
-    """Length and digest of the rendered chat, with marks in the answers at ``marked``."""
+    """Length and digest of the rendered chat, with marks in ``answers``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +80,11 @@ class _Stored:
     """An answer of the episode: its prompt, less the ids in one piece, and its sampled ids."""
 
     parts: tuple[NDArray[np.int32], ...]
-    marked: tuple[int, ...]
+    answers: Mapping[int, Message]
     text: tuple[int, bytes]
     sampled: NDArray[np.int32]
+    message: Message
+    """The answer as a plain message that has all of it."""
 
 
 class Conversations:
@@ -119,20 +122,17 @@ class Conversations:
         if last is None:
             return self._whole(PromptKind.NEW, chat, tools, digests[-1])
         stored = self._answers[digests[last + 1]]
-        positions = (*stored.marked, last)
-        marks = {i: marked(chat[i], i) for i in positions}
-        shown = [marks[i].message if i in marks else message for i, message in enumerate(chat)]
-        text = self._renderer.render(shown, tools)
-        start = stored.text[0]
-        same = _extent(text[:start]) == stored.text
-        tail = self._renderer.tail(start, text, chat[last], marks[last]) if same else None
+        # The answer as the client has it; then as it was made, since a template may show it in one of its forms alone.
+        tail, text, answers = self._behind(stored, chat, tools, last, chat[last])
+        if tail is None and chat[last] != stored.message:
+            tail, text, answers = self._behind(stored, chat, tools, last, stored.message)
         if tail is None:
-            return self._whole(PromptKind.REWRITTEN, chat, tools, digests[-1], text, positions)
+            return self._whole(PromptKind.REWRITTEN, chat, tools, digests[-1], text, answers)
 
         def extended(ids: NDArray[np.int32]) -> ChatPrompt:
             behind = self._renderer.behind(ids, stored.sampled)
             parts, kind = (*stored.parts, stored.sampled, behind), PromptKind.EXTENDED
-            return ChatPrompt(np.concatenate(parts), kind, len(behind), digests[-1], parts, positions, _extent(text))
+            return ChatPrompt(np.concatenate(parts), kind, len(behind), digests[-1], parts, answers, _extent(text))
 
         return Draft(tail, extended)
 
@@ -140,22 +140,38 @@ class Conversations:
         self,
         prompt: ChatPrompt,
         sampled: Sequence[int] | NDArray[np.int32],
-        message: Mapping[str, Any] | None = None,
+        *messages: Mapping[str, Any],
     ) -> None:
         """Store what was sampled after ``prompt``.
 
         Args:
             sampled: the ids [T].
-            message: the answer as the program will have it in its messages. Its whole text as ``content`` is known
-                without saying.
+            messages: the answer in the forms that its program or its agent may have in its messages, the one to go on
+                with first. Its whole text as ``content`` is known without saying, and so is each without its thinking.
         """
         ids = np.array(sampled, np.int32)
-        forms = [said("assistant", self._renderer.text(ids)), *([] if message is None else [dict(message)])]
-        if message is not None and reasoning_of(dict(message)):
-            forms.append(without_reasoning(message))  # as clients send it back that keep what they show alone
-        for form in plain_messages(forms):
-            stored = _Stored(prompt.parts, prompt.marked, prompt.text, ids)
-            self._answers[_digest(message_key(form), prompt.digest)] = stored
+        forms = plain_messages([*messages, said("assistant", self._renderer.text(ids))])
+        stored = _Stored(prompt.parts, prompt.answers, prompt.text, ids, forms[0])
+        for form in map(normalise, forms):
+            for sent in (form, without_reasoning(form)):  # clients may keep what they show alone
+                self._answers[_digest(message_key(sent), prompt.digest)] = stored
+
+    def _behind(
+        self,
+        stored: _Stored,
+        chat: Sequence[Message],
+        tools: Sequence[ToolSchema] | None,
+        last: int,
+        form: Message,
+    ) -> tuple[str | None, str, Mapping[int, Message]]:
+        """The tail behind a stored answer, the message ``last`` of ``chat``, in one form; None where the template
+        writes what came before differently. And the rendered chat, with marks in the answers, and these."""
+        answers = {**stored.answers, last: form}
+        marks = {i: marked(answer, i) for i, answer in answers.items()}
+        text = self._renderer.render([marks[i].message if i in marks else one for i, one in enumerate(chat)], tools)
+        start = stored.text[0]
+        same = _extent(text[:start]) == stored.text
+        return (self._renderer.tail(start, text, form, marks[last]) if same else None), text, answers
 
     def _whole(
         self,
@@ -164,11 +180,11 @@ class Conversations:
         tools: Sequence[ToolSchema] | None,
         digest: bytes,
         text: str | None = None,
-        positions: tuple[int, ...] = (),
+        answers: Mapping[int, Message] = MappingProxyType({}),
     ) -> Draft:
         whole = self._renderer.render(chat, tools)
         extent = _extent(whole if text is None else text)
-        return Draft(whole, lambda ids: ChatPrompt(ids, kind, len(ids), digest, (ids,), positions, extent))
+        return Draft(whole, lambda ids: ChatPrompt(ids, kind, len(ids), digest, (ids,), answers, extent))
 
 
 def _extent(text: str) -> tuple[int, bytes]:

@@ -13,10 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from headway.errors import UserCodeError, shown
-from headway.programs.messages import Message, finite
+from headway.programs.messages import Message, finite, said
 
 MARK = "hWqXanswerZ"
 """Beginning of all marks: letters alone, so that no template trims, splits or escapes it."""
+THINKING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
+"""Tags that models put around their thinking."""
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 """The names under which a message has its thinking apart from its text."""
 
@@ -33,22 +35,49 @@ def plain_messages(messages: Iterable[Mapping[str, Any]]) -> list[Message]:
     return plain
 
 
-def message_key(message: Message) -> str:
-    """The text by which a plain message is compared with others.
+def normalise(message: Message) -> Message:
+    """Bring a plain message to the one form by which messages are compared, whatever form a client sent it in.
 
-    Of an answer only what it says and calls counts: not the white space around it, nor the ids of its calls.
+    An answer has its thinking in ``reasoning_content``, also where that stood in its text, between tags or before the
+    closing one. White space around its parts and the ids of its calls do not count.
     """
     if message["role"] != "assistant":
-        return _json(message)
-    content = message.get("content", "")
-    return _json(
-        [
-            "assistant",
-            content.strip() if isinstance(content, str) else content,
-            reasoning_of(message),
-            [_function(call) for call in message.get("tool_calls", [])],
-        ]
-    )
+        return message
+    content, reasoning = message.get("content", ""), reasoning_of(message)
+    if isinstance(content, str):
+        if not reasoning:
+            thinking, content = split_thinking(content)
+            reasoning = untagged(thinking)
+        content = content.strip()
+    calls = [_function(call) for call in message.get("tool_calls", [])]
+    return {**said("assistant", content), "reasoning_content": reasoning.strip(), "tool_calls": calls}
+
+
+def message_key(message: Message) -> str:
+    """The text by which a plain message is compared with others."""
+    return _json(normalise(message))
+
+
+def split_thinking(text: str, opening: str | None = None) -> tuple[str, str]:
+    """Split an answer into the thinking that it begins with, tags and all, and the rest.
+
+    ``opening``: the text that the prompt opened the answer with; thinking may begin there. None where that is not
+    known, and a closing tag alone tells of thinking. Thinking that has no end is all of the answer.
+    """
+    for start, end in THINKING:
+        begun = text.lstrip().startswith(start) or (opening is not None and opening.rstrip().endswith(start))
+        if begun or (opening is None and end in text):
+            thinking, found, rest = text.partition(end)
+            return thinking + found, rest
+    return "", text
+
+
+def untagged(thinking: str) -> str:
+    """The thinking that `split_thinking` has found, without its tags."""
+    text = thinking.strip()
+    for start, end in THINKING:
+        text = text.removeprefix(start).removesuffix(end)
+    return text.strip()
 
 
 def reasoning_of(message: Message) -> str:

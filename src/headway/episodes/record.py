@@ -18,7 +18,7 @@ from headway.concurrently import off_loop
 from headway.data.thoughts import opened_thought
 from headway.data.types import FinishReason, RowAt, RowTokens
 from headway.episodes.conversations import ChatPrompt, Conversations, Draft
-from headway.episodes.messages import message_key, plain_messages
+from headway.episodes.messages import message_key, plain_messages, reasoning_of, split_thinking, untagged
 from headway.episodes.rendering import ChatRenderer
 from headway.episodes.template_trials import try_template
 from headway.episodes.tool_calls import AUTO, ToolParser, choose_parser
@@ -139,7 +139,8 @@ class ChatRecord:
         if tokens is None:
             raise RunError("a chat needs tokens, and this engine only simulates them")
         self._transcript.add(prompted.ids, tokens, number, prompted.state)
-        text = self._run.renderer.text_before(tokens.ids, request.stop, request.stop_token_ids)
+        renderer = self._run.renderer
+        text = renderer.text_before(tokens.ids, request.stop, request.stop_token_ids)
         error_role = "tool"
         cut_off = finished.finish_reason is not FinishReason.STOP
         finish_reason = "length" if cut_off else "stop"
@@ -160,8 +161,9 @@ class ChatRecord:
             answer = TurnAnswer(text, text, said("assistant", text))
         self._calls += len(answer.calls)
         self._problems += sum(call.problem is not None for call in answer.calls)
-        self._chats.answered(chat, tokens.ids, answer.message)
-        return replace(answer, finish_reason=finish_reason, error_role=error_role)
+        answer = replace(_with_reasoning(answer, renderer), finish_reason=finish_reason, error_role=error_role)
+        self._chats.answered(chat, tokens.ids, answer.message, answer.with_reasoning_apart)
+        return answer
 
     def rows(self) -> list[RowTokens]:
         """See `Record.rows`."""
@@ -171,6 +173,14 @@ class ChatRecord:
     def metrics(self) -> Mapping[str, float]:
         """Forks and calls that could not be made."""
         return {"forks": self._transcript.forks, "tool_call_problems": self._problems}
+
+
+def _with_reasoning(answer: TurnAnswer, renderer: ChatRenderer) -> TurnAnswer:
+    """Find the thinking of ``answer``, unless its parser has."""
+    if reasoning := reasoning_of(answer.message):
+        return replace(answer, reasoning=reasoning)
+    thinking, rest = split_thinking(answer.content, renderer.generation_prompt)
+    return replace(answer, reasoning=untagged(thinking), reply=rest.strip()) if thinking else answer
 
 
 def _state(request: TurnRequest) -> int:

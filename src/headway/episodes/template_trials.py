@@ -11,13 +11,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from headway.episodes.conversations import Conversations, PromptKind
+from headway.episodes.messages import THINKING
 from headway.episodes.rendering import CALL_ID, ChatRenderer, probe_tool
 from headway.errors import DataError
 from headway.programs.messages import Message, ToolSchema, calls_made, said, tool_result
 
 _THOUGHT, _TOOL = "hWqXthoughtZ", "look_up"
-_THINKING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
-"""What models put around their thinking."""
 _FOLLOWING = {"user": "a user's message", "tool": "a tool's result"}
 
 
@@ -59,7 +58,7 @@ def try_template(renderer: ChatRenderer, *, tools: bool) -> TemplateReport:
     for role in ("user", "tool") if tools else ("user",):
         if role == "tool" and not _keeps(renderer, role, _THOUGHT):
             changes.append("leaves out the text that an answer has beside its calls")
-        elif not all(_keeps(renderer, role, f"{start}\n{_THOUGHT}\n{end}\n\nok") for start, end in _THINKING):
+        elif not all(_keeps(renderer, role, f"{start}\n{_THOUGHT}\n{end}\n\nok") for start, end in THINKING):
             cuts.append(role)
         changes += [f"{change} before {_FOLLOWING[role]}" for change in _rewrites(renderer, role, tools, role in cuts)]
     if cuts:
@@ -80,7 +79,7 @@ def _keeps(renderer: ChatRenderer, role: str, text: str) -> bool:
 def _rewrites(renderer: ChatRenderer, role: str, tools: bool, cuts: bool) -> Iterator[str]:
     """Yield the rest of what is written differently once a message of ``role`` follows."""
     text = "" if role == "tool" else "ok"
-    for start, end in _THINKING:
+    for start, end in THINKING:
         if renderer.generation_prompt.rstrip().endswith(start):
             if cuts:
                 return  # what answers open with goes with their thinking

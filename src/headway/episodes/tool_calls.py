@@ -17,7 +17,7 @@ from typing import Any
 
 from headway.episodes.arguments import Misfit, fitted
 from headway.episodes.call_formats import FORMATS, Written, WrittenCall, read_call
-from headway.episodes.messages import reasoning_of
+from headway.episodes.messages import reasoning_of, split_thinking
 from headway.episodes.rendering import ChatRenderer, probe_tool
 from headway.errors import ConfigError, said_by
 from headway.programs.messages import CallProblem, ToolCall, ToolSchema, TurnAnswer, calls_made, said
@@ -44,7 +44,7 @@ class ToolParser:
         """
         if not tools:
             return TurnAnswer(text, text, said("assistant", text))
-        thinking, rest = ("", text) if self.name == TEMPLATE else _split_thinking(text, self.opening)
+        thinking, rest = ("", text) if self.name == TEMPLATE else split_thinking(text, self.opening)
         written = self.read(rest, tools)
         calls = tuple(_checked(call, f"call{first_id + n:05d}", tools) for n, call in enumerate(written.calls))
         if any(call.problem is CallProblem.UNREADABLE for call in calls):
@@ -84,7 +84,7 @@ def choose_parser(renderer: ChatRenderer, choice: str = AUTO) -> ToolParser:
     written = renderer.example_call("look_up", arguments)
     for name in FORMATS if written is not None else ():
         parser = _by_form(name, renderer)
-        found = parser.read(_split_thinking(written or "", parser.opening)[1], [probe_tool("look_up")]).calls
+        found = parser.read(split_thinking(written or "", parser.opening)[1], [probe_tool("look_up")]).calls
         if [(call.name, call.arguments) for call in found] == [("look_up", arguments)]:
             return parser
     raise ConfigError(
@@ -121,15 +121,6 @@ def _flat(calls: Any) -> list[Any]:
     if not isinstance(calls, list):
         return [] if calls is None else [calls]
     return [one for call in calls for one in _flat(call)]
-
-
-def _split_thinking(text: str, opening: str) -> tuple[str, str]:
-    """The thinking at the beginning of an answer, and the rest: what is called in a thought is not called."""
-    for start, end in (("<think>", "</think>"), ("[THINK]", "[/THINK]")):
-        if text.lstrip().startswith(start) or opening.rstrip().endswith(start):
-            thinking, found, rest = text.partition(end)
-            return thinking + found, rest
-    return "", text
 
 
 def _checked(call: WrittenCall, id: str, tools: Sequence[ToolSchema]) -> ToolCall:

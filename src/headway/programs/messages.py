@@ -181,6 +181,18 @@ class TurnAnswer:
     """The sampled ids [T], of a turn that was asked for by ids."""
     logprobs: tuple[float, ...] = ()
     """Their log-probs (nats) as sampled [T]."""
+    reasoning: str = ""
+    """The thinking that the answer begins with, without its tags."""
+    reply: str | None = None
+    """Text beside thinking and tool calls; None where that is ``content``."""
+
+    @property
+    def with_reasoning_apart(self) -> Message:
+        """The message with its thinking in ``reasoning_content``, out of its text, as the endpoint gives it."""
+        if not self.reasoning or "reasoning_content" in self.message:
+            return self.message
+        content = self.content if self.reply is None else self.reply
+        return {**self.message, "content": content, "reasoning_content": self.reasoning}
 
     def results(self, texts: Sequence[str]) -> list[Message]:
         """Make the messages that tell the model what came of its calls, one of ``texts`` for each of `calls`."""
