@@ -129,7 +129,7 @@ import sys
 sys.modules.update(dict.fromkeys({left_out!r}))  # importing one of them raises ImportError
 import headway.app, headway.cli, headway.cluster.backend, headway.cluster.inline, headway.cluster.startup
 import headway.cluster.roles.actor, headway.cluster.roles.rollout, headway.engines.rollout.native.engine
-import headway.engines.train.fsdp.engine, headway.rewards.mathematics, headway.rewards.scorers, headway.warmup
+import headway.engines.train.fsdp.engine, headway.rewards.mathematics, headway.rewards.scorers, headway.sft.warmup
 import headway.runners.inside
 from pathlib import Path
 from tempfile import TemporaryDirectory

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from headway.config.loading import LoadedConfig, dump, load, mode_config
 from headway.config.presets import PRESETS
 from headway.config.schema import AsyncTrainingConfig, Config, Order
+from headway.config.section import Section
 from headway.errors import ConfigError
 
 from .conftest import Load, Write
@@ -374,3 +375,16 @@ def test_names_with_dots_survive_files_layers_the_command_line_and_a_runs_own_fi
     assert config.reward.params == {"a.b": 4, "c": {"d.e": [{"f.g": 2}]}, "h.i": 3}
     assert config.rollout.env == {"A.B": "x"} and config.rollout.vllm.engine_args == {"x.y": 1}
     assert load(write(dump(config), "own.yaml")).config == config
+
+
+def test_giving_one_key_of_a_section_leaves_the_defaults_of_its_others() -> None:
+    """A section whose default is not that of its class would take other values with the first key that is given."""
+
+    def check(section: type[Section]) -> None:
+        for name, field in section.model_fields.items():
+            default = field.get_default(call_default_factory=True)
+            if isinstance(default, Section):
+                assert default == type(default)(), f"{section.__name__}.{name}"
+                check(type(default))
+
+    check(Config)

@@ -9,8 +9,7 @@ import resource
 import signal
 import threading
 import time
-from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -211,16 +210,19 @@ def test_a_run_trains_in_another_thread_than_the_main_one(recipe: Path, tmp_path
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("during", ["headway.models.make.make_model", "headway.warmup.warm_up"])
+@pytest.mark.parametrize("during", ["headway.models.make.make_model", "headway.sft.warmup.warm_up"])
 def test_one_signal_while_a_model_is_made_or_warmed_up_leaves_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, during: str, number: signal.Signals
 ) -> None:
-    def interrupted(_: object, batches: Iterator[object], *__: object, **___: object) -> None:
+    def interrupted(*_: object, **__: object) -> None:
         os.kill(os.getpid(), number)
-        if during.endswith("warm_up"):
-            deque(batches, maxlen=0)  # has no end but that of the run
 
-    monkeypatch.setattr(during, interrupted)
+    async def warmed(*_: object, go_on: Callable[[], None], **__: object) -> None:
+        os.kill(os.getpid(), number)
+        while True:  # has no end but that of the run
+            go_on()
+
+    monkeypatch.setattr(during, warmed if during.endswith("warm_up") else interrupted)
     demo = load_checked(DEMO, ["cluster.backend=inline", f"run.dir={tmp_path / 'run'}"])
     assert train(demo) == 130
     told = summary(tmp_path / "run")
@@ -232,12 +234,12 @@ def test_one_signal_while_a_warm_up_hangs_leaves_it_behind_and_says_so(
 ) -> None:
     over, threads = threading.Event(), []
 
-    def hangs(*_: object, **__: object) -> None:
+    async def hangs(*_: object, **__: object) -> None:
         threads.append(threading.current_thread())
         os.kill(os.getpid(), signal.SIGTERM)
         over.wait(60)
 
-    monkeypatch.setattr("headway.warmup.warm_up", hangs)
+    monkeypatch.setattr("headway.sft.warmup.warm_up", hangs)
     monkeypatch.setattr(app_run, "LEAVING_S", 0.1)
     demo = load_checked(DEMO, ["cluster.backend=inline", f"run.dir={tmp_path / 'run'}"])
     assert train(demo) == 130

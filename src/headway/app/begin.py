@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
@@ -29,9 +30,10 @@ from headway.reports.trackers.check import check_trackers
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
 
-    from headway.lessons import Batch, Lesson
+    from headway.sft.examples import Example
+    from headway.sft.warmup import Evaluate
 
 
 def train(loaded: LoadedConfig, console: Console | None = None) -> int:
@@ -88,34 +90,25 @@ def _starting_model(config: Config, rows: Rows, reports: Reports) -> StartingMod
 
 def _warm_up(config: Config, rows: Rows, path: Path, reports: Reports, go_on: Callable[[], None]) -> None:
     """Warm the model at ``path`` up. ``go_on`` is called after each step and each answer, and may raise."""
-    import torch
-
-    from headway.lessons import batches
-    from headway.models.pretrained import load_model, without_progress_bars
     from headway.models.tokenizer import load_tokenizer
-    from headway.warmup import warm_up
+    from headway.sft.warmup import warm_up
 
     if config.model.warmup is None:
         raise AssertionError("unreachable: called where there is a warm-up")
     tokenizer = load_tokenizer(str(path))
-    model = load_model(str(path), dtype=torch.float32)
     val = build_sources(config, tokenizer, rows).val
-    lessons, evaluate = _teaching(config, config.model.warmup, tokenizer, val, go_on)
-    warm_up(
-        model,
-        _each(go_on, batches(lessons, config.model.warmup.batch_size)),
-        config.model.warmup,
-        evaluate,
-        report=lambda detail: reports.phase(WARMING, detail),
+    examples, evaluate = _teaching(config, config.model.warmup, tokenizer, val, go_on)
+    asyncio.run(
+        warm_up(
+            path,
+            config,
+            config.model.warmup,
+            examples,
+            evaluate,
+            report=lambda detail: reports.phase(WARMING, detail),
+            go_on=go_on,
+        )
     )
-    with without_progress_bars():
-        model.save_pretrained(path)
-
-
-def _each(go_on: Callable[[], None], lessons: Iterator[Batch]) -> Iterator[Batch]:
-    for batch in lessons:
-        yield batch
-        go_on()
 
 
 def _teaching(
@@ -124,15 +117,15 @@ def _teaching(
     tokenizer: PreTrainedTokenizerBase,
     val: list[Prompt],
     go_on: Callable[[], None],
-) -> tuple[Iterator[Lesson], Callable[[PreTrainedModel], float] | None]:
-    """What the warm-up teaches, and how it looks at what was learned: not at all, of demonstrations."""
-    from headway.lessons import demonstrations, solutions
-    from headway.warmup import Evaluation
+) -> tuple[Iterator[Example], Evaluate | None]:
+    """Return what the warm-up teaches, and the evaluation of what was learned; None for demonstrations."""
+    from headway.sft.examples import demonstrations, solutions
+    from headway.sft.warmup import Evaluation
 
     data, seed = config.data, config.run.seed
     held_out = {prompt.text for prompt in val}
     if warmup.demonstrations is not None:
-        lessons = demonstrations(
+        examples = demonstrations(
             chats_of(config, tokenizer),
             warmup.demonstrations,
             load_toolbox(program_spec(config)).schemas,
@@ -141,9 +134,9 @@ def _teaching(
             conversations=warmup.conversations,
             longest=tokenizer.model_max_length,
         )
-        return lessons, None
+        return examples, None
     if data.task is None:
         raise AssertionError("unreachable: the doctor asks for a task where there are no demonstrations")
     prompts = PromptTokenizer(tokenizer, data.chat_template, data.max_prompt_length, kwargs=data.chat_template_kwargs)
-    lessons = solutions(tokenizer, prompts, data.task, warmup, held_out, seed)
-    return lessons, Evaluation(tokenizer, data.task, val, seed, data.max_response_length, go_on)
+    examples = solutions(tokenizer, prompts, data.task, warmup, held_out, seed)
+    return examples, Evaluation(tokenizer, data.task, val, seed, data.max_response_length, go_on)

@@ -3,6 +3,7 @@
 headway COMMAND CONFIG [a.b=c ...] ─▶ load ─▶ diagnose ─▶ the command's own work
 
     training.py   train, demo, doctor    planning.py   plan, profile, report          evaluation.py   eval
+    sft.py        sft
     showing.py    show                   watching.py   watch, compare                  control.py      ctl
     trackers.py   sync                   recipes.py    recipes                         settings.py     config
     init.py       init                   importing.py  import
@@ -25,6 +26,7 @@ from headway.cli.init import init
 from headway.cli.planning import plan, profile, report
 from headway.cli.recipes import recipes
 from headway.cli.settings import config
+from headway.cli.sft import sft
 from headway.cli.showing import show
 from headway.cli.stdout import replace_stdout
 from headway.cli.trackers import sync
@@ -41,6 +43,7 @@ cli = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 cli.command(cls=TakesSettings)(train)
+cli.command(cls=TakesSettings)(sft)
 cli.command(cls=TakesSettings)(demo)
 for command in (plan, profile, report, show, watch, compare):
     cli.command()(command)

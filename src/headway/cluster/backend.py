@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -26,7 +26,7 @@ from headway.config.transports import TRANSPORTS, transport_of
 from headway.errors import StallError
 from headway.interfaces.keeper import Keeper
 from headway.interfaces.rollout import RolloutEngine
-from headway.interfaces.training import CriticEngine, LogProbEngine, ProximalEngine
+from headway.interfaces.training import CriticEngine, LogProbEngine, ProximalEngine, SupervisedEngine
 from headway.interfaces.weights import PolicyReceiver
 from headway.progress import Living
 from headway.user_code import names_a_file, resolve_spec
@@ -155,7 +155,7 @@ async def start_backend(
     )
     start_s = startup.timeouts.start_s
     async with AsyncExitStack() as stack:
-        try:
+        with _late(startup, run_dir):
             async with asyncio.timeout(start_s) as limit:
                 launched = await startup.launch(stack)
                 left = (limit.when() or 0.0) - asyncio.get_running_loop().time()
@@ -165,14 +165,6 @@ async def start_backend(
                     await warm
                 limit.reschedule(asyncio.get_running_loop().time() + left)
                 started = await startup.run(launched)
-        except StallError:  # a TimeoutError that knows more than the next
-            raise
-        except TimeoutError:
-            raise StallError(
-                f"not everything was up within {startup.timeouts.start_limit()}: the driver waited for "
-                f"{startup.waiting_for}. Worker logs are in {run_dir / 'logs'}; where nothing is wrong there, as on a "
-                "busy machine, raise the limit"
-            ) from None
         train = TrainGroup(started.actor, started.paths, with_returns=started.critic is not None)
         undo = stack.pop_all()
         workers = Workers(
@@ -202,6 +194,74 @@ async def start_backend(
             if replacements is not None:
                 replacements.ends_with(undo)
         return workers
+
+
+@dataclass(frozen=True, slots=True)
+class Trainer:
+    """Training ranks without any other worker."""
+
+    engine: SupervisedEngine
+    separate_processes: bool
+    """True where the ranks are processes of their own, which read tokens from files."""
+    workers: Sequence[Worker]
+    cluster: Cluster
+    timeouts: Timeouts
+    """Time limits of the run."""
+
+    async def watch(self) -> NoReturn:
+        """Wait until the cluster or a rank ends, even while no call is under way; raise `WorkerDied`."""
+        await concurrently([self.cluster.died(), *(worker.died() for worker in self.workers)])
+        raise AssertionError("unreachable: died() never returns")
+
+
+@asynccontextmanager
+async def start_trainer(
+    config: Config,
+    *,
+    model_path: str,
+    run_dir: Path,
+    total_optimizer_steps: int,
+    tell: Callable[[str], None] = lambda _: None,
+) -> AsyncIterator[Trainer]:
+    """Start the training ranks of ``config`` alone, with the model at ``model_path``, until the block ends.
+
+    Raises as `start_backend` does.
+    """
+    model_path = _for_any_directory(model_path)
+    cluster = make_cluster(config, run_dir, model_path)
+    startup = Startup(
+        _with_absolute_files(config),
+        cluster,
+        model_path=model_path,
+        total_optimizer_steps=total_optimizer_steps,
+        run_dir=run_dir,
+        tell=tell,
+    )
+    async with AsyncExitStack() as stack:
+        with _late(startup, run_dir):
+            start_s = startup.timeouts.start_s
+            async with asyncio.timeout(start_s) as limit:
+                launched = await startup.launch(stack, trainer_only=True)
+                limit.reschedule((limit.when() or 0.0) + startup.timeouts.start_s - start_s)
+                ranks = await startup.run_trainer(launched)
+        yield Trainer(
+            proxy(ranks, SupervisedEngine), cluster.separate_processes, ranks.workers, cluster, startup.timeouts
+        )
+
+
+@contextmanager
+def _late(startup: Startup, run_dir: Path) -> Iterator[None]:
+    """Say, where the block takes too long, what the start waited for."""
+    try:
+        yield
+    except StallError:  # a TimeoutError that knows more than the next
+        raise
+    except TimeoutError:
+        raise StallError(
+            f"not everything was up within {startup.timeouts.start_limit()}: the driver waited for "
+            f"{startup.waiting_for}. Worker logs are in {run_dir / 'logs'}; where nothing is wrong there, "
+            "as on a busy machine, raise the limit"
+        ) from None
 
 
 def _for_any_directory(model_path: str) -> str:

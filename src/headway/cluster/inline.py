@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncGenerator, Sequence
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 from headway.cluster.plan import ClusterPlan, WorkerSpec
 from headway.cluster.process import math_environment, threads_of
@@ -76,12 +76,14 @@ class InlineCluster:
 
     separate_processes = False
     address = "127.0.0.1"
+    _users: ClassVar[int] = 0
+    """Number of clusters in this process that use the process group which the first of them made."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
         self._device = "cpu"
         self._threads = 1
-        self._made_group = False
+        self._uses_group = False
 
     async def connect(self) -> str:
         """Return the device that torch sees here. Raises `ConfigError` when it is not the one asked for."""
@@ -124,18 +126,23 @@ class InlineCluster:
         raise AssertionError("unreachable")
 
     async def stop(self) -> None:
-        """Destroy the torch.distributed process group if this cluster made it."""
-        if self._made_group:
+        """Destroy the torch.distributed process group if clusters made it, and this is the last of them."""
+        if self._uses_group:
             import torch.distributed as dist
 
-            self._made_group = False
-            dist.destroy_process_group()
+            self._uses_group = False
+            InlineCluster._users -= 1
+            if not InlineCluster._users:
+                dist.destroy_process_group()
 
     def _make_group(self) -> None:
         """Make torch.distributed's default group, which FSDP's device mesh builds on, unless there is one."""
         import torch.distributed as dist
 
-        if not dist.is_initialized():
+        if InlineCluster._users == 0:
+            if dist.is_initialized():
+                return
             store = dist.HashStore()
             dist.init_process_group(kind_of(self._device).process_groups, store=store, rank=0, world_size=1)
-            self._made_group = True
+        self._uses_group = True
+        InlineCluster._users += 1

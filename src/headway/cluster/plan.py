@@ -5,7 +5,7 @@ A worker is a process and has one role, or, on a device that actor and rollout s
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -179,3 +179,11 @@ def plan_cluster(
         shared=shared,
         shares=tuple(part for share in placement.shares if (part := share.only(used)).devices),
     )
+
+
+def trainer_alone(plan: ClusterPlan) -> ClusterPlan:
+    """Return the plan's training ranks without all else. None of them shares its process with a replica."""
+    workers = tuple(spec for spec in plan.workers if spec.role is ActorRole)
+    used = {device for spec in workers for device in spec.group.devices}
+    shares = tuple(part for share in plan.shares if (part := share.only(used)).devices)
+    return replace(plan, workers=workers, rollout=(), keepers=(), ref=(), logp=(), critic=(), shares=shares)

@@ -19,7 +19,7 @@ from headway.cluster.exchange import Exchange, WeightPaths, exchange_settings
 from headway.cluster.hardware import Hardware
 from headway.cluster.keepers import RemoteKeeper
 from headway.cluster.memory_files import SHARED_MEMORY, directory_in_memory, remove_abandoned
-from headway.cluster.plan import ClusterPlan, Rank, WorkerSpec, plan_cluster
+from headway.cluster.plan import ClusterPlan, Rank, WorkerSpec, plan_cluster, trainer_alone
 from headway.cluster.replacements import Replacements, keeper_start, replica_start
 from headway.cluster.roles.actor import ActorRole
 from headway.cluster.roles.critic import CriticRole
@@ -168,8 +168,10 @@ class Startup:
     def waiting_for(self) -> str:
         return "; ".join(self._pending) or "nothing"
 
-    async def launch(self, stack: AsyncExitStack) -> Launched:
-        """Start the workers' processes. What has to be undone is left on ``stack``, also when this raises."""
+    async def launch(self, stack: AsyncExitStack, *, trainer_only: bool = False) -> Launched:
+        """Start the workers' processes, all or only the trainer's. What has to be undone is left on ``stack``, also
+        when this raises.
+        """
         stack.push_async_callback(self._cluster.stop)
         device = await self._wait("the cluster to answer", self._cluster.connect())
         self.timeouts.on_gpu = kind_of(device).flex_attention
@@ -184,19 +186,37 @@ class Startup:
             logs=(self._run_dir / "logs").absolute(),
             tokens=self._token_place(stack),
         )
+        if trainer_only:
+            plan = trainer_alone(plan)
         await self._wait("devices to be free", self._cluster.reserve(plan))
         directory = self._directory(stack)  # made before the workers: it is removed when they have ended
         return Launched(device, plan, await self._launch(stack, plan), directory)
 
+    async def run_trainer(self, launched: Launched) -> WorkerGroup:
+        """Start the trainer alone; ``launched`` has no other workers."""
+        groups = self._groups(launched)
+        store, _ = await self._met(launched, groups.actor)
+        await self._build(groups, store)
+        self._tell("the model is loaded")
+        return groups.actor
+
+    def _groups(self, launched: Launched) -> _Groups:
+        cost, inner = _cost(self._model_path), self._config.actor.parallel.inner
+        return _group(launched.plan, launched.workers, cost, inner)
+
+    async def _met(self, launched: Launched, actor: WorkerGroup) -> tuple[Address | None, Sight | None]:
+        """Check the files that workers see, and open the store at which ranks meet. None within one process."""
+        if not self._cluster.separate_processes:
+            return None, None
+        sight = self._sight(launched.directory)
+        await self._wait("every worker to say which files it sees", sight.check(launched.plan, launched.workers))
+        return await self._wait("actor-0 to open a store", _result(actor.open_store)), sight
+
     async def run(self, launched: Launched) -> Started:
         """Start all engines on the workers, which load the model now."""
         device, plan, workers, directory = launched.device, launched.plan, launched.workers, launched.directory
-        groups = _group(plan, workers, _cost(self._model_path), self._config.actor.parallel.inner)
-        store, sight = None, None
-        if self._cluster.separate_processes:
-            sight = self._sight(directory)
-            await self._wait("every worker to say which files it sees", sight.check(plan, workers))
-            store = await self._wait("actor-0 to open a store", _result(groups.actor.open_store))
+        groups = self._groups(launched)
+        store, sight = await self._met(launched, groups.actor)
         loading = now()
         _, keepers = await both(self._build(groups, store), self._start_keepers(plan, workers))
         self.timeouts.first_load_s = now() - loading

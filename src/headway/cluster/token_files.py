@@ -137,6 +137,11 @@ class TokenFiles:
             rmtree(self._directory, ignore_errors=True)
 
 
+def carried(tokens: GroupTokens, name: str) -> TokenFile:
+    """Return a handle that has all of ``tokens`` with it. ``name`` is one that no other handle has."""
+    return TokenFile("", name, b"".join(_laid_out(tokens)))
+
+
 def token_directory(config: Config) -> AbstractContextManager[Path]:
     """Make a directory for token files until the block ends: in memory, or where that has too little room on disk."""
     parent = SHARED_MEMORY

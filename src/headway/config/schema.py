@@ -48,6 +48,7 @@ from headway.config.section import (
     on_or_off,
     shortest_spelling,
 )
+from headway.config.sft import SftConfig
 from headway.config.transports import known_transport
 
 LONGEST_NAME = 200
@@ -489,6 +490,7 @@ class Config(Section):
     trainer: TrainerConfig = TrainerConfig()
     cluster: ClusterConfig = ClusterConfig()
     reports: ReportsConfig = ReportsConfig()
+    sft: SftConfig = SftConfig()
 
     @model_validator(mode="before")
     @classmethod

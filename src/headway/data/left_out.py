@@ -32,6 +32,8 @@ class Reason(StrEnum):
     """The prompt has no tokens."""
     TASK = "task"
     """The task raises, or returns no problem."""
+    CONVERSATION = "conversation"
+    """The row has no conversation to learn from (``headway sft``)."""
 
 
 @dataclass(frozen=True, slots=True)

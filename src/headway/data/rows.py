@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 import xxhash
 
-from headway.data.files import Columns, Record, file_rows, read_records
+from headway.data.files import Columns, Record, Row, file_rows, read_records
 from headway.data.hub import dataset_rows, read_dataset
 from headway.data.left_out import LeftOut, Reason
 from headway.data.mixing import SPLIT_KEY, SourceShare, generator
@@ -107,18 +107,24 @@ def first_rows(source: SourceConfig, most: int) -> list[Any]:
 
     Raises `ConfigError` and `DataError` as `read_rows` does, but for what is wrong with columns.
     """
+    return [row for _, row in islice(rows_of(source, TRAIN_SPLIT), most)]
+
+
+def rows_of(source: SourceConfig, default_split: str) -> Iterator[Row]:
+    """Return the rows of a source as they are, each with its place, whatever columns they have.
+
+    Raises `ConfigError` and `DataError` as `read_rows` does, but for what is wrong with columns.
+    """
     if (dataset := _dataset_of(source)) is None:
-        rows = file_rows(source.path or "")
-    else:
-        rows = dataset_rows(
-            dataset,
-            None,
-            split=source.split,
-            default_split=TRAIN_SPLIT,
-            subset=source.subset,
-            revision=source.revision,
-        )
-    return [row for _, row in islice(rows, most)]
+        return file_rows(source.path or "")
+    return dataset_rows(
+        dataset,
+        None,
+        split=source.split,
+        default_split=default_split,
+        subset=source.subset,
+        revision=source.revision,
+    )
 
 
 def _task_rows(data: DataConfig, seed: int) -> Rows:

@@ -90,14 +90,18 @@ class Chats:
         report = try_template(self.renderer, tools=True)
         return choose_parser(self.renderer, self._parser), report.error_role
 
-    def record(self, options: Mapping[str, Any] | None = None) -> ChatRecord:
-        """Make the record of an episode, whose template gets ``options`` on top of the run's."""
+    def with_options(self, options: Mapping[str, Any] | None) -> Chats:
+        """Return the chats whose template gets ``options`` on top of the run's."""
         if not options:
-            return ChatRecord(self)
+            return self
         key = repr(sorted(options.items()))
         if key not in self._others:
             self._others[key] = Chats(self.renderer.with_options(options), self._parser)
-        return ChatRecord(self._others[key])
+        return self._others[key]
+
+    def record(self, options: Mapping[str, Any] | None = None) -> ChatRecord:
+        """Make the record of an episode, whose template gets ``options`` on top of the run's."""
+        return ChatRecord(self.with_options(options))
 
 
 class ChatRecord:

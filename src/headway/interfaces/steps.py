@@ -65,3 +65,17 @@ class StepReport:
     def joined(self, others: Sequence[StepReport]) -> StepReport:
         """Return the report of all ranks. Their metrics agree; each has the rows of its own share."""
         return replace(self, shown=tuple(row for report in (self, *others) for row in report.shown))
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLoss:
+    """Negative log-likelihood of some tokens."""
+
+    nats: float
+    """Sum over the tokens."""
+    tokens: int
+
+    def joined(self, others: Sequence[TokenLoss]) -> TokenLoss:
+        """Return the loss of the tokens of all ranks."""
+        everything = (self, *others)
+        return TokenLoss(sum(one.nats for one in everything), sum(one.tokens for one in everything))

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from headway.data.types import Column, Sample
-from headway.interfaces.steps import StepContext, StepReport
+from headway.interfaces.steps import StepContext, StepReport, TokenLoss
 from headway.interfaces.weights import GatherReport, SendReport
 
 
@@ -44,6 +44,25 @@ class ProximalEngine(Protocol):
 
         Raises `RunError` when the engine does not have exactly that version.
         """
+
+
+class SupervisedEngine(FetchEngine, Protocol):
+    """Training engine, as supervised fine-tuning drives it: the trainer's ranks, driven as one."""
+
+    async def train_step(self, samples: Sequence[Sample], context: StepContext) -> StepReport:
+        """Make one optimizer step on a mini-batch. The gradient does not depend on how the mini-batch is split."""
+
+    async def token_loss(self, samples: Sequence[Sample]) -> TokenLoss:
+        """Return the loss of the tokens that the samples train, under the current weights."""
+
+    async def save(self, path: Path, driver_state: Mapping[str, Any]) -> None:
+        """Save a complete checkpoint: model, optimizer, schedule, and ``driver_state`` as JSON. Atomic, by a rename."""
+
+    async def load(self, path: Path) -> dict[str, Any]:
+        """Restore a checkpoint. Returns its ``driver_state``."""
+
+    async def export(self, path: Path) -> None:
+        """Write a Hugging Face folder that ``AutoModelForCausalLM.from_pretrained`` opens."""
 
 
 class TrainEngine(FetchEngine, LogProbEngine, ProximalEngine, Protocol):

@@ -17,7 +17,7 @@ from headway.config.transports import TRANSPORTS, transport_of
 from headway.data.types import ColumnName, Outcomes, Sample
 from headway.devices import kind_of
 from headway.errors import RunError
-from headway.interfaces.steps import StepContext, StepReport
+from headway.interfaces.steps import StepContext, StepReport, TokenLoss
 from headway.interfaces.weights import GatherReport
 from headway.weights.layout import Manifest
 from headway.weights.transports.links import Address, Link, through_devices
@@ -147,6 +147,14 @@ class ActorRole(WithCritic):
     @register(Dispatch.SPLIT, Collect.JOINED)
     def train_step(self, samples: Sequence[Sample], context: StepContext) -> StepReport:
         return self._engine.train_step(self._rows(samples), context)
+
+    @register(Dispatch.SPLIT, Collect.JOINED)
+    def token_loss(self, samples: Sequence[Sample]) -> TokenLoss:
+        """Return the loss of the tokens that the samples train, under the current weights."""
+        rows = self._rows(samples)
+        logprobs = self._engine.forward_logprobs(rows)
+        nats = -sum(float(of_row[row.loss_mask].sum()) for row, of_row in zip(rows, logprobs, strict=True))
+        return TokenLoss(nats, sum(int(row.loss_mask.sum()) for row in rows))
 
     @register(Dispatch.ONE_TO_ALL, Collect.JOINED)
     def send_weights(self, version: int, sends: Sequence[Send], everywhere: bool, verify: bool) -> SentWeights:

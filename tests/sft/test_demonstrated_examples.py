@@ -1,4 +1,4 @@
-"""Lessons from conversations: as many as are asked for are made, and then they come again."""
+"""Examples from conversations that a function makes: as many as are asked for are made, and then they come again."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 from headway.config.model import MakeModelConfig
 from headway.episodes.record import Chats
 from headway.episodes.rendering import ChatRenderer
-from headway.lessons import Lesson, demonstrations
 from headway.models.make import make_tokenizer
+from headway.sft.examples import demonstrations
 
 COUNTING = """
 made = []
@@ -26,13 +26,12 @@ def test_conversations_are_made_as_they_are_asked_for_and_come_again_after_the_l
     log, file = tmp_path / "log", tmp_path / "counting.py"
     file.write_text(COUNTING.format(log=str(log)))
     tokenizer = make_tokenizer(MakeModelConfig(vocabulary="abcdefghz", chat_template=TEMPLATE))
-    lessons = demonstrations(
+    examples = demonstrations(
         Chats(ChatRenderer(tokenizer)), f"{file}:demonstrate", [], {"c"}, seed=0, conversations=4, longest=8
     )
 
     def texts(count: int) -> str:
-        taken: list[Lesson] = list(islice(lessons, count))
-        return "".join(tokenizer.decode(lesson.ids)[0] for lesson in taken)
+        return "".join(tokenizer.decode(row.prompt_ids)[0] for [row] in islice(examples, count))
 
     assert (texts(2), log.read_text()) == ("ab", "ab")
     assert (texts(2), log.read_text()) == ("de", "abcde")  # c is held out

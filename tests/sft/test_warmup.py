@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import asyncio
 import random
 from collections.abc import Iterator
 from itertools import islice
@@ -11,22 +11,19 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.functional import cross_entropy
-from torch.nn.utils.rnn import pad_sequence
+from safetensors.torch import load_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from headway import lessons
 from headway.config.model import GiveUpConfig, MakeModelConfig, WarmupConfig
-from headway.config.schema import TaskConfig
+from headway.config.schema import Config, TaskConfig
 from headway.data.tasks import make_task
 from headway.data.tokenize import PromptTokenizer
 from headway.errors import ModelError
-from headway.lessons import Batch, batches, solutions
 from headway.models.make import make_model
-from headway.models.packable import use_packed_attention
 from headway.models.pretrained import load_model
 from headway.models.tokenizer import load_tokenizer
-from headway.warmup import GRAD_CLIP, Evaluation, WarmupResult, _step, warm_up
+from headway.sft.examples import Example, _solution, solutions
+from headway.sft.warmup import Evaluation, WarmupResult, warm_up
 
 TASK = TaskConfig(name="sort", params={"alphabet": "abc", "mean_length": 3, "min_length": 2, "max_length": 4})
 
@@ -37,8 +34,8 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBa
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> PreTrainedModel:
-    return load_model(folder(tmp_path), dtype=torch.float32)
+def model(tmp_path: Path) -> Path:
+    return folder(tmp_path)
 
 
 def folder(path: Path) -> Path:
@@ -58,6 +55,10 @@ def folder(path: Path) -> Path:
     return path / "model"
 
 
+def weights(path: Path) -> torch.Tensor:
+    return load_file(path / "model.safetensors")["model.embed_tokens.weight"]
+
+
 class Script:
     """Stands in for the evaluation: accuracies as written, and the weights that it was asked about."""
 
@@ -65,25 +66,27 @@ class Script:
         self._accuracies = iter(accuracies)
         self.weights: list[torch.Tensor] = []
 
-    def __call__(self, model: PreTrainedModel) -> float:
-        self.weights.append(next(model.parameters()).detach().clone())
+    async def __call__(self, path: Path) -> float:
+        self.weights.append(weights(path))
         return next(self._accuracies)
 
 
-def taught(tokenizer: PreTrainedTokenizerBase, config: WarmupConfig, held_out: set[str]) -> Iterator[Batch]:
+def taught(tokenizer: PreTrainedTokenizerBase, config: WarmupConfig, held_out: set[str]) -> Iterator[Example]:
     prompts = PromptTokenizer(tokenizer, "auto", 32)
-    return batches(solutions(tokenizer, prompts, TASK, config, held_out, 0), config.batch_size)
+    return solutions(tokenizer, prompts, TASK, config, held_out, 0)
 
 
 def run(
-    model: PreTrainedModel,
+    model: Path,
     tokenizer: PreTrainedTokenizerBase,
     accuracies: list[float],
     **settings: Any,
 ) -> tuple[WarmupResult, Script, list[str]]:
     script, said = Script(accuracies), list[str]()
-    config = WarmupConfig(batch_size=4, **{"eval_every": 8, "max_steps": 40, **settings})
-    result = warm_up(model, taught(tokenizer, config, set()), config, script, report=said.append)
+    warmup = WarmupConfig(batch_size=4, **{"eval_every": 8, "max_steps": 40, **settings})
+    config = Config.model_validate({"cluster": {"backend": "inline", "device": "cpu"}})
+    examples = taught(tokenizer, warmup, set())
+    result = asyncio.run(warm_up(model, config, warmup, examples, script, report=said.append))
     return result, script, said
 
 
@@ -108,7 +111,7 @@ def test_the_window_does_not_count_before_min_steps(model, tokenizer) -> None:
 def test_the_last_weights_inside_the_window_count_where_accuracy_leaves_it_for_good(model, tokenizer) -> None:
     result, script, _ = run(model, tokenizer, [0.2, 0.5, 0.3, 0.3, 0.3], min_steps=32)
     assert result == WarmupResult(0.5, 16)
-    assert torch.equal(next(model.parameters()), script.weights[1])
+    assert torch.equal(weights(model), script.weights[1])
 
 
 def test_a_window_that_is_never_reached_is_an_error_that_says_so(model, tokenizer) -> None:
@@ -117,63 +120,38 @@ def test_a_window_that_is_never_reached_is_an_error_that_says_so(model, tokenize
 
 
 def test_it_is_a_function_of_the_seed(tmp_path, tokenizer) -> None:
-    weights = []
-    for attempt in ("a", "b"):
-        model = load_model(folder(tmp_path / attempt), dtype=torch.float32)
+    models = [folder(tmp_path / attempt) for attempt in ("a", "b")]
+    for model in models:
         run(model, tokenizer, [0.5])
-        weights.append(model.state_dict())
-    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    first, second = (load_file(model / "model.safetensors") for model in models)
+    assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 def test_held_out_problems_are_never_trained_on(tokenizer) -> None:
     held_out = {make_task(TASK.name, TASK.params, seed=0).problem(index).prompt for index in range(0, 60, 2)}
-    trained = set(prompts_taught(tokenizer, held_out))
-    assert trained
+    examples = islice(taught(tokenizer, WarmupConfig(), held_out), 32)
+    trained = {tokenizer.decode(row.prompt_ids) for [row] in examples}
+    assert len(trained) > 1
     assert not trained & held_out
-
-
-def prompts_taught(tokenizer: PreTrainedTokenizerBase, held_out: set[str]) -> Iterator[str]:
-    for batch in islice(taught(tokenizer, WarmupConfig(batch_size=8), held_out), 4):
-        segments = batch.layout.segments
-        for first, end in zip(segments.starts, segments.ends, strict=True):
-            prompt = int((batch.targets[first:end] == lessons.IGNORED).int().argmin()) + 1
-            yield tokenizer.decode(batch.inputs[0, first : first + prompt])
-
-
-def test_a_step_on_a_packed_line_is_that_on_padded_rows(model, tokenizer) -> None:
-    config = WarmupConfig(batch_size=8)
-    [batch] = islice(taught(tokenizer, config, set()), 1)
-    segments, rows = batch.layout.segments, copy.deepcopy(model)
-    spans = [slice(first, end) for first, end in zip(segments.starts, segments.ends, strict=True)]
-    logits = rows(pad_sequence([batch.inputs[0, span] for span in spans], batch_first=True)).logits
-    targets = pad_sequence([batch.targets[span] for span in spans], batch_first=True, padding_value=lessons.IGNORED)
-    expected = cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=lessons.IGNORED)
-    expected.backward()
-    assert use_packed_attention(model) is None
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    assert _step(model, optimizer, batch) == pytest.approx(expected.item(), rel=1e-5)
-    torch.nn.utils.clip_grad_norm_(rows.parameters(), GRAD_CLIP)
-    for packed, padded in zip(model.parameters(), rows.parameters(), strict=True):
-        torch.testing.assert_close(packed.grad, padded.grad, rtol=1e-4, atol=1e-6)
 
 
 def test_a_teacher_gives_up_on_long_answers_alone_at_the_given_rate() -> None:
     give_up, rng = GiveUpConfig(above=3, rate=0.7), random.Random(0)
-    assert all(lessons._solution("abc", give_up, rng) == "abc" for _ in range(100))
-    given_up = sum(lessons._solution("abcd", give_up, rng) == "?" for _ in range(2000))
+    assert all(_solution("abc", give_up, rng) == "abc" for _ in range(100))
+    given_up = sum(_solution("abcd", give_up, rng) == "?" for _ in range(2000))
     assert given_up == pytest.approx(1400, abs=80)
-    assert lessons._solution("abcd", None, rng) == "abcd"
+    assert _solution("abcd", None, rng) == "abcd"
 
 
 def test_the_evaluation_is_greedy_accuracy_by_the_tasks_own_verifier(model, tokenizer) -> None:
-    from headway.config.schema import Config
     from headway.data.sources import build_sources
 
     config = Config.model_validate({"data": {"task": {**TASK.model_dump(), "size": 64, "val_size": 8}}})
     held_out = build_sources(config, tokenizer).val
     asked: list[None] = []
-    right = Evaluation(tokenizer, TASK, held_out, 0, 8, lambda: asked.append(None))(model)
-    by_hand = sum(greedy(model, tokenizer, prompt.text) == prompt.answer for prompt in held_out)
+    right = asyncio.run(Evaluation(tokenizer, TASK, held_out, 0, 8, lambda: asked.append(None))(model))
+    lm = load_model(str(model), dtype=torch.float32)
+    by_hand = sum(greedy(lm, tokenizer, prompt.text) == prompt.answer for prompt in held_out)
     assert right == by_hand / len(held_out)
     assert len(asked) == len(held_out), "whoever leaves meanwhile waits for one answer, not for all"
 

@@ -1,0 +1,58 @@
+"""Command ``headway sft``: supervised fine-tuning."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from headway.cli.common import Debug, Overrides, errors_as_messages
+from headway.cli.training import OptionalConfig
+
+Resume = Annotated[
+    Path | None,
+    typer.Option("--resume", metavar="RUN", help="Go on with the run in this directory, from its newest checkpoint."),
+]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Read and check the data, print the settings and the first batch, and stop.")
+]
+
+
+def sft(
+    config: OptionalConfig = None,
+    overrides: Overrides = None,
+    resume: Resume = None,
+    dry_run: DryRun = False,
+    debug: Debug = False,
+) -> None:
+    """Fine-tune model.path on the conversations in data.train: [CONFIG] [a.b=c …], or --resume RUN [a.b=c …]."""
+    with errors_as_messages(debug):
+        from headway.config.loading import dump, load
+
+        given = list(overrides or [])
+        if config is not None and ("=" in str(config) and not config.exists()):
+            given, config = [str(config), *given], None
+        if resume is not None:
+            from headway.sft.run import directory_to_resume
+
+            if config is not None:
+                raise typer.BadParameter(f"--resume RUN takes the settings that RUN was begun with; drop {config}")
+            config = directory_to_resume(resume).config
+        loaded = load(config, given)
+        from headway.app.carry_out import set_math_environment
+        from headway.cluster.process import importing
+
+        set_math_environment(loaded.config)
+        with importing():
+            from headway.sft.run import check, left_out
+            from headway.sft.run import sft as run
+        if dry_run:
+            data = check(loaded.config)
+            held_out = 0 if data.val is None else len(data.val)
+            typer.echo(dump(loaded.config))
+            typer.echo(f"# {len(data.train)} conversations, {held_out} held out, {data.steps} optimizer steps")
+            if said := left_out(data.train):
+                typer.echo(f"# left out so far: {said}")
+            return
+        raise typer.Exit(run(loaded, resume))

@@ -1,0 +1,140 @@
+"""``headway sft``: what is learned, what is left out, and going on from a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from headway.config.loading import LoadedConfig, load
+from headway.config.model import MakeModelConfig
+from headway.errors import ConfigError, DataError, UserError
+from headway.models.make import make_model
+from headway.models.pretrained import load_model
+from headway.models.tokenizer import load_tokenizer
+from headway.sft.run import SftReports, check, directory_to_resume, sft
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+CHAT = [
+    {"role": "user", "content": "1+2"},
+    {"role": "assistant", "content": "look"},
+    {"role": "tool", "content": "3"},
+    {"role": "assistant", "content": "3"},
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("sft") / "model"
+    roles = ("<user>", "<assistant>", "<tool>")
+    small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 8}
+    make_model(MakeModelConfig(special_tokens=roles, chat_template=TEMPLATE, intermediate_size=32, **small), 0, path)
+    return path
+
+
+def settings(model: Path, rows: list[dict[str, Any]], run: Path, *overrides: str) -> LoadedConfig:
+    data = run.with_suffix(".jsonl")
+    data.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    fixed = [f"model.path={model}", f"data.train={data}", f"run.dir={run}", "cluster.backend=inline"]
+    return load(None, [*fixed, "cluster.device=cpu", "data.val_size=0", "reports.trackers=[]", *overrides])
+
+
+def rows_of(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def sums(count: int) -> list[dict[str, Any]]:
+    return [{"prompt": f"{n}+1=", "completion": str(n + 1)} for n in range(count)]
+
+
+def test_the_loss_is_that_of_all_assistant_tokens_and_of_no_other(model: Path, tmp_path: Path) -> None:
+    assert sft(settings(model, [{"messages": CHAT}, *sums(1)], tmp_path / "run", "sft.batch_size=2")) == 0
+    tokenizer, lm = load_tokenizer(str(model)), load_model(str(model), dtype=torch.float32)
+    nats, tokens = 0.0, 0
+    for parts in (  # (text, whether it is learned)
+        [("<user>1+2<assistant>", False), ("look<eos>", True), ("<tool>3<assistant>", False), ("3<eos>", True)],
+        [("0+1=", False), ("1<eos>", True)],
+    ):
+        ids, learned = list[int](), list[bool]()
+        for text, is_learned in parts:
+            own = tokenizer(text, add_special_tokens=False)["input_ids"]
+            ids, learned = [*ids, *own], [*learned, *([is_learned] * len(own))]
+        logits = lm(torch.tensor([ids])).logits[0, :-1]
+        losses = cross_entropy(logits, torch.tensor(ids[1:]), reduction="none")
+        nats, tokens = nats + losses[torch.tensor(learned[1:])].sum().item(), tokens + sum(learned)
+    [row] = rows_of(tmp_path / "run")
+    assert row["sft/learned_tokens"] == tokens == 9
+    assert row["sft/loss"] == pytest.approx(nats / tokens, rel=1e-5)
+
+
+def test_it_learns_and_exports_what_it_has_learned(model: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    fast = ("sft.batch_size=4", "data.epochs=12", "sft.optim.lr=0.02", "sft.optim.lr_warmup_steps=0")
+    assert sft(settings(model, sums(8), run, "data.val_size=2", "sft.val_freq=12", *fast)) == 0
+    rows = rows_of(run)
+    assert rows[-1]["sft/loss"] < rows[0]["sft/loss"] / 2
+    assert [row["version"] for row in rows if "sft/val_loss" in row] == [12, 18]
+    before, after = (load_model(str(path), dtype=torch.float32) for path in (model, run / "model"))
+    assert not torch.equal(next(before.parameters()), next(after.parameters()))
+    assert json.loads((run / "summary.json").read_text())["val_loss"] == rows[-1]["sft/val_loss"]
+
+
+def test_a_run_that_was_stopped_goes_on_to_the_same_losses(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    often = ("sft.batch_size=2", "data.epochs=2", "sft.optim.lr=0.01", "sft.save_freq=2")
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    assert sft(settings(model, sums(6), whole, *often)) == 0
+    report = SftReports.row
+
+    def stops(self: SftReports, row: dict[str, Any], total: int) -> None:
+        report(self, row, total)
+        if row["version"] == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(SftReports, "row", stops)
+    assert sft(settings(model, sums(6), stopped, *often)) == 130
+    monkeypatch.undo()
+    loaded = load(directory_to_resume(stopped).config)
+    assert sft(loaded, stopped) == 0
+    expected = [(row["version"], row["sft/loss"]) for row in rows_of(whole)]
+    assert [(row["version"], row["sft/loss"]) for row in rows_of(stopped)] == expected
+    with pytest.raises(UserError, match="the run is complete, at step 6 of 6"):
+        sft(loaded, stopped)
+    (tmp_path / "stopped.jsonl").write_text(json.dumps(sums(1)[0]))
+    with pytest.raises(DataError, match="the training rows are not those of the checkpoint"):
+        sft(loaded, stopped)
+
+
+def test_rows_that_cannot_be_used_are_left_out_by_reason_up_to_a_limit(model: Path, tmp_path: Path) -> None:
+    rows: list[Any] = [{"messages": CHAT[:1]}, {"question": "?"}, {"prompt": "1", "completion": "2" * 40}, *sums(2)]
+    limits = ("sft.max_length=20", "data.max_bad_rows=0.5")
+    data = check(settings(model, rows, tmp_path / "run", *limits).config)
+    assert (len(data.train), len(data.batch(0)), len(data.batch(0))) == (4, 2, 2)
+    [counts] = data.train.left_out.counts.values()
+    assert counts == {"conversation": 2, "too_long": 1}
+    assert "columns question: expected messages" in data.train.left_out.examples["conversation"]
+    with pytest.raises(DataError, match=r"1 of 5 rows, more than data\.max_bad_rows=0\.01 of them, cannot be used"):
+        check(settings(model, rows, tmp_path / "other").config)
+    with pytest.raises(DataError, match=r"all conversations of the first batch cannot be used .* nothing to learn"):
+        check(settings(model, rows[:1], tmp_path / "none", "data.max_bad_rows=1").config)
+
+
+def test_it_says_what_it_needs(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model\.path"):
+        check(load(None, ["data.train=a.jsonl"]).config)
+    with pytest.raises(ConfigError, match=r"data\.train"):
+        check(load(None, [f"model.path={model}"]).config)
+    with pytest.raises(DataError, match=r"data\.val_size=2 .* leave nothing of 2 rows"):
+        check(settings(model, sums(2), tmp_path / "run", "data.val_size=2").config)
+    with pytest.raises(UserError, match="it holds no run"):
+        directory_to_resume(tmp_path)
