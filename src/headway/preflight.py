@@ -27,7 +27,7 @@ from headway.devices import chosen
 from headway.endpoint.address import check_address
 from headway.episodes.hosting import chats_of
 from headway.episodes.runners import ProgramRunners, program_spec, variables
-from headway.errors import ConfigError, DataError, ModelError, ScoringFailed, UserCodeError, WorkerDied, boundary
+from headway.errors import ConfigError, DataError, ModelError, ScoringFailed, UserCodeError, WorkerDied, boundary, shown
 from headway.model_checks import (
     check_biases,
     check_built,
@@ -261,8 +261,22 @@ def _check_answers(config: Config, rows: Rows) -> None:
                 f"{what}: the answer of all {len(records)} rows is null, and reward.function={needing[0]} compares "
                 "with it; set data.answer_key to the column that holds it, or give a reward that needs none"
             )
+        _check_comparable(what, records, needing)
         if CODE in needing:
             _check_tests(records)
+
+
+def _check_comparable(what: str, records: Sequence[Record], needing: Sequence[str]) -> None:
+    """Check that no answer is a list or a dictionary where a reward compares it as text or as a number."""
+    if (function := next((name for name in needing if name != CODE), None)) is None:
+        return
+    odd = [record for record in records if isinstance(record.answer, list | dict)]
+    if odd:
+        raise DataError(
+            f"{what}: answers are lists or dictionaries ({len(odd)} of {len(records)}), such as {shown(odd[0].answer)} "
+            f"({odd[0].where}), and reward.function={function} compares with one text or number; set data.answer_key "
+            "to the column, or by dots the value in one, that holds it, or give a function of your own"
+        )
 
 
 def _check_tests(records: Sequence[Record]) -> None:

@@ -65,6 +65,30 @@ def test_a_prompt_may_be_a_chat(file: Path) -> None:
     assert record.prompt == CHAT
 
 
+@pytest.mark.parametrize("spelled", [json.dumps, repr, lambda chat: json.dumps(chat, indent=2)])
+@pytest.mark.parametrize("chat", [CHAT, [{"tool_calls": None, "content": "it's", "role": "user"}, *CHAT]])
+def test_a_chat_that_was_stored_as_text_is_read(file: Path, spelled, chat) -> None:
+    plain = [{name: value for name, value in message.items() if value is not None} for message in chat]
+    (record,) = read(write(file, [{"prompt": spelled(chat), "answer": "1"}]))
+    assert record.prompt == plain
+    with (file.parent / "sums.csv").open("w", newline="") as table:
+        csv.writer(table).writerows([["prompt", "answer"], [spelled(chat), "1"]])
+    assert read(str(file.parent / "sums.csv"))[0].prompt == plain
+    answered = spelled([*chat, {"role": "assistant", "content": "2"}])
+    (record,) = read_records(write(file, [{"prompt": answered}]), prompt_key="prompt")
+    assert (record.prompt, record.answer) == (plain, "2")
+
+
+@pytest.mark.parametrize("text", ['[{"name": "Ann"}]', "[{'value': 1}, 2]", '[{"role":', "[1, 2]", '{"role": "user"}'])
+def test_text_that_only_looks_like_a_chat_stays_text(file: Path, text: str) -> None:
+    rows = [{"prompt": text, "answer": "1"}]
+    if text == '[{"role":':
+        with pytest.raises(DataError, match="neither JSON"):
+            read(write(file, rows))
+    else:
+        assert read(write(file, rows))[0].prompt == text
+
+
 def test_a_data_source_column_names_the_source(file: Path) -> None:
     (record,) = read(write(file, [{"prompt": "p", "answer": "a", "data_source": "gsm8k"}]))
     assert record.source == "gsm8k"
@@ -165,8 +189,13 @@ def test_a_line_that_is_no_object_is_named(tmp_path: Path) -> None:
         ),
         (
             "a.csv",
-            b"""prompt,answer\n"[{'role': 'user'}]",2\n""",
-            "line 2, 'prompt': chat messages; a CSV file has texts",
+            b"""prompt,answer\n"[{'role': 'user', 'content': 'x'}\n {'role': 'user'}]",2\n""",
+            "line 3, 'prompt': chat messages as text that is neither JSON nor Python's spelling",
+        ),
+        (
+            "a.jsonl",
+            b"""{"prompt": "array([{'content': 'x', 'role': 'user'}], dtype=object)", "answer": 1}""",
+            "line 1, 'prompt': chat messages as text that is neither JSON nor",
         ),
         ("a.jsonl", b"\n\n", "the file has no rows"),
         ("a.jsonl", b'{"prompt": "p", "answer": 1}\n\xff\xfe\x00', "line 2 cannot be read: UnicodeDecodeError"),

@@ -102,7 +102,7 @@ def test_what_a_verl_reward_gets_arrives_with_the_prompt(tmp_path: Path, make_to
         None,
         {"target": 24, "numbers": [1, 5, 5, 5]},
         [[1, 2], [3]],
-        {"inputs": ["1\n", "2\n"], "outputs": ["2\n", "4\n"], "fn_name": None},
+        {"inputs": ["1\n", "2\n"], "outputs": ["2\n", "4\n"], "fn_name": "f"},
     ],
     ids=str,
 )
@@ -142,6 +142,31 @@ def test_fields_that_parquet_had_to_add_to_a_message_are_taken_off_again(tmp_pat
     ]
     (record,) = read(parquet(tmp_path / "a.parquet", [{"prompt": messages, "answer": "1"}]))
     assert record.prompt == messages
+
+
+def test_fields_that_parquet_had_to_add_go_at_any_depth_and_empty_columns_stay(tmp_path: Path) -> None:
+    def tool(**properties: Any) -> dict[str, Any]:
+        return {"type": "function", "function": {"name": "f", "parameters": {"properties": properties}}}
+
+    def call(**arguments: Any) -> dict[str, Any]:
+        return {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+
+    rows: list[dict[str, Any]] = [
+        {
+            "prompt": [call(a=1)],
+            "answer": {"x": [{"y": 1}, {"z": 2}]},
+            "tools": [tool(a={"type": "integer"})],
+            "n": None,
+        },
+        {"prompt": [call(b="2")], "answer": {"w": [1, None]}, "tools": [tool(b={"enum": ["1"]}), tool()], "n": 1},
+    ]
+    read_back = read(parquet(tmp_path / "a.parquet", rows))
+    assert [(one.prompt, one.answer, one.extra) for one in read_back] == [
+        (row["prompt"], row["answer"], {"tools": row["tools"], "n": row["n"]}) for row in rows
+    ]
+    explicit = {"prompt": "p", "answer": {"x": None}, "info": {"y": [{"z": None}]}}
+    (kept,) = read(jsonl(tmp_path / "a.jsonl", [explicit]))
+    assert (kept.answer, kept.extra) == (explicit["answer"], {"info": explicit["info"]})
 
 
 def test_the_ground_truth_of_verl_goes_before_a_column_called_answer(tmp_path: Path) -> None:

@@ -5,10 +5,13 @@ file ─▶ (where, row) ─▶ `records_of` ─▶ Record          (rows of Hug
 
 from __future__ import annotations
 
+import ast
 import csv
 import json
+import re
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,8 +30,11 @@ ANSWER_KEYS = ("reward_model.ground_truth", "answer")
 ARCHIVES = (".gz", ".zip", ".bz2", ".xz", ".zst", ".tar", ".tgz")
 COMPRESSED = (b"\x1f\x8b", b"PK\x03\x04", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")
 """The bytes with which compressed files begin, whatever their name."""
-MESSAGES = ("[{'role'", '[{"role"', "[{'content'", '[{"content"')
-"""The beginnings of chat messages that were written as a text."""
+CHAT_AS_TEXT = re.compile(
+    r"""\s*(?:array\()?\s*\[\s*\{\s*(['"])(?:role|content|from|value|name|tool_calls|tool_call_id)\1\s*:"""
+)
+"""The beginning of chat messages that were written as text: JSON, or as Python or NumPy spells them."""
+A_ROLE = re.compile(r"""(['"])(?:role|from)\1\s*:""")
 LONGEST_FIELD = 2**31 - 1
 """Most characters of a CSV file's field. Python's own limit, 128 K, is less than some prompts have."""
 
@@ -78,7 +84,9 @@ def read_records(path: str, *, prompt_key: str, answer_key: str = "auto", name: 
             of the wrong type; the message names the file and the row (for JSONL and CSV its line).
     """
     columns = Columns(prompt_key, answer_key, name)
-    records = list(records_of(file_rows(path, columns), columns, default_source=Path(path).expanduser().stem))
+    file = Path(path).expanduser()
+    rows = file_rows(path, columns)
+    records = list(records_of(rows, columns, default_source=file.stem, columnar=file.suffix.lower() == ".parquet"))
     if not records:
         raise DataError(f"{path}: the file has no rows; expected one for each prompt")
     return records
@@ -116,8 +124,14 @@ def file_rows(path: str, columns: Columns | None = None) -> Iterator[Row]:
     return rows
 
 
-def records_of(rows: Iterable[Row], columns: Columns, default_source: str) -> Iterator[Record]:
-    """Turn rows into checked records. Raises `DataError` for one that lacks a column or holds another type."""
+def records_of(
+    rows: Iterable[Row], columns: Columns, default_source: str, *, columnar: bool = False
+) -> Iterator[Record]:
+    """Turn rows into checked records. Raises `DataError` for one that lacks a column or holds another type.
+
+    ``columnar``: all values of a column have the same fields, so that those which are null in a value are taken off.
+    """
+    plain = without_nulls if columnar else lambda value: value
     for where, row in rows:
         if not isinstance(row, dict):
             like = '{"prompt": …, "answer": …}'
@@ -125,16 +139,16 @@ def records_of(rows: Iterable[Row], columns: Columns, default_source: str) -> It
                 f"{where}: expected an object with columns, not {type(row).__name__}; each row is one, like {like}"
             )
         check_columns(row, columns, where)
-        prompt = row[columns.prompt]
-        answer_key, answer = _answer(row, columns, where)
+        prompt = _read_chat(row[columns.prompt], f"{where}, {columns.prompt!r}")
+        answer_key, answer = _answer({**row, columns.prompt: prompt}, columns, where)
         if answer_key is None:
             prompt = prompt[:-1]
         given = columns.name or row.get("data_source")
         yield Record(
-            prompt=_checked_prompt(prompt, f"{where}, {columns.prompt!r}"),
-            answer=answer,
+            prompt=_checked_prompt(prompt, f"{where}, {columns.prompt!r}", plain),
+            answer=plain(answer),
             source=given if isinstance(given, str) and given else default_source,
-            extra={name: value for name, value in row.items() if name not in (columns.prompt, answer_key)},
+            extra={name: plain(value) for name, value in row.items() if name not in (columns.prompt, answer_key)},
             where=where,
         )
 
@@ -264,10 +278,6 @@ def _csv_rows(file: Path, columns: Columns | None) -> Iterator[Row]:
                 "separators or line breaks needs quotes"
             )
         row = dict(zip(names, fields, strict=False))
-        if columns is not None and row.get(columns.prompt, "").startswith(MESSAGES):
-            raise DataError(
-                f"{where}, {columns.prompt!r}: chat messages; a CSV file has texts alone, so save it as JSONL"
-            )
         if row:
             yield where, row
 
@@ -299,7 +309,34 @@ def plain_rows(batch: Any, file: Path, first: int) -> Iterator[Any]:
         raise
 
 
-def _checked_prompt(prompt: Any, where: str) -> str | Messages:
+def without_nulls(value: Any) -> Any:
+    """Copy ``value`` without the fields that are null in a dictionary, at any depth."""
+    if isinstance(value, dict):
+        return {name: without_nulls(inner) for name, inner in value.items() if inner is not None}
+    return [without_nulls(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _read_chat(prompt: Any, where: str) -> Any:
+    """Return the chat messages that a text spells, as JSON or as Python does; any other value as it is.
+
+    Raises `DataError` for messages that neither of both reads, such as NumPy's spelling of them.
+    """
+    if not isinstance(prompt, str) or not CHAT_AS_TEXT.match(prompt):
+        return prompt
+    for read in (json.loads, ast.literal_eval):
+        with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+            chat = read(prompt)
+            roles = isinstance(chat, list) and all(isinstance(one, dict) and {"role", "from"} & {*one} for one in chat)
+            return chat if roles else prompt
+    if A_ROLE.search(prompt):
+        raise DataError(
+            f"{where}: chat messages as text that is neither JSON nor Python's spelling of a list of dictionaries: "
+            f"{shown(prompt)}; save them as lists in JSONL or Parquet, or as JSON text"
+        )
+    return prompt
+
+
+def _checked_prompt(prompt: Any, where: str, plain: Callable[[Any], Any]) -> str | Messages:
     if isinstance(prompt, str):
         return prompt
     if not isinstance(prompt, list) or not prompt:
@@ -316,7 +353,7 @@ def _checked_prompt(prompt: Any, where: str) -> str | Messages:
                 )
     # In Parquet all messages have the same fields: what one does not have is null, which templates would print.
     return [
-        {k: _text(v) if k == "content" else v for k, v in message.items() if v is not None or k == "content"}
+        {k: _text(v) if k == "content" else plain(v) for k, v in message.items() if v is not None or k == "content"}
         for message in prompt
     ]
 

@@ -33,7 +33,7 @@ def read_dataset(
     """
     rows = dataset_rows(dataset, columns, split=split, default_split=default_split, subset=subset, revision=revision)
     folder = Path(dataset).expanduser()
-    return list(records_of(rows, columns, default_source=folder.name if folder.is_dir() else dataset))
+    return list(records_of(rows, columns, default_source=folder.name if folder.is_dir() else dataset, columnar=True))
 
 
 def dataset_rows(
