@@ -63,20 +63,24 @@ class OpenWork:
         60.0
         >>> work.silent_s(80.0, is_open=False, moved=False)
         0.0
+        >>> work.silent_s(90.0, is_open=True, moved=False)  # the work may have come a moment ago
+        0.0
     """
 
     def __init__(self) -> None:
         self.began = False
         """True once the worker has done something: what takes long before the first step alone is over."""
-        self._since: float | None = None
+        self._since = 0.0
+        self._was_open = False
 
     def silent_s(self, now: float, *, is_open: bool, moved: bool) -> float:
         """Return the seconds without progress up to ``now``. ``is_open``: there is work that the worker could do;
         ``moved``: it did some since the last call of this method.
         """
         self.began |= moved
-        if self._since is None or moved or not is_open:
+        if moved or not is_open or not self._was_open:
             self._since = now
+        self._was_open = is_open
         return now - self._since
 
 

@@ -1,10 +1,10 @@
-"""What of vLLM's memory is told to wake, and when: over a vLLM that notes what it is told. vLLM need not be there."""
+"""What of vLLM's memory is told to wake, and what a hung one says of itself. Over stand-ins: vLLM need not be there."""
 
 from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -12,7 +12,9 @@ import pytest
 
 from headway.engines.rollout.vllm.activity import Activity
 from headway.engines.rollout.vllm.core import VllmCore
+from headway.errors import RunError
 from headway.interfaces.rollout import OnUpdate
+from tests.engines.rollout.support import make_call, make_request
 
 
 class Noting:
@@ -36,6 +38,23 @@ class Noting:
         return answer
 
 
+def core_over(llm: Noting) -> VllmCore:
+    clock = asyncio.get_running_loop().time
+    return VllmCore(
+        llm,
+        lambda client, batch: None,
+        lambda error: None,
+        name="replica",
+        seed=0,
+        slots=2,
+        max_context=32,
+        clock=clock,
+        activity=Activity(clock),
+        temperature=1.0,
+        can_sleep=True,
+    )
+
+
 @pytest.mark.parametrize(
     ("keep", "loads", "expected"),
     [
@@ -52,21 +71,8 @@ async def test_only_what_sleeps_is_woken(
     for name in ("vllm", "vllm.distributed", "vllm.distributed.weight_transfer"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, base.__name__, base)
-    clock = asyncio.get_running_loop().time
     llm = Noting()
-    core = VllmCore(
-        llm,
-        lambda client, batch: None,
-        lambda error: None,
-        name="replica",
-        seed=0,
-        slots=2,
-        max_context=32,
-        clock=clock,
-        activity=Activity(clock),
-        temperature=1.0,
-        can_sleep=True,
-    )
+    core = core_over(llm)
     await core.begin()
     await core.pause(OnUpdate.INTERRUPT)
     await core.sleep(keep)
@@ -76,3 +82,28 @@ async def test_only_what_sleeps_is_woken(
     await core.wake()
     await core.resume()
     assert llm.woken == expected
+
+
+class Hanging(Noting):
+    """A front end that takes requests; its core computes nothing of them."""
+
+    async def generate(self, *_: Any, **__: Any) -> AsyncIterator[Any]:
+        await asyncio.Event().wait()
+        yield None
+
+
+async def test_a_vllm_whose_core_hangs_answers_that_calls_are_open_and_that_it_computed_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """This is what it is fenced off by: its answer comes from another process than its tokens."""
+    monkeypatch.setattr("headway.engines.rollout.vllm.core.prompt_of", lambda run, version: run)
+    monkeypatch.setattr("headway.engines.rollout.vllm.core.sampling_of", lambda run: None)
+    core = core_over(Hanging())
+    await core.begin()
+    await core.submit("keeper", [make_call(make_request(0), number=number) for number in range(3)])
+    for _ in range(5):
+        await asyncio.sleep(0)
+    stats = await core.stats()
+    assert (stats.running, stats.waiting) == (2, 1)
+    assert (stats.generated_tokens, stats.prefilled_tokens) == (0, 0)
+    await core.close(RunError("over"))
