@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ from headway.config.doctor import diagnose
 from headway.config.loading import load
 from headway.config.schema import Config
 from headway.errors import UserError
-from headway.reports.run_directory import ROOM, Occupied, RunDirectory, RunLock
+from headway.reports.run_directory import ROOM, Occupied, RunDirectory, RunLock, signs_of_life, whole_file
 from tests.full_disk import files_of_at_most
 
 CONFIG = Config()
@@ -175,3 +177,55 @@ def test_a_lock_where_nothing_can_be_written_is_refused_with_the_reason(tmp_path
     (tmp_path / "run").write_text("in the way")
     with pytest.raises(UserError, match=r"cannot be written \(Not a directory\); give a run.dir that you may write to"):
         RunLock(tmp_path / "run" / "run.lock").take()
+
+
+def test_a_start_that_is_discarded_leaves_what_others_put_there(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path / "mine", CONFIG)
+    lock = RunLock(run.lock)
+    lock.take()
+    (run.path / "notes.txt").write_text("mine")
+    (run.path / "data").mkdir()
+    lock.release()
+    run.discard()
+    assert sorted(entry.name for entry in run.path.iterdir()) == ["data", "notes.txt"]
+    (tmp_path / "empty").mkdir()
+    RunDirectory.create(tmp_path / "empty", CONFIG).discard()
+    assert list((tmp_path / "empty").iterdir()) == []  # the folder itself was there before
+    RunDirectory.create(tmp_path / "new", CONFIG).discard()
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_file_is_replaced_whole_or_not_at_all_by_writers_that_do_not_meet(tmp_path: Path) -> None:
+    file, link = tmp_path / "a.json", tmp_path / "link"
+    file.write_text("old")
+    file.chmod(0o640)
+    link.symlink_to(file)
+    with pytest.raises(RuntimeError), whole_file(link) as text:
+        text.write("half")
+        assert file.read_text() == "old"
+        raise RuntimeError
+    assert file.read_text() == "old"
+    with whole_file(link) as first:
+        first.write("first")
+        other = threading.Thread(target=lambda: whole_file(file).__enter__().write("never finished"))
+        other.start()
+        other.join()
+    assert link.is_symlink() and file.read_text() == "first" and file.stat().st_mode & 0o777 == 0o640
+    with whole_file(Path("/dev/null")) as text:
+        text.write("gone")
+    assert Path("/dev/null").is_char_device()
+
+
+def test_a_file_system_without_locks_is_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    lock = RunLock(tmp_path / "run.lock")
+    lock.take()
+    assert "cannot be locked (Operation not supported): nothing keeps a second process" in caplog.text
+    assert signs_of_life(tmp_path / "run.lock").exists()
+    lock.release()
+    assert not signs_of_life(tmp_path / "run.lock").exists()

@@ -20,9 +20,9 @@ import pytest
 
 from headway.errors import ConfigError, DataError, RunError, UserError
 from headway.events import Event, Note, RunResumed, RunStarted, VersionReached
-from headway.reports.alive import is_trained
+from headway.reports.alive import SILENT_S, is_trained
 from headway.reports.html_timeline import live_parts
-from headway.reports.run_directory import RunDirectory, RunLock
+from headway.reports.run_directory import RunDirectory, RunLock, signs_of_life
 from headway.reports.tail import Tail
 from headway.reports.timeline import TimelineBuilder, build_timeline
 from headway.reports.watch import server as watch_server
@@ -402,6 +402,18 @@ def test_without_the_kernels_list_the_lock_itself_tells(tmp_path: Path) -> None:
 def test_nothing_is_known_of_a_lock_that_another_machine_holds(tmp_path: Path) -> None:
     (tmp_path / "run.lock").write_text("process 1 on some-other-machine\n")
     assert is_trained(tmp_path / "run.lock") is None
+
+
+def test_a_process_on_another_machine_that_shows_no_sign_of_life_trains_no_more(tmp_path: Path) -> None:
+    lock = tmp_path / "run.lock"
+    lock.write_text("process 1 on some-other-machine\n")
+    taken = lock.stat().st_mtime
+    assert is_trained(lock, now=lambda: taken + SILENT_S - 1) is None
+    assert is_trained(lock, now=lambda: taken + SILENT_S) is False
+    signs_of_life(lock).touch()
+    os.utime(signs_of_life(lock), (taken + 5000, taken + 5000))
+    assert is_trained(lock, now=lambda: taken + 5000 + SILENT_S - 1) is None
+    assert is_trained(lock, now=lambda: taken + 5000 + SILENT_S) is False
 
 
 # ------------------------------------------------------------------------------------------------ who may see it

@@ -5,16 +5,24 @@ from __future__ import annotations
 import fcntl
 import os
 import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from headway.events import RunFinished, RunStarted
+from headway.reports.run_directory import BEAT_S, signs_of_life
 
 LOCKS = Path("/proc/locks")
+SILENT_S = 10 * BEAT_S
+"""Seconds without a sign of life after which a process on another machine counts as gone; clocks may differ by less."""
 
 
-def is_trained(lock: Path, locks: Path = LOCKS) -> bool | None:
+def is_trained(lock: Path, locks: Path = LOCKS, now: Callable[[], float] = time.time) -> bool | None:
     """Tell whether a process holds the run's ``lock``; None where that cannot be known.
+
+    A process on another machine holds it no more when it has shown no sign of life for `SILENT_S`.
 
     The kernel's list is read where there is one: to try the lock would refuse a run that takes it at that instant.
     """
@@ -26,7 +34,10 @@ def is_trained(lock: Path, locks: Path = LOCKS) -> bool | None:
     except (OSError, UnicodeDecodeError):
         return None
     if holder and not holder.rstrip().endswith(f" on {socket.gethostname()}"):
-        return None  # on another machine, whose locks this one may not see
+        last = found.st_mtime  # on another machine, whose locks this one may not see
+        with suppress(OSError):
+            last = signs_of_life(lock).stat().st_mtime
+        return None if now() - last < SILENT_S else False
     try:
         return _listed(found, locks.read_text(encoding="ascii"))
     except OSError:

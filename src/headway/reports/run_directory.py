@@ -8,6 +8,7 @@ trackers/      what other trackers leave here, and the ids of their entries
 run.lock       held by the process that trains  initial_model/ the model that was made, where one was
 control.sock   where that process is asked      profiles/      what workers computed, where that was asked for
 code/          functions that were given as objects, in Python
+run.alive      touched every minute by the process that trains, for machines that do not see its lock
 .room          space on the disk that a run holds for its summary, and gives up for it
 """
 
@@ -16,9 +17,11 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import logging
 import os
 import shutil
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -37,7 +40,10 @@ FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """Errors of a disk that has no room left, for anybody or for this user."""
 
 
-LEFTOVERS = frozenset({"run.lock", ".room", "tensorboard", "checkpoints", "logs"})
+log = logging.getLogger(__name__)
+BEAT_S = 60.0
+"""Seconds between two signs of life of the process that trains."""
+LEFTOVERS = frozenset({"run.lock", "run.alive", ".room", "tensorboard", "checkpoints", "logs"})
 """Names that a failed start may leave in a directory: they are no run, and do not prevent one."""
 
 
@@ -46,17 +52,18 @@ class Occupied(UserError):
 
 
 class RunLock:
-    """Lock of a run's directory, held from `take` to `release`, or to the end of the process, however it ends.
-
-    The lock has no effect where the file system has no locks.
-    """
+    """Lock of a run's directory, held from `take` to `release`, or to the end of the process, however it ends."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file: TextIO | None = None
+        self._released = threading.Event()
 
     def take(self) -> None:
-        """Take the lock. Raises `UserError`, naming the holder, if it is taken, and where nothing can be written."""
+        """Take the lock. Raises `UserError`, naming the holder, if it is taken, and where nothing can be written.
+
+        A file system without locks is warned of.
+        """
         with _writable(self._path.parent):
             file = self._path.open("a+", encoding="utf-8")
         try:
@@ -68,13 +75,23 @@ class RunLock:
             raise UserError(
                 f"{self._path.parent}: {holder} trains this run right now. Wait for it to end, or stop it first"
             ) from None
-        except OSError:  # a file system without locks
-            file.close()
-            return
+        except OSError as cause:  # a file system without locks
+            log.warning(
+                "run.dir=%s cannot be locked (%s): nothing keeps a second process from training there, too",
+                self._path.parent,
+                cause.strerror,
+            )
         self._file = file
         with suppress(OSError):  # on a full disk it is held all the same, by nobody known
             file.truncate(0)
             os.write(file.fileno(), f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+            signs_of_life(self._path).touch()
+        threading.Thread(target=self._show_life, name="headway-alive", daemon=True).start()
+
+    def _show_life(self) -> None:
+        while not self._released.wait(BEAT_S):
+            with suppress(OSError):
+                os.utime(signs_of_life(self._path))
 
     def is_held(self) -> bool:
         """Tell whether a process holds the lock, which is only looked at. Raises `OSError` if it cannot be read."""
@@ -93,8 +110,16 @@ class RunLock:
 
     def release(self) -> None:
         if self._file is not None:
+            self._released.set()
+            with suppress(OSError):
+                signs_of_life(self._path).unlink(missing_ok=True)
             self._file.close()
             self._file = None
+
+
+def signs_of_life(lock: Path) -> Path:
+    """Return the file beside a run's ``lock`` whose time of change says when its holder was last alive."""
+    return lock.with_suffix(".alive")
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +127,8 @@ class RunDirectory:
     """Paths inside a run's directory."""
 
     path: Path
+    made: bool = False
+    """Whether `create` made it, and did not find it empty."""
 
     @classmethod
     def create(cls, path: Path, config: Config) -> RunDirectory:
@@ -109,7 +136,7 @@ class RunDirectory:
 
         Raises `Occupied` when it holds anything already, and `UserError` when it cannot be written.
         """
-        run = cls(path)
+        run = cls(path, made=not os.path.lexists(path))
         with _writable(path), _removed_on_error(run.tensorboard, run.checkpoints, run.logs, path, *path.parents):
             try:
                 path.mkdir(parents=True, exist_ok=True)
@@ -169,15 +196,16 @@ class RunDirectory:
             )
 
     def discard(self) -> None:
-        """Remove what a start left that came to nothing: all but ``code``, which was there before."""
-        for entry in self.path.iterdir():
-            if entry.is_dir() and not entry.is_symlink():
-                if entry != self.code:
-                    shutil.rmtree(entry, ignore_errors=True)
-            else:
-                entry.unlink(missing_ok=True)
-        if not self.code.exists():
-            self.path.rmdir()
+        """Remove what a start left that came to nothing. ``code``, and what is not Headway's, stays."""
+        files = (self.config, self.events, self.metrics, self.samples, self.summary, self._room)
+        for file in (*files, self.lock, signs_of_life(self.lock), self.control):
+            file.unlink(missing_ok=True)
+        for folder in (self.tensorboard, self.checkpoints, self.logs, self.trackers, self.profiles, self.initial_model):
+            if not folder.is_symlink():
+                shutil.rmtree(folder, ignore_errors=True)
+        if self.made:
+            with suppress(OSError):  # it has what others put there
+                self.path.rmdir()
 
     def write_config(self, config: Config) -> None:
         """Replace ``config.yaml`` in one step, for a run that goes on. Raises `UserError` when it cannot be written."""
@@ -277,31 +305,38 @@ def free_names(name: str) -> Iterator[Path]:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Replace a file in one step: whoever reads it sees the old one or the new one, whole. Raises `OSError`."""
-    draft = path.with_name(f"{path.name}.tmp")
-    try:
-        draft.write_text(text, encoding="utf-8")
-        draft.replace(path)
-    except OSError:
-        with suppress(OSError):
-            draft.unlink(missing_ok=True)
-        raise
+    """Replace a file by ``text`` as `whole_file` does. Raises `OSError`."""
+    with whole_file(path) as file:
+        file.write(text)
 
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[TextIO]:
-    """Open a file to write it, in place of what is there. Where that fails midway, no part of it is left.
+    """Open a file to write it whole: whoever reads it sees the old one or the new one, also behind a lost machine.
 
-    Raises `OSError`.
+    Where the block fails the old one stays. Raises `OSError`.
     """
-    file = path.open("w", encoding="utf-8")
-    try:
-        with file:
+    path = path.resolve()  # a link stays one
+    if path.exists() and not path.is_file():  # a terminal, a pipe
+        with path.open("w", encoding="utf-8") as file:
             yield file
-    except OSError:
-        if path.is_file():
-            with suppress(OSError):
-                path.unlink()
+        return
+    draft = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
+    try:
+        with draft.open("x", encoding="utf-8") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        if path.exists():
+            shutil.copymode(path, draft)
+        draft.replace(path)
+        folder = os.open(path.parent, os.O_RDONLY)
+        with suppress(OSError):  # not every file system has folders that can be synchronised
+            os.fsync(folder)
+        os.close(folder)
+    except BaseException:
+        with suppress(OSError):
+            draft.unlink(missing_ok=True)
         raise
 
 
