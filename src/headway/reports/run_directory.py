@@ -86,12 +86,8 @@ class RunLock:
             file.truncate(0)
             os.write(file.fileno(), f"process {os.getpid()} on {socket.gethostname()}\n".encode())
             signs_of_life(self._path).touch()
-        threading.Thread(target=self._show_life, name="headway-alive", daemon=True).start()
-
-    def _show_life(self) -> None:
-        while not self._released.wait(BEAT_S):
-            with suppress(OSError):
-                os.utime(signs_of_life(self._path))
+        showing = (signs_of_life(self._path), self._released)  # not the lock, which ends with its last reference
+        threading.Thread(target=_show_life, args=showing, name="headway-alive", daemon=True).start()
 
     def is_held(self) -> bool:
         """Tell whether a process holds the lock, which is only looked at. Raises `OSError` if it cannot be read."""
@@ -120,6 +116,12 @@ class RunLock:
 def signs_of_life(lock: Path) -> Path:
     """Return the file beside a run's ``lock`` whose time of change says when its holder was last alive."""
     return lock.with_suffix(".alive")
+
+
+def _show_life(path: Path, ended: threading.Event) -> None:
+    while not ended.wait(BEAT_S):
+        with suppress(OSError):
+            os.utime(path)
 
 
 @dataclass(frozen=True, slots=True)
