@@ -8,7 +8,7 @@ from typing import Any
 
 async def run(row: dict[str, Any], chat: Any) -> float:
     """Take a turn and sleep, for each of ``row["steps"]``."""
-    messages = row["prompt"]
+    messages = row["messages"]
     for seconds in row["steps"]:
         answer = await chat.turn(messages)
         await asyncio.sleep(seconds)

@@ -20,7 +20,7 @@ SHORTEST = 4  # of the ranges that are demonstrated
 
 async def play(row, chat, shuffled=False):
     """One game: 1 for the number, 0 without it. ``shuffled``: the answers are a coin's, so nothing can be learned."""
-    messages, coin = list(row["prompt"]), random.Random(chat.seed)
+    messages, coin = list(row["messages"]), random.Random(chat.seed)
     hidden = LETTERS.index(row["answer"])
     low, high = (LETTERS.index(letter) for letter in messages[0]["content"].split("-"))
     for _ in range(TURNS):

@@ -19,7 +19,7 @@ CLIENT = openai.AsyncOpenAI(base_url="http://127.0.0.1", api_key="each episode h
 
 async def run(row, base_url, api_key):
     client = CLIENT.with_options(base_url=base_url, api_key=api_key)
-    said = await conversation(client, row["prompt"])
+    said = await conversation(client, row["messages"])
     return score(said[-1].choices[0].message.content or "", row["answer"])
 
 

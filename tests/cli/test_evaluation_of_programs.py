@@ -29,7 +29,7 @@ def chatting_model(directory: Path, **more: Any) -> None:
 
 PROGRAM = """
 async def talk(row, chat):
-    await chat.turn(row["prompt"])
+    await chat.turn(row["messages"])
     if row["fails"] == "all" or row["fails"] == "some" and chat.seed % 2:
         raise RuntimeError("the sandbox has burnt down")
     return 1.0
@@ -68,7 +68,7 @@ def test_a_problem_is_counted_by_its_episodes_that_did_not_fail(tmp_path: Path) 
 
 TWO_TURNS = """
 async def talk(row, chat):
-    messages = [*row["prompt"], {"role": "user", "content": "please"}]
+    messages = [*row["messages"], {"role": "user", "content": "please"}]
     answer = await chat.turn(messages)
     await chat.turn([*messages, answer.message, {"role": "user", "content": "go on"}])
 

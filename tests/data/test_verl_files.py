@@ -155,7 +155,7 @@ def test_fields_that_parquet_had_to_add_go_at_any_depth_and_empty_columns_stay(t
         {
             "prompt": [call(a=1)],
             "answer": {"x": [{"y": 1}, {"z": 2}]},
-            "tools": [tool(a={"type": "integer"})],
+            "tools": [tool(a={"enum": ["0"]})],
             "n": None,
         },
         {"prompt": [call(b="2")], "answer": {"w": [1, None]}, "tools": [tool(b={"enum": ["1"]}), tool()], "n": 1},

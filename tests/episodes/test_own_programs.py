@@ -45,6 +45,26 @@ def test_rewards_of_turns_go_to_their_tokens_in_whatever_order_turns_end():
     assert by_text == {texts[0]: 10.0, texts[1]: 1.0}
 
 
+def test_a_prompt_that_is_text_is_text_in_the_row_and_a_users_message_beside_it():
+    rows = []
+
+    async def run(row: Any, chat: Any) -> None:
+        rows.append(row)
+        await chat.turn(row["messages"])
+
+    async def main(**prompt: Any) -> None:
+        one = request()
+        async with keeping(Policy(), hosting=hosting(Here(own(run)))) as keeper:
+            one = replace(one, prompt=replace(one.prompt, **prompt))
+            assert [group async for group in keeper.generate([one])]
+
+    for prompt in ({"text": "2+2"}, {"text": "<user>2+2<end>", "asked": "2+2"}):
+        run_virtual(main(messages=None, **prompt))
+        assert (rows[-1]["prompt"], rows[-1]["messages"]) == ("2+2", [said("user", "2+2")])
+    run_virtual(main())
+    assert rows[-1]["prompt"] == rows[-1]["messages"] == [said("user", "begin")]
+
+
 def test_the_chat_template_gets_the_variables_of_the_run_and_of_the_row():
     asked = []
 

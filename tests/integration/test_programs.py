@@ -33,7 +33,7 @@ class Count:
         return "on", float("1" in action), self.steps == 3, False, {}
 
 async def talk(row, chat):
-    messages, score = list(row["prompt"]), 0.0
+    messages, score = list(row["messages"]), 0.0
     for _ in range(3):
         answer = await chat.turn(messages)
         await asyncio.sleep(0.01)
@@ -44,7 +44,7 @@ async def talk(row, chat):
 async def asks(row, base_url, api_key):
     import aiohttp
 
-    messages, score = list(row["prompt"]), 0.0
+    messages, score = list(row["messages"]), 0.0
     async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {api_key}"}) as session:
         for _ in range(3):
             async with session.post(f"{base_url}/chat/completions", json={"messages": messages}) as response:
@@ -56,7 +56,7 @@ async def asks(row, base_url, api_key):
 def blocks(row, base_url, api_key):
     import json, urllib.request
 
-    messages, score = list(row["prompt"]), 0.0
+    messages, score = list(row["messages"]), 0.0
     for _ in range(3):
         headers = {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"}
         body = json.dumps({"messages": messages}).encode()

@@ -13,7 +13,7 @@ from tests.programs.scripted import Script, calling, play, start
 async def test_a_program_has_the_row_the_chat_and_its_parameters(program):
     code = """
     async def run(row, chat, goal):
-        messages = [*row["prompt"], {"role": "user", "content": goal}]
+        messages = [*row["messages"], {"role": "user", "content": goal}]
         answer = await chat.turn(messages, max_tokens=5)
         messages += [answer.message, {"role": "user", "content": "sure?"}]
         again = await chat.turn(messages)
@@ -30,7 +30,7 @@ async def test_a_program_may_name_the_state_of_a_turn(program):
     code = """
     async def run(row, chat, states=("room 3", "room 4")):
         for state in states:
-            await chat.turn(row["prompt"], state=state)
+            await chat.turn(row["messages"], state=state)
         return 1
     """
     await play(program(code), ask := Script("a", "b"))
@@ -42,8 +42,8 @@ async def test_a_program_may_name_the_state_of_a_turn(program):
 RETURNING = """
     import numpy as np
     async def run(row, chat):
-        await chat.turn(row["prompt"])
-        await chat.turn(row["prompt"])
+        await chat.turn(row["messages"])
+        await chat.turn(row["messages"])
         return {}
 """
 
@@ -91,13 +91,13 @@ async def test_a_reward_that_is_none_is_one_message_that_names_the_function(prog
 async def test_turns_are_rewarded_on_the_way_and_a_limit_leaves_what_they_have(program):
     code = """
     async def run(row, chat):
-        first = await chat.turn(row["prompt"])
-        await chat.turn(row["prompt"])
+        first = await chat.turn(row["messages"])
+        await chat.turn(row["messages"])
         chat.reward(1)
         chat.reward(0.5)
         chat.reward(0.25, first)
-        await chat.turn(row["prompt"])
-        await chat.turn(row["prompt"])
+        await chat.turn(row["messages"])
+        await chat.turn(row["messages"])
         return 9
     """
     end = await play(program(code), Script("a", "b", "c"))
@@ -110,7 +110,7 @@ async def test_a_program_may_meet_the_limit_itself(program):
     async def run(row, chat):
         try:
             while True:
-                await chat.turn(row["prompt"])
+                await chat.turn(row["messages"])
         except EpisodeOver as over:
             return [len(over.limit)] * chat.turns
     """
@@ -122,9 +122,9 @@ async def test_a_limit_that_comes_as_another_error_is_still_the_limit(program, h
     code = f"""
     async def run(row, chat):
         try:
-            await chat.turn(row["prompt"])
+            await chat.turn(row["messages"])
             chat.reward(1)
-            await chat.turn(row["prompt"])
+            await chat.turn(row["messages"])
         except Exception as over:
             raise {how}
     """
@@ -175,7 +175,7 @@ async def test_tools_are_functions_or_schemas(program):
     SCHEMA = {"type": "function", "function": {"name": "other", "parameters": {"type": "object", "properties": {}}}}
 
     async def run(row, chat):
-        messages = [*row["prompt"]]
+        messages = [*row["messages"]]
         answer = await chat.turn(messages, tools=[add, fail, SCHEMA])
         messages += [answer.message, *await chat.call_tools(answer)]
         answer = await chat.turn(messages, tools=[SCHEMA])
@@ -206,14 +206,30 @@ async def test_tools_are_functions_or_schemas(program):
         ("chat.turn(['hello'])", "chat.turn() was given 'hello' for a message; expected a list of dicts like"),
         ("chat.turn([{'content': 'x'}])", "chat.turn() was given {'content': 'x'} for a message; expected"),
         (
-            "chat.turn(row['prompt'], max_tokens=0)",
+            "chat.turn([{'role': 'user', 'content': 5}])",
+            "a message of user whose content is 5; expected text, or parts",
+        ),
+        ("chat.turn([{'role': 'user'}])", "a message of user whose content is None; expected text, or parts"),
+        ("chat.turn([{'role': 'tool', 'content': {'a': 1}}])", "a message of tool whose content is {'a': 1}; expected"),
+        (
+            "chat.turn([{'role': 'user', 'content': [{'type': 'image', 'image': 'x'}]}])",
+            "a message of user whose content is {'type': 'image', 'image': 'x'}; expected text, or parts",
+        ),
+        (
+            "chat.turn(row['messages'], max_tokens=0)",
             "chat.turn() was given max_tokens=0; expected a whole number from 1",
         ),
-        ("chat.turn(row['prompt'], tools=[{}])", "chat.turn() was given {} for a tool; expected a function with types"),
-        ("chat.turn(row['prompt'], tools=[{'function': {'name': ''}}])", "for a tool; expected a function with types"),
-        ("chat.turn(row['prompt'], tools=[look, look])", "chat.turn() was given two tools named 'look'; rename one"),
         (
-            "chat.turn(row['prompt'], tools=[run])",
+            "chat.turn(row['messages'], tools=[{}])",
+            "chat.turn() was given {} for a tool; expected a function with types",
+        ),
+        (
+            "chat.turn(row['messages'], tools=[{'function': {'name': ''}}])",
+            "for a tool; expected a function with types",
+        ),
+        ("chat.turn(row['messages'], tools=[look, look])", "chat.turn() was given two tools named 'look'; rename one"),
+        (
+            "chat.turn(row['messages'], tools=[run])",
             "chat.turn(tools=…): no tool can be made of run(row, chat): there is no",
         ),
         ("late(chat)", "chat.reward(): there was no turn yet; give it what chat.turn() returned"),
@@ -231,10 +247,10 @@ async def test_what_a_program_asks_wrongly_is_one_message(program, call, message
     async def late(chat):
         chat.reward(1)
     async def bad(row, chat):
-        await chat.turn(row["prompt"])
+        await chat.turn(row["messages"])
         chat.reward("good")
     async def schema(row, chat):
-        answer = await chat.turn(row["prompt"], tools=[{{"type": "function", "function": {{"name": "f"}}}}])
+        answer = await chat.turn(row["messages"], tools=[{{"type": "function", "function": {{"name": "f"}}}}])
         await chat.call_tools(answer)
     async def run(row, chat):
         await {call}
@@ -248,7 +264,7 @@ async def test_what_a_program_asks_wrongly_is_one_message(program, call, message
 async def test_rewards_of_turns_given_in_two_ways_are_refused(program):
     code = """
     async def run(row, chat):
-        await chat.turn(row["prompt"])
+        await chat.turn(row["messages"])
         chat.reward(1)
         return [1]
     """
@@ -259,7 +275,7 @@ async def test_rewards_of_turns_given_in_two_ways_are_refused(program):
 async def test_a_limit_before_the_first_turn_is_no_failure_of_the_program(program):
     code = """
     async def run(row, chat):
-        await chat.turn(row["prompt"])
+        await chat.turn(row["messages"])
     """
     end = await play(program(code), Script(limit="time"))
     assert (end.reward, end.turn_rewards) == (None, ())
@@ -270,7 +286,7 @@ async def test_a_program_that_catches_everything_and_asks_for_ever_is_left(progr
     async def run(row, chat):
         while True:
             try:
-                await chat.turn(row["prompt"])
+                await chat.turn(row["messages"])
                 chat.reward(1)
             except Exception:
                 pass
@@ -287,7 +303,7 @@ async def test_others_go_on_while_a_program_asks_after_its_end(program):
     async def run(row, chat):
         for _ in range(50):
             try:
-                await chat.turn(row["prompt"])
+                await chat.turn(row["messages"])
             except Exception:
                 pass
     """
@@ -310,10 +326,10 @@ async def test_a_turn_that_is_left_running_finds_the_episode_ended(program):
     import asyncio
     LEFT = []
     async def run(row, chat):
-        await chat.turn(row["prompt"])
+        await chat.turn(row["messages"])
         async def later():
             await asyncio.sleep(0)
-            await chat.turn(row["prompt"])
+            await chat.turn(row["messages"])
         LEFT.append(asyncio.create_task(later()))
         return 1.0
     """
@@ -344,14 +360,14 @@ async def test_an_object_of_a_class_makes_each_episode(program):
             self.goal, self.count = goal, 0
         async def run(self, row, chat):
             self.count += 1
-            await chat.turn(row["prompt"])
+            await chat.turn(row["messages"])
             return self.goal + self.count
 
     ready = Agent(5)
 
     class Callable:
         async def __call__(self, row, chat):
-            await chat.turn(row["prompt"])
+            await chat.turn(row["messages"])
             return 2
     called = Callable()
     """
@@ -416,7 +432,7 @@ async def test_a_cancellation_that_user_code_raises_is_its_failure_and_one_from_
     code = """
     import asyncio
     async def run(row, chat):
-        if (await chat.turn(row["prompt"])).text == "raise":
+        if (await chat.turn(row["messages"])).text == "raise":
             raise asyncio.CancelledError
         await asyncio.Event().wait()
     """

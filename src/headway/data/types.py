@@ -69,6 +69,11 @@ class Prompt:
     """The row's text, where it is not ``text``: the chat template made a message of it."""
 
     @property
+    def data_text(self) -> str | None:
+        """The row's text, without the chat template; None where the row gives messages."""
+        return None if self.messages is not None else self.text if self.asked is None else self.asked
+
+    @property
     def question(self) -> str:
         """The prompt as a person sees it, without the chat template: the user's last message, or the row's text."""
         for message in reversed(self.messages or []):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headway.errors import UserCodeError, shown
-from headway.programs.messages import Message, finite, said
+from headway.programs.messages import Message, content_problem, finite, said
 
 MARK = "hWqXanswerZ"
 """Beginning of all marks: letters alone, so that no template trims, splits or escapes it."""
@@ -128,6 +128,8 @@ def _plain(message: Mapping[str, Any]) -> Message:
     content = plain.get("content")
     if isinstance(content, list) and all(isinstance(part, Mapping) and part.get("type") == "text" for part in content):
         plain["content"] = "".join(str(part.get("text", "")) for part in content)
+    if (problem := content_problem(plain)) is not None:
+        raise UserCodeError(f"a chat message of {message['role']} cannot be used: its {problem}")
     calls = plain.pop("tool_calls", None) or []
     if not isinstance(calls, list) or not all(isinstance(call, Mapping) and _function(call) for call in calls):
         raise UserCodeError(

@@ -238,6 +238,7 @@ class ProgramEpisode:
                 {name: getattr(self._log.sampling, name) for name in _TOLD},
                 self._limits.max_length,
                 template_kwargs(self._hosting.template_kwargs, self._request.prompt.extra),
+                self._request.prompt.data_text,
             )
             one.running = asyncio.get_running_loop().create_task(
                 self._hosting.programs.run(start, answer, on_begin=begin)
@@ -267,7 +268,7 @@ class ProgramEpisode:
 
     def _messages(self) -> list[dict[str, Any]]:
         prompt = self._request.prompt
-        return prompt.messages if prompt.messages is not None else [{"role": "user", "content": prompt.text}]
+        return prompt.messages if prompt.messages is not None else [{"role": "user", "content": prompt.data_text}]
 
     def _row(self) -> Mapping[str, Any]:
         prompt = self._request.prompt

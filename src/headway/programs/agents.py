@@ -2,7 +2,7 @@
 
 async def run(row, base_url, api_key):                      # or def run(…), which has a process for each episode
     client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key)
-    answer = await client.chat.completions.create(model="policy", messages=row["prompt"])
+    answer = await client.chat.completions.create(model="policy", messages=row["messages"])
     return float(answer.choices[0].message.content == row["answer"])
 """
 
@@ -57,7 +57,7 @@ class AgentProgram:
         given |= {"tokenizer": access.tokenizer, "seed": start.seed}
         async with self._http_client() as given["http_client"]:
             arguments = {name: given[name] for name in self._names}
-            value = await called(self._run.of_an_episode(), row_of(start), **arguments)
+            value = await called(self._run.of_an_episode(), start.with_prompt(), **arguments)
         return _end(value, self._who, access.tag)
 
     @asynccontextmanager
@@ -79,12 +79,6 @@ class AgentProgram:
         else:
             with closing(openai.DefaultHttpxClient(verify=self._tls)) as blocking:
                 yield blocking
-
-
-def row_of(start: EpisodeStart) -> dict[str, Any]:
-    """The row of an episode as agents get it: its columns, and its prompt as chat messages under two names."""
-    messages = [dict(message) for message in start.messages]
-    return {"prompt": messages, "messages": messages, **start.row}
 
 
 def accessed(start: EpisodeStart) -> Access:

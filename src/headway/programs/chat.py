@@ -1,7 +1,7 @@
 """The chat that a program has with the policy.
 
 async def run(row, chat):
-    messages = [*row["prompt"]]
+    messages = [*row["messages"]]
     answer = await chat.turn(messages, tools=[look_up])         # a function, or a schema
     while answer.calls:
         messages += [answer.message, *await chat.call_tools(answer)]
@@ -26,6 +26,7 @@ from headway.programs.messages import (
     ToolSchema,
     TurnAnswer,
     TurnRequest,
+    content_problem,
     too_much_ends,
 )
 from headway.programs.tool import NAME, Tool, ToolResult
@@ -116,7 +117,7 @@ class Chat:
         """Have the policy answer ``messages``.
 
         Args:
-            messages: the conversation so far, as chat messages; begin with ``row["prompt"]`` or with your own. Go on
+            messages: the conversation so far, as chat messages; begin with ``row["messages"]`` or with your own. Go on
                 with ``[*messages, answer.message, …]``, the answer unchanged.
             tools: functions with types and a docstring, or their schemas, that the model may call in this turn.
             max_tokens: most tokens to sample; the run's own limits hold in any case.
@@ -244,11 +245,17 @@ class Chat:
 
     def _plain(self, messages: Any) -> list[Message]:
         expected = 'expected a list of dicts like {"role": "user", "content": "…"}'
+        if isinstance(messages, str):
+            expected += '; the prompt as chat messages is row["messages"]'
         if not isinstance(messages, list | tuple) or not messages:
             raise ProgramFailed(f"{self._who}: chat.turn() was given {shown(messages)} for messages; {expected}")
         for message in messages:
             if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
                 raise ProgramFailed(f"{self._who}: chat.turn() was given {shown(message)} for a message; {expected}")
+            if (problem := content_problem(message)) is not None:
+                raise ProgramFailed(
+                    f"{self._who}: chat.turn() was given a message of {message['role']} whose {problem}"
+                )
         return [dict(message) for message in messages]
 
     def _most(self, max_tokens: Any) -> int | None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from headway.errors import ProgramFailed, UserCodeError, cut, shown
-from headway.programs.agents import accessed, row_of
+from headway.programs.agents import accessed
 from headway.programs.chat import Chat
 from headway.programs.failures import number
 from headway.programs.messages import EpisodeEnd, EpisodeStart
@@ -115,7 +115,7 @@ class _Ending(asyncio.subprocess.SubprocessStreamProtocol):
 async def _written(stdin: asyncio.StreamWriter | None, start: EpisodeStart) -> None:
     assert stdin is not None, "it was asked for"
     with suppress(ConnectionError):  # a command may read nothing
-        stdin.write(json.dumps(row_of(start), default=str).encode() + b"\n")
+        stdin.write(json.dumps(start.with_prompt(), default=str).encode() + b"\n")
         await stdin.drain()
     stdin.close()
 

@@ -59,6 +59,18 @@ def with_text(messages: Sequence[Message], text: str, between: str = "") -> list
     return [*messages[:-1], {**messages[-1], "content": joined}]
 
 
+def content_problem(message: Mapping[str, Any]) -> str | None:
+    """Say what is wrong with the content of a message: it is neither text nor parts of text. None where it is right."""
+    content = message.get("content")
+    if isinstance(content, str) or (content is None and message.get("role") == "assistant"):
+        return None
+    for part in content if isinstance(content, list | tuple) else [content]:
+        text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None
+        if not isinstance(text, str):
+            return f'content is {part!r:.80}; expected text, or parts {{"type": "text", "text": "…"}}: models read text'
+    return None
+
+
 class CallProblem(StrEnum):
     """The reason why a tool call cannot be made."""
 
@@ -121,6 +133,13 @@ class EpisodeStart:
     """Most tokens of a conversation, its prompt included."""
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Variables of the chat template, for programs that render it themselves."""
+    text: str | None = None
+    """The prompt as the data have it, where it is text; ``messages`` has it as the user's then."""
+
+    def with_prompt(self) -> dict[str, Any]:
+        """The row with its prompt: as the data have it, ``prompt``, and as chat messages, ``messages``."""
+        messages = [dict(message) for message in self.messages]
+        return {"prompt": messages if self.text is None else self.text, "messages": messages, **self.row}
 
 
 @dataclass(frozen=True, slots=True)

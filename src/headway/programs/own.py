@@ -91,8 +91,7 @@ class OwnProgram:
         return ProgramDescription("program", self.is_async)
 
     async def run(self, start: EpisodeStart, chat: Chat) -> EpisodeEnd:
-        row = {"prompt": [dict(message) for message in start.messages], **start.row}
-        return end_of(await self._run.of_an_episode()(row, chat), self._who)
+        return end_of(await self._run.of_an_episode()(start.with_prompt(), chat), self._who)
 
 
 def end_of(value: Any, who: str, expected: str = RETURNS) -> EpisodeEnd:

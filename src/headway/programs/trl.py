@@ -76,7 +76,7 @@ class TrlProgram:
             not self.is_async
         ):  # once more, since making the environment may have drawn numbers, and lending one does not
             seed_generators(start.seed)
-        row: dict[str, Any] = {"prompt": [dict(message) for message in start.messages], **start.row}
+        row: dict[str, Any] = {"prompt": start.with_prompt()["prompt"], **start.row}
         named = _row_parameters(environment.reset)
         if lacking := [n for n, p in named.items() if p.default is p.empty and n not in row]:
             raise ProgramFailed(

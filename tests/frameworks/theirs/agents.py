@@ -25,7 +25,7 @@ def smol_tools(row, base_url, api_key, model):
 
     llm = OpenAIServerModel(model, api_base=base_url, api_key=api_key)
     agent = ToolCallingAgent([calculate], llm, max_steps=4, verbosity_level=0)
-    return float(str(agent.run(row["prompt"][-1]["content"])) == row["answer"])
+    return float(str(agent.run(row["messages"][-1]["content"])) == row["answer"])
 
 
 def smol_code(row, base_url, api_key, model):
@@ -33,7 +33,7 @@ def smol_code(row, base_url, api_key, model):
 
     llm = OpenAIServerModel(model, api_base=base_url, api_key=api_key)
     agent = CodeAgent([], llm, max_steps=4, verbosity_level=0)
-    return float(str(agent.run(row["prompt"][-1]["content"])) == row["answer"])
+    return float(str(agent.run(row["messages"][-1]["content"])) == row["answer"])
 
 
 async def openai_agents(row, base_url, api_key, model, api="responses", streamed=False):
@@ -63,11 +63,11 @@ async def openai_agents(row, base_url, api_key, model, api="responses", streamed
     llm = kind(model, AsyncOpenAI(base_url=base_url, api_key=api_key))
     agent = Agent("calculator", instructions="Use the tool.", tools=[calculate], model=llm)
     if streamed:
-        result = Runner.run_streamed(agent, row["prompt"][-1]["content"])
+        result = Runner.run_streamed(agent, row["messages"][-1]["content"])
         async for _ in result.stream_events():
             pass
     else:
-        result = await Runner.run(agent, row["prompt"][-1]["content"])
+        result = await Runner.run(agent, row["messages"][-1]["content"])
     return float(result.final_output == row["answer"])
 
 
@@ -95,7 +95,7 @@ def inspect_react(row, base_url, api_key, model):
         return execute
 
     llm = get_model(f"openai-api/headway/{model}", base_url=base_url, api_key=api_key, memoize=False)
-    sample = Sample(row["prompt"][-1]["content"], target=row["answer"])
+    sample = Sample(row["messages"][-1]["content"], target=row["answer"])
     task = Task([sample], solver=react(tools=[calculate()]), scorer=match())
     with tempfile.TemporaryDirectory() as logs:
         [log] = evaluate(task, model=llm, display="none", log_dir=logs)
