@@ -93,6 +93,27 @@ def test_a_keeper_that_is_lost_is_replaced_and_the_run_goes_on(
     assert alive(started) == []
 
 
+@pytest.mark.slow
+def test_the_only_replica_is_killed_and_another_one_takes_its_place(recipe: Path, tmp_path: Path) -> None:
+    """Driver, Ray and three workers are started, and a further replica."""
+    run_dir = tmp_path / "run"
+    process = start_long_run(recipe, run_dir)
+    started = descendants(process.pid)
+    os.kill(pid_of_worker(process.pid, "rollout-0"), signal.SIGKILL)
+    wait_for("replica.joined", process, run_dir)
+    before = len(events(run_dir, "update.finished"))
+    wait_for("update.finished", process, run_dir, times=before + 2)
+    os.kill(process.pid, signal.SIGINT)
+    code, output = finish(process)
+    assert code == 130, output
+    assert "rollout-0 is gone; it was the last replica, and the run waits for another one" in " ".join(output.split())
+    assert [event["replica"] for event in events(run_dir, "replica.joined")] == ["rollout-0+1"]
+    result = summary(run_dir)
+    assert result["balanced"]
+    assert (result["groups"]["dropped"], result["groups"]["failed"]) == (0, 0)
+    assert alive(started) == []
+
+
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["dies", "does not answer"])
 @pytest.mark.slow
 def test_a_replica_that_is_lost_is_left_out_and_the_run_goes_on(

@@ -103,6 +103,8 @@ class Books:
         self.lengths = run.scenario.lengths or seeded_lengths(run.scenario.seed)
         self.serves: dict[str, int] = {}
         """Serving replica → the version that it has loaded."""
+        self.last_served = 0
+        """Oldest version served when the last replica was lost."""
         self.arriving: dict[str, int] = {}
         """The same for those that do not serve yet."""
         self.admissions: list[GroupAdmitted] = []
@@ -159,8 +161,8 @@ class Books:
                 assert self.arriving.pop(event.replica) == event.version >= self.served
                 self.serves[event.replica] = event.version
             case ReplicaLost():
-                if len(self.serves) > 1:  # with the last one the run ends, at this instant
-                    self.serves.pop(event.replica, None)
+                self.last_served = self.served
+                self.serves.pop(event.replica, None)
                 self.arriving.pop(event.replica, None)
             case RunFinished():
                 assert event is self.run.events[-1]
@@ -169,7 +171,7 @@ class Books:
 
     @property
     def served(self) -> int:
-        return min(self.serves.values())
+        return min(self.serves.values(), default=self.last_served)
 
     @property
     def version(self) -> int:
@@ -210,11 +212,11 @@ class Books:
         ended = self.rules.rows is not None and self.consumed % self.rules.b > 0
         assert event.version <= self.version + ended, "a version was loaded before it was trained"
         known = self.serves if event.where in self.serves else self.arriving
-        assert event.version > known.get(event.where, 0), "versions only grow"
+        assert event.version > known.get(event.where, -1), "versions only grow"
         known[event.where] = event.version
         apart = floor(1 + self.rules.eta)
         # One that the end of the data cut short is not counted: `version` is the last whole one.
-        assert min(max(self.serves.values()), self.version) - self.served <= apart, "theorem 5"
+        assert min(max(self.serves.values(), default=0), self.version) - self.served <= apart, "theorem 5"
         assert self.version - self.served <= apart
 
     # ------------------------------------------------------------------------------------------ groups

@@ -148,6 +148,10 @@ class Case:
     keepers: int = 1
 
     @property
+    def replica_start_s(self) -> float | None:
+        return None if self.shared else (None, 0.0, 2.0)[self.seed % 3]
+
+    @property
     def per_version(self) -> int:
         return self.fetches_per_version * self.require_batches * self.mini_batch
 
@@ -184,6 +188,7 @@ class Case:
             n=self.n,
             replicas=self.replicas,
             keepers=self.keepers,
+            replica_start_s=self.replica_start_s,
             slots=self.slots,
             seed=self.seed,
             lengths=seeded_lengths(self.seed, 1, self.longest),

@@ -68,7 +68,7 @@ def is_gone(run: Run, replica: FakeRollout) -> bool:
 
 
 def is_late(replica: FakeRollout) -> bool:
-    return not replica.name.startswith("rollout-")
+    return "+" in replica.name or not replica.name.startswith("rollout-")
 
 
 def versions_had(run: Run, replica: FakeRollout) -> dict[int, Span]:

@@ -245,6 +245,8 @@ class Scenario:
     """Names of roles that hold a copy of the policy and generate nothing."""
     supervised: bool = False
     """The pipeline is told at once when a replica dies, whether anybody asks it for anything or not."""
+    replica_start_s: float | None = None
+    """What it takes to start a replica in the place of one that is gone; None where none can be started."""
     keepers: int = 1
     keeper_start_s: float | None = 2.0
     """What it takes to start a keeper in the place of one that is gone; None where none can be started."""
@@ -334,6 +336,7 @@ class Scenario:
             receivers=[*others, *ranks],
             watch_replica=(lambda replica: replica.died()) if self.supervised else None,  # type: ignore[attr-defined]
             watch_keeper=(lambda keeper: keeper.died()) if self.supervised else None,  # type: ignore[attr-defined]
+            replace_replica=None if self.replica_start_s is None else lambda lost: self._replace_replica(run, lost),
             replace_keeper=None if self.keeper_start_s is None else lambda lost: self._replace_keeper(run, lost),
             watch=(lambda: self._watch(run)) if self.watched else None,
             workers=lambda: [trainer],
@@ -360,6 +363,12 @@ class Scenario:
             await asyncio.wait([beside])
         run.tasks_left = [t.get_name() for t in asyncio.all_tasks() if t is not asyncio.current_task()]
         return run
+
+    async def _replace_replica(self, run: Run, lost: str) -> FakeRollout:
+        assert self.replica_start_s is not None
+        await asyncio.sleep(self.replica_start_s)
+        run.rollouts.append(self.replica(f"{lost}+1", run.transport))
+        return run.rollouts[-1]
 
     async def _replace_keeper(self, run: Run, lost: str) -> FakeKeeper:
         assert self.keeper_start_s is not None

@@ -13,6 +13,7 @@ from headway.events import (
     Event,
     GroupAdmitted,
     GroupSettled,
+    Note,
     ReplicaJoined,
     ReplicaLost,
     TrajectoryFinished,
@@ -190,6 +191,51 @@ def test_a_stop_succeeds_though_a_replica_has_died_unnoticed():
     run = scenario.run()
     assert run.error is None and run.status is Status.INTERRUPTED
     assert [event.replica for event in check_everything(run).of(ReplicaLost)] == ["rollout-1"]
+
+
+@pytest.mark.parametrize("mode", SPLIT)
+@pytest.mark.parametrize("joined_before", [True, False])
+def test_the_only_replica_dies_at_any_moment_and_the_run_goes_on_with_another(mode: str, joined_before: bool):
+    """Also between two steps of a version, and in the last validation: nobody waits for a next version."""
+    healthy = Scenario(mode, problems=2).run().assert_completed()
+    for k in range(1, 12):
+        at_s = int(healthy.ended * k / 12)
+
+        async def beside(run: Run, at_s: float = at_s) -> None:
+            await asyncio.sleep(at_s)
+            if joined_before:
+                run.join("late")
+            run.rollouts[0].die(WorkerDied("rollout-0 was killed"))
+
+        start_s = None if joined_before else 2.0
+        scenario = Scenario(mode, problems=2, replica_start_s=start_s, supervised=True, beside=beside)
+        run = check_everything(scenario.run().assert_completed())
+        assert [event.replica for event in run.of(ReplicaLost)] == ["rollout-0"]
+        assert run.groups["trained"] == healthy.groups["trained"]
+        assert run.validated()[-1] == healthy.validated()[-1]
+
+
+def test_a_run_without_a_replica_says_who_waits_for_whom_and_ends_when_restarts_are_used_up():
+    async def beside(run: Run) -> None:
+        while True:
+            await asyncio.sleep(5.0)
+            run.rollouts[-1].die(WorkerDied(f"{run.rollouts[-1].name} was killed"))
+
+    sections = {"cluster": {"max_replica_restarts": 2}}
+    run = Scenario("async_partial", sections=sections, replica_start_s=1.0, supervised=True, beside=beside).run()
+    told = [note.text for note in run.of(Note)]
+    waits = "rollout-0 is gone; it was the last replica, and the run waits for another one to start in its place, for "
+    assert any(text.startswith(f"{waits}cluster.start_timeout_s = 120 s") for text in told)
+    assert str(run.error).startswith("rollout-0+1+1 was killed. It was the last replica")
+    assert "cluster.max_replica_restarts is used up" in str(run.error)
+    run.assert_clean()
+
+
+def test_a_start_that_takes_longer_than_the_stall_limit_is_no_stall():
+    sections = {"cluster": {"stall_timeout_s": 50.0, "start_timeout_s": 1000.0}, "param_update": {"timeout_s": 40.0}}
+    dies = at(3.0, lambda run: run.rollouts[0].die(WorkerDied("rollout-0 was killed")))
+    scenario = Scenario("async_partial", sections=sections, replica_start_s=900.0, supervised=True, beside=dies)
+    check_everything(scenario.run().assert_completed())
 
 
 @pytest.mark.parametrize("mode", MODES)

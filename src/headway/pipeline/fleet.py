@@ -3,8 +3,9 @@
     join() ──▶ JOINING ──serve(version)──▶ SERVING ──lose()──▶ gone; keepers ask its calls again of others
 
 A replica serves nothing before it has loaded the current version. It is gone when it died, or was fenced off: it did
-not answer, or keeps failing, and nothing that it still does counts. While another one serves, that does not end the
-run: the run ends with the last one. Other receivers of the policy cannot be replaced.
+not answer, or keeps failing, and nothing that it still does counts. Where it was the last one that served, its calls,
+groups and validations wait for one that joined, or that is started in its place, to load the trainer's version. The run
+ends when none is left and none can be started. Other receivers of the policy cannot be replaced.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class FleetListener(Protocol):
         """Called when ``replica`` begins to serve, and for each one that serves at the start."""
 
     def left(self, replica: str) -> None:
-        """Called when ``replica`` no longer serves, while others still do."""
+        """Called when ``replica`` no longer serves."""
 
 
 class Fleet:
@@ -42,24 +43,39 @@ class Fleet:
         *,
         listeners: Sequence[FleetListener] = (),
         timeouts: Timeouts,
+        replaceable: bool = False,
     ) -> None:
-        """Create the fleet. ``others`` hold the policy and generate nothing."""
+        """Create the fleet. ``others`` hold the policy and generate nothing. ``replaceable``: another replica may be
+        started in the place of one that is gone.
+        """
         self.lost: Channel[str] = Channel("lost replicas")
-        """Names of replicas that are gone while others serve, for whoever starts replacements."""
+        """Names of replicas that are gone, for whoever starts replacements."""
         self._listeners = listeners
         self._state = state
         self._timeouts = timeouts
+        self._replaceable = replaceable
         self._serving = {engine.name: Replica(engine, timeouts) for engine in replicas}
         for engine in replicas:
             self._tell_joined(engine)
         self._others = [Receiver(other, timeouts) for other in others]
         self._joining: dict[str, Replica] = {}
-        self._gone: set[str] = set()
+        self._gone: dict[str, RunError] = {}
+        """Errors for which replicas were given up, by their names."""
 
     @property
     def serving(self) -> list[Replica]:
         """Serving replicas, in the order in which they began to serve."""
         return list(self._serving.values())
+
+    @property
+    def joining(self) -> list[Replica]:
+        """Replicas that joined and wait for their first version."""
+        return list(self._joining.values())
+
+    @property
+    def needs_version(self) -> bool:
+        """True when no replica serves, and one that joined will do so as soon as it has the trainer's version."""
+        return not self._serving and bool(self._joining)
 
     @property
     def replicas(self) -> list[Replica]:
@@ -77,8 +93,12 @@ class Fleet:
 
     @property
     def validator(self) -> Replica:
-        """Replica that runs the validations."""
-        return next(iter(self._serving.values()))
+        """Replica that runs the validations: the first that serves, or will serve where none does."""
+        return self.replicas[0]
+
+    async def served(self) -> None:
+        """Wait until some replica serves."""
+        await self._state.changed.until(lambda: bool(self._serving))
 
     def __getitem__(self, name: str) -> Replica:
         """Return the serving replica with this name. Raises `KeyError` if there is none."""
@@ -88,11 +108,13 @@ class Fleet:
         return replica.name in self._serving
 
     def join(self, engine: RolloutEngine) -> Replica:
-        """Add a replica that was not there at the start; it serves from the next update on."""
+        """Add a replica that was not there at the start; it serves from the next update on, or, where no other one
+        serves, as soon as it has the trainer's version."""
         name = engine.name
         if name in self._gone or any(name == receiver.name for receiver in self.receivers):
             raise ValueError(f"a replica named {name!r} is or was part of this run; give it a name of its own")
         self._joining[name] = Replica(engine, self._timeouts)
+        self._state.changed.changed()
         return self._joining[name]
 
     @property
@@ -106,8 +128,9 @@ class Fleet:
             if replica.name == engine.name:
                 await self.lose(Gone(replica, death))
 
-    def given_up(self, lost: str, why: str) -> None:
-        """Do nothing: the others go on without ``lost``."""
+    def reason(self, lost: str) -> RunError:
+        """Return the error for which the replica ``lost`` was given up."""
+        return self._gone[lost]
 
     def serve(self, replica: Replica, version: int) -> None:
         """Note that ``replica`` has loaded ``version``. A late one that was overtaken waits for the next version.
@@ -130,24 +153,22 @@ class Fleet:
         self._state.changed.changed()
 
     async def lose(self, gone: Gone) -> None:
-        """Forget a lost receiver. Raises the error of its loss for the last serving replica, or another receiver."""
+        """Forget a lost receiver. Raises the error of its loss where nothing can take its place."""
         replica = gone.remote
         replica.leave(gone.why)
         if not isinstance(replica, Replica):
             raise gone.why
-        if replica.name not in self._gone:
-            self._gone.add(replica.name)
-            self._state.emit(ReplicaLost(time=now(), replica=replica.name, reason=str(gone.why)))
-        if self._joining.pop(replica.name, None) is not None:
-            await self.lost.send(replica.name)  # it served nothing
-        if not self.serves(replica):
+        if replica.name in self._gone:
             return
-        if len(self._serving) == 1:
-            raise gone.why  # and it stays: whoever asks it next learns that it is gone, not of an empty fleet
-        del self._serving[replica.name]
-        self._state.unload(replica.name)
-        for listener in self._listeners:
-            listener.left(replica.name)
+        self._gone[replica.name] = gone.why
+        self._state.emit(ReplicaLost(time=now(), replica=replica.name, reason=str(gone.why)))
+        if self._joining.pop(replica.name, None) is None:  # else it served nothing
+            if len(self.replicas) == 1 and not self._replaceable:
+                raise gone.why  # and it stays: whoever asks it next learns that it is gone, not of an empty fleet
+            del self._serving[replica.name]
+            self._state.unload(replica.name)
+            for listener in self._listeners:
+                listener.left(replica.name)
         await self.lost.send(replica.name)
 
     async def failed(self, replica: str, error: HeadwayError) -> None:

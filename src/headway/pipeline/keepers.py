@@ -113,8 +113,6 @@ class Keepers:
         """Keepers that do not know yet what the others know."""
         self._reasons: dict[str, RunError] = {}
         """Errors for which keepers were given up, by their names."""
-        self._expected = 0
-        """Number of lost keepers in whose place another one may still be started."""
         self._replicas: dict[str, RolloutEngine] = {}
         """Replicas that keepers are connected to."""
         self._route: tuple[list[str], bool] = [], False
@@ -243,7 +241,6 @@ class Keepers:
 
     def join(self, keeper: Keeper) -> None:
         """Add a keeper in the place of one that is gone; it makes groups once it knows what the others know."""
-        self._expected -= 1
         client = self._joining[keeper.name] = KeeperClient(keeper, self._timeout_s)
         for replica in self._replicas.values():
             client.order(f"connect to {replica.name}", lambda keeper, replica=replica: keeper.join(replica))  # type: ignore[misc]
@@ -266,20 +263,15 @@ class Keepers:
         if self._serving.pop(name, None) is None and self._joining.pop(name, None) is None:
             return
         self._reasons[name] = gone.why
-        self._expected += 1
         self._state.emit(KeeperLost(time=now(), keeper=name, reason=str(gone.why)))
         for replica in self._replicas.values():
             if self._tasks is not None:
                 self._started.append(self._tasks.start(self._dropped_at(replica, name)))
         await self.lost.send(name)
 
-    def given_up(self, lost: str, why: str) -> None:
-        """Note that nobody takes the place of ``lost``. Raises `WorkerDied` where that was the last keeper."""
-        self._expected -= 1
-        if not (self._serving or self._joining or self._expected):
-            raise WorkerDied(
-                f"{self._reasons[lost]}. It was the last keeper, without which no group is made, and {why}"
-            )
+    def reason(self, lost: str) -> RunError:
+        """Return the error for which the keeper ``lost`` was given up."""
+        return self._reasons[lost]
 
     async def _serve(self, client: KeeperClient) -> None:
         """Let ``client`` make groups once it knows what the others know."""

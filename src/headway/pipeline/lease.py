@@ -54,7 +54,7 @@ class SharedDevices:
         asked = now()
         keep = not new_weights
         waited = await concurrently(self._take_from(replica, waiting_for, keep) for replica in self._fleet.serving)
-        self._state.emit(LeaseChanged(time=now(), holder="train", asked=asked, validation_s=max(waited)))
+        self._state.emit(LeaseChanged(time=now(), holder="train", asked=asked, validation_s=max(waited, default=0.0)))
 
     async def to_generate(self, waiting_for: WaitingFor) -> None:
         returned = now()

@@ -60,15 +60,18 @@ class Monitor:
         emit: Emit,
         *,
         workers: Callable[[], Sequence[Living]] = tuple,
+        starts_until: Callable[[], float] = lambda: 0.0,
         timeouts: Timeouts,
         interval_s: float,
         stands: Callable[[str], bool] = lambda replica: False,
     ) -> None:
+        """Set up monitoring. ``starts_until`` returns the time by which a worker that is being started is up."""
         self._fleet = fleet
         self._keepers = keepers
         self._stages = stages
         self._emit = emit
         self._workers = workers
+        self._starts_until = starts_until
         self._timeouts = timeouts
         self._interval_s = interval_s
         self._stands = stands
@@ -90,10 +93,10 @@ class Monitor:
     async def _end_when_stalled(self) -> None:
         while True:
             stall_s = self._timeouts.stall_s
-            deadline = self._movement.last + stall_s
+            deadline = max(self._movement.last, self._starts_until()) + stall_s
             if now() >= deadline:
                 answers = await ask(self._workers(), within_s=min(HEARTBEAT_S, stall_s))
-                deadline = max(self._movement.last + stall_s, answers.deadline(stall_s, file_stall_s))
+                deadline = max(deadline, self._movement.last + stall_s, answers.deadline(stall_s, file_stall_s))
                 if now() >= deadline:
                     said = f". Workers: {answers}" if answers.by_worker else ""
                     raise StallError(

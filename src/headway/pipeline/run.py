@@ -125,6 +125,7 @@ class Pipeline:
         wiring = self._wiring
         watchers = [tasks.start(watch()) for watch in (wiring.monitor.run, self._parts.watch) if watch]
         watchers.append(tasks.start(wiring.scoring.watch(self._scores_given_up)))
+        serving_again = tasks.start(wiring.update.serve_again())
         supervisions = (wiring.supervision, wiring.supervision_of_keepers)
         for supervision in supervisions:
             supervision.start(tasks)
@@ -132,6 +133,7 @@ class Pipeline:
         upstream = [tasks.start(stage.run(), name=stage.name) for stage in wiring.upstream]
         await concurrently(stage.run() for stage in wiring.downstream)
         wiring.loader.end()
+        serving_again.cancel()
         for supervision in supervisions:
             supervision.stop()
         if self._state.ledger.open_numbers:

@@ -140,12 +140,13 @@ class Staleness:
         self._serve()
 
     def unload(self, replica: str) -> None:
-        """Forget ``replica``, which no longer serves."""
+        """Forget ``replica``, which no longer serves. Without any, the oldest version served stays what it was."""
         del self.loaded[replica]
         self._serve()
 
     def _serve(self) -> None:
-        self.served_version = min(self.loaded.values())
+        if self.loaded:
+            self.served_version = min(self.loaded.values())
         self.limit = admission_limit(self.served_version, self.eta_now, self.groups_per_version)
 
     def check(self, number: int, oldest_version: int, trained_at: int) -> int:

@@ -3,7 +3,8 @@
     watch(member) ──its process ended──▶ Members.died ──▶ Members.lost ──▶ start another ──▶ join
 
 A death is noticed also while nobody calls the one that died. A replica that is started joins as any late replica does:
-it gets the next version with the others, and serves from then on. A keeper makes groups once it knows the replicas.
+it gets the next version with the others, or the trainer's where no other one is left, and serves from then on. A keeper
+makes groups once it knows the replicas. The run ends when the last member is lost and none can take its place.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 from headway.concurrently import Tasks
-from headway.errors import HeadwayError, WorkerDied
+from headway.config.timeouts import Timeouts
+from headway.errors import HeadwayError, RunError, WorkerDied
 from headway.events import Note
 from headway.pipeline.channel import Channel
 from headway.pipeline.state import RunState, now
@@ -45,13 +47,13 @@ class Members(Protocol[M]):
         """Members that are not gone."""
 
     async def died(self, member: M, death: WorkerDied) -> None:
-        """Forget a member. Raises the error of its loss where the run cannot go on without it."""
+        """Forget a member."""
 
     def join(self, newcomer: M) -> object:
         """Add a late member. Raises `ValueError` when its name was taken before."""
 
-    def given_up(self, lost: str, why: str) -> None:
-        """Note that nobody takes the place of ``lost``. Raises an error where the run cannot go on without anybody."""
+    def reason(self, lost: str) -> RunError:
+        """Return the error for which ``lost`` was given up."""
 
 
 class Supervision(Generic[M]):
@@ -71,17 +73,24 @@ class Supervision(Generic[M]):
         replace: Replace[M] | None,
         max_restarts: int,
         *,
+        timeouts: Timeouts,
         kind: str,
         then: str,
     ) -> None:
-        """Set up supervision. Without ``watch`` no member is watched; with ``replace`` lost ones are replaced,
-        ``max_restarts`` times in the run. ``kind`` names a member in messages, ``then`` says what a new one does.
+        """Set up supervision. Without ``watch`` no member is watched; with ``replace``, which ends within
+        `Timeouts.start_s`, lost ones are replaced, ``max_restarts`` times in the run. ``kind`` names a member in
+        messages, ``then`` says what a new one does.
         """
         self._state = state
         self._members = members
         self._watch = watch
         self._replace = replace
         self._restarts_left = max_restarts
+        self._timeouts = timeouts
+        self._replacing = 0
+        """Number of lost members in whose place others are being started."""
+        self.starts_until = 0.0
+        """Time on the event clock by which the newest replacement has started or failed."""
         self._kind = kind
         self._then = then
         self._tasks: Tasks | None = None
@@ -118,8 +127,9 @@ class Supervision(Generic[M]):
     async def _replace_lost(self, tasks: Tasks) -> None:
         while (lost := await self._members.lost.get()) is not None:
             if self._replace is None:
-                self._members.given_up(lost, f"no {self._kind} can be started in its place")
+                self._go_on_without(lost, f"no {self._kind} can be started in its place")
             else:
+                self._replacing += 1
                 self._started.append(tasks.start(self._replace_one(lost, self._replace)))
 
     async def _replace_one(self, lost: str, replace: Replace[M]) -> None:
@@ -127,18 +137,35 @@ class Supervision(Generic[M]):
         why = ""
         while self._restarts_left > 0:
             self._restarts_left -= 1
+            self.starts_until = now() + self._timeouts.start_s
+            if not self._members.present:
+                self._warn(
+                    lost,
+                    f"it was the last {self._kind}, and the run waits for another one to start in its place, for "
+                    f"{self._timeouts.start_limit()} at most",
+                )
             try:
                 newcomer = await replace(lost)
             except HeadwayError as failure:
                 why = f"no {self._kind} could be started in its place: {failure}"
                 self._warn(lost, why)
                 continue
+            self._replacing -= 1
             self.join(newcomer)
             self._warn(lost, f"{newcomer.name} takes its place, and {self._then}")
             return
         used_up = f"no further {self._kind} is started in its place: cluster.max_replica_restarts is used up"
         self._warn(lost, used_up)
-        self._members.given_up(lost, f"{why}; {used_up}" if why else used_up)
+        self._replacing -= 1
+        self._go_on_without(lost, f"{why}; {used_up}" if why else used_up)
+
+    def _go_on_without(self, lost: str, why: str) -> None:
+        """Go on with members that are left or being started. Raises the error of the loss if there are none."""
+        if not (self._members.present or self._replacing or len(self._members.lost)):
+            reason = self._members.reason(lost)
+            raise type(reason)(
+                f"{reason}. It was the last {self._kind}, without which no group is made, and {why}"
+            ) from reason
 
     def _warn(self, lost: str, what: str) -> None:
         self._state.emit(Note(time=now(), level="warning", text=f"{lost} is gone; {what}"))

@@ -34,6 +34,11 @@ class Validators:
         self._finishes = not everywhere or state.staleness.eta == 0
         """Whoever answers finishes before it loads a newer version."""
 
+    async def order_when_served(self, version: int) -> Validation:
+        """Make the validation of ``version`` once some replica serves."""
+        await self._fleet.served()
+        return self.order(version)
+
     def order(self, version: int) -> Validation:
         """Make the validation of ``version``, which all replicas have loaded that shall answer."""
         if self.everywhere:

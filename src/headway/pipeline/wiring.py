@@ -8,6 +8,7 @@ part that changes something gets those that must be told of the change: `FleetLi
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -94,7 +95,14 @@ def wire(config: Config, parts: Parts, observers: Sequence[Observer], checkpoint
     keepers = Keepers(parts.keepers, state, timeout_s=timeouts.update_timeout_s)
     by_episodes = config.rollout.has_program and config.async_training.drain == "episode"
     halts = Halts(state, OnUpdate(config.async_training.on_update), keepers, by_episodes=by_episodes)
-    fleet = Fleet(parts.rollouts, parts.receivers, state, listeners=[keepers, halts], timeouts=timeouts)
+    fleet = Fleet(
+        parts.rollouts,
+        parts.receivers,
+        state,
+        listeners=[keepers, halts],
+        timeouts=timeouts,
+        replaceable=parts.replace_replica is not None,
+    )
     fetches = Fetches(state, config.groups_per_fetch, fill_first=config.async_training.fill_queue)
     scoring = Scoring(parts.reward)
 
@@ -139,6 +147,7 @@ def wire(config: Config, parts: Parts, observers: Sequence[Observer], checkpoint
     columns, source, follows = _columns(parts, state, fleet, fetches, critic)
     to_critic = None if critic is None or parts.critic_inside_fetch else Channel[Fetch]("fetches for the critic")
     shared = config.placement.kind == "shared"
+    turn = asyncio.Lock()
     actor = ActorTrain(
         state,
         source,
@@ -151,6 +160,7 @@ def wire(config: Config, parts: Parts, observers: Sequence[Observer], checkpoint
         keepers=keepers,
         guard=guard,
         boundaries=boundaries,
+        turn=turn,
         critic=critic,
         to_critic=to_critic,
         follows=follows,
@@ -164,6 +174,7 @@ def wire(config: Config, parts: Parts, observers: Sequence[Observer], checkpoint
         fleet,
         halts,
         validators,
+        turn,
         overlapped=config.param_update.schedule == "overlapped",
         test_freq=config.rollout.test_freq if parts.validation else -1,
         timeouts=timeouts,
@@ -181,30 +192,34 @@ def wire(config: Config, parts: Parts, observers: Sequence[Observer], checkpoint
     )
     beside = [] if critic is None or to_critic is None else [CriticTrain(emit, to_critic, critic)]
     downstream: list[AnyStage] = [*columns, actor, *beside, update, validate]
+    supervision = Supervision(
+        state,
+        fleet,
+        parts.watch_replica,
+        parts.replace_replica,
+        config.cluster.max_replica_restarts,
+        timeouts=timeouts,
+        kind="replica",
+        then="serves from the next version on, or at once where no other one does",
+    )
+    supervision_of_keepers = Supervision(
+        state,
+        keepers,
+        parts.watch_keeper,
+        parts.replace_keeper,
+        config.cluster.max_replica_restarts,
+        timeouts=timeouts,
+        kind="keeper",
+        then="makes its groups again",
+    )
     return Wiring(
         state=state,
         fleet=fleet,
         keepers=keepers,
         source=parts.source,
         scoring=scoring,
-        supervision=Supervision(
-            state,
-            fleet,
-            parts.watch_replica,
-            parts.replace_replica,
-            config.cluster.max_replica_restarts,
-            kind="replica",
-            then="serves from the next version on",
-        ),
-        supervision_of_keepers=Supervision(
-            state,
-            keepers,
-            parts.watch_keeper,
-            parts.replace_keeper,
-            config.cluster.max_replica_restarts,
-            kind="keeper",
-            then="makes its groups again",
-        ),
+        supervision=supervision,
+        supervision_of_keepers=supervision_of_keepers,
         monitor=Monitor(
             fleet,
             keepers,
@@ -212,6 +227,7 @@ def wire(config: Config, parts: Parts, observers: Sequence[Observer], checkpoint
             movement,
             emit,
             workers=parts.workers,
+            starts_until=lambda: max(supervision.starts_until, supervision_of_keepers.starts_until),
             timeouts=timeouts,
             interval_s=config.reports.activity_interval_s,
             stands=halts.stands,

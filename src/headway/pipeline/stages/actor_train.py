@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -102,11 +102,14 @@ class ActorTrain(Stage[Fetch | Resumed, Update]):
         keepers: Keepers,
         guard: Guard,
         boundaries: Boundaries,
+        turn: asyncio.Lock,
         critic: Critic | None = None,
         to_critic: Channel[Fetch] | None = None,
         follows: str = WAITS_FOR_GROUPS,
     ) -> None:
-        """Build the stage. ``to_critic``: leads to a critic with its own ranks; ``follows``: names the input."""
+        """Build the stage. ``turn``: held by whoever calls the trainer. ``to_critic``: leads to a critic with its own
+        ranks; ``follows``: names the input.
+        """
         super().__init__(state.emit, output=output)
         self.waits_for_input = follows
         self._state = state
@@ -119,6 +122,7 @@ class ActorTrain(Stage[Fetch | Resumed, Update]):
         self._keepers = keepers
         self._guard = guard
         self._boundaries = boundaries
+        self._turn = turn
         self._critic = critic
         self._to_critic = to_critic
         self._skipped = SkippedSteps("actor.optim.lr", settings.max_nonfinite_steps)
@@ -150,6 +154,11 @@ class ActorTrain(Stage[Fetch | Resumed, Update]):
         return fetch
 
     async def process_data(self, item: Fetch | Resumed) -> AsyncGenerator[Update, None]:
+        async with self._turn, aclosing(self._work_on(item)) as updates:
+            async for update in updates:
+                yield update
+
+    async def _work_on(self, item: Fetch | Resumed) -> AsyncGenerator[Update, None]:
         if isinstance(item, Resumed):
             await self._lease.to_train(self._waiting_within, new_weights=True)
             yield Update(item.version)

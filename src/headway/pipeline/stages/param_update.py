@@ -22,12 +22,13 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from headway.concurrently import concurrently
 from headway.config.timeouts import Timeouts
 from headway.events import UpdateFinished, UpdateSuperseded
 from headway.interfaces.training import OverlappingTrainEngine, TrainEngine
+from headway.interfaces.weights import GatherReport
 from headway.pipeline.channel import Channel
 from headway.pipeline.fleet import Fleet
 from headway.pipeline.halts import Halts
@@ -54,21 +55,20 @@ class Schedule(ABC):
     """Schedule of an update: how a version's weights get to the receivers, and when the trainer may go on."""
 
     @abstractmethod
-    async def publish(self, update: Update) -> Published:
-        """Transfer ``update``, load it on every receiver, and release it when the trainer may go on."""
+    async def publish(self, update: Update, receivers: Callable[[], Sequence[Receiver]]) -> Published:
+        """Transfer ``update``, load it on all that ``receivers`` gives, and release it when the trainer may go on."""
 
 
 class Synchronous(Schedule):
-    def __init__(self, trainer: TrainEngine, transfer: Transfer, loading: Loading, fleet: Fleet) -> None:
+    def __init__(self, trainer: TrainEngine, transfer: Transfer, loading: Loading) -> None:
         self._trainer = trainer
         self._transfer = transfer
         self._loading = loading
-        self._fleet = fleet
 
-    async def publish(self, update: Update) -> Published:
-        version, receivers = update.version, self._fleet.receivers
-        await self._loading.make_ready(receivers)
-        delivered = await self._transfer.together(self._trainer, version, receivers)
+    async def publish(self, update: Update, receivers: Callable[[], Sequence[Receiver]]) -> Published:
+        version, to = update.version, receivers()
+        await self._loading.make_ready(to)
+        delivered = await self._transfer.together(self._trainer, version, to)
         loads = await concurrently(
             self._loading.load(receiver, version, delivered.probe) for receiver in delivered.receivers
         )
@@ -77,27 +77,29 @@ class Synchronous(Schedule):
 
 
 class Overlapped(Schedule):
-    def __init__(
-        self, state: RunState, trainer: OverlappingTrainEngine, transfer: Transfer, loading: Loading, fleet: Fleet
-    ) -> None:
+    def __init__(self, state: RunState, trainer: OverlappingTrainEngine, transfer: Transfer, loading: Loading) -> None:
         self._state = state
         self._trainer = trainer
         self._transfer = transfer
         self._loading = loading
-        self._fleet = fleet
-        self._newest = 0
+        self._newest: int | None = None
+        self._gathered = GatherReport(0.0, 0)
+        """Report of the newest version, which the trainer's copy holds."""
         self._turns: dict[str, asyncio.Lock] = {}
         """Locks by copy, so that each gets one delivery at a time, in order of versions."""
 
-    async def publish(self, update: Update) -> Published:
-        self._newest = update.version  # before gather: what has not begun by now must not read the copy any more
-        gathered = await self._transfer.gather(self._trainer, update.version)
+    async def publish(self, update: Update, receivers: Callable[[], Sequence[Receiver]]) -> Published:
+        if update.version == self._newest:  # the copy has it
+            gathered = replace(self._gathered, gather_s=0.0)
+        else:
+            self._newest = update.version  # before gather: what has not begun by now must not read the copy any more
+            self._gathered = gathered = await self._transfer.gather(self._trainer, update.version)
         update.release()
         by_copy: dict[str, list[Receiver]] = {}
-        for receiver in self._fleet.receivers:
+        for receiver in receivers():
             by_copy.setdefault(receiver.copy, []).append(receiver)
         deliveries = await concurrently(
-            self._deliver(copy, receivers, update.version, gathered.probe) for copy, receivers in by_copy.items()
+            self._deliver(copy, of_copy, update.version, gathered.probe) for copy, of_copy in by_copy.items()
         )
         full_nbytes = max((one.full_nbytes for one, _ in deliveries if one.full_nbytes is not None), default=None)
         loads = [load for _, loaded in deliveries for load in loaded]
@@ -107,7 +109,9 @@ class Overlapped(Schedule):
         self, copy: str, receivers: Sequence[Receiver], version: int, probe: Probe | None
     ) -> tuple[Delivered, Sequence[Load | None]]:
         async with self._turns.setdefault(copy, asyncio.Lock()):
-            if self._are_overtaken(receivers, version):
+            loaded = self._state.staleness.loaded
+            receivers = [receiver for receiver in receivers if loaded.get(receiver.name) != version]  # meanwhile
+            if not receivers or self._are_overtaken(receivers, version):
                 return Delivered(), ()
             await self._loading.make_ready(receivers)
             if self._are_overtaken(receivers, version):  # while they finished what was in flight
@@ -142,17 +146,21 @@ class ParamUpdate(Stage[Update, Validation]):
         fleet: Fleet,
         halts: Halts,
         validators: Validators,
+        turn: asyncio.Lock,
         *,
         overlapped: bool,
         test_freq: int,
         timeouts: Timeouts,
         probe_tolerance: Callable[[str], float],
     ) -> None:
-        """Build the stage. ``test_freq``: number of versions from one validation to the next; -1 for none."""
+        """Build the stage. ``turn``: held by whoever calls the trainer. ``test_freq``: number of versions from one
+        validation to the next; -1 for none.
+        """
         super().__init__(state.emit, input, output)
         self._state = state
         self._fleet = fleet
         self._validators = validators
+        self._turn = turn
         self._test_freq = test_freq
         self._validated = 0
         """Newest version for which a validation was due and ordered."""
@@ -164,9 +172,9 @@ class ParamUpdate(Stage[Update, Validation]):
         if overlapped:
             if not isinstance(trainer, OverlappingTrainEngine):
                 raise TypeError(f"{type(trainer).__name__} cannot send weights while it trains on")
-            self._schedule = Overlapped(state, trainer, transfer, loading, fleet)
+            self._schedule = Overlapped(state, trainer, transfer, loading)
         else:
-            self._schedule = Synchronous(trainer, transfer, loading, fleet)
+            self._schedule = Synchronous(trainer, transfer, loading)
 
     def restore(self, version: int) -> None:
         """Prepare to publish ``version`` first, and to order its validation if due: the result is not known."""
@@ -174,7 +182,7 @@ class ParamUpdate(Stage[Update, Validation]):
 
     async def process_data(self, update: Update) -> AsyncGenerator[Validation, None]:
         started = now()
-        published = await self._schedule.publish(update)
+        published = await self._schedule.publish(update, lambda: self._fleet.receivers)
         released = update.released_at if update.released_at is not None else now()
         loads, stall_s = published.loads, released - started - published.gather_s
         self._emit(
@@ -192,6 +200,22 @@ class ParamUpdate(Stage[Update, Validation]):
         if self._validators.everywhere and loads and self._is_due(update.version):
             self._validated = update.version
             yield self._validators.order(update.version)
+
+    async def serve_again(self) -> None:
+        """Bring the trainer's version to replicas that joined, whenever no other one serves. Runs until cancelled.
+
+        No group is made meanwhile, so that the next version might never come. Without a copy of the weights, they are
+        the trainer's of this moment: between two steps of a version they count as that version's.
+        """
+        while True:
+            await self._state.changed.until(lambda: self._fleet.needs_version)
+            async with self._turn:
+                if self._fleet.needs_version:
+                    await self._schedule.publish(Update(self._state.version), lambda: self._fleet.joining)
+
+    def close_output(self) -> None:
+        super().close_output()
+        self._test_freq = -1  # the last version's validation is ordered by whoever runs it
 
     def _is_due(self, version: int) -> bool:
         """Tell whether ``version`` is to be validated, or one before it that was superseded was."""

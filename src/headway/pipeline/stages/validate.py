@@ -94,7 +94,7 @@ class Validate(Stage[Validation, None]):
         if not self._prompts or self._newest == self._state.version or self._reward.closed:
             return None
         self._open += 1
-        return self._validators.order(self._state.version)
+        return await self._validators.order_when_served(self._state.version)
 
     async def process_data(self, validation: Validation) -> AsyncGenerator[None, None]:
         before, self._reported = self._reported, asyncio.Event()
@@ -115,7 +115,7 @@ class Validate(Stage[Validation, None]):
         started, due, first = now(), validation.version, validation.version == 0
         shown: dict[int, Scores] = {}
         while (answers := await failing_as_one(partial(self._answers_to, validation, first, shown))) is None:
-            validation = self._validators.order(due)
+            validation = await self._validators.order_when_served(due)
         trajectories = [t for finished, _ in answers for t in finished.trajectories]
         scores = [score for _, score in answers]
         by_source = {
