@@ -220,6 +220,12 @@ FILES = ("data.train=a.jsonl", "data.val=b.jsonl")
         ("actor.optim.min_lr_ratio", ("actor.optim.min_lr_ratio=0.1",), "the learning rate is constant"),
         ("data.val_size", ("data.val_size=9",), "data.task has held-out problems of its own"),
         ("data.val_size", (*FILES, "data.val_size=9"), "held-out problems come from data.val"),
+        ("data.val_max_samples", ("data.train=a.jsonl", "data.val_max_samples=9"), "data.val_size says how many"),
+        (
+            "data.chat_template_kwargs",
+            (*FILES, "data.chat_template=never", "data.chat_template_kwargs={x: 1}"),
+            "never renders no template",
+        ),
         ("data.val", ("data.val=b.jsonl",), "problems come from data.task"),
         ("data.prompt_key", ("data.prompt_key=question",), "problems come from data.task"),
         ("data.answer_key", ("data.answer_key=solution",), "problems come from data.task"),

@@ -104,6 +104,21 @@ def test_held_out_files_may_be_several_and_are_asked_in_order(write: WriteRows, 
     assert [(p.answer, p.source, p.row) for p in val] == [("v0", "v", 4), ("v1", "v", 5), ("w0", "aime", 6)]
 
 
+def test_held_out_rows_are_capped_by_seed_over_all_sources(write: WriteRows, tokenizer) -> None:
+    def answers(seed: int, most: int | None) -> list[str]:
+        config = config_of(train=write("a", 4), val=[write("v", 30), write("w", 30)], val_max_samples=most)
+        config = config.model_copy(update={"run": config.run.model_copy(update={"seed": seed})})
+        rows = read_rows(config)
+        assert sum(part.rows for part in rows.val_parts) == len(rows.val) == len(set(rows.val_rows))
+        return [prompt.answer for prompt in build_sources(config, tokenizer, rows).val]
+
+    every = answers(3, None)
+    few = answers(3, 10)
+    assert few == answers(3, 10) == [answer for answer in every if answer in few] != answers(4, 10)
+    assert (len(every), len(few), len({answer[0] for answer in few})) == (60, 10, 2)
+    assert answers(3, 100) == every
+
+
 def test_what_is_left_out_is_counted_by_source(write: WriteRows, tokenizer) -> None:
     long = "x" * 10 + "{}"
     sources = [write("a", 3), write("b", 2, long), write("c", 1)]

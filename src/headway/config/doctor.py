@@ -8,6 +8,7 @@ from math import floor
 
 from headway.config.algorithm import algorithm_problems
 from headway.config.idle import without_effect
+from headway.config.layers import lies_in
 from headway.config.loading import LoadedConfig, mode_config
 from headway.config.placement import (
     ACTOR,
@@ -64,7 +65,9 @@ def diagnose(loaded: LoadedConfig) -> list[str]:
     problems = [problem for check in checks for problem in check(loaded.config)]
     idle = without_effect(loaded.config)
     chosen = loaded.user_keys - loaded.usual_keys
-    problems += [f"{key} has no effect: {reason}" for key, reason in idle.items() if key in chosen]
+    problems += [
+        f"{key} has no effect: {reason}" for key, reason in idle.items() if any(lies_in(one, key) for one in chosen)
+    ]
     if problems:
         raise ConfigError("\n".join(problems))
     return [*loaded.notes, *_notes(loaded)]

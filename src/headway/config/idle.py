@@ -73,6 +73,9 @@ def _data(config: Config) -> Iterator[Idle]:
         yield "data.val_size", "data.task has held-out problems of its own: data.task.val_size"
     elif data.held_out_sources:
         yield "data.val_size", "held-out problems come from data.val"
+    if not data.held_out_sources:
+        size = "data.task.val_size" if data.task is not None else "data.val_size"
+        yield "data.val_max_samples", f"it is for data.val; {size} says how many problems are held out"
     if data.chat_template == "never" and not config.rollout.has_program:
         yield "data.chat_template_kwargs", "data.chat_template=never renders no template"
     for key in ("prompt_key", "answer_key"):

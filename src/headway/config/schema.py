@@ -170,6 +170,8 @@ class DataConfig(Section):
     row has that, else ``answer``, else what the assistant says at the end of a chat."""
     val_size: NonNegative = 128
     """Number of rows of ``train`` held out when ``val`` is not given."""
+    val_max_samples: Positive | None = None
+    """Most rows of ``val`` to use, chosen by ``run.seed``. Default: all."""
     chat_template: Literal["auto", "always", "never"] = "auto"
     """Use of the tokenizer's chat template: ``auto`` applies it to messages only; ``always`` makes plain text a user
     message."""

@@ -133,7 +133,7 @@ def _task_rows(data: DataConfig, seed: int) -> Rows:
     task = data.task
     own = not data.held_out_sources
     split = split_task(task.name, task.params, seed=seed, size=task.size, val_size=task.val_size if own else 0)
-    val, val_parts = _read_all(data.held_out_sources, data, VAL_SPLIT)
+    val, val_parts = _read_held_out(data, seed)
     if own:
         val = [_record(problem, task.name) for problem in split.val]
     train, parts = _TaskRecords(split.train, task.name), (SourceShare(task.name, task.size),)
@@ -147,7 +147,7 @@ def _source_rows(data: DataConfig, seed: int) -> Rows:
     sources = data.train_sources
     records, parts = _read_all(sources, data, TRAIN_SPLIT)
     if data.held_out_sources:
-        val, val_parts = _read_all(data.held_out_sources, data, VAL_SPLIT)
+        val, val_parts = _read_held_out(data, seed)
         numbers = range(len(records))
         return Rows(records, numbers, val, _rows_after(len(records), val), parts, _digests(records), val_parts)
     if data.val_size >= len(records):
@@ -158,13 +158,27 @@ def _source_rows(data: DataConfig, seed: int) -> Rows:
     order = generator(seed, SPLIT_KEY, 0).permutation(len(records))
     val_rows = sorted(order[: data.val_size].tolist())
     train_rows = sorted(order[data.val_size :].tolist())
-    ends = list(accumulate(part.rows for part in parts))
-    parts = tuple(
-        replace(part, rows=sum(start <= row < end for row in train_rows))
-        for part, start, end in zip(parts, [0, *ends], ends, strict=False)
-    )
+    parts = _shares(parts, train_rows)
     train, val = ([records[i] for i in rows] for rows in (train_rows, val_rows))
     return Rows(train, train_rows, val, val_rows, parts, _digests(train))
+
+
+def _shares(parts: Sequence[SourceShare], kept: Sequence[int]) -> tuple[SourceShare, ...]:
+    """The sources with as many rows as are left of them, where the rows ``kept`` are."""
+    ends = list(accumulate(part.rows for part in parts))
+    return tuple(
+        replace(part, rows=sum(start <= row < end for row in kept))
+        for part, start, end in zip(parts, [0, *ends], ends, strict=False)
+    )
+
+
+def _read_held_out(data: DataConfig, seed: int) -> tuple[list[Record], tuple[SourceShare, ...]]:
+    """The records of ``data.val``, ``data.val_max_samples`` of them at most, and each source's share."""
+    records, parts = _read_all(data.held_out_sources, data, VAL_SPLIT)
+    if data.val_max_samples is None or data.val_max_samples >= len(records):
+        return records, parts
+    kept = sorted(generator(seed, SPLIT_KEY, 1).permutation(len(records))[: data.val_max_samples].tolist())
+    return [records[i] for i in kept], _shares(parts, kept)
 
 
 def _digests(records: Sequence[Record]) -> tuple[str, ...]:

@@ -47,6 +47,7 @@ ROWS: Mapping[str, Row] = {
     "max_prompt_length": same("data.max_prompt_length", of.prompt_length),
     "max_completion_length": same("data.max_response_length", whole),
     "shuffle_dataset": same("data.shuffle"),
+    "chat_template_kwargs": off("give data.chat_template_kwargs a mapping of names to values"),
     "chat_template_kwargs.*": same("data.chat_template_kwargs.*"),
     "chat_template_path": off("put it into the tokenizer's files in the model's folder"),
     "processing_class": no("nothing to do: the tokenizer is that of model.path"),

@@ -162,6 +162,11 @@ def epochs(value: Any, given: Given) -> Answer:
     return taken({"data.epochs": whole(value, given)})
 
 
+def held_out(value: Any, given: Given) -> Answer:
+    rows = whole(value, given)
+    return taken({"data.val_max_samples": rows}, "chosen by the seed") if rows > 0 else taken(note="all, as here")
+
+
 def devices(role: str, key: str) -> Row:
     """Make the row of a count of devices: in `main_ppo` generation has the trainer's."""
 
