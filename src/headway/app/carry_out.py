@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import shlex
 import time
@@ -24,6 +25,8 @@ from headway.reports.checkpoints import Checkpoints
 from headway.reports.events_file import look_through
 from headway.reports.run_directory import RunDirectory
 from headway.terminations import terminations_as_interrupts
+
+logger = logging.getLogger(__name__)
 
 
 def carry_out(
@@ -56,6 +59,7 @@ def carry_out(
             _end(reports, Status.INTERRUPTED, "left at once")
         return EXIT_INTERRUPTED
     except Exception as failure:
+        logger.exception("the run failed")
         _fail(reports, failure)
         changed = isinstance(failure, NothingToTrain | StoppedByGuard)
         refused = start.version if start is not None and isinstance(failure, UserError) else None

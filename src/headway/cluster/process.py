@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import signal
 import sys
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headway.cluster.hardware import available_cores
+from headway.logs import log_to
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,7 @@ def set_up_process(settings: ProcessSettings) -> None:
     """Set up environment, log file and signals of a worker process. Runs before torch is imported."""
     os.environ.update(settings.environment())
     redirect_output(settings.log_file)
+    log_to(logging.StreamHandler(sys.stderr), settings.log_file.parent.parent.name, settings.name)
     leave_interrupts_to_the_driver()
 
 

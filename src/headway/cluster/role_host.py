@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
+import os
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterator
@@ -19,7 +21,12 @@ from operator import attrgetter
 from typing import Any
 
 from headway.cluster.memory_errors import memory_errors_told
+from headway.logs import of_worker
 from headway.progress import Heartbeat, Progress, count_for
+
+logger = logging.getLogger(__name__)
+LONG_S = 1.0
+"""Seconds from which on a call's time is logged."""
 
 
 class RoleHost:
@@ -34,6 +41,8 @@ class RoleHost:
         self._open: dict[object, tuple[str, float]] = {}
         """Open calls of coroutines: the method, and when it was called."""
         self._closing = False
+        self._log = of_worker(logger, name)
+        self._log.info("started in process %d", os.getpid())
 
     async def call(self, method: str, *args: Any) -> Any:
         """Call the role's method (``name``, or ``part.name`` of a part): await it, or run it on the role's thread.
@@ -41,7 +50,7 @@ class RoleHost:
         Raises what the method raises, and `RunError` where its memory was not enough.
         """
         function = attrgetter(method)(self._role)
-        with memory_errors_told(self._name, method):
+        with self._failures_logged(method), memory_errors_told(self._name, method):
             if inspect.iscoroutinefunction(function):
                 with self._call(method):
                     return await function(*args)
@@ -51,7 +60,7 @@ class RoleHost:
 
     async def stream(self, method: str, *args: Any) -> AsyncGenerator[Any, None]:
         """Yield what the role's asynchronous generator yields. Raises as `call` does."""
-        with memory_errors_told(self._name, method), self._call(method):
+        with self._failures_logged(method), memory_errors_told(self._name, method), self._call(method):
             async with aclosing(attrgetter(method)(self._role)(*args)) as items:
                 async for item in items:
                     yield item
@@ -66,8 +75,21 @@ class RoleHost:
         return replace(beat, doing="; ".join(filter(None, [beat.doing, *calls])))
 
     def _run(self, method: str, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        began = time.monotonic()
         with self._progress.working(method):
-            return function(*args)
+            result = function(*args)
+        if (seconds := time.monotonic() - began) >= LONG_S:
+            self._log.info("%s took %.1f s", method, seconds)
+        return result
+
+    @contextmanager
+    def _failures_logged(self, method: str) -> Iterator[None]:
+        """Log a failure of a call with its traceback: who called gets the message alone."""
+        try:
+            yield
+        except Exception:
+            self._log.exception("%s failed", method)
+            raise
 
     @contextmanager
     def _call(self, method: str) -> Iterator[None]:

@@ -30,6 +30,7 @@ from headway.events import (
 )
 from headway.reports.cell import Cell
 from headway.reports.console_view import ConsoleView, Outcome, report_end, stdout_console
+from headway.reports.event_log import EventLog
 from headway.reports.events_file import EventsFile, JsonLines
 from headway.reports.live import LiveView
 from headway.reports.metrics import RowSink, RunMetrics
@@ -114,7 +115,8 @@ class Reports:
         self._view = view
         self._events = events
         # Metrics before the view, so that what is shown includes the event that caused it to be shown.
-        self._observers: list[Observer] = [events, metrics, view]
+        self._log = EventLog(directory.path)
+        self._observers: list[Observer] = [events, metrics, view, self._log]
         self._sinks = sinks
         self._trackers = trackers
         self._lock = lock
@@ -233,6 +235,7 @@ class Reports:
                 self._trackers.finish(self.summary(), model)
             finally:
                 self._view.close()
+                self._log.end()
                 self._run_lock.release()
 
     def _write_summary(self) -> None:

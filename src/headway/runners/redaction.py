@@ -10,6 +10,8 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
+from headway.logs import first_line
+
 MASK = "***"
 SHORTEST = 3
 """Fewest characters of a value that is hidden: shorter ones are no secrets, and stand everywhere."""
@@ -56,8 +58,10 @@ class RedactedLog:
     about the last `MOST_BYTES` are kept, the older half of them in another one beside it.
     """
 
-    def __init__(self, path: Path | None, redaction: Redaction, most_bytes: int = MOST_BYTES) -> None:
-        """Append to the file ``path``, or write to this process's stderr."""
+    def __init__(
+        self, path: Path | None, redaction: Redaction, most_bytes: int = MOST_BYTES, *, begins: str = ""
+    ) -> None:
+        """Append to the file ``path``, or write to this process's stderr. ``begins``: first line of a file."""
         self._path, self._redaction, self._half = path, redaction, most_bytes // 2
         self._size = self._dropped = 0
         self._target = self._opened()
@@ -68,6 +72,8 @@ class RedactedLog:
         self._held = b""
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._reader, self._pass_on)
+        if path is not None and begins:
+            self._write(redaction.of(first_line(path, begins)).encode())
 
     def close(self) -> None:
         """Write what has arrived, and close the pipe."""

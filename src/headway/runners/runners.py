@@ -297,7 +297,8 @@ class Runners:
     def _launch(self) -> Launch:
         """Return how processes are started; the first time, open what they print to."""
         if self._log is None:
-            self._log = RedactedLog(self._log_path, Redaction([*self._env.values(), *secrets_of(os.environ)]))
+            redaction = Redaction([*self._env.values(), *secrets_of(os.environ)])
+            self._log = RedactedLog(self._log_path, redaction, begins=f"{self._name} runs {self._spec.shown}")
         start = Start(
             spec=pickle.dumps(self._spec),
             shown=self._spec.shown,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import math
 import signal
 import time
@@ -34,6 +35,7 @@ from headway.engines.train.state_file import read_state
 from headway.episodes.record import Chats
 from headway.episodes.rendering import ChatRenderer
 from headway.errors import EXIT_INTERRUPTED, ConfigError, DataError, RunError, StallError, UserError
+from headway.logs import DriverLog
 from headway.models.folder import check_folder
 from headway.pipeline.liveness import SHORTEST_S, ask
 from headway.pipeline.run import Status
@@ -51,6 +53,7 @@ from headway.terminations import Repeats, interrupting_signals
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 LINE_EVERY_S = 2.0
 """Seconds between two lines of progress."""
@@ -169,6 +172,7 @@ def sft(loaded: LoadedConfig, resume: Path | None = None, console: Console | Non
         try:
             status = asyncio.run(_Run(config, data, directory, reports, step).run())
         except BaseException:
+            logger.exception("the run failed")
             reports.close(Status.FAILED)
             raise
     finally:
@@ -234,8 +238,10 @@ class SftReports:
         self._trackers: Trackers = open_trackers(config, directory, say, undone_from=step + 1 if step else None)
         self._trackers.start()
         self._said_at = -math.inf
+        self._log = DriverLog(directory.logs, directory.path.resolve().name)
 
     def note(self, text: str) -> None:
+        logger.info(text)
         line = f"{time.strftime('%H:%M:%S')}  {text}"
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
@@ -269,6 +275,7 @@ class SftReports:
         self._lines.close()
         self._directory.write_summary(summary)
         self._trackers.finish(summary, self._directory.model if status is Status.COMPLETED else None)
+        self._log.close()
 
 
 def _keep_rows(path: Path, step: int) -> None:
