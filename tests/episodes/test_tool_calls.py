@@ -52,6 +52,42 @@ def made(answer):
 
 
 ONE = [("add", {"a": 1, "b": 2})]
+CODER = """<tool_call>
+<function=add>
+<parameter=a>
+1
+</parameter>
+<parameter=b>
+2
+</parameter>
+</function>
+</tool_call>"""
+GLM = """<tool_call>add
+<arg_key>a</arg_key>
+<arg_value>1</arg_value>
+<arg_key>b</arg_key>
+<arg_value>2</arg_value>
+</tool_call>"""
+DEEPSEEK = """<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>add
+```json
+{"a": 1, "b": 2}
+```<｜tool▁call▁end｜><｜tool▁calls▁end｜>"""
+DEEPSEEK_V31 = (
+    "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>"
+    '{"a": 1, "b": 2}<｜tool▁call▁end｜>'
+    "<｜tool▁call▁begin｜>stop<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+)
+KIMI = (
+    "<|tool_calls_section_begin|><|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>"
+    '{"a": 1, "b": 2}<|tool_call_end|><|tool_call_begin|>functions.stop:1<|tool_call_argument_begin|>{}'
+    "<|tool_call_end|><|tool_calls_section_end|>"
+)
+HARMONY = (
+    "<|channel|>analysis<|message|>I add<|end|><|start|>assistant<|channel|>commentary to=functions.add "
+    '<|constrain|>json<|message|>{"a": 1, "b": 2}'
+)
+HARMONY_AS_RENDERED = '<|start|>assistant to=functions.add<|channel|>commentary json<|message|>{"a": 1, "b": 2}<|call|>'
+STOP = ("stop", {})
 
 
 @pytest.mark.parametrize(
@@ -78,6 +114,20 @@ ONE = [("add", {"a": 1, "b": 2})]
         ("mistral", '[TOOL_CALLS]add{"a": 1, "b": 2}[TOOL_CALLS]stop{}', [*ONE, ("stop", {})], ""),
         ("mistral", 'I add.[TOOL_CALLS]add[CALL_ID]abc[ARGS]{"a": 1, "b": 2}', ONE, "I add."),
         ("mistral", "The answer is 12.", [], "The answer is 12."),
+        ("qwen3_coder", CODER, ONE, ""),
+        ("qwen3_coder", f"I add.\n{CODER}\n{CODER}", ONE * 2, "I add."),
+        ("qwen3_coder", CODER.removeprefix("<tool_call>\n").removesuffix("\n</tool_call>"), ONE, ""),
+        ("qwen3_coder", "<tool_call>\n<function=stop>\n</function>\n</tool_call>", [STOP], ""),
+        ("glm", GLM, ONE, ""),
+        ("glm", GLM.replace("\n", ""), ONE, ""),
+        ("glm", "I stop.<tool_call>stop</tool_call>", [STOP], "I stop."),
+        ("deepseek", f"I add.{DEEPSEEK}", ONE, "I add."),
+        ("deepseek", DEEPSEEK_V31, [*ONE, STOP], ""),
+        ("kimi", f"I add.{KIMI}", [*ONE, STOP], "I add."),
+        ("harmony", HARMONY, ONE, ""),
+        ("harmony", HARMONY_AS_RENDERED, ONE, ""),
+        ("harmony", "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>12", [], "12"),
+        *((form, "The answer is 12.", [], "The answer is 12.") for form in FORMATS),
     ],
 )
 def test_calls_are_read_in_each_form(form, text, calls, content):
@@ -124,6 +174,15 @@ def test_calls_within_text_of_an_argument_end_nothing():
         ("mistral", "[TOOL_CALLS]", "it is no valid JSON: "),
         ("mistral", '[TOOL_CALLS]stop{} then "', "there is more after it"),
         ("mistral", '[TOOL_CALLS] ["stop"]', "it is 'stop', expected an object"),
+        ("qwen3_coder", CODER[:50], "expected <parameter=NAME>…</parameter>"),
+        ("qwen3_coder", "<tool_call>add(1, 2)</tool_call>", "it is 'add(1, 2)', expected <function=NAME>"),
+        ("glm", GLM[:40], "expected <arg_key>…</arg_key><arg_value>…</arg_value>"),
+        ("glm", "<tool_call></tool_call>", "it has no name"),
+        ("deepseek", "<｜tool▁call▁begin｜>add<｜tool▁sep｜>{", "it is no valid JSON: "),
+        ("deepseek", "<｜tool▁call▁begin｜>add", "expected a name and an object with arguments"),
+        ("kimi", "<|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>{} {}", "there is more after it"),
+        ("kimi", "<|tool_call_begin|>functions.add:0", "expected a name and an object with arguments"),
+        ("harmony", "<|channel|>commentary to=functions.add<|message|>{1}", "it is no valid JSON: "),
     ],
 )
 def test_what_cannot_be_read_is_a_message_to_the_model(form, text, said_so):
@@ -173,6 +232,78 @@ def test_a_call_beside_one_that_cannot_be_read_can_be_made():
     assert made(answer) == ONE
     assert [call.problem for call in answer.calls] == [None, CallProblem.UNREADABLE]
     assert "tool_calls" not in answer.message
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "value"),
+    [
+        ({"type": "string"}, "12", "12"),
+        ({"type": ["string", "null"]}, "12", "12"),
+        ({"anyOf": [{"type": "string"}, {"type": "integer"}]}, "12", "12"),
+        ({"type": "number"}, "1.5", 1.5),
+        ({"type": "boolean"}, "True", True),
+        ({"type": "array", "items": INT}, "[1, 2]", [1, 2]),
+        ({"type": "object"}, '{"x": "</parameter"}', {"x": "</parameter"}),
+        ({"type": "string"}, "two\n  lines", "two\n  lines"),
+    ],
+)
+def test_arguments_that_are_written_as_text_have_the_types_of_the_schema(kind, text, value):
+    schema = tool("say", {"x": kind}, ["x"])
+    coder = f"<tool_call>\n<function=say>\n<parameter=x>\n{text}\n</parameter>\n</function>\n</tool_call>"
+    glm = f"<tool_call>say\n<arg_key>x</arg_key>\n<arg_value>{text}</arg_value>\n</tool_call>"
+    for form, written in (("qwen3_coder", coder), ("glm", glm)):
+        assert made(parse(form, written, [schema])) == [("say", {"x": value})]
+
+
+CALLS = {
+    "qwen3_coder": (
+        "<tool_call>\\n<function={{ c.name }}>\\n{% for k, v in c.arguments.items() %}<parameter={{ k }}>\\n{{ v }}\\n"
+        "</parameter>\\n{% endfor %}</function>\\n</tool_call>"
+    ),
+    "glm": (
+        "<tool_call>{{ c.name }}\\n{% for k, v in c.arguments.items() %}<arg_key>{{ k }}</arg_key>\\n<arg_value>"
+        "{{ v if v is string else v | tojson }}</arg_value>\\n{% endfor %}</tool_call>"
+    ),
+    "deepseek": (
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>{{ c.name }}\\n```json\\n"
+        "{{ c.arguments | tojson }}\\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+    ),
+    "kimi": (
+        "<|tool_calls_section_begin|><|tool_call_begin|>{{ call.id }}<|tool_call_argument_begin|>"
+        "{{ c.arguments | tojson }}<|tool_call_end|><|tool_calls_section_end|>"
+    ),
+    "harmony": (" to=functions.{{ c.name }}<|channel|>commentary json<|message|>{{ c.arguments | tojson }}"),
+}
+"""Calls as the chat templates of these models write them."""
+
+
+@pytest.mark.parametrize("form", CALLS)
+def test_a_call_that_a_template_wrote_is_read_and_written_again_as_it_was(form):
+    tokenizer = copy(tokenizer_of("qwen2_5"))
+    tokenizer.chat_template = (
+        "{{ tools | tojson if tools else '' }}"
+        "{% for m in messages %}<|im_start|>{{ m.name or m.role }}\n{{ m.content }}"
+        "{% for call in m.tool_calls or [] %}{% set c = call.function %}"
+        + CALLS[form].replace("\\n", "\n")
+        + "{% endfor %}"
+        "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    renderer = ChatRenderer(tokenizer)
+    parser = choose_parser(renderer)
+    assert parser.name == form
+    written = renderer.example_call("add", {"a": 1, "b": 2})
+    answer = parser.parse(written, TOOLS)
+    assert made(answer) == ONE
+    sampled = [*renderer.encode(written).tolist(), *renderer.end_ids]
+    chats = Conversations(renderer)
+    chats.answered(chats.prompt([said("user", "add")], TOOLS), sampled, answer.message)
+    chat = [said("user", "add"), answer.message, *answer.results(["3"])]
+    assert chats.prompt(chat, TOOLS).kind is PromptKind.EXTENDED
+    assert written in renderer.render(chat, TOOLS)
+
+
+def test_thinking_of_gpt_oss_is_apart():
+    assert parse("harmony", HARMONY).message["reasoning_content"] == "I add"
 
 
 def test_without_tools_all_is_text():
@@ -253,7 +384,7 @@ def test_an_answer_that_a_response_template_took_apart_goes_on(with_response_tem
             "auto",
             "no parser reads the calls .* name one in rollout.tool_parser .template, hermes, llama3",
         ),
-        ("qwen3", "xml", "there is no such parser; there are template, hermes, llama3_json, mistral, and auto"),
+        ("qwen3", "xml", "there is no such parser; there are template, hermes, llama3_json, mistral, .* and auto"),
         ("qwen3", "template", "no response template .* name one of hermes, llama3_json, mistral"),
     ],
 )
@@ -273,7 +404,9 @@ pieces = st.sampled_from(
     [
         *["<tool_call>", "</tool_call>", '{"name": "add"', ', "arguments": {"a": 1, "b": 2}', "}", "[TOOL_CALLS]"],
         *["[", "]", "<think>", "</think>", ";", "add", "[ARGS]", '"', "\n", "{}", "<|python_tag|>", "\\u", "1e999"],
-        *["null", "\ud800"],
+        *["null", "\ud800", "<function=add>", "<parameter=a>", "</parameter>", "</function>", "<arg_key>a</arg_key>"],
+        *["<arg_value>1</arg_value>", "<｜tool▁call▁begin｜>add", "<|tool_call_begin|>functions.add:0", "<|channel|>"],
+        *["<|tool_call_argument_begin|>", " to=functions.add", "<|message|>", "<|end|>"],
     ]
 )
 

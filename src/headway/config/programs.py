@@ -69,8 +69,8 @@ class ProgramKeys(Section):
     params: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the environment's constructor, or further ones of the program or agent, by name."""
     tool_parser: str = "auto"
-    """Parser of tool calls: ``template``, ``hermes``, ``llama3_json``, ``mistral``, or ``auto`` for the one that reads
-    what the model's chat template writes."""
+    """Parser of tool calls: ``template``, ``hermes``, ``llama3_json``, ``mistral``, ``qwen3_coder``, ``glm``,
+    ``deepseek``, ``kimi``, ``harmony``, or ``auto`` for the one that reads what the model's chat template writes."""
     runners: Positive = 2
     """Number of processes that asynchronous programs share, on each machine that has replicas."""
     environment_processes: Positive = 64

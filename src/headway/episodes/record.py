@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from headway.concurrently import off_loop
 from headway.data.thoughts import opened_thought
 from headway.data.types import FinishReason, RowAt, RowTokens
+from headway.episodes.call_formats import HARMONY_MARK, harmony
 from headway.episodes.conversations import ChatPrompt, Conversations, Draft
 from headway.episodes.messages import message_key, plain_messages, reasoning_of, split_thinking, untagged
 from headway.episodes.rendering import ChatRenderer
@@ -161,6 +162,10 @@ class ChatRecord:
         if request.tools:
             parser, error_role = self._run.for_tools
             answer = parser.parse(text, request.tools, self._calls)
+        elif HARMONY_MARK in text:  # gpt-oss's template refuses channels in a message
+            written = harmony(text)
+            answer = TurnAnswer(text, written.content, said("assistant", written.content), reasoning=written.reasoning)
+            answer = replace(answer, message=answer.with_reasoning_apart)
         else:
             answer = TurnAnswer(text, text, said("assistant", text))
         self._calls += len(answer.calls)

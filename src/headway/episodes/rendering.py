@@ -22,8 +22,11 @@ from headway.programs.messages import Message, ToolSchema, calls_made, said, too
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-CALL_ID = "call00000"
-"""An id of a call that all templates take: Mistral's want nine letters and digits."""
+NUMBERED_ID = "call{number:05d}"
+"""Ids of calls that most templates take: Mistral's want nine letters and digits."""
+CALL_ID = NUMBERED_ID.format(number=0)
+KIMI_ID = "functions.{name}:{number}"
+"""Ids of Kimi's calls, which its template writes in place of their names."""
 
 
 class ChatRenderer:
@@ -166,7 +169,12 @@ class ChatRenderer:
 
     def example_call(self, name: str, arguments: Mapping[str, Any]) -> str | None:
         """A call as the template writes it in an answer; None where it writes none."""
-        question, call = [said("user", "x")], calls_made("", [(CALL_ID, name, arguments)])
+        return self._example_call(name, arguments, CALL_ID) or self._example_call(
+            name, arguments, KIMI_ID.format(name=name, number=0)
+        )
+
+    def _example_call(self, name: str, arguments: Mapping[str, Any], id: str) -> str | None:
+        question, call = [said("user", "x")], calls_made("", [(id, name, arguments)])
         tools = [probe_tool(name)]
         try:
             text = self.render([*question, call], tools, generation_prompt=False)

@@ -11,14 +11,15 @@ A call that cannot be made has a ``problem``, to be counted, and an ``error``, t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from headway.episodes.arguments import Misfit, fitted
 from headway.episodes.call_formats import FORMATS, Written, WrittenCall, read_call
 from headway.episodes.messages import reasoning_of, split_thinking
-from headway.episodes.rendering import ChatRenderer, probe_tool
+from headway.episodes.rendering import KIMI_ID, NUMBERED_ID, ChatRenderer, probe_tool
 from headway.errors import ConfigError, said_by
 from headway.programs.messages import CallProblem, ToolCall, ToolSchema, TurnAnswer, calls_made, said
 
@@ -36,6 +37,8 @@ class ToolParser:
     """Called with an answer's text and the tools."""
     opening: str = ""
     """The text that the template opens an answer with; thinking may begin there."""
+    call_id: str = NUMBERED_ID
+    """The ids of calls, by their number and name."""
 
     def parse(self, text: str, tools: Sequence[ToolSchema], first_id: int = 0) -> TurnAnswer:
         """Read the answer ``text``, calls to ``tools`` in it; without tools all of it is text.
@@ -46,7 +49,8 @@ class ToolParser:
             return TurnAnswer(text, text, said("assistant", text))
         thinking, rest = ("", text) if self.name == TEMPLATE else split_thinking(text, self.opening)
         written = self.read(rest, tools)
-        calls = tuple(_checked(call, f"call{first_id + n:05d}", tools) for n, call in enumerate(written.calls))
+        ids = [self.call_id.format(number=first_id + n, name=call.name) for n, call in enumerate(written.calls)]
+        calls = tuple(_checked(call, id, tools) for id, call in zip(ids, written.calls, strict=True))
         if any(call.problem is CallProblem.UNREADABLE for call in calls):
             return TurnAnswer(text, text, said("assistant", text), calls)
         content = thinking + written.content
@@ -85,7 +89,9 @@ def choose_parser(renderer: ChatRenderer, choice: str = AUTO) -> ToolParser:
     for name in FORMATS if written is not None else ():
         parser = _by_form(name, renderer)
         found = parser.read(split_thinking(written or "", parser.opening)[1], [probe_tool("look_up")]).calls
-        if [(call.name, call.arguments) for call in found] == [("look_up", arguments)]:
+        as_text = any(call.as_text for call in found)
+        expected = {name: str(value) if as_text else value for name, value in arguments.items()}
+        if [(call.name, call.arguments) for call in found] == [("look_up", expected)]:
             return parser
     raise ConfigError(
         "there are tools, but no parser reads the calls that the model's chat template writes"
@@ -96,7 +102,8 @@ def choose_parser(renderer: ChatRenderer, choice: str = AUTO) -> ToolParser:
 
 def _by_form(name: str, renderer: ChatRenderer) -> ToolParser:
     form = FORMATS[name]
-    return ToolParser(name, lambda text, tools: form(text), renderer.generation_prompt)
+    call_id = KIMI_ID if name == "kimi" else NUMBERED_ID
+    return ToolParser(name, lambda text, tools: form(text), renderer.generation_prompt, call_id)
 
 
 def _by_template(renderer: ChatRenderer) -> Callable[[str, Sequence[ToolSchema]], Written]:
@@ -123,6 +130,28 @@ def _flat(calls: Any) -> list[Any]:
     return [one for call in calls for one in _flat(call)]
 
 
+_CONSTANTS = {"True": True, "False": False, "None": None}
+
+
+def _typed(arguments: Mapping[str, str], schema: Any) -> dict[str, Any]:
+    """Arguments that were written as texts, with the types that ``schema`` gives them: text where it may be text."""
+    properties = schema.get("properties") if isinstance(schema, Mapping) else None
+    typed: dict[str, Any] = dict(arguments)
+    for name, text in arguments.items():
+        kind = properties.get(name) if isinstance(properties, Mapping) else None
+        if isinstance(kind, Mapping) and not any("string" in _types(one) for one in (kind, *kind.get("anyOf", ()))):
+            try:
+                typed[name] = json.loads(text)
+            except (ValueError, RecursionError):  # what is none of the type is told to the model
+                typed[name] = _CONSTANTS.get(text, text)
+    return typed
+
+
+def _types(kind: Any) -> Any:
+    types = kind.get("type", ()) if isinstance(kind, Mapping) else ()
+    return types if isinstance(types, list) else [types]
+
+
 def _checked(call: WrittenCall, id: str, tools: Sequence[ToolSchema]) -> ToolCall:
     """The call as it can be made, or why it cannot be."""
     if call.arguments is None:
@@ -130,13 +159,14 @@ def _checked(call: WrittenCall, id: str, tools: Sequence[ToolSchema]) -> ToolCal
             id, call.name, {}, CallProblem.UNREADABLE, f"Error: the tool call cannot be read: {call.problem}"
         )
     parameters = {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools}
+    arguments = _typed(call.arguments, parameters.get(call.name)) if call.as_text else call.arguments
     if call.name not in parameters:
         error = f"Error: there is no tool {call.name!r}; there are: {', '.join(parameters)}"
-        return ToolCall(id, call.name, call.arguments, CallProblem.UNKNOWN_TOOL, error)
+        return ToolCall(id, call.name, arguments, CallProblem.UNKNOWN_TOOL, error)
     try:
-        return ToolCall(id, call.name, fitted(call.arguments, parameters[call.name] or {}))
+        return ToolCall(id, call.name, fitted(arguments, parameters[call.name] or {}))
     except Misfit as misfit:
         error = f"Error: the arguments of {call.name} do not fit: {misfit}"
-        return ToolCall(id, call.name, call.arguments, CallProblem.BAD_ARGUMENTS, error)
+        return ToolCall(id, call.name, arguments, CallProblem.BAD_ARGUMENTS, error)
     except Exception:  # a schema that an agent made up, and is none: nothing can be said of the arguments
-        return ToolCall(id, call.name, call.arguments)
+        return ToolCall(id, call.name, arguments)
