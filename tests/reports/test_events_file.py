@@ -17,16 +17,21 @@ from headway import events
 from headway.errors import DataError
 from headway.events import (
     Event,
+    GroupAdmitted,
     Note,
     OptimizerStepped,
     ReplicaActivity,
     RunFinished,
     RunResumed,
     Span,
+    StageChanged,
     TrainerBusy,
     VersionReached,
 )
+from headway.reports.dense_events import DENSE
 from headway.reports.events_file import EventsFile, JsonLines, cut_off_half_line, look_through, read_events
+from headway.reports.run_directory import RunDirectory
+from headway.reports.watch.follower import Follower
 from tests.reports.scripted_run import ScriptedRun
 
 EVENT_TYPES = [
@@ -427,3 +432,110 @@ def test_an_event_on_another_clock_has_all_its_moments_moved() -> None:
     later = event.later(10.0)
     assert isinstance(later, ReplicaActivity)
     assert (later.time, later.busy, later.slot_seconds) == (13.0, [(11.0, 12.0), (12.5, 13.0)], 1.5)
+
+
+# ---------------------------------------------------------------------------------------------- dense events
+
+
+@pytest.fixture
+def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dense events go to a segment from the first version on, and each version's becomes columns."""
+    monkeypatch.setattr("headway.reports.events_file.SEGMENT_BYTES", 1)
+
+
+def admitted(number: int) -> GroupAdmitted:
+    return GroupAdmitted(
+        time=0.5, number=number, epoch=0, row=number, attempt=0, version=0, admitted=number, discarded=0, limit=9
+    )
+
+
+def segments(run: Path, suffix: str) -> list[Path]:
+    return sorted((run / "events").glob(f"*{suffix}"))
+
+
+@pytest.mark.usefixtures("small_segments")
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(st.lists(st.one_of([st.builds(cls, **fields_of(cls)) for cls in DENSE]), min_size=1, max_size=6))
+def test_dense_events_come_back_from_columns_as_they_were_written(
+    tmp_path_factory: pytest.TempPathFactory, dense: list[Event]
+) -> None:
+    path = tmp_path_factory.mktemp("run") / "events.jsonl"
+    run = [note("a"), reached(0), *dense, note("b"), *dense, reached(1), *dense]
+    write(path, run)
+    assert segments(path.parent, ".parquet"), "the first version's are columns"
+    assert list(read_events(path)) == run
+
+
+@pytest.mark.usefixtures("small_segments")
+def test_a_whole_run_comes_back_in_order_from_segments(tmp_path: Path) -> None:
+    run = ScriptedRun().build()
+    run[20:20], run[60:60] = [reached(1)], [reached(2)]
+    write(tmp_path / "events.jsonl", run)
+    assert segments(tmp_path, ".parquet")
+    assert not segments(tmp_path, ".tmp")
+    assert list(read_events(tmp_path / "events.jsonl")) == run
+    wanted = [e for e in run if isinstance(e, GroupAdmitted) and e.number == 3]
+    assert list(read_events(tmp_path / "events.jsonl", kinds=[GroupAdmitted], number=3)) == wanted
+
+
+@pytest.mark.usefixtures("small_segments")
+def test_a_killed_run_keeps_the_dense_events_of_its_version_and_a_resume_undoes_them(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    file = EventsFile(path, unexpected)
+    first = [reached(0), admitted(0), note("a"), admitted(1), reached(1)]
+    undone = [admitted(2), note("b"), admitted(3), reached(2), admitted(4), note("c")]
+    for event in [*first, *undone]:
+        file.on_event(event)
+    file._lines.flush()  # and killed: what a second has passed over is in the files
+    file._join()
+    with segments(tmp_path, ".jsonl")[-1].open("a") as half:
+        half.write('{"kind": "group.adm')
+    assert list(read_events(path)) == [*first, *undone]
+    assert list(read_events(path, until=1)) == first
+    again = [resumed(1, 1), admitted(2), reached(2), admitted(5)]
+    write(path, again)
+    assert list(read_events(path)) == [*first, *again]
+
+
+@pytest.mark.usefixtures("small_segments")
+def test_a_segment_that_cannot_become_columns_stays_and_is_read(tmp_path: Path) -> None:
+    problems: list[str] = []
+    run = [reached(0), StageChanged(time=0.0, stage="\ud800", state="x"), reached(1), admitted(1), reached(2)]
+    write(tmp_path / "events.jsonl", run, problems.append)
+    assert list(read_events(tmp_path / "events.jsonl")) == run
+    assert len(problems) == 1
+    assert "stays as it is" in problems[0]
+
+
+@pytest.mark.usefixtures("small_segments")
+def test_a_run_is_followed_over_the_ends_of_its_segments(tmp_path: Path) -> None:
+    follower = Follower(RunDirectory(tmp_path))
+    file = EventsFile(tmp_path / "events.jsonl", unexpected)
+    seen = []
+    run = ScriptedRun().build()
+    run[20:20], run[60:60] = [reached(1)], [reached(2)]
+    for event in run:
+        file.on_event(event)
+        if isinstance(event, VersionReached | StageChanged):
+            file._lines.flush()
+            while follower.look():
+                pass
+            seen.append(follower.message(0, follower.epoch)["ledger"])
+    file.close()
+    while follower.look():
+        pass
+    anew = Follower(RunDirectory(tmp_path))
+    while anew.look():
+        pass
+    assert follower.message(0, follower.epoch)["ledger"] == anew.message(0, anew.epoch)["ledger"]
+    assert anew.message(0, anew.epoch)["ledger"]["balanced"]
+    assert any(ledger and ledger["groups"]["in_flight"] for ledger in seen), "while the version went on, too"
+
+
+@pytest.mark.usefixtures("small_segments")
+def test_a_damaged_segment_is_one_message(tmp_path: Path) -> None:
+    write(tmp_path / "events.jsonl", [reached(0), admitted(0), reached(1)])
+    (columns,) = segments(tmp_path, ".parquet")
+    columns.write_bytes(columns.read_bytes()[:-9])
+    with pytest.raises(DataError, match=r"events/0+1\.parquet is damaged"):
+        list(read_events(tmp_path / "events.jsonl"))

@@ -1,4 +1,4 @@
-"""The run's record, ``events.jsonl``: one JSON object a line, written as events happen, read back as typed events.
+"""The run's record, ``events.jsonl`` and the dense events beside it: written as events happen, read as typed events.
 
     … version.reached (2) … version.reached (3) … killed │ run.resumed (2) … version.reached (3) …
                           └──────── undone ──────────────┘
@@ -12,26 +12,26 @@ from __future__ import annotations
 import json
 import math
 import os
+import threading
 import time
-import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
-from dataclasses import MISSING, dataclass, field, fields
-from functools import cache
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any
 
 import numpy as np
 
-from headway import events
-from headway.errors import DataError, shown
+from headway.errors import DataError, said_by
 from headway.events import Event, RunFinished, RunResumed, VersionReached
+from headway.reports.dense_events import ALL, DENSE, LINES, SEGMENT_BYTES, DenseReader, folder_of, seal, segment
+from headway.reports.event_types import REPAIR, parse_event
 
 FLUSH_EVERY_S = 1.0
 KEPT_BYTES = 64 * 2**20
 """Most bytes of lines that are kept while a disk refuses them: minutes of a large run."""
-REPAIR = "Take the file from a copy, or remove that line"
-OTHER_VERSION = "Read the run with the version that wrote it"
+DENSE_PREFIXES = tuple(f'{{"kind": "{kind.kind}"' for kind in DENSE)
+"""Beginnings of lines of records in which dense events are among the others."""
 AT_ONCE = (VersionReached, RunResumed)
 """Events that are flushed when they happen: a checkpoint, and whoever reads the file after a kill, relies on them."""
 
@@ -51,6 +51,8 @@ class JsonLines:
         given_up: Callable[[], str] = lambda: "it stays incomplete",
     ) -> None:
         """Open the file. ``given_up`` returns words for the user on what becomes of it after writing failed."""
+        self.beside: JsonLines | None = None
+        """A file whose lines are written whenever those of this one are, before them; it is given up with it."""
         self._path = path
         self._report = report
         self._given_up = given_up
@@ -79,9 +81,25 @@ class JsonLines:
             return
         self._waiting += to_json_line(row).encode() + b"\n"
         if at_once or time.monotonic() - self._flushed >= FLUSH_EVERY_S:
-            self._flush()
-            if len(self._waiting) > KEPT_BYTES:
-                self._give_up()
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what waits, or try to; give up where too much does."""
+        if self._ended:
+            return
+        if self.beside is not None:
+            self.beside.flush()
+        self._flush()
+        if self.beside is not None and self.beside.given_up:
+            self._refused = self.beside._refused
+            self._give_up()
+        elif len(self._waiting) > KEPT_BYTES:
+            self._give_up()
+
+    @property
+    def given_up(self) -> bool:
+        """True if lines are missing for good."""
+        return self._ended and self._end is None
 
     def close(self) -> None:
         if not self._ended:
@@ -132,23 +150,97 @@ class JsonLines:
 
 
 class EventsFile:
-    """Observer that appends every event to ``path``."""
+    """Observer that appends every event to ``path``, or to a segment of dense events beside it."""
 
     def __init__(self, path: Path, report: Callable[[str], None]) -> None:
         self._reached = -1
         self.told = -1
         """The newest version whose boundary, and all events before it, are in the file; -1 for none."""
+        self._report = report
+        self._folder = folder_of(path)
+        self._count = sum(1 for _ in complete_lines(path)) if path.is_file() else 0
+        """Number of lines of ``path``."""
+        self._apart = self._folder.is_dir()
+        """True where dense events go to segments: from the version on with which ``path`` is no small file any more."""
+        self._dense: JsonLines | None = None
+        """The segment that is written; None between two."""
+        self._begun = 0
+        """Number of lines before that segment."""
+        self._sealing: threading.Thread | None = None
+        self._problem: str | None = None
+        """Why the last segment could not be turned into columns."""
         self._lines = JsonLines(path, report, self._without_the_rest)
+        for left in sorted(self._folder.glob(f"*{LINES}")):  # by a process that was killed
+            cut_off_half_line(left)
+            if left != segment(self._folder, self._count):
+                self._seal(left)
 
     def on_event(self, event: Event) -> None:
+        if self._apart and isinstance(event, DENSE):
+            self._on_dense(event)
+            return
         self._lines.write(event.to_json(), at_once=isinstance(event, AT_ONCE))
+        self._count += 1
         if isinstance(event, AT_ONCE):
             self._reached = event.version
-        if self._lines.whole:
+        if self._whole:
             self.told = self._reached
+        if isinstance(event, VersionReached):
+            self._apart |= self._lines.size >= SEGMENT_BYTES
+            if self._dense is not None and self._dense.whole and self._dense.size >= SEGMENT_BYTES:
+                self._end_segment()
+
+    def _on_dense(self, event: Event) -> None:
+        if self._lines.given_up:
+            return
+        if self._dense is None:
+            with suppress(OSError):  # writing the segment will say so
+                self._folder.mkdir(exist_ok=True)
+            self._begun = self._count
+            self._dense = JsonLines(segment(self._folder, self._count), self._report)
+            self._lines.beside = self._dense
+        before = self._dense.size
+        self._dense.write(event.to_json() | {"line": self._count})
+        if self._dense.size != before:
+            self._lines.flush()
+
+    @property
+    def _whole(self) -> bool:
+        return self._lines.whole and (self._dense is None or self._dense.whole)
+
+    def _end_segment(self) -> None:
+        """End the segment, and let a thread turn a large one into columns."""
+        dense, self._dense, self._lines.beside = self._dense, None, None
+        if dense is not None:
+            large = dense.size >= SEGMENT_BYTES
+            dense.close()
+            if large and dense.whole:
+                self._seal(segment(self._folder, self._begun))
+
+    def _seal(self, path: Path) -> None:
+        self._join()
+
+        def run() -> None:
+            try:
+                seal(path)
+            except Exception as cause:  # the lines stay, and are read as they are
+                self._problem = f"{path} stays as it is, which takes more room: {said_by(cause)}"
+
+        self._sealing = threading.Thread(target=run, name="seal-events", daemon=True)
+        self._sealing.start()
+
+    def _join(self) -> None:
+        if self._sealing is not None:
+            self._sealing.join()
+        if self._problem is not None:
+            self._report(self._problem)
+        self._sealing = self._problem = None
 
     def close(self) -> None:
+        self._lines.flush()
+        self._end_segment()
         self._lines.close()
+        self._join()
 
     def _without_the_rest(self) -> str:
         later = "" if self.told < 0 else f" from a later version than {self.told}"
@@ -197,6 +289,17 @@ class Record:
     """Number of times that the run was resumed, undone ones included."""
     ended: str | None = None
     """The status that the run ended with; None where it did not say."""
+    cut: bool = False
+    """True where what came behind the last of ``lines`` is left out."""
+
+    def survives(self, line: int) -> bool:
+        """Tell whether a line survived."""
+        return any(first <= line < last for first, last in self.lines)
+
+    def survives_behind(self, line: int) -> bool:
+        """Tell whether a dense event survived that came behind so many lines."""
+        ranges = self.lines if self.cut else [*self.lines[:-1], (self.lines[-1][0], ALL)]
+        return any((first < line or line == first == 0) and line < last for first, last in ranges)
 
     def back_to(self, version: int, now: int) -> None:
         """Undo the lines between the boundary of ``version`` and the line ``now``."""
@@ -227,28 +330,70 @@ def look_through(path: Path) -> Record:
     return record
 
 
-def read_events(path: Path, *, until: int | None = None, about: Callable[[str], bool] | None = None) -> Iterator[Event]:
-    """The surviving history of a run, in order; only up to the boundary of the version ``until``, where that is given.
+class EventReader:
+    """Reads the surviving history of a run, in order, from ``events.jsonl`` and its segments.
 
-    A last line that was cut off (a run that was killed) is left out. ``about`` looks at each line and says whether its
-    event is wanted: the others are not parsed, which takes most of the time.
-
-    Raises `DataError` when the file cannot be read, holds something else, or has no such boundary.
+    Example:
+        reader = EventReader(run / "events.jsonl", kinds=[GroupAdmitted], number=7)
+        admitted = list(reader.read())
+        reader.record.boundaries          # version → its line, from the few lines that are not dense
     """
-    record = look_through(path)
-    if until is not None:
-        if until not in record.boundaries:
-            raise DataError(f"{path} has no boundary of version {until}")
-        record.back_to(until, 0)
-    ranges = iter(record.lines)
-    first, last = next(ranges)
-    for index, line in complete_lines(path):
-        while index >= last:
-            if (following := next(ranges, None)) is None:
-                return
-            first, last = following
-        if index >= first and (about is None or about(line)):
-            yield parse_event(line, f"{path}:{index + 1}")
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        until: int | None = None,
+        after: int = 0,
+        kinds: Collection[type[Event]] | None = None,
+        number: int | None = None,
+    ) -> None:
+        """``until``: read only up to the boundary of that version; ``after``: begin behind so many lines.
+
+        ``kinds``: only events of these; ``number``: of dense events only those of that group. Others are not parsed.
+        Raises `DataError` where the file cannot be read or has no such boundary.
+        """
+        self._path, self._after = path, after
+        self.record = look_through(path)
+        if until is not None:
+            if until not in self.record.boundaries:
+                raise DataError(f"{path} has no boundary of version {until}")
+            self.record.back_to(until, 0)
+            self.record.lines.pop()
+            self.record.cut = True
+        self._prefixes = None if kinds is None else tuple(f'{{"kind": "{kind.kind}"' for kind in kinds)
+        self._dense = DenseReader(path, kinds=kinds, number=number, line=after)
+        self._needle = None if number is None else f'"number": {number},'
+
+    def read(self) -> Iterator[Event]:
+        """Yield the events. A last line that was cut off (a run that was killed) is left out.
+
+        Raises `DataError` for what is no event.
+        """
+        survives = self.record.survives
+        for index, line in complete_lines(self._path):
+            if index < self._after:
+                continue
+            yield from (event for at, event in self._dense.until(index) if self.record.survives_behind(at))
+            if survives(index) and self._wanted(line):
+                yield parse_event(line, f"{self._path}:{index + 1}")
+        yield from (event for at, event in self._dense.until(ALL) if self.record.survives_behind(at))
+
+    def _wanted(self, line: str) -> bool:
+        if self._prefixes is not None and not line.startswith(self._prefixes):
+            return False
+        return self._needle is None or not line.startswith(DENSE_PREFIXES) or self._needle in line
+
+
+def read_events(
+    path: Path,
+    *,
+    until: int | None = None,
+    kinds: Collection[type[Event]] | None = None,
+    number: int | None = None,
+) -> Iterator[Event]:
+    """Yield the surviving history of a run, in order. See `EventReader`."""
+    yield from EventReader(path, until=until, kinds=kinds, number=number).read()
 
 
 def cut_off_half_line(path: Path) -> None:
@@ -277,57 +422,3 @@ def complete_lines(path: Path) -> Iterator[tuple[int, str]]:
         raise DataError(f"cannot read the events of a run: {cause}") from cause
     except UnicodeDecodeError as cause:
         raise DataError(f"{path}:{index + 1} is damaged: it is not UTF-8 (byte {cause.start + 1}). {REPAIR}") from cause
-
-
-def parse_event(line: str, where: str) -> Event:
-    """Return the event of one line. Raises `DataError`, which begins with ``where``, for a line that holds none."""
-    try:
-        row = json.loads(line)
-        event_type, hints = _event_types()[row.pop("kind")]
-        return event_type(**{name: _typed(value, hints[name]) for name, value in row.items()})
-    except (ValueError, TypeError, KeyError, AttributeError) as cause:
-        raise DataError(f"{where} {_wrong_with(line)}") from cause
-
-
-def _wrong_with(line: str) -> str:
-    """Say what is wrong with a line that holds no event, and what to do."""
-    try:
-        row = json.loads(line)
-    except ValueError:
-        return f"is damaged: it is not one whole JSON object. {REPAIR}"
-    kind = row.get("kind") if isinstance(row, dict) else None
-    if not isinstance(kind, str):
-        return f"is damaged: it is no object with a kind. {REPAIR}"
-    foreign = f"is not an event of this version of Headway: {shown(kind)}"
-    if kind not in _event_types():
-        return f"{foreign} is none that it has. {OTHER_VERSION}"
-    known = {found.name: found for found in fields(_event_types()[kind][0])}
-    needed = {name for name, found in known.items() if found.default is MISSING and found.default_factory is MISSING}
-    if missing := sorted(needed - row.keys()):
-        return f"{foreign} lacks {', '.join(missing)}. {OTHER_VERSION}"
-    if unknown := sorted(row.keys() - known.keys() - {"kind"}):
-        return f"{foreign} has no {shown(', '.join(unknown))}. {OTHER_VERSION}"
-    return f"{foreign} has values of another kind. {OTHER_VERSION}"
-
-
-@cache
-def _event_types() -> dict[str, tuple[type[Event], dict[str, Any]]]:
-    """Return kind → the event's class and the types of its fields."""
-    found = (value for value in vars(events).values() if isinstance(value, type) and issubclass(value, Event))
-    return {cls.kind: (cls, get_type_hints(cls)) for cls in found if cls is not Event}
-
-
-def _typed(value: Any, hint: Any) -> Any:
-    """Undo what JSON did to ``value``: tuples became lists, integer keys strings, numbers not finite null."""
-    origin, arguments = get_origin(hint), get_args(hint)
-    if origin is list:
-        return [_typed(item, arguments[0]) for item in value]
-    if origin is tuple:
-        return tuple(_typed(item, argument) for item, argument in zip(value, arguments, strict=True))
-    if origin is dict:
-        return {int(key) if arguments[0] is int else key: _typed(item, arguments[1]) for key, item in value.items()}
-    if origin in (Union, types.UnionType):
-        return None if value is None else _typed(value, next(a for a in arguments if a is not type(None)))
-    if hint is float:
-        return math.nan if value is None else float(value)
-    return value

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Collection, Container, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -76,20 +76,20 @@ def _samples(run: Path) -> SampleIndex:
         raise ConfigError(f"RUN: got {run}, whose {path.name} cannot be read: {cause}") from cause
 
 
-def events_of(run: Path, about: Callable[[str], bool] | None = None) -> Iterator[Event]:
+def events_of(run: Path, kinds: Collection[type[Event]] | None = None, number: int | None = None) -> Iterator[Event]:
     """Yield the surviving history of the run in directory ``run``. Raises `ConfigError` as `report` does.
 
-    ``about``: which lines to parse, see `read_events`; there may be none then.
+    ``kinds``, ``number``: which events to read, see `EventReader`; there may be none then.
     """
     path = events_file_of(run)
     empty = True
     try:
-        for event in read_events(path, about=about):
+        for event in read_events(path, kinds=kinds, number=number):
             empty = False
             yield event
     except DataError as cause:
         raise ConfigError(f"RUN: got {run}, whose record cannot be read: {cause}") from cause
-    if empty and about is None:
+    if empty and kinds is None:
         raise ConfigError(
             f"RUN: got {run}, where nothing has happened yet: {path.name} has no complete line; {not_yet(run)}"
         )

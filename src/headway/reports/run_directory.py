@@ -1,6 +1,7 @@
 """A run's directory: what lies where, made once, never shared by two runs, and trained in by one process at a time.
 
 config.yaml    the resolved configuration       events.jsonl   everything that happened
+events/        of a large run: what came with every answer or group, in columns
 metrics.jsonl  one row per version              summary.json   the run in one object
 samples.jsonl  what drawn groups said
 tensorboard/   checkpoints/   logs/             model/         the exported model

@@ -29,6 +29,7 @@ from headway.reports.samples_file import mean_of, read_samples
 from headway.reports.tally import FATES, IN_FLIGHT
 from headway.reports.token_view import visible
 
+OF_A_GROUP = (GroupAdmitted, TrajectoryFinished, GroupRewarded, FetchTaken, GroupSettled)
 ALL_FATES = (*FATES, IN_FLIGHT)
 
 Sample = dict[str, Any]
@@ -186,7 +187,7 @@ def _samples(run: Path, what: str, damaged: list[int], number: int | None = None
 
 def _story(run: Path, number: int, damaged: list[int]) -> Story:
     story: Story | None = None
-    for event in events_of(run, lambda line: f'"number": {number},' in line or '"fetch.taken"' in line[:24]):
+    for event in events_of(run, OF_A_GROUP, number):
         match event:
             case GroupAdmitted(number=n) if n == number:
                 story = Story(event)
@@ -257,8 +258,7 @@ def _last_admitted(run: Path) -> int | None:
 
 
 def _starts_and_admissions(run: Path) -> Iterator[Event]:
-    kinds = tuple(f'{{"kind": "{kind.kind}"' for kind in (RunStarted, GroupAdmitted))
-    return events_of(run, lambda line: line.startswith(kinds))
+    return events_of(run, (RunStarted, GroupAdmitted))
 
 
 def _drawn_per_version(run: Path) -> int | None:

@@ -1,6 +1,6 @@
 """Follows a run by the files of its directory, which it only reads, and tells what has changed.
 
-    events.jsonl  ─▶ Tail ─▶ events ─▶ TimelineBuilder ─▶ curves, ledger, groups, and now and then the timeline
+    events.jsonl, events/ ─▶ events ─▶ TimelineBuilder ─▶ curves, ledger, groups, and now and then the timeline
     samples.jsonl ─▶ SampleIndex                                                       │
     run.lock      ─▶ is it trained?                           Follower.message(since) ─┴▶ what a page has not seen
 
@@ -21,7 +21,9 @@ from headway.events import Event, RunResumed, RunStarted
 from headway.reports import human
 from headway.reports.alive import only_starts, standing
 from headway.reports.curves import to_json as curves_json
-from headway.reports.events_file import Record, look_through, parse_event, to_json_line
+from headway.reports.dense_events import DenseReader
+from headway.reports.event_types import parse_event
+from headway.reports.events_file import Record, look_through, to_json_line
 from headway.reports.groups import MOST_GROUPS, GroupLog, ledger
 from headway.reports.html_timeline import cards, live_parts
 from headway.reports.run_directory import RunDirectory
@@ -38,6 +40,8 @@ CURVES_EVERY_S, TIMELINE_EVERY_S = 1.0, 3.0
 LIVE_SPANS = 30_000
 """Most spans of a timeline that is drawn again and again."""
 JOIN_TIMEOUT_S = 10.0
+MOST_EVENTS = 20_000
+"""Number of events after which pages see what was read so far."""
 READING: dict[str, Any] = {"status": "reading", "reason": None}
 
 
@@ -61,6 +65,7 @@ class _Read:
 
     events: Tail
     samples: SampleIndex
+    dense: DenseReader
     record: Record
     builder: TimelineBuilder
     lines: int = 0
@@ -232,7 +237,7 @@ class Follower:
     def _anew(self, record: Record) -> _Read:
         samples = SampleIndex(self._directory.samples)
         builder = TimelineBuilder(groups=GroupLog(samples.groups))
-        return _Read(Tail(self._directory.events), samples, record, builder)
+        return _Read(Tail(self._directory.events), samples, DenseReader(self._directory.events), record, builder)
 
     def _begin_anew(self) -> None:
         """Read the record from its beginning. Raises `DataError` where it is damaged, and `OSError`."""
@@ -274,14 +279,18 @@ class Follower:
         read, events = self._read, list[Event]()
         known, lines = read.record.lines[-1][1], read.lines
         for _, line in read.events.read():
+            events += self._dense(lines)
             index, lines = lines, lines + 1
-            if index < known and not any(first <= index < last for first, last in read.record.lines):
+            if index < known and not read.record.survives(index):
                 continue  # undone
             event = parse_event(line.decode("utf-8", "replace"), f"{self._directory.events}:{index + 1}")
             if isinstance(event, RunResumed) and index >= known:
                 raise Rewritten
             events.append(event)
-        if lines == read.lines:
+            if len(events) >= MOST_EVENTS:
+                break
+        events += self._dense(lines)
+        if lines == read.lines and not events:
             return False
         with self._changed:
             read.lines = lines
@@ -291,6 +300,10 @@ class Follower:
             self._advance()
             self._changed.notify_all()
         return True
+
+    def _dense(self, line: int) -> list[Event]:
+        """Read the dense events behind at most so many lines."""
+        return [event for at, event in self._read.dense.until(line) if self._read.record.survives_behind(at)]
 
     def _advance(self) -> None:
         """Bring the serial number up to that of the groups. Called with the lock held."""
