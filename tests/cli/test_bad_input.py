@@ -401,6 +401,7 @@ CASES = {
         ROWS + '{"prompt": "Ä", "answer": "1"}\n', "data.val_size=0", dry=False
     ),
     "all prompts too long": setting("data.max_prompt_length=1", dry=False),
+    "data.accept_changes for a new run": setting("data.accept_changes=true"),
     "answers that are lists": data('{"prompt": "1=", "answer": ["1", "one"]}\n' * 6),
     "all answers null": data('{"prompt": "1=", "answer": null}\n' * 6),
     "more held-out rows than rows": setting("data.val_size=10"),

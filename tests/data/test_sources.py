@@ -172,7 +172,7 @@ def test_messages_that_no_template_may_render_are_explained(make_tokenizer) -> N
             r"template fails on a prompt of s: .*roles",
         ),
         (CHAT_TEMPLATE, [{"role": "user", "content": "a\ud800"}], "tokenizer", r"cannot read a prompt of s: .*ud800"),
-        (None, "a\ud800", "tokenizer", r"cannot read a prompt of s: .*ud800"),
+        (None, "a\ud800", "tokenizer", r"cannot read a prompt of s: .*ud800': half of a surrogate pair"),
         (None, "", "empty", "a prompt of s has no tokens"),
     ],
 )

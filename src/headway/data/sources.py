@@ -367,8 +367,12 @@ def check_rows(config: Config, tokenizer: PreTrainedTokenizerBase, rows: Rows) -
         if isinstance(one, LeftOut) and is_bad:
             bad.add(one)
             bad.check(len(rows.train), config.data.max_bad_rows)
-    note = bad.note()
-    return [*([] if note is None else [note]), *prompts.notes]
+    notes = [] if (note := bad.note()) is None else [note]
+    rollout = config.rollout
+    shows_own = rollout.program is None and rollout.agent is None and bool(rollout.tools or rollout.mcp)
+    if shows_own and any(record.extra.get(TOOLS) for record in rows.train):
+        notes.append("the column 'tools' is not shown to the model: its tools are rollout.tools and rollout.mcp")
+    return [*notes, *prompts.notes]
 
 
 def _form(record: Record) -> Any:

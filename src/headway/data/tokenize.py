@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from headway.config.schema import NO_VARIABLES
 from headway.data.files import Messages, Record
 from headway.data.left_out import LeftOut, Reason
-from headway.errors import DataError, boundary, shown
+from headway.errors import DataError, boundary, shown, writable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -220,7 +220,10 @@ class PromptTokenizer:
                     ids = [self._start.added(one, text) for one, text in zip(ids, texts, strict=True)]
         except DataError as refused:
             if len(texts) == 1:
-                return [LeftOut(Reason.TOKENIZER, records[0].source, str(refused))]
+                why = (
+                    str(refused) if writable(texts[0]) == texts[0] else f"{doing}: half of a surrogate pair is no text"
+                )
+                return [LeftOut(Reason.TOKENIZER, records[0].source, why)]
             pairs = zip(records, texts, strict=True)  # of which prompt, the batch does not say
             return [self._encoded([record], [text], templated=templated)[0] for record, text in pairs]
         return [self._checked(record, text, one) for record, text, one in zip(records, texts, ids, strict=True)]
