@@ -1,4 +1,5 @@
 import math
+import os
 from fractions import Fraction
 from pathlib import Path
 
@@ -6,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.config.loading import LoadedConfig, dump, load, mode_config
+from headway.config.loading import LoadedConfig, dump, load, mode_config, written_values
 from headway.config.presets import PRESETS
 from headway.config.schema import AsyncTrainingConfig, Config, Order
 from headway.config.section import Section
@@ -388,3 +389,29 @@ def test_giving_one_key_of_a_section_leaves_the_defaults_of_its_others() -> None
                 check(type(default))
 
     check(Config)
+
+
+def test_what_is_the_environments_is_written_as_a_reference_and_read_again(
+    write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TOKEN", "s3cret")
+    monkeypatch.setenv("SIZE", "7")
+    path = write(
+        "reward: {function: f.py:score, params: {token: '${oc.env:TOKEN}', url: 'x?${reward.params.token}', "
+        "deep: ['a', {b: 'Bearer ${oc.env:TOKEN}'}], plain: '\\${oc.env:TOKEN}'}}\nrollout: {n: '${oc.env:SIZE}'}\n"
+    )
+    config = load(path, ["rollout.env={KEY: '${oc.env:TOKEN}'}"]).config
+    assert config.reward.params["url"] == "x?s3cret" and config.rollout.env == {"KEY": "s3cret"}
+    assert config.reward.params["deep"] == ["a", {"b": "Bearer s3cret"}] and config.rollout.n == 7
+    for text in (dump(config), str(written_values(config))):
+        assert "s3cret" not in text
+    assert written_values(config)["rollout.n"] == 7
+    own = write(dump(config), "own.yaml")
+    assert load(own).config == config
+    assert load(own, ["reward.params.token=other"]).config.reward.params["url"] == "x?other"
+    monkeypatch.delenv("TOKEN")
+    with pytest.raises(ConfigError, match="TOKEN"):
+        load(own)
+    looked_at = load(own, environment=os.environ).config
+    assert looked_at.reward.params["token"] == "${oc.env:TOKEN}"
+    assert "s3cret" not in dump(looked_at)

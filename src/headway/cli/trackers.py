@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,7 +27,7 @@ def sync(run: Run, limit: Limit = 600.0, debug: Debug = False) -> None:
         from headway.reports.trackers.trackers import KEPT, open_lacking
 
         directory = RunDirectory.existing(run)
-        config = load(directory.config).config
+        config = load(directory.config, environment=os.environ).config
         if not set(KEPT) & set(config.reports.trackers):
             raise UserError(
                 f"{run}: reports.trackers names none of {', '.join(KEPT)}; name one in {directory.config}, and the run "

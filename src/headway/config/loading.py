@@ -27,6 +27,8 @@ from headway.config.schema import Config
 from headway.errors import ConfigError
 
 LOSS_MODE = "algorithm.policy_loss.loss_mode"
+_ENVIRONMENT = re.compile(r"(?<!\\)\$\{oc\.env:([^,}]*)\}")
+"""Pattern of a variable of the environment without a default."""
 _REFERENCE = re.compile(r"(\\*)\$\{")
 """Pattern of the beginning of a reference with the backslashes before it: an odd number of them makes it text."""
 
@@ -55,10 +57,13 @@ class LoadedConfig:
     of them."""
 
 
-def load(path: Path | None, overrides: Sequence[str] | Layer = ()) -> LoadedConfig:
+def load(
+    path: Path | None, overrides: Sequence[str] | Layer = (), environment: Mapping[str, str] | None = None
+) -> LoadedConfig:
     """Read ``path`` and ``overrides``, put the mode's preset beneath them, and check keys, types and ranges.
 
-    The doctor, not this, asks whether the settings make sense together.
+    The doctor, not this, asks whether the settings make sense together. With an ``environment`` variables that it lacks
+    stay as they are written, for those who only look at a run.
 
     Raises:
         ConfigError: in one message, everything that is wrong with the keys and their values.
@@ -72,12 +77,20 @@ def load(path: Path | None, overrides: Sequence[str] | Layer = ()) -> LoadedConf
     user = resolve_ahead_steps(user)
     mode = user.get("mode", Config.model_fields["mode"].default)
     beneath, kept = preset(mode), _without_cleared(resolve_partial_rollout(user), _flat_values(mode_config(mode)))
-    values = with_own_files(resolve_references(overlay(beneath, kept)))
+    flat = overlay(beneath, kept)
+    if environment is not None:
+        flat = {key: _without_unset(value, environment) for key, value in flat.items()}
+    values = with_own_files(resolve_references(flat))
     try:
         config = Config.model_validate(values)
     except ValidationError as error:
         raise ConfigError(explain(error, _origins(layers))) from None
     usual, resolved = _flat_values(mode_config(config.mode)), _flat_values(config)
+    config._written |= {
+        key: (flat[key], resolved[key])
+        for key in _of_environment(flat)
+        if isinstance(resolved.get(key), str | list | dict)
+    }
     same = {key for key, value in resolved.items() if key in usual and usual[key] == value}
     given = frozenset(key for key, value in user.items() if value is not None)
     return LoadedConfig(config, given, notes, usual_keys=frozenset(given & same - typed.values.keys()))
@@ -91,6 +104,34 @@ def _without_cleared(user: Mapping[str, Any], usual: Mapping[str, Any]) -> dict[
     return {key: value for key, value in user.items() if key not in sections or value not in (None, {})}
 
 
+def _of_environment(values: Mapping[str, Any]) -> set[str]:
+    """Return the keys whose values are made of the environment's, themselves or by references to others."""
+    texts = {key: str(value) for key, value in values.items()}
+    found = {key for key, text in texts.items() if "${oc.env:" in text or "${oc.decode:" in text}
+    while more := {key for key in texts.keys() - found if any(f"${{{name}}}" in texts[key] for name in found)}:
+        found |= more
+    return found
+
+
+def _without_unset(value: Any, environment: Mapping[str, str]) -> Any:
+    """Escape each variable that ``environment`` lacks, so that it stays as it is written."""
+    match value:
+        case str():
+            return _ENVIRONMENT.sub(lambda at: at[0] if at[1] in environment else f"\\{at[0]}", value)
+        case list():
+            return [_without_unset(item, environment) for item in value]
+        case dict():
+            return {name: _without_unset(item, environment) for name, item in value.items()}
+    return value
+
+
+def written_values(config: Config) -> dict[str, Any]:
+    """Return all values by dotted key as they may be written: what is the environment's as a reference to it."""
+    values = {key: _without_references(value) for key, value in _flat_values(config).items()}
+    here = _flat_values(config)
+    return values | {key: text for key, (text, value) in config._written.items() if here.get(key) == value}
+
+
 def dump(config: Config) -> str:
     """The resolved configuration as YAML that loads back to an equal one.
 
@@ -99,8 +140,8 @@ def dump(config: Config) -> str:
     idle = without_effect(config)
     beneath = {key: _default(config, key) for key in idle} | _flat_values(mode_config(config.mode))
     values = {
-        key: _without_references(value)
-        for key, value in _flat_values(config).items()
+        key: value
+        for key, value in written_values(config).items()
         if not ((key in idle or value is None) and value == beneath.get(key))
     }
     text: str = yaml.dump(
@@ -126,7 +167,7 @@ def resolved(config: Config, given: Mapping[str, Any]) -> dict[str, Any]:
 
     A spelling that loading replaces by another key stays.
     """
-    known = {key: _without_references(value) for key, value in _flat_values(config).items() if value is not None}
+    known = {key: value for key, value in written_values(config).items() if value is not None}
     return {key: known.get(key, value) for key, value in given.items()}
 
 

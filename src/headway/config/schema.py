@@ -19,6 +19,7 @@ from pydantic import (
     BeforeValidator,
     Field,
     PlainSerializer,
+    PrivateAttr,
     SerializerFunctionWrapHandler,
     field_validator,
     model_serializer,
@@ -472,6 +473,8 @@ class ReportsConfig(Section):
 class Config(Section):
     """The whole configuration of a run."""
 
+    _written: dict[str, tuple[Any, Any]] = PrivateAttr(default_factory=dict)
+    """By dotted key, a text with ``${oc.env:NAME}`` and what it is here, for what is written: it may be a secret."""
     mode: str = "async_partial"
     """The preset: a dictionary of values that lies under the user's own."""
     run: RunConfig = RunConfig()

@@ -6,6 +6,7 @@ RUN/events.jsonl ─▶ Recording ─▶ fits ───────────�
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -88,7 +89,7 @@ class _Profiling:
 
     def __init__(self, run: Path) -> None:
         directory = check_directory(run)
-        self._config = load(directory.config).config
+        self._config = load(directory.config, environment=os.environ).config
         actor = self._config.actor
         self._placement = resolve_placement(self._config)
         self._recording = recording_of(

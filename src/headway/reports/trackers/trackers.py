@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from headway.config.layers import flatten
+from headway.config.loading import written_values
 from headway.config.schema import Config
 from headway.errors import DataError, writable
 from headway.reports.run_directory import RunDirectory
@@ -196,7 +196,7 @@ def _setting(config: Config, directory: RunDirectory) -> Setting:
         project=config.reports.project,
         name=config.reports.run_name or directory.path.resolve().name,
         folder=directory.trackers,
-        config=dict(flatten(config.model_dump(mode="json"))),
+        config=written_values(config),
         prometheus_host=config.reports.prometheus_host,
         prometheus_port=config.reports.prometheus_port,
     )
