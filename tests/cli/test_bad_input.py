@@ -289,7 +289,6 @@ CASES = {
     "one answer per prompt with grpo": setting("rollout.n=1"),
     "greedy training": setting("rollout.temperature=0"),
     "an empty stop string": setting("rollout.stop=['']"),
-    "a length that does not divide": setting("rollout.total_rollout_steps=5"),
     "two lengths": setting("data.epochs=2"),
     "no length": setting("rollout.total_rollout_steps=null"),
     "no room for an answer": setting("data.max_response_length=0"),

@@ -114,7 +114,7 @@ def test_the_table_of_sources_marks_a_share_that_is_not_of_all_problems() -> Non
     part = replace(whole, answers=(whole.answers[0], replace(whole.answers[1], failure="no")))
     found = {"a": figures([whole, part], (1, 2), threshold=1.0), "b": figures([whole], (1, 2), threshold=1.0)}
     output = io.StringIO()
-    _print_by_source(Console(file=output, width=100), found, (1, 2))
+    _print_by_source(Console(file=output, width=100), found, (1, 2), "accuracy")
     a, b, *below = output.getvalue().splitlines()[3:]
     assert a.split()[:7] == ["a", "2", "0.750", "±", "0.250", "0.750", "1.000*"]
     assert b.split()[:5] == ["b", "1", "0.500", "0.500", "1.000"]

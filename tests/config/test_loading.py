@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headway.config.idle import without_effect
 from headway.config.loading import LoadedConfig, dump, load, mode_config, written_values
 from headway.config.presets import PRESETS
 from headway.config.schema import AsyncTrainingConfig, Config, Order
@@ -415,3 +416,18 @@ def test_what_is_the_environments_is_written_as_a_reference_and_read_again(
     looked_at = load(own, environment=os.environ).config
     assert looked_at.reward.params["token"] == "${oc.env:TOKEN}"
     assert "s3cret" not in dump(looked_at)
+
+
+def test_a_length_that_is_no_multiple_is_rounded_up_and_said(minimal: Load) -> None:
+    loaded = minimal("rollout.total_rollout_steps=100")
+    assert loaded.config.rollout.total_rollout_steps == 128
+    assert loaded.notes[-1].startswith("rollout.total_rollout_steps=100 is rounded up to 128, a multiple of B=64")
+    exact = minimal("rollout.total_rollout_steps=128")
+    assert exact.config == loaded.config and not any("rounded" in note for note in exact.notes)
+
+
+@pytest.mark.parametrize("further", [(), ("mode=colocate_sync",), ("rollout.name=vllm",)])
+def test_a_replica_of_one_device_is_never_an_error(minimal: Load, further: tuple[str, ...]) -> None:
+    assert "rollout.tensor_model_parallel_size" not in without_effect(
+        minimal("rollout.tensor_model_parallel_size=1", *further).config
+    )

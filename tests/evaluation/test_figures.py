@@ -84,3 +84,8 @@ def test_failed_episodes_are_left_out_of_their_problem_s_figures() -> None:
     assert found.pass_at[4] == Estimate(0.0, None)
     assert found.too_few == {1: 0, 2: 1, 4: 2}
     assert 2 not in figures([one], (1, 2), threshold=1.0).pass_at
+
+
+def test_a_mean_is_an_accuracy_only_where_rewards_are_right_or_wrong() -> None:
+    assert figures([solved([1.0, 0.0])], (1,), threshold=1.0).of_right_and_wrong
+    assert not figures([solved([1.0, 0.0]), solved([0.5])], (1,), threshold=1.0).of_right_and_wrong

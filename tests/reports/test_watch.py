@@ -597,7 +597,25 @@ def test_a_port_in_use_is_one_message(run: Path) -> None:
             serving.serve(run, port, lambda url: pytest.fail("it is served"), open_page=False)
 
 
-def test_what_is_no_run_is_one_message_and_a_run_that_starts_is_one(tmp_path: Path, run: Path) -> None:
+def test_a_run_that_has_not_begun_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks, notes = iter(["nothing", "folder", "run"]), list[str]()
+
+    def sleep(seconds: float) -> None:
+        if (then := next(looks)) != "nothing":
+            (tmp_path / "run" / "logs").mkdir(parents=True, exist_ok=True)
+        if then == "run":
+            (tmp_path / "run" / "config.yaml").touch()
+
+    monkeypatch.setattr(serving.time, "sleep", sleep)
+    assert serving._directory(tmp_path / "run", notes.append).config.is_file()
+    assert notes == [f"{tmp_path / 'run'}: no run has begun there yet; waiting 60 s for one"]
+    assert next(looks, None) is None
+
+
+def test_what_is_no_run_is_one_message_and_a_run_that_starts_is_one(
+    tmp_path: Path, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving, "WAIT_S", 0.0)
     for path, problem in (
         (tmp_path / "none", "does not exist"),
         (run / "config.yaml", "is a file"),

@@ -78,8 +78,9 @@ class Evaluation:
         spread = "" if error is None else f" ± {human.score(error)}"
         passed = "".join(f", pass@{k} {human.score(one.value)}" for k, one in self.figures.pass_at.items() if k > 1)
         problems = human.count(self.figures.problems)
+        called = "accuracy" if self.figures.of_right_and_wrong else "mean reward"
         return (
-            f"<Evaluation of {problems} problems of {self.data}: accuracy {human.score(self.accuracy)}{spread}{passed}>"
+            f"<Evaluation of {problems} problems of {self.data}: {called} {human.score(self.accuracy)}{spread}{passed}>"
         )
 
 

@@ -70,7 +70,7 @@ def evaluate(
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """Measure a model: accuracy, pass@k, lengths, and a table of samples."""
+    """Measure a model: mean reward, pass@k, lengths, and a table of samples."""
     with errors_as_messages(debug):
         from rich.console import Console
 
@@ -180,12 +180,15 @@ def print_figures(
     rollout, limit = config.rollout, config.data.max_response_length
     how = "greedy" if rollout.val_temperature == 0 else f"temperature {rollout.val_temperature:g}"
     several = f"{rollout.val_n} answers each, " if rollout.val_n > 1 else ""
+    own = config.rollout.has_program or any(":" in one.function for one in config.reward.all)
+    called = "accuracy" if every.of_right_and_wrong and not own else "mean reward"
+    meaning = f"{'mean reward ' if called == 'accuracy' else ''}± standard error over problems"
     lines = {
         "model": str(config.model.path),
         **({"version": str(job.version)} if job.version is not None else {}),
         "data": f"{job.data}: {human.count(every.problems)} problems, {several}{how}",
         "reward": " + ".join(one.label for one in config.reward.all),
-        "accuracy": f"{_estimate(every.accuracy)}  mean reward ± standard error over problems",
+        called: f"{_estimate(every.accuracy)}  {meaning}",
     }
     correct = f"a reward of at least {threshold:g} is correct"
     for k in ks:
@@ -210,7 +213,7 @@ def print_figures(
     sources = by_source(solved)
     if len(sources) > 1:
         console.print()
-        _print_by_source(console, {name: figures(of, ks, threshold) for name, of in sources.items()}, ks)
+        _print_by_source(console, {name: figures(of, ks, threshold) for name, of in sources.items()}, ks, called)
 
 
 def _pass(figures: Figures, k: int) -> str:
@@ -239,7 +242,7 @@ def _grid(lines: Mapping[str, str]) -> Table:
     return table
 
 
-def _print_by_source(console: Console, found: Mapping[str, Figures], ks: Sequence[int]) -> None:
+def _print_by_source(console: Console, found: Mapping[str, Figures], ks: Sequence[int], called: str) -> None:
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -247,7 +250,7 @@ def _print_by_source(console: Console, found: Mapping[str, Figures], ks: Sequenc
     from headway.reports import human
     from headway.reports.fitting import print_fitting
 
-    names = ["source", "problems", "accuracy", *(f"pass@{k}" for k in ks), "tokens", "cut off"]
+    names = ["source", "problems", called, *(f"pass@{k}" for k in ks), "tokens", "cut off"]
     lines = []
     for source, of in found.items():
         shares = [_share(of, k) for k in ks]

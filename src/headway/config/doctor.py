@@ -150,16 +150,10 @@ def _reward(config: Config) -> Iterator[str]:
 
 
 def _length(config: Config) -> Iterator[str]:
-    total, epochs, b = config.rollout.total_rollout_steps, config.data.epochs, config.groups_per_version
+    total, epochs = config.rollout.total_rollout_steps, config.data.epochs
     if (total is None) == (epochs is None):
         given = "neither is given" if total is None else "both are given; set one of them to null"
         yield f"length of the run: expected exactly one of rollout.total_rollout_steps and data.epochs, but {given}"
-    if total is not None and total % b:
-        nearest = [multiple for multiple in (total // b * b, (total // b + 1) * b) if multiple > 0]
-        yield (
-            f"rollout.total_rollout_steps={total} is not a multiple of B={b} (trigger_parameter_sync_step × "
-            f"require_batches × ppo_mini_batch_size groups per version); try {' or '.join(map(str, nearest))}"
-        )
 
 
 def _sampling(config: Config) -> Iterator[str]:

@@ -93,6 +93,9 @@ def _engine(config: Config) -> Iterator[Idle]:
             yield f"rollout.{key}", "vLLM receives into a copy in host memory, and loads it in its own way"
     else:
         yield "rollout.vllm.engine_args", f"rollout.name is {config.rollout.name}"
+    if config.rollout.tensor_model_parallel_size == 1:
+        return  # says what is so
+    if config.rollout.name != "vllm":
         yield "rollout.tensor_model_parallel_size", f"the {config.rollout.name} engine computes on one device"
     if config.placement.kind == "shared":
         yield (

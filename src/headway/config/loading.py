@@ -85,6 +85,7 @@ def load(
         config = Config.model_validate(values)
     except ValidationError as error:
         raise ConfigError(explain(error, _origins(layers))) from None
+    config = _of_whole_versions(config, notes)
     usual, resolved = _flat_values(mode_config(config.mode)), _flat_values(config)
     config._written |= {
         key: (flat[key], resolved[key])
@@ -102,6 +103,19 @@ def _without_cleared(user: Mapping[str, Any], usual: Mapping[str, Any]) -> dict[
         key[:at] for key in usual for at, sign in enumerate(key) if sign == "."
     }
     return {key: value for key, value in user.items() if key not in sections or value not in (None, {})}
+
+
+def _of_whole_versions(config: Config, notes: list[str]) -> Config:
+    """Return the configuration with a length of whole versions, and note where that is more than what was given."""
+    total, b = config.rollout.total_rollout_steps, config.groups_per_version
+    if total is None or total % b == 0:
+        return config
+    whole = -(-total // b) * b
+    notes.append(
+        f"rollout.total_rollout_steps={total} is rounded up to {whole}, a multiple of B={b} "
+        "(trigger_parameter_sync_step × require_batches × ppo_mini_batch_size groups of a version)"
+    )
+    return config.model_copy(update={"rollout": config.rollout.model_copy(update={"total_rollout_steps": whole})})
 
 
 def _of_environment(values: Mapping[str, Any]) -> set[str]:

@@ -188,7 +188,7 @@ on the command line over it: `headway train CONFIG rollout.n=4 'actor.optim.beta
 
 `null`, where it is among a key's values, takes a value back: the key counts as not given. For a section or a mapping
 `null` and `{}` take back what a file below has set in it, and leave what the mode sets. `${oc.env:NAME}` is a variable
-of the environment: a run's `config.yaml`, trackers and `--dry-run` have it as it is written, so that a secret stays one,
+of the environment: a run's `config.yaml`, trackers and `--dry-run` have it as it is written, so that secrets stay such,
 and a resumed run reads it again. A section that is `null` by
 default is made with its own defaults by `{}` or by any key in it; `[]` after a section's name means that there is a
 list of such sections. An unknown key, a value out of range, settings that contradict each other and a setting that

@@ -44,7 +44,8 @@ class RolloutConfig(ProgramKeys):
     """Leave special tokens out of the text that is scored and shown. Otherwise only those that end an answer are left
     out; strings of ``stop`` may be special tokens in any case."""
     total_rollout_steps: Positive | None = None
-    """Length of the run in *trained* groups; a multiple of B. Exactly one of this and ``data.epochs`` is given."""
+    """Length of the run in *trained* groups, rounded up to a multiple of B. Exactly one of this and ``data.epochs`` is
+    given."""
     test_freq: Every = 1
     """Versions between two validations; the first and the last version are always validated. -1: only those two."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"

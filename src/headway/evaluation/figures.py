@@ -85,6 +85,8 @@ class Figures:
     """Answers that are missing since their episodes failed, of problems with and without a score."""
     accuracy: Estimate
     """Mean reward, as validation during training has it: of each problem over the episodes that did not fail."""
+    of_right_and_wrong: bool
+    """Whether each reward is 1 or 0, so that their mean may be called an accuracy."""
     pass_at: dict[int, Estimate]
     """k → pass@k over the problems that have k answers which count; without those k that no problem has."""
     too_few: dict[int, int]
@@ -124,6 +126,7 @@ def figures(solved: Sequence[Solved], ks: Iterable[int], threshold: float) -> Fi
         failed=sum(problem.failure is not None for problem in solved),
         failed_episodes=sum(answer.failure is not None for answer in answers),
         accuracy=Estimate.of([fmean(answer.reward for answer in problem.counted) for problem in solved]),
+        of_right_and_wrong=all(answer.reward in (0, 1) for problem in solved for answer in problem.counted),
         pass_at={k: Estimate.of(values) for k, values in passed.items() if values},
         too_few={k: len(solved) - len(values) for k, values in passed.items()},
         mean_tokens=fmean(answer.tokens for answer in answers),

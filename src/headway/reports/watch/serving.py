@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import tempfile
 import threading
+import time
 import webbrowser
 from collections.abc import Callable
 from contextlib import suppress
@@ -12,20 +14,29 @@ from html import escape
 from pathlib import Path
 
 from headway.errors import ConfigError, DataError
-from headway.reports.run_directory import RunDirectory
+from headway.reports.run_directory import LEFTOVERS, RunDirectory
 from headway.reports.watch.follower import Follower
 from headway.reports.watch.server import Server
 
+log = logging.getLogger(__name__)
+WAIT_S = 60.0
+"""Seconds that a run which has not begun is waited for."""
+LOOK_S = 0.2
+"""Seconds between two looks for it."""
 FIRST_LOOK_S = 1.0
 """Seconds that the address waits for the record, which may be damaged; a large one is read behind it."""
 
 
-def serve(run: Path, port: int, tell: Callable[[str], None], open_page: bool) -> None:
+def serve(
+    run: Path, port: int, tell: Callable[[str], None], open_page: bool, note: Callable[[str], None] = log.info
+) -> None:
     """Serve the page of the run in directory ``run`` until an interrupt. ``tell`` is called with its address.
+
+    A run that has not begun is waited for, of which ``note`` is told.
 
     Raises `UserError` where ``run`` is no run's directory, its record is damaged, or the port cannot be had.
     """
-    directory = _directory(run)
+    directory = _directory(run, note)
     follower = Follower(directory)
     server = Server(follower, run.resolve().name, port)
     follower.start()
@@ -50,8 +61,17 @@ def serve(run: Path, port: int, tell: Callable[[str], None], open_page: bool) ->
         follower.close()
 
 
-def _directory(run: Path) -> RunDirectory:
-    """Return the directory of a run, which may still be starting: it has a configuration. Raises `ConfigError`."""
+def _directory(run: Path, note: Callable[[str], None]) -> RunDirectory:
+    """Return the directory of a run, which may still be starting: it has a configuration.
+
+    Where nothing is there yet a run is waited for. Raises `ConfigError`.
+    """
+    until = time.monotonic() + WAIT_S
+    if (to_come := _to_come(run)) and WAIT_S:
+        note(f"{run}: no run has begun there yet; waiting {WAIT_S:g} s for one")
+    while to_come and time.monotonic() < until:
+        time.sleep(LOOK_S)
+        to_come = _to_come(run)
     wanted = "expected a run's directory, the run.dir of a headway train"
     if not run.is_dir():
         raise ConfigError(f"RUN: got {run}, which {'is a file' if run.exists() else 'does not exist'}; {wanted}")
@@ -59,6 +79,16 @@ def _directory(run: Path) -> RunDirectory:
     if not directory.config.is_file() and not directory.events.is_file():
         raise ConfigError(f"RUN: got {run}, which has no {directory.config.name}; {wanted}")
     return directory
+
+
+def _to_come(run: Path) -> bool:
+    """Tell whether a run may begin in this directory: it is not there, or has only what a start makes first."""
+    try:
+        return all(entry.name in LEFTOVERS for entry in run.iterdir())
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
 
 
 def _opened(url: str) -> Path:
