@@ -350,6 +350,21 @@ def test_rows_that_a_template_refuses_for_their_roles_are_found_before_the_start
         check_rows(config_of(train=str(file), val_size=0, max_bad_rows=0), tokenizer, read_rows(config))
 
 
+def test_a_programs_rows_have_variables_for_the_template_also_where_they_are_text(make_tokenizer, tmp_path) -> None:
+    file = tmp_path / "rows.jsonl"
+
+    def notes(**columns) -> list[str]:
+        file.write_text("".join(json.dumps({"prompt": f"{i}", "answer": "1", **columns}) + "\n" for i in range(9)))
+        data, rollout = {"train": str(file), "val_size": 0}, {"tools": ["tools.py:f"]}
+        config = Config.model_validate({"data": data, "rollout": rollout})
+        return check_rows(config, make_tokenizer(THINKS), read_rows(config))
+
+    assert notes(chat_template_kwargs={"think": "no"}) == []
+    assert notes(tools=[TOOL])[0].startswith("the column 'tools' is not shown to the model")
+    with pytest.raises(DataError, match="line 1\\): the column 'chat_template_kwargs' has 'brief'; expected variables"):
+        notes(chat_template_kwargs="brief")
+
+
 def test_no_rows_at_all_is_an_error() -> None:
     with pytest.raises(DataError, match="no training prompts"):
         source_of([])

@@ -149,7 +149,10 @@ class PromptTokenizer:
     def _text(self, record: Record) -> tuple[str, bool] | LeftOut:
         """The text of a record, and whether the template wrote it."""
         if (chat := self._as_messages(record)) is None:
-            self._note_unused(record)
+            if self._with_tools:
+                self._note_unused(record)
+            else:  # a program makes a chat of it
+                self._template_kwargs(record)
             return str(record.prompt), False
         if not self._tokenizer.chat_template:
             raise DataError(
@@ -201,8 +204,6 @@ class PromptTokenizer:
 
     def _note_unused(self, record: Record) -> None:
         """Note what only a chat template would use, and text has none."""
-        if not self._with_tools:  # a program makes chats of it
-            return
         columns = [name for name in (TOOLS, TEMPLATE_KWARGS) if record.extra.get(name)]
         for name in [*columns, *(["data.chat_template_kwargs"] if self._kwargs else [])]:
             self._unused[name] = f"{name} has no effect on prompts that are text; use data.chat_template=always"
