@@ -21,8 +21,9 @@ from headway.config.machine import check_vllm_installed
 from headway.config.sandbox import CODE
 from headway.config.schema import Config
 from headway.data.files import Record
+from headway.data.row_checks import check_rows
 from headway.data.rows import by_source
-from headway.data.sources import DataBundle, Rows, build_sources, check_rows, read_rows
+from headway.data.sources import DataBundle, Rows, build_sources, read_rows
 from headway.devices import chosen
 from headway.endpoint.address import check_address
 from headway.episodes.hosting import chats_of
