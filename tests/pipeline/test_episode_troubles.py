@@ -54,6 +54,15 @@ def test_many_failed_episodes_are_a_warning_with_reasons_and_what_to_do():
     assert "logs/*-programs.log" in text
 
 
+def test_limits_that_end_most_episodes_of_a_version_are_told_once_at_its_end():
+    cut = episode(limit="tokens", reason=FinishReason.LENGTH)
+    (text,) = told(some(1, cut, 40), EpisodeTroubles(20))
+    assert text.startswith("of the last 20 episodes 20 (100%) ended by a limit (20 by tokens), and not by themselves")
+    assert "Raise data.max_response_length" in text
+    assert told(some(1, cut, 19), EpisodeTroubles(20)) == [], "a version is not over yet"
+    assert told(some(2, cut, 40), EpisodeTroubles(20)) == [], "half of them is not most of them"
+
+
 def test_few_failed_episodes_and_those_that_were_aborted_are_none():
     assert told(some(8, episode(failure="no"))) == []
     assert told(some(2, episode(reason=FinishReason.ABORTED))) == []

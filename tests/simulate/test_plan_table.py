@@ -29,7 +29,7 @@ def plan_of(rows: list[Row], *, open: int = 0, skipped: int = 0, assumptions: tu
         baseline=next((each for each in ordered if each.setting.preset == "colocate_sync"), None),
         advice=advise(ordered, assumptions),
         trajectories=123_456,
-        wall_s=12.0,
+        cpu_s=12.0,
     )
 
 
@@ -46,7 +46,6 @@ def test_replicas_of_several_devices_are_named_with_what_is_recommended() -> Non
     several = replace(plan, profile=plan.profile.model_copy(update={"rollout": several_devices(plan, 2)}))
     text = " ".join(shown(several, 100))
     assert "rollout.tensor_model_parallel_size=2" in text
-    assert "Without modes of shared devices: a replica has 2" in text
 
 
 def several_devices(plan: Plan, count: int) -> RolloutProfile:
@@ -131,7 +130,7 @@ def test_assumptions_and_the_simulators_throughput_are_shown():
     text = " ".join(" ".join(shown(plan_of(every_preset(), assumptions=tuple(ASSUMPTIONS)), 80)).split())
     assert "rests on 2 assumptions" in text
     assert all(f"- {assumption}" in text for assumption in ASSUMPTIONS)
-    assert "Simulated 8 rows with 123,456 trajectories in 12s: 10,288 a second." in text
+    assert "Simulated 8 rows with 123,456 trajectories in 12s of processor time: 10,288 a second." in text
 
 
 def test_a_plan_without_rows_says_what_to_do():

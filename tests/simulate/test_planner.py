@@ -1,6 +1,8 @@
 """Whole plans: with a stand-in for the simulation on a fake clock, and of small jobs that are really simulated."""
 
+import inspect
 import json
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -122,13 +124,23 @@ def test_no_row_begins_that_would_end_after_the_budget():
     stand = Stand(wall_s=5.0)
     found = stand.plan(profile_of(), budget_s=22.0)
     assert len(found.rows) == 4
-    assert found.wall_s == 20.0
+    assert found.cpu_s == 20.0
     assert stand.asked[0].preset == "colocate_sync"
     assert set(found.open).isdisjoint(stand.asked)
     # Whatever was not begun is open, and nothing of it was found to be slow.
     begun = {setting.preset for setting in stand.asked}
     assert {setting.preset for setting in found.open} >= set(PRESETS) - begun
     assert {setting.preset for setting in found.skipped} <= begun
+    missing = found.advice.sentence.partition("Not compared, for want of time (--budget): ")[2].rstrip(".")
+    assert set(missing.split(", ")) == set(PRESETS) - begun
+
+
+def test_work_of_other_processes_takes_no_rows_away_and_a_verdict_without_shared_devices_says_so():
+    assert inspect.signature(plan).parameters["clock"].default is time.process_time
+    profile = profile_of()
+    several = profile.model_copy(update={"rollout": profile.rollout.model_copy(update={"devices": 2})})
+    assert "Modes of shared devices are not compared: a replica has 2 devices" in Stand().plan(several).advice.sentence
+    assert "not compared" not in Stand().plan(profile).advice.sentence
 
 
 def test_a_row_has_its_share_of_the_time_and_no_less_than_it_takes_to_be_known_roughly():
@@ -172,7 +184,7 @@ def test_time_that_runs_out_within_a_row_ends_it_at_the_next_version():
 
 def test_the_simulators_throughput_counts_all_trajectories_and_all_time():
     found = Stand().plan(profile_of(), settings=[setting("async_partial"), setting("on_policy")])
-    assert (found.trajectories, found.wall_s, found.trajectories_per_s) == (224, 10.0, 22.4)
+    assert (found.trajectories, found.cpu_s, found.trajectories_per_s) == (224, 10.0, 22.4)
 
 
 def test_another_number_of_devices_replaces_the_profiles():

@@ -59,6 +59,12 @@ def test_what_is_chosen_fits_by_the_arithmetic_of_the_whole_run(name: str, on: M
     assert devices == on.gpus
 
 
+def test_episodes_of_several_turns_have_room_for_all_of_them() -> None:
+    single = values(choices(model("1 B"), gpus(8)))["data.max_response_length"]
+    episodes = values(choices(model("1 B"), gpus(8), rollout__environment="f.py:make", rollout__max_turns=5))
+    assert (single, episodes["data.max_response_length"]) == (1024, 2560)  # 1024 + 4 · (256 + 128)
+
+
 def test_recomputation_is_on_where_activations_would_not_fit_and_only_there() -> None:
     def recomputes(name: str, answers: int) -> bool:
         made = values(choices(model(name), gpus(8), data__max_response_length=answers))

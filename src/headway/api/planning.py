@@ -85,7 +85,7 @@ def plan(
     Args:
         profile: a YAML file of what the job costs; or a run, or its directory, whose record is replayed.
         gpus: devices altogether; the profile's number by default.
-        budget: seconds to spend.
+        budget: seconds of processor time to spend.
         sweep: all combinations of preset, split, η and trigger, instead of those that may be the quickest.
 
     Raises:

@@ -26,7 +26,7 @@ def plan(
         Path | None, typer.Option("--from", metavar="RUN", help="Replay what this run recorded, instead of a profile.")
     ] = None,
     gpus: Annotated[int | None, typer.Option(min=1, help="Devices altogether; default: the profile's.")] = None,
-    budget: Annotated[float, typer.Option(min=0.1, help="Seconds to spend.")] = 60.0,
+    budget: Annotated[float, typer.Option(min=0.1, help="Seconds of processor time to spend.")] = 60.0,
     sweep: Annotated[
         bool, typer.Option("--sweep", help="All combinations of preset, split, η and trigger; raise --budget with it.")
     ] = False,

@@ -3,6 +3,7 @@
 an episode ─▶ the last ``window`` of them ─▶ many failed?                       ─▶ a warning; again if twice as many
                                           ─▶ long ones failed, and short ones not? ─▶ one warning
                                           ─▶ many turns forked?                    ─▶ one warning
+           ─▶ most of a version's ended by a limit?                                ─▶ one warning
            ─▶ its program was run again?                                           ─▶ a warning; again if twice as many
 """
 
@@ -27,6 +28,10 @@ DEVIATIONS = 3.0
 """Standard deviations by which the shares of the two halves must differ: by chance they do so once in 700 windows."""
 FORKED_FROM = 0.2
 """Share of forked turns, those that open an episode not counted, from which on the user is warned."""
+LIMITED_FROM = 0.5
+"""Share of episodes that a limit ended from which on the user is warned."""
+LEAST_LIMITED = 16
+"""Fewest episodes of which that is said."""
 SHOWN = 3
 """Number of different reasons that a warning lists with their counts."""
 
@@ -39,6 +44,14 @@ ADVICE = {
 }
 """What to do, by the limit that ended most of the failed episodes; None for episodes that no limit ended."""
 
+
+LONGER = {
+    "turns": "raise rollout.max_turns",
+    "tokens": "raise data.max_response_length, which all turns and what the environment says share",
+    "step": ADVICE["step"],
+    "time": ADVICE["time"],
+}
+"""What to do where a limit ends most episodes."""
 
 NOTES = {
     "refused_requests": (
@@ -57,13 +70,16 @@ class EpisodeTroubles:
     """Looks at the episodes of a run in the order in which their groups finish."""
 
     def __init__(self, episodes_per_version: int) -> None:
+        self._version = max(episodes_per_version, LEAST_LIMITED)
+        self._new = 0
+        """Number of episodes since the last look at limits."""
         self.window = min(max(2 * episodes_per_version, LEAST_WINDOW), LONGEST_WINDOW)
         self._episodes: deque[Trajectory] = deque(maxlen=self.window)
         self._since_look = 0
         """Number of episodes since the window was last looked through."""
         self._told: float | None = None
         """Failed share at the last warning; None before the first."""
-        self._selection_told = self._forks_told = False
+        self._selection_told = self._forks_told = self._limits_told = False
         self._run_again = self._run_again_told = 0
         """Number of episodes whose program was run again, now and at the last warning."""
         self._noted: Counter[str] = Counter()
@@ -74,9 +90,9 @@ class EpisodeTroubles:
         """Count the episodes of a finished group. Returns the warnings that are due: of programs that were run again at
         once, others at most once in a half window.
         """
-        again = [*self._again(episodes), *self._notes(episodes)]
         ended = [episode for episode in episodes if episode.finish_reason is not FinishReason.ABORTED]
         self._episodes += ended
+        again = [*self._again(episodes), *self._notes(episodes), *self._limits(len(ended))]
         self._since_look += len(ended)
         if len(self._episodes) < self.window or 2 * self._since_look < self.window:
             return again
@@ -104,6 +120,24 @@ class EpisodeTroubles:
                     agents = "1 episode" if self._noted[kind] == 1 else f"{self._noted[kind]} episodes"
                     said.append(f"the agents of {agents} so far {what}: {reason}. {advice}")
         return said
+
+    def _limits(self, new: int) -> list[str]:
+        """Tell of limits that end most episodes, once in a run, at the end of a version of them."""
+        self._new += new
+        if self._limits_told or self._new < self._version:
+            return []
+        self._new = 0
+        last = list(self._episodes)[-self._version :]
+        limits = Counter(episode.limit for episode in last if episode.limit is not None)
+        if limits.total() <= LIMITED_FROM * len(last):
+            return []
+        self._limits_told = True
+        (limit, _), *_ = limits.most_common(1)
+        by = ", ".join(f"{count} by {name}" for name, count in limits.most_common())
+        return [
+            f"of the last {len(last)} episodes {limits.total()} ({limits.total() / len(last):.0%}) ended by a limit "
+            f"({by}), and not by themselves. {_sentence(LONGER[limit])}"
+        ]
 
     def _failures(self) -> str | None:
         failed = [episode for episode in self._episodes if episode.failure is not None]

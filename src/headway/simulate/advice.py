@@ -37,12 +37,16 @@ class Advice:
     """A sentence on how far the numbers can be trusted; None where there is nothing to say."""
 
 
-def advise(rows: Sequence[Row], assumptions: Sequence[str] = ()) -> Advice:
-    """The recommendation among ``rows``, and one sentence whether asynchrony helps here, with the reason in numbers."""
+def advise(rows: Sequence[Row], assumptions: Sequence[str] = (), not_compared: str | None = None) -> Advice:
+    """The recommendation among ``rows``, and whether asynchrony helps here, with the reason in numbers.
+
+    ``not_compared``: a sentence on modes that the rows lack, which the verdict ends with.
+    """
     if not rows:
         return Advice(None, None, "Nothing was simulated to the end: give the plan more time (--budget).")
     helps, sentence = _whether(rows)
-    return Advice(recommend(rows), helps, sentence, _caveat(assumptions))
+    said = sentence if not_compared is None else f"{sentence} {not_compared}"
+    return Advice(recommend(rows), helps, said, _caveat(assumptions))
 
 
 def recommend(rows: Sequence[Row]) -> Row:

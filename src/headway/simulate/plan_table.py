@@ -80,7 +80,7 @@ def render(plan: Plan, width: int) -> RenderableType:
         parts += [Text(), Text(advice.caveat, style="yellow"), _bullets(plan.profile.assumptions)]
     simulated = (
         f"Simulated {_rows(len(plan.rows))} with {human.count(plan.trajectories)} trajectories in "
-        f"{human.duration(plan.wall_s)}: {human.count(round(plan.trajectories_per_s))} a second."
+        f"{human.duration(plan.cpu_s)} of processor time: {human.count(round(plan.trajectories_per_s))} a second."
     )
     parts += [Text(), Text(simulated, style="bright_black")]
     return Constrain(Group(*parts), width)
@@ -144,8 +144,6 @@ def _shown(plan: Plan) -> list[tuple[int, Line]]:
 def _notes(plan: Plan) -> list[Text]:
     parallel = plan.profile.train.parallel
     notes = [f"Training was measured with {in_words(parallel)}; other meshes need a profile of their own."]
-    if (size := plan.profile.rollout.devices) > 1:
-        notes.append(f"Without modes of shared devices: a replica has {size}, and there it would have one.")
     if plan.baseline is not None:
         notes.append(f"Speed-up over {plan.baseline.setting.preset} on {plan.baseline.setting.split}.")
     if hidden := len(plan.rows) - sum(len(line) for _, line in _shown(plan)):

@@ -55,13 +55,13 @@ class Plan:
     advice: Advice
     trajectories: int
     """Number of simulated trajectories, over all rows."""
-    wall_s: float
-    """Wall time of the planning, in seconds."""
+    cpu_s: float
+    """Seconds of processor time that the planning took."""
 
     @property
     def trajectories_per_s(self) -> float:
-        """Number of trajectories simulated per second of wall time: the simulator's own throughput."""
-        return self.trajectories / self.wall_s if self.wall_s > 0 else 0.0
+        """Number of trajectories simulated per second of processor time: the simulator's own throughput."""
+        return self.trajectories / self.cpu_s if self.cpu_s > 0 else 0.0
 
 
 def plan(
@@ -73,7 +73,7 @@ def plan(
     settings: Sequence[Setting] | None = None,
     seed: int = 0,
     progress: Progress | None = None,
-    clock: Callable[[], float] = time.perf_counter,
+    clock: Callable[[], float] = time.process_time,
     measure: Measure = measure,
 ) -> Plan:
     """Simulate and compare settings of ``profile``'s job.
@@ -81,6 +81,7 @@ def plan(
     Args:
         devices: replaces the profile's number.
         budget_s: seconds of ``clock``; no new row is begun that would probably end after it. The first one always is.
+            By default they are of this process's own work: what else the machine does takes no rows away.
         sweep: all combinations of preset, split, η and trigger, instead of those that may be the quickest.
         settings: these and no others.
 
@@ -113,9 +114,9 @@ def plan(
         open=tuple(search.open),
         skipped=tuple(search.skipped),
         baseline=baseline,
-        advice=advise(compared, profile.assumptions),
+        advice=advise(compared, profile.assumptions, _not_compared(profile, rows, search.open)),
         trajectories=trajectories,
-        wall_s=budget.elapsed,
+        cpu_s=budget.elapsed,
     )
 
 
@@ -137,7 +138,7 @@ def to_json(plan: Plan) -> dict[str, Any]:
         "assumptions": plan.profile.assumptions,
         "simulator": {
             "trajectories": plan.trajectories,
-            "wall_s": plan.wall_s,
+            "cpu_s": plan.cpu_s,
             "trajectories_per_s": plan.trajectories_per_s,
         },
     }
@@ -160,8 +161,20 @@ def _compare(rows: Iterable[Row]) -> tuple[tuple[Row, ...], Row | None]:
     return tuple(compared), baseline_of(compared)
 
 
+def _not_compared(profile: Profile, rows: Sequence[Row], missing: Sequence[Setting]) -> str | None:
+    """Return which modes the rows say nothing of, and why, as a sentence; None if all are there."""
+    if (devices := profile.rollout.devices) > 1:
+        return (
+            f"Modes of shared devices are not compared: a replica has {devices} devices here, and one there. If the "
+            "model fits on one, a profile with rollout.tensor_model_parallel_size=1 compares them."
+        )
+    measured = {row.setting.preset for row in rows}
+    late = list(dict.fromkeys(setting.preset for setting in missing if setting.preset not in measured))
+    return f"Not compared, for want of time (--budget): {', '.join(late)}." if late and measured else None
+
+
 class _Budget:
-    """Wall time, and what a row is likely to cost of it: the simulator's cost is per trajectory."""
+    """Processor time, and what a row is likely to cost of it: the simulator's cost is per trajectory."""
 
     def __init__(self, clock: Callable[[], float], budget_s: float, profile: Profile) -> None:
         self._clock = clock

@@ -14,10 +14,11 @@ from typing import Any
 from headway.config.fitting import PER_MACHINE
 from headway.config.layers import lies_in
 from headway.config.presets import preset
+from headway.config.rollout import RolloutConfig
 from headway.devices import ACCELERATORS, CPU
 from headway.errors import ConfigError
 from headway.starter.choices import Choice, Choices
-from headway.starter.data import DataFacts
+from headway.starter.data import PROGRAMS, DataFacts
 from headway.starter.devices import REPLICA_SIZE, WHY_MESH, Layout, layout_of
 from headway.starter.machine import Machine
 from headway.starter.memory import RECOMPUTE, WHY_RECOMPUTE, within_memory
@@ -29,6 +30,8 @@ LEAST_ANSWER = 16
 """Fewest tokens that an answer is given room for."""
 ANSWERS = {"math": 1024, "code": 2048, "choice": 512, "own": 1024}
 """Tokens in which a model of some size answers, with its reasoning, by the kind of the reward."""
+TURN, TOLD = 256, 128
+"""Tokens of each turn before the last one, at most, and of what an environment or a tool says after it."""
 THOUGHTS = 8192
 """Tokens of an answer of a model that thinks first."""
 RATES = ((300_000_000, 1e-6), (50_000_000, 5e-6), (5_000_000, 5e-5), (0, 2e-4))
@@ -102,6 +105,11 @@ def _lengths(
     longest = prompts.longest <= max(512, 3 * prompts.p99 // 2)
     most = _up(prompts.longest if longest else prompts.p99)
     response, why = _wanted(model, data, machine)
+    if any(lies_in(key, *PROGRAMS) for key in given):
+        turns = int(given.get("rollout.max_turns", RolloutConfig.model_fields["max_turns"].default))
+        turn, last = min(TURN, response), response
+        response = last + (turns - 1) * (turn + TOLD)
+        why = f"{turns} turns: {turn} tokens and {TOLD} told after each, and {last} for the last one"
     response = int(given.get("data.max_response_length", _up(response)))
     if positions is not None:
         limit = positions - (response if "data.max_response_length" in given else min(positions // 4, response))
