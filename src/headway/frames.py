@@ -91,6 +91,11 @@ class Channel:
         self._send_gathered()
         socket.send_fds(self._sock, [frame.packed()], [descriptor])
 
+    @property
+    def is_open(self) -> bool:
+        """Neither end is closed, as far as is known."""
+        return self._open
+
     def drain(self) -> None:
         """Handle now whatever has arrived."""
         while self._open and self._read():

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
 from headway.data.types import FinishReason, SampledTokens
 from headway.episodes.alone import keeping
 from headway.episodes.keeper import GroupKeeper
+from headway.episodes.programs import Turn
 from headway.errors import DataError, RunError
-from headway.interfaces.calls import Call, FinishedCall
+from headway.interfaces.calls import Call, FinishedCall, Priority
+from headway.programs.messages import EpisodeEnd, EpisodeStart
 from headway.simulate.clock import run_virtual
-from tests.episodes.program_episodes import RENDERER, Here, Policy, hosting, made, request, slow, talk
+from tests.episodes.program_episodes import LIMITS, RENDERER, Here, Policy, hosting, made, request, slow, talk
 
 
 def test_a_turn_whose_replica_leaves_is_asked_of_another_and_the_episode_goes_on_there():
@@ -118,6 +121,34 @@ def test_held_groups_wait_while_those_that_were_started_finish():
         return told
 
     assert run_virtual(main()) == ["group 1", "held", "goes on", "group 2"]
+
+
+def test_held_out_episodes_wait_for_room_and_their_time_with_them():
+    open_now, most = 0, [0, 0]
+
+    async def program(start: EpisodeStart, ask: Turn) -> EpisodeEnd:
+        nonlocal open_now
+        open_now += 1
+        most[0] = max(most[0], open_now)
+        try:
+            return await slow(start, ask)  # 10 seconds, of the 12 that an episode may take
+        finally:
+            open_now -= 1
+
+    async def main(priority: Priority) -> None:
+        most[0] = 0
+        limits = replace(LIMITS, episode_timeout_s=12)
+        hosted = replace(hosting(Here(program), limits), held_out_at_once=3)
+        async with keeping(Policy(), hosting=hosted) as keeper:
+            asked = [replace(request(4, number), priority=priority) for number in range(2)]
+            groups = [group async for group in keeper.generate(asked)]
+            assert [one.limit for group in groups for one in group.trajectories] == [None] * 8
+        most[1] = most[0]
+
+    run_virtual(main(Priority.VALIDATION))
+    assert most[1] == 3
+    run_virtual(main(Priority.TRAINING))
+    assert most[1] == 8
 
 
 def test_held_groups_hear_of_the_end():

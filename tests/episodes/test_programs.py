@@ -117,6 +117,16 @@ def test_a_program_that_fails_fails_its_episode_alone():
     assert set(failures) == {None, "guess.py:Guess: step() returned None"}
 
 
+def test_a_program_that_raises_cancelled_error_fails_its_episode_alone():
+    async def program(start: EpisodeStart, ask: Turn) -> EpisodeEnd:
+        if start.seed % 2:
+            raise asyncio.CancelledError
+        return await talk(start, ask)
+
+    failures = [episode.failure for episode in made(program, n=8).trajectories]
+    assert set(failures) == {None, "the program ended with CancelledError, and nobody has cancelled it"}
+
+
 def test_a_program_without_a_turn_has_failed():
     async def program(start: EpisodeStart, ask: Turn) -> EpisodeEnd:
         return EpisodeEnd(1.0)

@@ -9,8 +9,10 @@ import random
 import re
 import signal
 import sys
+import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,6 +39,21 @@ class Code:
     async def serve(self, job: tuple[Any, ...], ask: Any) -> Any:
         self.served += 1
         return await getattr(self, job[0])(ask, *job[1:])
+
+    async def close(self) -> None:
+        pass
+
+    async def swallows(self, ask: Any) -> None:
+        """Go on whatever is asked of it."""
+        while True:
+            with suppress(asyncio.CancelledError):
+                await ask("begun")
+                await asyncio.sleep(600)
+
+    async def meet_in_threads(self, ask: Any, number: int) -> int:
+        """Wait in threads until all of them are there."""
+        meeting = threading.Barrier(number, timeout=30)
+        return len(await asyncio.gather(*(asyncio.to_thread(meeting.wait) for _ in range(number))))
 
     async def pid(self, ask: Any) -> int:
         return os.getpid()

@@ -207,3 +207,27 @@ async def test_an_idle_runner_that_was_killed_costs_no_job_once_its_end_is_seen(
 
 async def answer(message: Any) -> Any:
     return message
+
+
+async def test_a_job_that_goes_on_after_it_was_cancelled_costs_its_runner(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headway.runners.runner.LEAVES_S", 0.2)
+    async with runners_of("shared") as runners:
+        begun = asyncio.Event()
+
+        async def begin(_: str) -> None:
+            begun.set()
+
+        before = await runners.run(("pid",))
+        other = asyncio.create_task(runners.run(("sleeps", 60)))
+        job = asyncio.create_task(runners.run(("swallows",), begin))
+        await begun.wait()
+        job.cancel()
+        with pytest.raises(RunnerLost, match=r"another job went on for 0.2 s after it was cancelled") as lost:
+            await other
+        assert lost.value.culprit is False
+        assert await runners.run(("pid",)) != before
+
+
+async def test_each_of_many_jobs_may_wait_in_a_thread() -> None:
+    async with runners_of("shared") as runners:
+        assert await runners.run(("meet_in_threads", 100)) == 100

@@ -84,6 +84,9 @@ class ProgramKeys(Section):
     """Most tokens of one turn; one that has as many is not cut off (``algorithm.overlong_filtering``). Default:
     ``data.max_response_length``. A conversation, those of tools and environments included, has at most
     ``data.max_prompt_length + data.max_response_length`` tokens."""
+    val_max_concurrent: Positive | None = None
+    """Most held-out episodes that are open at once for each replica; others begin, and their time with them, when one
+    is over. Default: twice as many as a replica decodes at once (``max_concurrent``)."""
     step_timeout_s: float = Field(60.0, gt=0)
     """Most seconds that a program may take between two turns."""
     episode_timeout_s: float = Field(600.0, gt=0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from headway.config.placement import concurrent, resolve_placement
 from headway.config.schema import Config
 from headway.data.tokenize import TextStart
 from headway.endpoint.dialect import Texts
@@ -38,6 +39,7 @@ def chat_hosting(
         gives_reward=config.reward.by_program,
         keeps_conversations=not config.reward.by_program,
         template_kwargs=config.data.chat_template_kwargs,
+        held_out_at_once=held_out_at_once(config),
         endpoint=None if config.rollout.agent is None else _endpoint(config, chats.renderer, node),
     )
 
@@ -74,6 +76,12 @@ def chats_of(config: Config, tokenizer: PreTrainedTokenizerBase) -> Chats:
     if config.rollout.tools or config.rollout.mcp:
         _ = chats.for_tools
     return chats
+
+
+def held_out_at_once(config: Config) -> int:
+    """Most held-out episodes that are open at once on each machine with replicas."""
+    for_each = config.rollout.val_max_concurrent or 2 * concurrent(config)
+    return -(-for_each * len(resolve_placement(config).replicas) // max(1, config.rollout.nnodes))
 
 
 def limits_of(config: Config) -> Limits:

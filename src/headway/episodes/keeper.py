@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
 from headway.data.types import (
@@ -88,6 +89,9 @@ class GroupKeeper:
         self.name = name
         self._decode = decode
         self._hosting = hosting
+        most = None if hosting is None else hosting.held_out_at_once
+        self._room = None if most is None else asyncio.Semaphore(most)
+        """Room for held-out episodes of programs; None for any number."""
         self._calls = Calls(name)
         self._clock = Clock()
         self._groups: dict[_Group, None] = {}
@@ -246,11 +250,13 @@ class GroupKeeper:
             on_failed=lambda error: self._on_failed(group, error),
         )
         episode = ProgramEpisode(group.request, log, hosting, self._clock)
+        room = nullcontext() if self._room is None or _trains(group) else self._room
 
         async def make() -> None:
             try:
-                with boundary(name, RunError):
-                    made = await episode.make()
+                async with room:
+                    with boundary(name, RunError):
+                        made = await episode.make()
             except HeadwayError as error:
                 self._on_failed(group, error)
                 return

@@ -87,6 +87,8 @@ class Hosting:
     """Episodes come with their last conversation, for a reward function."""
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Variables that the run gives to the chat template."""
+    held_out_at_once: int | None = None
+    """Most held-out episodes of a keeper that are open at once; None for any number."""
     endpoint: Doors | None = None
     """The endpoint at which agents ask for turns; None where programs do so by their chat alone."""
 
@@ -249,8 +251,10 @@ class ProgramEpisode:
         try:
             end = await running
         except asyncio.CancelledError:
-            if one.limit is None or (task := asyncio.current_task()) is None or task.cancelling():
+            if (task := asyncio.current_task()) is None or task.cancelling():
                 raise
+            if one.limit is None:
+                raise ProgramFailed("the program ended with CancelledError, and nobody has cancelled it") from None
             return EpisodeEnd(turn_rewards=one.rewards)  # it was ended by a limit, not from outside
         except EpisodeOver:
             return EpisodeEnd(turn_rewards=one.rewards)

@@ -16,6 +16,9 @@ from headway.programs.messages import EpisodeEnd, EpisodeStart
 from headway.programs.program import ProgramDescription, ProgramSpec
 from headway.runners.runners import START_TIMEOUT_S, Runners
 
+CLOSE_S = 10.0
+"""Seconds for environments to be closed when a run ends."""
+
 
 class ProgramRunners:
     """`headway.episodes.programs.Programs` in processes of their own."""
@@ -55,6 +58,7 @@ class ProgramRunners:
             log_path=self._log,
             env=variables(self._rollout.env),
             start_timeout_s=START_TIMEOUT_S + self.waits_s,
+            close_s=CLOSE_S,
         )
         described: ProgramDescription = await self._runners.start()
         return described
@@ -75,6 +79,7 @@ class ProgramRunners:
             log_path=self._log,
             env=variables(rollout.env),
             start_timeout_s=START_TIMEOUT_S + self.waits_s,
+            close_s=CLOSE_S,
         )
         await self._runners.start()
         return described

@@ -45,8 +45,12 @@ class GymProgram:
             refuse_numbers(environment, self._who)
         return ProgramDescription("Gymnasium and GEM", self.is_async, gives_reward=True)
 
+    async def close(self) -> None:
+        """Close the environments that no episode has."""
+        await self._instances.close()
+
     async def run(self, start: EpisodeStart, chat: Chat) -> EpisodeEnd:
-        with self._instances.one() as environment:
+        async with self._instances.lent() as environment:
             refuse_numbers(environment, self._who)
             observation = await self._reset(environment, start)
             messages = with_text(start.messages, observation, between="\n\n")

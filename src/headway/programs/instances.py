@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import sys
+import traceback
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from typing import Any
 
 from headway.errors import EpisodeOver
 from headway.programs.failures import failing
+from headway.programs.waiting import called, is_in_a_loop
+
+CLOSE_S = 10.0
+"""Seconds for an asynchronous ``close()`` of an environment."""
 
 
 class Instances:
@@ -30,6 +37,23 @@ class Instances:
             raise
         self._free.append(instance)
 
+    @asynccontextmanager
+    async def lent(self) -> AsyncIterator[Any]:
+        """`one`, which closes an environment that is not used again."""
+        with self.one() as instance:
+            try:
+                yield instance
+            except EpisodeOver:
+                raise
+            except BaseException:
+                await close(instance)
+                raise
+
+    async def close(self) -> None:
+        """Close those that are not lent."""
+        while self._process == os.getpid() and self._free:
+            await close(self._free.pop())
+
     def _take(self) -> Any:
         # A forked process shares the connections of what was made before the fork with its siblings: it makes its own.
         if self._process != os.getpid():
@@ -38,3 +62,15 @@ class Instances:
             return self._free.pop()
         with failing(f"{self._who}: making it"):
             return self._make()
+
+
+async def close(environment: Any) -> None:
+    """Close an environment that has ``close()``. What that raises is printed: no episode depends on it."""
+    closing = getattr(environment, "close", None)
+    if not callable(closing):
+        return
+    try:
+        async with asyncio.timeout(CLOSE_S) if is_in_a_loop() else nullcontext():
+            await called(closing)
+    except (Exception, SystemExit):
+        traceback.print_exc(file=sys.stderr)

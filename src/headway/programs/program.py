@@ -190,6 +190,12 @@ class LoadedProgram:
             tally.closed = True
         return replace(end, turn_rewards=tally.turn_rewards, tool_errors=tally.tool_errors)
 
+    async def close(self) -> None:
+        """Close the environments that are kept from one episode to the next, where the program's form has any."""
+        close = getattr(self._program, "close", None)
+        if close is not None:
+            await close()
+
 
 @contextmanager
 def _beforehand() -> Iterator[None]:

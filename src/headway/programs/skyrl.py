@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import sys
-import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
@@ -12,6 +10,7 @@ from typing import Any
 from headway.errors import EpisodeOver, ProgramFailed, shown
 from headway.programs.chat import Chat
 from headway.programs.failures import failing, number
+from headway.programs.instances import close
 from headway.programs.messages import EpisodeEnd, EpisodeStart, Message, TurnAnswer
 from headway.programs.program import ProgramDescription, seed_generators
 from headway.programs.waiting import are_coroutines, called
@@ -48,7 +47,7 @@ class SkyrlProgram:
                 await self._play(environment, start, chat)
             return EpisodeEnd(metrics=await self._metrics(environment))
         finally:
-            await self._close(environment)
+            await close(environment)
 
     async def _play(self, environment: Any, start: EpisodeStart, chat: Chat) -> None:
         if not self.is_async:
@@ -116,11 +115,3 @@ class SkyrlProgram:
             with suppress(ProgramFailed):  # SkyRL's own aggregation leaves out what is no number, too
                 found[str(name)] = number(value, str(name))
         return found
-
-    async def _close(self, environment: Any) -> None:
-        close = getattr(environment, "close", None)
-        try:
-            if close is not None:
-                await called(close)
-        except (Exception, SystemExit):  # the episode has ended: what it was worth does not depend on this
-            traceback.print_exc(file=sys.stderr)

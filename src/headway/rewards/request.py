@@ -120,6 +120,9 @@ class HostedReward:
         """Return the group's scores. Raises `ScoringFailed` with the reason."""
         return self._scorer(job)
 
+    async def close(self) -> None:
+        """Close nothing: scorers hold nothing open."""
+
 
 @pickled_by_fields
 @dataclass(frozen=True, slots=True)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Coroutine
+from contextlib import suppress
 from typing import Any
 
 from headway.errors import HeadwayError, UserCodeFailed
 from headway.frames import Frame
 from headway.runners.hosted import Hosted
-from headway.runners.inside import nothing_returns_but_this_process, print_traceback
+from headway.runners.inside import closed, nothing_returns_but_this_process, print_traceback
 from headway.runners.redaction import Redaction
 from headway.runners.wire import BlockingChannel, Kind, pickled_error, unpickled
 
@@ -29,6 +30,13 @@ def serve_alone(channel: BlockingChannel, hosted: Hosted, redaction: Redaction) 
                     print_traceback()
                 ended = Frame(Kind.ERROR, frame.number, 0, pickled_error(error, redaction))
         channel.send(ended)
+    close_alone(hosted)
+
+
+def close_alone(hosted: Hosted) -> None:
+    """Have the user's code close what it holds, in one step."""
+    with suppress(StopIteration):
+        closed(hosted).send(None)
 
 
 class _Job:

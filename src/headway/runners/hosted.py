@@ -3,6 +3,7 @@
 class Echo:                                             # lives in the runner process
     def describe(self): return "an echo"
     async def serve(self, job, ask): return await ask(job)
+    async def close(self): pass
 
 @dataclass(frozen=True)
 class EchoSpec:                                         # travels to the process
@@ -35,6 +36,9 @@ class Hosted(Protocol):
         ``ask`` raises the `HeadwayError` that the host answers with. Exceptions of this call end the job, not the
         process: a `HeadwayError` as itself, any other as `UserCodeFailed` with its text.
         """
+
+    async def close(self) -> None:
+        """Close what the user's code holds, before its process ends in order. It has a few seconds."""
 
 
 class HostedSpec(Protocol):

@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 
 from headway.child_python import guarded
 from headway.errors import HeadwayError, UserCodeError, cut, said_by
@@ -70,13 +71,13 @@ def main(descriptor: int, note: int) -> None:
     hosted = _loaded(start, channel, redaction)
     if hosted is None:
         return
+    if start.alone:
+        from headway.runners.alone import close_alone, serve_alone
     if start.forks:
         from headway.runners.nursery import fork_runners
 
-        channel = fork_runners(channel.sock)  # goes on in each of the forked processes
+        channel = fork_runners(channel.sock, partial(close_alone, hosted))  # goes on in each of the forked processes
     if start.alone:
-        from headway.runners.alone import serve_alone
-
         serve_alone(channel, hosted, redaction)
     else:
         from headway.runners.shared import serve_shared
@@ -101,6 +102,16 @@ def _loaded(start: Start, channel: BlockingChannel, redaction: Redaction) -> Hos
             hosted, told = None, Frame(Kind.FAILED, payload=pickled_error(error, redaction))
     channel.send(told)
     return hosted
+
+
+async def closed(hosted: Hosted) -> None:
+    """Have the user's code close what it holds, if it has ``close``. In a process without an event loop this awaits
+    nothing."""
+    with nothing_returns_but_this_process():
+        try:
+            await hosted.close()
+        except (Exception, SystemExit):
+            print_traceback()
 
 
 def print_traceback() -> None:

@@ -11,6 +11,7 @@ import os
 import socket
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 
 from headway.frames import HEADER, Frame
@@ -18,8 +19,9 @@ from headway.process_tree import adopt_orphans, descendants, die_with, end_child
 from headway.runners.wire import BlockingChannel, Kind
 
 
-def fork_runners(sock: socket.socket) -> BlockingChannel:
-    """Fork runners by the host's orders on ``sock``. Returns in each runner alone, with its connection."""
+def fork_runners(sock: socket.socket, close: Callable[[], object]) -> BlockingChannel:
+    """Fork runners by the host's orders on ``sock``. Returns in each runner alone, with its connection. ``close`` is
+    called before the nursery ends."""
     if threading.active_count() > 1:
         print("the user's code has started threads when it was imported; forked processes lack them", file=sys.stderr)
     nursery = os.getpid()
@@ -33,6 +35,7 @@ def fork_runners(sock: socket.socket) -> BlockingChannel:
     while True:
         data, descriptors, *_ = socket.recv_fds(sock, HEADER.size, 1)
         if not data:
+            close()
             os._exit(0)
         _, kind, order, detail = HEADER.unpack(data)
         if kind == Kind.REAP:

@@ -70,6 +70,12 @@ class Process:
             if shown_first:
                 asyncio.get_running_loop().call_later(SHOWN_S, self.kill)
 
+    def leave(self, within_s: float) -> None:
+        """Let the process end by itself, by closing its connection. It is killed ``within_s`` seconds from now."""
+        if self.channel.is_open:
+            self.channel.close()
+            asyncio.get_running_loop().call_later(within_s, self.kill)
+
     def _receive(self, frame: Frame) -> None:
         match frame.kind:
             case Kind.LOADED:

@@ -19,6 +19,8 @@ from headway.runners.process import WITH_NURSERY, Note, Process
 from headway.runners.wire import Kind, raised, unpickled
 
 OnAsk = Callable[[Any], Awaitable[Any]]
+LEAVES_S = 30.0
+"""Seconds that a job may go on after it was cancelled."""
 TICKS = 20
 """Looks at a silent event loop before it counts as held: `stall_s` of time, if this process is not held up itself."""
 
@@ -106,7 +108,16 @@ class Runner:
             self.kill()
         else:
             self._leaving.add(job.number)
+            asyncio.get_running_loop().call_later(LEAVES_S, self._overstayed, job.number)
             self.process.channel.send(Frame(Kind.CANCEL, job.number))
+
+    def _overstayed(self, number: int) -> None:
+        """End the process whose job goes on although it was cancelled a while ago."""
+        if number not in self._leaving or self.dying:
+            return
+        text = f"its {self._name} was lost: another job went on for {LEAVES_S:g} s after it was cancelled"
+        self.lose(lambda _: RunnerLost(text, end="SIGKILL", culprit=False))
+        self.process.kill(shown_first=True)
 
     def kill(self) -> None:
         """End the process. Its jobs fail when it is gone, unless they are ended before."""

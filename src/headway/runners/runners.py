@@ -50,6 +50,7 @@ class Runners:
         log_path: Path | None,
         env: Mapping[str, str] | None = None,
         start_timeout_s: float = START_TIMEOUT_S,
+        close_s: float = 0.0,
     ) -> None:
         """Make runners that messages call ``name``.
 
@@ -59,6 +60,7 @@ class Runners:
         one gets a new process. Otherwise each process loads the code itself.
         ``stall_s``: seconds after which a process is ended whose event loop stands still.
         ``log_path``: the file that processes print to; None for this process's stderr.
+        ``close_s``: seconds that a process has, when these are closed, to close what its code holds.
         ``env``: environment variables beside those that `passed_on` has of this process; their values are ``***`` in
         the log and in errors, and so are this process's secrets in the log.
         """
@@ -71,7 +73,7 @@ class Runners:
         self._forked = forked
         self._stall_s = None if self._alone else stall_s
         self._log_path, self._env = log_path, dict(env or {})
-        self._start_timeout_s = start_timeout_s
+        self._start_timeout_s, self._close_s = start_timeout_s, close_s
         self._log: RedactedLog | None = None
         self._nursery: Nursery | None = None
         self._runners: list[Runner] = []
@@ -142,7 +144,8 @@ class Runners:
                 self._waiting.remove(waiting)
 
     async def close(self) -> None:
-        """End all processes, busy or not. Jobs that wait or run fail with `RunnerLost`.
+        """End all processes, busy or not. Jobs that wait or run fail with `RunnerLost`. Processes that can hear of it
+        close what they hold before.
 
         Raises `WorkerDied` where a process is still there after `STOP_TIMEOUT_S`.
         """
@@ -154,6 +157,7 @@ class Runners:
         for job in self._waiting:
             job.end(error=closed())
         self._waiting.clear()
+        busy = {runner.process for runner in self._runners if runner.load and self._alone}
         for runner in self._runners:
             runner.lose(closed)
         if self._ticking is not None:
@@ -163,7 +167,10 @@ class Runners:
         while self._alive or self._launches:
             for process in self._alive:
                 if process is not forking or len(self._alive) == 1:  # the nursery is last: it tells how the others end
-                    process.kill()
+                    if process in busy or not self._close_s or not process.loaded.done():
+                        process.kill()
+                    else:
+                        process.leave(self._close_s)
             ends = [*(process.ended for process in self._alive), *self._launches]
             left = deadline - asyncio.get_running_loop().time()
             if not (await asyncio.wait(ends, timeout=left, return_when=asyncio.FIRST_COMPLETED))[0]:

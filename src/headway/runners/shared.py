@@ -8,6 +8,7 @@ import pickle
 import socket
 import types
 from collections.abc import Coroutine, Generator
+from concurrent.futures import ThreadPoolExecutor
 from contextvars import Context, ContextVar, copy_context
 from functools import partial
 from itertools import count
@@ -16,10 +17,12 @@ from typing import Any
 from headway.errors import HeadwayError, RunError, said_by
 from headway.frames import Channel, Frame
 from headway.runners.hosted import Hosted
-from headway.runners.inside import print_traceback
+from headway.runners.inside import closed, print_traceback
 from headway.runners.redaction import Redaction
 from headway.runners.wire import Kind, pickled_error, unpickled
 
+MOST_THREADS = 256
+"""Most threads for `asyncio.to_thread`: episodes wait in them for a network, more than for a processor."""
 NOBODY = 0
 _whose: ContextVar[int] = ContextVar("job", default=NOBODY)
 """Number of the job that a task belongs to: tasks that user code starts inherit it."""
@@ -47,9 +50,18 @@ class _Shared:
     async def serve(self, sock: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         loop.set_task_factory(self._task)
-        self._ended = loop.create_future()
-        self._channel = Channel(sock, self._on_frame, partial(os._exit, 0))
-        await self._ended
+        loop.set_default_executor(ThreadPoolExecutor(MOST_THREADS, thread_name_prefix="job"))
+        ended = asyncio.Event()
+        self._channel = Channel(sock, self._on_frame, ended.set)
+        await ended.wait()
+        try:
+            for job in self._jobs.values():
+                job.cancel()
+            if self._jobs:
+                await asyncio.wait(self._jobs.values())
+            await closed(self._hosted)
+        finally:
+            os._exit(0)  # whoever is still busy is nobody's
 
     def _on_frame(self, frame: Frame) -> None:
         match frame.kind:

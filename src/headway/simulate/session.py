@@ -137,7 +137,7 @@ def _parts(profile: Profile, config: Config, trainer: SimulatedTrainer, replicas
         source=SimulatedSource(prompts, filtered=filtered_of(profile.response, seed)),
         validation=held_out_prompts(profile.validation.problems if profile.validation else 0, prompts),
         rollouts=replicas,
-        keepers=[GroupKeeper("keeper", hosting=_hosting(profile, config))],
+        keepers=[GroupKeeper("keeper", hosting=_hosting(profile, config, replicas))],
         trainer=trainer,
         reward=SimulatedReward(profile.reward, seed),
         advantages=partial(_advantages, trainer),
@@ -148,11 +148,12 @@ def _parts(profile: Profile, config: Config, trainer: SimulatedTrainer, replicas
     )
 
 
-def _hosting(profile: Profile, config: Config) -> Hosting | None:
+def _hosting(profile: Profile, config: Config, replicas: Sequence[SimulatedRollout]) -> Hosting | None:
     if profile.program is None:
         return None
     programs = SimulatedPrograms(profile.program)
-    return Hosting(programs, SimulatedRecord, limits_of(config), seed=config.run.seed)
+    at_once = sum(config.rollout.val_max_concurrent or 2 * replica.slots for replica in replicas)
+    return Hosting(programs, SimulatedRecord, limits_of(config), seed=config.run.seed, held_out_at_once=at_once)
 
 
 async def _advantages(
