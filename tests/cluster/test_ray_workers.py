@@ -57,11 +57,17 @@ def ranks(workers: list[RayWorker]) -> Any:
     return WorkerGroup(EchoRole, workers)
 
 
+def shown_by_ps(worker: RayWorker) -> str:
+    return Path(f"/proc/{worker.pid}/cmdline").read_text()
+
+
 def put_samples(*lengths: int) -> list[Sample]:
     return [sample(ray.put(group_tokens(n, float(n))), n, k) for k, n in enumerate(lengths)]
 
 
-async def test_a_worker_has_its_threads_its_log_and_one_thread_for_its_role(workers: list[RayWorker]) -> None:
+async def test_a_worker_has_its_name_its_threads_its_log_and_one_thread_for_its_role(
+    workers: list[RayWorker], tmp_path: Path
+) -> None:
     answers = [await worker.call("describe") for worker in workers]
     assert [a["rank"] for a in answers] == [0, 1]
     assert [a["pid"] for a in answers] == [w.pid for w in workers]
@@ -69,8 +75,10 @@ async def test_a_worker_has_its_threads_its_log_and_one_thread_for_its_role(work
     assert [a["thread"] for a in answers] == ["echo-0_0", "echo-1_0"]
     await ranks(workers).write("hello")
     for worker in workers:
-        lines = worker.log_file.read_text().splitlines()
+        started, *lines = worker.log_file.read_text().splitlines()
+        assert f"worker={worker.name} " in started
         assert sorted(lines) == ["hello", "hello from a child"]
+        assert shown_by_ps(worker).startswith(f"ray::{worker.name} {tmp_path.name}")
 
 
 async def test_an_interrupt_does_not_end_a_worker(workers: list[RayWorker]) -> None:

@@ -157,7 +157,9 @@ class RayWorker:
         """Description of the worker's machine by `ray.nodes`, where that is another machine than the driver's."""
         self._unreachable = False
         """True once the worker's machine, another one, no longer answers."""
-        actor = ray.remote(WorkerActor).options(max_concurrency=MAX_CALLS, max_restarts=0, **options)
+        # Ray calls a process by its actor's class, in ps and in the dashboard: each worker is of one that has its name.
+        named = type(f"{spec.name} {settings.log_file.parent.parent.name}", (WorkerActor,), {})
+        actor: Any = ray.remote(named).options(max_concurrency=MAX_CALLS, max_restarts=0, **options)
         self._actor: Any = actor.remote(settings, spec, device)
 
     async def up(self) -> None:
