@@ -28,10 +28,9 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 
-from headway.episodes.messages import marked, message_key, normalise, plain_messages, without_reasoning
+from headway.episodes.messages import digest_of, marked, message_key, normalise, plain_messages, without_reasoning
 from headway.episodes.rendering import ChatRenderer
 from headway.programs.messages import Message, ToolSchema, said
 
@@ -98,6 +97,8 @@ class Conversations:
         self._renderer = renderer
         self._answers: dict[bytes, _Stored] = {}
         """Answers by the digest of the messages up to them."""
+        self._known: dict[int, tuple[Mapping[str, Any], Message, bytes]] = {}
+        """The messages of the last turn by their identity: as they were given, plain, and the digest of their keys."""
 
     def prompt(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[ToolSchema] | None = None) -> ChatPrompt:
         """The prompt of the turn that answers ``messages``. Raises as `draft` and `ChatRenderer.encode` do."""
@@ -114,14 +115,15 @@ class Conversations:
         """
         if tools:
             self._renderer.demand_tools()
-        chat = plain_messages(messages)
-        digests = [_digest(json.dumps(list(tools or ()), sort_keys=True, default=str))]
-        for message in chat:
-            digests.append(_digest(message_key(message), digests[-1]))
-        last = next((i for i in reversed(range(len(chat))) if digests[i + 1] in self._answers), None)
+        answered = self._answers.copy()  # this may be called in a thread
+        chat, keys = self._compared(messages)
+        digests = [digest_of(json.dumps(list(tools or ()), sort_keys=True, default=str))]
+        for key in keys:
+            digests.append(digest_of(key, digests[-1]))
+        last = next((i for i in reversed(range(len(chat))) if digests[i + 1] in answered), None)
         if last is None:
             return self._whole(PromptKind.NEW, chat, tools, digests[-1])
-        stored = self._answers[digests[last + 1]]
+        stored = answered[digests[last + 1]]
         # The answer as the client has it; then as it was made, since a template may show it in one of its forms alone.
         tail, text, answers = self._behind(stored, chat, tools, last, chat[last])
         if tail is None and chat[last] != stored.message:
@@ -154,7 +156,7 @@ class Conversations:
         stored = _Stored(prompt.parts, prompt.answers, prompt.text, ids, forms[0])
         for form in map(normalise, forms):
             for sent in (form, without_reasoning(form)):  # clients may keep what they show alone
-                self._answers[_digest(message_key(sent), prompt.digest)] = stored
+                self._answers[digest_of(digest_of(message_key(sent)), prompt.digest)] = stored
 
     def _behind(
         self,
@@ -173,6 +175,20 @@ class Conversations:
         same = _extent(text[:start]) == stored.text
         return (self._renderer.tail(start, text, form, marks[last]) if same else None), text, answers
 
+    def _compared(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[Message], list[bytes]]:
+        """The messages, plain, and the digests of their keys. Of those that the last turn had nothing is made anew."""
+        before, known = self._known, {}
+        for message in messages:
+            if (found := before.get(id(message))) is None or found[0] is not message:
+                (plain,) = plain_messages([message])
+                found = message, plain, digest_of(message_key(plain))
+            known[id(message)] = found
+        self._known = known
+        chat = [known[id(message)] for message in messages]
+        if not chat:
+            plain_messages(messages)
+        return [plain for _, plain, _ in chat], [digest for _, _, digest in chat]
+
     def _whole(
         self,
         kind: PromptKind,
@@ -189,8 +205,4 @@ class Conversations:
 
 def _extent(text: str) -> tuple[int, bytes]:
     """The length and the digest of ``text``."""
-    return len(text), _digest(text)
-
-
-def _digest(text: str, before: bytes = b"") -> bytes:
-    return xxhash.xxh3_128_digest(before + text.encode(errors="surrogatepass"))
+    return len(text), digest_of(text)

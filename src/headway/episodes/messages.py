@@ -12,6 +12,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+import xxhash
+
 from headway.errors import UserCodeError, shown
 from headway.programs.messages import Message, content_problem, finite, said
 
@@ -19,6 +21,8 @@ MARK = "hWqXanswerZ"
 """Beginning of all marks: letters alone, so that no template trims, splits or escapes it."""
 THINKING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 """Tags that models put around their thinking."""
+_LONG_TEXT = 1000
+"""Characters from which on a text is compared by its digest."""
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 """The names under which a message has its thinking apart from its text."""
 
@@ -159,5 +163,21 @@ def _calling(call: Mapping[str, Any], arguments: Any) -> dict[str, Any]:
     return {**call, "arguments": arguments}
 
 
+def digest_of(text: str | bytes, before: bytes = b"") -> bytes:
+    """The digest [16 bytes] of ``text``, behind what has the digest ``before``."""
+    digest = xxhash.xxh3_128(before)
+    digest.update(text.encode(errors="surrogatepass") if isinstance(text, str) else text)
+    return digest.digest()
+
+
 def _json(value: Any) -> str:
-    return json.dumps(value, sort_keys=True, default=str)
+    return json.dumps(_shortened(value), sort_keys=True, default=str)
+
+
+def _shortened(value: Any) -> Any:
+    """Put its digest in place of each long text: to write a megabyte as JSON takes some milliseconds."""
+    if isinstance(value, str) and len(value) > _LONG_TEXT:
+        return ["text", digest_of(value).hex()]
+    if isinstance(value, dict):
+        return {name: _shortened(one) for name, one in value.items()}
+    return [_shortened(one) for one in value] if isinstance(value, list) else value

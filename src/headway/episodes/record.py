@@ -121,7 +121,8 @@ class ChatRecord:
         if request.token_ids is not None:
             ids = renderer.checked(request.token_ids)
             return Prompted(ids, call_key(ids, taken, request.ends))
-        draft = self.draft(request)
+        size = sum(len(text) for one in request.messages if isinstance(text := one.get("content"), str))
+        draft = await off_loop(size, self.draft, request)
         return self.prompted(request, draft, await off_loop(len(draft.text), renderer.encode, draft.text), taken)
 
     def draft(self, request: TurnRequest) -> Draft:

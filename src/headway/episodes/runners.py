@@ -12,8 +12,9 @@ from headway.config.schema import Config
 from headway.episodes.programs import Turn
 from headway.errors import ConfigError, RunError
 from headway.programs.mcp_servers import McpServerSpec
-from headway.programs.messages import EpisodeEnd, EpisodeStart
+from headway.programs.messages import EpisodeEnd, EpisodeStart, TurnAnswer, TurnRequest
 from headway.programs.program import ProgramDescription, ProgramSpec
+from headway.programs.sent_messages import ReceivedMessages
 from headway.runners.runners import START_TIMEOUT_S, Runners
 
 CLOSE_S = 10.0
@@ -88,7 +89,13 @@ class ProgramRunners:
         """See `headway.episodes.programs.Programs.run`."""
         if self._runners is None:
             raise RunError(f"{self._name}: the runners were not started")
-        end: EpisodeEnd = await self._runners.run(job, on_ask, on_begin=on_begin)
+        received = ReceivedMessages()
+
+        async def answer(request: TurnRequest) -> TurnAnswer:
+            return await on_ask(received.whole(request))
+
+        kept = replace(job, messages_are_kept=True)
+        end: EpisodeEnd = await self._runners.run(kept, answer, on_begin=on_begin)
         return end
 
     async def close(self) -> None:

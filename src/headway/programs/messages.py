@@ -135,6 +135,8 @@ class EpisodeStart:
     """Variables of the chat template, for programs that render it themselves."""
     text: str | None = None
     """The prompt as the data have it, where it is text; ``messages`` has it as the user's then."""
+    messages_are_kept: bool = False
+    """Requests send new messages alone: whoever answers keeps those of earlier ones."""
 
     def with_prompt(self) -> dict[str, Any]:
         """The row with its prompt: as the data have it, ``prompt``, and as chat messages, ``messages``."""
@@ -160,6 +162,8 @@ class TurnRequest:
     """Tokens that end this turn, beside the run's own and those that end every turn."""
     state: str | None = None
     """Name of the state that the turn is taken in; None for what the policy is told since its last answer."""
+    numbers: tuple[int, ...] | None = None
+    """Numbers of all messages, where ``messages`` are the new ones alone (`headway.programs.sent_messages`)."""
 
     @property
     def ends(self) -> tuple[object, ...]:

@@ -23,6 +23,7 @@ from headway.programs.chat import Ask, Chat, Tally
 from headway.programs.failures import Insisted, failing
 from headway.programs.mcp_servers import McpServerSpec
 from headway.programs.messages import EpisodeEnd, EpisodeStart, ToolSchema
+from headway.programs.sent_messages import SentMessages
 from headway.sandbox.limits import SandboxSpec
 from headway.sandbox.python import PYTHON
 from headway.user_code import names_a_server, resolve_spec
@@ -170,6 +171,8 @@ class LoadedProgram:
             ProgramFailed: the program failed; the message names the user's code, and standard error has the traceback.
         """
         tally = Tally()
+        if start.messages_are_kept:
+            ask = SentMessages(ask).ask
         if not self._program.is_async:
             seed_generators(start.seed)
         try:
