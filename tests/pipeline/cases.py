@@ -175,6 +175,7 @@ class Case:
                 "use_rollout_log_probs": self.use_rollout_log_probs,
             },
             sections={
+                "run": {"seed": self.seed, "stop_timeout_s": 1e6},
                 "placement": {"kind": "shared" if self.shared else "split"},
                 "param_update": {
                     "schedule": "overlapped" if self.overlapped else "synchronous",

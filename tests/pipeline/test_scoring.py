@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Coroutine
 
 import pytest
 
 from headway.data.types import Prompt
-from headway.events import CheckpointSaved, GroupSettled, Note, ValidationFinished
+from headway.events import CheckpointSaved, GroupAdmitted, GroupSettled, Note, ValidationFinished
 from headway.pipeline.run import Status
 from headway.pipeline.scoring import LEAST_PATIENCE_S, MOST_MISSES, MOST_PATIENCE_S
-from tests.pipeline.fakes import FakeReward
+from tests.pipeline.fakes import FakeReward, without_variance
 from tests.pipeline.scenario import MODES, Run, Scenario
 
 NEVER = 1e6
@@ -105,3 +106,54 @@ def test_a_validation_whose_scores_hang_is_left_unfinished_and_the_training_save
     assert [saved.version for saved in run.of(CheckpointSaved)] == [1]
     assert run.of(ValidationFinished) == []
     assert any(note.text.startswith("version 0 was not validated") for note in run.of(Note))
+
+
+def within_a_minute(run: Run) -> Run:
+    assert run.error is None, run.error
+    run.assert_clean()
+    assert run.stopped_at is not None and run.ended - run.stopped_at <= 60.0
+    assert run.status is Status.INTERRUPTED
+    return run
+
+
+def stops_at(seconds: float) -> Callable[[Run], Coroutine[object, object, None]]:
+    async def beside(run: Run) -> None:
+        await asyncio.sleep(seconds)
+        run.request_stop()
+
+    return beside
+
+
+@pytest.mark.parametrize("save_freq", [1, -1])
+def test_a_stop_ends_in_time_where_every_further_group_is_filtered(save_freq: int):
+    """After a checkpoint nothing is admitted any more; without one the next boundary is tried for, within the time."""
+    reward = FakeReward(
+        lambda prompt: [0.0, 1.0] if prompt.row < 20 or prompt.row % 9 == 0 else [1.0, 1.0], lambda _: 5.0
+    )
+    sections = {"trainer": {"save_freq": save_freq}}
+    scenario = Scenario(
+        "async_partial", reward=reward, group_filter=without_variance, sections=sections, beside=stops_at(40.0)
+    )
+    run = within_a_minute(scenario.run())
+    assert run.pipeline.unfinished and run.stopped_at is not None
+    later = [event for event in run.of(GroupAdmitted) if event.time > run.stopped_at]
+    assert bool(later) == (save_freq == -1)
+    assert [saved.version for saved in run.of(CheckpointSaved)] == ([1] if save_freq == 1 else [])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_stop_ends_in_time_where_a_step_or_an_episode_never_ends(mode: str):
+    step = Scenario(mode, script=lambda run: run.trainer.hangs_at.add(1), problems=2, beside=stops_at(30.0)).run()
+    told = [note.text for note in within_a_minute(step).of(Note)]
+    assert any(text.startswith("the stop waits no longer (run.stop_timeout_s=60): ") for text in told)
+    within_a_minute(Scenario(mode, lengths=lambda t: 10**9 if t.row == 3 else 8, beside=stops_at(30.0)).run())
+
+
+def test_a_stop_waits_for_a_checkpoint_and_says_how_long_one_takes():
+    sections = {"trainer": {"save_freq": 1}}
+    scenario = Scenario("on_policy", sections=sections, trainer={"save_s": 200.0}, beside=stops_at(250.0))
+    run = scenario.run()
+    assert run.error is None and run.status is Status.INTERRUPTED
+    assert run.stopped_at is not None and run.ended - run.stopped_at > 60.0
+    assert run.of(CheckpointSaved)[-1].version == run.version
+    assert any("takes about 200 s, as the last one did" in note.text for note in run.of(Note))

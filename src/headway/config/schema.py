@@ -65,6 +65,10 @@ class RunConfig(Section):
     """Directory of everything that the run writes. Default: ``runs/<name>-<time>``."""
     seed: int = Field(0, ge=0, lt=2**63)
     """Seed of model, data order and sampling."""
+    stop_timeout_s: float = Field(60.0, gt=0)
+    """Seconds within which a run ends after Ctrl-C or SIGTERM. Three quarters of them are for the version that was
+    begun, which is given up then; the rest is for writing and for the workers' end. A checkpoint that needs longer is
+    waited for."""
 
     @field_validator("name")
     @classmethod

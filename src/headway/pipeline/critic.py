@@ -60,6 +60,11 @@ class Critic:
                 await self._engine.begin_fetch([samples_of(mini_batch) for mini_batch in self._mini_batches(fetch)])
             fetch.add(ColumnName.VALUES, await self._engine.forward_values(fetch.samples()))
 
+    @property
+    def behind(self) -> bool:
+        """True while the critic was not trained on all fetches that the trainer was."""
+        return self._trained != self._handed
+
     def hand(self, fetch: Fetch) -> None:
         """Announce that ``fetch`` has its returns and will be trained on."""
         self._handed = fetch.index + 1
@@ -107,6 +112,6 @@ class Critic:
 
     async def save(self, path: Path) -> None:
         """Save the critic's checkpoint, once it was trained on all fetches that the trainer was."""
-        await self._changed.until(lambda: self._trained == self._handed)
+        await self._changed.until(lambda: not self.behind)
         async with self._ranks:
             await self._engine.save(path)

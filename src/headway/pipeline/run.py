@@ -31,6 +31,9 @@ from headway.pipeline.resume import Taken
 from headway.pipeline.state import now
 from headway.pipeline.wiring import AnyStage, wire
 
+TRAINING_SHARE = 0.75
+"""Share of ``run.stop_timeout_s`` for the version that was begun; the rest is for writing and the workers' end."""
+
 
 class Status(StrEnum):
     COMPLETED = "completed"
@@ -100,14 +103,22 @@ class Pipeline:
         self._wiring.supervision.join(replica)
 
     def request_stop(self) -> None:
-        """Finish the current version, save, and return from `run`."""
-        self._state.request_stop()
+        """Finish the version that was begun, save, and return from `run` within ``run.stop_timeout_s``.
+
+        Nothing new is begun. Only where the last boundary has no checkpoint, other groups take the places of discarded
+        ones, so that the next boundary is reached.
+        """
+        state, saved = self._state, self._wiring.boundaries.saved
+        state.hurried = True
+        state.request_stop()
+        if saved == state.version:
+            state.admit_no_more()
         self._wiring.scoring.stop()
 
     @property
     def unfinished(self) -> bool:
-        """True when the run was stopped within a version, because the scores that the rest of it needs did not come."""
-        return self._state.unfinished
+        """True when the run was stopped within a version, because the groups that the rest needs did not come."""
+        return not self._wiring.boundaries.can_save
 
     def _begin(self) -> None:
         """Begin at the boundary of version 0, or of the checkpoint, which the earlier run reported and saved."""
@@ -131,23 +142,45 @@ class Pipeline:
             supervision.start(tasks)
         wiring.keepers.start(tasks, self._fleet.failed)
         upstream = [tasks.start(stage.run(), name=stage.name) for stage in wiring.upstream]
-        await concurrently(stage.run() for stage in wiring.downstream)
+        downstream = tasks.start(concurrently(stage.run() for stage in wiring.downstream))
+        cutting_off = tasks.start(self._cut_off(downstream))
+        await asyncio.wait([downstream])
+        cut_off = downstream.cancelled()
+        if not cut_off:
+            downstream.result()
+        cutting_off.cancel()
         wiring.loader.end()
         serving_again.cancel()
         for supervision in supervisions:
             supervision.stop()
         if self._state.ledger.open_numbers:
-            await concurrently(self._interrupt(replica) for replica in self._fleet.serving)
+            if not cut_off:
+                await concurrently(self._interrupt(replica) for replica in self._fleet.serving)
             for task in upstream:
                 task.cancel()
         await asyncio.wait(upstream)
-        with suppress(WorkerDied, UpdateFailed):  # nothing more is needed from replicas
-            await wiring.monitor.report()
+        if not cut_off:
+            with suppress(WorkerDied, UpdateFailed):  # nothing more is needed from replicas
+                await wiring.monitor.report()
         if not self.unfinished:
             await wiring.boundaries.save(self._state.version)
         wiring.keepers.stop()
         for watcher in watchers:
             watcher.cancel()
+
+    async def _cut_off(self, downstream: asyncio.Task[list[None]]) -> None:
+        """End what is downstream of the queue, when the time for a stop is over. A checkpoint is written to its end."""
+        state, boundaries, limit_s = self._state, self._wiring.boundaries, self.config.run.stop_timeout_s
+        await state.changed.until(lambda: state.hurried)
+        await asyncio.sleep(TRAINING_SHARE * limit_s)
+        if boundaries.writing.locked():
+            text = f"the stop waits for the checkpoint that is being written; one takes {boundaries.takes}"
+            state.emit(Note(time=now(), level="info", text=text))
+        async with boundaries.writing:
+            state.give_up()
+            text = f"the stop waits no longer (run.stop_timeout_s={limit_s:g}): {self._wiring.monitor.who_waits()}"
+            state.emit(Note(time=now(), level="warning", text=text))
+            downstream.cancel()
 
     def _scores_given_up(self, count: int) -> None:
         """Report that a stop gave up ``count`` scores. Once scoring is closed, give up the version as well."""
@@ -162,7 +195,7 @@ class Pipeline:
         if not self.unfinished:
             return None
         version = self._state.version
-        return f"version {version + 1} was begun and not finished: the scores of its other groups did not come"
+        return f"version {version + 1} was begun and not finished: its other groups did not come, or not in time"
 
     async def _interrupt(self, replica: Replica) -> None:
         try:

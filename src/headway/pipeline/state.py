@@ -38,7 +38,7 @@ class RunState:
     data_ended: bool = False
     """True once the data ended within a version; that version, though short of groups, counts as one."""
     gave_up: bool = False
-    """True once a stop has given up the rest of the version that was begun, because its scores do not come."""
+    """True once a stop has given up the rest of the version that was begun, whose groups do not come in time."""
     waiting_again: deque[Prompt] = field(default_factory=deque)
     """Prompts whose groups a resumed run lost; admitted again, before any new one."""
     validating: set[str] = field(default_factory=set)
@@ -47,6 +47,10 @@ class RunState:
     """Signal that fires when anything changed that admission or an update may wait for."""
     stopping: bool = False
     """True once the run was asked to end at the next version boundary."""
+    hurried: bool = False
+    """True once the user asked for the end: nothing new is begun."""
+    admits: bool = True
+    """False once no further group is admitted, not even in the place of one that was discarded."""
     stop_reason: str | None = None
     """Reason why the run stops itself; None where the request came from outside."""
     samples: Samples | None = None
@@ -84,7 +88,7 @@ class RunState:
     @property
     def unfinished(self) -> bool:
         """True when the run gave up between two versions: only some groups of a version were trained on."""
-        return self.gave_up and not self.at_boundary
+        return self.gave_up and (self.fetching > 0 or not (self.at_boundary or self.data_ended))
 
     @property
     def trains_more(self) -> bool:
@@ -192,9 +196,23 @@ class RunState:
         scored = len(self.ledger.open_numbers) - self.unrewarded - self.fetching
         missing = (self.staleness.total or 0) - self.taken
         if missing > scored:
-            self.gave_up = True
-            self.queue.abandon()
-            self._wake()
+            self.give_up()
+
+    def admit_no_more(self) -> None:
+        """Admit no further group, and give the version that was begun up where those on their way are not enough."""
+        self.admits = False
+        self._give_up_if_short()
+
+    def give_up(self) -> None:
+        """Train on nothing more."""
+        self.gave_up = True
+        self.queue.abandon()
+        self._wake()
+
+    def _give_up_if_short(self) -> None:
+        on_their_way = len(self.ledger.open_numbers) - self.fetching
+        if not self.admits and (self.staleness.total or 0) - self.taken > on_their_way:
+            self.give_up()
 
     async def take(self, count: int) -> list[Group]:
         """Wait for the next groups to train on, as `MessageQueue.take` does; groups that became too old are dropped."""
@@ -277,6 +295,7 @@ class RunState:
         self._unrewarded.discard(number)
         self.queue.discard(number)
         self.staleness.discard()
+        self._give_up_if_short()
         self._wake()
 
     def _settle(self, number: int, fate: Fate, reason: str | None, lag: int | None = None) -> None:

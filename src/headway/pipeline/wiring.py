@@ -115,7 +115,7 @@ def wire(config: Config, parts: Parts, observers: Sequence[Observer], checkpoint
     critic = _critic(config, parts, emit)
     lowers_eta = guard_settings.action == "lower_eta"
     driver = DriverState(state, parts.source, fetches, guard, lowers_eta=lowers_eta, critic=critic)
-    boundaries = Boundaries(driver, parts.trainer, checkpoints)
+    boundaries = Boundaries(driver, parts.trainer, checkpoints, timeouts)
 
     waves: Channel[Wave] = Channel("waves")
     unrewarded: Channel[Group] = Channel("unrewarded")

@@ -219,6 +219,8 @@ class ParamUpdate(Stage[Update, Validation]):
 
     def _is_due(self, version: int) -> bool:
         """Tell whether ``version`` is to be validated, or one before it that was superseded was."""
+        if self._state.hurried:
+            return False
         return self._test_freq > 0 and version // self._test_freq > self._validated // self._test_freq
 
     async def _order_validation(self, replica: Replica, version: int) -> None:

@@ -94,6 +94,8 @@ class PromptLoader(Stage[list[Prompt], Wave]):
 
     def _room(self) -> int:
         state = self._state
+        if not state.admits:
+            return 0
         return wave_size(
             self._admission,
             room=state.staleness.room,

@@ -91,7 +91,8 @@ class Validate(Stage[Validation, None]):
         self._input_ended_before = True
         with self._waiting_within("the validations before the last one"):
             await self._finished.until(lambda: self._open == 0)
-        if not self._prompts or self._newest == self._state.version or self._reward.closed:
+        known = not self._prompts or self._newest == self._state.version
+        if known or self._reward.closed or self._state.hurried:
             return None
         self._open += 1
         return await self._validators.order_when_served(self._state.version)
