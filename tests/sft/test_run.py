@@ -18,6 +18,7 @@ from headway.errors import ConfigError, DataError, UserError
 from headway.models.make import make_model
 from headway.models.pretrained import load_model
 from headway.models.tokenizer import load_tokenizer
+from headway.reports.run_directory import RunDirectory
 from headway.sft.run import SftReports, check, directory_to_resume, sft
 
 TEMPLATE = (
@@ -110,9 +111,20 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_losses(
     assert [(row["version"], row["sft/loss"]) for row in rows_of(stopped)] == expected
     with pytest.raises(UserError, match="the run is complete, at step 6 of 6"):
         sft(loaded, stopped)
+    with pytest.raises(UserError, match="It is a run of headway sft"):
+        RunDirectory.existing(stopped)
     (tmp_path / "stopped.jsonl").write_text(json.dumps(sums(1)[0]))
     with pytest.raises(DataError, match="the training rows are not those of the checkpoint"):
         sft(loaded, stopped)
+
+
+def test_chats_and_tools_that_are_stored_as_text_are_read(model: Path, tmp_path: Path) -> None:
+    tools = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
+    as_text = [{"messages": json.dumps(CHAT), "tools": json.dumps(tools)}, {"prompt": str(CHAT[:1]), "completion": "3"}]
+    data = check(settings(model, as_text, tmp_path / "run").config)
+    [[whole], [row]] = data.train.examples([0, 1])
+    assert (int(whole.loss_mask.sum()), int(row.loss_mask.sum())) == (7, 2)
+    assert data.train._rows[0].tools == tools
 
 
 def test_rows_that_cannot_be_used_are_left_out_by_reason_up_to_a_limit(model: Path, tmp_path: Path) -> None:

@@ -139,13 +139,13 @@ def records_of(
                 f"{where}: expected an object with columns, not {type(row).__name__}; each row is one, like {like}"
             )
         check_columns(row, columns, where)
-        prompt = _read_chat(row[columns.prompt], f"{where}, {columns.prompt!r}")
+        prompt = read_chat(row[columns.prompt], f"{where}, {columns.prompt!r}")
         answer_key, answer = _answer({**row, columns.prompt: prompt}, columns, where)
         if answer_key is None:
             prompt = prompt[:-1]
         given = columns.name or row.get("data_source")
         yield Record(
-            prompt=_checked_prompt(prompt, f"{where}, {columns.prompt!r}", plain),
+            prompt=checked_prompt(prompt, f"{where}, {columns.prompt!r}", plain),
             answer=plain(answer),
             source=given if isinstance(given, str) and given else default_source,
             extra={name: plain(value) for name, value in row.items() if name not in (columns.prompt, answer_key)},
@@ -316,7 +316,7 @@ def without_nulls(value: Any) -> Any:
     return [without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
-def _read_chat(prompt: Any, where: str) -> Any:
+def read_chat(prompt: Any, where: str) -> Any:
     """Return the chat messages that a text spells, as JSON or as Python does; any other value as it is.
 
     Raises `DataError` for messages that neither of both reads, such as NumPy's spelling of them.
@@ -336,7 +336,11 @@ def _read_chat(prompt: Any, where: str) -> Any:
     return prompt
 
 
-def _checked_prompt(prompt: Any, where: str, plain: Callable[[Any], Any]) -> str | Messages:
+def checked_prompt(prompt: Any, where: str, plain: Callable[[Any], Any]) -> str | Messages:
+    """Return text, or chat messages, as they are rendered; ``plain`` is applied to values of messages.
+
+    Raises `DataError` for anything else.
+    """
     if isinstance(prompt, str):
         return prompt
     if not isinstance(prompt, list) or not prompt:

@@ -101,6 +101,27 @@ def _value(given: Any) -> Any:
     return given
 
 
+def tools_of(row: Mapping[str, Any], named: str) -> list[dict[str, Any]] | None:
+    """The schemas of the tools in the columns of a ``row``, ``named`` so in messages; None without any.
+
+    Raises:
+        DataError: they are something else.
+    """
+    given = row.get(TOOLS)
+    if given is None or not (tools := _value(given)):
+        return None
+    tools = [_value(tool) for tool in tools] if isinstance(tools, list) else [tools]
+    for tool in tools:
+        function = tool.get("function") if isinstance(tool, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise DataError(
+                f"the column {TOOLS!r} of {named} has {shown(tool)}; expected a list of schemas, like "
+                '{"type": "function", "function": {"name": …, "parameters": {…}}}. Rename the column if it is '
+                "something else"
+            )
+    return tools
+
+
 class PromptTokenizer:
     """Renders and tokenises prompts of at most ``max_length`` tokens.
 
@@ -178,19 +199,7 @@ class PromptTokenizer:
 
     def _tools(self, record: Record) -> list[dict[str, Any]] | None:
         """The schemas of a row's tools."""
-        given = record.extra.get(TOOLS) if self._with_tools else None
-        if given is None or not (tools := _value(given)):
-            return None
-        tools = [_value(tool) for tool in tools] if isinstance(tools, list) else [tools]
-        for tool in tools:
-            function = tool.get("function") if isinstance(tool, Mapping) else None
-            if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-                raise DataError(
-                    f"the column {TOOLS!r} of {_named(record)} has {shown(tool)}; expected a list of schemas, like "
-                    '{"type": "function", "function": {"name": …, "parameters": {…}}}. Rename the column if it is '
-                    "something else"
-                )
-        return tools
+        return tools_of(record.extra, _named(record)) if self._with_tools else None
 
     def _template_kwargs(self, record: Record) -> dict[str, Any]:
         try:

@@ -112,9 +112,7 @@ def events_file_of(run: Path) -> Path:
         raise ConfigError(f"RUN: got {run}, which is a file; {wanted}")
     path = RunDirectory(run).events
     if not path.is_file():
-        newest = max(run.glob(f"*/{path.name}"), key=lambda found: found.stat().st_mtime, default=None)
-        hint = f"; did you mean {newest.parent}?" if newest else ""
-        raise ConfigError(f"RUN: got {run}, which has no {path.name}; {wanted}{hint}")
+        raise ConfigError(f"RUN: got {run}, which has no {path.name}; {wanted}{RunDirectory(run).hint}")
     return path
 
 

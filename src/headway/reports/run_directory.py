@@ -167,8 +167,19 @@ class RunDirectory:
         if not path.is_dir():
             raise UserError(f"RUN: got {path}, which {'is a file' if path.exists() else 'does not exist'}; {wanted}")
         if missing := [file.name for file in (run.config, run.events) if not file.is_file()]:
-            raise UserError(f"RUN: got {path}, which has no {missing[0]}; {wanted}")
+            raise UserError(f"RUN: got {path}, which has no {missing[0]}; {wanted}{run.hint}")
         return run
+
+    @property
+    def hint(self) -> str:
+        """The end of a message about a directory without a record: what it is instead; empty if that is not known."""
+        if self.config.is_file() and self.metrics.is_file():
+            return (
+                f". It is a run of headway sft: its figures are in {self.metrics.name} and the trackers, and it goes "
+                "on with headway sft --resume"
+            )
+        newest = max(self.path.glob(f"*/{self.events.name}"), key=lambda found: found.stat().st_mtime, default=None)
+        return f"; did you mean {newest.parent}?" if newest else ""
 
     def check_free(self) -> None:
         """Check that a run may begin here. Raises `Occupied` for a file, and for a directory that is not empty.

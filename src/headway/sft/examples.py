@@ -17,10 +17,10 @@ import numpy as np
 
 from headway.config.model import GiveUpConfig, WarmupConfig
 from headway.config.schema import Config, TaskConfig
-from headway.data.files import Record, Row, plain_message
+from headway.data.files import Messages, Record, Row, checked_prompt, read_chat, without_nulls
 from headway.data.left_out import LeftOut, LeftOutRows, Reason
 from headway.data.tasks import COLLISION_TRIES, make_task
-from headway.data.tokenize import PromptTokenizer
+from headway.data.tokenize import PromptTokenizer, template_kwargs, tools_of
 from headway.data.types import RowTokens, SampledTokens
 from headway.episodes.demonstrations import demonstrated
 from headway.episodes.record import Chats
@@ -140,29 +140,27 @@ def _conversation(
     """Read a row. Raises `DataError` for one without a conversation."""
     if not isinstance(row, Mapping):
         raise DataError(f"a row is an object with columns, not {type(row).__name__}")
-    tools, kwargs = row.get("tools") or (), row.get("chat_template_kwargs") or {}
-    chat = next((row[name] for name in CHATS if row.get(name)), None)
-    if chat is not None:
-        return Conversation(where, _messages(chat), tools, kwargs)
-    completion = next((row[name] for name in completions if row.get(name) is not None), None)
-    prompt = row.get(prompt_key)
-    if prompt is None or completion is None:
+    tools, kwargs = tools_of(row, "the row") or (), template_kwargs({}, row)
+    if (column := next((name for name in CHATS if row.get(name)), None)) is not None:
+        if isinstance(chat := _read(row[column], column), str):
+            raise DataError(f"{column}: expected a list of chat messages, not {shown(chat)}")
+        return Conversation(where, chat, tools, kwargs)
+    completion_key = next((name for name in completions if row.get(name) is not None), None)
+    if row.get(prompt_key) is None or completion_key is None:
         raise DataError(
             f"columns {', '.join(map(str, row))}: expected {' or '.join(CHATS)}, or {prompt_key} with "
             f"{' or '.join(completions)} (data.prompt_key, sft.completion_key)"
         )
-    if isinstance(prompt, str) and isinstance(completion, str) and chat_template != "always":
-        return Conversation(where, text=(prompt, completion))
-    asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else _messages(prompt)
-    said = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else _messages(completion)
+    asked, said = _read(row[prompt_key], prompt_key), _read(row[completion_key], completion_key)
+    if isinstance(asked, str) and isinstance(said, str) and chat_template != "always":
+        return Conversation(where, text=(asked, said))
+    asked = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
+    said = [{"role": "assistant", "content": said}] if isinstance(said, str) else said
     return Conversation(where, [*asked, *said], tools, kwargs)
 
 
-def _messages(chat: Any) -> list[Mapping[str, Any]]:
-    messages = [plain_message(message) for message in chat] if isinstance(chat, list | tuple) else []
-    if not messages or not all(isinstance(message, Mapping) and "role" in message for message in messages):
-        raise DataError(f'a conversation is a list of {{"role": …, "content": …}}, not {shown(chat)}')
-    return messages
+def _read(value: Any, column: str) -> str | Messages:
+    return checked_prompt(read_chat(value, column), column, without_nulls)
 
 
 def _answered(tokenizer: PreTrainedTokenizerBase, prompt: Any, text: str) -> RowTokens:
