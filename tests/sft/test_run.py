@@ -119,12 +119,13 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_losses(
 
 
 def test_chats_and_tools_that_are_stored_as_text_are_read(model: Path, tmp_path: Path) -> None:
-    tools = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
-    as_text = [{"messages": json.dumps(CHAT), "tools": json.dumps(tools)}, {"prompt": str(CHAT[:1]), "completion": "3"}]
+    as_text = [{"messages": json.dumps(CHAT)}, {"prompt": str(CHAT[:1]), "completion": "3"}]
     data = check(settings(model, as_text, tmp_path / "run").config)
     [[whole], [row]] = data.train.examples([0, 1])
     assert (int(whole.loss_mask.sum()), int(row.loss_mask.sum())) == (7, 2)
-    assert data.train._rows[0].tools == tools
+    tools = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
+    with pytest.raises(ConfigError, match="the model's chat template does not show them"):
+        check(settings(model, [{"messages": CHAT, "tools": json.dumps(tools)}], tmp_path / "tools").config)
 
 
 def test_rows_that_cannot_be_used_are_left_out_by_reason_up_to_a_limit(model: Path, tmp_path: Path) -> None:
