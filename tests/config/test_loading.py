@@ -11,7 +11,6 @@ from headway.config.idle import without_effect
 from headway.config.loading import LoadedConfig, dump, load, mode_config, written_values
 from headway.config.presets import PRESETS
 from headway.config.schema import AsyncTrainingConfig, Config, Order
-from headway.config.section import Section
 from headway.errors import ConfigError
 
 from .conftest import Load, Write
@@ -380,16 +379,10 @@ def test_names_with_dots_survive_files_layers_the_command_line_and_a_runs_own_fi
 
 
 def test_giving_one_key_of_a_section_leaves_the_defaults_of_its_others() -> None:
-    """A section whose default is not that of its class would take other values with the first key that is given."""
-
-    def check(section: type[Section]) -> None:
-        for name, field in section.model_fields.items():
-            default = field.get_default(call_default_factory=True)
-            if isinstance(default, Section):
-                assert default == type(default)(), f"{section.__name__}.{name}"
-                check(type(default))
-
-    check(Config)
+    config = load(None, ["critic.optim.weight_decay=0.1", "sft.optim.lr=1e-3"]).config
+    assert (config.critic.optim.lr, config.critic.optim.weight_decay) == (1e-5, 0.1)
+    assert (config.sft.optim.lr, config.sft.optim.lr_scheduler_type) == (1e-3, "cosine")
+    assert config.actor.optim.lr == 1e-6
 
 
 def test_what_is_the_environments_is_written_as_a_reference_and_read_again(

@@ -107,13 +107,6 @@ class LogpConfig(Section):
     """Devices on each of this role's machines (on CPUs: processes)."""
 
 
-class CriticOptimConfig(OptimConfig):
-    """The critic's AdamW optimizer and its learning rate."""
-
-    lr: float = Field(1e-5, gt=0)
-    """Learning rate after warm-up."""
-
-
 class CriticConfig(Section):
     """The critic, where the advantage estimator asks for one. It begins as a copy of the initial model."""
 
@@ -129,7 +122,7 @@ class CriticConfig(Section):
     """Largest change that values are trained to from what they were at the fetch's start; null: no limit."""
     grad_clip: float = Field(1.0, gt=0)
     """Maximum norm of the critic's gradient."""
-    optim: CriticOptimConfig = CriticOptimConfig()
+    optim: OptimConfig = OptimConfig(lr=1e-5)
 
 
 class FilterGroupsConfig(Section):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
@@ -80,6 +80,19 @@ class Section(BaseModel):
         coerce_numbers_to_str=True,
         allow_inf_nan=False,
     )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _keys_that_are_not_given_are_the_defaults(cls, value: Any, info: ValidationInfo) -> Any:
+        """Complete a section with what this field's default has other than its class: ``critic.optim`` has an lr."""
+        field = cls.model_fields[info.field_name or ""]
+        if (
+            isinstance(value, Mapping)
+            and isinstance(field.default, Section)
+            and field.annotation is type(field.default)
+        ):
+            return {**field.default.model_dump(exclude_defaults=True), **value}
+        return value
 
     @field_validator("*", mode="before")
     @classmethod

@@ -2,24 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
-from pydantic import Field
-
 from headway.config.learning import OptimConfig
-from headway.config.section import Every, NonNegative, Positive, Section
-
-
-class SftOptimConfig(OptimConfig):
-    """The AdamW optimizer of ``headway sft`` and its learning rate."""
-
-    lr: float = Field(1e-5, gt=0)
-    """Learning rate after warm-up."""
-    lr_warmup_steps: NonNegative = 10
-    """Optimizer steps of linear warm-up."""
-    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "cosine"
-    """Course of the learning rate after warm-up; ``linear`` and ``cosine`` fall to ``min_lr_ratio`` at the last
-    optimizer step."""
+from headway.config.section import Every, Positive, Section
 
 
 class SftConfig(Section):
@@ -40,4 +24,4 @@ class SftConfig(Section):
     """Optimizer steps between two measurements of the loss on held-out conversations."""
     save_freq: Every = 200
     """Optimizer steps between two checkpoints; -1: only at the end."""
-    optim: SftOptimConfig = SftOptimConfig()
+    optim: OptimConfig = OptimConfig(lr=1e-5, lr_warmup_steps=10, lr_scheduler_type="cosine")
