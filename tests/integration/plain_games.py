@@ -19,7 +19,7 @@ from headway.config.parallel import ParallelConfig
 from headway.config.placement import concurrent
 from headway.data.collate import Row
 from headway.data.sources import build_sources
-from headway.data.types import FinishReason, Outcomes, Prompt, SampledTokens, TurnSpan
+from headway.data.types import Outcomes, Prompt, SampledTokens, TurnSpan
 from headway.engines.rollout.native.engine import NativeEngine
 from headway.engines.train.advantages import FetchAdvantages
 from headway.engines.train.fsdp import FsdpEngine
@@ -62,14 +62,14 @@ class Table:
         hidden = str(prompt.answer)
         ids = start = self.tokenizer.encode(prompt.text)
         mask, logprobs, versions = list[bool](), list[float](), list[int]()
-        turns, won, finish = list[TurnSpan](), False, FinishReason.STOP
+        turns, won = list[TurnSpan](), False
         for turn in range(TURNS):
             done = await self.ask(prompt, k, ids, call_key(ids) if turn else 0)
             tokens: SampledTokens = done.tokens
             turns.append(TurnSpan(turn, len(mask), len(mask) + len(tokens.ids)))
             ids, mask = ids + tokens.ids.tolist(), mask + [True] * len(tokens.ids)
             logprobs, versions = logprobs + tokens.logprobs.tolist(), versions + tokens.versions.tolist()
-            ended, finish = tokens.ids[-1] == self.tokenizer.eos_token_id, done.finish_reason
+            ended = tokens.ids[-1] == self.tokenizer.eos_token_id
             text = self.tokenizer.decode(tokens.ids[:-1] if ended else tokens.ids)
             won, guess = text == hidden, len(text) == 1 and text in string.ascii_uppercase
             if won or not guess or turn == TURNS - 1:
@@ -85,7 +85,7 @@ class Table:
             np.array(logprobs, np.float32),
             np.array(versions, np.int32),
             np.array(mask),
-            finished=finish is FinishReason.STOP,
+            finished=True,  # an answer of a whole turn met the turn's own limit, and none of the run's
             episode=prompt.trajectory_id(k),
             turns=tuple(turns),
         )

@@ -95,7 +95,7 @@ def test_many_shares_of_many_sources_fit_a_narrow_terminal() -> None:
     ks = (1, 2, 4, 8, 16, 32, 64)
     found = {name: figures([Solved(0, name, "p", "a", answers)] * 3, ks, 1.0) for name in ("maths", "a long name")}
     console = Printed()
-    _print_by_source(console, found, ks)
+    _print_by_source(console, found, ks, "accuracy")
     text = " ".join(console.lines)
     assert all(text.count(f" pass@{k} ") == 1 for k in ks)
     assert text.count("0.500 ± 0.000") == 2

@@ -377,7 +377,8 @@ async def test_math_verify_scores_in_a_process_and_is_killed_over_what_never_end
         with pytest.raises(ScoringFailed, match="timeout after 3 s"):
             await reward.score(prompt("1/2"), [r"\boxed{9^{9^{9^9}}}"])
         assert (await reward.score(prompt("1/2"), ["2/4"])).rewards.tolist() == [1.0]
-    assert log.read_text() == ""
+    (started,) = log.read_text().splitlines()
+    assert "worker=reward" in started
 
 
 async def test_one_groups_endless_call_does_not_hold_up_the_others(user_file: Path) -> None:

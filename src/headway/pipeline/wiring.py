@@ -101,7 +101,8 @@ def wire(config: Config, parts: Parts, observers: Sequence[Observer], checkpoint
         state,
         listeners=[keepers, halts],
         timeouts=timeouts,
-        replaceable=parts.replace_replica is not None,
+        # Within one process the only replica ends with the run: what killed it has killed all.
+        replaceable=parts.replace_replica is not None and config.cluster.backend == "ray",
     )
     fetches = Fetches(state, config.groups_per_fetch, fill_first=config.async_training.fill_queue)
     scoring = Scoring(parts.reward)
