@@ -111,3 +111,12 @@ def test_a_message_says_what_size_adds_to_the_setting() -> None:
 def test_a_checkpoint_is_estimated_by_its_bytes_on_the_slowest_disk() -> None:
     made = Timeouts(120, 120, 300, weights_nbytes=16 * GB)
     assert made.checkpoint_s == 120 + 8 * 16 * GB / FILE_RATE
+
+
+@pytest.mark.parametrize("interval_s", [0.1, 1.0, 600.0])
+def test_however_seldom_reports_come_a_silent_replica_is_found_within_its_limit(interval_s: float) -> None:
+    made = Timeouts(120, 120, 300, weights_nbytes=16 * GB, on_gpu=True)
+    look_s = made.look_s(interval_s)
+    assert made.seen_silence_s(interval_s, began=True) + 2 * look_s == made.silence_s
+    assert made.seen_silence_s(interval_s, began=False) + 2 * look_s == made.first_silence_s
+    assert look_s <= interval_s and made.seen_silence_s(interval_s, began=True) >= made.silence_s / 2

@@ -41,9 +41,8 @@ TOKEN_BYTES = 32
 
 FILE_QUIET_S = 120.0
 """Seconds for which work with files may stand still, whatever their size: a network file system that fails over."""
-LOOKS = 10
-"""Number of looks at a replica's progress within the time that it may be silent: a hang begins between two looks and is
-found at a third one, so a tenth of the time is kept for either."""
+LOOKS = 4
+"""Number of looks at a replica's progress, at least, within the time that it may be silent."""
 LATER_S = 60.0
 """Seconds that the stall detector leaves stuck work with files to its caller, which can name the work."""
 COMPILE_S = 600.0
@@ -200,15 +199,15 @@ class Timeouts:
         """The same, for a replica that has computed nothing yet: it may be compiling."""
         return self.silence_s + self._compiling_s
 
-    @property
-    def look_s(self) -> float:
-        """Time between two looks at a replica's progress, at most."""
-        return self.silence_s / LOOKS
+    def look_s(self, interval_s: float) -> float:
+        """Return the time between two looks at a replica's progress, for one of every ``interval_s`` at most."""
+        return min(interval_s, self.silence_s / LOOKS)
 
-    def seen_silence_s(self, *, began: bool) -> float:
+    def seen_silence_s(self, interval_s: float, *, began: bool) -> float:
         """Return the silence, as looks see it, at which a replica is fenced off: within `silence_s` of its last token,
-        or within `first_silence_s` of its first call."""
-        return (self.silence_s if began else self.first_silence_s) - 2 * self.look_s
+        or within `first_silence_s` of its first call. A silence begins between two looks and is found at another one.
+        """
+        return (self.silence_s if began else self.first_silence_s) - 2 * self.look_s(interval_s)
 
     @property
     def objects_s(self) -> float:

@@ -53,6 +53,8 @@ class Halts:
         self._available: dict[str, None] = {}
         """Names of the serving replicas that are not halted."""
         self._turns: dict[str, asyncio.Lock] = {}
+        self._still: set[str] = set()
+        """Names of replicas that resume, or that the end of the run has told to stop."""
         self._holding: set[str] = set()
         """Names of the replicas for whose halt keepers start no group."""
 
@@ -74,9 +76,14 @@ class Halts:
         self._set_gate()
 
     def stands(self, replica: str) -> bool:
-        """Tell whether ``replica`` was halted and decodes nothing; one that still drains does not stand."""
+        """Tell whether ``replica`` was told to decode nothing; one that still drains does not stand."""
         halt = self._halts.get(replica)
-        return halt is not None and halt.stopped is not None
+        return replica in self._still or (halt is not None and halt.stopped is not None)
+
+    async def end(self, replica: Replica) -> None:
+        """Interrupt ``replica`` for the rest of the run. Raises `Gone`."""
+        self._still.add(replica.name)
+        await replica.pause(OnUpdate.INTERRUPT)
 
     async def halt(self, replica: Replica, why: str) -> Halt:
         """Halt ``replica`` for the reason ``why``. Returns the halt when it decodes nothing any more. Raises `Gone`."""
@@ -113,12 +120,14 @@ class Halts:
         if halt.by:
             return
         del self._halts[replica.name]
+        self._still.add(replica.name)
         try:
             await replica.resume()
             if replica.name in self._serving and replica.name not in self._halts:  # lost, or halted again, meanwhile
                 self._available[replica.name] = None
                 self._set_gate()
         finally:
+            self._still.discard(replica.name)
             self._let_go_on(replica.name)  # not before the replica takes calls: the held groups spread over all
         stopped = halt.stopped if halt.stopped is not None else now()
         self._state.emit(

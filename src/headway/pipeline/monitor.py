@@ -87,7 +87,7 @@ class Monitor:
 
     async def _report_always(self) -> None:
         while True:
-            await asyncio.sleep(min(self._interval_s, self._timeouts.look_s))
+            await asyncio.sleep(self._timeouts.look_s(self._interval_s))
             await concurrently([self.report(), self._keepers.check()])
 
     async def _end_when_stalled(self) -> None:
@@ -123,7 +123,7 @@ class Monitor:
         calls = 0 if self._stands(replica.name) else stats.running + stats.waiting
         moved = stats.generated_tokens + stats.prefilled_tokens > 0
         silent_s = work.silent_s(now(), is_open=calls > 0, moved=moved)
-        if silent_s >= self._timeouts.seen_silence_s(began=work.began):
+        if silent_s >= self._timeouts.seen_silence_s(self._interval_s, began=work.began):
             why = (
                 f"{replica.name} answers, but computed no token for {silent_s:.0f} s while {calls} of its calls were "
                 "open: its engine hangs. Its log may say why; where a step takes so long, raise param_update.timeout_s"

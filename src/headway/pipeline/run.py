@@ -24,7 +24,7 @@ from headway.concurrently import Tasks, concurrently, failing_as_one
 from headway.config.schema import Config
 from headway.errors import UpdateFailed, WorkerDied
 from headway.events import Note, Observer, RunFinished, RunStarted
-from headway.interfaces.rollout import OnUpdate, RolloutEngine
+from headway.interfaces.rollout import RolloutEngine
 from headway.pipeline.parts import Parts
 from headway.pipeline.receiver import Gone, Replica
 from headway.pipeline.resume import Taken
@@ -199,7 +199,7 @@ class Pipeline:
 
     async def _interrupt(self, replica: Replica) -> None:
         try:
-            await replica.pause(OnUpdate.INTERRUPT)
+            await self._wiring.halts.end(replica)
         except Gone as gone:
             with suppress(WorkerDied, UpdateFailed):  # the last one, too, is not needed any more
                 await self._fleet.lose(gone)

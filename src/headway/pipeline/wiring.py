@@ -69,6 +69,7 @@ class Wiring:
     state: RunState
     fleet: Fleet
     keepers: Keepers
+    halts: Halts
     source: PromptSource
     scoring: Scoring
     supervision: Supervision[RolloutEngine]
@@ -217,6 +218,7 @@ def wire(config: Config, parts: Parts, observers: Sequence[Observer], checkpoint
         state=state,
         fleet=fleet,
         keepers=keepers,
+        halts=halts,
         source=parts.source,
         scoring=scoring,
         supervision=supervision,
