@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import types
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Collection, Iterator
 from contextlib import suppress
@@ -143,6 +144,13 @@ class DenseReader:
         """Number of rows of it that were read."""
         self._tail: Tail | None = None
         """Reader of its lines; None where it has columns, which are read as a whole."""
+        self._stems: list[str] = []
+        self.list_segments()
+
+    def list_segments(self) -> None:
+        """Look which segments there are: of a run that goes on there may be further ones."""
+        files = (file for file in self._folder.glob("*[0-9].*") if file.suffix in (LINES, COLUMNS))
+        self._stems = sorted({file.stem for file in files})
 
     def until(self, line: int) -> Iterator[tuple[int, Event]]:
         """Yield the events behind at most ``line`` lines of ``events.jsonl``, each with that number of lines.
@@ -183,11 +191,10 @@ class DenseReader:
 
     def _following(self) -> str | None:
         """Return the stem of the next segment, or of the first in which wanted events may be."""
-        stems = sorted({file.stem for file in self._folder.glob("*[0-9].*") if file.suffix in (LINES, COLUMNS)})
         if self._at is None:
-            before = sum(int(stem) <= self._from for stem in stems)
-            return next(iter(stems[max(before - 1, 0) :]), None)
-        return next((stem for stem in stems if stem > (self._at or "")), None)
+            before = sum(int(stem) <= self._from for stem in self._stems)
+            return next(iter(self._stems[max(before - 1, 0) :]), None)
+        return next(iter(self._stems[bisect_right(self._stems, self._at) :]), None)
 
     def _take(self, text: str) -> None:
         self._rows += 1

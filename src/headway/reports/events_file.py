@@ -377,6 +377,7 @@ class EventReader:
             yield from (event for at, event in self._dense.until(index) if self.record.survives_behind(at))
             if survives(index) and self._wanted(line):
                 yield parse_event(line, f"{self._path}:{index + 1}")
+        self._dense.list_segments()
         yield from (event for at, event in self._dense.until(ALL) if self.record.survives_behind(at))
 
     def _wanted(self, line: str) -> bool:

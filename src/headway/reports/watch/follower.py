@@ -277,6 +277,7 @@ class Follower:
     def _read_events(self) -> bool:
         """Read a chunk of the record. Raises `Rewritten` where the run was resumed since it was looked through."""
         read, events = self._read, list[Event]()
+        read.dense.list_segments()
         known, lines = read.record.lines[-1][1], read.lines
         for _, line in read.events.read():
             events += self._dense(lines)
