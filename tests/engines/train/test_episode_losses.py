@@ -21,7 +21,6 @@ from headway.config.schema import Config
 from headway.data.collate import Row
 from headway.data.packing import Pack, Packing
 from headway.engines.train.fsdp.apart import Apart
-from headway.engines.train.fsdp.batch import collate
 from headway.engines.train.fsdp.engine import FsdpEngine
 from headway.engines.train.fsdp.mesh import TrainMesh
 from headway.engines.train.fsdp.objective import Objective, collate_columns
@@ -46,23 +45,23 @@ CORRECTIONS: list[dict[str, Any]] = [
 ]
 
 
-def configured(loss: str, mode: str, correction: dict[str, Any], **actor: Any) -> Config:
+def configured(loss: str | dict[str, Any], mode: str, correction: dict[str, Any], **actor: Any) -> Config:
     return Config(
         actor=ActorConfig.model_validate(
             {"loss_agg_mode": mode, "loss_scale_factor": 7.0, "use_kl_loss": True, "entropy_coeff": 0.1} | actor
         ),
         algorithm=AlgorithmConfig.model_validate(
-            {"policy_loss": {"loss_mode": loss}, "rollout_correction": correction}
+            {"policy_loss": {"loss_mode": loss} if isinstance(loss, str) else loss, "rollout_correction": correction}
         ),
     )
 
 
 def through_objective(
-    config: Config, rows: Sequence[Row], budget: int
+    config: Config, rows: Sequence[Row], budget: int, whole_episodes: bool | None = None
 ) -> tuple[dict[int, float], dict[str, float], list[Pack]]:
     """Gradient in the log-prob of each token that counts, metrics, and the micro-batches, as the engine makes them."""
     objective, totals = Objective(config), count(rows)
-    packing, whole = Packing(budget), objective.looks_at_sequences
+    packing, whole = Packing(budget), objective.looks_at_sequences if whole_episodes is None else whole_episodes
     packs = packing(rows, whole_episodes=whole)
     spread = [rows[i] for i in packing.apart(rows, packs)] if whole else []
     apart = Apart(spread, [row.columns["now"] for row in spread])
@@ -73,8 +72,8 @@ def through_objective(
         columns = collate_columns([*own, *others.rows], CPU, with_ref=True, with_prox=True, lengths=totals.lengths)
         logprobs = torch.from_numpy(np.concatenate([row.columns["now"] for row in own])).requires_grad_()
         entropy = torch.from_numpy(np.concatenate([row.columns["entropy"] for row in own]))
-        batch, context = collate(own, CPU, pack.trees), StepContext(version=4)
-        loss, sums = objective(batch, columns, totals, logprobs, entropy, context, others.logprobs)
+        context = StepContext(version=4)
+        loss, sums = objective(columns, totals, logprobs, entropy, context, others.logprobs)
         loss.backward()
         parts.append(sums)
         assert logprobs.grad is not None
@@ -118,6 +117,68 @@ def test_cutting_an_episodes_row_into_several_changes_no_loss_no_gradient_and_no
     scale = max(map(abs, gradient.values()))
     assert cut_gradient == pytest.approx(gradient, rel=1e-4, abs=1e-5 * scale)
     assert cut_metrics == pytest.approx(metrics, rel=1e-4, abs=1e-6)
+
+
+OWN = """
+from headway.algorithms.corrections import CORRECTIONS
+from headway.algorithms.losses import POLICY_LOSSES
+
+def padded(inputs):
+    tokens = (inputs.logprobs, inputs.old_logprobs, inputs.behaviour_logprobs, inputs.advantages, inputs.entropy)
+    rows, longest = inputs.mask.shape
+    assert all(values.shape == (rows, longest) for values in (*tokens, inputs.ref_logprobs))
+    assert inputs.finished.shape == (rows,) and (inputs.episodes is None or inputs.episodes.shape == (rows,))
+    return inputs
+
+def loss(inputs, params):
+    losses, metrics = POLICY_LOSSES.get(params.own.name)(padded(inputs), params)
+    return losses, metrics | {"longest": inputs.mask.new_tensor(inputs.mask.shape[1], dtype=int)}
+
+def truncate(inputs, params):
+    return CORRECTIONS.get("truncate")(padded(inputs), params)
+"""
+"""A loss and a correction of a user's own, which are the built-in ones and look at the form of what they get."""
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("own") / "own.py"
+    path.write_text(OWN)
+    return str(path)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.integers(0, 30),
+    ways,
+    st.sampled_from(sorted(LOSSES)),
+    st.sampled_from(MODES),
+    st.sampled_from([CORRECTIONS[0], CORRECTIONS[2], CORRECTIONS[6]]),
+    st.sampled_from([10_000, 60, 14]),
+    st.booleans(),
+)
+def test_functions_of_the_users_own_get_padded_rows_and_give_what_built_in_ones_give(
+    own: str, seed: int, way: list[Any], loss: str, mode: str, correction: dict[str, Any], budget: int, cut: bool
+) -> None:
+    """On uneven rows, whole or cut, with rows beside them that count elsewhere."""
+    rows, _ = whole(seed)
+    if cut:
+        rows = [
+            part
+            for row, how in zip(rows, way, strict=True)
+            for part in (cut_anywhere(row, how) if isinstance(how, list) else dealt(row, how))
+        ]
+    built_in = configured(loss, mode, correction)
+    section = {**built_in.algorithm.policy_loss.model_dump(), "loss_mode": f"{own}:loss", "name": loss}
+    if correction.get("name") == "truncate":
+        correction = {**correction, "name": f"{own}:truncate"}
+    users = configured(section, mode, correction)
+    gradient, metrics, _ = through_objective(built_in, rows, budget, whole_episodes=True)
+    own_gradient, own_metrics, packs = through_objective(users, rows, budget, whole_episodes=True)
+    longest = own_metrics.pop("longest")
+    assert len(packs) > 1 or longest == pytest.approx(max(len(row.loss_mask) for row in rows))
+    assert own_gradient == pytest.approx(gradient, rel=1e-5, abs=1e-9)
+    assert own_metrics == pytest.approx(metrics, rel=1e-5, abs=1e-9)
 
 
 def test_an_episode_that_is_masked_whole_is_no_sequence_of_the_normaliser() -> None:

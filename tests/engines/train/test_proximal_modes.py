@@ -273,7 +273,7 @@ def through_objective(
     now = policy.logprobs(batch.targets.numpy(), context.version + context.progress)
     logprobs = torch.from_numpy(now.astype(np.float32)).requires_grad_()
     objective = Objective(configured(mode, correction))
-    loss, sums = objective(batch, columns, count(rows), logprobs, torch.zeros_like(logprobs), context)
+    loss, sums = objective(columns, count(rows), logprobs, torch.zeros_like(logprobs), context)
     loss.backward()
     assert logprobs.grad is not None
     return float(loss.detach()), logprobs.grad.numpy(), {name: float(v) for name, v in sums.items() if v.ndim == 0}

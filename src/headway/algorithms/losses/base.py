@@ -3,7 +3,8 @@
 A *sequence* is an episode: one row, or several, which are then told by `LossInputs.episodes`. Whatever a loss or a
 correction says of sequences goes through `sequence_sum`, `sequence_mean` and `anywhere_in_sequence`.
 
-Shape suffixes: N rows of a micro-batch, T response tokens (padded), 1 a broadcast column.
+Shape suffixes: N rows of a micro-batch, T response tokens (padded), 1 a broadcast column. Training calls the built-in
+functions without padding: each token is a row of its own, T is 1, and ``episodes`` say which make a sequence.
 """
 
 from __future__ import annotations
@@ -92,11 +93,12 @@ def sequence_sum(values: Tensor, episodes: Int[Tensor, " N"] | None) -> Float[Te
 
     In float64: the signs of log-ratios cancel, and what is left is compared with clip ranges of 1e-4.
     """
-    total_N1 = values.sum(dim=1, keepdim=True, dtype=torch.float64)
+    total_N = values.sum(dim=1, dtype=torch.float64)
     if episodes is None:
-        return total_N1
-    # A product with the indicators of the sequences: the same sum every time, which a scatter on a GPU is not.
-    return (episodes[:, None] == episodes[None, :]).double() @ total_N1
+        return total_N[:, None]
+    labels, place_N = episodes.unique(return_inverse=True)
+    # index_put adds in the same order every time, which a scatter on a GPU does not.
+    return total_N.new_zeros(len(labels)).index_put((place_N,), total_N, accumulate=True)[place_N][:, None]
 
 
 def sequence_mean(

@@ -93,6 +93,8 @@ def clipped_surrogate(
 def _last_of_unfinished(inputs: LossInputs, count: int) -> Bool[Tensor, "N T"]:
     if inputs.finished is None or count <= 0:
         return torch.zeros_like(inputs.mask)
-    place_NT = inputs.mask.cumsum(dim=1)  # counts valid tokens: holes take no place
-    last_NT = place_NT > inputs.mask.sum(dim=1, keepdim=True) - count
-    return inputs.mask & last_NT & ~inputs.finished[:, None]
+    label_N = torch.arange(len(inputs.mask), device=inputs.mask.device) if inputs.episodes is None else inputs.episodes
+    label_M = label_N[:, None].expand_as(inputs.mask)[inputs.mask]  # of valid tokens: holes take no place
+    last_M = torch.ones_like(label_M, dtype=torch.bool)
+    last_M[:-count] = label_M[count:] != label_M[:-count]
+    return torch.zeros_like(inputs.mask).masked_scatter(inputs.mask, last_M) & ~inputs.finished[:, None]

@@ -43,7 +43,9 @@ def clip_cov(inputs: LossInputs, params: PolicyLossParams[ClipCov]) -> tuple[Flo
     covariance_NT = _covariance(inputs)
     candidates_NT = inputs.mask & (clipped_NT == 0)
     candidates_NT &= (covariance_NT > params.own.clip_cov_lb) & (covariance_NT < params.own.clip_cov_ub)
-    drawn_NT = _draw(candidates_NT, _share(inputs.mask, params.own.clip_cov_ratio), seed_from=covariance_NT)
+    drawn_NT = _draw(
+        candidates_NT, _share(inputs.mask, params.own.clip_cov_ratio), seed_from=covariance_NT[inputs.mask]
+    )
     metrics = {
         "clip_fraction": clipped_NT,
         "cov_fraction": drawn_NT.to(clipped_NT.dtype),
@@ -79,7 +81,7 @@ def _covariance(inputs: LossInputs) -> Float[Tensor, "N T"]:
     centred = []
     for values in (inputs.logprobs, inputs.advantages):
         clean_NT = clean(values, inputs.mask).double()
-        centred.append((clean_NT - clean_NT.sum() / count).masked_fill(~inputs.mask, 0.0))
+        centred.append((clean_NT - clean_NT[inputs.mask].sum() / count).masked_fill(~inputs.mask, 0.0))
     return centred[0] * centred[1]
 
 
@@ -87,7 +89,7 @@ def _share(mask: Bool[Tensor, "N T"], share: float) -> int:
     return max(1, int(share * int(mask.sum())))
 
 
-def _draw(candidates_NT: Bool[Tensor, "N T"], count: int, *, seed_from: Float[Tensor, "N T"]) -> Bool[Tensor, "N T"]:
+def _draw(candidates_NT: Bool[Tensor, "N T"], count: int, *, seed_from: Float[Tensor, " M"]) -> Bool[Tensor, "N T"]:
     """Draw ``count`` of the candidates uniformly, or all where there are no more: a mask, True at those drawn."""
     places_K = candidates_NT.flatten().nonzero().squeeze(1)
     if places_K.numel() > count:

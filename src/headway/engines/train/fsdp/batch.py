@@ -7,9 +7,8 @@ Models whose attention cannot follow a layout get padded rows. With causal atten
 the right, so there is no attention mask: the attention kernels take their fast causal path, and what is computed at
 padded positions is never read.
 
-Shape suffixes: N rows, L tokens of the line (or padded length), T padded length of the responses, M response tokens of
-all rows, in row order, U response tokens of which each is computed once. A tensor [M] is a tensor [N, T] without its
-padding (see `MicroBatch.unflatten`).
+Shape suffixes: N rows, L tokens of the line (or padded length), T response tokens of one row, M response tokens of all
+rows, in row order, U response tokens of which each is computed once. What the losses read is never padded.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int, Shaped
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -41,8 +40,6 @@ class MicroBatch:
     """Index in the flattened ``input_ids`` of each response token's predecessor, whose hidden state predicts it."""
     targets: Int[Tensor, " U"]
     """Ids of the response tokens."""
-    present: Bool[Tensor, "N T"]
-    """Mask [N, T], True where a row has a response token."""
     which: Int[Tensor, " M"] | None = None
     """Index of each row's response tokens among the U; None where they are those, in order."""
     layout: Layout | None = None
@@ -63,10 +60,6 @@ class MicroBatch:
     def spread(self, values: Float[Tensor, " U"]) -> Float[Tensor, " M"]:
         """Give every row what was computed once for several. Differentiable."""
         return values if self.which is None else values.index_select(0, self.which)
-
-    def unflatten(self, values: Float[Tensor, " M"]) -> Float[Tensor, "N T"]:
-        """Put values of response tokens where `present` says, 0 elsewhere. Differentiable."""
-        return values.new_zeros(self.present.shape).masked_scatter(self.present, values)
 
     def decoder_inputs(self) -> dict[str, Any]:
         """Arguments of the decoder's forward pass."""
@@ -107,7 +100,6 @@ def collate(
             trees = [*trees, grow([np.zeros(missing, dtype=np.int32)])]
             batch = replace(batch, input_ids=np.pad(ids, ((0, 0), (0, missing))))
         part = ranks.part(batch.input_ids.shape[1])
-    present = response_aligned(rows, lambda row: np.ones(_response_length(row), dtype=np.bool_), np.bool_, device)
 
     def tensor(array: NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(array).to(device)
@@ -117,7 +109,6 @@ def collate(
         input_ids=tensor(batch.input_ids),
         predictors=tensor(batch.predictors),
         targets=tensor(batch.targets),
-        present=present,
         which=None if batch.which is None else tensor(batch.which),
         layout=layout,
         positions=None if layout is None else tensor(layout.positions[None]),
@@ -166,12 +157,10 @@ def _packed(rows: Sequence[Row], trees: Sequence[Tree]) -> _Arrays:
 
 def response_aligned(
     rows: Sequence[Row], get: Callable[[Row], NDArray[np.generic]], dtype: type[np.generic], device: torch.device
-) -> Tensor:
-    """Stack ``get(row)``, one value per response token, of all rows: [N, T], zero-padded on the right."""
-    padded = np.zeros((len(rows), max(map(_response_length, rows))), dtype=dtype)
-    for i, row in enumerate(rows):
-        padded[i, : _response_length(row)] = get(row)
-    return torch.from_numpy(padded).to(device)
+) -> Shaped[Tensor, "M 1"]:
+    """Join ``get(row)``, one value per response token, of all rows, without padding."""
+    parts = [np.broadcast_to(get(row), _response_length(row)) for row in rows]
+    return torch.from_numpy(np.concatenate(parts).astype(dtype, copy=False)).to(device)[:, None]
 
 
 def required_column(row: Row, name: str) -> NDArray[np.float32]:

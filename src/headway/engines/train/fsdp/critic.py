@@ -76,22 +76,22 @@ class FsdpCritic:
         def floats(name: str) -> torch.Tensor:
             return response_aligned(rows, lambda row: required_column(row, name), np.float32, self._device)
 
-        old_NT, returns_NT = floats(ColumnName.VALUES), floats(ColumnName.RETURNS)
-        mask_NT = response_aligned(rows, lambda row: row.loss_mask, np.bool_, self._device)
-        values_NT = batch.unflatten(self._module(batch))
-        losses_NT, per_token = value_loss(values_NT, old_NT, returns_NT, mask_NT, cliprange=self._cliprange)
-        weights_NT = token_weights(mask_NT, "token-mean", total_tokens=totals.tokens, total_sequences=totals.sequences)
-        loss = (weights_NT * losses_NT).sum()
+        old_M1, returns_M1 = floats(ColumnName.VALUES), floats(ColumnName.RETURNS)
+        mask_M1 = response_aligned(rows, lambda row: row.loss_mask, np.bool_, self._device)
+        values_M1 = self._module(batch)[:, None]
+        losses_M1, per_token = value_loss(values_M1, old_M1, returns_M1, mask_M1, cliprange=self._cliprange)
+        weights_M1 = token_weights(mask_M1, "token-mean", total_tokens=totals.tokens, total_sequences=totals.sequences)
+        loss = (weights_M1 * losses_M1).sum()
         with torch.no_grad():
             means = {
                 **per_token,
-                "vpred_mean": values_NT,
-                "returns_mean": returns_NT,
-                "returns_square": returns_NT.double().square(),
-                "error_mean": (old_NT - returns_NT).double(),
-                "error_square": (old_NT - returns_NT).double().square(),
+                "vpred_mean": values_M1,
+                "returns_mean": returns_M1,
+                "returns_square": returns_M1.double().square(),
+                "error_mean": (old_M1 - returns_M1).double(),
+                "error_square": (old_M1 - returns_M1).double().square(),
             }
             sums = {"loss": loss.detach().double(), "vf_loss": loss.detach().double()}
             for name, values in means.items():
-                sums[name] = values.double().masked_fill(~mask_NT, 0.0).sum() / max(totals.tokens, 1.0)
+                sums[name] = values.double().masked_fill(~mask_M1, 0.0).sum() / max(totals.tokens, 1.0)
         return loss, sums

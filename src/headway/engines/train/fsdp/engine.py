@@ -139,7 +139,7 @@ class FsdpEngine:
         logprobs, entropy = self._policy(batch)
         if shown is not None:
             shown.look(rows, logprobs, entropy)
-        return self._objective(batch, columns, totals, logprobs, entropy, context, others.logprobs)
+        return self._objective(columns, totals, logprobs, entropy, context, others.logprobs)
 
     @property
     def padded(self) -> str | None:

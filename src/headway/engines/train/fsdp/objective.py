@@ -6,14 +6,18 @@ The weights carry the whole mini-batch's normaliser, so neither the loss nor its
 
 Losses and corrections that look at sequences see whole episodes: `apart` brings the rows that a micro-batch lacks.
 
-Shape suffixes: N rows, T padded length of the responses, M response tokens.
+The built-in functions get each response token as a row of its own, [M, 1], and the label of its sequence: rows of
+different lengths cost nothing. Functions of the user's own get padded rows [N, T].
+
+Shape suffixes: N rows, T padded length of the responses, M response tokens of all rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -30,9 +34,12 @@ from headway.config.learning import ActorConfig, CorrectionConfig, RolloutCorrec
 from headway.config.schema import Config
 from headway.data.collate import Row, by_episode
 from headway.data.types import ColumnName, TrajectoryId
-from headway.engines.train.fsdp.batch import MicroBatch, required_column, response_aligned
+from headway.engines.train.fsdp.batch import required_column, response_aligned
 from headway.engines.train.fsdp.sums import HEALTH, Sums, Totals
 from headway.interfaces.steps import StepContext
+from headway.user_code import names_a_file
+
+P = TypeVar("P")
 
 BY_LAG = ("correction/rejected", "correction/truncated", "correction/weight")
 """Metrics of losses and corrections that are reported by lag, too."""
@@ -42,23 +49,25 @@ DEFAULT_BOUND = 2.0
 
 @dataclass(frozen=True, slots=True)
 class LossColumns:
-    """The columns that the loss reads beside the policy's outputs. [N, T] float32, zero-padded."""
+    """The columns that the loss reads beside the policy's outputs, [M, 1] float32."""
 
-    logprobs: Float[Tensor, "N T"]
+    logprobs: Float[Tensor, "M 1"]
     """Log-probs (nats) under π_behav, the policy that sampled the tokens."""
-    prox_logprobs: Float[Tensor, "N T"]
+    prox_logprobs: Float[Tensor, "M 1"]
     """Log-probs (nats) under π_prox, or under π_behav where no others were computed."""
-    advantages: Float[Tensor, "N T"]
-    mask: Bool[Tensor, "N T"]
-    versions: Int[Tensor, "N T"]
+    advantages: Float[Tensor, "M 1"]
+    mask: Bool[Tensor, "M 1"]
+    versions: Int[Tensor, "M 1"]
     """The version that sampled each token."""
-    ref_logprobs: Float[Tensor, "N T"] | None
+    ref_logprobs: Float[Tensor, "M 1"] | None
+    row: Int[Tensor, " M"]
+    """Index of each token's row."""
     finished: Bool[Tensor, " N"]
     """Flag of each row's episode, False where it was cut off."""
-    episodes: Int[Tensor, " N"] | None = None
+    episodes: Int[Tensor, " N"] | None
     """Label of each row's episode; None where each row is one."""
-    lengths: Int[Tensor, " N"] | None = None
-    """Number of tokens of each row's whole episode that the loss counts; None where each row is one."""
+    lengths: Int[Tensor, " N"]
+    """Number of tokens of each row's whole episode that the loss counts."""
 
 
 def collate_columns(
@@ -75,11 +84,12 @@ def collate_columns(
     column.
     """
     labels = np.empty(len(rows), np.int64)
-    tokens = np.empty(len(rows), np.int64)
+    tokens = np.array([row.loss_mask.sum() for row in rows])
     for label, own in enumerate(by_episode(rows) if lengths else ()):
         episode = rows[own[0]].episode
-        whole = lengths.get(episode) if episode is not None else None
-        labels[own], tokens[own] = label, rows[own[0]].loss_mask.sum() if whole is None else whole
+        labels[own] = label
+        if episode is not None and episode in lengths:
+            tokens[own] = lengths[episode]
 
     def floats(get: Callable[[Row], NDArray[np.float32]]) -> Tensor:
         return response_aligned(rows, get, np.float32, device)
@@ -97,9 +107,10 @@ def collate_columns(
         mask=response_aligned(rows, lambda row: row.loss_mask, np.bool_, device),
         versions=response_aligned(rows, lambda row: row.versions, np.int64, device),
         ref_logprobs=floats(lambda row: required_column(row, ColumnName.REF_LOGPROBS)) if with_ref else None,
+        row=torch.from_numpy(np.repeat(np.arange(len(rows)), [len(row.loss_mask) for row in rows])).to(device),
         finished=torch.tensor([row.finished for row in rows], device=device),
         episodes=torch.from_numpy(labels).to(device) if lengths else None,
-        lengths=torch.from_numpy(tokens).to(device) if lengths else None,
+        lengths=torch.from_numpy(tokens).to(device),
     )
 
 
@@ -116,6 +127,8 @@ class Objective:
         self._recomputed = actor.prox_logp_method == "recompute" and not own
         self._kl_in_reward = config.algorithm.use_kl_in_reward
         self._corrections = _corrections(config.algorithm.rollout_correction)
+        self._own_loss = names_a_file(config.algorithm.policy_loss.loss_mode)
+        self._own_correction = any(names_a_file(str(one.name)) for one in config.algorithm.rollout_correction.all)
         self._looks_at_sequences = config.algorithm.looks_at_sequences
 
     @property
@@ -134,7 +147,6 @@ class Objective:
 
     def __call__(
         self,
-        batch: MicroBatch,
         columns: LossColumns,
         totals: Totals,
         logprobs: Tensor,
@@ -144,65 +156,66 @@ class Objective:
     ) -> tuple[Float[Tensor, ""], Sums]:
         """Compute the micro-batch's part of loss and sums. ``logprobs`` and ``entropy`` [M] are the policy's.
 
-        ``others``: log-probs of further rows of ``columns``, behind those of ``batch``, which count elsewhere.
+        ``others``: log-probs of further rows of ``columns``, behind those of the micro-batch, which count elsewhere.
         """
-        entropy_NT, logprobs_NT = batch.unflatten(entropy), batch.unflatten(logprobs)
-        mask_NT = columns.mask
+        mask_M1 = columns.mask
         if others:
-            entropy_NT, logprobs_NT = _beside(entropy_NT, None, columns), _beside(logprobs_NT, others, columns)
-            mask_NT = mask_NT.clone()
-            mask_NT[len(batch.present) :] = False
+            mask_M1 = mask_M1.clone()
+            mask_M1[len(logprobs) :] = False
+            beside = torch.from_numpy(np.concatenate(others)).to(logprobs)
+            logprobs, entropy = torch.cat([logprobs, beside]), torch.cat([entropy, entropy.new_zeros(len(beside))])
+        logprobs_M1, entropy_M1 = logprobs[:, None], entropy[:, None]
         params = self._params
         if context.clip_scale != 1.0:
             scale = context.clip_scale
             params = replace(params, clip_low=params.clip_low * scale, clip_high=params.clip_high * scale)
         inputs = LossInputs(
-            logprobs=logprobs_NT,
-            old_logprobs=self._proximal(columns, logprobs_NT, context),
+            logprobs=logprobs_M1,
+            old_logprobs=self._proximal(columns, logprobs_M1, context),
             behaviour_logprobs=columns.logprobs,
             advantages=columns.advantages,
             mask=columns.mask,
             ref_logprobs=columns.ref_logprobs,
-            entropy=entropy_NT,
-            finished=columns.finished,
-            episodes=columns.episodes,
+            entropy=entropy_M1,
+            finished=columns.finished[columns.row],
+            episodes=columns.row if columns.episodes is None else columns.episodes[columns.row],
         )
-        weights_NT = token_weights(
-            mask_NT,
+        weights_M1 = token_weights(
+            mask_M1,
             self._actor.loss_agg_mode,
             total_tokens=totals.tokens,
             total_sequences=totals.sequences,
             loss_scale_factor=self._actor.loss_scale_factor,
-            lengths=columns.lengths,
+            lengths=columns.lengths[columns.row],
         )
-        policy_NT, per_token = self._loss(inputs, params)
+        policy_M1, per_token = _called(self._loss, inputs, params, columns if self._own_loss else None)
         if self._corrections is not None:
             correct, correction_params = self._corrections
-            w_NT, corrected = correct(inputs, correction_params)
-            policy_NT, per_token = w_NT * policy_NT, per_token | corrected
-        terms = {"policy_loss": (weights_NT * policy_NT).sum()}
+            w_M1, corrected = _called(correct, inputs, correction_params, columns if self._own_correction else None)
+            policy_M1, per_token = w_M1 * policy_M1, per_token | corrected
+        terms = {"policy_loss": (weights_M1 * policy_M1).sum()}
         loss = terms["policy_loss"]
         if inputs.ref_logprobs is not None and self._actor.use_kl_loss:
-            kl_NT = kl_penalty(
+            kl_M1 = kl_penalty(
                 inputs.logprobs,
                 inputs.ref_logprobs,
                 self._actor.kl_loss_type,
-                mask_NT,
+                mask_M1,
                 inputs.behaviour_logprobs if self._actor.use_bias_correction_kl else None,
             )
-            terms["kl_loss"] = (weights_NT * kl_NT).sum()
+            terms["kl_loss"] = (weights_M1 * kl_M1).sum()
             loss = loss + self._actor.kl_loss_coef * terms["kl_loss"]
         if self._actor.entropy_coeff > 0:
-            loss = loss - self._actor.entropy_coeff * (weights_NT * entropy_NT).sum()
+            loss = loss - self._actor.entropy_coeff * (weights_M1 * entropy_M1).sum()
         sums = {name: value.detach().double() for name, value in {"loss": loss, **terms}.items()}
-        return loss, sums | self._sums(per_token, inputs, mask_NT, columns, totals, context)
+        return loss, sums | self._sums(per_token, inputs, mask_M1, columns, totals, context)
 
-    def _proximal(self, columns: LossColumns, logprobs_NT: Tensor, context: StepContext) -> Float[Tensor, "N T"]:
+    def _proximal(self, columns: LossColumns, logprobs_M1: Tensor, context: StepContext) -> Float[Tensor, "M 1"]:
         if not self._log_linear:
             return columns.prox_logprobs
         return log_linear_prox(
             columns.logprobs,
-            logprobs_NT,
+            logprobs_M1,
             columns.versions,
             columns.mask,
             prox_version=context.version,
@@ -214,41 +227,54 @@ class Objective:
         self,
         per_token: Mapping[str, Tensor],
         inputs: LossInputs,
-        mask_NT: Bool[Tensor, "N T"],
+        mask_M1: Bool[Tensor, "M 1"],
         columns: LossColumns,
         of: Totals,
         context: StepContext,
     ) -> Sums:
         """The sums that metrics come from: means over tokens, and health over all tokens and by lag."""
         current, behaviour = inputs.logprobs, inputs.behaviour_logprobs
-        ratio_NT = log_ratio(current, behaviour, mask_NT).exp()
-        outside_NT = (ratio_NT < 1 - self._params.clip_low) | (ratio_NT > 1 + self._params.clip_high)
+        ratio_M1 = log_ratio(current, behaviour, mask_M1).exp()
+        outside_M1 = (ratio_M1 < 1 - self._params.clip_low) | (ratio_M1 > 1 + self._params.clip_high)
         assert inputs.entropy is not None
-        means = {**per_token, "entropy": inputs.entropy, "offpolicy/clip_fraction": outside_NT}
+        means = {**per_token, "entropy": inputs.entropy, "offpolicy/clip_fraction": outside_M1}
         if inputs.ref_logprobs is not None:
-            means["ref_kl"] = kl_penalty(current, inputs.ref_logprobs, "k3", mask_NT)
+            means["ref_kl"] = kl_penalty(current, inputs.ref_logprobs, "k3", mask_M1)
         sums = {
-            name: values_NT.double().masked_fill(~mask_NT, 0.0).sum() / max(of.tokens, 1.0)
-            for name, values_NT in means.items()
+            name: values_M1.double().masked_fill(~mask_M1, 0.0).sum() / max(of.tokens, 1.0)
+            for name, values_M1 in means.items()
         }
-        by_lag = {"clip_fraction": outside_NT, "entropy": inputs.entropy}
+        by_lag = {"clip_fraction": outside_M1, "entropy": inputs.entropy}
         by_lag |= {name: values for name, values in per_token.items() if name in BY_LAG}
-        lags_NT = context.version - columns.versions
-        parts = health.ratio_sums(current, behaviour, mask_NT)
-        parts |= health.lag_sums(current, behaviour, mask_NT, lags_NT, by_lag)
+        lags_M1 = context.version - columns.versions
+        parts = health.ratio_sums(current, behaviour, mask_M1)
+        parts |= health.lag_sums(current, behaviour, mask_M1, lags_M1, by_lag)
         return sums | {HEALTH + name: value for name, value in parts.items()}
 
 
-def _beside(
-    own_NT: Float[Tensor, "N T"], others: Sequence[NDArray[np.float32]] | None, columns: LossColumns
-) -> Float[Tensor, "N T"]:
-    """Put the values of further rows, or zeros, behind those of the micro-batch's own, in the shape of ``columns``."""
-    rows, width = columns.mask.shape
-    result_NT = own_NT.new_zeros(rows, width)
-    for place, values in enumerate(others or (), len(own_NT)):
-        result_NT[place, : len(values)] = torch.from_numpy(values).to(own_NT)
-    own_NT = torch.nn.functional.pad(own_NT, (0, width - own_NT.shape[1]))
-    return torch.cat([own_NT, result_NT[len(own_NT) :]])
+def _called(
+    function: Callable[[LossInputs, P], tuple[Tensor, dict[str, Tensor]]],
+    inputs: LossInputs,
+    params: P,
+    columns: LossColumns | None,
+) -> tuple[Float[Tensor, "M 1"], dict[str, Tensor]]:
+    """Call a loss or correction; with ``columns`` one of the user's own, with padded rows: it may look along them."""
+    if columns is None:
+        return function(inputs, params)
+    length_N = columns.row.bincount(minlength=len(columns.finished))
+    present_NT = torch.arange(int(length_N.max()), device=length_N.device) < length_N[:, None]
+    padded = {
+        field.name: value.new_zeros(present_NT.shape).masked_scatter(present_NT, value)
+        for field in fields(inputs)
+        if (value := getattr(inputs, field.name)) is not None and value.ndim == 2
+    }
+    rows = LossInputs(**padded, finished=columns.finished, episodes=columns.episodes)
+
+    def flat(values: Tensor) -> Float[Tensor, "M 1"]:
+        return values.expand(present_NT.shape).masked_select(present_NT)[:, None]
+
+    values, per_token = function(rows, params)
+    return flat(values), {name: flat(of) for name, of in per_token.items()}
 
 
 def _corrections(config: RolloutCorrectionConfig) -> tuple[Correction, CorrectionParams] | None:
