@@ -82,7 +82,7 @@ def test_each_form_of_tests_is_recognised_and_run(code: str, answer: Any, extra:
          [CallTest("f", [[1], 2], "text")]),
         ({"tests": [{"input": "1", "output": "2"}]}, {}, [StdinTest("1", "2")]),
         ({"tests": '[{"input": "1", "output": "2"}]'}, {}, [StdinTest("1", "2")]),
-        ({"test_list": ["assert a"], "test_setup_code": "import b"}, {}, [AssertTest("import b\nassert a")]),
+        ({"test_list": ["assert a"], "test_setup_code": "import re"}, {}, [AssertTest("import re\nassert a")]),
         ({"test_list": np.array(["assert a"], object), "test_imports": None}, {}, [AssertTest("assert a")]),
         ('["assert a", "assert b"]', {}, [AssertTest("assert a"), AssertTest("assert b")]),
         ("def check(candidate): pass\ncheck(f)", {}, [AssertTest("def check(candidate): pass\ncheck(f)")]),
@@ -113,6 +113,11 @@ def test_data_of_each_form_become_tests(answer: Any, extra: dict[str, Any], test
         ([{"input": "1", "output": "2", "type": "functional"}], {}, "calls a function that fn_name does not name"),
         ([{"input": "x y", "output": "2", "fn_name": "f"}], {}, "the arguments of f, 'x y', are no JSON"),
         ({"inputs": [3], "outputs": [3], "fn_name": "f"}, {}, "the arguments of f are 3; expected a list"),
+        ("# assert add(1, 2) == 3", {}, "has no assert"),
+        ("import numpy\nassert f(1)", {}, "use the module numpy, and the sandbox has Python's standard library"),
+        ("import pytest\n@pytest.fixture\ndef x(): assert 1", {}, "use pytest.fixture"),
+        ("def test_f(tmp_path):\n    assert f(tmp_path)", {}, r"have test_f\(tmp_path\), which nothing calls"),
+        ("assert f(1) = 2", {}, "are no Python"),
         ("def check(candidate): pass", {}, r"have check\(candidate\), and entry_point is None"),
         ("def check(candidate): pass", {"entry_point": "a b"}, "entry_point is 'a b'"),
     ],
@@ -136,6 +141,77 @@ KEYS = [*CONTENTS, "fn_name", "type", "metadata"]
 def test_any_data_gives_tests_or_one_message(answer: Any) -> None:
     with suppress(ScoringFailed):
         assert unit_tests_of(answer, {})
+
+
+# ---------------------------------------------------------------------------------------------- tests that are called
+
+PYTEST_CLASS = """
+import pytest
+class TestAdd:
+    def setup_method(self):
+        self.three = 3
+    def test_add(self):
+        assert add(1, 2) == pytest.approx(self.three)
+        with pytest.raises(TypeError):
+            add(1, "a")
+"""
+UNITTEST = """
+import unittest
+class Adds(unittest.TestCase):
+    def test_add(self):
+        self.assertEqual(add(1, 2), 3)
+if __name__ == "__main__":
+    unittest.main()
+"""
+CASES = """
+import pytest
+from solution import add
+@pytest.mark.parametrize("a, b", [(1, 2), (2, 1)])
+@pytest.mark.parametrize("expected", [3])
+def test_add(a, b, expected):
+    assert add(a, b) == expected
+"""
+
+
+@pytest.mark.parametrize(
+    "tests",
+    [
+        ["def test_add():\n    assert add(1, 2) == 3"],
+        PYTEST_CLASS,
+        UNITTEST,
+        CASES,
+        "if __name__ == '__main__':\n    assert add(1, 2) == 3",
+        "from solution import add\n\ndef test_add():\n    assert add(1, 2) == 3",
+        "async def test_add():\n    assert add(1, 2) == 3",
+        "def test_it(want):\n    assert add(1, 2) == want\ntest_it(3)",
+    ],
+    ids=["function", "class", "unittest", "parametrized", "__main__", "KodCode", "async", "called with arguments"],
+)
+def test_tests_that_are_only_defined_are_called(tests: Any) -> None:
+    rule = make_rule("code", {}, sandbox=SandboxSpec("process_limits"), within_s=60)
+    codes = ["def add(a, b): return a + b", "def add(a, b): return 0", ""]
+    request = ScoreRequest("?", [fenced(code) for code in codes], tests, "test", {})
+    assert [rule(request, request.response(k)) for k in range(3)] == [1.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("tests", "passed_by"),
+    [
+        ("def run():\n    assert add(1, 2) == 3", "an empty answer"),
+        ("try:\n    assert add(1, 2) == 3\nexcept Exception:\n    pass", "an empty answer"),
+        (
+            "try:\n    assert add(1, 2) == 3\nexcept AssertionError:\n    pass",
+            "an answer with nothing but wrong values",
+        ),
+        ("def add(a, b): return a + b\nassert add(1, 2) == 3", "an empty answer"),
+        ({"inputs": ["1"], "outputs": [""]}, "an empty answer"),
+    ],
+)
+def test_tests_that_no_answer_can_fail_are_refused(tests: Any, passed_by: str) -> None:
+    rule = make_rule("code", {}, sandbox=SandboxSpec("process_limits"), within_s=60)
+    request = ScoreRequest("?", ["def add(a, b): return 0"], tests, "test", {})
+    with pytest.raises(ScoringFailed, match=f"are passed by {passed_by}"):
+        rule(request, request.response(0))
 
 
 # ---------------------------------------------------------------------------------------------- code of a response

@@ -19,11 +19,13 @@ from headway.rewards.request import Response, ScoreRequest
 
 Rule = Callable[[ScoreRequest, Response], float]
 """A function of a request and one of the group's responses that returns the response's value."""
+AnswerRule = Callable[[ScoreRequest, str], float]
+"""The same of what follows the response's thought."""
 
 
-def exact_match() -> Rule:
+def exact_match() -> AnswerRule:
     """Make the rule: 1 where the response behind its thought is the answer's text, surrounding space aside."""
-    return lambda request, response: float(response.answer.strip() == _answer_of(request).strip())
+    return lambda request, response: float(response.strip() == _answer_of(request).strip())
 
 
 def regex(pattern: str, group: int | str | None = None, answer_pattern: str | None = None) -> Rule:
@@ -68,7 +70,7 @@ def format_reward(tags: Sequence[str] = ("think", "answer"), pattern: str | None
     return rule
 
 
-def math_verify(float_rounding: int = 6, strict: bool = True) -> Rule:
+def math_verify(float_rounding: int = 6, strict: bool = True) -> AnswerRule:
     """Make the rule: 1 where response and answer are equal as mathematics (`headway.rewards.mathematics`)."""
     from headway.rewards.mathematics import equals  # here, so that only its users pay for importing SymPy
 
@@ -76,19 +78,23 @@ def math_verify(float_rounding: int = 6, strict: bool = True) -> Rule:
         if type(value) is not kind:
             raise ConfigError(f"reward.params.{name}: expected {kind.__name__}, not {value!r}")
 
-    def rule(request: ScoreRequest, response: Response) -> float:
-        return float(equals(request.answer, response.answer, float_rounding=float_rounding, strict=strict))
+    def rule(request: ScoreRequest, response: str) -> float:
+        return float(equals(request.answer, response, float_rounding=float_rounding, strict=strict))
 
     return rule
 
 
-BUILT_IN: Mapping[str, Callable[..., Rule]] = {
+BUILT_IN: Mapping[str, Callable[..., Callable[..., float]]] = {
     "code": code,
     "exact_match": exact_match,
     "format": format_reward,
     "math_verify": math_verify,
     "regex": regex,
 }
+
+
+WHOLE = ("format", "regex")
+"""Names of those that get a whole response; others get what follows its thought."""
 
 
 def make_rule(name: str, params: Mapping[str, Any], **surroundings: Any) -> Rule:
@@ -110,7 +116,11 @@ def make_rule(name: str, params: Mapping[str, Any], **surroundings: Any) -> Rule
         if parameter.default is parameter.empty and param not in params:
             raise ConfigError(f"reward.params: {name} needs {param!r}; it takes {', '.join(known)}")
     rule = maker(**params, **{key: value for key, value in surroundings.items() if key in taken})
-    return lambda request, response: 0.0 if response.begin is None else rule(request, response)
+
+    def behind_thought(request: ScoreRequest, response: Response) -> float:
+        return 0.0 if response.begin is None else rule(request, response if name in WHOLE else response.answer)
+
+    return behind_thought
 
 
 def _answer_of(request: ScoreRequest) -> str:

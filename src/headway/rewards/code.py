@@ -17,55 +17,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from headway.errors import ConfigError, SandboxFailed, ScoringFailed
+from headway.data.thoughts import end_of_thought
+from headway.errors import ConfigError, SandboxFailed, ScoringFailed, shown
+from headway.rewards.code_driver import ANSWER, DRIVER, JOB
 from headway.rewards.code_tests import AssertTest, CallTest, StdinTest, Test, unit_tests_of
 from headway.rewards.compare import same_text, same_value
-from headway.rewards.request import Response, ScoreRequest
+from headway.rewards.request import ScoreRequest
 from headway.sandbox.limits import Limits, SandboxSpec
 from headway.sandbox.sandbox import Sandbox
 
-ANSWER, JOB = "answer.py", "job.json"
 BLOCK = re.compile(
     r"^[ \t]*(`{3,}|~{3,})[ \t]*([\w+#.-]*)[^\n]*\n(.*?)(?:^[ \t]*\1[ \t]*$|\Z)", re.DOTALL | re.MULTILINE
 )
-USUAL = "\n".join(
-    [
-        "import bisect, collections, functools, heapq, itertools, math, operator, random, re, string, sys",
-        *(
-            f"from {name} import *"
-            for name in ["collections", "heapq", "bisect", "math", "itertools", "functools", "typing", "builtins"]
-        ),
-    ]
-)
-"""Imports that data sets take for granted."""
+CATCHING = ("except", "suppress")
+"""Words of tests that may swallow the failure of their asserts."""
+MOST_KNOWN = 10_000
+"""Rows of which a process knows that their tests can fail."""
 PYTHONS = ("python", "py", "python3")
-DRIVER = f"""
-import builtins, json, os
-def main():
-    with open({JOB!r}, encoding="utf-8") as file:
-        job = json.load(file)
-    os.unlink({JOB!r})
-    word, write, leave, dumps = job.pop("word"), os.write, os._exit, json.dumps
-    result = os.dup(1)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    names = {{"__name__": "answer", "__builtins__": builtins}}
-    exec({USUAL!r}, names)
-    with open({ANSWER!r}, encoding="utf-8") as file:
-        exec(compile(file.read(), {ANSWER!r}, "exec"), names)
-    told = ""
-    if "tests" in job:
-        exec(compile(job["tests"], "tests.py", "exec"), names)
-    else:
-        function = names.get(job["function"])
-        if function is None and "Solution" in names:
-            function = getattr(names["Solution"](), job["function"])
-        plain = lambda one: sorted(one) if isinstance(one, (set, frozenset)) else list(one)
-        told = dumps(function(*job["arguments"]), default=plain)
-    write(result, (word + told).encode("utf-8", "backslashreplace"))
-    leave(0)
-main()
-"""
-"""Program that runs an answer behind the usual imports, and then asserts, or calls its function."""
 
 
 def code(
@@ -75,7 +43,7 @@ def code(
     partial: bool = False,
     most_tests: int | None = 20,
     timeout_s: float = 5.0,
-) -> Callable[[ScoreRequest, Response], float]:
+) -> Callable[[ScoreRequest, str], float]:
     """Make the rule: 1 where the code of the response passes the row's tests, else 0.
 
     Args:
@@ -91,11 +59,34 @@ def code(
     _check(partial, most_tests, timeout_s)
     runs = Sandbox(sandbox)
     runs.probe()
+    limits = replace(sandbox.limits, wall_s=min(timeout_s, within_s))
+    known: dict[Sequence[Test], str] = {}
 
-    def rule(request: ScoreRequest, response: Response) -> float:
-        end = time.monotonic() + within_s
+    def passed_by_none(tests: Sequence[Test]) -> str:
+        """Name an answer without a solution that passes all ``tests``; empty for none. Each row is tried once."""
+        if not all(isinstance(test, AssertTest) for test in tests):
+            nothing = all(isinstance(test, StdinTest) and same_text("", test.expected) for test in tests)
+            return "an empty answer" if nothing else ""
+        key = tuple(tests)
+        if key not in known:
+            if len(known) >= MOST_KNOWN:
+                known.clear()
+            catches = any(word in test.size for test in tests for word in CATCHING)
+            tried = [("an empty answer", False), ("an answer with nothing but wrong values", True)][: 1 + catches]
+            known[key] = next(
+                (name for name, wrong in tried if all(_passes(runs, t, "", limits, wrong) for t in tests)), ""
+            )
+        return known[key]
+
+    def rule(request: ScoreRequest, response: str) -> float:
         tests = _longest(unit_tests_of(request.answer, request.extra), most_tests)
-        answer, passed = code_of(response.answer), 0
+        if passed_by := passed_by_none(tests):
+            raise ScoringFailed(
+                f"the tests in the answer {shown(request.answer)} are passed by {passed_by}, so that any answer would "
+                "be; give tests that call what they test, or leave the row out"
+            )
+        end = time.monotonic() + within_s
+        answer, passed = code_of(response), 0
         for test in tests:
             left = min(timeout_s, end - time.monotonic())
             ok = left > 0 and _passes(runs, test, answer, replace(sandbox.limits, wall_s=left))
@@ -110,14 +101,19 @@ def code(
 def code_of(response: str) -> str:
     """The code of a response: its last block that is marked as Python, else its last block, else all of the text.
 
-    A block that never ends goes to the end.
+    Of what follows its thought, and empty where that never ended; a block that never ends goes to the end.
     """
+    begin = end_of_thought(response)
+    if begin is None:
+        return ""
+    response = response[begin:]
     blocks = [(found[2].lower(), found[3]) for found in BLOCK.finditer(response)]
     marked = [content for mark, content in blocks if mark in PYTHONS]
     return (marked or [content for _, content in blocks] or [response])[-1]
 
 
-def _passes(sandbox: Sandbox, test: Test, answer: str, limits: Limits) -> bool:
+def _passes(sandbox: Sandbox, test: Test, answer: str, limits: Limits, wrong: bool = False) -> bool:
+    """Tell whether ``answer`` passes ``test``. ``wrong``: names that asserts lack are there, with useless values."""
     try:
         match test:
             case StdinTest(given, expected):
@@ -127,7 +123,7 @@ def _passes(sandbox: Sandbox, test: Test, answer: str, limits: Limits) -> bool:
                 told = _told(sandbox, answer, {"function": function, "arguments": arguments}, limits)
                 return told is not None and same_value(told, expected)
             case AssertTest(tests):
-                return _told(sandbox, answer, {"tests": tests}, limits) is not None
+                return _told(sandbox, answer, {"tests": tests, "wrong": wrong}, limits) is not None
     except SandboxFailed as cause:
         raise ScoringFailed(str(cause)) from cause
 

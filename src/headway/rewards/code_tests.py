@@ -6,19 +6,23 @@
 | ``[{"input", "output", "type" or "testtype", "fn_name"? or "metadata": {"func_name"}}, …]`` | LiveCodeBench |
 | ``{"test_list": ["assert …", …], "test_setup_code"?}``, ``{"tests": […]}``, ``["assert …", …]`` | MBPP |
 | text with asserts, or with ``check(candidate)``; ``{"test", "entry_point"}`` | HumanEval |
+| text with functions and classes as pytest or unittest find them, ``from solution import …`` | KodCode |
 
 Each may be JSON text, too.
 """
 
 from __future__ import annotations
 
+import ast
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from headway.errors import ScoringFailed, shown
+from headway.errors import ScoringFailed, said_by, shown
+from headway.rewards.code_driver import PYTEST, SOLUTIONS
 
 EXPECTED = (
     'expected {"inputs": […], "outputs": […]}, a list of {"input": …, "output": …}, {"test_list": ["assert …"]}, or '
@@ -26,8 +30,8 @@ EXPECTED = (
 )
 TEST_LISTS = ("test_list", "tests", "test_cases", "assert_case", "public_test_cases")
 STDIN_TYPES = ("stdin", "stdin_stdout")
-FAILING = ("assert", "check(", "raise")
-"""Words of which text that can fail has one."""
+FAILING = ("assert", "check", "raise", "fail")
+"""Beginnings of the names of functions that can fail."""
 CALL_TYPES = ("functional", "function_call", "function")
 
 
@@ -108,7 +112,7 @@ def _listed(found: Any, extra: Mapping[str, Any], setup: str) -> list[Test]:
         raise ScoringFailed(f"the tests in the answer are {shown(found)}; {EXPECTED}")
     if found and all(isinstance(one, str) for one in found):
         before = f"{setup}\n" if setup.strip() else ""
-        return [AssertTest(before + _checked(one, extra.get("entry_point"))) for one in found]
+        return [AssertTest(before + _checked(one, extra.get("entry_point"), before)) for one in found]
     return [_single(one, extra) for one in found]
 
 
@@ -157,13 +161,30 @@ def _call(name: str, given: Any, expected: Any) -> CallTest:
     return CallTest(name, given, expected)
 
 
-def _checked(tests: str, entry_point: Any) -> str:
+def _checked(tests: str, entry_point: Any, before: str = "") -> str:
     """Asserts as they are; behind a ``check(candidate)`` that nothing calls, its call.
 
-    Text that cannot fail is no test: any answer would pass it.
+    Text that cannot fail is no test, and neither is what needs more than the sandbox has. ``before``: code that they
+    follow.
     """
-    if not any(word in tests for word in FAILING):
+    nodes = [*ast.walk(_tree(before)), *(own := [*ast.walk(_tree(tests))])]
+    can_fail = any(isinstance(node, ast.Assert | ast.Raise) or _called(node).startswith(FAILING) for node in own)
+    if not can_fail and "def check(" not in tests:
         raise ScoringFailed(f"the answer {shown(tests)} has no assert; {EXPECTED}")
+    for node in nodes:
+        if lacked := _lacked(node):
+            raise ScoringFailed(
+                f"the tests in the answer use {lacked}, and the sandbox has Python's standard library, pytest's "
+                f"{', '.join(PYTEST)}, and the answer as the module {' or '.join(SOLUTIONS)}; leave the row out"
+            )
+    called = {_called(node) for node in nodes}
+    for node in own:
+        name, needed = _fixtures(node)
+        if needed and name not in called:
+            raise ScoringFailed(
+                f"the tests in the answer have {name}({', '.join(needed)}), which nothing calls with arguments; "
+                "call it, or leave the row out"
+            )
     if "def check(" not in tests or any(line.startswith("check(") for line in tests.splitlines()):
         return tests
     if not isinstance(entry_point, str) or not entry_point.isidentifier():
@@ -172,6 +193,49 @@ def _checked(tests: str, entry_point: Any) -> str:
             "function in the column entry_point"
         )
     return f"{tests}\ncheck({entry_point})\n"
+
+
+def _tree(text: str) -> ast.Module:
+    try:
+        return ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as cause:
+        raise ScoringFailed(f"the tests in the answer {shown(text)} are no Python: {said_by(cause)}") from None
+
+
+def _called(node: ast.AST) -> str:
+    """The name of the function or method that ``node`` calls; empty for anything else."""
+    function = node.func if isinstance(node, ast.Call) else None
+    return (
+        function.id if isinstance(function, ast.Name) else function.attr if isinstance(function, ast.Attribute) else ""
+    )
+
+
+def _lacked(node: ast.AST) -> str:
+    """What ``node`` uses that is not there where tests run; empty for nothing."""
+    match node:
+        case ast.Import(names=names):
+            modules = [name.name.partition(".")[0] for name in names]
+        case ast.ImportFrom(module="pytest", names=names):
+            return next((f"pytest.{name.name}" for name in names if name.name not in PYTEST), "")
+        case ast.ImportFrom(module=module, level=level):
+            modules = [("." * level + (module or "")).partition(".")[0] or "."]
+        case ast.Attribute(value=ast.Name(id="pytest"), attr=name):
+            return "" if name in PYTEST else f"pytest.{name}"
+        case _:
+            return ""
+    known = {*sys.stdlib_module_names, *SOLUTIONS, "pytest"}
+    return next((f"the module {name}" for name in modules if name not in known), "")
+
+
+def _fixtures(node: ast.AST) -> tuple[str, list[str]]:
+    """The name of a test function, and its parameters that need a value and that no ``parametrize`` gives."""
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or not node.name.startswith("test"):
+        return "", []
+    if any("parametrize" in ast.unparse(one) for one in node.decorator_list):
+        return node.name, []
+    arguments = [*node.args.posonlyargs, *node.args.args]
+    needed = [one.arg for one in arguments[: len(arguments) - len(node.args.defaults)]]
+    return node.name, [name for name in needed if name != "self"]
 
 
 def _text(value: Any) -> str:

@@ -96,7 +96,9 @@ def _of_texts(texts: Sequence[str]) -> Reward | None:
 
 def _has_tests(answer: Any, extra: Mapping[str, Any]) -> bool:
     if isinstance(answer, str) and not (
-        answer.lstrip()[:1] in ("{", "[") or "check(" in answer or re.search(r"^\s*assert\b", answer, re.MULTILINE)
+        answer.lstrip()[:1] in ("{", "[")
+        or "check(" in answer
+        or re.search(r"^\s*(self\.)?assert", answer, re.MULTILINE)
     ):
         return False
     if not isinstance(answer, str | Mapping | list):

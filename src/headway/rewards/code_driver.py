@@ -1,0 +1,145 @@
+"""The program that runs an answer in the sandbox, and then its tests, or the call of its function.
+
+It calls what tests only define: functions and classes as pytest finds them, `unittest.TestCase`. The answer is there as
+the modules `SOLUTIONS`, too, and so much of pytest as `PYTEST` names.
+"""
+
+from __future__ import annotations
+
+ANSWER, JOB = "answer.py", "job.json"
+SOLUTIONS = ("solution", "answer", "submission")
+"""Modules from which tests may import the answer's names."""
+PYTEST = ("raises", "approx", "mark", "main")
+"""What tests may use of pytest, which the sandbox does not have; of its marks those that ask for no plugin."""
+USUAL = "\n".join(
+    [
+        "import bisect, collections, functools, heapq, itertools, math, operator, random, re, string, sys",
+        *(
+            f"from {name} import *"
+            for name in ["collections", "heapq", "bisect", "math", "itertools", "functools", "typing", "builtins"]
+        ),
+    ]
+)
+"""Imports that data sets take for granted."""
+PREPARE = """
+import inspect, math, sys, types
+pytest = types.ModuleType("pytest")
+class raises:
+    def __init__(self, expected, match=None):
+        self.expected, self.match, self.value = expected, match, None
+    def __enter__(self):
+        return self
+    def __exit__(self, kind, value, _):
+        assert kind is not None, "nothing was raised"
+        self.value = value
+        if self.match is not None and issubclass(kind, self.expected):
+            import re
+            assert re.search(self.match, str(value))
+        return issubclass(kind, self.expected)
+class approx:
+    def __init__(self, expected, rel=None, abs=None):
+        self.expected, self.rel, self.abs = expected, rel, abs
+    def __eq__(self, other):
+        one = self.expected
+        if isinstance(one, dict):
+            return one.keys() == other.keys() and all(approx(one[k], self.rel, self.abs) == other[k] for k in one)
+        if isinstance(one, (list, tuple)):
+            return len(one) == len(other) and all(approx(a, self.rel, self.abs) == b for a, b in zip(one, other))
+        rel = 1e-6 if self.rel is None and self.abs is None else self.rel or 0.0
+        return one == other or math.isclose(one, other, rel_tol=rel, abs_tol=1e-12 if self.abs is None else self.abs)
+class mark:
+    def __getattr__(self, name):
+        return lambda *given, **_: given[0] if given and callable(given[0]) else lambda test: test
+    def parametrize(self, names, values, **_):
+        keys = [key.strip() for key in names.split(",")] if isinstance(names, str) else list(names)
+        rows = [dict(zip(keys, value if len(keys) > 1 else [value])) for value in values]
+        def decorate(test):
+            test.cases = [{**row, **case} for row in rows for case in getattr(test, "cases", [{}])]
+            return test
+        return decorate
+pytest.raises, pytest.approx, pytest.mark, pytest.main = raises, approx, mark(), lambda *_, **__: 0
+sys.modules["pytest"] = pytest
+class Wrong:
+    def __call__(self, *_, **__):
+        return Wrong()
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Wrong()
+class WrongNames(dict):
+    def __missing__(self, name):
+        return vars(self["__builtins__"])[name] if hasattr(self["__builtins__"], name) else Wrong()
+def call(test):
+    for case in getattr(test, "cases", [{}]):
+        given = test(**case)
+        if inspect.iscoroutine(given):
+            import asyncio
+            asyncio.run(given)
+def needs(test):
+    parameters = inspect.signature(test).parameters.values()
+    return [one for one in parameters if one.default is one.empty and one.kind < one.VAR_POSITIONAL]
+def call_all(names, before):
+    unittest = sys.modules.get("unittest")
+    for name, one in list(names.items()):
+        if before.get(name) is one:
+            continue
+        if inspect.isclass(one) and unittest and issubclass(one, unittest.TestCase):
+            result = unittest.TestResult()
+            unittest.defaultTestLoader.loadTestsFromTestCase(one).run(result)
+            assert result.wasSuccessful()
+        elif inspect.isclass(one) and name.startswith("Test"):
+            for method in [method for method in vars(one) if method.startswith("test")]:
+                instance = one()
+                setup = getattr(instance, "setup_method", lambda: None)
+                setup(*map(getattr, [instance] * len(needs(setup)), [method]))
+                call(getattr(instance, method))
+        elif inspect.isfunction(one) and name.startswith("test") and (hasattr(one, "cases") or not needs(one)):
+            call(one)
+def prepare(names, wrong, tests):
+    if "unittest" in tests:
+        import unittest
+        unittest.main = lambda *_, **__: None
+    if wrong:
+        names = WrongNames(names)
+    for name in SOLUTIONS:
+        module = sys.modules[name] = types.ModuleType(name)
+        vars(module).update({key: value for key, value in names.items() if not key.startswith("__")})
+        if wrong:
+            module.__getattr__ = lambda _: Wrong()
+    names["__name__"] = "__main__"
+    return names
+"""
+"""Names for tests, which are there once the answer has run: `prepare` and `call_all`."""
+DRIVER = f"""
+import builtins, json, os
+def main():
+    with open({JOB!r}, encoding="utf-8") as file:
+        job = json.load(file)
+    os.unlink({JOB!r})
+    word, write, leave, dumps = job.pop("word"), os.write, os._exit, json.dumps
+    result = os.dup(1)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    names = {{"__name__": "answer", "__builtins__": builtins}}
+    exec({USUAL!r}, names)
+    tools = {{"SOLUTIONS": {SOLUTIONS!r}}}
+    if "tests" in job:
+        exec({PREPARE!r}, tools)
+    with open({ANSWER!r}, encoding="utf-8") as file:
+        exec(compile(file.read(), {ANSWER!r}, "exec"), names)
+    told = ""
+    if "tests" in job:
+        names = tools["prepare"](names, job["wrong"], job["tests"])
+        before = dict(names)
+        exec(compile(job["tests"], "tests.py", "exec"), names)
+        tools["call_all"](names, before)
+    else:
+        function = names.get(job["function"])
+        if function is None and "Solution" in names:
+            function = getattr(names["Solution"](), job["function"])
+        plain = lambda one: sorted(one) if isinstance(one, (set, frozenset)) else list(one)
+        told = dumps(function(*job["arguments"]), default=plain)
+    write(result, (word + told).encode("utf-8", "backslashreplace"))
+    leave(0)
+main()
+"""
+"""Program that runs an answer behind the usual imports, and then asserts, or calls its function."""
