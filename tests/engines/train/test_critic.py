@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from headway.config.learning import ActorConfig, CriticConfig, CriticOptimConfig
+from headway.config.learning import ActorConfig, CriticConfig, OptimConfig
 from headway.config.model import ModelConfig
 from headway.config.parallel import ParallelConfig
 from headway.config.schema import Config
@@ -39,7 +39,7 @@ CLIP = 0.5
 def configured(budget: int = 64, **critic: object) -> Config:
     return Config(
         actor=ActorConfig(ppo_max_token_len_per_gpu=budget),
-        critic=CriticConfig.model_validate({"optim": CriticOptimConfig(lr=1e-2), "cliprange_value": CLIP, **critic}),
+        critic=CriticConfig.model_validate({"optim": OptimConfig(lr=1e-2), "cliprange_value": CLIP, **critic}),
     )
 
 
@@ -241,7 +241,7 @@ def test_the_gradient_does_not_depend_on_how_the_mini_batch_is_split(
 
 
 def test_three_steps_are_those_of_a_plain_loop(one_rank: None, model_path: ModelPath) -> None:
-    optim = CriticOptimConfig(lr=1e-2, lr_scheduler_type="linear", weight_decay=0.1, betas=(0.8, 0.95))
+    optim = OptimConfig(lr=1e-2, lr_scheduler_type="linear", weight_decay=0.1, betas=(0.8, 0.95))
     critic = build(model_path(), configured(optim=optim, grad_clip=0.05), steps=3)
     batches = [valued_rows(5, seed) for seed in range(3)]
     reports = [critic.train_step(rows) for rows in batches]
@@ -397,7 +397,7 @@ def test_a_return_that_is_not_finite_on_one_rank_skips_the_step_on_all(
 
 
 def test_training_resumes_bit_for_bit(one_rank: None, model_path: ModelPath, tmp_path: Path) -> None:
-    config = configured(optim=CriticOptimConfig(lr=1e-2, lr_warmup_steps=2, lr_scheduler_type="cosine"))
+    config = configured(optim=OptimConfig(lr=1e-2, lr_warmup_steps=2, lr_scheduler_type="cosine"))
     batches = [valued_rows(5, seed) for seed in range(5)]
     critic = build(model_path(), config)
     for rows in batches[:2]:
