@@ -159,8 +159,12 @@ def response_aligned(
     rows: Sequence[Row], get: Callable[[Row], NDArray[np.generic]], dtype: type[np.generic], device: torch.device
 ) -> Shaped[Tensor, "M 1"]:
     """Join ``get(row)``, one value per response token, of all rows, without padding."""
-    parts = [np.broadcast_to(get(row), _response_length(row)) for row in rows]
-    return torch.from_numpy(np.concatenate(parts).astype(dtype, copy=False)).to(device)[:, None]
+    joined = np.empty(sum(map(_response_length, rows)), dtype=dtype)
+    end = 0
+    for row in rows:
+        start, end = end, end + _response_length(row)
+        joined[start:end] = get(row)
+    return torch.from_numpy(joined).to(device)[:, None]
 
 
 def required_column(row: Row, name: str) -> NDArray[np.float32]:
