@@ -50,6 +50,7 @@ CASES: dict[str, tuple[str, Callable[[Path], None]]] = {
     "compare of a run with itself": ("compare run ./run", lambda folder: None),
     "compare of a damaged record": ("compare run other", damage),
     "compare of settings that cannot be read": ("compare run other", spoil_settings),
+    "report of versions that there are not": ("report run --versions 7:9", lambda folder: None),
     "--html over a file of a run": ("compare run other --html other/events.jsonl", lambda folder: None),
     "ctl of what is no run": ("ctl nowhere profile", lambda folder: None),
     "ctl of a run that nobody trains": ("ctl run profile", kill),

@@ -83,8 +83,14 @@ def resumed(directory: Path, state: dict[str, Any], killed_at: float | None = No
 
 
 @pytest.mark.parametrize("at", [14.0, 18.0, 33.0])
-def test_a_resumed_run_reports_what_an_undisturbed_one_does(undisturbed: Path, tmp_path: Path, at: float) -> None:
+@pytest.mark.parametrize("large", [False, True])
+def test_a_resumed_run_reports_what_an_undisturbed_one_does(
+    undisturbed: Path, tmp_path: Path, at: float, large: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if large:
+        monkeypatch.setattr("headway.reports.events_file.SEGMENT_BYTES", 1)
     directory, state = killed(tmp_path, at)
+    assert large == any((directory / "events").glob("*.state"))
     resumed(directory, state)
     assert rows(directory) == rows(undisturbed)
     told, expected = summary(directory), summary(undisturbed)
@@ -322,3 +328,18 @@ def test_all_checkpoints_are_kept_where_nobody_says_how_many(tmp_path: Path) -> 
     retention.on_event(saved(2))
     retention.close()
     assert checkpoints.complete(with_critic=False) == [1, 2]
+
+
+def test_a_large_run_is_resumed_from_its_newest_state_without_its_early_events(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headway.reports.events_file.SEGMENT_BYTES", 1)
+    directory, state = killed(tmp_path, 33.0)
+    early = min((directory / "events").glob("*.parquet"))
+    early.write_bytes(b"not read")
+    resumed(directory, state)
+    assert summary(directory)["balanced"]
+    for path in (directory / "events").glob("*.state"):
+        path.unlink()
+    with pytest.raises(DataError, match=early.name):
+        resumed(directory, state)

@@ -88,6 +88,9 @@ def report(
     run: Run,
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="Default: timeline.html in RUN.")] = None,
     trace: Annotated[Path | None, typer.Option(metavar="FILE", help="Default: trace.json in RUN.")] = None,
+    versions: Annotated[
+        str | None, typer.Option(metavar="A:B", help="Versions to draw. Default: all, of a large run the newest.")
+    ] = None,
     debug: Debug = False,
 ) -> None:
     """Draw where a run's time went: a page, and a trace for ui.perfetto.dev."""
@@ -97,7 +100,7 @@ def report(
 
         wanted = places(run, html, trace)
         check_outputs({"--html": wanted.html, "--trace": wanted.trace}, files_of_run(run))
-        written = write(run, html, trace)
+        written = write(run, html, trace, versions)
         typer.echo(f"page: {written.html}\ntrace, for ui.perfetto.dev: {written.trace}")
         if not written.adds_up:
             say(

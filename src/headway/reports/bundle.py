@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from headway.events import (
     RunStarted,
     StageChanged,
     TrajectoryFinished,
+    VersionReached,
 )
 from headway.reports.cell import Cell
 from headway.reports.console_view import ConsoleView, Outcome, report_end, stdout_console
@@ -34,6 +35,7 @@ from headway.reports.event_log import EventLog
 from headway.reports.events_file import EventsFile, JsonLines
 from headway.reports.live import LiveView
 from headway.reports.metrics import RowSink, RunMetrics
+from headway.reports.metrics_state import save
 from headway.reports.plain import PlainView
 from headway.reports.run_directory import RunDirectory, RunLock
 from headway.reports.samples_file import SamplesFile, Thinning, later
@@ -146,6 +148,10 @@ class Reports:
                 event = self._clock.read(event)
             for observer in self._observers:
                 observer.on_event(event)
+            lines = self._events.lines
+            if isinstance(event, VersionReached) and lines is not None and self._events.told == event.version:
+                with suppress(OSError):  # readers begin with an earlier one
+                    save(self.directory, self._metrics, event.version, lines, event.time)
 
     emit = on_event
 

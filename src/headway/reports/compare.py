@@ -23,8 +23,7 @@ from headway.reports import human
 from headway.reports.alive import standing
 from headway.reports.curves import ACCURACY, CurveLog, Place, point_at
 from headway.reports.fitting import print_fitting
-from headway.reports.metrics import RunMetrics
-from headway.reports.report import events_of
+from headway.reports.report import metrics_of
 from headway.reports.run_directory import RunDirectory
 from headway.reports.summary import summary
 from headway.reports.token_view import visible
@@ -99,9 +98,7 @@ def names(paths: Sequence[Path]) -> list[str]:
 
 def _read(path: Path, name: str) -> RunRead:
     curves = CurveLog()
-    metrics = RunMetrics([curves])
-    for event in events_of(path):
-        metrics.on_event(event)
+    metrics = metrics_of(path, curves)
     figures = summary(metrics)
     metrics.close()
     status = standing(metrics.started, metrics.finished, RunDirectory(path).lock).status

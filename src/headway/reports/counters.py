@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -25,6 +26,12 @@ class Counter:
     @property
     def points(self) -> Iterator[tuple[float, float]]:
         return zip(self.times, self.values, strict=True)
+
+    def since(self, begin: float) -> Counter:
+        """Return the counter from ``begin`` on."""
+        last = bisect_right(self.times, begin) - 1
+        points = [(max(time, begin), value) for time, value in list(self.points)[max(last, 0) :]]
+        return replace(self, times=tuple(time for time, _ in points), values=tuple(value for _, value in points))
 
     def thinned(self, resolution: float) -> Counter:
         """Return the counter with only the lowest, highest and last point of each stretch of ``resolution`` seconds."""

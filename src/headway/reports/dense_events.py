@@ -17,6 +17,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Collection, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Union, get_args, get_origin
 
@@ -57,6 +58,37 @@ def folder_of(events: Path) -> Path:
 def segment(folder: Path, line: int) -> Path:
     """Return the file for the lines of a segment that begins behind ``line`` lines of ``events.jsonl``."""
     return folder / f"{line:012d}{LINES}"
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A segment, ``line`` lines behind the record's beginning, as lines or as columns."""
+
+    stem: Path
+
+    @property
+    def line(self) -> int:
+        return int(self.stem.name)
+
+    def rows(self) -> int:
+        """Number of its events. Raises `DataError` where it is damaged, and `OSError`."""
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        columns = self.stem.with_suffix(COLUMNS)
+        try:
+            if columns.is_file():
+                return int(pq.read_metadata(columns).num_rows)
+        except pa.ArrowException as cause:
+            raise DataError(f"{columns} is damaged: {cause}") from cause
+        with self.stem.with_suffix(LINES).open("rb") as file:
+            return sum(1 for _ in file)
+
+
+def segments_of(events: Path) -> list[Segment]:
+    """Return the segments beside ``events.jsonl``, in order."""
+    files = (file for file in folder_of(events).glob("*[0-9].*") if file.suffix in (LINES, COLUMNS))
+    return [Segment(stem) for stem in sorted({file.with_suffix("") for file in files})]
 
 
 def seal(path: Path) -> None:
@@ -133,7 +165,7 @@ class DenseReader:
         self, events: Path, *, kinds: Collection[type[Event]] | None = None, number: int | None = None, line: int = 0
     ) -> None:
         """``line``: begin behind so many lines of ``events.jsonl``."""
-        self._folder = folder_of(events)
+        self._events, self._folder = events, folder_of(events)
         self._kinds = None if kinds is None else {kind.kind for kind in kinds}
         self._number = number
         self._from = line
@@ -149,8 +181,8 @@ class DenseReader:
 
     def list_segments(self) -> None:
         """Look which segments there are: of a run that goes on there may be further ones."""
-        files = (file for file in self._folder.glob("*[0-9].*") if file.suffix in (LINES, COLUMNS))
-        self._stems = sorted({file.stem for file in files})
+        wanted = self._kinds is None or any(kind.kind in self._kinds for kind in DENSE)
+        self._stems = [segment.stem.name for segment in segments_of(self._events)] if wanted else []
 
     def until(self, line: int) -> Iterator[tuple[int, Event]]:
         """Yield the events behind at most ``line`` lines of ``events.jsonl``, each with that number of lines.

@@ -205,6 +205,11 @@ class EventsFile:
             self._lines.flush()
 
     @property
+    def lines(self) -> int | None:
+        """Number of lines of the record of a large run; None of a small one, which is read as a whole."""
+        return self._count if self._apart else None
+
+    @property
     def _whole(self) -> bool:
         return self._lines.whole and (self._dense is None or self._dense.whole)
 
@@ -354,6 +359,8 @@ class EventReader:
         Raises `DataError` where the file cannot be read or has no such boundary.
         """
         self._path, self._after = path, after
+        self.line = after
+        """Number of lines before the event that was read last."""
         self.record = look_through(path)
         if until is not None:
             if until not in self.record.boundaries:
@@ -374,11 +381,18 @@ class EventReader:
         for index, line in complete_lines(self._path):
             if index < self._after:
                 continue
-            yield from (event for at, event in self._dense.until(index) if self.record.survives_behind(at))
+            yield from self._dense_until(index)
             if survives(index) and self._wanted(line):
+                self.line = index
                 yield parse_event(line, f"{self._path}:{index + 1}")
         self._dense.list_segments()
-        yield from (event for at, event in self._dense.until(ALL) if self.record.survives_behind(at))
+        yield from self._dense_until(ALL)
+
+    def _dense_until(self, line: int) -> Iterator[Event]:
+        for at, event in self._dense.until(line):
+            if self.record.survives_behind(at):
+                self.line = at
+                yield event
 
     def _wanted(self, line: str) -> bool:
         if self._prefixes is not None and not line.startswith(self._prefixes):
@@ -390,11 +404,12 @@ def read_events(
     path: Path,
     *,
     until: int | None = None,
+    after: int = 0,
     kinds: Collection[type[Event]] | None = None,
     number: int | None = None,
 ) -> Iterator[Event]:
     """Yield the surviving history of a run, in order. See `EventReader`."""
-    yield from EventReader(path, until=until, kinds=kinds, number=number).read()
+    yield from EventReader(path, until=until, after=after, kinds=kinds, number=number).read()
 
 
 def cut_off_half_line(path: Path) -> None:

@@ -20,6 +20,7 @@ from headway.events import (
     UpdateFinished,
 )
 from headway.reports.metrics import RunMetrics
+from headway.reports.samples_file import Sample, mean_of
 from headway.reports.tally import IN_FLIGHT
 
 MOST_GROUPS = 4_000
@@ -99,6 +100,15 @@ class GroupLog:
             line.fate, line.reason, line.lag = event.fate, event.reason, event.lag
             if event.fate != "trained":
                 line.version = self.version
+
+    def add_sampled(self, sample: Sample) -> None:
+        """Add the line of a group whose sample is kept, where it is older than what was read."""
+        number, episodes = sample["group"], sample["episodes"]
+        if number not in self._lines and number not in self._kept:
+            line = GroupLine(number, sample["source"], sample["version"], sample["fate"], sample["reason"])
+            line.reward, line.lag = mean_of(episodes, "reward"), sample["lag"]
+            line.tokens, line.answers = sum(episode["length"] for episode in episodes), len(episodes)
+            self._kept[number] = line
 
     def touch(self, number: int) -> None:
         """Note that something else about the group ``number`` has changed."""

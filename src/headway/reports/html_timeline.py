@@ -280,6 +280,12 @@ def _remarks(timeline: Timeline, resolution: float) -> Iterator[str]:
         "Where spans are narrower than a pixel, a column is filled from below by the share of each colour. Update "
         "phases are placed by when they were reported and how long they took."
     )
+    if timeline.versions is not None:
+        yield (
+            "Timeline, reasons of idle time and the list of groups cover the versions {} to {}; shares there refer to "
+            "their time; the figures above, the curves and the ledger are of the whole run. headway report RUN "
+            "--versions A:B draws others.".format(*timeline.versions)
+        )
     if resolution:
         yield (
             f"The run has {human.count(timeline.spans)} spans. Neighbours shorter than "

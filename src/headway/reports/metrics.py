@@ -151,6 +151,8 @@ class RunMetrics:
         self.lease_validation_s = 0.0
         """Seconds that the trainer waited for validations before it got shared devices."""
         self.sinks = sinks
+        self.rows = 0
+        """Number of rows that were handed out."""
         self._rows: dict[int, VersionRow] = {}
         self._closed: deque[ClosedRow] = deque()
         """Closed rows that were not handed out yet, in order."""
@@ -362,6 +364,7 @@ class RunMetrics:
             self._hand_out(self._closed.popleft())
 
     def _hand_out(self, closed: ClosedRow) -> None:
+        self.rows += 1
         idle = {} if closed.window is None else self._idle(closed.window)
         for sink in self.sinks:
             sink.on_row(closed.values | idle)

@@ -22,6 +22,7 @@ from headway.reports.checkpoints import Checkpoints
 from headway.reports.console_view import stdout_console
 from headway.reports.events_file import JsonLines, cut_off_half_line, look_through, read_events
 from headway.reports.metrics import RunMetrics
+from headway.reports.metrics_state import newest
 from headway.reports.run_directory import RunDirectory, RunLock
 from headway.reports.samples_file import draft_of, write_surviving
 
@@ -46,7 +47,7 @@ def reopen_reports(
     resumed = look_through(directory.events).resumed + 1
     rows, samples = draft_of(directory.metrics), draft_of(directory.samples)
     try:
-        metrics, last, boundary = _told(directory.events, version, rows)
+        metrics, last, boundary = _told(directory, version, rows)
         _surviving_samples(directory, samples, version, boundary)
         if (told := metrics.tally.counts()) != saved:
             raise UserError(
@@ -69,15 +70,19 @@ def reopen_reports(
     return reports
 
 
-def _told(events: Path, version: int, rows: Path) -> tuple[RunMetrics, int, float]:
+def _told(directory: RunDirectory, version: int, rows: Path) -> tuple[RunMetrics, int, float]:
     """Read the record up to the boundary of ``version``: its metrics, the last row's version, the boundary's time.
 
     The record's rows are written to ``rows``. Raises `DataError` and `UserError`.
     """
     rows.unlink(missing_ok=True)
-    kept, boundary = _Kept(JsonLines(rows, lambda _: None)), 0.0
-    metrics = RunMetrics([kept])
-    for event in read_events(events, until=version):
+    kept = _Kept(JsonLines(rows, lambda _: None))
+    state = newest(directory, look_through(directory.events), version)
+    for row in state.rows:
+        kept.on_row(row)
+    metrics, boundary = state.metrics, state.time
+    metrics.sinks = [kept]
+    for event in read_events(directory.events, until=version, after=state.line):
         metrics.on_event(event)
         boundary = event.time
     kept.close()

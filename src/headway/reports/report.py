@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -10,11 +11,15 @@ from pathlib import Path
 from headway.errors import ConfigError, DataError, RunError
 from headway.events import Event
 from headway.reports.alive import is_trained, standing
-from headway.reports.events_file import read_events
+from headway.reports.events_file import look_through, read_events
 from headway.reports.groups import GroupLog
 from headway.reports.html_timeline import write_html
+from headway.reports.metrics import RowSink, RunMetrics
+from headway.reports.metrics_state import newest
+from headway.reports.newest import chosen_versions, draw, newest_versions
 from headway.reports.run_directory import FULL, RunDirectory
 from headway.reports.sampled import SampleIndex, for_page, read_all
+from headway.reports.samples_file import Sample
 from headway.reports.tail import Rewritten
 from headway.reports.timeline import Timeline, TimelineBuilder
 from headway.reports.trace import write_trace
@@ -40,29 +45,42 @@ def places(run: Path, html: Path | None = None, trace: Path | None = None) -> Wr
     return Written(html or run / HTML_NAME, trace or run / TRACE_NAME)
 
 
-def report(run: Path, html: Path | None = None, trace: Path | None = None) -> Written:
+def report(run: Path, html: Path | None = None, trace: Path | None = None, versions: str | None = None) -> Written:
     """Write the page and the trace of the run in directory ``run``; by default they lie beside its events.
 
-    A run that failed or still goes on is reported up to its last event.
+    A run that failed or still goes on is reported up to its last event. ``versions``: which ones the timeline draws, as
+    ``A:B``; by default all, of a large run the newest ones.
 
     Raises:
-        ConfigError: ``run`` is no run's directory, its record cannot be read, or a file cannot be written.
+        ConfigError: ``versions`` names none, ``run`` is no run's directory, its record cannot be read, or a file cannot
+            be written.
         RunError: a disk has no room for a file.
     """
     written = places(run, html, trace)
     samples = _samples(run)
     shown = for_page(samples)
-    timeline = _timeline(run, {sample["group"] for sample in shown if "group" in sample})
+    timeline = _timeline(run, [sample for sample in shown if "group" in sample], versions)
     write_page = partial(write_html, samples=shown, name=run.resolve().name)
     _write(write_page, timeline, written.html, "--html")
     _write(write_trace, timeline, written.trace, "--trace")
     return replace(written, damaged=samples.damaged, adds_up=bool(timeline.summary["balanced"]))
 
 
-def _timeline(run: Path, sampled: Container[int]) -> Timeline:
-    builder = TimelineBuilder(groups=GroupLog(sampled))
-    for event in events_of(run):
-        builder.on_event(event)
+def _timeline(run: Path, sampled: Sequence[Sample], versions: str | None) -> Timeline:
+    builder = TimelineBuilder(groups=GroupLog({sample["group"] for sample in sampled}))
+    path = events_file_of(run)
+    with _readable(run):
+        record = look_through(path)
+        drawn = newest_versions(path, record) if versions is None else chosen_versions(versions, record)
+    if drawn is None:
+        for event in events_of(run):
+            builder.on_event(event)
+    else:
+        builder.metrics = metrics_of(run, builder.curves)
+        with _readable(run):
+            draw(path, drawn, builder)
+        for sample in sampled:
+            builder.groups.add_sampled(sample)
     timeline = builder.build()
     found = standing(builder.metrics.started, builder.metrics.finished, RunDirectory(run).lock)
     return replace(timeline, summary=timeline.summary | {"status": found.status, "reason": found.reason})
@@ -76,23 +94,44 @@ def _samples(run: Path) -> SampleIndex:
         raise ConfigError(f"RUN: got {run}, whose {path.name} cannot be read: {cause}") from cause
 
 
-def events_of(run: Path, kinds: Collection[type[Event]] | None = None, number: int | None = None) -> Iterator[Event]:
+def metrics_of(run: Path, sink: RowSink) -> RunMetrics:
+    """Return the metrics of the run in directory ``run``; ``sink`` gets the rows. Raises `ConfigError` as `report`."""
+    path = events_file_of(run)
+    with _readable(run):
+        state = newest(RunDirectory(run), look_through(path))
+    for row in state.rows:
+        sink.on_row(row)
+    state.metrics.sinks = [sink]
+    for event in events_of(run, after=state.line):
+        state.metrics.on_event(event)
+    return state.metrics
+
+
+def events_of(
+    run: Path, kinds: Collection[type[Event]] | None = None, number: int | None = None, after: int = 0
+) -> Iterator[Event]:
     """Yield the surviving history of the run in directory ``run``. Raises `ConfigError` as `report` does.
 
-    ``kinds``, ``number``: which events to read, see `EventReader`; there may be none then.
+    ``kinds``, ``number``, ``after``: which events to read, see `EventReader`; there may be none then.
     """
     path = events_file_of(run)
     empty = True
-    try:
-        for event in read_events(path, kinds=kinds, number=number):
+    with _readable(run):
+        for event in read_events(path, kinds=kinds, number=number, after=after):
             empty = False
             yield event
-    except DataError as cause:
-        raise ConfigError(f"RUN: got {run}, whose record cannot be read: {cause}") from cause
-    if empty and kinds is None:
+    if empty and kinds is None and not after:
         raise ConfigError(
             f"RUN: got {run}, where nothing has happened yet: {path.name} has no complete line; {not_yet(run)}"
         )
+
+
+@contextmanager
+def _readable(run: Path) -> Iterator[None]:
+    try:
+        yield
+    except DataError as cause:
+        raise ConfigError(f"RUN: got {run}, whose record cannot be read: {cause}") from cause
 
 
 def not_yet(run: Path) -> str:

@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from headway.events import Span, StageChanged
-from headway.reports.lanes import Kind, Lane, LaneSpan, idle, joined
+from headway.reports.lanes import NOTHING_REPORTED, Kind, Lane, LaneSpan, idle, joined
 
 GROUP = "Stages"
 WAITING_INPUT, WAITING_OUTPUT, PROCESSING, PAUSED = "waiting_input", "waiting_output", "processing", "paused"
+FIRST_AWAITED = "waits for its first input"
 ENDED = ("draining", "stopped", "failed")
 """States of a stage that gets no more input; while draining, items may still be in processing."""
 
@@ -56,16 +57,22 @@ class StageLog:
     def when(self, *states: str) -> list[Span]:
         return [(stay.start, stay.end) for stay in self.stays if stay.state in states]
 
-    def lane(self, life: Span) -> Lane:
-        """Return the stage's lane: idle from ``life``'s start to the first transition; it ends when the stage stops."""
+    def lane(self, life: Span, before: str = FIRST_AWAITED) -> Lane:
+        """Return the stage's lane: idle, for the reason ``before``, from ``life``'s start to the first transition.
+
+        It ends when the stage stops.
+        """
         first = self.stays[0].start if self.stays else life[1]
         spans = [_span(stay) for stay in self.stays if stay.state not in ENDED]
-        return Lane(GROUP, self.name, joined([idle((life[0], first), "waits for its first input"), *spans]))
+        return Lane(GROUP, self.name, joined([idle((life[0], first), before), *spans]))
 
 
-def stage_lanes(logs: Iterable[StageLog], life: Span, place_of: Callable[[str], int]) -> list[Lane]:
+def stage_lanes(
+    logs: Iterable[StageLog], life: Span, place_of: Callable[[str], int], *, late: bool = False
+) -> list[Lane]:
     """Lanes of the stages, each at the place that ``place_of`` gives for its name."""
-    return [log.lane(life) for log in sorted(logs, key=lambda log: place_of(log.name))]
+    before = NOTHING_REPORTED if late else FIRST_AWAITED
+    return [log.lane(life, before) for log in sorted(logs, key=lambda log: place_of(log.name))]
 
 
 def _span(stay: Stay) -> LaneSpan:

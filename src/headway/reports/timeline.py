@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from math import inf
 from typing import Any
 
 from headway.events import (
@@ -53,7 +54,7 @@ from headway.reports.environment_lanes import Environments
 from headway.reports.groups import GroupLog, ledger
 from headway.reports.human import score
 from headway.reports.intervals import complement, intersection
-from headway.reports.lanes import Kind, Lane, LaneSpan, side_by_side
+from headway.reports.lanes import Kind, Lane, LaneSpan, clipped, side_by_side
 from headway.reports.metrics import RunMetrics
 from headway.reports.stage_lanes import PROCESSING, StageLog, stage_lanes
 from headway.reports.summary import summary
@@ -101,6 +102,8 @@ class Timeline:
     """The wall time that the figures' shares refer to: first admission to last optimizer step."""
     simulated: bool = False
     """True for a simulation: times are predictions, and rewards mean nothing."""
+    versions: tuple[int, int] | None = None
+    """First and last of the versions that lanes, marks, counters and groups are of; None where it is the whole run."""
     story: Story | None = None
     """What was learned and what became of each group; None where nothing says so, and of a simulation."""
 
@@ -184,14 +187,22 @@ class TimelineBuilder:
     discards: int = 0
     first: float | None = None
     last: float = 0.0
+    versions: tuple[int, int] | None = None
+    """The versions that are drawn; None for the whole run."""
+    since: float | None = None
+    """When the first of them began: what was before is left out."""
 
     def __post_init__(self) -> None:
         self.metrics.sinks = [self.curves]
 
     def on_event(self, event: Event) -> None:
+        self.metrics.on_event(event)
+        self.draw(event)
+
+    def draw(self, event: Event) -> None:
+        """Take an event that ``metrics`` has already."""
         self.first = event.time if self.first is None else min(self.first, event.time)
         self.last = max(self.last, event.time)
-        self.metrics.on_event(event)
         self.counters.on_event(event)
         self.groups.on_event(event)
         self._record(event)
@@ -208,14 +219,15 @@ class TimelineBuilder:
 
     def build(self, *, ended: bool = True) -> Timeline:
         """Return the timeline. With ``ended`` no event follows: the last rows of an unfinished run are closed."""
-        life = (self.first or 0.0, self.last)
+        since = -inf if self.since is None else self.since
+        life = (max(self.first or 0.0, since), self.last)
         figures = summary(self.metrics)
         if ended:
             self.metrics.close()
         for log in self.stages.values():
             log.close(life[1])
         self.admission.close(life[1])
-        return Timeline(
+        whole = Timeline(
             window=life,
             lanes=() if self.first is None else tuple(self._lanes(life)),
             marks=tuple(sorted(self.marks, key=lambda mark: mark.time)),
@@ -223,8 +235,10 @@ class TimelineBuilder:
             summary=figures,
             measured=self.metrics.window,
             simulated=self.simulated,
+            versions=self.versions,
             story=None if self.simulated else Story(self.curves, self.groups, ledger(self.metrics)),
         )
+        return whole if self.versions is None else _within(whole, life)
 
     # ------------------------------------------------------------------------------------------ events
 
@@ -291,7 +305,8 @@ class TimelineBuilder:
         yield from self._lease_lanes(life)
         yield from self._run_lanes()
         started = self.metrics.started
-        yield from stage_lanes(self.stages.values(), life, started.place_of if started else lambda name: 0)
+        place_of = started.place_of if started else lambda name: 0
+        yield from stage_lanes(self.stages.values(), life, place_of, late=self.since is not None)
 
     def _trainer_lane(self, life: Span) -> Lane:
         started = self.metrics.started
@@ -337,6 +352,19 @@ class TimelineBuilder:
         for name, spans in (("validation", self.validations), ("checkpoints", self.saves)):
             if any(span.end > span.start for span in spans):
                 yield from side_by_side(RUN, name, spans)
+
+
+def _within(timeline: Timeline, window: Span) -> Timeline:
+    """The part of a timeline inside ``window``. Its figures, curves and ledger stay those of the whole run."""
+    lanes = (replace(lane, spans=tuple(clipped(lane.spans, [window]))) for lane in timeline.lanes)
+    counters = (counter.since(window[0]) for counter in timeline.counters)
+    return replace(
+        timeline,
+        lanes=tuple(lane for lane in lanes if lane.spans),
+        marks=tuple(mark for mark in timeline.marks if mark.time >= window[0]),
+        counters=tuple(counter for counter in counters if counter.times),
+        measured=next(iter(intersection([timeline.measured or window], [window])), None),
+    )
 
 
 def _mark_of(event: Event) -> Mark | None:

@@ -26,6 +26,8 @@ from headway.reports.event_types import parse_event
 from headway.reports.events_file import Record, look_through, to_json_line
 from headway.reports.groups import MOST_GROUPS, GroupLog, ledger
 from headway.reports.html_timeline import cards, live_parts
+from headway.reports.metrics_state import newest
+from headway.reports.newest import draw, newest_versions
 from headway.reports.run_directory import RunDirectory
 from headway.reports.sampled import MOST_VALIDATIONS, Key, SampleIndex
 from headway.reports.summary import summary
@@ -248,13 +250,30 @@ class Follower:
             if isinstance(cause.__cause__, OSError):  # nothing is wrong with the record
                 raise cause.__cause__ from cause
             raise
+        read = self._anew(record)
+        if events.is_file():
+            self._begin_late(read)
         with self._changed:
-            self._read, self._status = self._anew(record), READING
+            self._read, self._status = read, READING
             self.epoch += 1
             self._built, self._curves, self._cards = (-1, -1), (0, None), (0, [], "")
             self._curves_due, self._timeline_due = _Due(CURVES_EVERY_S), _Due(TIMELINE_EVERY_S)
             # Serial numbers of groups begin again, and a page's must not be ahead of them: it asks by its epoch.
             self.serial = 0
+
+    def _begin_late(self, read: _Read) -> None:
+        """Of a large run take the metrics at its newest boundary that has them, and read the newest versions alone."""
+        events, builder = self._directory.events, read.builder
+        drawn, state = newest_versions(events, read.record), newest(self._directory, read.record)
+        if drawn is None or not state.line:
+            return
+        for row in state.rows:
+            builder.curves.on_row(row)
+        builder.metrics, builder.metrics.sinks = state.metrics, [builder.curves]
+        draw(events, drawn, builder, state.line)
+        with events.open("rb") as file:
+            read.events.offset = sum(len(next(file)) for _ in range(state.line))
+        read.lines, read.dense = state.line, DenseReader(events, line=state.line)
 
     def _read_samples(self) -> bool:
         read = self._read

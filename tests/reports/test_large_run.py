@@ -1,0 +1,170 @@
+"""A run whose dense events lie in segments: what is read of it, against what reading every event gives."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from headway.errors import ConfigError
+from headway.events import VersionReached
+from headway.reports.bundle import open_reports
+from headway.reports.compare import read_runs
+from headway.reports.events_file import look_through
+from headway.reports.lanes import clipped
+from headway.reports.metrics_state import newest
+from headway.reports.report import _timeline, report
+from headway.reports.run_directory import RunDirectory
+from headway.reports.timeline import Lane, Timeline, build_timeline
+from headway.reports.watch.follower import Follower
+from tests.pipeline.scenario import Scenario
+from tests.reports.timelines import simulated_events
+
+VERSIONS = 6
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A simulated run, each of whose versions has a segment."""
+    directory = tmp_path_factory.mktemp("large") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("headway.reports.events_file.SEGMENT_BYTES", 1)
+        reports = open_reports(Scenario("async_partial").config, directory, Console(file=io.StringIO(), width=100))
+        for event in simulated_events("async_partial", VERSIONS):
+            reports.emit(event)
+        reports.close()
+    return directory
+
+
+@pytest.fixture
+def few_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headway.reports.newest.MOST_DENSE", 1)
+
+
+def copy(run: Path, folder: Path) -> Path:
+    return Path(shutil.copytree(run, folder / "run"))
+
+
+def without_states(run: Path) -> Path:
+    for path in (run / "events").glob("*.state"):
+        path.unlink()
+    return run
+
+
+def without_early_segments(run: Path) -> Path:
+    for path in sorted((run / "events").glob("*.parquet"))[:-3]:
+        path.write_bytes(b"not read")
+    return run
+
+
+def drawn(run: Path, versions: str | None = None) -> Timeline:
+    return _timeline(run, [], versions)
+
+
+def inside(lanes: tuple[Lane, ...], window: tuple[float, float]) -> list[tuple[str, str, float, dict[str, float]]]:
+    """Each lane's busy seconds, and idle ones by reason; stages may be in a state that began long before."""
+    found = []
+    for lane in lanes:
+        part = replace(lane, spans=tuple(clipped(lane.spans, [window])))
+        reasons = {reason: round(seconds, 6) for reason, seconds in part.idle_by_reason(window).items()}
+        if lane.group == "Stages":
+            reasons = {"idle": round(sum(reasons.values()), 5)}
+        if part.spans:
+            found.append((lane.group, lane.name, round(part.seconds(window), 6), reasons))
+    return found
+
+
+def test_figures_and_curves_of_a_large_run_are_those_of_all_its_events(run: Path, tmp_path: Path) -> None:
+    replayed = read_runs([without_states(copy(run, tmp_path))])[0]
+    found = read_runs([without_early_segments(copy(run, tmp_path / "late"))])[0]
+    assert found.figures == replayed.figures
+    assert found.figures["groups"]["trained"] > 0
+    assert found.curves.charts() == replayed.curves.charts()
+
+
+@pytest.mark.usefixtures("few_drawn")
+def test_the_page_of_a_large_run_draws_its_newest_versions_and_says_so(run: Path, tmp_path: Path) -> None:
+    whole, late = build_timeline(simulated_events("async_partial", VERSIONS)), drawn(run)
+    assert late.versions is not None
+    assert late.versions[0] > 0
+    assert late.window[0] > whole.window[0]
+    assert inside(late.lanes, late.window) == inside(whole.lanes, late.window)
+    assert late.summary == whole.summary
+    assert [mark.label for mark in late.marks] == [m.label for m in whole.marks if m.time >= late.window[0]]
+    page = report(without_early_segments(copy(run, tmp_path))).html.read_text()
+    assert "cover the versions {} to {};".format(*late.versions) in page
+
+
+def test_versions_that_are_asked_for_are_drawn_as_the_whole_run_s_page_has_them(run: Path) -> None:
+    whole, early = build_timeline(simulated_events("async_partial", VERSIONS)), drawn(run, "2:3")
+    begins = {e.version: e.time for e in simulated_events("async_partial", VERSIONS) if isinstance(e, VersionReached)}
+    assert early.window == pytest.approx((begins[2], begins[4]))
+    assert early.versions == (2, 3)
+    assert [busy for *busy, _ in inside(early.lanes, early.window)] == [
+        busy for *busy, _ in inside(whole.lanes, early.window)
+    ]
+    assert early.summary == whole.summary
+
+
+@pytest.mark.parametrize("versions", ["3", "4:2", "7:9", "a:b", "-1:2"])
+def test_versions_that_there_are_not_are_refused(run: Path, versions: str) -> None:
+    with pytest.raises(ConfigError, match=r"--versions: got .*; expected A:B, .* of the versions 0 to"):
+        drawn(run, versions)
+
+
+def test_a_small_run_is_drawn_as_a_whole(run: Path) -> None:
+    assert drawn(run).versions is None
+
+
+@pytest.mark.usefixtures("few_drawn")
+def test_watching_a_large_run_begins_with_its_newest_versions(run: Path, tmp_path: Path) -> None:
+    messages = []
+    for directory in (without_early_segments(copy(run, tmp_path)), without_states(copy(run, tmp_path / "all"))):
+        follower = Follower(RunDirectory(directory))
+        while follower.look():
+            pass
+        messages.append(follower.message(0, follower.epoch))
+    late, whole = messages
+    assert [late[key] for key in ("figures", "sentence", "ledger")] == [
+        whole[key] for key in ("figures", "sentence", "ledger")
+    ]
+    assert 0 < len(late["groups"]) < len(whole["groups"])
+
+
+def harmful(state: bytes) -> bytes:
+    import zlib
+
+    header, _, _ = state.partition(b"\n")
+    return header + b"\n" + zlib.compress(pickle.dumps(shutil.rmtree))
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda state: b"",
+        lambda state: state[: len(state) // 2],
+        lambda state: state.replace(b'"code": "', b'"code": "other'),
+        lambda state: state.replace(b'"line": ', b'"line": 1'),
+        harmful,
+    ],
+    ids=["empty", "half", "of other code", "of another boundary", "of other classes"],
+)
+def test_a_state_that_does_not_fit_is_passed_over(run: Path, tmp_path: Path, spoil: Any) -> None:
+    directory = RunDirectory(copy(run, tmp_path))
+    record = look_through(directory.events)
+    assert newest(directory, record).line > 0
+    for path in (directory.path / "events").glob("*.state"):
+        path.write_bytes(spoil(path.read_bytes()))
+    assert newest(directory, record).line == 0
+
+
+def test_a_state_needs_all_rows_that_it_has_counted(run: Path, tmp_path: Path) -> None:
+    directory = RunDirectory(copy(run, tmp_path))
+    directory.metrics.write_text("")
+    assert newest(directory, look_through(directory.events)).line == 0
