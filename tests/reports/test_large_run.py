@@ -18,12 +18,14 @@ from headway.reports.bundle import open_reports
 from headway.reports.compare import read_runs
 from headway.reports.events_file import look_through
 from headway.reports.lanes import clipped
-from headway.reports.metrics_state import newest
+from headway.reports.metrics import RunMetrics
+from headway.reports.metrics_state import newest, save
 from headway.reports.report import _timeline, report
 from headway.reports.run_directory import RunDirectory
 from headway.reports.timeline import Lane, Timeline, build_timeline
 from headway.reports.watch.follower import Follower
 from tests.pipeline.scenario import Scenario
+from tests.reports.stories import sample
 from tests.reports.timelines import simulated_events
 
 VERSIONS = 6
@@ -162,6 +164,27 @@ def test_a_state_that_does_not_fit_is_passed_over(run: Path, tmp_path: Path, spo
     for path in (directory.path / "events").glob("*.state"):
         path.write_bytes(spoil(path.read_bytes()))
     assert newest(directory, record).line == 0
+
+
+def test_states_of_checkpoints_and_the_newest_ones_are_kept_and_undone_ones_go(run: Path, tmp_path: Path) -> None:
+    directory = RunDirectory(copy(run, tmp_path))
+    (directory.checkpoints / "version_2").mkdir(parents=True)
+    for version in (2, 3, 4, 5, 6, 7, 8, 9, 5):
+        save(directory, RunMetrics(), version, 1, 0.0)
+    assert sorted(int(path.stem) for path in (directory.path / "events").glob("*.state")) == [2, 5]
+    for version in (6, 7, 8, 9):
+        save(directory, RunMetrics(), version, 1, 0.0)
+    assert sorted(int(path.stem) for path in (directory.path / "events").glob("*.state")) == [2, 6, 7, 8, 9]
+
+
+@pytest.mark.usefixtures("few_drawn")
+def test_an_old_group_whose_text_is_on_the_page_is_in_its_list(run: Path) -> None:
+    text = sample(0, 0)
+    assert drawn(run).story is not None
+    found = _timeline(run, [text], None).story
+    assert found is not None
+    first = next(iter(found.groups.lines()))
+    assert (first.number, first.fate, first.version) == (0, text["fate"], 0)
 
 
 def test_a_state_needs_all_rows_that_it_has_counted(run: Path, tmp_path: Path) -> None:

@@ -341,5 +341,10 @@ def test_a_large_run_is_resumed_from_its_newest_state_without_its_early_events(
     assert summary(directory)["balanced"]
     for path in (directory / "events").glob("*.state"):
         path.unlink()
+    console, lock = quiet(), RunLock(directory / "run.lock")
     with pytest.raises(DataError, match=early.name):
-        resumed(directory, state)
+        reopen_reports(
+            SCENARIO.config, RunDirectory.existing(directory), lock, state["version"], balance(state), console
+        )
+    assert isinstance(console.file, io.StringIO)
+    assert "all events are read again" in console.file.getvalue()

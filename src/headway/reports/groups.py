@@ -109,6 +109,7 @@ class GroupLog:
             line.reward, line.lag = mean_of(episodes, "reward"), sample["lag"]
             line.tokens, line.answers = sum(episode["length"] for episode in episodes), len(episodes)
             self._kept[number] = line
+            self.touch(number)
 
     def touch(self, number: int) -> None:
         """Note that something else about the group ``number`` has changed."""

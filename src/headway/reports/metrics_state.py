@@ -72,9 +72,10 @@ def save(run: RunDirectory, metrics: RunMetrics, version: int, line: int, time: 
     draft.write_bytes(json.dumps({"code": _code(), "line": line, "time": time}).encode() + b"\n" + state)
     draft.replace(draft.with_suffix(SUFFIX))
     checkpoints = Checkpoints(run.checkpoints)
-    for path in _states(run)[KEPT:]:
-        if not checkpoints.actor(int(path.stem)).is_dir():
-            path.unlink(missing_ok=True)
+    undone = [path for path in _states(run) if int(path.stem) > version]
+    older = [path for path in _states(run)[len(undone) + KEPT :] if not checkpoints.actor(int(path.stem)).is_dir()]
+    for path in undone + older:
+        path.unlink(missing_ok=True)
 
 
 def newest(run: RunDirectory, record: Record, until: int | None = None) -> MetricsState:

@@ -20,6 +20,7 @@ from headway.events import RunResumed
 from headway.reports.bundle import MetricsFile, Reports, RunClock, open_all
 from headway.reports.checkpoints import Checkpoints
 from headway.reports.console_view import stdout_console
+from headway.reports.dense_events import segments_of
 from headway.reports.events_file import JsonLines, cut_off_half_line, look_through, read_events
 from headway.reports.metrics import RunMetrics
 from headway.reports.metrics_state import newest
@@ -47,7 +48,7 @@ def reopen_reports(
     resumed = look_through(directory.events).resumed + 1
     rows, samples = draft_of(directory.metrics), draft_of(directory.samples)
     try:
-        metrics, last, boundary = _told(directory, version, rows)
+        metrics, last, boundary = _told(directory, version, rows, console)
         _surviving_samples(directory, samples, version, boundary)
         if (told := metrics.tally.counts()) != saved:
             raise UserError(
@@ -70,7 +71,7 @@ def reopen_reports(
     return reports
 
 
-def _told(directory: RunDirectory, version: int, rows: Path) -> tuple[RunMetrics, int, float]:
+def _told(directory: RunDirectory, version: int, rows: Path, console: Console) -> tuple[RunMetrics, int, float]:
     """Read the record up to the boundary of ``version``: its metrics, the last row's version, the boundary's time.
 
     The record's rows are written to ``rows``. Raises `DataError` and `UserError`.
@@ -78,6 +79,8 @@ def _told(directory: RunDirectory, version: int, rows: Path) -> tuple[RunMetrics
     rows.unlink(missing_ok=True)
     kept = _Kept(JsonLines(rows, lambda _: None))
     state = newest(directory, look_through(directory.events), version)
+    if not state.line and segments_of(directory.events):
+        console.print("no state of the metrics fits this version and this Headway: all events are read again")
     for row in state.rows:
         kept.on_row(row)
     metrics, boundary = state.metrics, state.time
