@@ -13,7 +13,7 @@ from headway.errors import DataError, RunnerLost, UserCodeError, boundary, cut, 
 
 
 def test_foreign_code_that_leaves_the_process_is_told_as_any_other_failure_of_it() -> None:
-    with pytest.raises(UserCodeError, match=r"^making it: SystemExit: 0$"), boundary("making it", UserCodeError):
+    with pytest.raises(UserCodeError, match=r"^making it: SystemExit: 0 \(test_errors\.py:17, in test_foreign_code_that_leaves.*\)$"), boundary("making it", UserCodeError):
         raise SystemExit(0)
 
 

@@ -12,10 +12,17 @@ the message says what was given, what was expected and what to do.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from traceback import walk_tb
 
+NOT_THE_USERS = ("<", str(Path(__file__).parent), str(Path(os.__file__).parent))
+"""Beginnings of the names of files that are not the user's: Headway's, and Python's own."""
+INSTALLED = frozenset({"site-packages", "dist-packages"})
+"""Names of folders of installed packages."""
 EXIT_INTERRUPTED = 130
 """Exit code of an interrupted run, as shells have it for a program that Ctrl-C ended."""
 
@@ -176,7 +183,7 @@ def boundary(doing: str, error: type[HeadwayError]) -> Iterator[None]:
     except HeadwayError:
         raise
     except (Exception, SystemExit) as cause:  # code that calls sys.exit() ends no command, and no event loop
-        raise error(f"{doing}: {said_by(cause)}") from cause
+        raise error(f"{doing}: {raised_by(cause)}") from cause
 
 
 def said_by(cause: BaseException, most: int = 300) -> str:
@@ -190,6 +197,19 @@ def said_by(cause: BaseException, most: int = 300) -> str:
         text = "(its message cannot be read)"
     text = cut(text, most)
     return writable(f"{type(cause).__name__}: {text}" if text else type(cause).__name__)
+
+
+def raised_by(cause: BaseException, most: int = 300) -> str:
+    """Describe an error of user code as `said_by` does, with its place: ``"KeyError: 'a' (own.py:12, in score)"``.
+
+    The place is the last one in a file of the user's: not of Headway, of an installed package or of Python itself.
+    """
+    said = said_by(cause, most)
+    for frame, line in reversed([*walk_tb(cause.__traceback__)]):
+        code = frame.f_code
+        if not code.co_filename.startswith(NOT_THE_USERS) and not INSTALLED & {*Path(code.co_filename).parts}:
+            return f"{said} ({Path(code.co_filename).name}:{line}, in {code.co_name})"
+    return said
 
 
 def shown(value: object, most: int = 80) -> str:

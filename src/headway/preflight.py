@@ -105,17 +105,26 @@ def check_inputs(config: Config) -> Rows:
     return rows
 
 
-def check_dry(config: Config, *, model_there: bool = True) -> list[str]:
+def check_dry(config: Config, *, model_there: bool = True, user_code: bool = False) -> list[str]:
     """Check what ``--dry-run`` checks: trackers and, unless the model's files are still to come, all of
     `check_without_torch`, and return its notes. Raises as these do.
+
+    ``user_code``: call it, too (`headway.trials`).
     """
     check_trackers(config)
-    return check_without_torch(config) if model_there else []
+    if not model_there:
+        return []
+    notes, rows = check_without_torch(config)
+    if user_code:
+        from headway.trials import try_user_code
+
+        notes += try_user_code(config, rows)
+    return notes
 
 
-def check_without_torch(config: Config) -> list[str]:
+def check_without_torch(config: Config) -> tuple[list[str], Rows]:
     """Check what can be told without torch: `check_inputs`, and more of a model's folder. Returns what to tell of the
-    data. A model that has to be downloaded first is left alone.
+    data, and the rows. A model that has to be downloaded first is left alone.
 
     For ``--dry-run`` and the doctor, which end soon: transformers takes it for good that there is no torch.
 
@@ -128,7 +137,7 @@ def check_without_torch(config: Config) -> list[str]:
     rows = check_inputs(config)
     model = config.model
     if model.path is None or (folder := find_folder(model.path)) is None:
-        return []
+        return [], rows
     limit = read_object(folder / "config.json").get("max_position_embeddings")
     check_positions(config, limit if isinstance(limit, int) else None, LOWER)  # `check_model` tells of odd values
     from headway.models.tokenizer import load_tokenizer, torch_hidden
@@ -139,7 +148,7 @@ def check_without_torch(config: Config) -> list[str]:
         tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
         if config.rollout.has_program:
             chats_of(config, tokenizer)
-        return check_rows(config, tokenizer, rows)
+        return check_rows(config, tokenizer, rows), rows
 
 
 def check_model(config: Config, rows: Rows, *, when_too_long: str = LOWER) -> DataBundle | None:

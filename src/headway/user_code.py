@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from headway.errors import UserCodeError, boundary, said_by
+from headway.errors import UserCodeError, boundary, raised_by
 
 
 def names_a_file(spec: str) -> bool:
@@ -109,7 +109,7 @@ def _import_file(path: Path) -> ModuleType:
         module_spec.loader.exec_module(module)
     except (Exception, SystemExit) as cause:
         del sys.modules[module_name]
-        raise UserCodeError(f"{path} does not import: {said_by(cause)}") from cause
+        raise UserCodeError(f"{path} does not import: {raised_by(cause)}") from cause
     return module
 
 

@@ -75,8 +75,8 @@ def test_a_function_from_a_file_that_calls_exit_ends_nothing_but_its_own_call(tm
     assert str(signature(function)) == "(inputs, *, k=3)"
     with pytest.raises(UserCodeError) as error:
         function(True)
-    assert str(error.value) == f"{spec}: called sys.exit (SystemExit: 0); raise an error instead"
-    with pytest.raises(KeyError, match="5"):
+    assert str(error.value) == f"{spec}: raised SystemExit: 0 (mine.py:3, in f)"
+    with pytest.raises(UserCodeError, match=r"raised KeyError: 5 \(mine\.py:3, in f\)"):
         function(False, k=5)
 
 

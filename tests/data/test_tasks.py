@@ -240,7 +240,9 @@ def test_a_problem_of_one_s_own_that_is_none_is_the_user_s_error(tmp_path: Path,
     spec = f"{tmp_path}/own.py:make"
     with pytest.raises(UserCodeError) as error:
         split_task(spec, {}, seed=0, size=5, val_size=0).train[3]
-    assert str(error.value) == f"{spec}: problem(3){message}"
+    said, _, place = str(error.value).partition(" (own.py:")
+    assert said == f"{spec}: problem(3){message}"
+    assert bool(place) == message.startswith(":"), "what it raised has its line"
 
 
 def test_what_a_task_of_one_s_own_says_of_its_parameters_is_passed_on(tmp_path: Path) -> None:

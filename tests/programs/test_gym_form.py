@@ -159,8 +159,8 @@ EXPECTED = r"expected \(observation, reward, terminated, truncated, info\)"
         ({"step": '("obs", None, True, False, {})'}, r"the reward of step\(\) is None, expected a finite number"),
         ({"step": '("obs", 1, True, {}, False)'}, r"step\(\) returned {} for truncated, expected True or False"),
         ({"step": "(3, 1, False, False, {})"}, r"step\(\) returned the observation 3, and the model reads text; wrap"),
-        ({"step": "1 / 0"}, r"step\(\) raised ZeroDivisionError: division by zero$"),
-        ({"reset": "exit(3)"}, r"reset\(\) raised SystemExit: 3$"),
+        ({"step": "1 / 0"}, r"step\(\) raised ZeroDivisionError: division by zero \(game\.py:\d+, in step\)$"),
+        ({"reset": "exit(3)"}, r"reset\(\) raised SystemExit: 3 \(game\.py:\d+, in reset\)$"),
     ],
 )
 async def test_what_an_environment_does_wrong_is_one_message_that_names_it(environment, returns, message):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -106,15 +107,15 @@ def test_sums_are_those_of_a_scalar_loop(parts: list[tuple[float, bool, bool]]) 
 @pytest.mark.parametrize(
     ("function", "reason"),
     [
-        ("raises", "raises: exception: ValueError: no verdict"),
-        ("leaves", "leaves: exception: SystemExit: 3"),
+        ("raises", "raises: exception: ValueError: no verdict (mine.py:…, in raises)"),
+        ("leaves", "leaves: exception: SystemExit: 3 (mine.py:…, in leaves)"),
         ("nan", "nan: returned nan for response 0, expected a finite number"),
     ],
 )
 def test_of_several_rewards_the_one_that_failed_is_named(mine: str, function: str, reason: str) -> None:
     with pytest.raises(ScoringFailed) as error:
         scorer(part("exact_match"), part(f"{mine}:{function}"))(REQUEST)
-    assert str(error.value) == reason
+    assert re.sub(r":\d+, in", ":…, in", str(error.value)) == reason
 
 
 def test_a_sum_that_float32_cannot_hold_is_refused(mine: str) -> None:

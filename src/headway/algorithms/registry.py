@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, Generic, TypeVar
 
-from headway.errors import ConfigError, UserCodeError, said_by
+from headway.errors import ConfigError, HeadwayError, UserCodeError, raised_by
 from headway.user_code import load_function, names_a_file
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -20,8 +20,19 @@ class Registry(Generic[F]):
     what else that key takes.
     """
 
-    def __init__(self, what: str, key: str, also: str = "file.py:function for your own") -> None:
-        self._what = what
+    def __init__(
+        self,
+        what: str,
+        key: str,
+        also: str = "file.py:function for your own",
+        *,
+        expected: str = "",
+        fits: Callable[..., bool] = lambda result, *arguments: True,
+    ) -> None:
+        """``expected``: words for what a function of the user's own is to return; ``fits`` tells whether a result is
+        that, of these arguments.
+        """
+        self._what, self._expected, self._fits = what, expected, fits
         self._key = key
         self._also = also
         self._functions: dict[str, F] = {}
@@ -48,7 +59,7 @@ class Registry(Generic[F]):
             UserCodeError: the user's file does not import or lacks the function.
         """
         if names_a_file(name):
-            return _ending_nothing(name, load_function(name))  # type: ignore[return-value]  # the user's promise
+            return self._attributed(name, load_function(name))  # type: ignore[return-value]  # the user's promise
         if name not in self._functions:
             close = difflib.get_close_matches(name, self._functions, n=1)
             hint = f" (did you mean {close[0]!r}?)" if close else ""
@@ -57,15 +68,28 @@ class Registry(Generic[F]):
             )
         return self._functions[name]
 
+    def _attributed(self, spec: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap the user's ``function``: what it raises, and a result that does not fit, is a `UserCodeError`."""
+        expected = f"; expected {self._expected}" if self._expected else ""
 
-def _ending_nothing(spec: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``function``: its ``sys.exit()`` is a `UserCodeError`, or it would end the calling process, in silence."""
+        @wraps(function)
+        def call(*arguments: Any, **named: Any) -> Any:
+            try:
+                result = function(*arguments, **named)
+            except HeadwayError:
+                raise
+            except (Exception, SystemExit) as cause:  # sys.exit() would end the calling process, in silence
+                raise UserCodeError(f"{spec}: raised {raised_by(cause)}{expected}") from cause
+            if not self._fits(result, *arguments):
+                raise UserCodeError(f"{spec}: returned {shown_result(result)}{expected}")
+            return result
 
-    @wraps(function)
-    def call(*arguments: Any, **named: Any) -> Any:
-        try:
-            return function(*arguments, **named)
-        except SystemExit as cause:
-            raise UserCodeError(f"{spec}: called sys.exit ({said_by(cause)}); raise an error instead") from cause
+        return call
 
-    return call
+
+def shown_result(result: Any) -> str:
+    """Describe a result by its types and shapes: ``(Tensor [4, 7], dict)``."""
+    if isinstance(result, tuple):
+        return f"({', '.join(map(shown_result, result))})"
+    shape = getattr(result, "shape", None)
+    return type(result).__name__ if shape is None else f"{type(result).__name__} {list(shape)}"

@@ -22,6 +22,8 @@ EXIT_FAILED = 1
 A_TYPING_ERROR = 0.8
 """Likeness, in [0, 1], from which on an unknown option is taken for a misspelled known one."""
 
+STATIC = "--static"
+"""Option that ``--dry-run=static`` is short for, with ``--dry-run``."""
 FLAGS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 """Values of an option that is there or not, where it is typed as a setting."""
 
@@ -33,6 +35,7 @@ Overrides = Annotated[
         autocompletion=complete_setting,
     ),
 ]
+Static = Annotated[bool, typer.Option(STATIC, hidden=True)]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
 
@@ -75,6 +78,7 @@ class TakesSettings(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the command's arguments. Raises click's errors of usage, as the base class does."""
+        args = [word for one in args for word in (["--dry-run", STATIC] if one == "--dry-run=static" else [one])]
         typed = list(args)  # a copy: the parser empties its own
         try:
             rest = super().parse_args(ctx, args)

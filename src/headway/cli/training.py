@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headway.cli.common import Debug, Overrides, errors_as_messages
+from headway.cli.common import Debug, Overrides, Static, errors_as_messages
 from headway.cli.completing import complete_config
 from headway.errors import ConfigError
 
@@ -25,7 +25,11 @@ Resume = Annotated[
 ConfigFile = Annotated[Path, typer.Argument(help=A_CONFIG, autocompletion=complete_config)]
 DryRun = Annotated[
     bool,
-    typer.Option("--dry-run", help="Print the resolved settings and their summary, check reward and data, and stop."),
+    typer.Option(
+        "--dry-run",
+        help="Print the resolved settings, check the data, try reward, loss and program, and stop. --dry-run=static "
+        "runs no user code.",
+    ),
 ]
 
 
@@ -34,31 +38,32 @@ def train(
     overrides: Overrides = None,
     resume: Resume = None,
     dry_run: DryRun = False,
+    static: Static = False,
     debug: Debug = False,
 ) -> None:
     """Train a model, or go on with a run that ended early: CONFIG [a.b=c …], or --resume RUN [a.b=c …]."""
     with errors_as_messages(debug):
         if resume is not None:
             given = [] if config is None else [str(config)]
-            _resume(resume, [*given, *(overrides or [])], dry_run)
+            _resume(resume, [*given, *(overrides or [])], dry_run, static)
         elif config is None:
             raise ConfigError("expected CONFIG, a YAML file or a recipe's name, like demo, or --resume RUN")
         else:
-            _train(config, overrides or [], dry_run)
+            _train(config, overrides or [], dry_run, static)
 
 
-def demo(overrides: Overrides = None, dry_run: DryRun = False, debug: Debug = False) -> None:
+def demo(overrides: Overrides = None, dry_run: DryRun = False, static: Static = False, debug: Debug = False) -> None:
     """Train the demonstration model: the recipe demo, wherever this is called."""
     from headway.config.recipes import recipes
 
     with errors_as_messages(debug):
-        _train(recipes()["demo"], overrides or [], dry_run)
+        _train(recipes()["demo"], overrides or [], dry_run, static)
 
 
-def _train(config: Path, overrides: list[str], dry_run: bool) -> None:
+def _train(config: Path, overrides: list[str], dry_run: bool, static: bool) -> None:
     loaded = load_checked(config, overrides)
     if dry_run:
-        _dry_run(loaded)
+        _dry_run(loaded, static)
         return
     from headway.cluster.process import importing
 
@@ -68,7 +73,7 @@ def _train(config: Path, overrides: list[str], dry_run: bool) -> None:
     raise typer.Exit(run(loaded))
 
 
-def _resume(run: Path, overrides: list[str], dry_run: bool) -> None:
+def _resume(run: Path, overrides: list[str], dry_run: bool, static: bool) -> None:
     from headway.config.resuming import check_changes
     from headway.settings import load_resumed
 
@@ -77,18 +82,18 @@ def _resume(run: Path, overrides: list[str], dry_run: bool) -> None:
     before, loaded = load_resumed(run, overrides)
     if dry_run:
         check_changes(before, loaded.config, version=0)  # what depends on the checkpoint, resuming tells
-        _dry_run(loaded)
+        _dry_run(loaded, static)
         return
     from headway.app import resume
 
     raise typer.Exit(resume(run, before, loaded))
 
 
-def _dry_run(loaded: LoadedConfig) -> None:
+def _dry_run(loaded: LoadedConfig, static: bool) -> None:
     from headway.preflight import check_dry
 
     print_resolved(loaded)
-    for note in check_dry(loaded.config):
+    for note in check_dry(loaded.config, user_code=not static):
         typer.echo(f"# note: {note}")
 
 

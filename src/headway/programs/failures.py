@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from headway.errors import EpisodeOver, HeadwayError, ProgramAway, ProgramFailed, Unavailable, said_by, shown
+from headway.errors import EpisodeOver, HeadwayError, ProgramAway, ProgramFailed, Unavailable, raised_by, shown
 
 
 class Insisted(BaseException):
@@ -44,7 +44,7 @@ def failing(doing: str) -> Iterator[None]:
             raise over from cause
         traceback.print_exception(cause, file=sys.stderr)
         error = ProgramAway if is_away(cause) else ProgramFailed
-        raise error(f"{doing} raised {said_by(cause)}") from cause
+        raise error(f"{doing} raised {raised_by(cause)}") from cause
 
 
 def is_away(cause: BaseException) -> bool:

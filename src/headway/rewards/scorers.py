@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from headway.data.tasks import make_task
-from headway.errors import ConfigError, HeadwayError, ScoringFailed, cut, said_by, writable
+from headway.errors import ConfigError, HeadwayError, ScoringFailed, cut, raised_by, writable
 from headway.interfaces.rewards import Scores
 from headway.rewards.built_in import BUILT_IN, make_rule
 from headway.rewards.request import RewardPart, RewardSpec, ScoreRequest
@@ -122,7 +122,7 @@ def _attributed(name: str | None) -> Iterator[None]:
         with suppress(OSError):  # it may also have closed what this process prints to
             traceback.print_exc()
         # As text: the user's exception may not survive pickling, or need modules that the driver lacks.
-        raise ScoringFailed(cut(f"{where}exception: {said_by(error)}", REASON_LENGTH)) from None
+        raise ScoringFailed(cut(f"{where}exception: {raised_by(error)}", REASON_LENGTH)) from None
 
 
 def checked(values: Any, n: int, *, optional: bool = False) -> Values:

@@ -194,7 +194,11 @@ AdvantageEstimator = Callable[..., Tensor | Advantages]
 """Function ``estimator(inputs, **params)`` that returns [S], one advantage per trajectory, which all its tokens share,
 [S, T], one per token, or `Advantages`; padded to the longest trajectory or to the inputs' T. ``params`` are its own."""
 
-ADVANTAGES: Registry[AdvantageEstimator] = Registry("advantage estimator", "algorithm.adv_estimator")
+ADVANTAGES: Registry[AdvantageEstimator] = Registry(
+    "advantage estimator",
+    "algorithm.adv_estimator",
+    expected="a tensor with a number for each episode, [S], or for each of its tokens, [S, L], or Advantages of such",
+)
 
 E = TypeVar("E", bound=AdvantageEstimator)
 _OUTCOMES_ALONE = "__headway_outcomes_alone__"

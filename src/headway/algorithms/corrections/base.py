@@ -9,6 +9,7 @@ from typing import Literal
 from torch import Tensor
 
 from headway.algorithms.losses import LossInputs
+from headway.algorithms.losses.base import per_token_results
 from headway.algorithms.registry import Registry
 
 Level = Literal["token", "sequence", "geometric"]
@@ -34,4 +35,9 @@ class CorrectionParams:
 Correction = Callable[[LossInputs, CorrectionParams], tuple[Tensor, dict[str, Tensor]]]
 """Function that returns weights [N, T] ≥ 0 and metrics [N, T] by name, without gradient. Masked values do not count."""
 
-CORRECTIONS: Registry[Correction] = Registry("correction", "algorithm.rollout_correction.name")
+CORRECTIONS: Registry[Correction] = Registry(
+    "correction",
+    "algorithm.rollout_correction.name",
+    expected="the weight of each token, shaped [N, T] as inputs.logprobs, and a dictionary of metrics like that",
+    fits=per_token_results,
+)

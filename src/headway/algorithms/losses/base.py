@@ -9,7 +9,7 @@ functions without padding: each token is a row of its own, T is 1, and ``episode
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -64,7 +64,22 @@ class PolicyLossParams(Generic[Own]):
 PolicyLoss = Callable[[LossInputs, PolicyLossParams[Any]], tuple[Tensor, dict[str, Tensor]]]
 """Function that returns per-token losses [N, T], 0 where masked, and per-token metrics [N, T] without gradient."""
 
-POLICY_LOSSES: Registry[PolicyLoss] = Registry("policy loss", "algorithm.policy_loss.loss_mode")
+
+def per_token_results(result: Any, inputs: LossInputs, *_: Any) -> bool:
+    """Tell whether ``result`` is what a loss or a correction returns: numbers per token [N, T], and metrics by name."""
+    if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], Mapping):
+        return False
+    numbers, metrics = result
+    fits = isinstance(numbers, Tensor) and numbers.shape == inputs.logprobs.shape
+    return fits and all(isinstance(metric, Tensor) for metric in metrics.values())
+
+
+POLICY_LOSSES: Registry[PolicyLoss] = Registry(
+    "policy loss",
+    "algorithm.policy_loss.loss_mode",
+    expected="the loss of each token, shaped [N, T] as inputs.logprobs, and a dictionary of metrics like that",
+    fits=per_token_results,
+)
 
 
 def log_ratio(

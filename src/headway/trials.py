@@ -1,0 +1,261 @@
+"""Trials of the user's code before a run, for ``--dry-run``: each part is called once, as the run will call it.
+
+    reward             a real and an empty answer to the first row of each source, in the processes of a run
+    loss, correction,  a batch of two rows of three tokens, forward and backward
+    estimator
+    program            its first turn, rendered by the model's own chat template, and not answered
+
+Nothing loads weights. What cannot be tried is told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from headway.config.schema import Config
+from headway.data.files import Record
+from headway.data.rows import by_source
+from headway.data.sources import Rows
+from headway.data.types import Outcomes, Prompt, TrajectoryId
+from headway.episodes.hosting import chats_of, limits_of
+from headway.episodes.runners import ProgramRunners, program_spec, variables
+from headway.errors import EpisodeOver, HeadwayError, ScoringFailed, UserCodeError, shown
+from headway.models.folder import find_folder
+from headway.programs.messages import EpisodeStart, TurnAnswer, TurnRequest
+from headway.rewards.request import RewardSpec
+from headway.rewards.runners import RewardRunners
+from headway.user_code import names_a_file
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+LIMIT_S = 60.0
+"""Seconds that all trials take together, at most."""
+
+
+def try_user_code(config: Config, rows: Rows) -> list[str]:
+    """Call what the user has given, and return what was tried and what was not, a line each.
+
+    Raises:
+        UserCodeError: something of it fails, with its file and line, or returns what does not fit.
+        DataError, ConfigError: as the run would.
+    """
+    ends = time.monotonic() + LIMIT_S
+    told = asyncio.run(_within(ends, _tried(config, rows)))
+    specs = list(_own_functions(config))
+    if specs:
+        _try_algorithm(config)
+        told.append(f"tried: {', '.join(specs)}, forward and backward, on a batch of two rows")
+    told.append("not tried: weights, devices, and what user code asks of other machines later")
+    return told
+
+
+async def _within(ends: float, trial: Any) -> list[str]:
+    try:
+        async with asyncio.timeout(ends - time.monotonic()):
+            told: list[str] = await trial
+            return told
+    except TimeoutError:
+        raise UserCodeError(
+            f"the trials of --dry-run did not end within {LIMIT_S:g} s: a reward or a program does not return. "
+            "--dry-run=static runs no user code"
+        ) from None
+
+
+async def _tried(config: Config, rows: Rows) -> list[str]:
+    told = []
+    if not config.reward.by_program:
+        told.append(await _try_reward(config, rows))
+    if config.rollout.has_program:
+        told.append(await _try_program(config, rows))
+    return told
+
+
+# ---------------------------------------------------------------------------------------------- rewards
+
+
+async def _try_reward(config: Config, rows: Rows) -> str:
+    spec = RewardSpec.of(config)
+    names = ", ".join(one.function for one in config.reward.all)
+    reward = RewardRunners(spec, workers=1, retries=0, log_path=None, env=variables(config.rollout.env))
+    firsts = [records[0] for _, records in by_source(rows.train, rows.parts) if records]
+    try:
+        await reward.start()
+        scores = [await _score(reward, record, names) for record in firsts]
+    finally:
+        await reward.close()
+    said = "; ".join(
+        f"{found[0]:g} for the ground truth and {found[1]:g} for an empty answer ({record.where or record.source})"
+        for record, found in zip(firsts, scores, strict=True)
+    )
+    return f"tried: the reward {names} gives {said}"
+
+
+async def _score(reward: RewardRunners, record: Record, names: str) -> Sequence[float]:
+    truth = record.answer if isinstance(record.answer, str) else "" if record.answer is None else str(record.answer)
+    try:
+        scores: list[float] = (await reward.score(_prompt(record), [truth, ""])).rewards.tolist()
+        return scores
+    except ScoringFailed as cause:
+        raise UserCodeError(
+            f"the reward {names} fails for {record.where or record.source}, with the answers {shown(truth)} and '': "
+            f"{cause}; expected a number for each answer, also for an empty one"
+        ) from cause
+
+
+def _prompt(record: Record) -> Prompt:
+    """The row as the reward and the program get it; no token of it is looked at."""
+    chat = record.prompt if isinstance(record.prompt, list) else None
+    text = record.prompt if isinstance(record.prompt, str) else str(record.prompt[-1]["content"])
+    return Prompt(0, 0, 0, record.source, text, np.zeros(1, np.int32), record.answer, record.extra, messages=chat)
+
+
+# ---------------------------------------------------------------------------------------------- programs
+
+
+async def _try_program(config: Config, rows: Rows) -> str:
+    """Begin an episode of the first row, and end it at its first turn, which is rendered."""
+    named = program_spec(config).shown
+    if config.rollout.agent is not None:
+        return f"not tried: {named}, which asks for turns over HTTP"
+    tokenizer = _tokenizer(config)
+    if tokenizer is None:
+        return f"not tried: {named}, for the model's tokenizer is not here yet"
+    record, programs = rows.train[0], ProgramRunners("the trial", config, None)
+    chat, limit = chats_of(config, tokenizer).record(), limits_of(config).max_length
+    lengths: list[int] = []
+
+    async def answer(request: TurnRequest) -> TurnAnswer:
+        lengths.append(len((await chat.prompt(request)).ids))
+        raise EpisodeOver("the trial")
+
+    prompt = _prompt(record)
+    start = EpisodeStart(
+        "the trial",
+        prompt.messages or [{"role": "user", "content": prompt.text}],
+        {**record.extra, "answer": record.answer, "source": record.source},
+        config.run.seed,
+        most_tokens=limit,
+        template_kwargs=config.data.chat_template_kwargs,
+        text=None if prompt.messages else prompt.text,
+    )
+    try:
+        await programs.start()
+        await programs.run(start, answer)
+    except EpisodeOver:
+        pass
+    except HeadwayError as cause:
+        if isinstance(cause, UserCodeError):
+            raise
+        raise UserCodeError(
+            f"{named} fails before its first turn ({record.where or record.source}): {cause}"
+        ) from cause
+    finally:
+        await programs.close()
+    if not lengths:
+        raise UserCodeError(
+            f"{named} made no turn for {record.where or record.source}: it ended without an answer of the model, so "
+            "there is nothing to train on"
+        )
+    if lengths[0] >= limit:
+        raise UserCodeError(
+            f"{named}: its first turn has {lengths[0]} tokens, and a conversation has room for {limit} "
+            "(data.max_prompt_length + data.max_response_length)"
+        )
+    return f"tried: {named} begins an episode, and its first turn has {lengths[0]} of {limit} tokens"
+
+
+def _tokenizer(config: Config) -> PreTrainedTokenizerBase | None:
+    if config.model.make is not None:
+        from headway.models.make import make_tokenizer
+
+        return make_tokenizer(config.model.make)
+    if config.model.path is None or find_folder(config.model.path) is None:
+        return None
+    from headway.models.tokenizer import load_tokenizer
+
+    return load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
+
+
+# ---------------------------------------------------------------------------------------------- losses
+
+
+def _own_functions(config: Config) -> Iterator[str]:
+    algorithm = config.algorithm
+    specs = [algorithm.policy_loss.loss_mode, algorithm.adv_estimator]
+    specs += [one.name or "" for one in algorithm.rollout_correction.all]
+    return (spec for spec in specs if names_a_file(spec))
+
+
+def _try_algorithm(config: Config) -> None:
+    """Compute advantages of four episodes of two prompts, and the loss of two of them with its gradient."""
+    import torch
+
+    from headway.algorithms.corrections import CORRECTIONS, CorrectionParams
+    from headway.algorithms.losses import POLICY_LOSSES, LossInputs, PolicyLossParams
+    from headway.data.collate import Row
+    from headway.engines.train.advantages import FetchAdvantages
+
+    algorithm, own = config.algorithm, set(_own_functions(config))
+    if algorithm.adv_estimator in own:
+        ids = tuple(TrajectoryId(0, row, 0, k) for row in range(2) for k in range(2))
+        lengths, numbers = [3, 2, 3, 1], np.arange(4)
+        rows = [_row(Row, length, id) for length, id in zip(lengths, ids, strict=True)]
+        outcomes = Outcomes(
+            ids,
+            np.array([1, 0, 0, 1], np.float32),
+            np.array([0, 0, 1, 1]),
+            numbers,
+            np.zeros(4, np.float32),
+            lengths=np.array(lengths),
+        )
+        estimator = FetchAdvantages(algorithm)
+        if estimator.of_outcomes(outcomes) is None:
+            estimator(rows, outcomes)
+    generator = torch.Generator().manual_seed(0)
+    logprobs = -torch.rand(2, 3, generator=generator)
+    inputs = LossInputs(
+        logprobs=logprobs.clone().requires_grad_(),
+        old_logprobs=logprobs - 0.1,
+        behaviour_logprobs=logprobs - 0.2,
+        advantages=torch.tensor([[1.0, 1.0, 1.0], [-1.0, -1.0, 0.0]]),
+        mask=torch.tensor([[True, True, True], [True, True, False]]),
+        ref_logprobs=logprobs - 0.3,
+        entropy=torch.rand(2, 3, generator=generator),
+        finished=torch.tensor([True, False]),
+    )
+    for one in algorithm.rollout_correction.all:
+        if one.name in own:
+            CORRECTIONS.get(one.name)(inputs, CorrectionParams(one.bound, one.lower, one.level, one.veto, one.delta))
+    spec = algorithm.policy_loss.loss_mode
+    if spec in own:
+        params = PolicyLossParams(algorithm.policy_loss, *config.actor.clip_range)
+        losses, _ = POLICY_LOSSES.get(spec)(inputs, params)
+        (gradient,) = (
+            torch.autograd.grad(losses.sum(), inputs.logprobs, allow_unused=True) if losses.requires_grad else (None,)
+        )
+        if gradient is None or not torch.isfinite(gradient[inputs.mask]).all():
+            found = "no gradient" if gradient is None else "a gradient that is not finite"
+            raise UserCodeError(
+                f"{spec}: its loss has {found} with respect to inputs.logprobs, so that nothing would be learned; "
+                "compute it from inputs.logprobs, without detach()"
+            )
+
+
+def _row(kind: Any, length: int, episode: TrajectoryId) -> Any:
+    column = np.full(length, -0.5, np.float32)
+    names = ("ref_logprobs", "prox_logprobs", "values")
+    return kind(
+        np.zeros(2 + length, np.int32),
+        2,
+        column,
+        np.zeros(length, np.int32),
+        np.ones(length, np.bool_),
+        columns=dict.fromkeys(names, column),
+        episode=episode,
+    )

@@ -1,0 +1,116 @@
+"""What ``--dry-run`` tries of the user's code: each fault ends it, with file and line and what was expected."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.cli.test_commands import run
+from tests.tiers import mostly_slow
+
+OWN = """
+import torch
+
+def loss_raises(inputs, params): return inputs.nothing
+def loss_of_another_shape(inputs, params): return inputs.logprobs.sum(), {}
+def loss_detached(inputs, params): return -inputs.advantages * inputs.logprobs.detach(), {}
+def loss(inputs, params): return -inputs.advantages * inputs.logprobs, {"ones": torch.ones_like(inputs.logprobs)}
+def correction_raises(inputs, params): raise ValueError("no weights")
+def advantages_raise(inputs): return inputs.rewards / inputs.nothing
+def advantages_of_nan(inputs): return inputs.rewards * float("nan")
+def advantages(inputs): return inputs.rewards - inputs.rewards.mean()
+def reward_of_numbers_alone(response, answer): return int(response)
+def reward_of_text(response, answer): return "good"
+class Reset:
+    def reset(self, seed=None): raise KeyError("board")
+    def step(self, action): return "", 0.0, True, False, {}
+class Game:
+    def reset(self, seed=None): return "9", {}
+    def step(self, action): return "", 0.0, True, False, {}
+async def program_raises(row, chat): return row["nothing"]
+async def program_without_a_turn(row, chat): return 1.0
+"""
+RECIPE = """
+mode: on_policy
+model:
+  make:
+    vocabulary: "0123456789+= \\n"
+    special_tokens: [<user>, <assistant>]
+    chat_template: "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}
+      {%- if add_generation_prompt %}<assistant>{% endif %}"
+data: {train: data.jsonl, val_size: 1, max_prompt_length: 40, max_response_length: 16}
+rollout: {n: 2, total_rollout_steps: 8}
+actor: {ppo_mini_batch_size: 4}
+cluster: {backend: inline, device: cpu}
+reward: {function: exact_match}
+"""
+LOSS, ESTIMATOR = "algorithm.policy_loss.loss_mode=own.py:", "algorithm.adv_estimator=own.py:"
+FAULTS = {
+    "a loss that raises": (f"{LOSS}loss_raises", "raised AttributeError: .* (own.py:4, in loss_raises); expected the"),
+    "a loss of another shape": (
+        f"{LOSS}loss_of_another_shape",
+        "returned (Tensor [], dict); expected the loss of each",
+    ),
+    "a loss without a gradient": (f"{LOSS}loss_detached", "its loss has no gradient with respect to inputs.logprobs"),
+    "a correction that raises": (
+        "algorithm.rollout_correction.name=own.py:correction_raises async_training.use_rollout_log_probs=false",
+        "raised ValueError: no weights (own.py:8, in correction_raises); expected the weight of each token",
+    ),
+    "advantages that raise": (f"{ESTIMATOR}advantages_raise", "(own.py:9, in advantages_raise); expected a tensor"),
+    "advantages that are no numbers": (f"{ESTIMATOR}advantages_of_nan", "advantages of trajectory .* are not finite"),
+    "a reward that an empty answer breaks": (
+        "reward.function=own.py:reward_of_numbers_alone",
+        "(own.py:12, in reward_of_numbers_alone); expected a number for each answer, also for an empty one",
+    ),
+    "a reward that is text": ("reward.function=own.py:reward_of_text", "returned 'good' for response 0"),
+    "an environment that raises": (
+        "rollout.environment=own.py:Reset",
+        "KeyError: 'board' (own.py:15, in reset)",
+    ),
+    "a program that raises": ("rollout.program=own.py:program_raises", "(own.py:20, in program_raises)"),
+    "a program without a turn": (
+        "rollout.program=own.py:program_without_a_turn",
+        "made no turn for data.jsonl",
+    ),
+}
+QUICK = ["a loss that raises", "advantages that are no numbers", "a reward that an empty answer breaks"]
+
+
+@pytest.fixture
+def dry_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.py").write_text(OWN)
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    (tmp_path / "data.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' * 4)
+
+    def typed(*overrides: str, how: str = "--dry-run") -> str:
+        done = run("train", "recipe.yaml", *overrides, how)
+        return f"{done.exit_code}\n{done.stdout}{done.stderr}"
+
+    return typed
+
+
+@mostly_slow("fault", FAULTS, quick=QUICK)
+def test_a_fault_in_the_users_code_ends_it_with_file_and_line(dry_run: Callable[..., str], fault: str) -> None:
+    settings, told = FAULTS[fault]
+    output = dry_run(*settings.split())
+    assert output.startswith(("2\n", "1\n"))
+    first, _, second = told.partition(".*")
+    error = next(line for line in output.splitlines() if line.startswith("error: "))
+    assert first in error and second in error
+    assert dry_run(*settings.split(), how="--dry-run=static").startswith("0\n"), "it runs no user code"
+
+
+def test_what_was_tried_is_told_and_what_was_not(dry_run: Callable[..., str]) -> None:
+    output = dry_run(f"{LOSS}loss", f"{ESTIMATOR}advantages")
+    assert "tried: the reward exact_match gives 1 for the ground truth and 0 for an empty answer" in output
+    assert "tried: own.py:loss, own.py:advantages, forward and backward" in output
+    assert "not tried: weights, devices" in output
+
+
+@pytest.mark.slow
+def test_the_first_turn_of_an_environment_is_rendered(dry_run: Callable[..., str]) -> None:
+    output = dry_run("rollout.environment=own.py:Game")
+    assert "begins an episode, and its first turn has " in output
