@@ -170,7 +170,10 @@ class TrajectoryFinished(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRewarded(Event):
-    """Event: a group was rewarded. ``parts``: values by part, before their weights; None: the part does not apply."""
+    """Event: a group was rewarded.
+
+    ``parts``: values by part, before their weights, and further numbers by name; None: the part does not apply.
+    """
 
     kind: ClassVar[str] = "group.rewarded"
     number: int
@@ -416,6 +419,8 @@ class ValidationFinished(Event):
     """Versions that sampled the answers, ascending: several where programs are validated while weights change."""
     by_source: dict[str, float] = field(default_factory=dict)
     """Accuracy on the problems of each source, where there are several sources."""
+    parts: dict[str, float] = field(default_factory=dict)
+    """Means of the reward's parts and of further numbers that they told, where there are several."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

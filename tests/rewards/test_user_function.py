@@ -16,6 +16,7 @@ import torch
 
 from headway.data.types import Conversation
 from headway.errors import ScoringFailed, UserCodeError
+from headway.rewards.further_numbers import FurtherNumbers
 from headway.rewards.request import ScoreRequest
 from headway.rewards.scorers import checked
 from headway.rewards.user_function import UserFunction
@@ -39,11 +40,19 @@ def user(function: Callable[..., Any], answer_keys: tuple[str, ...] = (), **para
     return UserFunction(function, "mine.py:score", params, answer_keys)
 
 
+def one(function: UserFunction, request: ScoreRequest, response: str) -> Any:
+    return function.score_one(request, response, 0, FurtherNumbers(1))
+
+
+def group(function: UserFunction, request: ScoreRequest) -> Any:
+    return function.score_all(request, FurtherNumbers(len(request.responses)))
+
+
 def test_a_function_gets_the_arguments_that_it_names() -> None:
     def score(response, answer, level, extra, source, prompt):
         return (response, answer, level, extra, source, prompt)
 
-    got = user(score).score_one(REQUEST, "5")
+    got = one(user(score), REQUEST, "5")
     assert got == ("5", "4", 3, {"level": 3, "answer": "shadowed"}, "sums", "2+2=")
 
 
@@ -51,7 +60,7 @@ def test_a_parameter_with_a_default_may_be_missing_from_the_row() -> None:
     def score(response, difficulty=7):
         return difficulty
 
-    assert user(score).score_one(REQUEST, "5") == 7
+    assert one(user(score), REQUEST, "5") == 7
 
 
 def test_a_parameter_that_the_row_lacks_is_named() -> None:
@@ -59,7 +68,7 @@ def test_a_parameter_that_the_row_lacks_is_named() -> None:
         return 1.0
 
     with pytest.raises(ScoringFailed, match="score needs 'solution', and the row has answer, extra, level"):
-        user(score).score_one(REQUEST, "5")
+        one(user(score), REQUEST, "5")
 
 
 def test_keyword_arguments_collect_every_column() -> None:
@@ -67,7 +76,7 @@ def test_keyword_arguments_collect_every_column() -> None:
         return sorted(everything)
 
     names = ["answer", "extra", "level", "prompt", "response", "source"]
-    assert user(score).score_one(REQUEST, "5") == names
+    assert one(user(score), REQUEST, "5") == names
 
 
 def test_a_parameter_named_responses_makes_it_a_batch_function() -> None:
@@ -76,7 +85,7 @@ def test_a_parameter_named_responses_makes_it_a_batch_function() -> None:
 
     function = user(score)
     assert function.whole_group
-    assert function.score_all(REQUEST) == [1.0, 0.0]
+    assert group(function, REQUEST) == [1.0, 0.0]
 
 
 def test_asynchronous_calls_of_a_group_are_awaited_together() -> None:
@@ -92,7 +101,7 @@ def test_asynchronous_calls_of_a_group_are_awaited_together() -> None:
 
     function = user(score)
     assert function.whole_group
-    assert function.score_all(REQUEST) == [1, 1]
+    assert group(function, REQUEST) == [1, 1]
 
 
 def test_an_asynchronous_function_keeps_its_loop_from_group_to_group() -> None:
@@ -103,8 +112,8 @@ def test_an_asynchronous_function_keeps_its_loop_from_group_to_group() -> None:
         return [0.0] * len(responses)
 
     function = user(score)
-    function.score_all(REQUEST)
-    function.score_all(REQUEST)
+    group(function, REQUEST)
+    group(function, REQUEST)
     assert loops[0] is loops[1]
 
 
@@ -121,7 +130,7 @@ def test_a_failed_asynchronous_group_has_cleaned_up_when_its_failure_is_told() -
             cleaned_up.append(response)
 
     with pytest.raises(ValueError, match="no"):
-        user(score).score_all(replace(REQUEST, responses=["left", "no"]))
+        group(user(score), replace(REQUEST, responses=["left", "no"]))
     assert cleaned_up == ["left"]
 
 
@@ -141,9 +150,9 @@ def test_an_asynchronous_call_that_leaves_the_process_fails_its_own_group_alone(
 
     function = user(score)
     with pytest.raises(end, match="3"):
-        function.score_all(replace(REQUEST, responses=["left", "leave"]))
+        group(function, replace(REQUEST, responses=["left", "leave"]))
     assert cleaned_up == ["left"]
-    assert function.score_all(REQUEST) == [1.0, 1.0]
+    assert group(function, REQUEST) == [1.0, 1.0]
 
 
 def test_an_object_with_an_asynchronous_call_is_awaited() -> None:
@@ -151,7 +160,7 @@ def test_an_object_with_an_asynchronous_call_is_awaited() -> None:
         async def __call__(self, response: str) -> float:
             return float(response)
 
-    assert user(Judge()).score_all(REQUEST) == [4.0, 5.0]
+    assert group(user(Judge()), REQUEST) == [4.0, 5.0]
 
 
 @pytest.mark.parametrize(
@@ -179,7 +188,7 @@ def test_the_answers_own_column_is_a_name_of_it() -> None:
     def score(response, solution, answer):
         return (solution, answer)
 
-    assert user(score, ("solution",)).score_one(REQUEST, "5") == ("4", "4")
+    assert one(user(score, ("solution",)), REQUEST, "5") == ("4", "4")
 
 
 # ---------------------------------------------------------------------------------------------- parameters
@@ -189,8 +198,8 @@ def test_parameters_are_further_arguments_and_stand_before_columns() -> None:
     def score(response, level, scale=1.0):
         return (level, scale)
 
-    assert user(score, scale=2.0).score_one(REQUEST, "5") == (3, 2.0)
-    assert user(score, level=7).score_one(REQUEST, "5") == (7, 1.0)
+    assert one(user(score, scale=2.0), REQUEST, "5") == (3, 2.0)
+    assert one(user(score, level=7), REQUEST, "5") == (7, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -214,7 +223,7 @@ def test_a_parameter_that_the_function_does_not_take_is_the_users_error(
 
 def test_a_function_for_trl_gets_lists_of_prompts_completions_and_columns() -> None:
     def score(prompts, completions, solution, level, **kwargs):
-        assert sorted(kwargs) == ["answer", "scale"]
+        assert sorted(kwargs) == ["answer", "log_extra", "log_metric", "scale"]
         return [
             (p, c, s, lv, kwargs["scale"]) for p, c, s, lv in zip(prompts, completions, solution, level, strict=True)
         ]
@@ -222,14 +231,14 @@ def test_a_function_for_trl_gets_lists_of_prompts_completions_and_columns() -> N
     request = replace(REQUEST, extra={"level": 3})
     function = user(score, ("solution",), scale=0.5)
     assert function.whole_group
-    assert function.score_all(request) == [("2+2=", "4", "4", 3, 0.5), ("2+2=", "5", "4", 3, 0.5)]
+    assert group(function, request) == [("2+2=", "4", "4", 3, 0.5), ("2+2=", "5", "4", 3, 0.5)]
 
 
 def test_a_function_for_trl_gets_messages_where_prompts_are_a_chat() -> None:
     def score(prompts, completions):
         return [(prompt[-1]["content"], completion[0]) for prompt, completion in zip(prompts, completions, strict=True)]
 
-    assert user(score).score_all(CHAT) == [
+    assert group(user(score), CHAT) == [
         ("2+2=", {"role": "assistant", "content": "4"}),
         ("2+2=", {"role": "assistant", "content": "5"}),
     ]
@@ -245,23 +254,23 @@ def test_a_function_for_trl_gets_the_conversations_that_a_program_had() -> None:
     ]
     for asked in (REQUEST, CHAT):
         request = replace(asked, conversations=conversations)
-        given = user(lambda prompts, completions: [*zip(prompts, completions, strict=True)]).score_all(request)
+        given = group(user(lambda prompts, completions: [*zip(prompts, completions, strict=True)]), request)
         assert given == [(one.prompt, one.completion) for one in conversations]
-        assert user(lambda responses: responses).score_all(request) == ["4", "5"]
+        assert group(user(lambda responses: responses), request) == ["4", "5"]
 
 
 def test_a_column_of_the_data_sets_own_stands_before_the_answer_for_trl() -> None:
     def score(completions, answer):
         return answer
 
-    assert user(score).score_all(REQUEST) == ["shadowed", "shadowed"]
+    assert group(user(score), REQUEST) == ["shadowed", "shadowed"]
 
 
 def test_an_asynchronous_function_for_trl_is_awaited() -> None:
     async def score(completions, **kwargs):
         return [float(len(text)) for text in completions]
 
-    assert user(score).score_all(REQUEST) == [1.0, 1.0]
+    assert group(user(score), REQUEST) == [1.0, 1.0]
 
 
 @pytest.mark.parametrize(
@@ -269,6 +278,10 @@ def test_an_asynchronous_function_for_trl_is_awaited() -> None:
     [
         (lambda completion_ids, **kwargs: [], "needs 'completion_ids', .* rewards read text, not token ids"),
         (lambda completions_ids, **kwargs: [], "needs 'completions_ids', .* rewards read text, not token ids"),
+        (
+            lambda completions, environments: [],
+            "needs 'environments', which Headway does not give: rewards run in processes",
+        ),
         (lambda completions, trainer_state: [], "needs 'trainer_state', .* know nothing of its state"),
     ],
 )
@@ -278,10 +291,10 @@ def test_what_trl_gives_and_headway_does_not_is_told_at_the_start(function: Call
 
 
 def test_what_headway_does_not_give_may_have_a_default() -> None:
-    def score(completions, completion_ids=None, trainer_state=None, log_extra=None):
-        return [(completion_ids, trainer_state, log_extra)] * len(completions)
+    def score(completions, completion_ids=None, trainer_state=None, environments=None):
+        return [(completion_ids, trainer_state, environments)] * len(completions)
 
-    assert user(score).score_all(REQUEST) == [(None, None, None)] * 2
+    assert group(user(score), REQUEST) == [(None, None, None)] * 2
 
 
 def test_a_column_that_a_function_for_trl_needs_is_looked_for_before_the_run() -> None:
@@ -305,21 +318,21 @@ def test_a_function_for_verl_gets_its_four_arguments_and_its_reward_kwargs() -> 
         return (data_source, solution_str, ground_truth, extra_info, scale)
 
     expected = ("openai/gsm8k", "5", "4", {"index": 3, "split": "train"}, 2.0)
-    assert user(compute_score, scale=2.0).score_one(VERLS, "5") == expected
+    assert one(user(compute_score, scale=2.0), VERLS, "5") == expected
 
 
 def test_without_a_column_extra_info_the_other_columns_are_verls_extra_info() -> None:
     def compute_score(solution_str, extra_info):
         return extra_info
 
-    assert user(compute_score).score_one(REQUEST, "5") == {"level": 3, "answer": "shadowed"}
+    assert one(user(compute_score), REQUEST, "5") == {"level": 3, "answer": "shadowed"}
 
 
 def test_with_keyword_arguments_a_function_for_verl_gets_no_columns() -> None:
     def compute_score(solution_str, **kwargs):
         return sorted(kwargs)
 
-    assert user(compute_score).score_one(VERLS, "5") == ["data_source", "extra_info", "ground_truth"]
+    assert one(user(compute_score), VERLS, "5") == ["data_source", "extra_info", "ground_truth"]
 
 
 @pytest.mark.parametrize("value", [0.5, True, {"score": 0.5, "acc": True, "pred": "4"}])
@@ -329,7 +342,7 @@ def test_a_function_for_verl_returns_a_number_or_a_dictionary_with_score(value: 
 
     function = user(compute_score)
     assert not function.whole_group
-    assert function.score_one(VERLS, "5") == (0.5 if value is not True else True)
+    assert one(function, VERLS, "5") == (0.5 if value is not True else True)
 
 
 def test_a_batch_function_for_verl_scores_the_group() -> None:
@@ -337,7 +350,7 @@ def test_a_batch_function_for_verl_scores_the_group() -> None:
         rows = zip(data_sources, solution_strs, ground_truths, extra_infos, strict=True)
         return [{"score": float(text == truth), "index": info["index"]} for _, text, truth, info in rows]
 
-    assert user(compute_score).score_all(VERLS) == [1.0, 0.0]
+    assert group(user(compute_score), VERLS) == [1.0, 0.0]
 
 
 def test_asynchronous_calls_for_verl_are_awaited_together() -> None:
@@ -345,7 +358,7 @@ def test_asynchronous_calls_for_verl_are_awaited_together() -> None:
         await asyncio.sleep(0)
         return {"score": float(solution_str == ground_truth)}
 
-    assert user(compute_score).score_all(VERLS) == [1.0, 0.0]
+    assert group(user(compute_score), VERLS) == [1.0, 0.0]
 
 
 def test_what_a_function_for_verl_needs_beyond_that_is_told_before_the_run() -> None:

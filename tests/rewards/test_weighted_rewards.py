@@ -16,8 +16,9 @@ from headway.config.doctor import diagnose
 from headway.config.loading import dump, load
 from headway.config.schema import Config
 from headway.errors import ConfigError, ScoringFailed, UserCodeError
+from headway.interfaces.rewards import means_of_parts
 from headway.rewards.request import RewardPart, RewardSpec, ScoreRequest
-from headway.rewards.scorers import Scorer, make_scorer
+from headway.rewards.scorers import MOST_NAMES, Scorer, make_scorer
 from headway.user_code import names_a_file
 
 REQUEST = ScoreRequest("2+2=", ["4", "<think></think><answer>4</answer>", "five"], "4", "sums", {"kind": "math"})
@@ -37,6 +38,23 @@ def length(solution_str, scale=1.0, **kwargs):
 
 def huge(responses):
     return [3e38] * len(responses)
+
+def numbers(response, answer):
+    told = {"score": float(answer in response), "acc": answer in response, "pred": response, "nan": float("nan")}
+    return told | ({"words": 1} if response == "five" else {})
+
+async def rewards(responses):
+    return [{"reward": 1.0, "length": len(text)} for text in responses]
+
+def logs(completions, log_metric, log_extra, **kwargs):
+    log_extra("text", completions)
+    log_metric("share", 0.25)
+    log_metric("share", 0.75)
+    log_metric("not one", None)
+    return [1.0] * len(completions)
+
+def many(response):
+    return {"score": 1.0} | {f"n{number}": number for number in range(99)}
 
 def raises(response):
     raise ValueError("no verdict")
@@ -204,3 +222,23 @@ def test_functions_that_contradict_each_other_are_told(overrides: tuple[str, ...
     with pytest.raises(ConfigError) as error:
         configured(*overrides)
     assert message in str(error.value)
+
+
+def test_further_numbers_that_functions_return_or_log_stand_beside_the_parts(mine: str) -> None:
+    scores = scorer(RewardPart.of(f"{mine}:numbers"))(REQUEST)
+    assert scores.rewards.tolist() == [1, 1, 0]
+    assert scores.parts == {"numbers": [1, 1, 0], "acc": [1, 1, 0], "words": [None, None, 1]}
+    scores = scorer(*(RewardPart.of(f"{mine}:{name}") for name in ["rewards", "logs"]))(REQUEST)
+    assert scores.rewards.tolist() == [2, 2, 2]
+    assert scores.parts["rewards/length"] == [len(text) for text in REQUEST.responses]
+    assert scores.parts["logs/share"] == [0.5] * 3
+    assert set(scores.parts) == {"rewards", "logs", "rewards/length", "logs/share"}
+
+
+def test_a_function_with_ever_new_names_makes_no_more_metrics_than_some(mine: str) -> None:
+    assert len(scorer(RewardPart.of(f"{mine}:many"))(REQUEST).parts) == MOST_NAMES + 1
+
+
+def test_means_are_over_the_answers_that_a_part_applies_to() -> None:
+    assert means_of_parts([{"a": [1.0, None], "b": [None, None]}, {"a": [0.0, 0.5]}]) == {"a": 0.5}
+    assert means_of_parts([{"a": [1.0]}]) == {}

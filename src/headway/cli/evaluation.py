@@ -190,6 +190,7 @@ def print_figures(
         "reward": " + ".join(one.label for one in config.reward.all),
         called: f"{_estimate(every.accuracy)}  {meaning}",
     }
+    lines |= {f"reward {name}": human.number(mean) for name, mean in every.parts.items()}
     correct = f"a reward of at least {threshold:g} is correct"
     for k in ks:
         lines[f"pass@{k}"] = _pass(every, k) + (f"  {correct}" if k == ks[0] else "")

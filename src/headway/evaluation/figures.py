@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean, stdev
 
 import numpy as np
+
+from headway.interfaces.rewards import means_of_parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +26,7 @@ class Answer:
     reward: float
     """Reward of the answer; 0 where it could not be scored."""
     parts: dict[str, float | None]
-    """Part of the reward → its value for this answer, before its weight."""
+    """Part of the reward, or further number that one told → its value for this answer, before its weight."""
     failure: str | None = None
     """Why the episode failed that was to give the answer; None where it did not."""
 
@@ -95,6 +97,8 @@ class Figures:
     max_tokens: int
     cut_off: float
     """Share of the answers that reached the length limit."""
+    parts: dict[str, float] = field(default_factory=dict)
+    """Means of the reward's parts and of further numbers that they told, where there are several."""
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
@@ -132,6 +136,7 @@ def figures(solved: Sequence[Solved], ks: Iterable[int], threshold: float) -> Fi
         mean_tokens=fmean(answer.tokens for answer in answers),
         max_tokens=max(answer.tokens for answer in answers),
         cut_off=fmean(answer.cut_off for answer in answers),
+        parts=means_of_parts({name: [value] for name, value in answer.parts.items()} for answer in answers),
     )
 
 

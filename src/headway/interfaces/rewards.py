@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Protocol
 
 import numpy as np
@@ -21,7 +22,17 @@ class Scores:
     rewards: NDArray[np.float32]
     """Rewards [n], all finite: Σ weight · value over the parts that apply to the response."""
     parts: Mapping[str, list[float | None]] = field(default_factory=dict)
-    """Values [n] that each part gave, by its name, before its weight. None: the part does not apply to the response."""
+    """Values [n] that each part gave, by its name, before its weight, and further numbers that parts told, by theirs.
+    None: the part does not apply to the response, or told nothing of it."""
+
+
+def means_of_parts(groups: Iterable[Mapping[str, Sequence[float | None]]]) -> dict[str, float]:
+    """Means of what the parts of a reward gave to groups, where they apply; empty unless there are several."""
+    found: dict[str, list[float]] = {}
+    for parts in groups:
+        for name, values in parts.items():
+            found.setdefault(name, []).extend(value for value in values if value is not None)
+    return {name: fmean(given) for name, given in found.items() if given} if len(found) > 1 else {}
 
 
 class RewardFn(Protocol):

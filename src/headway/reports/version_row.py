@@ -61,7 +61,7 @@ class VersionRow:
     version: int
     rewards: list[float] = field(default_factory=list)
     reward_parts: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    """Part of the reward → its values for the answers that it applies to."""
+    """Part of the reward, or further number that one told → its values for the answers that it applies to."""
     source_rewards: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     source_groups: Counter[str] = field(default_factory=Counter)
     generated_rewards: list[float] = field(default_factory=list)
@@ -241,6 +241,7 @@ def validation_values(event: ValidationFinished) -> dict[str, Any]:
         "validation/failed": event.failed,
         "validation/failed_episodes": event.failed_episodes,
         **{f"validation/source/{name}/accuracy": accuracy for name, accuracy in event.by_source.items()},
+        **{f"validation/reward/{name}/mean": mean for name, mean in event.parts.items()},
     }
 
 

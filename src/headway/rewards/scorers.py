@@ -2,6 +2,8 @@
 
 ScoreRequest ─▶ part: built-in | task | user's function ─▶ n values, None where it does not apply ─┐
              └▶ part: …                                                                           ─┴▶ Σ weight · value
+
+What a user's function tells beside its scores is kept under names of its own, with the parts.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from headway.data.tasks import make_task
 from headway.errors import ConfigError, HeadwayError, ScoringFailed, cut, raised_by, writable
 from headway.interfaces.rewards import Scores
 from headway.rewards.built_in import BUILT_IN, make_rule
+from headway.rewards.further_numbers import FurtherNumbers, plain
 from headway.rewards.request import RewardPart, RewardSpec, ScoreRequest
 from headway.rewards.user_function import UserFunction
 from headway.runners.alarm import killed_after
@@ -33,6 +36,10 @@ Values = list[float | None]
 LARGEST = float(np.finfo(np.float32).max)
 """Largest reward, positive or negative: rewards are float32, and anything larger would become infinite there."""
 REASON_LENGTH = 200
+MOST_NAMES = 50
+"""Most names of further numbers that a process keeps: each is a metric."""
+PartScorer = Callable[[ScoreRequest, FurtherNumbers], Values]
+"""One part of the reward. What it tells beside its values goes to the second argument."""
 
 
 def make_scorer(spec: RewardSpec) -> Scorer:
@@ -43,24 +50,37 @@ def make_scorer(spec: RewardSpec) -> Scorer:
         UserCodeError: the user's file does not load, or its function needs what it is not given.
     """
     parts = [(part, _make_part(part, spec)) for part in spec.parts]
+    known: set[str] = set()
+
+    def admitted(part: str, name: str) -> str | None:
+        """Return under which name a part's further number is kept, None for one name too many."""
+        full = writable(f"{part}/{name}" if len(parts) > 1 or name == part else name)
+        if full not in known and len(known) >= MOST_NAMES:
+            return None
+        known.add(full)
+        return full
 
     def scorer(request: ScoreRequest) -> Scores:
-        values = {}
+        values, others = {}, {}
         for part, score in parts:
+            further = FurtherNumbers(len(request.responses))
             with _attributed(part.name if len(parts) > 1 else None):
-                values[part.name] = score(request)
+                values[part.name] = score(request, further)
+            for name, told in further.values.items():
+                if (full := admitted(part.name, name)) is not None:
+                    others[full] = told
         weighted = [(part.weight, values[part.name]) for part, _ in parts]
         rewards = [_sum(weighted, k) for k in range(len(request.responses))]
-        return Scores(np.array(rewards, np.float32), values)
+        return Scores(np.array(rewards, np.float32), others | values)
 
     return scorer
 
 
-def _make_part(part: RewardPart, spec: RewardSpec) -> Callable[[ScoreRequest], Values]:
+def _make_part(part: RewardPart, spec: RewardSpec) -> PartScorer:
     match part.function:
         case name if name in BUILT_IN:
             rule = make_rule(name, part.params, sandbox=spec.sandbox, within_s=spec.timeout_s)
-            return _one_by_one(lambda request, k: rule(request, request.response(k)), spec.limit_s(part))
+            return _one_by_one(lambda request, k, _: rule(request, request.response(k)), spec.limit_s(part))
         case "task":
             if spec.task_name is None:
                 raise ConfigError("reward.function=task needs data.task; for files: exact_match or file.py:function")
@@ -68,7 +88,7 @@ def _make_part(part: RewardPart, spec: RewardSpec) -> Callable[[ScoreRequest], V
                 raise ConfigError("reward.params: task takes none; the task's own are data.task.params")
             task = make_task(spec.task_name, spec.task_params, seed=spec.seed)
 
-            def verify(request: ScoreRequest, k: int) -> float:
+            def verify(request: ScoreRequest, k: int, _: FurtherNumbers) -> float:
                 response = request.response(k)
                 return 0.0 if response.begin is None else task.score(response.answer, request.answer, request.extra)
 
@@ -85,24 +105,26 @@ def _make_part(part: RewardPart, spec: RewardSpec) -> Callable[[ScoreRequest], V
             )
 
 
-def _one_by_one(score: Callable[[ScoreRequest, int], Any], timeout_s: float) -> Callable[[ScoreRequest], Values]:
-    def scorer(request: ScoreRequest) -> Values:
+def _one_by_one(score: Callable[[ScoreRequest, int, FurtherNumbers], Any], timeout_s: float) -> PartScorer:
+    def scorer(request: ScoreRequest, further: FurtherNumbers) -> Values:
         values = []
         for k in range(len(request.responses)):
             with killed_after(timeout_s):
-                values.append(score(request, k))
+                values.append(score(request, k, further))
         return checked(values, len(request.responses))
 
     return scorer
 
 
-def _user_scorer(function: UserFunction, timeout_s: float) -> Callable[[ScoreRequest], Values]:
+def _user_scorer(function: UserFunction, timeout_s: float) -> PartScorer:
     if not function.whole_group:
-        return _one_by_one(lambda request, k: function.score_one(request, request.responses[k]), timeout_s)
+        return _one_by_one(
+            lambda request, k, further: function.score_one(request, request.responses[k], k, further), timeout_s
+        )
 
-    def scorer(request: ScoreRequest) -> Values:
+    def scorer(request: ScoreRequest, further: FurtherNumbers) -> Values:
         with killed_after(timeout_s):
-            values = function.score_all(request)
+            values = function.score_all(request, further)
         return checked(values, len(request.responses), optional=function.may_not_apply)
 
     return scorer
@@ -127,7 +149,7 @@ def _attributed(name: str | None) -> Iterator[None]:
 
 def checked(values: Any, n: int, *, optional: bool = False) -> Values:
     """``values`` as n finite floats, or None if ``optional``. Raises `ScoringFailed` with what was returned instead."""
-    items = _plain(values)
+    items = plain(values)
     if isinstance(items, str | bytes) or not isinstance(items, Sequence):
         raise ScoringFailed(f"returned {_shown(values)} for {n} responses, expected a list of {n} numbers")
     if len(items) != n:
@@ -136,7 +158,7 @@ def checked(values: Any, n: int, *, optional: bool = False) -> Values:
 
 
 def _number(value: Any, k: int) -> float:
-    number = _plain(value)
+    number = plain(value)
     while number is not value and isinstance(number, list) and len(number) == 1:  # an array of one element
         number = number[0]
     if not isinstance(number, numbers.Real | Decimal) or not math.isfinite(float(number)):
@@ -144,11 +166,6 @@ def _number(value: Any, k: int) -> float:
     if abs(float(number)) > LARGEST:
         raise ScoringFailed(f"returned {_shown(value)} for response {k}, expected at most {LARGEST:.2g} either way")
     return float(number)
-
-
-def _plain(value: Any) -> Any:
-    """Convert arrays, tensors and their scalars to lists and numbers of Python's own."""
-    return value.tolist() if callable(getattr(value, "tolist", None)) else value
 
 
 def _sum(weighted: Sequence[tuple[float, Values]], k: int) -> float:

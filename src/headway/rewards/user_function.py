@@ -12,8 +12,9 @@ there are, a function gets the ones that it names, and with ``**kwargs`` all of 
 
 - The row's columns go by their own names; the one that is the ground truth is there as ``answer``, too.
   ``prompt`` is the text that the model read, ``extra`` a dictionary of the columns but prompt and ground truth.
-- It returns a number per response: a list of n where it is called per group. One of TRL's may give None for a response
-  that it does not apply to, one of verl's a dictionary with ``score``.
+- It returns a number per response, or a dictionary with ``score`` or ``reward`` whose other numbers become metrics: a
+  list of n where it is called per group. One of TRL's may give None for a response that it does not apply to.
+- TRL's get ``log_metric`` and ``log_extra``, too (`headway.rewards.further_numbers`).
 - ``reward.params`` are further arguments (verl's ``reward_kwargs``); they stand before columns of the same name.
 - Where prompts are chat messages, TRL's functions get messages: each prompt a list of them, each completion a list of
   one. Where a program makes the episodes, a completion is all of the episode's last conversation behind the prompt, and
@@ -31,14 +32,20 @@ from enum import Enum
 from typing import Any
 
 from headway.errors import ScoringFailed, UserCodeError
+from headway.rewards.further_numbers import FurtherNumbers
 from headway.rewards.request import ScoreRequest
 
 NEVER_GIVEN: Mapping[str, str] = {
     "completion_ids": "rewards read text, not token ids",
     "completions_ids": "rewards read text, not token ids",
+    "environments": "rewards run in processes of their own, and read what an episode said and did",
     "trainer_state": "rewards run beside the trainer and know nothing of its state",
 }
 """Arguments that TRL's trainer gives and Headway does not, and why."""
+
+
+LOGGERS = ("log_metric", "log_extra")
+"""Functions that TRL's trainer gives."""
 
 
 class Dialect(Enum):
@@ -46,7 +53,11 @@ class Dialect(Enum):
 
     RESPONSE = (("response",), ("prompt", "response", "answer", "source", "extra"), False)
     RESPONSES = (("responses",), ("prompt", "responses", "answer", "source", "extra"), True)
-    TRL = (("completions", "prompts", "completion_ids", "completions_ids"), ("prompts", "completions", "answer"), True)
+    TRL = (
+        ("completions", "prompts", "completion_ids", "completions_ids"),
+        ("prompts", "completions", "answer", *LOGGERS),
+        True,
+    )
     VERL = (("solution_str",), ("data_source", "solution_str", "ground_truth", "extra_info"), False)
     VERL_BATCH = (("solution_strs",), ("data_sources", "solution_strs", "ground_truths", "extra_infos"), True)
 
@@ -133,19 +144,26 @@ class UserFunction:
                 "parameter a default, or the rows that column"
             )
 
-    def score_one(self, request: ScoreRequest, response: str) -> Any:
-        return self._value(self._call(self._arguments(request, [response])))
+    def score_one(self, request: ScoreRequest, response: str, k: int, further: FurtherNumbers) -> Any:
+        """Score response ``k``. What the function tells beside it goes to ``further``."""
+        return further.take_from(self._call(self._arguments(request, [response])), k)
 
-    def score_all(self, request: ScoreRequest) -> Any:
+    def score_all(self, request: ScoreRequest, further: FurtherNumbers) -> Any:
+        """Score the group. What the function tells beside it goes to ``further``."""
+        arguments = self._arguments(request, request.responses) if self.dialect.per_group else {}
+        if self.dialect is Dialect.TRL:
+            arguments |= {name: getattr(further, name) for name in LOGGERS}
         if self._runner is None:
-            values = self._call(self._arguments(request, request.responses))
+            values = self._call(arguments)
         else:
-            values = self._runner.run(self._score_all_async(request))
-        return [self._value(value) for value in values] if isinstance(values, list | tuple) else values
+            values = self._runner.run(self._score_all_async(request, arguments))
+        if not isinstance(values, list | tuple) or len(values) != len(request.responses):
+            return values
+        return [further.take_from(value, k) for k, value in enumerate(values)]
 
-    async def _score_all_async(self, request: ScoreRequest) -> Any:
+    async def _score_all_async(self, request: ScoreRequest, arguments: Mapping[str, Any]) -> Any:
         if self.dialect.per_group:
-            return await self._call(self._arguments(request, request.responses))
+            return await self._call(arguments)
         tasks = [asyncio.create_task(self._score_one_async(request, text)) for text in request.responses]
         try:
             return await asyncio.gather(*tasks)
@@ -215,10 +233,6 @@ class UserFunction:
                     "give the parameter a default or the row that column"
                 )
         return self._function(**{name: available[name] for name in self._parameters if name in available})
-
-    def _value(self, value: Any) -> Any:
-        """The score of a dictionary that verl's functions may return; what they add to it is not used."""
-        return value["score"] if self.dialect.of_verl and isinstance(value, dict) and "score" in value else value
 
     def _required(self) -> list[str]:
         return [n for n, p in self._parameters.items() if p.default is p.empty and p.kind is not p.VAR_KEYWORD]

@@ -26,7 +26,7 @@ from headway.errors import ScoringFailed, WorkerDied
 from headway.events import Note, ValidationFinished
 from headway.interfaces.calls import Priority, SamplingParams
 from headway.interfaces.keeper import FinishedGroup, GroupRequest
-from headway.interfaces.rewards import Scores
+from headway.interfaces.rewards import Scores, means_of_parts
 from headway.pipeline.channel import Channel
 from headway.pipeline.keepers import Keepers
 from headway.pipeline.nothing_to_train import (
@@ -114,8 +114,8 @@ class Validate(Stage[Validation, None]):
 
     async def _validate(self, validation: Validation, before: asyncio.Event) -> None:
         started, due, first = now(), validation.version, validation.version == 0
-        shown: dict[int, Scores] = {}
-        while (answers := await failing_as_one(partial(self._answers_to, validation, first, shown))) is None:
+        scored: dict[int, Scores] = {}
+        while (answers := await failing_as_one(partial(self._answers_to, validation, first, scored))) is None:
             validation = await self._validators.order_when_served(due)
         trajectories = [t for finished, _ in answers for t in finished.trajectories]
         scores = [score for _, score in answers]
@@ -138,13 +138,14 @@ class Validate(Stage[Validation, None]):
                 failed_episodes=sum(t.failure is not None for t in trajectories),
                 versions=sorted({version for t in trajectories for _, version in t.version_spans}),
                 by_source=by_source if len(by_source) > 1 else {},
+                parts=means_of_parts(one.parts for one in scored.values()),
             )
         )
         if (samples := self._state.samples) is not None:
             for finished in sorted((answer for answer, _ in answers), key=lambda answer: answer.number):
                 if (number := finished.number) in self._shown:
                     prompt, episodes = self._prompts[number], finished.trajectories
-                    samples.validated(version, number, prompt, episodes, shown.get(number), now())
+                    samples.validated(version, number, prompt, episodes, scored.get(number), now())
 
     def _check_scored(self, scores: Sequence[Score], version: int, *, first: bool) -> None:
         """Check whether all problems failed. If so, raises `NothingToTrain` for the ``first`` validation when it has
@@ -160,16 +161,17 @@ class Validate(Stage[Validation, None]):
         self._emit(Note(time=now(), level="warning", text=text))
 
     async def _answers_to(
-        self, validation: Validation, first: bool, shown: dict[int, Scores], tasks: Tasks
+        self, validation: Validation, first: bool, scored: dict[int, Scores], tasks: Tasks
     ) -> list[tuple[FinishedGroup, Score]] | None:
         """Return the answers to all problems and their scores; None when the one replica is lost and others go on.
 
-        ``shown``: where to leave all that the reward said of the problems that are shown.
+        ``scored``: where to leave all that the reward said of each problem.
         """
         requests = [
             GroupRequest(i, prompt, self._n, self._sampling, Priority.VALIDATION, shown=i in self._shown)
             for i, prompt in enumerate(self._prompts)
         ]
+        scored.clear()
         answers: list[FinishedGroup] = []
         scoring: list[asyncio.Task[Score]] = []
         timeouts = Timeouts() if first else None
@@ -179,7 +181,7 @@ class Validate(Stage[Validation, None]):
             async with aclosing(made) as groups:
                 async for finished in groups:
                     answers.append(finished)
-                    scoring.append(tasks.start(self._score(finished, timeouts, shown)))
+                    scoring.append(tasks.start(self._score(finished, timeouts, scored)))
 
         try:
             with self._waiting_within("all replicas" if replica is None else replica.name):
@@ -206,7 +208,7 @@ class Validate(Stage[Validation, None]):
         self._validators.let_go(validation)  # it may load again while scores come in
         return [(answer, await score) for answer, score in zip(answers, scoring, strict=True)]
 
-    async def _score(self, finished: FinishedGroup, timeouts: Timeouts | None, shown: dict[int, Scores]) -> Score:
+    async def _score(self, finished: FinishedGroup, timeouts: Timeouts | None, scored: dict[int, Scores]) -> Score:
         prompt = self._prompts[finished.number]
         made = [t for t in finished.trajectories if t.failure is None]
         score: Score
@@ -215,8 +217,7 @@ class Validate(Stage[Validation, None]):
                 raise ScoringFailed(f"{EPISODE_FAILED}: {finished.trajectories[0].failure}")
             scores = await self._reward.score(prompt, made)
             score = float(scores.rewards.mean())
-            if finished.number in self._shown:
-                shown[finished.number] = scores
+            scored[finished.number] = scores
         except GivenUp:
             raise
         except ScoringFailed as failure:
