@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -118,6 +119,21 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_losses(
         sft(loaded, stopped)
 
 
+def test_a_second_interrupt_leaves_at_once_and_says_so(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report, run = SftReports.row, tmp_path / "run"
+
+    def stops(self: SftReports, row: dict[str, Any], total: int) -> None:
+        report(self, row, total)
+        for _ in range(2):
+            asyncio.get_running_loop().call_soon(signal.raise_signal, signal.SIGINT)
+
+    monkeypatch.setattr(SftReports, "row", stops)
+    assert sft(settings(model, sums(8), run, "sft.batch_size=2")) == 130
+    assert json.loads((run / "summary.json").read_text())["status"] == "interrupted"
+
+
 def test_chats_and_tools_that_are_stored_as_text_are_read(model: Path, tmp_path: Path) -> None:
     as_text = [{"messages": json.dumps(CHAT)}, {"prompt": str(CHAT[:1]), "completion": "3"}]
     data = check(settings(model, as_text, tmp_path / "run").config)
@@ -130,13 +146,14 @@ def test_chats_and_tools_that_are_stored_as_text_are_read(model: Path, tmp_path:
 
 def test_rows_that_cannot_be_used_are_left_out_by_reason_up_to_a_limit(model: Path, tmp_path: Path) -> None:
     rows: list[Any] = [{"messages": CHAT[:1]}, {"question": "?"}, {"prompt": "1", "completion": "2" * 40}, *sums(2)]
-    limits = ("sft.max_length=20", "data.max_bad_rows=0.5")
+    rows.append({"prompt": "1", "completion": "2\ud800"})
+    limits = ("sft.max_length=20", "data.max_bad_rows=0.6")
     data = check(settings(model, rows, tmp_path / "run", *limits).config)
-    assert (len(data.train), len(data.batch(0)), len(data.batch(0))) == (4, 2, 2)
+    assert (len(data.train), len(data.batch(0)), len(data.batch(0))) == (5, 2, 2)
     [counts] = data.train.left_out.counts.values()
-    assert counts == {"conversation": 2, "too_long": 1}
+    assert counts == {"conversation": 2, "too_long": 1, "tokenizer": 1}
     assert "columns question: expected messages" in data.train.left_out.examples["conversation"]
-    with pytest.raises(DataError, match=r"1 of 5 rows, more than data\.max_bad_rows=0\.01 of them, cannot be used"):
+    with pytest.raises(DataError, match=r"1 of 6 rows, more than data\.max_bad_rows=0\.01 of them, cannot be used"):
         check(settings(model, rows, tmp_path / "other").config)
     with pytest.raises(DataError, match=r"all conversations of the first batch cannot be used .* nothing to learn"):
         check(settings(model, rows[:1], tmp_path / "none", "data.max_bad_rows=1").config)

@@ -110,9 +110,14 @@ class Conversations:
             prompt, completion = conversation.text
             [rendered] = self._prompts([Record(prompt, None, self._source, where=where)])
             if isinstance(rendered, LeftOut):
-                self._leave_out(Reason(rendered.reason), where, rendered.why)
+                self._leave_out(rendered.reason, where, rendered.why)
                 return None
-            example: Example = (_answered(self._tokenizer, rendered[1], completion),)
+            try:
+                with boundary(f"{where}: the model's tokenizer cannot read {shown(completion)}", DataError):
+                    example: Example = (_answered(self._tokenizer, rendered[1], completion),)
+            except DataError as cause:
+                self._leave_out(Reason.TOKENIZER, where, str(cause))
+                return None
         elif self._chats is None:
             raise DataError(f"{where}: chat messages need a chat template, and the model's tokenizer has none")
         else:

@@ -19,6 +19,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from shutil import rmtree
+from threading import Lock
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import xxhash
@@ -42,7 +43,7 @@ from headway.pipeline.run import Status
 from headway.reports.checkpoints import Checkpoints
 from headway.reports.console_view import stdout_console
 from headway.reports.events_file import JsonLines
-from headway.reports.run_directory import RunDirectory, RunLock, free_names
+from headway.reports.run_directory import RunDirectory, RunLock, free_names, replace_file
 from headway.reports.trackers.apart import Say
 from headway.reports.trackers.check import check_trackers
 from headway.reports.trackers.trackers import Trackers, open_trackers
@@ -116,17 +117,22 @@ class SftData:
         self.steps = math.ceil(self._places / sft.batch_size)
         """Number of optimizer steps of the run."""
         self._order: tuple[int, Sequence[int]] = (-1, ())
+        self._reading = Lock()
+        """Held while rows are read: the tokenizer is one for training and held-out rows, and is not to be shared."""
 
     def batch(self, step: int) -> list[Example]:
         """Return the examples of a step, without rows that are left out."""
         places = range(step * self._size, min((step + 1) * self._size, self._places))
-        return self.train.examples(self._row(place) for place in places)
+        with self._reading:
+            return self.train.examples(self._row(place) for place in places)
 
     def held_out(self) -> Iterator[list[Example]]:
         """Yield the held-out examples in batches."""
         for first in range(0, 0 if self.val is None else len(self.val), self._size):
             assert self.val is not None
-            if batch := self.val.examples(range(first, min(first + self._size, len(self.val)))):
+            with self._reading:
+                batch = self.val.examples(range(first, min(first + self._size, len(self.val))))
+            if batch:
                 yield batch
 
     def _row(self, place: int) -> int:
@@ -156,14 +162,9 @@ def sft(loaded: LoadedConfig, resume: Path | None = None, console: Console | Non
     """Run ``headway sft``, or go on with the run in ``resume``. Returns the exit code."""
     config = loaded.config
     data = check(config)
-    if resume is None:
-        directory = _new_directory(config)
-        lock = RunLock(directory.lock)
-        lock.take()
-    else:
-        directory = RunDirectory(resume)
-        lock = RunLock(directory.lock)
-        lock.take()
+    directory = _new_directory(config) if resume is None else RunDirectory(resume)
+    lock = RunLock(directory.lock)
+    lock.take()
     try:
         step = 0 if resume is None else _resumed(directory, data)
         reports = SftReports(config, directory, console or stdout_console(), step)
@@ -171,6 +172,9 @@ def sft(loaded: LoadedConfig, resume: Path | None = None, console: Console | Non
             reports.note(note)
         try:
             status = asyncio.run(_Run(config, data, directory, reports, step).run())
+        except asyncio.CancelledError:  # a second signal: the newest checkpoint is what there is
+            reports.close(Status.INTERRUPTED)
+            return EXIT_INTERRUPTED
         except BaseException:
             logger.exception("the run failed")
             reports.close(Status.FAILED)
@@ -285,7 +289,7 @@ def _keep_rows(path: Path, step: int) -> None:
         with suppress(ValueError):
             if json.loads(line)["version"] <= step:
                 kept.append(f"{line}\n")
-    path.write_text("".join(kept), encoding="utf-8")
+    replace_file(path, "".join(kept))
 
 
 class _Run:
@@ -390,8 +394,10 @@ class _Run:
     async def _held_out_loss(self, steps: Steps) -> float:
         """Return the mean loss of the held-out conversations, in nats per token."""
         nats, tokens = 0.0, 0
-        for number, batch in enumerate(self._data.held_out()):
-            work = steps.loss(-1 - number, batch)
+        batches, number = self._data.held_out(), 0
+        while (batch := await asyncio.to_thread(next, batches, None)) is not None:
+            number -= 1
+            work = steps.loss(number, batch)
             loss = await self._while_ranks_move(steps, work, "the loss on held-out conversations")
             nats, tokens = nats + loss.nats, tokens + loss.tokens
         return nats / max(1, tokens)
