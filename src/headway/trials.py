@@ -11,7 +11,6 @@ Nothing loads weights. What cannot be tried is told.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 LIMIT_S = 60.0
-"""Seconds that all trials take together, at most."""
+"""Seconds that rewards and programs take together, at most."""
 
 
 def try_user_code(config: Config, rows: Rows) -> list[str]:
@@ -45,8 +44,7 @@ def try_user_code(config: Config, rows: Rows) -> list[str]:
         UserCodeError: something of it fails, with its file and line, or returns what does not fit.
         DataError, ConfigError: as the run would.
     """
-    ends = time.monotonic() + LIMIT_S
-    told = asyncio.run(_within(ends, _tried(config, rows)))
+    told = asyncio.run(_tried(config, rows))
     specs = list(_own_functions(config))
     if specs:
         _try_algorithm(config)
@@ -55,24 +53,21 @@ def try_user_code(config: Config, rows: Rows) -> list[str]:
     return told
 
 
-async def _within(ends: float, trial: Any) -> list[str]:
+async def _tried(config: Config, rows: Rows) -> list[str]:
+    told = []
     try:
-        async with asyncio.timeout(ends - time.monotonic()):
-            told: list[str] = await trial
-            return told
+        async with asyncio.timeout(LIMIT_S) as limit:
+            if not config.reward.by_program:
+                told.append(await _try_reward(config, rows))
+            if config.rollout.has_program:
+                told.append(await _try_program(config, rows))
     except TimeoutError:
+        if not limit.expired():
+            raise
         raise UserCodeError(
             f"the trials of --dry-run did not end within {LIMIT_S:g} s: a reward or a program does not return. "
             "--dry-run=static runs no user code"
         ) from None
-
-
-async def _tried(config: Config, rows: Rows) -> list[str]:
-    told = []
-    if not config.reward.by_program:
-        told.append(await _try_reward(config, rows))
-    if config.rollout.has_program:
-        told.append(await _try_program(config, rows))
     return told
 
 
