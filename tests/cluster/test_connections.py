@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import socket
 import threading
 import time
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from headway.cluster.connections import CallServer, Connection, ConnectionEnded, Failed, connected
+from headway.cluster.connections import CallAddress, CallServer, Connection, ConnectionEnded, Failed, connected
 from headway.cluster.role_host import RoleHost
 from headway.errors import DataError
 
@@ -147,9 +148,8 @@ async def test_an_ipv6_address_will_do() -> None:
 
 async def test_nobody_is_served_without_the_key(served: Served) -> None:
     _, server, connection = served
-    wrong = await connected(replace(server.address, key=bytes(32)))
-    with pytest.raises(ConnectionEnded):
-        await wrong.call("note", 0)
+    with pytest.raises(ConnectionEnded, match="does not know this caller"):
+        await connected(replace(server.address, key=bytes(32)))
     with socket.create_connection((server.address.host, server.address.port)) as short:
         short.sendall(b"x")
     assert await connection.call("note", 1) == 1
@@ -162,3 +162,89 @@ async def test_where_nothing_listens_there_is_no_connection(served: Served) -> N
     with pytest.raises(ConnectionEnded, match=rf"no connection to 127.0.0.1, port {port}: .*refused.* a firewall"):
         await connected(replace(server.address, port=port))
     assert server.address.key.hex() not in repr(server.address) and repr(server.address.key) not in repr(server.address)
+
+
+class Cuts:
+    """A proxy in front of a server, which cuts connections after so many bytes of one direction, one after another."""
+
+    def __init__(self, address: CallAddress, seed: int, cuts: int) -> None:
+        self._address = address
+        self._random = random.Random(seed)
+        self.left = cuts
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> CallAddress:
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        return replace(self._address, port=self._server.sockets[0].getsockname()[1])
+
+    async def __aexit__(self, *_: object) -> None:
+        self._server.close()
+        for task in self._tasks:
+            task.cancel()
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        out_reader, out_writer = await asyncio.open_connection(self._address.host, self._address.port)
+        limits = [1 << 60, 1 << 60]
+        if self.left:
+            self.left -= 1
+            limits[self._random.randrange(2)] = self._random.randrange(100, 3000)
+        ways = [(reader, out_writer, limits[0]), (out_reader, writer, limits[1])]
+        both = [asyncio.create_task(self._copy(*way)) for way in ways]
+        self._tasks.update(both)
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        for task in both:
+            task.cancel()
+        writer.transport.abort()
+        out_writer.transport.abort()
+
+    async def _copy(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, limit: int) -> None:
+        while limit > 0 and (data := await reader.read(min(limit, 65536))):
+            limit -= len(data)
+            writer.write(data)
+            await writer.drain()
+
+
+@pytest.mark.parametrize("seed", range(10))
+async def test_a_connection_that_breaks_again_and_again_loses_and_repeats_no_call_and_no_item(seed: int) -> None:
+    role = Answers()
+    host = RoleHost(role, "answers")
+    server = CallServer(host, "127.0.0.1")
+    proxy = Cuts(server.address, seed, 6)
+    async with proxy as address:
+        connection = await connected(address)
+
+        async def stream() -> list[int]:
+            return [item async for item in connection.each("count", 200)]
+
+        results = await asyncio.gather(*(connection.call("note", n) for n in range(300)), stream(), stream())
+        assert results[:300] == role.order == list(range(300))
+        assert results[300:] == [list(range(200))] * 2
+        assert proxy.left < 6, "connections were cut"
+        connection.close()
+    server.close()
+    await host.close()
+
+
+async def test_a_worker_where_nothing_listens_any_more_is_gone_at_once() -> None:
+    host = RoleHost(Answers(), "answers")
+    server = CallServer(host, "127.0.0.1")
+    connection = await connected(server.address)
+    waiting = asyncio.create_task(connection.call("wait"))
+    await connection.call("note", 0)
+    server.close()
+    connection._session._channel._sock.shutdown(socket.SHUT_RDWR)  # type: ignore[union-attr]
+    with pytest.raises(ConnectionEnded, match="nothing listens there any more"):
+        await waiting
+    with pytest.raises(ConnectionEnded, match="nothing listens there any more"):
+        await connection.call("note", 1)
+    await host.close()
+
+
+async def test_a_server_that_does_not_know_the_session_is_another_process(served: Served) -> None:
+    _, server, connection = served
+    server._callers.clear()
+    waiting = asyncio.create_task(connection.call("wait"))
+    await connection.call("note", 0)
+    connection._session._channel._sock.shutdown(socket.SHUT_RDWR)  # type: ignore[union-attr]
+    with pytest.raises(ConnectionEnded, match="does not know this caller"):
+        await waiting

@@ -55,6 +55,11 @@ WORKER_S = 2.0
 HEARTBEAT_S = 30.0
 """Seconds within which a worker has to answer a heartbeat: a short answer of an event loop that has nothing else to do;
 its machine may be busy."""
+RECONNECT_S = 10.0
+"""Seconds for a broken connection between two workers to be opened again: some attempts, and less than a heartbeat may
+take, which finds a machine that is silent."""
+SESSION_S = 1.5 * RECONNECT_S
+"""Seconds for which a worker keeps the calls of a caller whose connection broke: longer than the caller tries."""
 SETTLE_S = 5.0
 """Seconds that the other receivers have, once one is gone, to notice the closed connection and stop receiving."""
 KILLED_S = 10.0
