@@ -66,8 +66,9 @@ NEEDS_ANSWERS = (CODE, "exact_match", "math_verify", "regex")
 """Names of built-in rewards that cannot score a row whose answer is null."""
 
 
-def check_inputs(config: Config) -> Rows:
-    """Return the run's rows, with the reward tried on their columns. A user's own reward is loaded in its own process.
+def check_inputs(config: Config, *, user_code: bool = True) -> Rows:
+    """Return the run's rows, with the reward tried on their columns. A user's own reward is loaded in its own process,
+    if ``user_code`` is to be loaded.
 
     Raises:
         ConfigError: no such reward or task, or parameters that the task does not take; vLLM is not installed here; the
@@ -90,12 +91,14 @@ def check_inputs(config: Config) -> Rows:
     rollout = config.rollout
     if rollout.agent is not None and rollout.endpoint_host != "node" and config.cluster.address is None:
         asyncio.run(check_address(rollout.endpoint_host, rollout.endpoint_port))  # keepers will all be here
-    if config.rollout.has_program:
+    if config.rollout.has_program and user_code:
         _check_program(config, rows)
     if config.reward.by_program:
         return rows
     spec = replace(RewardSpec.of(config), columns=rows.columns, lacked=rows.lacked)
     if names_a_file(spec.function):
+        if not user_code:
+            return rows
         reward = RewardRunners(spec, workers=1, retries=0, log_path=None, env=variables(config.rollout.env))
         limit = max(LOAD_TIMEOUT_S, spec.timeout_s)
         advice = "raise reward.timeout_s above the time that it needs"
@@ -105,24 +108,24 @@ def check_inputs(config: Config) -> Rows:
     return rows
 
 
-def check_dry(config: Config, *, model_there: bool = True, user_code: bool = False) -> list[str]:
+def check_dry(config: Config, *, model_there: bool = True, loads: bool = True, calls: bool = False) -> list[str]:
     """Check what ``--dry-run`` checks: trackers and, unless the model's files are still to come, all of
     `check_without_torch`, and return its notes. Raises as these do.
 
-    ``user_code``: call it, too (`headway.trials`).
+    ``loads``: load user code; ``calls``: call it, too (`headway.trials`).
     """
     check_trackers(config)
     if not model_there:
         return []
-    notes, rows = check_without_torch(config)
-    if user_code:
+    notes, rows = check_without_torch(config, user_code=loads)
+    if calls:
         from headway.trials import try_user_code
 
         notes += try_user_code(config, rows)
     return notes
 
 
-def check_without_torch(config: Config) -> tuple[list[str], Rows]:
+def check_without_torch(config: Config, *, user_code: bool = True) -> tuple[list[str], Rows]:
     """Check what can be told without torch: `check_inputs`, and more of a model's folder. Returns what to tell of the
     data, and the rows. A model that has to be downloaded first is left alone.
 
@@ -134,7 +137,7 @@ def check_without_torch(config: Config) -> tuple[list[str], Rows]:
         DataError, UserCodeError: as `check_inputs`.
         ModelError: as `check_inputs`, or the tokenizer, which is to render chats, cannot be opened.
     """
-    rows = check_inputs(config)
+    rows = check_inputs(config, user_code=user_code)
     model = config.model
     if model.path is None or (folder := find_folder(model.path)) is None:
         return [], rows

@@ -1,6 +1,6 @@
 """Trials of the user's code before a run, for ``--dry-run``: each part is called once, as the run will call it.
 
-    reward             a real and an empty answer to the first row of each source, in the processes of a run
+    reward             a real and an empty answer to the first rows of each source, in the processes of a run
     loss, correction,  a batch of two rows of three tokens, forward and backward
     estimator
     program            its first turn, rendered by the model's own chat template, and not answered
@@ -11,7 +11,9 @@ Nothing loads weights. What cannot be tried is told.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,7 +25,7 @@ from headway.data.sources import Rows
 from headway.data.types import Outcomes, Prompt, TrajectoryId
 from headway.episodes.hosting import chats_of, limits_of
 from headway.episodes.runners import ProgramRunners, program_spec, variables
-from headway.errors import EpisodeOver, HeadwayError, ScoringFailed, UserCodeError, shown
+from headway.errors import EpisodeOver, HeadwayError, RunError, ScoringFailed, UserCodeError, shown
 from headway.models.folder import find_folder
 from headway.programs.messages import EpisodeStart, TurnAnswer, TurnRequest
 from headway.rewards.request import RewardSpec
@@ -34,7 +36,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 LIMIT_S = 60.0
-"""Seconds that rewards and programs take together, at most."""
+"""Seconds that rewards and programs take together, at most, and losses and advantages."""
+ROWS_TRIED = 4
+"""Rows of each source that the reward is tried on."""
 
 
 def try_user_code(config: Config, rows: Rows) -> list[str]:
@@ -47,10 +51,29 @@ def try_user_code(config: Config, rows: Rows) -> list[str]:
     told = asyncio.run(_tried(config, rows))
     specs = list(_own_functions(config))
     if specs:
-        _try_algorithm(config)
+        _within_thread(partial(_try_algorithm, config), ", ".join(specs))
         told.append(f"tried: {', '.join(specs)}, forward and backward, on a batch of two rows")
     told.append("not tried: weights, devices, and what user code asks of other machines later")
     return told
+
+
+def _within_thread(trial: Callable[[], None], named: str) -> None:
+    """Run a trial that computes, in a thread that ends with the process if it hangs."""
+    failed: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            trial()
+        except BaseException as failure:
+            failed.append(failure)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(LIMIT_S)
+    if thread.is_alive():
+        raise UserCodeError(f"{named}: no end within {LIMIT_S:g} s of trials; --dry-run=static calls no user code")
+    for failure in failed:
+        raise failure
 
 
 async def _tried(config: Config, rows: Rows) -> list[str]:
@@ -78,17 +101,22 @@ async def _try_reward(config: Config, rows: Rows) -> str:
     spec = RewardSpec.of(config)
     names = ", ".join(one.function for one in config.reward.all)
     reward = RewardRunners(spec, workers=1, retries=0, log_path=None, env=variables(config.rollout.env))
-    firsts = [records[0] for _, records in by_source(rows.train, rows.parts) if records]
+    firsts = [record for _, records in by_source(rows.train, rows.parts) for record in records[:ROWS_TRIED]]
     try:
         await reward.start()
         scores = [await _score(reward, record, names) for record in firsts]
     finally:
         await reward.close()
-    said = "; ".join(
-        f"{found[0]:g} for the ground truth and {found[1]:g} for an empty answer ({record.where or record.source})"
-        for record, found in zip(firsts, scores, strict=True)
+    truths, empties = zip(*scores, strict=True)
+    return (
+        f"tried: the reward {names} gives {_range(truths)} for ground truths and {_range(empties)} for empty answers "
+        f"({len(firsts)} rows)"
     )
-    return f"tried: the reward {names} gives {said}"
+
+
+def _range(values: Sequence[float]) -> str:
+    low, high = min(values), max(values)
+    return f"{low:g}" if low == high else f"{low:g} to {high:g}"
 
 
 async def _score(reward: RewardRunners, record: Record, names: str) -> Sequence[float]:
@@ -147,9 +175,7 @@ async def _try_program(config: Config, rows: Rows) -> str:
     except HeadwayError as cause:
         if isinstance(cause, UserCodeError):
             raise
-        raise UserCodeError(
-            f"{named} fails before its first turn ({record.where or record.source}): {cause}"
-        ) from cause
+        raise UserCodeError(f"{named} fails in its first turn ({record.where or record.source}): {cause}") from cause
     finally:
         await programs.close()
     if not lengths:
@@ -210,8 +236,11 @@ def _try_algorithm(config: Config) -> None:
             lengths=np.array(lengths),
         )
         estimator = FetchAdvantages(algorithm)
-        if estimator.of_outcomes(outcomes) is None:
-            estimator(rows, outcomes)
+        try:
+            if estimator.of_outcomes(outcomes) is None:
+                estimator(rows, outcomes)
+        except RunError as cause:
+            raise UserCodeError(f"{algorithm.adv_estimator}: {cause}") from cause
     generator = torch.Generator().manual_seed(0)
     logprobs = -torch.rand(2, 3, generator=generator)
     inputs = LossInputs(

@@ -20,6 +20,7 @@ def loss(inputs, params): return -inputs.advantages * inputs.logprobs, {"ones": 
 def correction_raises(inputs, params): raise ValueError("no weights")
 def advantages_raise(inputs): return inputs.rewards / inputs.nothing
 def advantages_of_nan(inputs): return inputs.rewards * float("nan")
+def advantages_of_one(inputs): return inputs.rewards[:1]
 def advantages(inputs): return inputs.rewards - inputs.rewards.mean()
 def reward_of_numbers_alone(response, answer): return int(response)
 def reward_of_text(response, answer): return "good"
@@ -59,17 +60,18 @@ FAULTS = {
         "raised ValueError: no weights (own.py:8, in correction_raises); expected the weight of each token",
     ),
     "advantages that raise": (f"{ESTIMATOR}advantages_raise", "(own.py:9, in advantages_raise); expected a tensor"),
+    "advantages of another length": (f"{ESTIMATOR}advantages_of_one", "returned Tensor [1]; expected a tensor"),
     "advantages that are no numbers": (f"{ESTIMATOR}advantages_of_nan", "advantages of trajectory .* are not finite"),
     "a reward that an empty answer breaks": (
         "reward.function=own.py:reward_of_numbers_alone",
-        "(own.py:12, in reward_of_numbers_alone); expected a number for each answer, also for an empty one",
+        "(own.py:13, in reward_of_numbers_alone); expected a number for each answer, also for an empty one",
     ),
     "a reward that is text": ("reward.function=own.py:reward_of_text", "returned 'good' for response 0"),
     "an environment that raises": (
         "rollout.environment=own.py:Reset",
-        "KeyError: 'board' (own.py:15, in reset)",
+        "KeyError: 'board' (own.py:16, in reset)",
     ),
-    "a program that raises": ("rollout.program=own.py:program_raises", "(own.py:20, in program_raises)"),
+    "a program that raises": ("rollout.program=own.py:program_raises", "(own.py:21, in program_raises)"),
     "a program without a turn": (
         "rollout.program=own.py:program_without_a_turn",
         "made no turn for data.jsonl",
@@ -105,7 +107,7 @@ def test_a_fault_in_the_users_code_ends_it_with_file_and_line(dry_run: Callable[
 
 def test_what_was_tried_is_told_and_what_was_not(dry_run: Callable[..., str]) -> None:
     output = dry_run(f"{LOSS}loss", f"{ESTIMATOR}advantages")
-    assert "tried: the reward exact_match gives 1 for the ground truth and 0 for an empty answer" in output
+    assert "tried: the reward exact_match gives 1 for ground truths and 0 for empty answers (3 rows)" in output
     assert "tried: own.py:loss, own.py:advantages, forward and backward" in output
     assert "not tried: weights, devices" in output
 

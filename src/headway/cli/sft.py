@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from headway.cli.common import Debug, Overrides, errors_as_messages
+from headway.cli.common import Debug, Overrides, Static, errors_as_messages
 from headway.cli.training import OptionalConfig
 
 Resume = Annotated[
@@ -24,6 +24,7 @@ def sft(
     overrides: Overrides = None,
     resume: Resume = None,
     dry_run: DryRun = False,
+    static: Static = False,
     debug: Debug = False,
 ) -> None:
     """Fine-tune model.path on the conversations in data.train: [CONFIG] [a.b=c …], or --resume RUN [a.b=c …]."""

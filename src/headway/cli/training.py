@@ -93,7 +93,7 @@ def _dry_run(loaded: LoadedConfig, static: bool) -> None:
     from headway.preflight import check_dry
 
     print_resolved(loaded)
-    for note in check_dry(loaded.config, user_code=not static):
+    for note in check_dry(loaded.config, loads=not static, calls=not static):
         typer.echo(f"# note: {note}")
 
 

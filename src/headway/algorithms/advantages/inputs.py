@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -194,10 +194,17 @@ AdvantageEstimator = Callable[..., Tensor | Advantages]
 """Function ``estimator(inputs, **params)`` that returns [S], one advantage per trajectory, which all its tokens share,
 [S, T], one per token, or `Advantages`; padded to the longest trajectory or to the inputs' T. ``params`` are its own."""
 
+
+def _fits(result: Any, inputs: AdvantageInputs) -> bool:
+    tensors = (result.advantages, result.returns) if isinstance(result, Advantages) else (result,)
+    return all(isinstance(one, Tensor) and one.ndim in (1, 2) and len(one) == len(inputs.rewards) for one in tensors)
+
+
 ADVANTAGES: Registry[AdvantageEstimator] = Registry(
     "advantage estimator",
     "algorithm.adv_estimator",
     expected="a tensor with a number for each episode, [S], or for each of its tokens, [S, L], or Advantages of such",
+    fits=_fits,
 )
 
 E = TypeVar("E", bound=AdvantageEstimator)
