@@ -351,6 +351,16 @@ def test_rows_that_a_template_refuses_for_their_roles_are_found_before_the_start
         check_rows(config_of(train=str(file), val_size=0, max_bad_rows=0), tokenizer, read_rows(config))
 
 
+def test_a_column_of_json_text_that_is_wrong_in_one_row_is_found_before_the_start(make_tokenizer, tmp_path) -> None:
+    file = tmp_path / "chats.jsonl"
+    columns = [json.dumps(["think"] if i == 300 else {"think": f"{i}"}) for i in range(400)]
+    rows = [{"prompt": CHAT, "answer": 1, "chat_template_kwargs": column} for column in columns]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = config_of(train=str(file), val_size=0)
+    with pytest.raises(DataError, match=r"line 301\): the column 'chat_template_kwargs' has \['think'\]"):
+        check_rows(config, make_tokenizer(THINKS), read_rows(config))
+
+
 def test_a_programs_rows_have_variables_for_the_template_also_where_they_are_text(make_tokenizer, tmp_path) -> None:
     file = tmp_path / "rows.jsonl"
 

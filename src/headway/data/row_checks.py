@@ -9,7 +9,7 @@ from headway.data.files import Record
 from headway.data.left_out import LeftOut, LeftOutRows, Reason
 from headway.data.rows import Rows
 from headway.data.sources import prompt_tokenizer
-from headway.data.tokenize import TEMPLATE_KWARGS, TOOLS
+from headway.data.tokenize import TEMPLATE_KWARGS, TOOLS, column_value
 from headway.errors import writable
 
 if TYPE_CHECKING:
@@ -60,7 +60,8 @@ def _form(record: Record) -> Any:
 
 
 def _shape(value: Any) -> Any:
-    """Types and names of a value of a column, however deep."""
+    """Types and names of a value of a column, however deep, also as JSON text."""
+    value = column_value(value)
     if isinstance(value, Mapping):
         return tuple((name, _shape(inner)) for name, inner in value.items())
     return tuple({_shape(inner) for inner in value}) if isinstance(value, list) else type(value).__name__

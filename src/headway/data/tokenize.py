@@ -84,7 +84,7 @@ def template_kwargs(run: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[st
     Raises:
         DataError: the row's are no mapping of names to values, or name what is no variable.
     """
-    of_row = _value(extra.get(TEMPLATE_KWARGS)) or {}
+    of_row = column_value(extra.get(TEMPLATE_KWARGS)) or {}
     if not isinstance(of_row, Mapping) or NO_VARIABLES & of_row.keys():
         raise DataError(
             f"the column {TEMPLATE_KWARGS!r} has {shown(of_row)}; expected variables of the chat template, like "
@@ -93,7 +93,7 @@ def template_kwargs(run: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[st
     return {**run, **of_row}
 
 
-def _value(given: Any) -> Any:
+def column_value(given: Any) -> Any:
     """The value that a column holds, also as JSON text."""
     if isinstance(given, str):
         with suppress(ValueError):
@@ -108,9 +108,9 @@ def tools_of(row: Mapping[str, Any], named: str) -> list[dict[str, Any]] | None:
         DataError: they are something else.
     """
     given = row.get(TOOLS)
-    if given is None or not (tools := _value(given)):
+    if given is None or not (tools := column_value(given)):
         return None
-    tools = [_value(tool) for tool in tools] if isinstance(tools, list) else [tools]
+    tools = [column_value(tool) for tool in tools] if isinstance(tools, list) else [tools]
     for tool in tools:
         function = tool.get("function") if isinstance(tool, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
