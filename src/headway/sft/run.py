@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import xxhash
 from rich.console import Console
 
+from headway.cluster.file_work import while_ranks_move
 from headway.concurrently import end, failing_as_one
 from headway.config.loading import LoadedConfig
 from headway.config.schema import Config
@@ -35,10 +36,10 @@ from headway.data.rows import TRAIN_SPLIT, VAL_SPLIT, rows_of
 from headway.engines.train.state_file import read_state
 from headway.episodes.record import Chats
 from headway.episodes.rendering import ChatRenderer
-from headway.errors import EXIT_INTERRUPTED, ConfigError, DataError, RunError, StallError, UserError
+from headway.errors import EXIT_INTERRUPTED, ConfigError, DataError, RunError, UserError
 from headway.logs import DriverLog
 from headway.models.folder import check_folder
-from headway.pipeline.liveness import SHORTEST_S, ask
+from headway.pipeline.liveness import Answers
 from headway.pipeline.run import Status
 from headway.reports.checkpoints import Checkpoints
 from headway.reports.console_view import stdout_console
@@ -367,7 +368,7 @@ class _Run:
     async def _step(self, steps: Steps, step: int, batch: list[Example], skipped: int) -> int:
         """Take one step and report it. Returns how many steps in a row have been skipped."""
         config, data, began = self._config, self._data, time.monotonic()
-        report = await self._while_ranks_move(steps, steps.step(step, batch), f"optimizer step {step + 1}")
+        report = await self._moving(steps, steps.step(step, batch), f"optimizer step {step + 1}")
         tokens = sum(len(row.prompt_ids) + len(row.ids) for rows in batch for row in rows)
         learned = sum(int(row.loss_mask.sum()) for rows in batch for row in rows)
         metrics = report.metrics
@@ -398,7 +399,7 @@ class _Run:
         while (batch := await asyncio.to_thread(next, batches, None)) is not None:
             number -= 1
             work = steps.loss(number, batch)
-            loss = await self._while_ranks_move(steps, work, "the loss on held-out conversations")
+            loss = await self._moving(steps, work, "the loss on held-out conversations")
             nats, tokens = nats + loss.nats, tokens + loss.tokens
         return nats / max(1, tokens)
 
@@ -410,21 +411,14 @@ class _Run:
                 await asyncio.to_thread(rmtree, path, ignore_errors=True)
         return step
 
-    async def _while_ranks_move(self, steps: Steps, work: Coroutine[Any, Any, T], what: str) -> T:
+    async def _moving(self, steps: Steps, work: Coroutine[Any, Any, T], what: str) -> T:
         """Return the result of ``work``. Raises `StallError` when no rank moves for ``cluster.stall_timeout_s``."""
         limit_s = steps.timeouts.stall_s
-        task = asyncio.ensure_future(work)
-        try:
-            wait_s = limit_s
-            while not (await asyncio.wait([task], timeout=wait_s))[0]:
-                answers = await ask(steps.workers)
-                wait_s = answers.deadline(limit_s, file_stall_s) - answers.time
-                if not task.done() and wait_s <= 0:
-                    raise StallError(f"{what} did not move for {limit_s:g} s (cluster.stall_timeout_s): {answers}")
-                wait_s = max(SHORTEST_S, wait_s)
-            return task.result()
-        finally:
-            await end([task])
+
+        def stuck(answers: Answers) -> str:
+            return f"{what} did not move for {limit_s:g} s (cluster.stall_timeout_s): {answers}"
+
+        return await while_ranks_move(work, steps.workers, limit_s, file_stall_s, stuck)
 
     @contextmanager
     def _interrupts(self) -> Iterator[None]:
