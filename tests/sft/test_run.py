@@ -106,8 +106,12 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_losses(
     monkeypatch.setattr(SftReports, "row", stops)
     assert sft(settings(model, sums(6), stopped, *often)) == 130
     monkeypatch.undo()
-    loaded = load(directory_to_resume(stopped).config)
-    assert sft(loaded, stopped) == 0
+    config = directory_to_resume(stopped).config
+    with pytest.raises(ConfigError, match=r"got sft\.batch_size=3, .* the checkpoint has sft\.batch_size=2, "):
+        sft(load(config, ["sft.batch_size=3"]), stopped)
+    assert sft(load(config, ["sft.save_freq=5"]), stopped) == 0
+    loaded = load(config)
+    assert loaded.config.sft.save_freq == 5
     expected = [(row["version"], row["sft/loss"]) for row in rows_of(whole)]
     assert [(row["version"], row["sft/loss"]) for row in rows_of(stopped)] == expected
     with pytest.raises(UserError, match="the run is complete, at step 6 of 6"):

@@ -108,6 +108,8 @@ class SftData:
         self.accepts_changes = data.accept_changes
         self.digest = _digest(train)
         """Digest of the training rows in their order."""
+        self.order = f"sft.batch_size={sft.batch_size}, run.seed={config.run.seed}, data.shuffle={data.shuffle}"
+        """Settings by which the rows of a step follow from its number."""
         self.train = Conversations(train, config, tokenizer, chats)
         self.val = Conversations(val, config, tokenizer, chats) if val else None
         self._size, self._seed, self._shuffle = sft.batch_size, config.run.seed, data.shuffle
@@ -167,7 +169,10 @@ def sft(loaded: LoadedConfig, resume: Path | None = None, console: Console | Non
     lock = RunLock(directory.lock)
     lock.take()
     try:
-        step = 0 if resume is None else _resumed(directory, data)
+        step = 0
+        if resume is not None:
+            step = _resumed(directory, data)
+            directory.write_config(config)
         reports = SftReports(config, directory, console or stdout_console(), step)
         for note in loaded.notes:
             reports.note(note)
@@ -213,6 +218,11 @@ def _resumed(directory: RunDirectory, data: SftData) -> int:
         raise DataError(
             f"--resume {directory.path}: the training rows are not those of the checkpoint. Resume with the same data, "
             "or go on with these: data.accept_changes=true"
+        )
+    if state["order"] != data.order:
+        raise ConfigError(
+            f"--resume {directory.path}: got {data.order}, and the checkpoint has {state['order']}, by which its steps "
+            "learned from their rows; drop what differs, or begin again with another run.dir"
         )
     if steps[-1] >= data.steps and directory.model.is_dir():
         raise UserError(f"--resume {directory.path}: the run is complete, at step {steps[-1]} of {data.steps}")
@@ -404,7 +414,8 @@ class _Run:
         return nats / max(1, tokens)
 
     async def _save(self, steps: Steps, step: int) -> int:
-        await steps.engine.save(self._checkpoints.actor(step), {"step": step, "data": self._data.digest})
+        state = {"step": step, "data": self._data.digest, "order": self._data.order}
+        await steps.engine.save(self._checkpoints.actor(step), state)
         keep = self._config.trainer.max_actor_ckpt_to_keep
         for old in self._checkpoints.complete(with_critic=False)[: -keep if keep else 0]:
             for path in self._checkpoints.set_aside(old):
