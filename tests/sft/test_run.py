@@ -163,6 +163,17 @@ def test_rows_that_cannot_be_used_are_left_out_by_reason_up_to_a_limit(model: Pa
         check(settings(model, rows[:1], tmp_path / "none", "data.max_bad_rows=1").config)
 
 
+def test_it_notes_what_its_user_may_not_expect(model: Path, tmp_path: Path) -> None:
+    def notes(*overrides: str) -> list[str]:
+        data = check(settings(model, sums(8), tmp_path / "run", *overrides).config)
+        return [note.split(":")[0] for note in data.notes]
+
+    few, held_out, fine = "sft.optim.lr_warmup_steps=10", "data.val_size=6", "sft.optim.lr_warmup_steps=0"
+    plain = "prompts that are text are learned as they are; the tokenizer has a chat template"
+    assert notes(few, held_out) == [few, plain, held_out]
+    assert notes(fine, "data.chat_template=always") == []
+
+
 def test_it_says_what_it_needs(model: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"model\.path"):
         check(load(None, ["data.train=a.jsonl"]).config)

@@ -15,7 +15,11 @@ Resume = Annotated[
     typer.Option("--resume", metavar="RUN", help="Go on with the run in this directory, from its newest checkpoint."),
 ]
 DryRun = Annotated[
-    bool, typer.Option("--dry-run", help="Read and check the data, print the settings and the first batch, and stop.")
+    bool,
+    typer.Option(
+        "--dry-run",
+        help="Read the data, try the first batch, print the settings and the number of steps, stop.",
+    ),
 ]
 
 
@@ -55,5 +59,7 @@ def sft(
             typer.echo(f"# {len(data.train)} conversations, {held_out} held out, {data.steps} optimizer steps")
             if said := left_out(data.train):
                 typer.echo(f"# left out so far: {said}")
+            for note in data.notes:
+                typer.echo(f"# {note}")
             return
         raise typer.Exit(run(loaded, resume))

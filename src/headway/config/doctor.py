@@ -125,7 +125,7 @@ def _data(config: Config) -> Iterator[str]:
 
 def _programs(config: Config) -> Iterator[str]:
     if config.rollout.has_program and config.data.chat_template == "always":
-        yield "data.chat_template=always: a program gets a prompt that is text as a user's message anyway; drop it"
+        yield "data.chat_template=always: programs get text prompts as a user's message anyway; leave it at auto"
     yield from program_problems(
         config.rollout,
         by_program=config.reward.by_program,

@@ -94,6 +94,11 @@ class Conversations:
     def __len__(self) -> int:
         return len(self._rows)
 
+    @property
+    def has_text(self) -> bool:
+        """Whether some rows are text that no chat template renders."""
+        return any(row.text is not None for row in self._rows)
+
     def examples(self, indices: Iterable[int]) -> list[Example]:
         """Return the examples of these rows, without those that are left out.
 

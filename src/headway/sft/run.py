@@ -119,9 +119,29 @@ class SftData:
             self._places = asked if data.epochs is None else min(asked, self._places)
         self.steps = math.ceil(self._places / sft.batch_size)
         """Number of optimizer steps of the run."""
+        self.notes = list(self._notes(config, templated=chats is not None))
+        """What is likely to be other than its user expects."""
         self._order: tuple[int, Sequence[int]] = (-1, ())
         self._reading = Lock()
         """Held while rows are read: the tokenizer is one for training and held-out rows, and is not to be shared."""
+
+    def _notes(self, config: Config, *, templated: bool) -> Iterator[str]:
+        warmup = config.sft.optim.lr_warmup_steps
+        if warmup >= self.steps:
+            yield (
+                f"sft.optim.lr_warmup_steps={warmup}: the run has {self.steps} steps and ends before the learning "
+                "rate is at its full value"
+            )
+        if templated and config.data.chat_template != "always" and self.train.has_text:
+            yield (
+                "prompts that are text are learned as they are; the tokenizer has a chat template: "
+                "set data.chat_template=always to write them as a user's message"
+            )
+        if self.val is not None and not config.data.held_out_sources and len(self.val) > len(self.train):
+            yield (
+                f"data.val_size={config.data.val_size}: more conversations are held out than learned from; "
+                "make it smaller"
+            )
 
     def batch(self, step: int) -> list[Example]:
         """Return the examples of a step, without rows that are left out."""
@@ -329,6 +349,8 @@ class _Run:
                     reports.note(f"resuming from the checkpoint of step {self._first}")
                 held_out = 0 if data.val is None else len(data.val)
                 reports.note(f"{len(data.train)} conversations, {held_out} held out, {data.steps} optimizer steps")
+                for note in data.notes:
+                    reports.note(note)
 
                 async def train(tasks: Any) -> Status:
                     watching = tasks.start(steps.watch())
@@ -357,9 +379,8 @@ class _Run:
                 batch = await ahead
                 if step + 1 < data.steps:
                     ahead = asyncio.create_task(asyncio.to_thread(data.batch, step + 1))
-                if not batch:
-                    continue
-                skipped = await self._step(steps, step, batch, skipped)
+                if batch:  # else all its rows are left out
+                    skipped = await self._step(steps, step, batch, skipped)
                 if self._stopping:
                     break
                 if config.sft.save_freq > 0 and (step + 1) % config.sft.save_freq == 0:
@@ -367,7 +388,7 @@ class _Run:
         finally:
             await end([ahead])
         done = self._reports.progress.step
-        if saved != done:
+        if saved < done:
             await self._save(steps, done)
         if done < data.steps and self._stopping:
             return Status.INTERRUPTED
