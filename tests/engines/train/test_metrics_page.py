@@ -130,7 +130,7 @@ def with_everything(
             case UpdateFinished():
                 yield replace(event, full_nbytes=1000, changed=0.1)
             case ValidationFinished():
-                yield replace(event, by_source=dict.fromkeys(SOURCES, 0.5))
+                yield replace(event, by_source=dict.fromkeys(SOURCES, 0.5), parts={"NAME": 0.5})
             case _:
                 yield event
 
