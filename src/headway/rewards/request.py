@@ -156,7 +156,7 @@ class Response:
     opened: str
     """The tag of a thought, such as ``<think>``, with which its prompt ends; empty where it ends in none."""
     begin: int | None
-    """Where in ``text`` its answer begins, behind the thought if there is one; None where a thought never ended."""
+    """Position in ``text`` at which the answer begins, after a thought; None if a thought has no end."""
 
     @property
     def answer(self) -> str:

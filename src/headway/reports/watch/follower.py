@@ -262,7 +262,7 @@ class Follower:
             self.serial = 0
 
     def _begin_late(self, read: _Read) -> None:
-        """Of a large run take the metrics at its newest boundary that has them, and read the newest versions alone."""
+        """Begin at the newest saved metrics of a large run, and read only the events of the versions after them."""
         events, builder = self._directory.events, read.builder
         drawn, state = newest_versions(events, read.record), newest(self._directory, read.record)
         if drawn is None or not state.line:
