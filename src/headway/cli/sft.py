@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from headway.cli.common import Debug, Overrides, Static, errors_as_messages
-from headway.cli.training import OptionalConfig
+from headway.cli.training import OptionalConfig, Resume
 
-Resume = Annotated[
-    Path | None,
-    typer.Option("--resume", metavar="RUN", help="Go on with the run in this directory, from its newest checkpoint."),
-]
 DryRun = Annotated[
     bool,
     typer.Option(

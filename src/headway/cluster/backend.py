@@ -143,16 +143,7 @@ async def start_backend(
         ModelError: the model at ``model_path`` cannot be opened.
         StallError: not everything was up within `Timeouts.start_s`; the message says what was waited for.
     """
-    model_path = _for_any_directory(model_path)
-    cluster = make_cluster(config, run_dir, model_path)
-    startup = Startup(
-        _with_absolute_files(config),
-        cluster,
-        model_path=model_path,
-        total_optimizer_steps=total_optimizer_steps,
-        run_dir=run_dir,
-        tell=tell,
-    )
+    cluster, startup = _startup(config, model_path, run_dir, total_optimizer_steps, tell)
     start_s = startup.timeouts.start_s
     async with AsyncExitStack() as stack:
         with _late(startup, run_dir):
@@ -227,16 +218,7 @@ async def start_trainer(
 
     Raises as `start_backend` does.
     """
-    model_path = _for_any_directory(model_path)
-    cluster = make_cluster(config, run_dir, model_path)
-    startup = Startup(
-        _with_absolute_files(config),
-        cluster,
-        model_path=model_path,
-        total_optimizer_steps=total_optimizer_steps,
-        run_dir=run_dir,
-        tell=tell,
-    )
+    cluster, startup = _startup(config, model_path, run_dir, total_optimizer_steps, tell)
     async with AsyncExitStack() as stack:
         with _late(startup, run_dir):
             start_s = startup.timeouts.start_s
@@ -247,6 +229,22 @@ async def start_trainer(
         yield Trainer(
             proxy(ranks, SupervisedEngine), cluster.separate_processes, ranks.workers, cluster, startup.timeouts
         )
+
+
+def _startup(
+    config: Config, model_path: str, run_dir: Path, total_optimizer_steps: int, tell: Callable[[str], None]
+) -> tuple[Cluster, Startup]:
+    model_path = _for_any_directory(model_path)
+    cluster = make_cluster(config, run_dir, model_path)
+    startup = Startup(
+        _with_absolute_files(config),
+        cluster,
+        model_path=model_path,
+        total_optimizer_steps=total_optimizer_steps,
+        run_dir=run_dir,
+        tell=tell,
+    )
+    return cluster, startup
 
 
 @contextmanager

@@ -155,12 +155,16 @@ def _source_rows(data: DataConfig, seed: int) -> Rows:
             f"{' and '.join(source.label for source in sources)}: data.val_size={data.val_size} held-out rows leave "
             f"nothing of {len(records)} rows to train on; make data.val_size smaller, or give data.val"
         )
-    order = generator(seed, SPLIT_KEY, 0).permutation(len(records))
-    val_rows = sorted(order[: data.val_size].tolist())
-    train_rows = sorted(order[data.val_size :].tolist())
+    train_rows, val_rows = split(len(records), data.val_size, seed)
     parts = _shares(parts, train_rows)
     train, val = ([records[i] for i in rows] for rows in (train_rows, val_rows))
     return Rows(train, train_rows, val, val_rows, parts, _digests(train))
+
+
+def split(rows: int, val_size: int, seed: int) -> tuple[list[int], list[int]]:
+    """Choose ``val_size`` of ``rows`` by the seed. Returns the numbers of the training and of the held-out rows."""
+    order = generator(seed, SPLIT_KEY, 0).permutation(rows)
+    return sorted(order[val_size:].tolist()), sorted(order[:val_size].tolist())
 
 
 def _shares(parts: Sequence[SourceShare], kept: Sequence[int]) -> tuple[SourceShare, ...]:

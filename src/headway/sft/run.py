@@ -31,8 +31,8 @@ from headway.config.loading import LoadedConfig
 from headway.config.schema import Config
 from headway.config.timeouts import file_stall_s
 from headway.data.files import Row
-from headway.data.mixing import SHUFFLE_KEY, SPLIT_KEY, generator
-from headway.data.rows import TRAIN_SPLIT, VAL_SPLIT, rows_of
+from headway.data.mixing import SHUFFLE_KEY, generator
+from headway.data.rows import TRAIN_SPLIT, VAL_SPLIT, rows_of, split
 from headway.engines.train.state_file import read_state
 from headway.episodes.record import Chats
 from headway.episodes.rendering import ChatRenderer
@@ -101,10 +101,8 @@ class SftData:
                     f"{data.label}: data.val_size={data.val_size} held-out rows leave nothing of {len(train)} rows to "
                     "learn from; make data.val_size smaller (0: no held-out loss), or give data.val"
                 )
-            order = generator(config.run.seed, SPLIT_KEY, 0).permutation(len(train))
-            held_out = set(order[: data.val_size].tolist())
-            val = [row for number, row in enumerate(train) if number in held_out]
-            train = [row for number, row in enumerate(train) if number not in held_out]
+            learned, held_out = split(len(train), data.val_size, config.run.seed)
+            train, val = [train[number] for number in learned], [train[number] for number in held_out]
         self.accepts_changes = data.accept_changes
         self.digest = _digest(train)
         """Digest of the training rows in their order."""
