@@ -43,7 +43,7 @@ from headway.model_checks import (
 )
 from headway.models.folder import check_folder, find_folder, read_object, text_config
 from headway.models.logits import is_known
-from headway.reports.trackers.check import check_trackers
+from headway.programs.program import ProgramDescription
 from headway.rewards.code_tests import unit_tests_of
 from headway.rewards.request import RewardSpec
 from headway.rewards.runners import RewardRunners
@@ -92,37 +92,19 @@ def check_inputs(config: Config, *, user_code: bool = True) -> Rows:
     if rollout.agent is not None and rollout.endpoint_host != "node" and config.cluster.address is None:
         asyncio.run(check_address(rollout.endpoint_host, rollout.endpoint_port))  # keepers will all be here
     if config.rollout.has_program and user_code:
-        _check_program(config, rows)
+        programs = ProgramRunners("preflight", config, None)
+        asyncio.run(_closed_after(load_program(config, rows, programs), programs.close))
     if config.reward.by_program:
         return rows
-    spec = replace(RewardSpec.of(config), columns=rows.columns, lacked=rows.lacked)
+    spec = reward_spec(config, rows)
     if names_a_file(spec.function):
         if not user_code:
             return rows
-        reward = RewardRunners(spec, workers=1, retries=0, log_path=None, env=variables(config.rollout.env))
-        limit = max(LOAD_TIMEOUT_S, spec.timeout_s)
-        advice = "raise reward.timeout_s above the time that it needs"
-        asyncio.run(_in_a_process(reward.start, reward.close, spec.function, limit, advice))
+        reward = one_reward_runner(config, spec)
+        asyncio.run(_closed_after(load_reward(reward, spec), reward.close))
     else:
         make_scorer(spec)
     return rows
-
-
-def check_dry(config: Config, *, model_there: bool = True, loads: bool = True, calls: bool = False) -> list[str]:
-    """Check what ``--dry-run`` checks: trackers and, unless the model's files are still to come, all of
-    `check_without_torch`, and return its notes. Raises as these do.
-
-    ``loads``: load user code; ``calls``: call it, too (`headway.trials`).
-    """
-    check_trackers(config)
-    if not model_there:
-        return []
-    notes, rows = check_without_torch(config, user_code=loads)
-    if calls:
-        from headway.trials import try_user_code
-
-        notes += try_user_code(config, rows)
-    return notes
 
 
 def check_without_torch(config: Config, *, user_code: bool = True) -> tuple[list[str], Rows]:
@@ -218,13 +200,27 @@ def go_offline_without_a_hub(config: Config) -> None:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
-def _check_program(config: Config, rows: Rows) -> None:
-    """Load the program in a process of its own, and check that rows have the columns that it needs."""
-    programs = ProgramRunners("preflight", config, None)
+def reward_spec(config: Config, rows: Rows) -> RewardSpec:
+    """The reward of ``config``, with the columns that its rows have."""
+    return replace(RewardSpec.of(config), columns=rows.columns, lacked=rows.lacked)
+
+
+def one_reward_runner(config: Config, spec: RewardSpec) -> RewardRunners:
+    """A process for the reward, which prints to this one's stderr. Nothing is started."""
+    return RewardRunners(spec, workers=1, retries=0, log_path=None, env=variables(config.rollout.env))
+
+
+async def load_reward(reward: RewardRunners, spec: RewardSpec) -> None:
+    """Load the user's reward in a process of its own. Raises `UserCodeError` where it cannot be used."""
+    advice = "raise reward.timeout_s above the time that it needs"
+    await _in_time(reward.start(), spec.function, max(LOAD_TIMEOUT_S, spec.timeout_s), advice)
+
+
+async def load_program(config: Config, rows: Rows, programs: ProgramRunners) -> ProgramDescription:
+    """Load the program in a process of its own, check that rows have the columns that it needs, and describe it."""
     shown = program_spec(config).shown
     limit = LOAD_TIMEOUT_S + programs.waits_s  # a server that is late says so itself
-    advice = "load what takes long at the first episode"
-    described = asyncio.run(_in_a_process(programs.describe, programs.close, shown, limit, advice))
+    described = await _in_time(programs.describe(), shown, limit, "load what takes long at the first episode")
     if rows.columns is not None and (missing := [name for name in described.columns if name not in rows.columns]):
         raise UserCodeError(
             f"{shown} needs {', '.join(missing)}, and the rows have {', '.join(sorted(rows.columns)) or 'nothing'} "
@@ -232,14 +228,20 @@ def _check_program(config: Config, rows: Rows) -> None:
         )
     if config.reward.by_program and described.gives_reward is False:
         raise ConfigError(f"reward.function=program, and {shown} gives no reward; name a function that scores answers")
+    return described
 
 
-async def _in_a_process(
-    load: Callable[[], Awaitable[D]], close: Callable[[], Awaitable[None]], shown: str, limit: float, advice: str
-) -> D:
-    """Have user code loaded in a process of its own, and return what it is."""
+async def _closed_after(loading: Awaitable[object], close: Callable[[], Awaitable[None]]) -> None:
     try:
-        return await asyncio.wait_for(load(), limit)
+        await loading
+    finally:
+        await close()
+
+
+async def _in_time(loading: Awaitable[D], shown: str, limit: float, advice: str) -> D:
+    """Wait for user code that a process loads, and return what it is."""
+    try:
+        return await asyncio.wait_for(loading, limit)
     except TimeoutError:
         raise UserCodeError(
             f"{shown} was not imported within {limit:g} s; see to it that the file imports quickly, or {advice}"
@@ -248,8 +250,6 @@ async def _in_a_process(
         raise UserCodeError(
             f"{cause}; see to it that the file imports, quickly and without ending its process"
         ) from cause
-    finally:
-        await close()
 
 
 def _device(config: Config) -> str:

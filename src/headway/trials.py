@@ -1,4 +1,4 @@
-"""Trials of the user's code before a run, for ``--dry-run``: each part is called once, as the run will call it.
+"""What ``--dry-run`` checks: trials of the user's code before a run. Each part is called once, as the run will call it.
 
     reward             a real and an empty answer to the first rows of each source, in the processes of a run
     loss, correction,  a batch of two rows of three tokens, forward and backward
@@ -24,11 +24,13 @@ from headway.data.rows import by_source
 from headway.data.sources import Rows
 from headway.data.types import Outcomes, Prompt, TrajectoryId
 from headway.episodes.hosting import chats_of, limits_of
-from headway.episodes.runners import ProgramRunners, program_spec, variables
+from headway.episodes.runners import ProgramRunners, program_spec
 from headway.errors import EpisodeOver, HeadwayError, RunError, ScoringFailed, UserCodeError, shown
 from headway.models.folder import find_folder
+from headway.preflight import check_without_torch, load_program, load_reward, one_reward_runner, reward_spec
 from headway.programs.messages import EpisodeStart, TurnAnswer, TurnRequest
-from headway.rewards.request import RewardSpec
+from headway.programs.program import ProgramDescription
+from headway.reports.trackers.check import check_trackers
 from headway.rewards.runners import RewardRunners
 from headway.user_code import names_a_file
 
@@ -39,6 +41,19 @@ LIMIT_S = 60.0
 """Seconds that rewards and programs take together, at most, and losses and advantages."""
 ROWS_TRIED = 4
 """Rows of each source that the reward is tried on."""
+
+
+def check_dry(config: Config, *, model_there: bool = True, loads: bool = True, calls: bool = False) -> list[str]:
+    """Check what ``--dry-run`` checks: trackers and, unless the model's files are still to come, all of
+    `check_without_torch`, and return its notes. Raises as these do.
+
+    ``loads``: load user code; ``calls``: load it and call it.
+    """
+    check_trackers(config)
+    if not model_there:
+        return []
+    notes, rows = check_without_torch(config, user_code=loads and not calls)  # what is called is loaded for that
+    return [*notes, *try_user_code(config, rows)] if calls else notes
 
 
 def try_user_code(config: Config, rows: Rows) -> list[str]:
@@ -98,12 +113,12 @@ async def _tried(config: Config, rows: Rows) -> list[str]:
 
 
 async def _try_reward(config: Config, rows: Rows) -> str:
-    spec = RewardSpec.of(config)
+    spec = reward_spec(config, rows)
     names = ", ".join(one.function for one in config.reward.all)
-    reward = RewardRunners(spec, workers=1, retries=0, log_path=None, env=variables(config.rollout.env))
+    reward = one_reward_runner(config, spec)
     firsts = [record for _, records in by_source(rows.train, rows.parts) for record in records[:ROWS_TRIED]]
     try:
-        await reward.start()
+        await load_reward(reward, spec)
         scores = [await _score(reward, record, names) for record in firsts]
     finally:
         await reward.close()
@@ -143,13 +158,24 @@ def _prompt(record: Record) -> Prompt:
 
 async def _try_program(config: Config, rows: Rows) -> str:
     """Begin an episode of the first row, and end it at its first turn, which is rendered."""
+    rollout = config.rollout.model_copy(update={"runners": 1})  # one episode needs no more
+    programs = ProgramRunners("the trial", config.model_copy(update={"rollout": rollout}), None)
+    try:
+        described = await load_program(config, rows, programs)
+        return await _try_first_turn(config, rows.train[0], programs, described)
+    finally:
+        await programs.close()
+
+
+async def _try_first_turn(
+    config: Config, record: Record, programs: ProgramRunners, described: ProgramDescription
+) -> str:
     named = program_spec(config).shown
     if config.rollout.agent is not None:
         return f"not tried: {named}, which asks for turns over HTTP"
     tokenizer = _tokenizer(config)
     if tokenizer is None:
         return f"not tried: {named}, for the model's tokenizer is not here yet"
-    record, programs = rows.train[0], ProgramRunners("the trial", config, None)
     chat, limit = chats_of(config, tokenizer).record(), limits_of(config).max_length
     lengths: list[int] = []
 
@@ -168,7 +194,7 @@ async def _try_program(config: Config, rows: Rows) -> str:
         text=None if prompt.messages else prompt.text,
     )
     try:
-        await programs.start()
+        await programs.get_ready(described)
         await programs.run(start, answer)
     except EpisodeOver:
         pass
@@ -176,8 +202,6 @@ async def _try_program(config: Config, rows: Rows) -> str:
         if isinstance(cause, UserCodeError):
             raise
         raise UserCodeError(f"{named} fails in its first turn ({record.where or record.source}): {cause}") from cause
-    finally:
-        await programs.close()
     if not lengths:
         raise UserCodeError(
             f"{named} made no turn for {record.where or record.source}: it ended without an answer of the model, so "
@@ -192,15 +216,16 @@ async def _try_program(config: Config, rows: Rows) -> str:
 
 
 def _tokenizer(config: Config) -> PreTrainedTokenizerBase | None:
-    if config.model.make is not None:
-        from headway.models.make import make_tokenizer
+    from headway.models.tokenizer import load_tokenizer, torch_hidden
 
-        return make_tokenizer(config.model.make)
-    if config.model.path is None or find_folder(config.model.path) is None:
-        return None
-    from headway.models.tokenizer import load_tokenizer
+    with torch_hidden():
+        if config.model.make is not None:
+            from headway.models.make import make_tokenizer
 
-    return load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
+            return make_tokenizer(config.model.make)
+        if config.model.path is None or find_folder(config.model.path) is None:
+            return None
+        return load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
 
 
 # ---------------------------------------------------------------------------------------------- losses

@@ -162,7 +162,7 @@ def _next(path: Path) -> list[str]:
 def _check(text: str, model: ModelFacts) -> None:
     """Check the recipe as a dry run does. A model without its weights or tokenizer is left alone."""
     from headway.cli.training import load_checked
-    from headway.preflight import check_dry
+    from headway.trials import check_dry
 
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "recipe.yaml"

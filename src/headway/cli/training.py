@@ -90,7 +90,7 @@ def _resume(run: Path, overrides: list[str], dry_run: bool, static: bool) -> Non
 
 
 def _dry_run(loaded: LoadedConfig, static: bool) -> None:
-    from headway.preflight import check_dry
+    from headway.trials import check_dry
 
     print_resolved(loaded)
     for note in check_dry(loaded.config, loads=not static, calls=not static):
@@ -100,7 +100,7 @@ def _dry_run(loaded: LoadedConfig, static: bool) -> None:
 def doctor(config: ConfigFile, overrides: Overrides = None, debug: Debug = False) -> None:
     """Check settings and say what they amount to."""
     with errors_as_messages(debug):
-        from headway.preflight import check_dry
+        from headway.trials import check_dry
 
         loaded = load_checked(config, overrides or [])
         notes = check_dry(loaded.config)

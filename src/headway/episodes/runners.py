@@ -66,9 +66,15 @@ class ProgramRunners:
 
     async def start(self) -> ProgramDescription:
         """Load the user's code, and start the processes that its episodes need. Returns and raises as `describe`."""
-        rollout, described = self._rollout, await self.describe()
+        described = await self.describe()
+        await self.get_ready(described)
+        return described
+
+    async def get_ready(self, described: ProgramDescription) -> None:
+        """Start the processes that the episodes of code need that was ``described`` so. Raises as `describe`."""
+        rollout = self._rollout
         if not described.is_async:
-            return described
+            return
         await self.close()
         self._runners = Runners(
             f"runner of {self._name}",
@@ -83,7 +89,6 @@ class ProgramRunners:
             close_s=CLOSE_S,
         )
         await self._runners.start()
-        return described
 
     async def run(self, job: EpisodeStart, on_ask: Turn, *, on_begin: Callable[[], object] | None = None) -> EpisodeEnd:
         """See `headway.episodes.programs.Programs.run`."""

@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
@@ -31,7 +30,6 @@ from transformers import (
 
 from headway.config.model import MakeModelConfig
 from headway.errors import ModelError
-from headway.models.export import export
 
 PAD = "<pad>"
 EOS = "<eos>"
@@ -45,6 +43,10 @@ def make_model(config: MakeModelConfig, seed: int, path: Path) -> None:
     Raises:
         ModelError: an odd ``head_dim``, or a vocabulary that the architecture's tokenizer cannot have.
     """
+    import torch  # here: a tokenizer alone needs none
+
+    from headway.models.export import export
+
     tokenizer = make_tokenizer(config)
     architecture = _architecture(config, tokenizer)
     with torch.random.fork_rng(devices=[]):
