@@ -116,19 +116,46 @@ def test_a_chat_template_gets_the_runs_variables_and_tools_and_variables_of_the_
     assert prompts.notes == []
 
 
-def test_columns_for_the_template_that_it_has_no_place_for_are_refused_or_told(make_tokenizer) -> None:
+WRONG_COLUMNS = [
+    ({"tools": [TOOL]}, "template", r"\(a.jsonl, line 3\) has tools, and the model's chat template does not show"),
+    (
+        {"tools": "calculator"},
+        "columns",
+        r"column 'tools' of s .*line 3\) has 'calculator'; expected a list of schemas",
+    ),
+    *(
+        (
+            {"chat_template_kwargs": wrong},
+            "columns",
+            r"line 3\): the column 'chat_template_kwargs' has .*expected variab",
+        )
+        for wrong in ("brief", ["think"], {"tokenize": True})
+    ),
+]
+
+
+@pytest.mark.parametrize(("columns", "reason", "why"), WRONG_COLUMNS)
+def test_a_row_with_wrong_columns_for_the_template_is_left_out_wherever_it_is_met(
+    make_tokenizer, columns, reason, why
+) -> None:
+    prompts = PromptTokenizer(make_tokenizer(CHAT_TEMPLATE), "auto", 99)
+    good, bad = Record(CHAT, 1, "s"), Record(CHAT, 1, "s", columns, "a.jsonl, line 3")
+    rows = RowSource([good] * 199 + [bad], prompts, seed=0, shuffle=False, epochs=1)  # met after others are trained
+    assert len(drain(rows)) == 199
+    assert rows.left_out_by_source == {"s": {reason: 1}}
+    assert re.search(why, rows.left_out_rows.examples[reason])
+    with pytest.raises(
+        DataError, match=r"64 of 99 rows, more than data\.max_bad_rows=0\.01 of them, cannot be used \("
+    ):
+        RowSource([bad] * 99, prompts, seed=0)
+
+
+def test_columns_that_no_template_uses_are_told(make_tokenizer) -> None:
     def prompts(prompt, template=CHAT_TEMPLATE, kwargs=None, **extra):
         made = PromptTokenizer(make_tokenizer(template), "auto", 99, kwargs=kwargs or {})
         made([Record(prompt, 1, "s", extra, "a.jsonl, line 3")])
         return made.notes
 
-    with pytest.raises(DataError, match=r"\(a.jsonl, line 3\) has tools, and the model's chat template does not show"):
-        prompts(CHAT, tools=[TOOL])
-    with pytest.raises(DataError, match=r"column 'tools' of s .*line 3\) has 'calculator'; expected a list of schemas"):
-        prompts(CHAT, tools="calculator")
-    for wrong in ("brief", ["think"], {"tokenize": True}):
-        with pytest.raises(DataError, match=r"line 3\): the column 'chat_template_kwargs' has .*expected variables"):
-            prompts(CHAT, THINKS, chat_template_kwargs=wrong)
     assert prompts(CHAT, THINKS, {"enable_thinking": False}) == [
         "the model's chat template has no variable enable_thinking (chat_template_kwargs)"
     ]
@@ -357,8 +384,9 @@ def test_a_column_of_json_text_that_is_wrong_in_one_row_is_found_before_the_star
     rows = [{"prompt": CHAT, "answer": 1, "chat_template_kwargs": column} for column in columns]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = config_of(train=str(file), val_size=0)
-    with pytest.raises(DataError, match=r"line 301\): the column 'chat_template_kwargs' has \['think'\]"):
-        check_rows(config, make_tokenizer(THINKS), read_rows(config))
+    (note,) = check_rows(config, make_tokenizer(THINKS), read_rows(config))
+    assert note.startswith("1 training row cannot be used and is left out (columns 1): ")
+    assert "line 301): the column 'chat_template_kwargs' has ['think']" in note
 
 
 def test_a_programs_rows_have_variables_for_the_template_also_where_they_are_text(make_tokenizer, tmp_path) -> None:

@@ -169,18 +169,21 @@ class PromptTokenizer:
 
     def _text(self, record: Record) -> tuple[str, bool] | LeftOut:
         """The text of a record, and whether the template wrote it."""
-        if (chat := self._as_messages(record)) is None:
-            if self._with_tools:
-                self._note_unused(record)
-            else:  # a program makes a chat of it
-                self._template_kwargs(record)
+        chat = self._as_messages(record)
+        if chat is None and self._with_tools:
+            self._note_unused(record)
+            return str(record.prompt), False
+        try:
+            tools, kwargs = self._tools(record), self._template_kwargs(record)
+        except DataError as wrong:
+            return LeftOut(Reason.COLUMNS, record.source, str(wrong))
+        if chat is None:  # a program makes a chat of it
             return str(record.prompt), False
         if not self._tokenizer.chat_template:
             raise DataError(
                 f"prompts of {_named(record)} need a chat template (data.chat_template={self._chat_template}), and the "
                 "model's tokenizer has none; use an instruct model, or text prompts with data.chat_template=auto"
             )
-        tools, kwargs = self._tools(record), self._template_kwargs(record)
         try:
             with boundary(f"the tokenizer's chat template fails on a prompt of {_named(record)}", DataError):
                 rendered = self._tokenizer.apply_chat_template(
@@ -189,12 +192,12 @@ class PromptTokenizer:
         except DataError as refused:
             return LeftOut(Reason.TEMPLATE, record.source, str(refused))
         text = str(rendered)
-        for tool in tools or ():
-            if tool["function"]["name"] not in text:
-                raise DataError(
-                    f"a prompt of {_named(record)} has tools, and the model's chat template does not show them to the "
-                    f"model; use a model that was trained with tools, or rename the column {TOOLS!r}"
-                )
+        if not all(tool["function"]["name"] in text for tool in tools or ()):
+            why = (
+                f"a prompt of {_named(record)} has tools, and the model's chat template does not show them to the "
+                f"model; use a model that was trained with tools, or rename the column {TOOLS!r}"
+            )
+            return LeftOut(Reason.TEMPLATE, record.source, why)
         return text, True
 
     def _tools(self, record: Record) -> list[dict[str, Any]] | None:
