@@ -13,14 +13,18 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
+from headway.config.idle import READ_BY_SFT
+from headway.config.layers import flatten, lies_in
 from headway.config.loading import LoadedConfig, load
 from headway.config.model import MakeModelConfig
+from headway.config.schema import Config
 from headway.errors import ConfigError, DataError, UserError
 from headway.models.make import make_model
 from headway.models.pretrained import load_model
 from headway.models.tokenizer import load_tokenizer
 from headway.reports.run_directory import RunDirectory
-from headway.sft.run import SftReports, check, directory_to_resume, sft
+from headway.settings import load_checked
+from headway.sft.run import SftReports, check, sft
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}"
@@ -106,7 +110,7 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_losses(
     monkeypatch.setattr(SftReports, "row", stops)
     assert sft(settings(model, sums(6), stopped, *often)) == 130
     monkeypatch.undo()
-    config = directory_to_resume(stopped).config
+    config = RunDirectory.existing_sft(stopped).config
     with pytest.raises(ConfigError, match=r"got sft\.batch_size=3, .* the checkpoint has sft\.batch_size=2, "):
         sft(load(config, ["sft.batch_size=3"]), stopped)
     assert sft(load(config, ["sft.save_freq=5"]), stopped) == 0
@@ -175,11 +179,37 @@ def test_it_notes_what_its_user_may_not_expect(model: Path, tmp_path: Path) -> N
 
 
 def test_it_says_what_it_needs(model: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"model\.path"):
-        check(load(None, ["data.train=a.jsonl"]).config)
-    with pytest.raises(ConfigError, match=r"data\.train"):
-        check(load(None, [f"model.path={model}"]).config)
     with pytest.raises(DataError, match=r"data\.val_size=2 .* leave nothing of 2 rows"):
         check(settings(model, sums(2), tmp_path / "run", "data.val_size=2").config)
     with pytest.raises(UserError, match="it holds no run"):
-        directory_to_resume(tmp_path)
+        RunDirectory.existing_sft(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("model.path=null", r"model\.path: give the Hugging Face folder, .* of the model to fine-tune"),
+        ("data.train=null", r"data\.train: give the conversations to learn from"),
+        ("data.accept_changes=true", r"data\.accept_changes: it has no effect on a new run; it is for --resume RUN"),
+        (
+            "actor.optim.lr=1e-4",
+            r"has no effect: headway sft does not read it, but sft\.optim; drop it",
+        ),
+        ("rollout.n=4", r"rollout\.n has no effect: headway sft does not read it; drop it"),
+        ("reports.project=own", r"reports\.project has no effect: reports\.trackers does not name"),
+        ("trainer.n_gpus_per_node=2", r"cluster\.backend=inline has one process, so one training rank"),
+        ("data.sources=[b.jsonl]", r"data\.train and data\.sources are both given"),
+    ],
+)
+def test_its_settings_are_checked_as_those_of_training_are(tmp_path: Path, given: str, message: str) -> None:
+    recipe = tmp_path / "recipe.yaml"  # one that headway train reads, too
+    recipe.write_text(
+        "model: {path: model}\ndata: {train: a.jsonl, epochs: 1}\nactor: {optim: {lr: 1e-6}}\nrollout: {n: 8}\n"
+        "cluster: {backend: inline}\nreports: {trackers: []}\n"
+    )
+    load_checked(recipe, ["sft.batch_size=2"], supervised=True)
+    load_checked(recipe)
+    keys = dict(flatten(Config().model_dump(mode="json")))
+    assert all(any(lies_in(key, read) for key in keys) for read in READ_BY_SFT if read != "data.accept_changes")
+    with pytest.raises(ConfigError, match=message):
+        load_checked(recipe, [given], supervised=True)

@@ -28,18 +28,20 @@ def sft(
 ) -> None:
     """Fine-tune model.path on the conversations in data.train: [CONFIG] [a.b=c …], or --resume RUN [a.b=c …]."""
     with errors_as_messages(debug):
-        from headway.config.loading import dump, load
+        from headway.config.loading import dump
+        from headway.config.resuming import check_changes
+        from headway.settings import load_checked, load_resumed
 
         given = list(overrides or [])
         if config is not None and ("=" in str(config) and not config.exists()):
             given, config = [str(config), *given], None
         if resume is not None:
-            from headway.sft.run import directory_to_resume
-
             if config is not None:
                 raise typer.BadParameter(f"--resume RUN takes the settings that RUN was begun with; drop {config}")
-            config = directory_to_resume(resume).config
-        loaded = load(config, given)
+            before, loaded = load_resumed(resume, given, supervised=True)
+            check_changes(before, loaded.config, version=0)  # what depends on the checkpoint, resuming tells
+        else:
+            loaded = load_checked(config, given, supervised=True)
         from headway.app.carry_out import set_math_environment
         from headway.cluster.process import importing
 

@@ -7,7 +7,7 @@ from fractions import Fraction
 from math import floor
 
 from headway.config.algorithm import algorithm_problems
-from headway.config.idle import without_effect
+from headway.config.idle import unread_by_sft, without_effect
 from headway.config.layers import lies_in
 from headway.config.loading import LoadedConfig, mode_config
 from headway.config.placement import (
@@ -41,13 +41,17 @@ OF_DEVICES = frozenset(
 """Arguments of vLLM's that say how many devices it takes, and how."""
 
 
-def diagnose(loaded: LoadedConfig) -> list[str]:
+def diagnose(loaded: LoadedConfig, *, supervised: bool = False) -> list[str]:
     """Return notes on a configuration that can run: those made in loading, and remarks on its combination of settings.
+
+    ``supervised``: it is for ``headway sft``. A file serves that and ``headway train``, so of the settings that
+    ``headway sft`` does not read only those that were typed are problems.
 
     Raises:
         ConfigError: in one message, a line for each problem.
     """
     checks: Sequence[Callable[[Config], Iterator[str]]] = (
+        _inputs,
         _model,
         _data,
         _reward,
@@ -62,21 +66,37 @@ def diagnose(loaded: LoadedConfig) -> list[str]:
         _backend,
         _update,
     )
+    if supervised:
+        checks = (_conversations, _model, _data, _devices, _backend)
     problems = [problem for check in checks for problem in check(loaded.config)]
     idle = without_effect(loaded.config)
     chosen = loaded.user_keys - loaded.usual_keys
     problems += [
         f"{key} has no effect: {reason}" for key, reason in idle.items() if any(lies_in(one, key) for one in chosen)
     ]
+    if supervised:
+        problems += unread_by_sft(loaded.typed_keys)
     if problems:
         raise ConfigError("\n".join(problems))
-    return [*loaded.notes, *_notes(loaded)]
+    return loaded.notes if supervised else [*loaded.notes, *_notes(loaded)]
+
+
+def _inputs(config: Config) -> Iterator[str]:
+    if config.model.path is None and config.model.make is None:
+        yield "model: give model.path (a Hugging Face folder), or model.make to make a small model"
+    if not config.data.train_sources and config.data.task is None:
+        yield "data: give data.train (a JSONL, CSV or Parquet file), or data.task for a procedural task"
+
+
+def _conversations(config: Config) -> Iterator[str]:
+    if config.model.path is None:
+        yield "model.path: give the Hugging Face folder, or the name on the hub, of the model to fine-tune"
+    if not config.data.train_sources:
+        yield "data.train: give the conversations to learn from, a .jsonl, .csv or .parquet file"
 
 
 def _model(config: Config) -> Iterator[str]:
     model, data = config.model, config.data
-    if model.path is None and model.make is None:
-        yield "model: give model.path (a Hugging Face folder), or model.make to make a small model"
     if model.path is not None and model.make is not None:
         yield "model: model.path and model.make are both given; set one of them to null"
     if model.warmup is not None and model.make is None:
@@ -106,8 +126,6 @@ def _model(config: Config) -> Iterator[str]:
 
 def _data(config: Config) -> Iterator[str]:
     data = config.data
-    if not data.train_sources and data.task is None:
-        yield "data: give data.train (a JSONL, CSV or Parquet file), or data.task for a procedural task"
     if data.train_sources and data.task is not None:
         yield "data: data.train and data.task are both given; set one of them to null"
     for key, sources in (("train", "sources"), ("val", "val_sources")):

@@ -5,10 +5,11 @@ An idle setting that the user wrote is an error, one of a mode's is a note, and 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from math import floor
 
 from headway.config.algorithm import idle_correction_keys, idle_estimator_keys, idle_loss_keys, idle_role_keys
+from headway.config.layers import lies_in
 from headway.config.placement import needs_reference
 from headway.config.programs import idle_program_keys
 from headway.config.sandbox import idle_sandbox_keys
@@ -17,6 +18,58 @@ from headway.config.transports import TRANSPORTS, transport_of
 
 Idle = tuple[str, str]
 """A dotted key and why it has no effect."""
+READ_BY_SFT = (
+    "sft",
+    "run.name",
+    "run.dir",
+    "run.seed",
+    "model.path",
+    "model.dtype",
+    "model.enable_gradient_checkpointing",
+    "model.packing",
+    "model.trust_remote_code",
+    "data.train",
+    "data.val",
+    "data.sources",
+    "data.val_sources",
+    "data.prompt_key",
+    "data.val_size",
+    "data.chat_template",
+    "data.chat_template_kwargs",
+    "data.max_prompt_length",
+    "data.max_response_length",
+    "data.max_bad_rows",
+    "data.shuffle",
+    "data.epochs",
+    "data.accept_changes",
+    "rollout.tool_parser",
+    "actor.ppo_max_token_len_per_gpu",
+    "actor.grad_clip",
+    "actor.fsdp_config",
+    "actor.parallel",
+    "trainer.nnodes",
+    "trainer.n_gpus_per_node",
+    "trainer.use_nodes_ratios",
+    "trainer.threads",
+    "trainer.max_actor_ckpt_to_keep",
+    "trainer.max_nonfinite_steps",
+    "cluster",
+    "reports.trackers",
+    "reports.project",
+    "reports.run_name",
+    "reports.log_model",
+    "reports.prometheus_host",
+    "reports.prometheus_port",
+)
+"""Keys and sections that ``headway sft`` reads."""
+IN_PLACE_OF = {
+    "actor.optim": "sft.optim",
+    "actor.ppo_mini_batch_size": "sft.batch_size",
+    "rollout.total_rollout_steps": "sft.max_steps",
+    "rollout.test_freq": "sft.val_freq",
+    "trainer.save_freq": "sft.save_freq",
+}
+"""Keys of ``headway train`` → those that ``headway sft`` reads in their place."""
 
 
 def without_effect(config: Config) -> dict[str, str]:
@@ -41,6 +94,14 @@ def without_effect(config: Config) -> dict[str, str]:
         for key, reason in rules(config):
             found.setdefault(key, reason)
     return found
+
+
+def unread_by_sft(keys: Iterable[str]) -> Iterator[str]:
+    """Yield a line for each of ``keys`` that ``headway sft`` does not read."""
+    for key in sorted(keys):
+        if not lies_in(key, *READ_BY_SFT):
+            own = next((own for theirs, own in IN_PLACE_OF.items() if lies_in(key, theirs)), None)
+            yield f"{key} has no effect: headway sft does not read it{f', but {own}' if own else ''}; drop it"
 
 
 def _model(config: Config) -> Iterator[Idle]:
@@ -124,8 +185,9 @@ def _actor(config: Config) -> Iterator[Idle]:
     actor = config.actor
     if actor.clip_ratio_low is not None and actor.clip_ratio_high is not None:
         yield "actor.clip_ratio", "actor.clip_ratio_low and actor.clip_ratio_high are both given"
-    if actor.optim.lr_scheduler_type == "constant":
-        yield "actor.optim.min_lr_ratio", "the learning rate is constant (actor.optim.lr_scheduler_type)"
+    for name, optim in (("actor.optim", actor.optim), ("sft.optim", config.sft.optim)):
+        if optim.lr_scheduler_type == "constant":
+            yield f"{name}.min_lr_ratio", f"the learning rate is constant ({name}.lr_scheduler_type)"
 
 
 def _reference(config: Config) -> Iterator[Idle]:

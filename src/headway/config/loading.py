@@ -55,6 +55,8 @@ class LoadedConfig:
     usual_keys: frozenset[str] = frozenset()
     """Keys of ``user_keys`` to which a file gives what the mode or the schema says anyway: a run's own file is full
     of them."""
+    typed_keys: frozenset[str] = frozenset()
+    """Keys of ``user_keys`` that were given beside the file, on the command line or in Python."""
 
 
 def load(
@@ -94,7 +96,8 @@ def load(
     }
     same = {key for key, value in resolved.items() if key in usual and usual[key] == value}
     given = frozenset(key for key, value in user.items() if value is not None)
-    return LoadedConfig(config, given, notes, usual_keys=frozenset(given & same - typed.values.keys()))
+    named = frozenset(typed.values)
+    return LoadedConfig(config, given, notes, usual_keys=given & same - named, typed_keys=given & named)
 
 
 def _without_cleared(user: Mapping[str, Any], usual: Mapping[str, Any]) -> dict[str, Any]:

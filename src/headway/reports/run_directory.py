@@ -170,6 +170,15 @@ class RunDirectory:
             raise UserError(f"RUN: got {path}, which has no {missing[0]}; {wanted}{run.hint}")
         return run
 
+    @classmethod
+    def existing_sft(cls, path: Path) -> RunDirectory:
+        """Return the directory of an existing run of ``headway sft``. Raises `UserError` when it holds none."""
+        run = cls(path)
+        if not run.config.is_file() or run.events.exists():
+            other = "a run of headway train" if run.events.exists() else "no run"
+            raise UserError(f"--resume {path}: it holds {other}; expected the run.dir of a headway sft")
+        return run
+
     @property
     def hint(self) -> str:
         """The end of a message about a directory without a record: what it is instead; empty if that is not known."""

@@ -65,14 +65,10 @@ def check(config: Config) -> SftData:
     """Return the run's conversations, with the first batch tokenised.
 
     Raises:
-        ConfigError: there is no model or no data.
         DataError: the data cannot be read, or the first batch has no conversation that can be used.
         ModelError: the model's folder lacks something.
     """
-    if config.model.path is None:
-        raise ConfigError("model.path: give the Hugging Face folder, or the name on the hub, of the model to fine-tune")
-    if not config.data.train_sources:
-        raise ConfigError("data.train: give the conversations to learn from, a .jsonl, .csv or .parquet file")
+    assert config.model.path is not None
     check_folder(config.model.path)
     check_trackers(config)
     from headway.models.tokenizer import load_tokenizer
@@ -206,15 +202,6 @@ def sft(loaded: LoadedConfig, resume: Path | None = None, console: Console | Non
     finally:
         lock.release()
     return 0 if status is Status.COMPLETED else EXIT_INTERRUPTED
-
-
-def directory_to_resume(path: Path) -> RunDirectory:
-    """Return the directory of a run of ``headway sft``. Raises `UserError` where it holds none."""
-    directory = RunDirectory(path)
-    if not directory.config.is_file() or directory.events.exists():
-        other = "a run of headway train" if directory.events.exists() else "no run"
-        raise UserError(f"--resume {path}: it holds {other}; expected the run.dir of a headway sft")
-    return directory
 
 
 def _new_directory(config: Config) -> RunDirectory:
