@@ -32,6 +32,7 @@ class Code:
 
     def __init__(self) -> None:
         self.served = 0
+        self.at_the_end = ""
 
     def describe(self) -> dict[str, Any]:
         return {"pid": os.getpid(), "torch": "torch" in sys.modules}
@@ -41,10 +42,11 @@ class Code:
         return await getattr(self, job[0])(ask, *job[1:])
 
     async def close(self) -> None:
-        pass
+        print(self.at_the_end, end="")
 
     async def swallows(self, ask: Any) -> None:
-        """Go on whatever is asked of it."""
+        """Go on whatever is asked of it, and have the process say so at its end."""
+        self.at_the_end = "closed"
         while True:
             with suppress(asyncio.CancelledError):
                 await ask("begun")

@@ -228,6 +228,22 @@ async def test_a_job_that_goes_on_after_it_was_cancelled_costs_its_runner(monkey
         assert await runners.run(("pid",)) != before
 
 
+async def test_user_code_is_closed_although_a_job_goes_on_when_the_process_is_to_end(tmp_path: Path) -> None:
+    """Waits for three seconds, which jobs have to end."""
+    begun = asyncio.Event()
+
+    async def begin(_: str) -> None:
+        begun.set()
+
+    log = tmp_path / "runner.log"
+    async with runners_of("shared", log_path=log, close_s=30) as runners:
+        job = asyncio.create_task(runners.run(("swallows",), begin))
+        await begun.wait()
+    with pytest.raises(RunnerLost, match="was closed"):
+        await job
+    assert "closed" in log.read_text()
+
+
 async def test_each_of_many_jobs_may_wait_in_a_thread() -> None:
     async with runners_of("shared") as runners:
         assert await runners.run(("meet_in_threads", 100)) == 100

@@ -23,6 +23,8 @@ from headway.runners.wire import Kind, pickled_error, unpickled
 
 MOST_THREADS = 256
 """Most threads for `asyncio.to_thread`: episodes wait in them for a network, more than for a processor."""
+LEAVES_S = 3.0
+"""Seconds for jobs to end that are cancelled when the process ends, before the user's code closes what they use."""
 NOBODY = 0
 _whose: ContextVar[int] = ContextVar("job", default=NOBODY)
 """Number of the job that a task belongs to: tasks that user code starts inherit it."""
@@ -58,7 +60,7 @@ class _Shared:
             for job in self._jobs.values():
                 job.cancel()
             if self._jobs:
-                await asyncio.wait(self._jobs.values())
+                await asyncio.wait(self._jobs.values(), timeout=LEAVES_S)
             await closed(self._hosted)
         finally:
             os._exit(0)  # whoever is still busy is nobody's
