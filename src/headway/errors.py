@@ -135,6 +135,10 @@ class ScoringFailed(RunError):
     """
 
 
+class ScoringTimedOut(ScoringFailed):
+    """Error when an asynchronous reward function was cancelled because it took too long for one response."""
+
+
 class ProgramFailed(RunError):
     """Error when an episode's program failed: user code raised, or returned what it must not.
 

@@ -1,5 +1,6 @@
 """The examples work together, as the README says."""
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -19,12 +20,12 @@ def test_the_examples_reward_scores_the_examples_data(tmp_path: Path) -> None:
     subprocess.run([sys.executable, EXAMPLES / "make_data.py", path, "--rows", "20"], check=True, timeout=60)
     records = read_records(str(path), prompt_key="prompt", answer_key="answer")
     assert len(records) == 20
-    score = make_scorer(RewardSpec((RewardPart.of(f"{EXAMPLES / 'reward.py'}:score"),), timeout_s=10))
+    scorer = make_scorer(RewardSpec((RewardPart.of(f"{EXAMPLES / 'reward.py'}:score"),), timeout_s=10))
     for record in records:
         a, b = map(int, record.prompt.removesuffix("=").split("+"))
         right, wrong = str(a + b), str(a + b + 1)
         request = ScoreRequest(record.prompt, [right, f" {right}\n", wrong, "?"], record.answer, record.source, {})
-        assert score(request).rewards.tolist() == pytest.approx([1.0, 1.0, 0.1, 0.0])
+        assert asyncio.run(scorer.score(request)).rewards.tolist() == pytest.approx([1.0, 1.0, 0.1, 0.0])
 
 
 def test_the_examples_prompts_may_be_worded_otherwise(tmp_path: Path) -> None:
@@ -40,10 +41,10 @@ def test_the_rewards_for_trl_score_text_and_chats_and_leave_out_what_they_do_not
         RewardPart.of(f"{path}:accuracy"),
         RewardPart(f"{path}:brevity", "brevity", 0.1, {"limit": 5}),
     )
-    score = make_scorer(RewardSpec(parts, timeout_s=10))
+    scorer = make_scorer(RewardSpec(parts, timeout_s=10))
     for messages in (None, [{"role": "user", "content": "2+2="}]):
         request = ScoreRequest("2+2=", ["4", "it is 4", "5", ""], "4", "sums", {}, messages)
-        scores = score(request)
+        scores = asyncio.run(scorer.score(request))
         assert scores.parts == {"accuracy": [1.0, 1.0, 0.0, 0.0], "brevity": [1.0, 0.0, 1.0, None]}
         assert scores.rewards.tolist() == pytest.approx([1.1, 1.0, 0.1, 0.0])
 
@@ -51,4 +52,5 @@ def test_the_rewards_for_trl_score_text_and_chats_and_leave_out_what_they_do_not
 def test_the_reward_for_verl_returns_its_score() -> None:
     part = RewardPart.of(f"{EXAMPLES / 'reward_verl.py'}:compute_score", hint=0.25)
     request = ScoreRequest("?", ["#### 1,072", "#### 7", "1072"], "1072", "openai/gsm8k", {"extra_info": {"index": 0}})
-    assert make_scorer(RewardSpec((part,), timeout_s=10))(request).rewards.tolist() == [1.0, 0.25, 0.0]
+    scorer = make_scorer(RewardSpec((part,), timeout_s=10))
+    assert asyncio.run(scorer.score(request)).rewards.tolist() == [1.0, 0.25, 0.0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import shutil
 from collections import Counter
@@ -82,12 +83,13 @@ def test_every_answer_and_example_can_be_written_within_the_recipes_lengths() ->
 
 @needs_bwrap
 def test_the_sandbox_tells_the_right_function_from_the_others() -> None:
-    score = make_scorer(RewardSpec.of(load(RECIPE).config))
+    scorer = make_scorer(RewardSpec.of(load(RECIPE).config))
     record = rows("val")[0]
     right = next(body for body in FUNCTIONS if example(body, pair(record.prompt)) == record.prompt)
     responses = [f"{BEFORE}{body}" for body in FUNCTIONS] + ["f=lambda x,y:", ""]
     assert [code_of(response) for response in responses] == responses
-    rewards = score(ScoreRequest("?", responses, record.answer, record.source, record.extra)).rewards
+    request = ScoreRequest("?", responses, record.answer, record.source, record.extra)
+    rewards = asyncio.run(scorer.score(request)).rewards
     assert list(rewards) == [float(body == right) for body in FUNCTIONS] + [0.0, 0.0]
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
 import shutil
 import signal
+import threading
 import time
 from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,8 +19,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.errors import ConfigError, SandboxFailed, ScoringFailed
+from headway.rewards import code as code_module
 from headway.rewards.built_in import make_rule
 from headway.rewards.code import code_of
+from headway.rewards.code_driver import ANSWER, JOB
 from headway.rewards.code_tests import AssertTest, CallTest, StdinTest, unit_tests_of
 from headway.rewards.compare import same_text, same_value
 from headway.rewards.request import RewardPart, RewardSpec, ScoreRequest
@@ -357,7 +363,7 @@ def test_an_answer_that_does_not_end_gets_nothing_within_its_time() -> None:
 def test_the_scorer_hands_sandbox_and_time_to_the_reward() -> None:
     spec = RewardSpec((RewardPart.of("code", partial=True),), timeout_s=60.0, sandbox=SPEC)
     responses = [fenced("print(int(input()) * 2)"), fenced("print(2)"), "no code at all"]
-    scores = make_scorer(spec)(ScoreRequest("?", responses, DOUBLE, "test", {}))
+    scores = asyncio.run(make_scorer(spec).score(ScoreRequest("?", responses, DOUBLE, "test", {})))
     assert scores.rewards.tolist() == [1.0, 0.5, 0.0]
 
 
@@ -405,8 +411,52 @@ def test_code_that_uses_up_its_time_is_scored_however_long_its_sandbox_takes_to_
     monkeypatch.setattr(door.Sandbox, "run_blocking", run)
     part = RewardPart.of("code", timeout_s=20)
     scorer = make_scorer(RewardSpec((part,), timeout_s=0.5, sandbox=SandboxSpec("process_limits")))
-    assert scorer(ScoreRequest("?", [""], DOUBLE, "test", {})).rewards.tolist() == [0.0]
+    scores = asyncio.run(scorer.score(ScoreRequest("?", [""], DOUBLE, "test", {})))
+    assert scores.rewards.tolist() == [0.0]
     assert left[0] > 4 * ENDS_S, "all that a call waits for, beside its code, is waited for less long"
+
+
+@pytest.mark.parametrize(("workers", "at_once"), [(1, 4), (2, 2)])
+def test_as_many_responses_of_a_group_run_side_by_side_as_the_worker_has_cores(
+    monkeypatch: pytest.MonkeyPatch, workers: int, at_once: int
+) -> None:
+    """Each call ends only when so many are under way."""
+    meeting, waiting, most = threading.Barrier(at_once, timeout=60), [], []
+
+    def run(*_: object, files: dict[str, str], **__: object) -> Ran:
+        waiting.append(1)
+        most.append(len(waiting))
+        meeting.wait()
+        waiting.pop()
+        meeting.wait()
+        return Ran(files[ANSWER], "", 0)
+
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)))
+    monkeypatch.setattr(door.Sandbox, "probe", lambda _: None)
+    monkeypatch.setattr(door.Sandbox, "run_blocking", run)
+    spec = RewardSpec((RewardPart.of("code"),), 60.0, sandbox=SandboxSpec("process_limits"), workers=workers)
+    request = ScoreRequest("?", ["2", "3", "2", "2", "3", "2", "3", "3"], {"inputs": ["1"], "outputs": ["2"]}, "", {})
+    scores = asyncio.run(make_scorer(spec).score(request))
+    assert scores.rewards.tolist() == [1, 0, 1, 1, 0, 1, 0, 0]
+    assert max(most) == at_once
+
+
+def test_the_trial_of_a_rows_tests_has_as_long_as_the_tests_of_a_response(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each test takes all of its time, and is passed."""
+    now = [0.0]
+
+    def run(*_: object, files: dict[str, str], limits: Limits, **__: object) -> Ran:
+        now[0] += limits.wall_s
+        return Ran(json.loads(files[JOB])["word"], "", 0)
+
+    monkeypatch.setattr(code_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(door.Sandbox, "probe", lambda _: None)
+    monkeypatch.setattr(door.Sandbox, "run_blocking", run)
+    rule = make_rule("code", {"timeout_s": 5}, sandbox=SandboxSpec("process_limits"), within_s=12)
+    tests = ["try:\n  assert f()\nexcept ValueError: pass"] * 20
+    request = ScoreRequest("?", ["f = None"], tests, "test", {})
+    assert rule(request, request.response(0)) == 0.0
+    assert now == [24]
 
 
 def test_a_machine_without_a_sandbox_refuses_the_reward(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:

@@ -29,7 +29,7 @@ from headway.rewards.runners import RewardRunners
 from tests.tiers import mostly_slow
 
 USER_FILE = '''
-import asyncio, os, re, signal, subprocess, sys
+import asyncio, os, re, signal, subprocess, sys, time
 import numpy as np
 
 calls = 0
@@ -43,6 +43,26 @@ def pids(responses):
 async def awaited(response, answer):
     await asyncio.sleep(0)
     return float(response == answer)
+
+met = asyncio.Barrier(32)
+
+async def meets(response):
+    """Wait until 32 responses are being scored."""
+    await met.wait()
+    return float(response)
+
+async def moody_async(response):
+    """The response says what happens."""
+    match response:
+        case "block":
+            time.sleep(1000)
+        case "die":
+            os._exit(3)
+        case "late" | "beside it":
+            await asyncio.sleep(1000 if response == "late" else 0.5)
+        case "raise":
+            raise ValueError("no verdict")
+    return float(os.getpid())
 
 def raises(response):
     raise ValueError("no\\nverdict")
@@ -141,6 +161,9 @@ def forgets_to_return(responses):
 def text(response):
     return "1.0"
 
+async def cancels(response):
+    raise asyncio.CancelledError
+
 def raises_on_some(response):
     if response == "b":
         raise KeyError("b")
@@ -209,6 +232,48 @@ async def test_an_asynchronous_function_scores_in_a_process(user_file: Path) -> 
         assert (await reward.score(prompt(), ["no", "yes"])).rewards.tolist() == [0.0, 1.0]
 
 
+async def test_responses_and_groups_of_an_asynchronous_function_are_scored_side_by_side(user_file: Path) -> None:
+    """Neither of the two groups can end without the other one."""
+    texts = [str(number) for number in range(16)]
+    async with reward_of(f"{user_file}:meets", timeout_s=60) as reward:
+        for scores in await asyncio.gather(*(reward.score(prompt(), texts) for _ in range(2))):
+            assert scores.rewards.tolist() == list(range(16))
+
+
+async def test_an_asynchronous_call_that_is_late_or_raises_fails_its_group_and_leaves_its_process(
+    user_file: Path, tmp_path: Path
+) -> None:
+    timeouts: list[int] = []
+    log = tmp_path / "reward.log"
+    async with reward_of(f"{user_file}:moody_async", timeout_s=2, on_timeout=timeouts.append, log_path=log) as reward:
+        groups = (["first", "late"], ["raise", "beside it"], ["beside it"])
+        late, raised, beside = await asyncio.gather(
+            *(reward.score(prompt(), group) for group in groups), return_exceptions=True
+        )
+        after = await reward.score(prompt(), ["fine"])
+    assert str(late) == "timeout after 2 s for response 1"
+    assert str(raised).startswith("exception: ValueError: no verdict (mine.py:")
+    assert isinstance(beside, Scores)
+    assert beside.rewards.tolist() == after.rewards.tolist()
+    assert timeouts == [1]
+    assert "in moody_async" in log.read_text()
+
+
+@pytest.mark.parametrize(
+    ("response", "reason"), [("block", "timeout after 2 s"), ("die", "worker ended with exit code 3")]
+)
+async def test_an_asynchronous_call_that_ends_its_process_costs_no_try_of_other_groups(
+    user_file: Path, response: str, reason: str
+) -> None:
+    """Waits until an event loop that stands still is ended."""
+    async with reward_of(f"{user_file}:moody_async", timeout_s=2) as reward:
+        bad, *good = await asyncio.gather(
+            *(reward.score(prompt(), [text]) for text in (response, "fine", "fine")), return_exceptions=True
+        )
+    assert str(bad) == reason
+    assert all(isinstance(scores, Scores) for scores in good)
+
+
 async def test_exact_match_compares_with_the_answer() -> None:
     async with reward_of("exact_match") as reward:
         assert (await reward.score(prompt(42), ["42 ", "43"])).rewards.tolist() == [1.0, 0.0]
@@ -238,6 +303,7 @@ WRONG = [
     ("raises_unreadable", "exception: Unreadable: (its message cannot be read)"),
     ("interrupts", "exception: KeyboardInterrupt"),
     ("exits", "exception: SystemExit: 4"),
+    ("cancels", "exception: CancelledError"),
     ("nan", "returned nan for response 0"),
     ("too_few", "returned 1 values for 2 responses"),
     ("forgets_to_return", "returned None for 2 responses, expected a list of 2 numbers"),
@@ -253,7 +319,9 @@ WRONG = [
     ("function", "reason"),
     WRONG,
     quick=[
-        case for case in WRONG if case[0].startswith("raises_") or case[0] in ("interrupts", "exits", "nan", "hungry")
+        case
+        for case in WRONG
+        if case[0].startswith("raises_") or case[0] in ("interrupts", "exits", "cancels", "nan", "hungry")
     ],
 )
 async def test_what_a_function_does_wrong_is_the_reason(

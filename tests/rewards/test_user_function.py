@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from headway.data.types import Conversation
-from headway.errors import ScoringFailed, UserCodeError
+from headway.errors import ScoringFailed, ScoringTimedOut, UserCodeError
 from headway.rewards.further_numbers import FurtherNumbers
 from headway.rewards.request import ScoreRequest
 from headway.rewards.scorers import checked
@@ -45,7 +45,12 @@ def one(function: UserFunction, request: ScoreRequest, response: str) -> Any:
 
 
 def group(function: UserFunction, request: ScoreRequest) -> Any:
-    return function.score_all(request, FurtherNumbers(len(request.responses)))
+    further = FurtherNumbers(len(request.responses))
+    return (
+        asyncio.run(function.score_async(request, further))
+        if function.is_async
+        else function.score_all(request, further)
+    )
 
 
 def test_a_function_gets_the_arguments_that_it_names() -> None:
@@ -84,7 +89,7 @@ def test_a_parameter_named_responses_makes_it_a_batch_function() -> None:
         return [float(r == answer) for r in responses]
 
     function = user(score)
-    assert function.whole_group
+    assert function.dialect.per_group
     assert group(function, REQUEST) == [1.0, 0.0]
 
 
@@ -99,22 +104,34 @@ def test_asynchronous_calls_of_a_group_are_awaited_together() -> None:
         second_began[0].set()
         return len(response)
 
-    function = user(score)
-    assert function.whole_group
-    assert group(function, REQUEST) == [1, 1]
+    assert group(user(score), REQUEST) == [1, 1]
 
 
-def test_an_asynchronous_function_keeps_its_loop_from_group_to_group() -> None:
-    loops = []
+def test_an_asynchronous_call_that_takes_too_long_is_cancelled_and_named() -> None:
+    cancelled = []
 
+    async def score(response):
+        if response == "late":
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                cancelled.append(response)
+                raise
+        return 1.0
+
+    request = replace(REQUEST, responses=["4", "late", "5"])
+    with pytest.raises(ScoringTimedOut, match=r"^timeout after 0.01 s for response 1$"):
+        asyncio.run(user(score).score_async(request, FurtherNumbers(3), timeout_s=0.01))
+    assert cancelled == ["late"]
+
+
+def test_a_time_limit_of_an_asynchronous_functions_own_is_an_exception_of_it() -> None:
     async def score(responses):
-        loops.append(asyncio.get_running_loop())
-        return [0.0] * len(responses)
+        async with asyncio.timeout(0):
+            await asyncio.Event().wait()
 
-    function = user(score)
-    group(function, REQUEST)
-    group(function, REQUEST)
-    assert loops[0] is loops[1]
+    with pytest.raises(TimeoutError):
+        asyncio.run(user(score).score_async(REQUEST, FurtherNumbers(2), timeout_s=60))
 
 
 def test_a_failed_asynchronous_group_has_cleaned_up_when_its_failure_is_told() -> None:
@@ -230,7 +247,7 @@ def test_a_function_for_trl_gets_lists_of_prompts_completions_and_columns() -> N
 
     request = replace(REQUEST, extra={"level": 3})
     function = user(score, ("solution",), scale=0.5)
-    assert function.whole_group
+    assert function.dialect.per_group
     assert group(function, request) == [("2+2=", "4", "4", 3, 0.5), ("2+2=", "5", "4", 3, 0.5)]
 
 
@@ -341,7 +358,7 @@ def test_a_function_for_verl_returns_a_number_or_a_dictionary_with_score(value: 
         return value
 
     function = user(compute_score)
-    assert not function.whole_group
+    assert not function.dialect.per_group
     assert one(function, VERLS, "5") == (0.5 if value is not True else True)
 
 

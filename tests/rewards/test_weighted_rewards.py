@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,16 @@ from headway.config.doctor import diagnose
 from headway.config.loading import dump, load
 from headway.config.schema import Config
 from headway.errors import ConfigError, ScoringFailed, UserCodeError
-from headway.interfaces.rewards import means_of_parts
+from headway.interfaces.rewards import Scores, means_of_parts
 from headway.rewards.request import RewardPart, RewardSpec, ScoreRequest
-from headway.rewards.scorers import MOST_NAMES, Scorer, make_scorer
+from headway.rewards.scorers import MOST_NAMES, make_scorer
 from headway.user_code import names_a_file
 
 REQUEST = ScoreRequest("2+2=", ["4", "<think></think><answer>4</answer>", "five"], "4", "sums", {"kind": "math"})
 
 USER_FILE = """
+import asyncio
+
 def math_only(completions, kind, **kwargs):
     return [float("4" in text) if k == "math" else None for text, k in zip(completions, kind)]
 
@@ -45,6 +48,12 @@ def numbers(response, answer):
 
 async def rewards(responses):
     return [{"reward": 1.0, "length": len(text)} for text in responses]
+
+loops = set()
+
+async def in_a_loop(responses):
+    loops.add(asyncio.get_running_loop())
+    return [float(len(loops) == 1)] * len(responses)
 
 def logs(completions, log_metric, log_extra, **kwargs):
     log_extra("text", completions)
@@ -74,8 +83,17 @@ def mine(tmp_path: Path) -> str:
     return str(file)
 
 
-def scorer(*parts: RewardPart) -> Scorer:
-    return make_scorer(RewardSpec(parts, timeout_s=10))
+def scorer(*parts: RewardPart) -> Callable[[ScoreRequest], Scores]:
+    """Score as a process without an event loop does."""
+    loaded = make_scorer(RewardSpec(parts, timeout_s=10))
+
+    def score(request: ScoreRequest) -> Scores:
+        with pytest.raises(StopIteration) as end:
+            loaded.score(request).send(None)
+        scores: Scores = end.value.value
+        return scores
+
+    return score
 
 
 def part(function: str, weight: float = 1.0, **params: Any) -> RewardPart:
@@ -116,7 +134,7 @@ def test_sums_are_those_of_a_scalar_loop(parts: list[tuple[float, bool, bool]]) 
     ]
     rewards = []
     for k, response in enumerate(responses):
-        got = make_scorer(RewardSpec(tuple(spec), timeout_s=10))(ScoreRequest("", responses, response, "", {}))
+        got = scorer(*spec)(ScoreRequest("", responses, response, "", {}))
         rewards.append(got.rewards[k])
     for k in range(2):
         assert rewards[k] == pytest.approx(math.fsum(one[0] for one in parts if one[1 + k]), rel=1e-7, abs=1e-9)
@@ -233,6 +251,11 @@ def test_further_numbers_that_functions_return_or_log_stand_beside_the_parts(min
     assert scores.parts["rewards/length"] == [len(text) for text in REQUEST.responses]
     assert scores.parts["logs/share"] == [0.5] * 3
     assert set(scores.parts) == {"rewards", "logs", "rewards/length", "logs/share"}
+
+
+def test_asynchronous_functions_of_a_sum_keep_their_loop_from_group_to_group(mine: str) -> None:
+    score = scorer(part("exact_match"), part(f"{mine}:in_a_loop"), RewardPart(f"{mine}:in_a_loop", "again"))
+    assert [score(REQUEST).rewards.tolist() for _ in range(2)] == [[3, 2, 2]] * 2
 
 
 def test_a_function_with_ever_new_names_makes_no_more_metrics_than_some(mine: str) -> None:

@@ -285,7 +285,8 @@ class RewardConfig(Section):
     functions: Annotated[tuple[RewardFunctionConfig, ...], Field(min_length=1)] | None = None
     """Several functions instead of one: the reward is Σ ``weight`` · value over those that apply."""
     workers: Positive = 1
-    """Number of processes that run the reward; they never import torch and are killed on a time-out."""
+    """Number of processes that run the reward; they never import torch. Each scores one group at a time, or up to 16
+    where all functions are ``async def``."""
     timeout_s: float = Field(10.0, gt=0)
     """Most seconds that one call of the function may take."""
     retries: NonNegative = 1

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -44,11 +45,12 @@ def code(
     most_tests: int | None = 20,
     timeout_s: float = 5.0,
 ) -> Callable[[ScoreRequest, str], float]:
-    """Make the rule: 1 where the code of the response passes the row's tests, else 0.
+    """Make the rule: 1 where the code of the response passes the row's tests, else 0. Threads may call it side by side.
 
     Args:
         sandbox: where it runs.
-        within_s: seconds for all tests of a response; what has not run by then has not passed.
+        within_s: seconds for all tests of a response; what has not run by then has not passed. A trial of the row's
+            tests has as long.
         partial: give the share of tests that pass instead.
         most_tests: most tests of a row that are run, those with the longest inputs; null for all.
         timeout_s: most seconds of one test.
@@ -59,8 +61,12 @@ def code(
     _check(partial, most_tests, timeout_s)
     runs = Sandbox(sandbox)
     runs.probe()
-    limits = replace(sandbox.limits, wall_s=min(timeout_s, within_s))
     known: dict[int, str] = {}
+    trying = threading.Lock()  # of responses side by side the first one tries the tests
+
+    def passes(test: Test, answer: str, end: float, wrong: bool = False) -> bool:
+        left = min(timeout_s, end - time.monotonic())
+        return left > 0 and _passes(runs, test, answer, replace(sandbox.limits, wall_s=left), wrong)
 
     def passed_by_none(tests: Sequence[Test]) -> str:
         """Name an answer without a solution that passes all ``tests``; empty for none. Each row is tried once."""
@@ -73,14 +79,15 @@ def code(
                 known.clear()
             catches = any(word in test.size for test in tests for word in CATCHING)
             tried = [("an empty answer", False), ("an answer with nothing but wrong values", True)][: 1 + catches]
-            known[key] = next(
-                (name for name, wrong in tried if all(_passes(runs, t, "", limits, wrong) for t in tests)), ""
-            )
+            end = time.monotonic() + within_s
+            known[key] = next((name for name, wrong in tried if all(passes(t, "", end, wrong) for t in tests)), "")
         return known[key]
 
     def rule(request: ScoreRequest, response: str) -> float:
         tests = _longest(unit_tests_of(request.answer, request.extra), most_tests)
-        if passed_by := passed_by_none(tests):
+        with trying:
+            passed_by = passed_by_none(tests)
+        if passed_by:
             raise ScoringFailed(
                 f"the tests in the answer {shown(request.answer)} are passed by {passed_by}, so that any answer would "
                 "be; give tests that call what they test, or leave the row out"
@@ -88,8 +95,7 @@ def code(
         end = time.monotonic() + within_s
         answer, passed = code_of(response), 0
         for test in tests:
-            left = min(timeout_s, end - time.monotonic())
-            ok = left > 0 and _passes(runs, test, answer, replace(sandbox.limits, wall_s=left))
+            ok = passes(test, answer, end)
             passed += ok
             if not ok and not partial:
                 return 0.0
@@ -112,7 +118,7 @@ def code_of(response: str) -> str:
     return (marked or [content for _, content in blocks] or [response])[-1]
 
 
-def _passes(sandbox: Sandbox, test: Test, answer: str, limits: Limits, wrong: bool = False) -> bool:
+def _passes(sandbox: Sandbox, test: Test, answer: str, limits: Limits, wrong: bool) -> bool:
     """Tell whether ``answer`` passes ``test``. ``wrong``: names that asserts lack are there, with useless values."""
     try:
         match test:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from headway.config.schema import Config
     from headway.data.types import Conversation
     from headway.interfaces.rewards import Scores
+    from headway.rewards.scorers import Scorer
     from headway.runners.hosted import Ask
 
 
@@ -58,6 +59,10 @@ class RewardSpec:
     """Other columns that every row has, where they are known: a user's function must not need another one."""
     lacked: Mapping[str, str] = field(default_factory=dict)
     """Columns that some rows have → the first row that lacks each."""
+    workers: int = 1
+    """Processes that score at once on this machine: they share its cores."""
+    shared: bool = False
+    """The process scores several groups at once, on its event loop: for parts that are all asynchronous."""
 
     @classmethod
     def of(cls, config: Config) -> RewardSpec:
@@ -85,9 +90,10 @@ class RewardSpec:
     def limit_s(self, part: RewardPart) -> float:
         """Seconds after which a call of ``part`` is ended, with its process.
 
-        The reward ``code`` ends what it runs itself: only a sandbox that hangs goes beyond its limit.
+        The reward ``code`` ends what it runs itself, the trial of a row's tests and then the tests: only a sandbox that
+        hangs goes beyond its limit.
         """
-        return self.timeout_s + (HANGS_S if part.function == "code" else 0.0)
+        return 2 * self.timeout_s + HANGS_S if part.function == "code" else self.timeout_s
 
     @property
     def function(self) -> str:
@@ -110,15 +116,16 @@ class RewardSpec:
 class HostedReward:
     """Rewards, loaded: what a runner holds."""
 
-    def __init__(self, scorer: Callable[[ScoreRequest], Scores]) -> None:
+    def __init__(self, scorer: Scorer) -> None:
         self._scorer = scorer
 
-    def describe(self) -> None:
-        """Tell nothing: all rewards are the same to their host."""
+    def describe(self) -> bool:
+        """Tell whether all parts are asynchronous, so that groups may share a process."""
+        return self._scorer.is_async
 
     async def serve(self, job: ScoreRequest, ask: Ask) -> Scores:
         """Return the group's scores. Raises `ScoringFailed` with the reason."""
-        return self._scorer(job)
+        return await self._scorer.score(job)
 
     async def close(self) -> None:
         """Close nothing: scorers hold nothing open."""

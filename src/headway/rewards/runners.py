@@ -4,20 +4,22 @@
            ▲                          │ exception, time-out, nonsense, death of the runner
            └── retry, then ScoringFailed(reason) ◀─┘
 
-A call that takes too long ends its process (`runners.alarm.killed_after`). A second, longer limit on the whole group
-catches what the first one missed.
+A call that takes too long ends its process (`runners.alarm.killed_after`); an asynchronous one is cancelled. A second,
+longer limit on the whole group catches what the first one missed. Where all functions are asynchronous, groups share
+processes.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from headway.errors import RunnerLost, ScoringFailed, UserCodeFailed
+from headway.errors import RunnerLost, ScoringFailed, ScoringTimedOut, UserCodeFailed
 from headway.interfaces.rewards import Scores
 from headway.rewards.request import RewardSpec, ScoreRequest
 from headway.runners.runners import Runners
@@ -29,6 +31,10 @@ START_TIMEOUT_S = 120.0
 """Seconds for a runner to start and to load the reward; ``reward.timeout_s`` where that is longer."""
 GRACE_S = 1.0
 """Seconds by which the limit on a group exceeds the sum of its calls' limits."""
+AT_ONCE = 16
+"""Most groups at once in a process, where all functions are asynchronous."""
+MOST_LOSSES = 8
+"""Most times that a group is tried again, beyond its retries, because another one ended the process of both."""
 HOPELESS = 8
 """Time-outs before any answer after which what waits is not tried any more: it would take as long for each of them."""
 
@@ -56,16 +62,9 @@ class RewardRunners:
         """Make runners whose output goes to ``log_path`` (None: to this process's stderr). ``on_timeout`` is called at
         each try that took too long, with how many there were so far. ``env``: further environment variables.
         """
-        self._spec = spec
-        self._runners = Runners(
-            "reward worker",
-            spec,
-            processes=workers,
-            at_once=1,
-            log_path=log_path,
-            env=env,
-            start_timeout_s=max(START_TIMEOUT_S, spec.timeout_s),
-        )
+        self._spec = replace(spec, workers=workers)
+        self._log_path, self._env = log_path, env
+        self._runners = self._make_runners()
         self._retries = retries
         self._on_timeout = on_timeout
         self._timeouts = 0
@@ -78,14 +77,31 @@ class RewardRunners:
         self._closed = False
 
     async def start(self) -> None:
-        """Have one runner load the reward; the others follow.
+        """Have one runner load the reward; the others follow. Where all functions are asynchronous, runners that groups
+        share take its place.
 
         Raises:
             ConfigError: unknown reward or task, or parameters that it does not take.
             UserCodeError: the user's file does not import, lacks the function, or the function's parameters do not fit.
             WorkerDied: the process ended, or did not get ready in time.
         """
-        await self._runners.start()
+        if await self._runners.start():
+            await self._runners.close()
+            self._spec = replace(self._spec, shared=True)
+            self._runners = self._make_runners()
+            await self._runners.start()
+
+    def _make_runners(self) -> Runners:
+        return Runners(
+            "reward worker",
+            self._spec,
+            processes=self._spec.workers,
+            at_once=AT_ONCE if self._spec.shared else 1,
+            stall_s=self._spec.timeout_s + GRACE_S,
+            log_path=self._log_path,
+            env=self._env,
+            start_timeout_s=max(START_TIMEOUT_S, self._spec.timeout_s),
+        )
 
     async def score(
         self, prompt: Prompt, responses: Sequence[str], conversations: Sequence[Conversation] | None = None
@@ -112,15 +128,25 @@ class RewardRunners:
             messages=prompt.messages,
             conversations=None if conversations is None else list(conversations),
         )
-        for tries_left in range(self._retries, -1, -1):
+        tries_left, losses_left = self._retries, MOST_LOSSES
+        while True:
             try:
                 return await self._try(request)
             except _NoFurtherTry:
                 raise
-            except ScoringFailed:
-                if not tries_left:
+            except ScoringFailed as failure:
+                if losses_left and self._is_anothers(failure.__cause__):
+                    losses_left -= 1
+                elif tries_left:
+                    tries_left -= 1
+                else:
                     raise
-        raise AssertionError("unreachable: the last try returns or raises")
+
+    def _is_anothers(self, cause: BaseException | None) -> bool:
+        """Tell whether a try failed because another group ended the process that both shared."""
+        if not isinstance(cause, RunnerLost) or not self._spec.shared:
+            return False
+        return cause.culprit is False and not cause.timed_out
 
     async def close(self) -> None:
         """End all processes, busy or not. Scores still awaited fail."""
@@ -138,25 +164,27 @@ class RewardRunners:
             return scores
         except RunnerLost as lost:
             if lost.timed_out:
-                raise self._timed_out() from lost
+                raise self._timed_out(self._timeout_reason) from lost
             self._answered |= lost.culprit is True
             raise ScoringFailed(f"worker ended with {lost.end}" if lost.end else f"worker: {lost}") from lost
+        except ScoringTimedOut as late:
+            raise self._timed_out(str(late)) from late
         except UserCodeFailed as failure:  # such as a reward that has closed what its process answers through
             raise ScoringFailed(f"worker: {failure}") from failure
         except ScoringFailed as failure:
             self._answered |= not isinstance(failure, _NoFurtherTry)
             raise
 
-    def _timed_out(self) -> ScoringFailed:
+    def _timed_out(self, reason: str) -> ScoringFailed:
         self._timeouts += 1
         if self._on_timeout is not None:
             self._on_timeout(self._timeouts)
         if not self._is_hopeless():
-            return ScoringFailed(self._timeout_reason)
+            return ScoringFailed(reason)
         self._not_tried.update(self._awaited)
         for task in self._awaited:
             task.cancel()
-        return _NoFurtherTry(self._timeout_reason)
+        return _NoFurtherTry(reason)
 
     def _is_hopeless(self) -> bool:
         """True if only time-outs came, for as long as all tries of a group take: a slow service may need to wake up."""
@@ -172,7 +200,9 @@ class RewardRunners:
         """Score in a runner, in a task that can be given up without its caller. Cancelling this ends it."""
         if self._closed:
             raise ScoringFailed("the reward is closed")
-        limit = len(request.responses) * sum(map(self._spec.limit_s, self._spec.parts)) + GRACE_S
+        # One call more where groups share a process: whose call holds its event loop is to be found before.
+        calls = len(request.responses) + (1 if self._spec.shared else 0)
+        limit = calls * sum(map(self._spec.limit_s, self._spec.parts)) + GRACE_S
         task: asyncio.Task[Scores] = asyncio.create_task(self._runners.run(request, timeout_s=limit))
         self._awaited.add(task)
         try:

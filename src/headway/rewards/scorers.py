@@ -8,13 +8,18 @@ What a user's function tells beside its scores is kept under names of its own, w
 
 from __future__ import annotations
 
+import asyncio
 import math
 import numbers
+import os
 import re
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from decimal import Decimal
+from inspect import iscoroutinefunction
 from typing import Any
 
 import numpy as np
@@ -22,14 +27,13 @@ import numpy as np
 from headway.data.tasks import make_task
 from headway.errors import ConfigError, HeadwayError, ScoringFailed, cut, raised_by, writable
 from headway.interfaces.rewards import Scores
-from headway.rewards.built_in import BUILT_IN, make_rule
+from headway.rewards.built_in import BUILT_IN, Rule, make_rule
 from headway.rewards.further_numbers import FurtherNumbers, plain
 from headway.rewards.request import RewardPart, RewardSpec, ScoreRequest
 from headway.rewards.user_function import UserFunction
 from headway.runners.alarm import killed_after
 from headway.user_code import load_function, names_a_file
 
-Scorer = Callable[[ScoreRequest], Scores]
 Values = list[float | None]
 """Values of one part of the reward, [n]: finite, or None where the part does not apply."""
 
@@ -38,12 +42,26 @@ LARGEST = float(np.finfo(np.float32).max)
 REASON_LENGTH = 200
 MOST_NAMES = 50
 """Most names of further numbers that a process keeps: each is a metric."""
-PartScorer = Callable[[ScoreRequest, FurtherNumbers], Values]
+CANCELS_S = 0.5
+"""Seconds for asynchronous calls to end that are cancelled after their time limit, before their process is killed."""
+MOST_CALLS = 8
+"""Most responses whose code runs side by side in a process: a container may have fewer processors than it shows."""
+PartScorer = Callable[[ScoreRequest, FurtherNumbers], Values | Coroutine[Any, Any, Values]]
 """One part of the reward. What it tells beside its values goes to the second argument."""
 
 
+@dataclass(frozen=True, slots=True)
+class Scorer:
+    """The rewards of a run, loaded."""
+
+    score: Callable[[ScoreRequest], Coroutine[Any, Any, Scores]]
+    """Return the scores of a group. Awaits something only where `RewardSpec.shared` says so."""
+    is_async: bool
+    """All parts are asynchronous."""
+
+
 def make_scorer(spec: RewardSpec) -> Scorer:
-    """The scorer that ``spec`` asks for.
+    """Load the rewards that ``spec`` asks for.
 
     Raises:
         ConfigError: unknown reward or task, parameters that it does not take, or no sandbox for the model's code here.
@@ -51,6 +69,8 @@ def make_scorer(spec: RewardSpec) -> Scorer:
     """
     parts = [(part, _make_part(part, spec)) for part in spec.parts]
     known: set[str] = set()
+    # One loop for the worker's life: a user's client sessions belong to the loop that they were made on.
+    runner = asyncio.Runner()
 
     def admitted(part: str, name: str) -> str | None:
         """Return under which name a part's further number is kept, None for one name too many."""
@@ -60,12 +80,20 @@ def make_scorer(spec: RewardSpec) -> Scorer:
         known.add(full)
         return full
 
-    def scorer(request: ScoreRequest) -> Scores:
-        values, others = {}, {}
-        for part, score in parts:
+    async def score(request: ScoreRequest) -> Scores:
+        values: dict[str, Values] = {}
+        others = {}
+        for part, scorer in parts:
             further = FurtherNumbers(len(request.responses))
             with _attributed(part.name if len(parts) > 1 else None):
-                values[part.name] = score(request, further)
+                found = scorer(request, further)
+                if not isinstance(found, Coroutine):
+                    values[part.name] = found
+                elif spec.shared:
+                    values[part.name] = await found
+                else:
+                    with killed_after(spec.timeout_s + CANCELS_S):
+                        values[part.name] = runner.run(found)
             for name, told in further.values.items():
                 if (full := admitted(part.name, name)) is not None:
                     others[full] = told
@@ -73,13 +101,16 @@ def make_scorer(spec: RewardSpec) -> Scorer:
         rewards = [_sum(weighted, k) for k in range(len(request.responses))]
         return Scores(np.array(rewards, np.float32), others | values)
 
-    return scorer
+    return Scorer(score, all(iscoroutinefunction(scorer) for _, scorer in parts))
 
 
 def _make_part(part: RewardPart, spec: RewardSpec) -> PartScorer:
     match part.function:
         case name if name in BUILT_IN:
             rule = make_rule(name, part.params, sandbox=spec.sandbox, within_s=spec.timeout_s)
+            if name == "code":
+                cores = len(os.sched_getaffinity(0)) // spec.workers
+                return _side_by_side(rule, spec.limit_s(part), max(1, min(cores, MOST_CALLS)))
             return _one_by_one(lambda request, k, _: rule(request, request.response(k)), spec.limit_s(part))
         case "task":
             if spec.task_name is None:
@@ -116,8 +147,26 @@ def _one_by_one(score: Callable[[ScoreRequest, int, FurtherNumbers], Any], timeo
     return scorer
 
 
+def _side_by_side(rule: Rule, limit_s: float, at_once: int) -> PartScorer:
+    """Score with ``at_once`` threads, for a rule that waits for processes. A call takes at most ``limit_s``."""
+
+    def scorer(request: ScoreRequest, _: FurtherNumbers) -> Values:
+        n = len(request.responses)
+        with killed_after(limit_s * math.ceil(n / at_once)), ThreadPoolExecutor(at_once) as threads:
+            return checked(list(threads.map(lambda k: rule(request, request.response(k)), range(n))), n)
+
+    return scorer
+
+
 def _user_scorer(function: UserFunction, timeout_s: float) -> PartScorer:
-    if not function.whole_group:
+    if function.is_async:
+
+        async def awaiting(request: ScoreRequest, further: FurtherNumbers) -> Values:
+            values = await function.score_async(request, further, timeout_s)
+            return checked(values, len(request.responses), optional=function.may_not_apply)
+
+        return awaiting
+    if not function.dialect.per_group:
         return _one_by_one(
             lambda request, k, further: function.score_one(request, request.responses[k], k, further), timeout_s
         )
@@ -137,14 +186,25 @@ def _attributed(name: str | None) -> Iterator[None]:
     try:
         yield
     except ScoringFailed as error:
-        raise ScoringFailed(writable(f"{where}{error}")) from error
+        raise type(error)(writable(f"{where}{error}")) from error
     except HeadwayError:
         raise
     except BaseException as error:  # an interrupt, too: runners ignore Ctrl-C, so that the function itself raised it
+        if isinstance(error, asyncio.CancelledError) and _is_cancelled():
+            raise
         with suppress(OSError):  # it may also have closed what this process prints to
             traceback.print_exc()
         # As text: the user's exception may not survive pickling, or need modules that the driver lacks.
         raise ScoringFailed(cut(f"{where}exception: {raised_by(error)}", REASON_LENGTH)) from None
+
+
+def _is_cancelled() -> bool:
+    """Tell whether the group is to be scored no more, rather than that user code has cancelled something of its own."""
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:  # there is no event loop
+        return False
+    return task is not None and task.cancelling() > 0
 
 
 def checked(values: Any, n: int, *, optional: bool = False) -> Values:

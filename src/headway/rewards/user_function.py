@@ -20,7 +20,7 @@ there are, a function gets the ones that it names, and with ``**kwargs`` all of 
   one. Where a program makes the episodes, a completion is all of the episode's last conversation behind the prompt, and
   the prompt is what that conversation began with; functions that are not TRL's get the last answer. verl's
   ``extra_info`` is the row's column of that name, else a dictionary of all other columns.
-- ``async def`` works for all; one-response calls of a group are then awaited together.
+- ``async def`` works for all; one-response calls of a group are then awaited together, each with its own time limit.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from collections.abc import Callable, Collection, Mapping
 from enum import Enum
 from typing import Any
 
-from headway.errors import ScoringFailed, UserCodeError
+from headway.errors import ScoringFailed, ScoringTimedOut, UserCodeError
 from headway.rewards.further_numbers import FurtherNumbers
 from headway.rewards.request import ScoreRequest
 
@@ -101,16 +101,9 @@ class UserFunction:
         self._takes_all = any(p.kind is p.VAR_KEYWORD for p in self._parameters.values())
         self.dialect = _dialect_of(self._parameters, self._takes_all, spec)
         self._check_params()
-        self._is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+        self.is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
             getattr(function, "__call__", None)  # noqa: B004 - an object whose __call__ is asynchronous
         )
-        # One loop for the worker's life: a user's client sessions belong to the loop that they were made on.
-        self._runner = asyncio.Runner() if self._is_async else None
-
-    @property
-    def whole_group(self) -> bool:
-        """Tell whether one call scores the group: `score_all` rather than `score_one`."""
-        return self.dialect.per_group or self._is_async
 
     @property
     def may_not_apply(self) -> bool:
@@ -150,21 +143,30 @@ class UserFunction:
 
     def score_all(self, request: ScoreRequest, further: FurtherNumbers) -> Any:
         """Score the group. What the function tells beside it goes to ``further``."""
-        arguments = self._arguments(request, request.responses) if self.dialect.per_group else {}
+        return _scores_of(self._call(self._group_arguments(request, further)), request, further)
+
+    async def score_async(self, request: ScoreRequest, further: FurtherNumbers, timeout_s: float | None = None) -> Any:
+        """Score the group by an asynchronous function, its responses side by side. What it tells beside it goes to
+        ``further``.
+
+        Raises `ScoringTimedOut` where a call takes longer than ``timeout_s`` seconds.
+        """
+        if self.dialect.per_group:
+            values = await self._call_async(self._group_arguments(request, further), timeout_s)
+        else:
+            values = await self._score_each_async(request, timeout_s)
+        return _scores_of(values, request, further)
+
+    def _group_arguments(self, request: ScoreRequest, further: FurtherNumbers) -> dict[str, Any]:
+        arguments = self._arguments(request, request.responses)
         if self.dialect is Dialect.TRL:
             arguments |= {name: getattr(further, name) for name in LOGGERS}
-        if self._runner is None:
-            values = self._call(arguments)
-        else:
-            values = self._runner.run(self._score_all_async(request, arguments))
-        if not isinstance(values, list | tuple) or len(values) != len(request.responses):
-            return values
-        return [further.take_from(value, k) for k, value in enumerate(values)]
+        return arguments
 
-    async def _score_all_async(self, request: ScoreRequest, arguments: Mapping[str, Any]) -> Any:
-        if self.dialect.per_group:
-            return await self._call(arguments)
-        tasks = [asyncio.create_task(self._score_one_async(request, text)) for text in request.responses]
+    async def _score_each_async(self, request: ScoreRequest, timeout_s: float | None) -> Any:
+        tasks = [
+            asyncio.create_task(self._score_one_async(request, k, timeout_s)) for k in range(len(request.responses))
+        ]
         try:
             return await asyncio.gather(*tasks)
         except _Left as left:
@@ -174,11 +176,22 @@ class UserFunction:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _score_one_async(self, request: ScoreRequest, response: str) -> Any:
+    async def _score_one_async(self, request: ScoreRequest, k: int, timeout_s: float | None) -> Any:
         try:
-            return await self._call(self._arguments(request, [response]))
+            return await self._call_async(
+                self._arguments(request, [request.responses[k]]), timeout_s, f" for response {k}"
+            )
         except (SystemExit, KeyboardInterrupt) as end:  # out of a task these stop the loop, with all others left in it
             raise _Left(end) from None
+
+    async def _call_async(self, arguments: Mapping[str, Any], timeout_s: float | None, of: str = "") -> Any:
+        try:
+            async with asyncio.timeout(timeout_s) as limit:
+                return await self._call(arguments)
+        except Exception as error:
+            if not limit.expired():  # a time limit of the function's own, among others
+                raise
+            raise ScoringTimedOut(f"timeout after {timeout_s:g} s{of}") from error
 
     def _arguments(self, request: ScoreRequest, responses: list[str]) -> dict[str, Any]:
         """Return all arguments that there are for a call over ``responses``: the group's, or one of them."""
@@ -251,6 +264,13 @@ class UserFunction:
                     f"reward.function: {self._name} needs {name!r}, which Headway does not give: {NEVER_GIVEN[name]}; "
                     "give the parameter a default"
                 )
+
+
+def _scores_of(values: Any, request: ScoreRequest, further: FurtherNumbers) -> Any:
+    """Return the scores of what a function returned for a group, and keep what it tells beside them."""
+    if not isinstance(values, list | tuple) or len(values) != len(request.responses):
+        return values
+    return [further.take_from(value, k) for k, value in enumerate(values)]
 
 
 def _verls_arguments(request: ScoreRequest) -> dict[str, Any]:
