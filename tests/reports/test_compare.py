@@ -49,17 +49,17 @@ def test_runs_of_different_lengths_are_compared_where_both_have_been() -> None:
     first = read("a", *(row(v, **{ACCURACY: 0.1 * v}) for v in range(6)))
     second = read("b", *(row(v, **{ACCURACY: 0.2 * v} | slow) for v in range(3)))
     found = compared([first, second])
-    assert cells(found, "accuracy at 8 groups") == ("0.200 v2", "0.400 v2")
-    assert cells(found, "accuracy at 20 seconds") == ("0.200 v2", "0.400 v2")
-    assert cells(found, "accuracy at 200 tokens") == ("0.400 v4", "0.400 v2")
-    assert cells(found, "accuracy, best") == ("0.500", "0.400")
+    assert cells(found, "validation reward at 8 groups") == ("0.200 v2", "0.400 v2")
+    assert cells(found, "validation reward at 20 seconds") == ("0.200 v2", "0.400 v2")
+    assert cells(found, "validation reward at 200 tokens") == ("0.400 v4", "0.400 v2")
+    assert cells(found, "validation reward, best") == ("0.500", "0.400")
 
 
 def test_a_run_without_a_value_has_dashes_and_does_not_shorten_the_others() -> None:
     place = Place(1, 10.0, 4, 50.0)
-    rows = at_equal("accuracy", [[(place, 0.5)], []])
-    assert [(of.name, of.cells) for of in rows][:1] == [("accuracy at 4 groups", ("0.500", "-"))]
-    assert at_equal("accuracy", [[], []]) == []
+    rows = at_equal("validation reward", [[(place, 0.5)], []])
+    assert [(of.name, of.cells) for of in rows][:1] == [("validation reward at 4 groups", ("0.500", "-"))]
+    assert at_equal("validation reward", [[], []]) == []
 
 
 def test_the_training_reward_is_compared_as_a_mean_over_versions() -> None:

@@ -111,7 +111,7 @@ def test_a_simulated_run_says_so_and_shows_nothing_that_was_not_simulated() -> N
     text = parsed.text + parsed.scripts[0]
     assert "simulated from a profile" in text
     assert "validates v0: " in text and "of 40 admitted" in text
-    for meaningless in ("completed", "validation reward", "0.786", "accuracy"):
+    for meaningless in ("completed", "validation reward", "0.786", "mean reward"):
         assert meaningless not in text
 
 

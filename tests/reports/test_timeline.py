@@ -110,7 +110,7 @@ def test_a_scripted_run_shows_what_its_script_says() -> None:
     assert [span.seconds for span in shown] == pytest.approx([0.5, 2.0] * 2)
     waits = lane(timeline, "trainer").idle_by_reason(timeline.window)
     assert waits["waits for groups from the message queue"] == pytest.approx(2.0 + 1.0)  # it waits from the start on
-    assert "accuracy" in lane(timeline, "validation").spans[0].label
+    assert "mean reward 0.520 on " in lane(timeline, "validation").spans[0].label
 
 
 # ------------------------------------------------------------------------------------------ reasons, one by one

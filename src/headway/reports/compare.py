@@ -148,7 +148,7 @@ def _results(runs: Sequence[RunRead]) -> list[Row]:
         Row("groups trained", tuple(human.count(of["groups"]["trained"]) for of in figures)),
         Row("seconds", tuple(human.number(end.seconds) for end in ends)),
         Row("tokens trained", tuple(human.number(of["tokens"]["trained"]) for of in figures)),
-        *at_equal("accuracy", [run.curves.points(ACCURACY) for run in runs], versions=True),
+        *at_equal("validation reward", [run.curves.points(ACCURACY) for run in runs], versions=True),
         *at_equal("training reward", [_smooth(run.curves.points(REWARD)) for run in runs]),
     ]
 

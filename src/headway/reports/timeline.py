@@ -276,8 +276,8 @@ class TimelineBuilder:
             case ReplicaLost():
                 self.updates.lose(event)
             case ValidationFinished():
-                accuracy = "" if self.simulated else f"accuracy {score(event.accuracy)} of "
-                label = f"validates v{event.version}: {accuracy}{event.problems} problems"
+                reward = "" if self.simulated else f"mean reward {score(event.accuracy)} on "
+                label = f"validates v{event.version}: {reward}{event.problems} problems"
                 self.validations.append(LaneSpan(*event.span, Kind.VALIDATE, label))
             case CheckpointSaved():
                 self.trainer.save(event)
