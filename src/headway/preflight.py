@@ -1,7 +1,7 @@
 """Checks of a run's inputs before its directory is made, a model warmed up or a worker started.
 
 `check_inputs` ─▶ the rows to train on        the model's files and its mesh, data, reward: no torch, so that
-                                              ``--dry-run`` and the doctor can ask, too, by `check_without_torch`
+                                              ``--dry-run`` and the doctor can ask, too, by `check_prompts`, too
 `check_model`  ─▶ prompts                     the algorithm's names, what the model's files say, prompts as tokens
 """
 
@@ -13,7 +13,8 @@ import socket
 import urllib.request
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import urlsplit
 
 from headway.cluster.address import check_listens
@@ -49,6 +50,9 @@ from headway.rewards.request import RewardSpec
 from headway.rewards.runners import RewardRunners
 from headway.rewards.scorers import make_scorer
 from headway.user_code import check_call, load_function, names_a_file
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 CONNECT_TIMEOUT_S = 10.0
 D = TypeVar("D")
@@ -107,33 +111,39 @@ def check_inputs(config: Config, *, user_code: bool = True) -> Rows:
     return rows
 
 
-def check_without_torch(config: Config, *, user_code: bool = True) -> tuple[list[str], Rows]:
-    """Check what can be told without torch: `check_inputs`, and more of a model's folder. Returns what to tell of the
-    data, and the rows. A model that has to be downloaded first is left alone.
+def check_prompts(config: Config, rows: Rows) -> tuple[PreTrainedTokenizerBase | None, DataBundle | None]:
+    """Check without torch more of a model's folder, and the first prompts of ``rows`` as tokens. Returns the model's
+    tokenizer and the sources of prompts; neither for a model that has to be downloaded first, and for one to make
+    without a program.
 
     For ``--dry-run`` and the doctor, which end soon: transformers takes it for good that there is no torch.
 
     Raises:
-        ConfigError: as `check_inputs`; more tokens may come than the model has positions; transformers has no plan for
+        ConfigError: more tokens may come than the model has positions; transformers has no plan for
             ``actor.parallel``; or as `headway.episodes.hosting.chat_hosting` does of a program's chats.
-        DataError, UserCodeError: as `check_inputs`.
-        ModelError: as `check_inputs`, or the tokenizer, which is to render chats, cannot be opened.
+        DataError: as `check_model`.
+        ModelError: the tokenizer, which is to render chats, cannot be opened or made.
     """
-    rows = check_inputs(config, user_code=user_code)
-    model = config.model
-    if model.path is None or (folder := find_folder(model.path)) is None:
-        return [], rows
-    limit = read_object(folder / "config.json").get("max_position_embeddings")
-    check_positions(config, limit if isinstance(limit, int) else None, LOWER)  # `check_model` tells of odd values
+    model, programs = config.model, config.rollout.has_program
+    folder = None if model.path is None else find_folder(model.path)
+    if folder is None and not (programs and model.make is not None):
+        return None, None
+    if folder is not None:
+        limit = read_object(folder / "config.json").get("max_position_embeddings")
+        check_positions(config, limit if isinstance(limit, int) else None, LOWER)  # `check_model` tells of odd values
     from headway.models.tokenizer import load_tokenizer, torch_hidden
 
     with torch_hidden():
-        if config.actor.parallel.tp > 1 or config.actor.parallel.ep > 1:
+        if folder is not None and (config.actor.parallel.tp > 1 or config.actor.parallel.ep > 1):
             check_family_plans(config, text_config(folder / "config.json"))
-        tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
-        if config.rollout.has_program:
-            chats_of(config, tokenizer)
-        return check_rows(config, tokenizer, rows), rows
+        if model.path is not None:
+            tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
+        else:
+            from headway.models.make import make_tokenizer
+
+            assert model.make is not None
+            tokenizer = make_tokenizer(model.make)
+        return tokenizer, _prompts(config, tokenizer, rows)
 
 
 def check_model(config: Config, rows: Rows, *, when_too_long: str = LOWER) -> DataBundle | None:
@@ -176,8 +186,13 @@ def check_model(config: Config, rows: Rows, *, when_too_long: str = LOWER) -> Da
         check_engine(config, model_config)
         check_built(config, model_config)  # after the others: odd values may keep a model from being built
         check_kv_cache(config, model_config, device)
-        if config.rollout.has_program:
-            chats_of(config, tokenizer)
+    return _prompts(config, tokenizer, rows)
+
+
+def _prompts(config: Config, tokenizer: PreTrainedTokenizerBase, rows: Rows) -> DataBundle:
+    """Check the chats of programs, all rows by their form, and the first ones as they are."""
+    if config.rollout.has_program:
+        chats_of(config, tokenizer)
     notes = check_rows(config, tokenizer, rows)
     sources = build_sources(config, tokenizer, rows)
     return replace(sources, notes=tuple(dict.fromkeys([*notes, *sources.notes])))
@@ -205,9 +220,9 @@ def reward_spec(config: Config, rows: Rows) -> RewardSpec:
     return replace(RewardSpec.of(config), columns=rows.columns, lacked=rows.lacked)
 
 
-def one_reward_runner(config: Config, spec: RewardSpec) -> RewardRunners:
-    """A process for the reward, which prints to this one's stderr. Nothing is started."""
-    return RewardRunners(spec, workers=1, retries=0, log_path=None, env=variables(config.rollout.env))
+def one_reward_runner(config: Config, spec: RewardSpec, log_path: Path | None = None) -> RewardRunners:
+    """A process for the reward, which prints to ``log_path``, or this one's stderr. Nothing is started."""
+    return RewardRunners(spec, workers=1, retries=0, log_path=log_path, env=variables(config.rollout.env))
 
 
 async def load_reward(reward: RewardRunners, spec: RewardSpec) -> None:

@@ -3,7 +3,7 @@
     reward             a real and an empty answer to the first rows of each source, in the processes of a run
     loss, correction,  a batch of two rows of three tokens, forward and backward
     estimator
-    program            its first turn, rendered by the model's own chat template, and not answered
+    program, agent     its first turn, rendered by the model's own chat template, and not answered
 
 Nothing loads weights. What cannot be tried is told.
 """
@@ -12,8 +12,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack
 from functools import partial
+from pathlib import Path
+from shutil import rmtree
+from tempfile import mkdtemp
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,14 +25,17 @@ import numpy as np
 from headway.config.schema import Config
 from headway.data.files import Record
 from headway.data.rows import by_source
-from headway.data.sources import Rows
+from headway.data.sources import DataBundle, Rows
 from headway.data.types import Outcomes, Prompt, TrajectoryId
-from headway.episodes.hosting import chats_of, limits_of
+from headway.episodes.alone import keeping
+from headway.episodes.hosting import chat_hosting, limits_of
+from headway.episodes.programs import Hosting
 from headway.episodes.runners import ProgramRunners, program_spec
-from headway.errors import EpisodeOver, HeadwayError, RunError, ScoringFailed, UserCodeError, shown
-from headway.models.folder import find_folder
-from headway.preflight import check_without_torch, load_program, load_reward, one_reward_runner, reward_spec
-from headway.programs.messages import EpisodeStart, TurnAnswer, TurnRequest
+from headway.errors import HeadwayError, RunError, ScoringFailed, UserCodeError, shown
+from headway.interfaces.calls import Call, FinishedCall
+from headway.interfaces.keeper import GroupRequest
+from headway.pipeline.wiring import training_sampling
+from headway.preflight import check_inputs, check_prompts, load_program, load_reward, one_reward_runner, reward_spec
 from headway.programs.program import ProgramDescription
 from headway.reports.trackers.check import check_trackers
 from headway.rewards.runners import RewardRunners
@@ -45,19 +52,23 @@ ROWS_TRIED = 4
 
 def check_dry(config: Config, *, model_there: bool = True, loads: bool = True, calls: bool = False) -> list[str]:
     """Check what ``--dry-run`` checks: trackers and, unless the model's files are still to come, all of
-    `check_without_torch`, and return its notes. Raises as these do.
+    `check_inputs` and `check_prompts`, and return notes. Raises as these do.
 
     ``loads``: load user code; ``calls``: load it and call it.
     """
     check_trackers(config)
     if not model_there:
         return []
-    notes, rows = check_without_torch(config, user_code=loads and not calls)  # what is called is loaded for that
-    return [*notes, *try_user_code(config, rows)] if calls else notes
+    rows = check_inputs(config, user_code=loads and not calls)  # what is called is loaded for that
+    if calls:
+        return try_user_code(config, rows)
+    _, data = check_prompts(config, rows)
+    return [] if data is None else list(data.notes)
 
 
 def try_user_code(config: Config, rows: Rows) -> list[str]:
-    """Call what the user has given, and return what was tried and what was not, a line each.
+    """Load and call what the user has given, and check prompts in between. Returns notes on these, what was tried and
+    what was not, a line each.
 
     Raises:
         UserCodeError: something of it fails, with its file and line, or returns what does not fit.
@@ -92,13 +103,10 @@ def _within_thread(trial: Callable[[], None], named: str) -> None:
 
 
 async def _tried(config: Config, rows: Rows) -> list[str]:
-    told = []
+    logs, named = Path(mkdtemp(prefix="headway-dry-run-")), False
     try:
-        async with asyncio.timeout(LIMIT_S) as limit:
-            if not config.reward.by_program:
-                told.append(await _try_reward(config, rows))
-            if config.rollout.has_program:
-                told.append(await _try_program(config, rows))
+        async with asyncio.timeout(LIMIT_S) as limit, AsyncExitStack() as stack:
+            told = await _call(config, rows, logs, stack)
     except TimeoutError:
         if not limit.expired():
             raise
@@ -106,22 +114,47 @@ async def _tried(config: Config, rows: Rows) -> list[str]:
             f"the trials of --dry-run did not end within {LIMIT_S:g} s: a reward or a program does not return. "
             "--dry-run=static runs no user code"
         ) from None
+    except HeadwayError as error:
+        named = str(logs) in "\n".join([str(error), *getattr(error, "__notes__", ())])
+        raise
+    finally:
+        if not named:
+            rmtree(logs, ignore_errors=True)
     return told
+
+
+async def _call(config: Config, rows: Rows, logs: Path, stack: AsyncExitStack) -> list[str]:
+    """Load all user code of processes, look at the prompts, and call it, in the order in which a run would."""
+    trials: list[Callable[[], Awaitable[str]]] = []
+    if config.rollout.has_program:
+        rollout = config.rollout.model_copy(update={"runners": 1})  # one episode needs no more
+        programs = ProgramRunners("trial", config.model_copy(update={"rollout": rollout}), logs)
+        stack.push_async_callback(programs.close)
+        described = await load_program(config, rows, programs)
+    if not config.reward.by_program:
+        spec = reward_spec(config, rows)
+        reward = one_reward_runner(config, spec, logs / "reward.log")
+        stack.push_async_callback(reward.close)
+        await load_reward(reward, spec)
+        trials.append(partial(_try_reward, config, rows, reward))
+    tokenizer, data = check_prompts(config, rows)
+    if config.rollout.has_program:
+        trials.append(partial(_try_program, config, rows, programs, described, tokenizer, data))
+    try:
+        told = [await trial() for trial in trials]
+    except HeadwayError as error:
+        error.add_note(f"Its traceback, and what user code printed, are in {logs}")
+        raise
+    return [*(() if data is None else data.notes), *told]
 
 
 # ---------------------------------------------------------------------------------------------- rewards
 
 
-async def _try_reward(config: Config, rows: Rows) -> str:
-    spec = reward_spec(config, rows)
+async def _try_reward(config: Config, rows: Rows, reward: RewardRunners) -> str:
     names = ", ".join(one.function for one in config.reward.all)
-    reward = one_reward_runner(config, spec)
     firsts = [record for _, records in by_source(rows.train, rows.parts) for record in records[:ROWS_TRIED]]
-    try:
-        await load_reward(reward, spec)
-        scores = [await _score(reward, record, names) for record in firsts]
-    finally:
-        await reward.close()
+    scores = [await _score(reward, record, names) for record in firsts]
     truths, empties = zip(*scores, strict=True)
     return (
         f"tried: the reward {names} gives {_range(truths)} for ground truths and {_range(empties)} for empty answers "
@@ -156,76 +189,61 @@ def _prompt(record: Record) -> Prompt:
 # ---------------------------------------------------------------------------------------------- programs
 
 
-async def _try_program(config: Config, rows: Rows) -> str:
-    """Begin an episode of the first row, and end it at its first turn, which is rendered."""
-    rollout = config.rollout.model_copy(update={"runners": 1})  # one episode needs no more
-    programs = ProgramRunners("the trial", config.model_copy(update={"rollout": rollout}), None)
-    try:
-        described = await load_program(config, rows, programs)
-        return await _try_first_turn(config, rows.train[0], programs, described)
-    finally:
-        await programs.close()
-
-
-async def _try_first_turn(
-    config: Config, record: Record, programs: ProgramRunners, described: ProgramDescription
+async def _try_program(
+    config: Config,
+    rows: Rows,
+    programs: ProgramRunners,
+    described: ProgramDescription,
+    tokenizer: PreTrainedTokenizerBase | None,
+    data: DataBundle | None,
 ) -> str:
+    """Make an episode of the first prompt up to its first call of the policy, which nothing answers."""
     named = program_spec(config).shown
-    if config.rollout.agent is not None:
-        return f"not tried: {named}, which asks for turns over HTTP"
-    tokenizer = _tokenizer(config)
-    if tokenizer is None:
+    if tokenizer is None or data is None or (prompt := data.train.next()) is None:
         return f"not tried: {named}, for the model's tokenizer is not here yet"
-    chat, limit = chats_of(config, tokenizer).record(), limits_of(config).max_length
-    lengths: list[int] = []
-
-    async def answer(request: TurnRequest) -> TurnAnswer:
-        lengths.append(len((await chat.prompt(request)).ids))
-        raise EpisodeOver("the trial")
-
-    prompt = _prompt(record)
-    start = EpisodeStart(
-        "the trial",
-        prompt.messages or [{"role": "user", "content": prompt.text}],
-        {**record.extra, "answer": record.answer, "source": record.source},
-        config.run.seed,
-        most_tokens=limit,
-        template_kwargs=config.data.chat_template_kwargs,
-        text=None if prompt.messages else prompt.text,
-    )
-    try:
-        await programs.get_ready(described)
-        await programs.run(start, answer)
-    except EpisodeOver:
-        pass
-    except HeadwayError as cause:
-        if isinstance(cause, UserCodeError):
-            raise
-        raise UserCodeError(f"{named} fails in its first turn ({record.where or record.source}): {cause}") from cause
-    if not lengths:
-        raise UserCodeError(
-            f"{named} made no turn for {record.where or record.source}: it ended without an answer of the model, so "
-            "there is nothing to train on"
-        )
-    if lengths[0] >= limit:
-        raise UserCodeError(
-            f"{named}: its first turn has {lengths[0]} tokens, and a conversation has room for {limit} "
-            "(data.max_prompt_length + data.max_response_length)"
-        )
-    return f"tried: {named} begins an episode, and its first turn has {lengths[0]} of {limit} tokens"
+    await programs.get_ready(described)
+    tokens, failure = await _first_turn(config, prompt, chat_hosting(config, tokenizer, programs))
+    if tokens is None:
+        where = rows.train[rows.train_rows.index(prompt.row)].where or prompt.source
+        raise UserCodeError(f"{named} fails in its first turn ({where}): {failure}")
+    return f"tried: {named} begins an episode, and its first turn has {tokens} of {limits_of(config).max_length} tokens"
 
 
-def _tokenizer(config: Config) -> PreTrainedTokenizerBase | None:
-    from headway.models.tokenizer import load_tokenizer, torch_hidden
+async def _first_turn(config: Config, prompt: Prompt, hosting: Hosting) -> tuple[int | None, str | None]:
+    """The tokens of an episode's first call of the policy, or why there is none."""
+    replica = _Unanswered()
+    request = GroupRequest(0, prompt, 1, training_sampling(config, hosting.stop_ids))
+    async with keeping(replica, hosting=hosting, name="the trial") as keeper:
+        if hosting.endpoint is not None:
+            await hosting.endpoint.start()
+        ending = asyncio.ensure_future(anext(keeper.generate([request])))
+        either: list[asyncio.Future[Any]] = [ending, replica.asked]
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if replica.asked.done():
+            ending.cancel()
+            return replica.asked.result(), None
+        return None, (await ending).trajectories[0].failure
 
-    with torch_hidden():
-        if config.model.make is not None:
-            from headway.models.make import make_tokenizer
 
-            return make_tokenizer(config.model.make)
-        if config.model.path is None or find_folder(config.model.path) is None:
-            return None
-        return load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
+class _Unanswered:
+    """A replica that notes the length of the first call's context, and answers none."""
+
+    name, slots = "the policy", 1
+
+    def __init__(self) -> None:
+        self.asked: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    async def submit(self, client: str, calls: Sequence[Call]) -> None:
+        if not self.asked.done():
+            self.asked.set_result(len(calls[0].input_ids))
+
+    async def finished(self, client: str) -> AsyncIterator[Sequence[FinishedCall]]:
+        await asyncio.Event().wait()
+        yield ()
+
+    async def abort(self, client: str, numbers: Sequence[int]) -> None: ...
+
+    async def release(self, trajectories: Sequence[TrajectoryId]) -> None: ...
 
 
 # ---------------------------------------------------------------------------------------------- losses

@@ -396,10 +396,8 @@ CASES = {
     "a message with a number": data('{"prompt": [{"role": "user", "content": 5}], "answer": "1"}\n'),
     "messages without a chat template": data(CHATS),
     "an empty prompt": data(ROWS + '{"prompt": "", "answer": "1"}\n', "data.val_size=0"),
-    "a prompt that the tokenizer cannot read": data(
-        ROWS + '{"prompt": "Ä", "answer": "1"}\n', "data.val_size=0", dry=False
-    ),
-    "all prompts too long": setting("data.max_prompt_length=1", dry=False),
+    "a prompt that the tokenizer cannot read": data(ROWS + '{"prompt": "Ä", "answer": "1"}\n', "data.val_size=0"),
+    "all prompts too long": setting("data.max_prompt_length=1"),
     "data.accept_changes for a new run": setting("data.accept_changes=true"),
     "answers that are lists": data('{"prompt": "1=", "answer": ["1", "one"]}\n' * 6),
     "all answers null": data('{"prompt": "1=", "answer": null}\n' * 6),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from shutil import rmtree
 
 import pytest
 
@@ -32,6 +33,13 @@ class Game:
     def step(self, action): return "", 0.0, True, False, {}
 async def program_raises(row, chat): return row["nothing"]
 async def program_without_a_turn(row, chat): return 1.0
+async def agent_without_a_turn(row, base_url, api_key): return 1.0
+async def agent(row, base_url, api_key):
+    import aiohttp
+    asked = {"model": "policy", "messages": [{"role": "user", "content": row["prompt"]}]}
+    async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {api_key}"}) as client:
+        async with client.post(f"{base_url}/chat/completions", json=asked) as answer:
+            return float((await answer.json())["choices"][0]["message"]["content"] == row["answer"])
 """
 RECIPE = """
 mode: on_policy
@@ -74,7 +82,11 @@ FAULTS = {
     "a program that raises": ("rollout.program=own.py:program_raises", "(own.py:21, in program_raises)"),
     "a program without a turn": (
         "rollout.program=own.py:program_without_a_turn",
-        "made no turn for data.jsonl",
+        "(data.jsonl, line .*): the program made no turn: it ended without an answer",
+    ),
+    "an agent without a turn": (
+        "rollout.agent=own.py:agent_without_a_turn",
+        "(data.jsonl, line .*): the agent made no turn: it ended without an answer",
     ),
 }
 QUICK = ["a loss that raises", "advantages that are no numbers", "a reward that an empty answer breaks"]
@@ -103,8 +115,13 @@ def test_a_fault_in_the_users_code_ends_it_with_file_and_line(dry_run: Callable[
     output = dry_run(*settings.split())
     assert output.startswith(("2\n", "1\n"))
     first, _, second = told.partition(".*")
-    error = next(line for line in output.splitlines() if line.startswith("error: "))
+    error, *notes = output[output.index("error: ") :].splitlines()
     assert first in error and second in error
+    assert "Traceback" not in output
+    for note in notes:
+        logs = Path(note.removeprefix("Its traceback, and what user code printed, are in "))
+        assert any("own.py" in file.read_text() for file in logs.iterdir())
+        rmtree(logs)
     assert dry_run(*settings.split(), how="--dry-run=static").startswith("0\n"), "it runs no user code"
 
 
@@ -116,6 +133,7 @@ def test_what_was_tried_is_told_and_what_was_not(dry_run: Callable[..., str]) ->
 
 
 @pytest.mark.slow
-def test_the_first_turn_of_an_environment_is_rendered(dry_run: Callable[..., str]) -> None:
-    output = dry_run("rollout.environment=own.py:Game")
-    assert "begins an episode, and its first turn has " in output
+@pytest.mark.parametrize("given", ["environment=own.py:Game", "agent=own.py:agent"])
+def test_the_first_turn_of_an_environment_or_an_agent_is_rendered(dry_run: Callable[..., str], given: str) -> None:
+    output = dry_run(f"rollout.{given}")
+    assert f"{given.replace('=', ' ')} begins an episode, and its first turn has " in output

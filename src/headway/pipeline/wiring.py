@@ -129,7 +129,7 @@ def wire(config: Config, parts: Parts, observers: Sequence[Observer], checkpoint
         waves,
         admission=config.async_training.admission,
         n=config.rollout.n,
-        sampling=_training_sampling(config, parts),
+        sampling=training_sampling(config, parts.stop_token_ids),
         with_greedy=parts.greedy_baseline,
     )
     upstream: list[AnyStage] = [
@@ -190,7 +190,7 @@ def wire(config: Config, parts: Parts, observers: Sequence[Observer], checkpoint
         parts.validation,
         scoring,
         n=config.rollout.val_n,
-        sampling=_sampling(config, parts, config.rollout.val_temperature),
+        sampling=_sampling(config, parts.stop_token_ids, config.rollout.val_temperature),
     )
     beside = [] if critic is None or to_critic is None else [CriticTrain(emit, to_critic, critic)]
     downstream: list[AnyStage] = [*columns, actor, *beside, update, validate]
@@ -344,19 +344,20 @@ def _preparation(parts: Parts, critic: Critic | None) -> Preparation:
     )
 
 
-def _sampling(config: Config, parts: Parts, temperature: float) -> SamplingParams:
+def _sampling(config: Config, stop_token_ids: tuple[int, ...], temperature: float) -> SamplingParams:
     return SamplingParams(
         max_tokens=config.data.max_response_length,
         temperature=temperature,
-        stop_token_ids=parts.stop_token_ids,
+        stop_token_ids=stop_token_ids,
         stop=config.rollout.stop,
     )
 
 
-def _training_sampling(config: Config, parts: Parts) -> SamplingParams:
+def training_sampling(config: Config, stop_token_ids: tuple[int, ...]) -> SamplingParams:
+    """The sampling of training episodes, whose answers end with one of ``stop_token_ids``."""
     rollout = config.rollout
     return replace(
-        _sampling(config, parts, rollout.temperature),
+        _sampling(config, stop_token_ids, rollout.temperature),
         top_p=rollout.top_p,
         top_k=rollout.top_k,
         min_p=rollout.min_p,
