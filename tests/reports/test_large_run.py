@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import pickle
 import shutil
+import threading
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,13 +15,13 @@ import pytest
 from rich.console import Console
 
 from headway.errors import ConfigError
-from headway.events import VersionReached
-from headway.reports.bundle import open_reports
+from headway.events import Event, VersionReached
+from headway.reports.bundle import Reports, open_reports
 from headway.reports.compare import read_runs
 from headway.reports.events_file import look_through
 from headway.reports.lanes import clipped
 from headway.reports.metrics import RunMetrics
-from headway.reports.metrics_state import newest, save
+from headway.reports.metrics_state import newest, pickled, save
 from headway.reports.report import _timeline, report
 from headway.reports.run_directory import RunDirectory
 from headway.reports.timeline import Lane, Timeline, build_timeline
@@ -29,6 +31,16 @@ from tests.reports.stories import sample
 from tests.reports.timelines import simulated_events
 
 VERSIONS = 6
+SEGMENTS_FROM = "headway.reports.events_file.SEGMENT_BYTES"
+
+
+def _emitted(run: Path, events: Iterable[Event]) -> tuple[Reports, io.StringIO]:
+    """The reports of a large run, to which ``events`` were told, and what they print."""
+    output = io.StringIO()
+    reports = open_reports(Scenario("async_partial").config, run, Console(file=output, width=300))
+    for event in events:
+        reports.emit(event)
+    return reports, output
 
 
 @pytest.fixture(scope="module")
@@ -36,12 +48,14 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A simulated run, each of whose versions has a segment."""
     directory = tmp_path_factory.mktemp("large") / "run"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("headway.reports.events_file.SEGMENT_BYTES", 1)
-        reports = open_reports(Scenario("async_partial").config, directory, Console(file=io.StringIO(), width=100))
-        for event in simulated_events("async_partial", VERSIONS):
-            reports.emit(event)
-        reports.close()
+        patch.setattr(SEGMENTS_FROM, 1)
+        _emitted(directory, simulated_events("async_partial", VERSIONS))[0].close()
     return directory
+
+
+@pytest.fixture
+def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SEGMENTS_FROM, 1)
 
 
 @pytest.fixture
@@ -170,10 +184,10 @@ def test_states_of_checkpoints_and_the_newest_ones_are_kept_and_undone_ones_go(r
     directory = RunDirectory(copy(run, tmp_path))
     (directory.checkpoints / "version_2").mkdir(parents=True)
     for version in (2, 3, 4, 5, 6, 7, 8, 9, 5):
-        save(directory, RunMetrics(), version, 1, 0.0)
+        save(directory, pickled(RunMetrics()), version, 1, 0.0)
     assert sorted(int(path.stem) for path in (directory.path / "events").glob("*.state")) == [2, 5]
     for version in (6, 7, 8, 9):
-        save(directory, RunMetrics(), version, 1, 0.0)
+        save(directory, pickled(RunMetrics()), version, 1, 0.0)
     assert sorted(int(path.stem) for path in (directory.path / "events").glob("*.state")) == [2, 6, 7, 8, 9]
 
 
@@ -185,6 +199,47 @@ def test_an_old_group_whose_text_is_on_the_page_is_in_its_list(run: Path) -> Non
     assert found is not None
     first = next(iter(found.groups.lines()))
     assert (first.number, first.fate, first.version) == (0, text["fate"], 0)
+
+
+@pytest.mark.usefixtures("small_segments")
+def test_a_state_is_written_while_the_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written, may = threading.Event(), threading.Event()
+
+    def slow(*args: Any) -> None:
+        assert may.wait(20)
+        save(*args)
+        written.set()
+
+    monkeypatch.setattr("headway.reports.bundle.save", slow)
+    reports, _ = _emitted(tmp_path / "run", simulated_events("async_partial", 2))
+    assert not written.is_set()
+    may.set()
+    reports.close()
+    assert written.is_set()
+
+
+@pytest.mark.usefixtures("small_segments")
+@pytest.mark.parametrize("step", ["pickled", "save"])
+def test_a_state_that_cannot_be_kept_does_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    def fails(*_: Any) -> None:
+        raise ValueError("no such thing")
+
+    monkeypatch.setattr(f"headway.reports.bundle.{step}", fails)
+    reports, output = _emitted(tmp_path / "run", simulated_events("async_partial", 3))
+    reports.close()
+    assert output.getvalue().count("no state of the metrics was kept") == 1
+    assert reports.summary()["balanced"]
+
+
+def test_open_groups_keep_no_events_that_each_state_would_copy() -> None:
+    metrics = RunMetrics()
+    for event in simulated_events("async_partial", 2):
+        metrics.on_event(event)
+        if metrics.tally.whereabouts().queued:
+            break
+    assert b"TrajectoryFinished" not in pickled(metrics)
 
 
 def test_a_state_needs_all_rows_that_it_has_counted(run: Path, tmp_path: Path) -> None:

@@ -10,8 +10,9 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from headway.reports.event_log import EventLog
 from headway.reports.events_file import EventsFile, JsonLines
 from headway.reports.live import LiveView
 from headway.reports.metrics import RowSink, RunMetrics
-from headway.reports.metrics_state import save
+from headway.reports.metrics_state import pickled, save
 from headway.reports.plain import PlainView
 from headway.reports.run_directory import RunDirectory, RunLock
 from headway.reports.samples_file import SamplesFile, Thinning, later
@@ -50,6 +51,7 @@ MANY = (TrajectoryFinished, StageChanged, GroupAdmitted, GroupRewarded, GroupSet
 """Events that come with every group. They wait a moment for others: handled in between the run's own work, each of them
 finds none of the reports' code in the core's cache."""
 MOST_WAITING = 512
+WITHOUT_STATE = "no state of the metrics was kept: reports and a resume of this run read more events, and take longer"
 WAIT_S = 0.25
 """Seconds on the events' clock after whose end the next event has those that wait handled."""
 
@@ -150,8 +152,16 @@ class Reports:
                 observer.on_event(event)
             lines = self._events.lines
             if isinstance(event, VersionReached) and lines is not None and self._events.told == event.version:
-                with suppress(OSError):  # readers begin with an earlier one
-                    save(self.directory, self._metrics, event.version, lines, event.time)
+                self._keep_state(event, lines)
+
+    def _keep_state(self, event: VersionReached, lines: int) -> None:
+        """Keep the metrics' state for readers. Only its copy is made here: the run goes on while it is written."""
+        try:
+            state = pickled(self._metrics)
+        except Exception as cause:  # no fault of the run's
+            self._events.fail(WITHOUT_STATE, cause)
+            return
+        self._events.beside(partial(save, self.directory, state, event.version, lines, event.time), WITHOUT_STATE)
 
     emit = on_event
 

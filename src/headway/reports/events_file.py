@@ -12,11 +12,13 @@ from __future__ import annotations
 import json
 import math
 import os
-import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,8 @@ from headway.reports.event_types import REPAIR, parse_event
 FLUSH_EVERY_S = 1.0
 KEPT_BYTES = 64 * 2**20
 """Most bytes of lines that are kept while a disk refuses them: minutes of a large run."""
+MOST_BESIDE = 8
+"""Most pieces of work that may wait for the thread beside a run's loop; with more, the run waits for it."""
 DENSE_PREFIXES = tuple(f'{{"kind": "{kind.kind}"' for kind in DENSE)
 """Beginnings of lines of records in which dense events are among the others."""
 AT_ONCE = (VersionReached, RunResumed)
@@ -166,9 +170,11 @@ class EventsFile:
         """The segment that is written; None between two."""
         self._begun = 0
         """Number of lines before that segment."""
-        self._sealing: threading.Thread | None = None
-        self._problem: str | None = None
-        """Why the last segment could not be turned into columns."""
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="seal-events")
+        self._beside: deque[tuple[Future[None], str]] = deque()
+        """The thread's work that has not been looked at since, each with words on what is so where it fails."""
+        self._failed: set[str] = set()
+        """Texts that `fail` has reported."""
         self._lines = JsonLines(path, report, self._without_the_rest)
         for left in sorted(self._folder.glob(f"*{LINES}")):  # by a process that was killed
             cut_off_half_line(left)
@@ -223,29 +229,33 @@ class EventsFile:
                 self._seal(segment(self._folder, self._begun))
 
     def _seal(self, path: Path) -> None:
-        self._join()
+        self.beside(partial(seal, path), f"{path} stays as it is, which takes more room")
 
-        def run() -> None:
-            try:
-                seal(path)
-            except Exception as cause:  # the lines stay, and are read as they are
-                self._problem = f"{path} stays as it is, which takes more room: {said_by(cause)}"
+    def beside(self, work: Callable[[], None], failed: str) -> None:
+        """Have ``work`` done in a thread, after what was given to it before; where it fails, see `fail`."""
+        self._beside.append((self._thread.submit(work), failed))
+        self._look_beside(MOST_BESIDE)
 
-        self._sealing = threading.Thread(target=run, name="seal-events", daemon=True)
-        self._sealing.start()
+    def _look_beside(self, most: int) -> None:
+        """Report failures of the thread's work, and wait until at most so many pieces of it are left."""
+        while self._beside and (len(self._beside) > most or self._beside[0][0].done()):
+            work, failed = self._beside[0]
+            if (cause := work.exception()) is not None:
+                self.fail(failed, cause)
+            self._beside.popleft()
 
-    def _join(self) -> None:
-        if self._sealing is not None:
-            self._sealing.join()
-        if self._problem is not None:
-            self._report(self._problem)
-        self._sealing = self._problem = None
+    def fail(self, what: str, cause: BaseException) -> None:
+        """Report ``what`` is so because of ``cause``: each such text once."""
+        if what not in self._failed:
+            self._failed.add(what)
+            self._report(f"{what}: {said_by(cause)}")
 
     def close(self) -> None:
         self._lines.flush()
         self._end_segment()
         self._lines.close()
-        self._join()
+        self._look_beside(0)
+        self._thread.shutdown()
 
     def _without_the_rest(self) -> str:
         later = "" if self.told < 0 else f" from a later version than {self.told}"

@@ -71,12 +71,9 @@ class Lengths:
 
     def add(self, group: GroupRecord, *, failed: bool = False) -> None:
         """Add a group's episodes; with ``failed`` those that failed, too, but for a baseline."""
-        self.tokens += group.tokens
-        self.trajectories += len(group.trajectories)
-        if failed:
-            lost = [episode.tokens for episode in group.failed if not episode.baseline]
-            self.tokens += sum(lost)
-            self.trajectories += len(lost)
+        lengths = group.lengths + group.lost if failed else group.lengths
+        self.tokens += sum(lengths)
+        self.trajectories += len(lengths)
 
     @property
     def mean(self) -> float | None:

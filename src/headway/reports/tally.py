@@ -31,10 +31,19 @@ class GroupRecord:
     rewards: list[float] | None = None
     parts: dict[str, list[float | None]] = field(default_factory=dict)
     """Part of the reward → its values for the group's answers, where the reward has several parts."""
-    trajectories: list[TrajectoryFinished] = field(default_factory=list)
-    """The episodes that did not fail, its baseline not counted."""
-    failed: list[TrajectoryFinished] = field(default_factory=list)
-    """The episodes that failed, its baseline included."""
+    lengths: list[int] = field(default_factory=list)
+    """Tokens of each episode that did not fail, its baseline not counted. No event is kept: open groups have thousands,
+    and the state of a large run is copied at each boundary while the driver waits."""
+    clipped: int = 0
+    """Number of those that were cut off by their length."""
+    oldest: list[int] = field(default_factory=list)
+    """Oldest version of each of those that has tokens."""
+    newest: int = -1
+    """Newest version of their tokens."""
+    failed: int = 0
+    """Number of episodes that failed, its baseline included."""
+    lost: list[int] = field(default_factory=list)
+    """Tokens of each episode that failed, its baseline not counted."""
     episodes: int = 0
     """Number of its episodes; 0 where the record does not tell."""
     reported: int = 0
@@ -42,19 +51,24 @@ class GroupRecord:
     taken_at: int | None = None
     """The trainer's version when the group was taken into a fetch."""
 
-    @property
-    def versions(self) -> list[int]:
-        return [version for t in self.trajectories for _, version in t.version_spans]
-
-    @property
-    def tokens(self) -> int:
-        return sum(t.tokens for t in self.trajectories)
+    def add(self, event: TrajectoryFinished) -> None:
+        self.reported += 1
+        if event.failure is not None:
+            self.failed += 1
+        if event.baseline:
+            return
+        if event.failure is not None:
+            self.lost.append(event.tokens)
+            return
+        self.lengths.append(event.tokens)
+        self.clipped += event.finish_reason == "length"
+        if versions := [version for _, version in event.version_spans]:
+            self.oldest.append(min(versions))
+            self.newest = max(self.newest, *versions)
 
     def stale_trajectories(self) -> int:
         """Number of trajectories whose oldest token was sampled before the version that trained them."""
-        if self.taken_at is None:
-            return 0
-        return sum(1 for t in self.trajectories if t.version_spans and oldest_version(t) < self.taken_at)
+        return 0 if self.taken_at is None else sum(oldest < self.taken_at for oldest in self.oldest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,13 +121,8 @@ class GroupTally:
     def finish_trajectory(self, event: TrajectoryFinished) -> None:
         if event.failure is not None:
             _count(self.failures, event.failure)
-        if (record := self._records.get(event.number)) is None:
-            return
-        record.reported += 1
-        if event.failure is not None:
-            record.failed.append(event)
-        elif not event.baseline:
-            record.trajectories.append(event)
+        if (record := self._records.get(event.number)) is not None:
+            record.add(event)
 
     def reward(self, event: GroupRewarded) -> None:
         if (record := self._records.get(event.number)) is not None:
@@ -150,8 +159,8 @@ class GroupTally:
         most = record.reported if fate in ("trained", "filtered") else max(record.reported, record.episodes)
         if most != record.episodes:
             self._notice(f"group {record.number} was {fate}, with {record.reported} episodes of {record.episodes}")
-        self.episode_fates[fate] += record.episodes - len(record.failed)
-        self.episode_fates["failed"] += len(record.failed)
+        self.episode_fates[fate] += record.episodes - record.failed
+        self.episode_fates["failed"] += record.failed
 
     def _notice(self, problem: str) -> None:
         """Record an inconsistency. One is enough to report an imbalance, so only the first few are kept."""
@@ -183,8 +192,8 @@ class GroupTally:
         fates = Counter(self.episode_fates)
         for record in self._records.values():
             if record.episodes:
-                fates["failed"] += len(record.failed)
-                fates[IN_FLIGHT] += record.episodes - len(record.failed)
+                fates["failed"] += record.failed
+                fates[IN_FLIGHT] += record.episodes - record.failed
         return {"admitted": self._episodes_admitted, **{fate: fates[fate] for fate in (*FATES, IN_FLIGHT)}}
 
     def balances(self, ledger: dict[str, int] | None, episodes: dict[str, int] | None = None) -> bool:
@@ -202,10 +211,6 @@ class GroupTally:
 def _count(reasons: Counter[str], reason: str) -> None:
     known = reason in reasons or len(reasons) < MOST_REASONS
     reasons[reason if known else OTHER_REASONS] += 1
-
-
-def oldest_version(event: TrajectoryFinished) -> int:
-    return min(version for _, version in event.version_spans)
 
 
 def partial_span(event: TrajectoryFinished) -> int:

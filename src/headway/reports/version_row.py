@@ -108,15 +108,15 @@ class VersionRow:
             self.reward_parts[name] += [value for value in values if value is not None]
         self.source_rewards[group.source] += group.rewards or []
         self.source_groups[group.source] += 1
-        self.lengths += [t.tokens for t in group.trajectories]
-        self.clipped += sum(1 for t in group.trajectories if t.finish_reason == "length")
-        self.trained_trajectories += len(group.trajectories)
-        self.trained_tokens += group.tokens
+        self.lengths += group.lengths
+        self.clipped += group.clipped
+        self.trained_trajectories += len(group.lengths)
+        self.trained_tokens += sum(group.lengths)
         if lag is not None:
             self.lags[lag] += 1
-        if group.taken_at is not None and (versions := group.versions):
-            self.lag_in_flight.append(max(versions) - min(versions))
-            self.lag_in_queue.append(group.taken_at - max(versions))
+        if group.taken_at is not None and group.oldest:
+            self.lag_in_flight.append(group.newest - min(group.oldest))
+            self.lag_in_queue.append(group.taken_at - group.newest)
 
     def add_finished(self, event: TrajectoryFinished) -> None:
         span = partial_span(event)
