@@ -21,7 +21,8 @@ from headway.events import (
     UpdateFinished,
     WorkerDescribed,
 )
-from headway.reports.events_file import read_events, to_json_line
+from headway.reports.events_file import EventsFile, read_events, to_json_line
+from headway.reports.run_directory import RunDirectory
 from headway.simulate import profiling
 from headway.simulate.costs import decode_cost
 from headway.simulate.load import dump_profile, load_profile
@@ -29,6 +30,8 @@ from headway.simulate.profile import EmpiricalLengths, Profile
 from headway.simulate.profiling import profile_run, replay_profile
 from headway.simulate.recording import recording_of
 from headway.simulate.session import Simulation, config_for
+from tests.simulate.jobs import RICH
+from tests.simulate.jobs import profile as build_profile
 from tests.simulate.recorded_run import REPLICA, RecordedRun, two_slopes
 
 CLOSE = 2e-3
@@ -124,6 +127,36 @@ def test_many_groups_are_thinned_evenly_and_that_is_said(tmp_path: Path, monkeyp
     assert isinstance(few.response, EmpiricalLengths) and isinstance(all_.response, EmpiricalLengths)
     assert few.response.groups == all_.response.groups[::2]
     assert any("10 of the run's 20 groups" in text for text in few.assumptions)
+
+
+def test_a_large_run_is_profiled_by_its_newest_versions_and_that_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headway.reports.events_file.SEGMENT_BYTES", 1)
+    job = build_profile(RICH)
+    config = config_for(job, "async_partial", train_devices=4, replicas=4, versions=16, activity_interval_s=3.0)
+    directory = RunDirectory.create(tmp_path / "run", config)
+    file = EventsFile(directory.events, print)
+    Simulation(job, config, observers=[file]).run()
+    file.close()
+    whole = profile_run(directory.path)
+    recording = recording_of(read_events(directory.events), mini_batch=job.batch.ppo_mini_batch_size, ranks=4)
+    usual = fmean(step.tokens for step in recording.training.steps)
+    monkeypatch.setattr(profiling, "MOST_DENSE", 1)
+    for early in sorted((directory.path / "events").glob("*.parquet"))[:4]:
+        early.write_bytes(b"not read")
+    newest = profile_run(directory.path)
+    assert any("in the newest versions, " in text and "a run of mode" in text for text in newest.assumptions)
+    assert isinstance(newest.response, EmpiricalLengths) and isinstance(whole.response, EmpiricalLengths)
+    assert newest.response.groups == whole.response.groups[-len(newest.response.groups) :]
+    assert 0 < len(newest.response.groups) < len(whole.response.groups)
+    steps = [point.step_s + point.token_s * usual for found in (newest, whole) for point in found.train.points]
+    assert steps[0] == pytest.approx(steps[1], rel=0.05)
+    for active in (1, 4):
+        assert decode_cost(newest.rollout).step_s(active) == pytest.approx(
+            decode_cost(whole.rollout).step_s(active), rel=0.02
+        )
+    assert (newest.update, newest.validation) == (whole.update, whole.validation)
 
 
 def test_a_slow_first_version_is_warm_up_and_does_not_count(tmp_path: Path) -> None:

@@ -30,11 +30,14 @@ class Drawn:
     end: int = ALL
 
 
-def newest_versions(events: Path, record: Record) -> Drawn | None:
-    """Return the newest versions that have at most `MOST_DENSE` dense events; None where the whole run has no more."""
-    count, begin = 0, None
+def newest_versions(events: Path, record: Record, most: int | None = None, versions: int = 1) -> Drawn | None:
+    """Return the newest versions that have at most ``most`` dense events, by default `MOST_DENSE`, but at least
+    so many ``versions``; None where the whole run has no more.
+    """
+    count, begin = 0, ALL
     for segment in reversed(segments_of(events)):
-        if (count := count + segment.rows()) > MOST_DENSE and begin is not None:
+        count += segment.rows()
+        if count > (most or MOST_DENSE) and sum(line >= begin for line in record.boundaries.values()) >= versions:
             break
         begin = segment.line
     else:

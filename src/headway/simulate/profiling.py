@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from math import ceil
 from pathlib import Path
 from statistics import median
 
@@ -25,8 +26,18 @@ from headway.config.placement import (
     needs_reference,
     resolve_placement,
 )
-from headway.events import WorkerDescribed
-from headway.reports.events_file import read_events
+from headway.events import (
+    Event,
+    GroupAdmitted,
+    GroupRewarded,
+    GroupSettled,
+    RunStarted,
+    TrajectoryFinished,
+    ValidationFinished,
+    WorkerDescribed,
+)
+from headway.reports.events_file import EventReader, look_through, read_events
+from headway.reports.newest import Drawn, newest_versions
 from headway.simulate.costs import decode_cost
 from headway.simulate.enough import check_directory, check_enough
 from headway.simulate.fitting import (
@@ -64,6 +75,10 @@ from headway.simulate.recording import GroupRecord, recording_of
 
 MAX_GROUPS = 4000
 """Largest number of recorded groups that a profile keeps."""
+MOST_DENSE = 100_000
+"""Most dense events of a large run's newest versions that are read; some seconds."""
+FEWEST = 4
+"""Fewest of these versions where answers are trained in the version that they began in; lag needs two more for each."""
 FORWARD_SHARE = 1 / 3
 """The share of a training step's seconds per token that a forward pass takes, where none was measured: the backward
 pass costs twice as much."""
@@ -92,8 +107,10 @@ class _Profiling:
         self._config = load(directory.config, environment=os.environ).config
         actor = self._config.actor
         self._placement = resolve_placement(self._config)
+        fewest = FEWEST + 2 * ceil(self._config.async_training.staleness_threshold)
+        self._newest = newest_versions(directory.events, look_through(directory.events), MOST_DENSE, fewest)
         self._recording = recording_of(
-            read_events(directory.events),
+            read_events(directory.events) if self._newest is None else _events_of(directory.events, self._newest),
             mini_batch=actor.ppo_mini_batch_size,
             ranks=len(self._placement.devices[ACTOR]) // actor.parallel.inner,
         )
@@ -154,9 +171,15 @@ class _Profiling:
         self._assumptions.append(text)
 
     def _say_what_was_measured(self) -> None:
-        started, versions = self._recording.started, self._recording.versions
-        mode = started.mode if started else self._config.mode
-        self._assume(f"costs were measured in a run of mode {mode} with {versions} versions")
+        started = self._recording.started
+        mode, newest = started.mode if started else self._config.mode, self._newest
+        part = "" if newest is None else f"the newest versions, {newest.first} to {newest.last}, of "
+        self._assume(f"costs were measured in {part}a run of mode {mode} with {self._versions} versions")
+
+    @property
+    def _versions(self) -> int:
+        """Number of the run's versions."""
+        return self._recording.versions if self._newest is None else self._newest.last
 
     # ------------------------------------------------------------------------------------------ lengths
 
@@ -164,7 +187,8 @@ class _Profiling:
         groups = self._recording.recorded_groups()
         kept = [groups[index] for index in evenly(len(groups), MAX_GROUPS)]
         if len(kept) < len(groups):
-            self._assume(f"lengths are those of {len(kept)} of the run's {len(groups)} groups, evenly spread")
+            whose = "the run's" if self._newest is None else "their"
+            self._assume(f"lengths are those of {len(kept)} of {whose} {len(groups)} groups, evenly spread")
         return kept
 
     def _lengths(self, kept: Sequence[GroupRecord], *, replay: bool) -> tuple[EmpiricalLengths, EmpiricalLengths]:
@@ -370,8 +394,28 @@ class _Profiling:
         return ValidationProfile(
             problems=max(validation.problems for validation in validations),
             n=config.val_n,
-            test_freq=config.test_freq if config.test_freq > 0 else self._recording.versions,
+            test_freq=config.test_freq if config.test_freq > 0 else self._versions,
         )
+
+
+def _events_of(path: Path, newest: Drawn) -> Iterator[Event]:
+    """Yield the events of a large run's ``newest`` versions, and of earlier ones who took part, and validations.
+
+    Groups that were admitted before are left out: not all of their answers are among them.
+    """
+    reader = EventReader(path, kinds=(RunStarted, WorkerDescribed, ValidationFinished))
+    for event in reader.read():
+        if reader.line >= newest.line:
+            break
+        yield event
+    admitted: set[int] = set()
+    for event in read_events(path, after=newest.line):
+        match event:
+            case GroupAdmitted():
+                admitted.add(event.number)
+            case TrajectoryFinished() | GroupRewarded() | GroupSettled() if event.number not in admitted:
+                continue
+        yield event
 
 
 def _answers(group: GroupRecord) -> list[int]:

@@ -39,7 +39,7 @@ class TrainingRecord:
 
     mini_batch: int
     samples_of: Callable[[int], Sequence[Sample]]
-    """Function from a group's number to its trajectories."""
+    """Function from a group's number to its trajectories; to none where the group is not on record."""
     division: Division
     """Division of each fetch over the trainer's data ranks."""
     steps: list[TrainerWork] = field(default_factory=list)
@@ -47,6 +47,7 @@ class TrainingRecord:
     fetches: list[FetchRecord] = field(default_factory=list)
     """Fetches whose training ended, in order."""
     _numbers: list[int] = field(default_factory=list)
+    """Groups of the fetch; none where one of them is not on record, and no step's tokens are known."""
     _fetch: FetchRecord | None = None
     _reached: float = 0.0
     """The time up to which the fetch is accounted for."""
@@ -58,7 +59,8 @@ class TrainingRecord:
         match event:
             case FetchTaken(waited=(asked, _)):
                 self._end_fetch(asked)
-                self._numbers, self._steps_of_fetch = event.numbers, 0
+                known = all(map(self.samples_of, event.numbers))
+                self._numbers, self._steps_of_fetch = event.numbers if known else [], 0
                 self.division.begin([self._samples(numbers) for numbers in self._mini_batches()])
                 self._fetch, self._reached = FetchRecord(event.time), event.time
             case LeaseChanged(holder="train"):
@@ -105,4 +107,5 @@ class TrainingRecord:
         return [sample for number in numbers for sample in self.samples_of(number)]
 
     def _tokens(self, numbers: Iterable[int]) -> int:
-        return self.division.tokens(self._samples(numbers))
+        samples = self._samples(numbers)
+        return self.division.tokens(samples) if samples else 0

@@ -109,7 +109,7 @@ class Recording:
         self.groups: defaultdict[int, GroupRecord] = defaultdict(GroupRecord)
         self.activity: list[ReplicaActivity] = []
         self.validations: list[ValidationFinished] = []
-        self.training = TrainingRecord(mini_batch, lambda number: self.groups[number].samples(number), Division(ranks))
+        self.training = TrainingRecord(mini_batch, self._samples_of, Division(ranks))
         self.updates = UpdatesRecord()
         self._busy: defaultdict[str, IntervalUnion] = defaultdict(IntervalUnion)
         self._resumed: defaultdict[str, list[float]] = defaultdict(list)
@@ -119,6 +119,9 @@ class Recording:
     def versions(self) -> int:
         """Number of parameter updates that finished."""
         return self.updates.versions
+
+    def _samples_of(self, number: int) -> list[Sample]:
+        return self.groups[number].samples(number) if number in self.groups else []
 
     def add(self, event: Event) -> None:
         match event:
