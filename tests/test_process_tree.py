@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from headway.child_python import guarded, python_command
+from headway.process_tree import children, descendants
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="guards are of Linux")
 
@@ -37,6 +38,7 @@ IN_TREE = 2 + 8 + 4 + 5
 OWNER = """
 import subprocess, sys
 from headway.child_python import guarded, python_command
+from headway.process_tree import children, descendants
 subprocess.Popen(python_command(guarded() + sys.argv[1]), start_new_session=True)
 sys.stdin.read()
 """
@@ -106,3 +108,14 @@ def test_a_process_has_its_grace_once_its_owner_has_ended(tmp_path: Path) -> Non
         owner.kill()
     wait_until(0, mark)
     assert done.exists()
+
+
+def test_children_are_those_that_a_search_of_all_processes_finds() -> None:
+    child = subprocess.Popen(["sleep", "600"])
+    try:
+        assert child.pid in children()
+        assert set(children()) <= set(descendants(os.getpid()))
+    finally:
+        child.kill()
+        child.wait()
+    assert child.pid not in children()

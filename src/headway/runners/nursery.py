@@ -15,7 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from headway.frames import HEADER, Frame
-from headway.process_tree import adopt_orphans, descendants, die_with, end_children
+from headway.process_tree import adopt_orphans, children, descendants, die_with, end_children
 from headway.runners.wire import BlockingChannel, Kind
 
 
@@ -41,7 +41,8 @@ def fork_runners(sock: socket.socket, close: Callable[[], object]) -> BlockingCh
         if kind == Kind.REAP:
             end = os.waitstatus_to_exitcode(os.waitpid(detail, 0)[1])
             kept.discard(detail)
-            end_children(kept)  # a live runner adopts what it has started: others are left by one that has ended
+            if not kept.issuperset(children()):  # left by one that has ended: a live one adopts what it has started
+                end_children(kept)
             sock.sendall(Frame(Kind.REAPED, order, end).packed())
             continue
         try:
