@@ -28,6 +28,7 @@ from headway.cluster.ray_cluster import RayCluster
 from headway.cluster.ray_worker import RayWorker
 from headway.cluster.token_files import BYTES_PER_TOKEN, TokenFile
 from headway.cluster.worker_group import WorkerGroup
+from headway.config.groups import node_shares
 from headway.config.schema import Config
 from headway.data.assignment import Cost
 from headway.data.types import ColumnName, FinishReason, Group, Prompt, RowAt, Sample, Trajectory
@@ -123,7 +124,9 @@ async def measure(given: argparse.Namespace, directory: Path) -> None:
     workers: list[RayWorker] = []
     try:
         await cluster.connect()
-        await cluster.reserve(ClusterPlan(tuple(specs), *[()] * 6, inside_fetch=frozenset(), shared=False))
+        shares = node_shares("rank", range(len(specs)), len(specs))
+        plan = ClusterPlan(tuple(specs), *[()] * 6, inside_fetch=frozenset(), shared=False, shares=shares)
+        await cluster.reserve(plan)
         workers = [cluster.launch(spec) for spec in specs]
         for worker in workers:
             await worker.up()
@@ -153,7 +156,7 @@ async def _measured(given: argparse.Namespace, directory: Path, ranks: Sequence[
 
     async def look() -> None:
         held.extend([await rank.call("used") for rank in ranks])
-        owners.extend(group._shares(fetch.samples()))
+        owners.extend(await group._shares(fetch.samples()))
 
     started = time.perf_counter()
     await _one_fetch(train, group, fetch, phases, look)

@@ -89,6 +89,11 @@ def test_the_model_is_told_which_limit_ended_its_code(ran: Ran, says: str) -> No
     assert told(ran, SPEC.limits) == says
 
 
+def test_the_model_is_told_that_loopback_is_refused_too(python: Tool) -> None:
+    result = asyncio.run(python.call({"code": "import socket; socket.create_server(('127.0.0.1', 0))"}))
+    assert result.text.endswith("IPv4 and IPv6 are refused, loopback (127.0.0.1, ::1) included")
+
+
 def test_long_output_is_told_by_its_beginning_and_its_end() -> None:
     text = told(Ran("a" * 10000 + "z", "", 0), SPEC.limits)
     assert len(text) < MOST_SHOWN + 100

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Awaitable, Callable
 
 from headway.errors import SandboxFailed, Unavailable
@@ -14,6 +16,8 @@ MOST_SHOWN = 4000
 """Most characters that the model is told."""
 LAST_LINES = 12
 """Lines at the end of a traceback that the model is told."""
+NO_FAMILY = os.strerror(errno.EAFNOSUPPORT)
+"""Error of a program that opens a socket of IPv4 or IPv6."""
 CELL = "code.py"
 """Name of the code's file, in tracebacks."""
 AS_IN_A_SESSION = f"""
@@ -61,6 +65,8 @@ def told(ran: Ran, limits: Limits) -> str:
     parts = [_bounded(ran.stdout.rstrip("\n"))]
     errors = ran.stderr.rstrip("\n").splitlines()
     parts += [_bounded("\n".join((["…"] if len(errors) > LAST_LINES else []) + errors[-LAST_LINES:]))]
+    if NO_FAMILY in ran.stderr:
+        parts.append("Error: there is no network here: IPv4 and IPv6 are refused, loopback (127.0.0.1, ::1) included")
     if ran.limit is not None:
         parts.append(f"Error: the code was ended, for {limits.said(ran.limit)}")
     elif ran.code and not errors:

@@ -91,7 +91,8 @@ SO_SNDBUF = 7
 NEW_NAMESPACES = 0x7E020000
 """Flags of clone that make a namespace of any kind."""
 FAMILIES = (1,)
-"""Kinds of sockets that may be made: unix. Buffers of IPv4 and IPv6 are memory that belongs to no process."""
+"""Kinds of sockets that may be made: unix. Those of IPv4 and IPv6, loopback included, have buffers: memory that
+belongs to no process."""
 SET_PDEATHSIG = 1
 """The prctl by which a process would outlive its parent again."""
 TERMINAL_INPUT = (0x5412, 0x541C)
