@@ -160,6 +160,8 @@ def test_rows_that_cannot_be_used_are_left_out_by_reason_up_to_a_limit(model: Pa
     assert (len(data.train), len(data.batch(0)), len(data.batch(0))) == (5, 2, 2)
     [counts] = data.train.left_out.counts.values()
     assert counts == {"conversation": 2, "too_long": 1, "tokenizer": 1}
+    told = "4 training rows cannot be used and are left out (conversation 2, too_long 1, tokenizer 1): "
+    assert (data.train.left_out.note() or "").startswith(told)
     assert "columns question: expected messages" in data.train.left_out.examples["conversation"]
     with pytest.raises(DataError, match=r"1 of 6 rows, more than data\.max_bad_rows=0\.01 of them, cannot be used"):
         check(settings(model, rows, tmp_path / "other").config)

@@ -47,16 +47,14 @@ def sft(
 
         set_math_environment(loaded.config)
         with importing():
-            from headway.sft.run import check, left_out
+            from headway.sft.run import check
             from headway.sft.run import sft as run
         if dry_run:
             data = check(loaded.config)
             held_out = 0 if data.val is None else len(data.val)
             typer.echo(dump(loaded.config))
             typer.echo(f"# {len(data.train)} conversations, {held_out} held out, {data.steps} optimizer steps")
-            if said := left_out(data.train):
-                typer.echo(f"# left out so far: {said}")
-            for note in data.notes:
+            for note in filter(None, [data.train.left_out.note(), *data.notes]):
                 typer.echo(f"# {note}")
             return
         raise typer.Exit(run(loaded, resume))

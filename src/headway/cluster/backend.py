@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 from headway.cluster.engines import RolloutReplica, TrainGroup, critic_of, reference_of
 from headway.cluster.hardware import Hardware
@@ -16,7 +16,7 @@ from headway.cluster.profiled import ProfiledProcess, profiled
 from headway.cluster.proxy import proxy
 from headway.cluster.replacements import Replacements
 from headway.cluster.rounding import Rounding
-from headway.cluster.startup import Cluster, Startup
+from headway.cluster.startup import Cluster, Launched, Startup
 from headway.cluster.worker_group import Worker
 from headway.concurrently import concurrently
 from headway.config.placement import LOGP
@@ -30,6 +30,8 @@ from headway.interfaces.training import CriticEngine, LogProbEngine, ProximalEng
 from headway.interfaces.weights import PolicyReceiver
 from headway.progress import Living
 from headway.user_code import names_a_file, resolve_spec
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -144,18 +146,8 @@ async def start_backend(
         StallError: not everything was up within `Timeouts.start_s`; the message says what was waited for.
     """
     cluster, startup = _startup(config, model_path, run_dir, total_optimizer_steps, tell)
-    start_s = startup.timeouts.start_s
     async with AsyncExitStack() as stack:
-        with _late(startup, run_dir):
-            async with asyncio.timeout(start_s) as limit:
-                launched = await startup.launch(stack)
-                left = (limit.when() or 0.0) - asyncio.get_running_loop().time()
-                left += startup.timeouts.start_s - start_s  # the device is known now, on which kernels are compiled
-                if warm is not None:
-                    limit.reschedule(None)
-                    await warm
-                limit.reschedule(asyncio.get_running_loop().time() + left)
-                started = await startup.run(launched)
+        started = await _up(startup, run_dir, startup.run, startup.launch(stack), warm)
         train = TrainGroup(started.actor, started.paths, with_returns=started.critic is not None)
         undo = stack.pop_all()
         workers = Workers(
@@ -220,12 +212,7 @@ async def start_trainer(
     """
     cluster, startup = _startup(config, model_path, run_dir, total_optimizer_steps, tell)
     async with AsyncExitStack() as stack:
-        with _late(startup, run_dir):
-            start_s = startup.timeouts.start_s
-            async with asyncio.timeout(start_s) as limit:
-                launched = await startup.launch(stack, trainer_only=True)
-                limit.reschedule((limit.when() or 0.0) + startup.timeouts.start_s - start_s)
-                ranks = await startup.run_trainer(launched)
+        ranks = await _up(startup, run_dir, startup.run_trainer, startup.launch(stack, trainer_only=True))
         yield Trainer(
             proxy(ranks, SupervisedEngine), cluster.separate_processes, ranks.workers, cluster, startup.timeouts
         )
@@ -247,11 +234,25 @@ def _startup(
     return cluster, startup
 
 
-@contextmanager
-def _late(startup: Startup, run_dir: Path) -> Iterator[None]:
-    """Say, where the block takes too long, what the start waited for."""
+async def _up(
+    startup: Startup,
+    run_dir: Path,
+    run: Callable[[Launched], Awaitable[T]],
+    launching: Awaitable[Launched],
+    warm: Awaitable[None] | None = None,
+) -> T:
+    """Wait until the workers are launched and run, and say, where that takes too long, what it waited for."""
+    start_s = startup.timeouts.start_s
     try:
-        yield
+        async with asyncio.timeout(start_s) as limit:
+            launched = await launching
+            left = (limit.when() or 0.0) - asyncio.get_running_loop().time()
+            left += startup.timeouts.start_s - start_s  # the device is known now, on which kernels are compiled
+            if warm is not None:
+                limit.reschedule(None)
+                await warm
+            limit.reschedule(asyncio.get_running_loop().time() + left)
+            return await run(launched)
     except StallError:  # a TimeoutError that knows more than the next
         raise
     except TimeoutError:

@@ -67,13 +67,13 @@ class LeftOutRows:
         if (bad := bad_rows(self.counts)) > share * rows:
             raise self.error(f"{bad} of {rows} {what}, more than data.max_bad_rows={float(share):g} of them,")
 
-    def note(self) -> str | None:
-        """Return what to tell before a run of the rows that it will leave out; None if there are none."""
-        if not (bad := bad_rows(self.counts)):
+    def note(self, part: str = "training") -> str | None:
+        """Return what to tell of the rows of a ``part`` that are left out, for whatever reason; None without any."""
+        if not (count := total(self.counts)):
             return None
-        (example, *_) = self.examples.values()
-        rows = "row cannot be used and is" if bad == 1 else "rows cannot be used and are"
-        return f"{bad} training {rows} left out ({reasons_told(self.counts)}): {example}"
+        example = next((f": {why}" for why in self.examples.values() if why), "")
+        rows = "row cannot be used and is" if count == 1 else "rows cannot be used and are"
+        return f"{count} {part} {rows} left out ({reasons_told(self.counts, too_long=True)}){example}"
 
     def error(self, which: str) -> DataError:
         """Return the error over rows that cannot be used, with the commonest reason."""
@@ -89,15 +89,18 @@ def bad_rows(counts: Counts) -> int:
     return _bad(counts).total()
 
 
-def reasons_told(counts: Counts) -> str:
-    """Return the reasons of bad rows, the commonest first, in one line: ``template 3, empty 1``."""
-    return ", ".join(f"{reason} {count}" for reason, count in _bad(counts).most_common())
+def reasons_told(counts: Counts, *, too_long: bool = False) -> str:
+    """Return the reasons of bad rows, the commonest first, in one line: ``template 3, empty 1``.
+
+    ``too_long``: tell of rows that are too long, too.
+    """
+    return ", ".join(f"{reason} {count}" for reason, count in _bad(counts, too_long=too_long).most_common())
 
 
-def _bad(counts: Counts) -> Counter[str]:
+def _bad(counts: Counts, *, too_long: bool = False) -> Counter[str]:
     found = Counter[str]()
     for reasons in counts.values():
-        found.update({str(reason): count for reason, count in reasons.items() if reason != Reason.TOO_LONG})
+        found.update({str(reason): n for reason, n in reasons.items() if too_long or reason != Reason.TOO_LONG})
     return found
 
 

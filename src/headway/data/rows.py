@@ -149,7 +149,8 @@ def _source_rows(data: DataConfig, seed: int) -> Rows:
     if data.held_out_sources:
         val, val_parts = _read_held_out(data, seed)
         numbers = range(len(records))
-        return Rows(records, numbers, val, _rows_after(len(records), val), parts, _digests(records), val_parts)
+        said = digests([record.prompt for record in records])
+        return Rows(records, numbers, val, _rows_after(len(records), val), parts, said, val_parts)
     if data.val_size >= len(records):
         raise DataError(
             f"{' and '.join(source.label for source in sources)}: data.val_size={data.val_size} held-out rows leave "
@@ -158,7 +159,7 @@ def _source_rows(data: DataConfig, seed: int) -> Rows:
     train_rows, val_rows = split(len(records), data.val_size, seed)
     parts = _shares(parts, train_rows)
     train, val = ([records[i] for i in rows] for rows in (train_rows, val_rows))
-    return Rows(train, train_rows, val, val_rows, parts, _digests(train))
+    return Rows(train, train_rows, val, val_rows, parts, digests([record.prompt for record in train]))
 
 
 def split(rows: int, val_size: int, seed: int) -> tuple[list[int], list[int]]:
@@ -185,14 +186,15 @@ def _read_held_out(data: DataConfig, seed: int) -> tuple[list[Record], tuple[Sou
     return [records[i] for i in kept], _shares(parts, kept)
 
 
-def _digests(records: Sequence[Record]) -> tuple[str, ...]:
-    length, digests = max(1, -(-len(records) // DIGESTS)), []
-    for start in range(0, len(records), length):
+def digests(rows: Sequence[Any]) -> tuple[str, ...]:
+    """Digests of what the rows say, of `DIGESTS` stretches of equal length."""
+    length, found = max(1, -(-len(rows) // DIGESTS)), []
+    for start in range(0, len(rows), length):
         digest = xxhash.xxh3_64()
-        for record in records[start : start + length]:
-            digest.update(f"{record.prompt!r}\n".encode(errors="surrogatepass"))
-        digests.append(digest.hexdigest())
-    return tuple(digests)
+        for row in rows[start : start + length]:
+            digest.update(f"{row!r}\n".encode(errors="surrogatepass"))
+        found.append(digest.hexdigest())
+    return tuple(found)
 
 
 def _read_all(

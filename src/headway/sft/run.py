@@ -16,13 +16,11 @@ import signal
 import time
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from shutil import rmtree
 from threading import Lock
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import xxhash
 from rich.console import Console
 
 from headway.cluster.file_work import while_ranks_move
@@ -30,9 +28,8 @@ from headway.concurrently import end, failing_as_one
 from headway.config.loading import LoadedConfig
 from headway.config.schema import Config
 from headway.config.timeouts import file_stall_s
-from headway.data.files import Row
 from headway.data.mixing import SHUFFLE_KEY, generator
-from headway.data.rows import TRAIN_SPLIT, VAL_SPLIT, rows_of, split
+from headway.data.rows import TRAIN_SPLIT, VAL_SPLIT, digests, rows_of, split
 from headway.engines.train.state_file import read_state
 from headway.episodes.record import Chats
 from headway.episodes.rendering import ChatRenderer
@@ -100,8 +97,8 @@ class SftData:
             learned, held_out = split(len(train), data.val_size, config.run.seed)
             train, val = [train[number] for number in learned], [train[number] for number in held_out]
         self.accepts_changes = data.accept_changes
-        self.digest = _digest(train)
-        """Digest of the training rows in their order."""
+        self.digests = [*digests([row for _, row in train])]
+        """Digests of the training rows in their order."""
         self.order = f"sft.batch_size={sft.batch_size}, run.seed={config.run.seed}, data.shuffle={data.shuffle}"
         """Settings by which the rows of a step follow from its number."""
         self.train = Conversations(train, config, tokenizer, chats)
@@ -161,20 +158,6 @@ class SftData:
         return self._order[1][at]
 
 
-def left_out(rows: Conversations) -> str:
-    """Return the rows that were left out, in words; empty if none were."""
-    counts = {reason: number for reasons in rows.left_out.counts.values() for reason, number in reasons.items()}
-    examples = filter(None, rows.left_out.examples.values())
-    return "; ".join([", ".join(f"{reason} {number}" for reason, number in counts.items()), *examples])
-
-
-def _digest(rows: Sequence[Row]) -> str:
-    digest = xxhash.xxh3_64()
-    for _, row in rows:
-        digest.update(f"{row!r}\n".encode(errors="surrogatepass"))
-    return digest.hexdigest()
-
-
 def sft(loaded: LoadedConfig, resume: Path | None = None, console: Console | None = None) -> int:
     """Run ``headway sft``, or go on with the run in ``resume``. Returns the exit code."""
     config = loaded.config
@@ -219,7 +202,7 @@ def _resumed(directory: RunDirectory, data: SftData) -> int:
     if not (steps := checkpoints.complete(with_critic=False)):
         raise UserError(f"--resume {directory.path}: there is no checkpoint; begin again with another run.dir")
     state: dict[str, Any] = read_state(checkpoints.actor(steps[-1]))["extra"]
-    if state["data"] != data.digest and not data.accepts_changes:
+    if state["data"] != data.digests and not data.accepts_changes:
         raise DataError(
             f"--resume {directory.path}: the training rows are not those of the checkpoint. Resume with the same data, "
             "or go on with these: data.accept_changes=true"
@@ -235,22 +218,14 @@ def _resumed(directory: RunDirectory, data: SftData) -> int:
     return steps[-1]
 
 
-@dataclass(slots=True)
-class _Progress:
-    """What the line of progress and the summary say."""
-
-    step: int
-    loss: float = math.nan
-    val_loss: float | None = None
-
-
 class SftReports:
     """Files, trackers and lines of one run."""
 
     def __init__(self, config: Config, directory: RunDirectory, console: Console, step: int) -> None:
         """Open them. ``step``: the number of steps that are done; rows of later ones are forgotten."""
         self._directory, self._console = directory, console
-        self.progress = _Progress(step)
+        self.step, self._loss = step, math.nan
+        self._val_loss: float | None = None
         if step:
             _keep_rows(directory.metrics, step)
         self._lines = JsonLines(directory.metrics, self.warn)
@@ -272,25 +247,22 @@ class SftReports:
         """Write the metrics of one step, whose number is ``version``, and say them from time to time."""
         self._lines.write(row)
         self._trackers.on_row(row)
-        progress = self.progress
-        progress.step, progress.loss = row["version"], row["sft/loss"]
-        progress.val_loss = row.get("sft/val_loss", progress.val_loss)
-        if time.monotonic() - self._said_at >= LINE_EVERY_S or "sft/val_loss" in row or progress.step == total:
+        self.step, self._loss = row["version"], row["sft/loss"]
+        self._val_loss = row.get("sft/val_loss", self._val_loss)
+        if time.monotonic() - self._said_at >= LINE_EVERY_S or "sft/val_loss" in row or self.step == total:
             self._said_at = time.monotonic()
             held_out = f"  held-out loss {row['sft/val_loss']:.4f}" if "sft/val_loss" in row else ""
             self.note(
-                f"step {progress.step} of {total}  loss {progress.loss:.4f}{held_out}  "
-                f"{row['perf/tokens_per_s']:.0f} tokens/s"
+                f"step {self.step} of {total}  loss {self._loss:.4f}{held_out}  {row['perf/tokens_per_s']:.0f} tokens/s"
             )
 
     def close(self, status: Status) -> None:
         """Complete the files, and end the trackers."""
-        progress = self.progress
         summary = {
             "status": status.value,
-            "version": progress.step,
-            "loss": progress.loss if math.isfinite(progress.loss) else None,
-            "val_loss": progress.val_loss,
+            "version": self.step,
+            "loss": self._loss if math.isfinite(self._loss) else None,
+            "val_loss": self._val_loss,
         }
         self._lines.close()
         self._directory.write_summary(summary)
@@ -346,8 +318,8 @@ class _Run:
 
                 status = await failing_as_one(train)
         for part, rows in (("training", data.train), ("held-out", data.val)):
-            if rows is not None and (said := left_out(rows)):
-                reports.note(f"left out of the {part} data: {said}")
+            if rows is not None and (left_out := rows.left_out.note(part)) is not None:
+                reports.note(left_out)
         reports.close(status)
         if status is Status.COMPLETED:
             reports.note(f"completed; the model is in {self._directory.model}")
@@ -372,7 +344,7 @@ class _Run:
                     saved = await self._save(steps, step + 1)
         finally:
             await end([ahead])
-        done = self._reports.progress.step
+        done = self._reports.step
         if saved < done:
             await self._save(steps, done)
         if done < data.steps and self._stopping:
@@ -420,7 +392,7 @@ class _Run:
         return nats / max(1, tokens)
 
     async def _save(self, steps: Steps, step: int) -> int:
-        state = {"step": step, "data": self._data.digest, "order": self._data.order}
+        state = {"step": step, "data": self._data.digests, "order": self._data.order}
         await steps.engine.save(self._checkpoints.actor(step), state)
         keep = self._config.trainer.max_actor_ckpt_to_keep
         for old in self._checkpoints.complete(with_critic=False)[: -keep if keep else 0]:
