@@ -7,15 +7,17 @@ import random
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import pytest_asyncio
 
+from headway.cluster import connections
 from headway.cluster.connections import CallAddress, CallServer, Connection, ConnectionEnded, Failed, connected
 from headway.cluster.role_host import RoleHost
+from headway.config.timeouts import RECONNECT_S, SESSION_S
 from headway.errors import DataError
 
 
@@ -33,6 +35,7 @@ class Answers:
     def __init__(self) -> None:
         self.order: list[int] = []
         self.left = asyncio.Event()
+        self.filled = 0
 
     async def note(self, number: int) -> int:
         self.order.append(number)
@@ -62,6 +65,10 @@ class Answers:
     async def count(self, n: int) -> AsyncIterator[int]:
         for number in range(n):
             yield number
+
+    async def fill(self, n: int) -> AsyncIterator[bytes]:
+        for self.filled in range(1, n + 1):
+            yield bytes(1 << 20)
 
     def close(self) -> None: ...
 
@@ -248,3 +255,97 @@ async def test_a_server_that_does_not_know_the_session_is_another_process(served
     connection._session._channel._sock.shutdown(socket.SHUT_RDWR)  # type: ignore[union-attr]
     with pytest.raises(ConnectionEnded, match="does not know this caller"):
         await waiting
+
+
+class Clock:
+    """The event loop's clock, which stands still between two advances."""
+
+    def __init__(self) -> None:
+        self.time = asyncio.get_running_loop().time()
+
+    async def advance(self, seconds: float) -> None:
+        self.time += seconds
+        await turns()
+
+
+@pytest_asyncio.fixture
+async def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: made.time)
+    return made
+
+
+async def turns(until: Callable[[], bool] = lambda: False) -> None:
+    """Let the event loop make turns, until a condition holds."""
+    for _ in range(1000):
+        if until():
+            return
+        await asyncio.sleep(0)
+
+
+async def test_the_calls_of_a_caller_that_does_not_come_back_are_cancelled_in_a_while(
+    served: Served, clock: Clock
+) -> None:
+    role, server, _ = served
+    killed = await connected(server.address)
+    waiting = asyncio.create_task(killed.call("wait"))
+    await killed.call("note", 0)
+    killed._session.detach()  # as the end of its process does
+    (caller,) = (caller for caller in server._callers.values() if caller._open)
+    await turns(lambda: caller._ending is not None)
+    await clock.advance(SESSION_S - 1)
+    assert not role.left.is_set(), "it may be on its way"
+    await clock.advance(1)
+    assert role.left.is_set() and caller not in server._callers.values()
+    waiting.cancel()
+
+
+async def test_a_broken_connection_that_cannot_be_opened_again_has_ended(served: Served, clock: Clock) -> None:
+    _, server, connection = served
+
+    def refuse(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.close()
+
+    refusing = await asyncio.start_server(refuse, "127.0.0.1", 0)
+    connection._address = replace(server.address, port=refusing.sockets[0].getsockname()[1])
+    waiting = asyncio.create_task(connection.call("wait"))
+    await connection.call("note", 0)
+    connection._session._channel._sock.shutdown(socket.SHUT_RDWR)  # type: ignore[union-attr]
+    await turns()
+    await clock.advance(RECONNECT_S - 1)
+    assert not waiting.done()
+    await clock.advance(1)
+    assert connection.ended
+    with pytest.raises(ConnectionEnded, match="could not open it again within 10 s: "):
+        await waiting
+    refusing.close()
+
+
+@pytest.mark.parametrize("broken", [False, True])
+async def test_an_iteration_waits_for_a_caller_that_does_not_read(
+    served: Served, monkeypatch: pytest.MonkeyPatch, broken: bool
+) -> None:
+    """The memory of the worker does not grow with what it could say; nothing is lost once the caller reads again."""
+    monkeypatch.setattr(connections, "KEPT_BYTES", 4 << 20)
+    role, _, connection = served
+
+    async def items() -> list[bytes]:
+        return [item async for item in connection.each("fill", 20)]
+
+    reading = asyncio.create_task(items())
+    await connection.call("note", 0)
+    channel = connection._session._channel
+    assert channel is not None
+    if broken:
+        connection._session.detach()
+    else:
+        asyncio.get_running_loop().remove_reader(channel._sock)
+    await turns()
+    made = role.filled
+    await turns()
+    assert role.filled == made < 20
+    if broken:
+        await connection.open()
+    else:
+        asyncio.get_running_loop().add_reader(channel._sock, channel._read)
+    assert await reading == [bytes(1 << 20)] * 20

@@ -1,12 +1,16 @@
-"""Calls of one worker by another over a socket, where a message must cost microseconds: Ray's costs half a millisecond.
+"""Calls from one worker to another over a socket: a message costs microseconds, and half a millisecond over Ray.
 
 caller ─▶ worker: CALL, EACH (method and arguments) · LEAVE (a call)
 worker ─▶ caller: RESULT (of a call) · ITEM, END (of an iteration) · ERROR (of either)
 
-A caller begins with the worker's key, which Ray has brought to it: nothing else of what comes is read before. Behind it
-stands its session, which outlives a TCP connection. The caller opens a broken one again, each end tells how many frames
-it has received, and the other sends the rest once more: each call is executed once, each result arrives once. The
-connection that was opened last is the only one whose frames count.
+A caller first sends the worker's key, which it has from Ray; the worker reads nothing else before. Then it names its
+session, which outlives a TCP connection. When that breaks, the caller opens another one for `RECONNECT_S`. Each end
+tells how many frames it has received, and the other sends the rest again: each call is executed once, and each result
+arrives once. Only frames of the newest connection count.
+
+A caller that does not come back is not told from one that is late: the worker cancels its calls after `SESSION_S`. Each
+end keeps what it sent until the other has received it: a caller the arguments of its open calls, a worker their results
+and `KEPT_BYTES` of iterations, which wait there.
 """
 
 from __future__ import annotations
@@ -33,11 +37,11 @@ from headway.frames import HEADER, Channel, Frame
 
 KEY_BYTES = 32
 GREETING_S = 30.0
-"""Seconds for a connection to be made, and for its caller to give the key."""
+"""Seconds for a connection to be made, and for its caller to send the key: some bytes, whatever the run's size."""
 
 
 class Kind(IntEnum):
-    """The meaning of a frame, whose number is that of a call of its caller's."""
+    """Kind of a frame. A frame's number is that of the caller's call."""
 
     CALL = auto()
     EACH = auto()
@@ -47,9 +51,9 @@ class Kind(IntEnum):
     END = auto()
     ERROR = auto()
     GONE = auto()
-    """The caller has closed its session; at the caller: the worker is gone."""
+    """The caller has closed its session. A caller's own calls get it when the worker is gone."""
     RECEIVED = auto()
-    """So many frames of the session have been received (detail). Counts as none of them."""
+    """Number of the session's frames that were received, as detail. It is not one of them."""
     REFUSED = auto()
     """The worker does not know the key or the session."""
 
@@ -57,20 +61,21 @@ class Kind(IntEnum):
 GREETING = struct.Struct(f"!{KEY_BYTES}s16sIQ")
 """Key, session, number of the connection within it (from 1), number of frames received."""
 RECEIVED_FRAMES, RECEIVED_BYTES = 64, 1 << 20
-"""Frames and bytes after which the other end is told that they were received: it keeps hardly more than these."""
-KEPT_BYTES = 1 << 30
-"""Most bytes that an end keeps for the other while there is no connection."""
+"""Frames and bytes after which an end tells the other that it has received them."""
+KEPT_BYTES = 1 << 26
+"""Bytes kept for the other end from which on iterations wait: more than a fast network has under way."""
 
 
 class Session:
-    """One end's numbered, acknowledged frames, over one TCP connection after another."""
+    """One end of a session: numbered, acknowledged frames over one TCP connection after another."""
 
     def __init__(self, on_frame: Callable[[Frame], object], on_break: Callable[[], object]) -> None:
-        """``on_break`` is called when the connection has broken, or too much is kept for the next one."""
+        """``on_break`` is called when the connection has broken."""
         self.received = 0
         """Number of frames received so far."""
-        self.too_much = False
-        """More than `KEPT_BYTES` are kept while there is no connection."""
+        self.has_room = asyncio.Event()
+        """Set while at most `KEPT_BYTES` are kept."""
+        self.has_room.set()
         self._on_frame, self._on_break = on_frame, on_break
         self._channel: Channel | None = None
         self._kept: deque[Frame] = deque()
@@ -80,7 +85,7 @@ class Session:
         self._untold_nbytes = 0
 
     def attach(self, sock: socket.socket, received: int) -> None:
-        """Go on over ``sock``, whose other end has ``received`` so many frames. The connection before it is closed."""
+        """Go on over ``sock``, whose other end has ``received`` so many frames. Close the connection before it."""
         self.detach()
         self._forget(received)
         self._channel = Channel(sock, self._read, self._broken)
@@ -88,20 +93,19 @@ class Session:
             self._channel.send_soon(frame)
 
     def detach(self) -> None:
-        """Close the connection, if there is one. Nothing more of it counts."""
+        """Close the connection, if there is one. None of its further frames counts."""
         if self._channel is not None:
             self._channel.close()
             self._channel = None
 
     def send(self, frame: Frame, *, soon: bool = True) -> None:
-        """Send ``frame`` once, now or over a later connection; ``soon``: see `Channel.send_soon`."""
+        """Send ``frame``, now or over a later connection. ``soon``: see `Channel.send_soon`."""
         self._kept.append(frame)
         self._kept_nbytes += len(frame.payload) + HEADER.size
         if self._channel is not None:
             (self._channel.send_soon if soon else self._channel.send)(frame)
-        elif self._kept_nbytes > KEPT_BYTES and not self.too_much:
-            self.too_much = True
-            self._on_break()
+        if self._kept_nbytes > KEPT_BYTES:
+            self.has_room.clear()
 
     def _read(self, frame: Frame) -> None:
         if frame.kind == Kind.RECEIVED:
@@ -119,6 +123,8 @@ class Session:
         while self._acknowledged < received and self._kept:
             self._kept_nbytes -= len(self._kept.popleft().payload) + HEADER.size
             self._acknowledged += 1
+        if self._kept_nbytes <= KEPT_BYTES:
+            self.has_room.set()
 
     def _broken(self) -> None:
         self._channel = None
@@ -127,7 +133,7 @@ class Session:
 
 @dataclass(frozen=True, slots=True)
 class CallAddress:
-    """Address at which a worker takes calls, with the key that a caller has to give."""
+    """Address at which a worker takes calls, with the key that a caller has to send."""
 
     host: str
     port: int
@@ -135,21 +141,21 @@ class CallAddress:
 
 
 class CallServer:
-    """The worker's end: it runs the methods of a hosted role, on the running event loop."""
+    """The worker's end. Runs the methods of a hosted role on the running event loop."""
 
     def __init__(self, host: RoleHost, interface: str) -> None:
-        """``interface``: this machine's address for callers."""
+        """Listen at ``interface``, this machine's address for callers."""
         self._host = host
         self._listening = socket.create_server((interface, 0), family=_family(interface), backlog=128)
         self._listening.setblocking(False)
         self.address = CallAddress(interface, self._listening.getsockname()[1], secrets.token_bytes(KEY_BYTES))
         self._greeting: set[asyncio.Task[None]] = set()
         self._callers: dict[bytes, _Caller] = {}
-        """Callers by their sessions"""
+        """Callers by session."""
         asyncio.get_running_loop().add_reader(self._listening, self._accept)
 
     def close(self) -> None:
-        """Take no more callers. Those that are there stay."""
+        """Accept no more callers. Those that are connected stay."""
         asyncio.get_running_loop().remove_reader(self._listening)
         self._listening.close()
 
@@ -163,7 +169,7 @@ class CallServer:
         task.add_done_callback(self._greeting.discard)
 
     async def _greet(self, sock: socket.socket) -> None:
-        """Serve a caller that knows the key and whose session is new or known here; refuse any other."""
+        """Serve a caller that has the key and a session that is new or known; refuse any other."""
         sock.setblocking(False)
         loop = asyncio.get_running_loop()
         try:
@@ -185,7 +191,7 @@ class CallServer:
         caller.attach(sock, received)
 
     def _caller(self, session: bytes, connection: int) -> _Caller | None:
-        """Return the caller of a session: a new one for its first connection, None where it is not known."""
+        """Return the caller of a session: a new one for the first connection, None for an unknown session."""
         caller = self._callers.get(session)
         if caller is None and connection == 1:
             caller = self._callers[session] = _Caller(self._host, lambda: self._callers.pop(session, None))
@@ -196,11 +202,11 @@ class CallServer:
 
 
 class _Caller:
-    """One caller of a worker, until its session ends: then its open calls are cancelled."""
+    """One caller, as the worker sees it. Its open calls are cancelled when its session ends."""
 
     def __init__(self, host: RoleHost, on_end: Callable[[], object]) -> None:
         self.connection = 0
-        """Number of its last connection."""
+        """Number of the caller's newest connection."""
         self._host = host
         self._on_end = on_end
         self._open: dict[int, asyncio.Task[None]] = {}
@@ -218,9 +224,7 @@ class _Caller:
         self._session.attach(sock, received)
 
     def _on_break(self) -> None:
-        if self._session.too_much:
-            self._end()
-        elif self._ending is None:
+        if self._ending is None:
             self._ending = asyncio.get_running_loop().call_later(SESSION_S, self._end)
 
     def _end(self) -> None:
@@ -253,10 +257,11 @@ class _Caller:
             async with aclosing(self._host.stream(method, *args)) as items:
                 async for item in items:
                     self._send(Kind.ITEM, frame.number, item)
+                    await self._session.has_room.wait()
                     if frame.detail:
                         await asyncio.sleep(frame.detail / 1e6)
             self._send(Kind.END, frame.number, None)
-        except BaseException as error:  # whatever it is, a caller that is still there has to hear of it
+        except BaseException as error:  # whatever it is: the caller would wait for ever
             self._session.send(Frame(Kind.ERROR, frame.number, 0, _told(error)), soon=False)
             if not isinstance(error, Exception):
                 raise
@@ -280,27 +285,34 @@ class Connection:
         self.ended = False
 
     async def call(self, method: str, *args: Any) -> Any:
-        """Return the method's result. Raises the `HeadwayError` that it raised, `Failed` for anything else, and
-        `ConnectionEnded` where the worker is gone.
+        """Return the method's result.
+
+        Raises:
+            HeadwayError: the method raised it.
+            Failed: the method raised something else.
+            ConnectionEnded: the worker is gone.
         """
         async with aclosing(self._answers(Kind.CALL, method, args)) as answers:
             return await anext(answers)
 
     def each(self, method: str, *args: Any, apart_s: float = 0.0) -> AsyncGenerator[Any, None]:
-        """Yield what the method, an asynchronous generator, yields, ``apart_s`` seconds apart or more. Leaving it ends
-        it there. Raises as `call` does.
+        """Yield the items of an asynchronous generator of the worker's, at least ``apart_s`` seconds apart. Leaving
+        this one closes that one. Raises as `call` does.
         """
         return self._answers(Kind.EACH, method, args, round(apart_s * 1e6))
 
     def close(self) -> None:
-        """Leave the worker, which cancels the calls that are open."""
+        """Leave the worker, which cancels the open calls."""
         if self._opening is not None:
             self._opening.cancel()
         self._session.send(Frame(Kind.GONE), soon=False)
         self._end("this end was closed")
 
     async def open(self) -> None:
-        """Open a TCP connection of the session. Raises `ConnectionEnded` where nothing answers, or not as it should."""
+        """Open a TCP connection of the session.
+
+        Raises `ConnectionEnded` when another process answers, and `OSError` or `EOFError` when none does.
+        """
         address = self._address
         sock = socket.socket(_family(address.host), socket.SOCK_STREAM)
         sock.setblocking(False)
@@ -320,7 +332,7 @@ class Connection:
         self._session.attach(sock, received)
 
     async def _open_again(self) -> None:
-        """Open the broken connection again, at growing distances, unless the worker is gone."""
+        """Try to open the broken connection again, until the worker is known to be gone or `RECONNECT_S` are over."""
         place, why, wait_s = _place(self._address), "", 0.05
         try:
             async with asyncio.timeout(RECONNECT_S):
@@ -337,8 +349,8 @@ class Connection:
                     wait_s = min(2 * wait_s, 1.0)
         except TimeoutError:
             self._end(
-                f"the connection to {place} broke, and process {os.getpid()} on {socket.gethostname()} waited "
-                f"{RECONNECT_S:g} s to open it again{why}"
+                f"the connection to {place} broke, and process {os.getpid()} on {socket.gethostname()} could not open "
+                f"it again within {RECONNECT_S:g} s{why}"
             )
 
     async def _answers(
@@ -377,12 +389,7 @@ class Connection:
             frames.put_nowait(frame)
 
     def _on_break(self) -> None:
-        if self._session.too_much:
-            if self._opening is not None:
-                self._opening.cancel()
-            self._end(f"more than {KEPT_BYTES >> 20} MiB wait for a connection to {_place(self._address)}, which broke")
-        else:
-            self._opening = asyncio.get_running_loop().create_task(self._open_again())
+        self._opening = asyncio.get_running_loop().create_task(self._open_again())
 
     def _end(self, why: str) -> None:
         self.ended, self._why = True, why
@@ -392,11 +399,11 @@ class Connection:
 
 
 class ConnectionEnded(Exception):
-    """The connection to a worker has ended, or cannot be made."""
+    """Error for a connection to a worker that has ended or cannot be made."""
 
 
 class Failed(Exception):
-    """The method has failed with something else than an error of Headway's. The text says with what."""
+    """Error for a method that raised another error than Headway's; it has that error's text."""
 
 
 async def connected(address: CallAddress) -> Connection:
@@ -410,14 +417,14 @@ async def connected(address: CallAddress) -> Connection:
         if isinstance(error, TimeoutError) and not number:
             why = f"no answer within {GREETING_S:g} s"
         raise ConnectionEnded(
-            f"no connection to {_place(address)}: {why}. The run's processes call each other on "
-            "ports that the system chooses, which a firewall between its machines must let through"
+            f"no connection to {_place(address)}: {why}. The run's processes call each other on ports that the system "
+            "chooses; a firewall between its machines must let them through"
         ) from error
     return connection
 
 
 async def _exactly(sock: socket.socket, nbytes: int) -> bytes:
-    """Return the next ``nbytes``. Raises `EOFError` where the other end is closed before."""
+    """Return the next ``nbytes``. Raises `EOFError` when the other end closes before."""
     read = b""
     while len(read) < nbytes:
         more = await asyncio.get_running_loop().sock_recv(sock, nbytes - len(read))
@@ -436,7 +443,9 @@ def _family(host: str) -> socket.AddressFamily:
 
 
 def _set_up(sock: socket.socket) -> None:
-    """Send small messages at once, and notice another end that is silently gone within a minute."""
+    """Send small messages at once. Notice within a minute that the other end of an idle connection is gone: one that is
+    sent something is retried by TCP for many minutes, and the driver's watch of machines finds it first.
+    """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3)):
@@ -445,7 +454,7 @@ def _set_up(sock: socket.socket) -> None:
 
 
 def _told(error: BaseException) -> bytes:
-    """Pickle ``error`` if it is Headway's and can be read again, and else what it says."""
+    """Pickle ``error`` if it is Headway's and can be unpickled, and otherwise its text."""
     if isinstance(error, HeadwayError):
         with suppress(Exception):
             pickled = pickle.dumps(error)
@@ -458,4 +467,4 @@ def _unpickled(payload: bytes) -> Any:
     try:
         return pickle.loads(payload)
     except Exception as error:
-        raise Failed(f"what it answers cannot be read here: {said_by(error)}") from error
+        raise Failed(f"its answer cannot be read here: {said_by(error)}") from error

@@ -1,4 +1,4 @@
-"""A worker on Ray as another process of the run calls it, often: Ray tells where it is, and why it is gone."""
+"""A worker on Ray, as another process calls it often. Ray tells its address, and why it is gone."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from headway.errors import HeadwayError, RunError, WorkerDied, said_by
 
 
 class RayPeer:
-    """`headway.cluster.worker_group.Peer` over the handle of an actor. Can be pickled, without its connection."""
+    """`headway.cluster.worker_group.Peer` over the handle of an actor. Can be pickled, without its connection.
+
+    A connection that has ended stays so: whoever called the worker reports it as lost, and another one takes its place.
+    """
 
     def __init__(self, name: str, pid: int | None, log: str, actor: Any) -> None:
         """``log``: path of the worker's log, for messages."""
@@ -44,7 +47,7 @@ class RayPeer:
             raise await self._translated(method, error) from error
 
     def close(self) -> None:
-        """Close the connection. Calls that are open end as if the worker were gone."""
+        """Close the connection. Open calls fail as if the worker were gone."""
         if self._connection is not None:
             self._connection.close()
 
