@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -14,6 +16,7 @@ import pytest
 from headway.api import apart
 from headway.api.apart import carry_out_apart
 from headway.errors import ConfigError, RunError, WorkerDied
+from headway.reports.cell import Cell
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -26,6 +29,7 @@ class Doing:
     """A job that does one of several things."""
 
     what: str
+    folder: str = ""
 
     def carry_out(self, console: Console | None) -> object:
         match self.what:
@@ -46,6 +50,15 @@ class Doing:
                 sys.modules["only_here"] = here
                 here.Own = Own = type("Own", (), {"__module__": "only_here"})  # type: ignore[attr-defined]
                 return Own()
+            case "saves":
+                assert isinstance(console, Cell)
+                try:
+                    console.show("so far")
+                    while True:
+                        time.sleep(0.01)
+                finally:
+                    time.sleep(1.0)
+                    Path(self.folder, "checkpoint").touch()
             case "waits":
                 os.kill(os.getppid(), signal.SIGINT)  # the caller passes it on
                 signal.pause()
@@ -81,6 +94,18 @@ def test_an_interrupt_is_passed_on_to_the_job() -> None:
     """A process starts."""
     with pytest.raises(KeyboardInterrupt):
         carry_out_apart(Doing("waits"), None)
+
+
+def test_a_job_that_is_asked_to_end_has_time_to_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process starts."""
+    monkeypatch.setattr(apart, "GONE_S", 0.1)
+
+    def show(page: str) -> None:
+        raise ValueError("the page cannot be shown")
+
+    with pytest.raises(ValueError, match="cannot be shown"):
+        carry_out_apart(Doing("saves", str(tmp_path)), show)
+    assert (tmp_path / "checkpoint").exists()
 
 
 def test_an_interrupt_before_the_job_has_begun_ends_it_in_silence(

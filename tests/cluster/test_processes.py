@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from headway.cluster.processes import CAN_WATCH, Family, Watched
+from headway.cluster.processes import CAN_WATCH, ORDERLY_S, TERMINATED_S, Family, Watched
 
 pytestmark = pytest.mark.skipif(not CAN_WATCH, reason="processes are watched on Linux only")
 
@@ -69,6 +69,21 @@ def test_only_what_has_the_title_and_what_is_below_it_belongs_to_a_family() -> N
         assert Family(TITLE).end(orderly_s=0, terminated_s=60) == []
         assert stranger.poll() is None
         stranger.kill()
+
+
+def test_a_killed_process_is_waited_for_as_long_as_its_memory_takes_to_be_released(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waits: list[float] = []
+    family = Family(TITLE)
+
+    def left_after(seconds: float) -> list[int]:
+        waits.append(seconds)
+        return [1]
+
+    monkeypatch.setattr(family, "left_after", left_after)
+    assert family.end(killed_s=2048.0) == [1]
+    assert waits == [ORDERLY_S, TERMINATED_S, 2048.0]
 
 
 def test_processes_that_end_by_themselves_are_left_to_it() -> None:

@@ -48,7 +48,7 @@ def test_stuck_work_with_files_is_given_up_by_its_caller_before_the_run_is(nbyte
 
 @given(made=limits)
 def test_a_limit_never_becomes_shorter_by_what_was_measured_or_by_a_larger_model(made: Timeouts) -> None:
-    names = {name for pair in PAIRS.items() for name in pair} | {"start_s", "killed_s", "checkpoint_s"}
+    names = {name for pair in PAIRS.items() for name in pair} | {"start_s", "killed_s"}
     before = {name: getattr(made, name) for name in names}
     made.transferred(100.0)
     made.weights_nbytes *= 2
@@ -106,6 +106,12 @@ def test_a_message_says_what_size_adds_to_the_setting() -> None:
     assert small.update_limit(small.attempt_s) == "param_update.timeout_s = 120 s"
     assert large.update_limit(large.attempt_s).startswith("440 s (param_update.timeout_s = 120 s, ")
     assert large.start_limit().startswith("440 s (cluster.start_timeout_s = 120 s, ")
+
+
+def test_ranks_wait_in_a_collective_for_longer_than_the_largest_checkpoint_takes_on_the_slowest_disk() -> None:
+    made = Timeouts(120, 120, 300, weights_nbytes=TB)
+    assert made.checkpoint_s > 4 * 86_400
+    assert made.ranks_s == 7 * 86_400 + made.checkpoint_s
 
 
 def test_a_checkpoint_is_estimated_by_its_bytes_on_the_slowest_disk() -> None:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 GONE_S = 60.0
-"""Seconds within which the process ends after its last word, or after it was told to."""
+"""Seconds within which the process ends after its last word: the run has been closed by then, whatever its size."""
 MOST_SHOWN = 2_000
 """Most characters of what a process printed that are shown when it ends without a word."""
 
@@ -127,8 +127,17 @@ def _messages(connection: Connection) -> queue.SimpleQueue[Any]:
 
 
 def _end(process: subprocess.Popen[bytes], *, asked: bool) -> None:
-    """Wait until the process is gone: one that has said its last word, or is ``asked`` to end. Else it is killed."""
-    for end in (process.terminate, process.kill) if asked else (process.poll, process.terminate, process.kill):
+    """Wait until the process is gone. One that is ``asked`` to end may save a checkpoint first, within its run's
+    limits, and Ctrl-C kills it. One that has said its last word is ended after `GONE_S`.
+    """
+    if asked:
+        process.terminate()
+        try:
+            process.wait()
+        except KeyboardInterrupt:
+            process.kill()
+            raise
+    for end in (process.poll, process.terminate, process.kill):
         end()
         with suppress(subprocess.TimeoutExpired):
             process.wait(GONE_S)

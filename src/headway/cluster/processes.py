@@ -11,14 +11,15 @@ from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
+from headway.config.timeouts import KILLED_S
 from headway.process_tree import descendants
 
 CAN_WATCH = hasattr(os, "pidfd_open")
 """True on Linux, where processes can be watched. Elsewhere families are empty."""
 ORDERLY_S = 5.0
-"""Seconds that a process has to end by itself, before it is signalled."""
+"""Seconds that a process has to end by itself, before SIGTERM."""
 TERMINATED_S = 2.0
-"""Seconds that a process has to end after each signal."""
+"""Seconds that it has to end in order, before SIGKILL. The release of its memory goes on with either."""
 
 
 def named(programs: Collection[str], title: str) -> dict[str, int]:
@@ -122,16 +123,18 @@ class Family:
                 break
         return list(self._descriptors)
 
-    def end(self, orderly_s: float = ORDERLY_S, terminated_s: float = TERMINATED_S) -> list[int]:
+    def end(
+        self, orderly_s: float = ORDERLY_S, terminated_s: float = TERMINATED_S, killed_s: float = KILLED_S
+    ) -> list[int]:
         """Wait ``orderly_s`` for all to end by themselves, then end the stragglers. Blocks.
 
-        Returns the processes that no signal ended within ``terminated_s``; nothing is watched any more.
+        Returns the processes that are there ``killed_s`` after SIGKILL; nothing is watched any more.
         """
         left = self.left_after(orderly_s)
-        for number in (signal.SIGTERM, signal.SIGKILL):
+        for number, within_s in ((signal.SIGTERM, terminated_s), (signal.SIGKILL, killed_s)):
             if left:
                 self._signal(number)
-                left = self.left_after(terminated_s)
+                left = self.left_after(within_s)
         for pid in left:
             self._close(pid)
         return left

@@ -23,6 +23,7 @@ from headway.cluster.ray_signals import sessions_of_their_own, sigterm_kept
 from headway.cluster.ray_worker import RayWorker
 from headway.cluster.resource_pool import ResourcePool
 from headway.config.schema import Config
+from headway.config.timeouts import KILLED_S
 from headway.data.types import ColumnName
 from headway.devices import chosen, kind_of
 from headway.errors import ConfigError, RunError, boundary
@@ -134,7 +135,7 @@ class RayCluster:
                 return
             if any(worker.pid is None for worker in self._launched):  # one process did not start
                 node.keep_logs()
-            node.leave()
+            node.leave(max((worker.killed_s for worker in self._launched), default=KILLED_S))
         finally:
             self._messages.close()
 

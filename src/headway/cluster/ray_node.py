@@ -67,10 +67,10 @@ class RayNode:
         """Have Ray's logs copied before their folder is removed: they may explain what went wrong."""
         self._keeps_logs = True
 
-    def leave(self) -> None:
+    def leave(self, killed_s: float) -> None:
         """Leave Ray, end its processes, some of which outlive it, and remove its session's folder. Blocks.
 
-        Raises `RunError` when some of its processes cannot be ended.
+        Raises `RunError` when some of its processes are there ``killed_s`` after they were killed.
         """
         if self.lost:
             self._keeps_logs = True
@@ -80,7 +80,7 @@ class RayNode:
         try:
             ray.shutdown()
         finally:
-            if left := self._family.end():
+            if left := self._family.end(killed_s=killed_s):
                 raise RunError(f"processes of Ray are still there after they were killed: {left}")
             if self._keeps_logs:
                 keep_ends(self._session / "logs", self._kept_logs)

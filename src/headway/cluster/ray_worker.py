@@ -148,7 +148,8 @@ class RayWorker:
         self.pid: int | None = None
         """Id of the worker's process, once it is up."""
         weights = model_nbytes(spec.arguments.get("model_path", ""))
-        self._killed_s = Timeouts.of(spec.arguments["config"], weights).killed_s
+        self.killed_s = Timeouts.of(spec.arguments["config"], weights).killed_s
+        """Seconds for the process to be gone once it was killed."""
         self._process: Watched | None = None
         """Watched process of the worker, where it runs on this machine."""
         self._elsewhere: str | None = None
@@ -219,10 +220,10 @@ class RayWorker:
         if self._unreachable:
             return  # nobody could tell when it is gone
         try:
-            async with asyncio.timeout(self._killed_s):
+            async with asyncio.timeout(self.killed_s):
                 await self._gone()
         except TimeoutError:
-            raise RunError(f"worker {self.name} was killed and is still there after {self._killed_s:.0f} s") from None
+            raise RunError(f"worker {self.name} was killed and is still there after {self.killed_s:.0f} s") from None
 
     async def _gone(self) -> None:
         """Wait until Ray reports the process's end, and then for the end itself: Ray reports some ends early."""

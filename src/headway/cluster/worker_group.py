@@ -28,7 +28,7 @@ from headway.progress import Heartbeat
 
 F = TypeVar("F", bound=Callable[..., Any])
 NOTICE_S = 2.0
-"""Seconds within which the end of a worker's process is known."""
+"""Seconds within which the end of a worker's process is known; only which error is raised depends on it."""
 _REGISTRATION = "__headway_registration__"
 
 

@@ -3,10 +3,12 @@
 A watcher ends later than what it watches, whatever the size: `PAIRS` names each pair, and a test holds it.
 
     transport < mapping < attempt ┐
-    a load, an answer, a probe    ┼ < stall detector        files without movement < stall detector
-    silence with work open        ┘
+    a load, an answer, a probe    │
+    silence with work open        ┼ < stall detector < a rank in a collective
+    files without movement        ┘
 
-Limits that do not depend on size are the constants below, each with its reason.
+Limits that do not depend on size are constants: those of workers and machines below, and others beside their code (user
+code, programs that are asked something, sockets), each with its reason.
 """
 
 from __future__ import annotations
@@ -21,17 +23,18 @@ from headway.config.schema import Config
 # ----------------------------------------------------------------------------------------- rates, which bytes divide by
 
 SLOWEST_BYTES_PER_S = 50e6
-"""Bytes of weights a second below which a load or a transfer is taken for one that stands still."""
+"""Bytes of weights a second of the slowest load or transfer."""
 SLACK = 4.0
-"""Quotient of what was measured and what is waited for: a later load may be so much slower than the first one."""
+"""Factor by which a later load, probe or transfer may be slower than the first one."""
 SLOWEST_PER_S, SLOWEST_GPU_PER_S = 1e11, 1e13
-"""Tokens × bytes of weights that the slowest CPU and the slowest GPU compute in a second: two operations for each token
-and 16-bit weight are one for each of its bytes. A step takes as long as its prefill."""
+"""Tokens × bytes of weights that the slowest CPU and the slowest GPU compute in a second. A token costs two operations
+for each 16-bit weight, which is one for each of its bytes. The longest step is a prefill."""
 FILE_RATE = 20e6
-"""Bytes a second that the slowest disk takes. Data already in the system's cache may have to be written at this rate
-before the next byte moves."""
+"""Bytes a second that the slowest disk takes. The next byte may have to wait until the system's cache is written."""
+UPLOAD_BYTES_PER_S = 5e6
+"""Bytes a second of the slowest upload of a model to a tracker."""
 RELEASED_BYTES_PER_S = 500e6
-"""Bytes a second at which a system takes back the memory of a process that was killed, page-locked memory included."""
+"""Bytes a second at which a system takes back the memory of a killed process, page-locked memory included."""
 STATE_PER_WEIGHT = 8
 """Bytes of float32 weights, gradients and moments for each byte of a 16-bit weight: the most that a process holds."""
 TOKEN_BYTES = 32
@@ -40,32 +43,34 @@ TOKEN_BYTES = 32
 # ------------------------------------------------------------------------------------------ limits without a size
 
 FILE_QUIET_S = 120.0
-"""Seconds for which work with files may stand still, whatever their size: a network file system that fails over."""
+"""Seconds for which work with files may stand still, whatever their size: a network file system fails over."""
 LOOKS = 4
-"""Number of looks at a replica's progress, at least, within the time that it may be silent."""
+"""Least number of looks at a replica's progress within the time that it may be silent."""
 LATER_S = 60.0
-"""Seconds that the stall detector leaves stuck work with files to its caller, which can name the work."""
+"""Seconds by which the stall detector waits longer for stuck work with files than its caller, which can name the work.
+"""
 COMPILE_S = 600.0
-"""Seconds for compilations and the capture of graphs, where there are some: they take what the layers' number of
-different shapes takes, and not what their size does."""
+"""Seconds to compile kernels and to capture graphs: their number counts, not the size of the layers."""
 WORKERS_AT_ONCE = 8
 """Number of processes that start within ``cluster.start_timeout_s`` on any machine."""
 WORKER_S = 2.0
 """Seconds for each further process of a run to start: importing torch is work of one core."""
 HEARTBEAT_S = 30.0
-"""Seconds within which a worker has to answer a heartbeat: a short answer of an event loop that has nothing else to do;
-its machine may be busy."""
+"""Seconds for a worker to answer a heartbeat: its event loop has nothing else to do, but its machine may be busy."""
 RECONNECT_S = 10.0
-"""Seconds for a broken connection between two workers to be opened again: some attempts, and less than a heartbeat may
-take, which finds a machine that is silent."""
+"""Seconds for which a caller tries to open a broken connection to a worker again: several attempts. A machine that is
+silent is found by the driver's watch of machines, in 20 s."""
 SESSION_S = 1.5 * RECONNECT_S
-"""Seconds for which a worker keeps the calls of a caller whose connection broke: longer than the caller tries."""
+"""Seconds for which a worker goes on with the calls of a caller whose connection broke: more than the caller tries."""
 SETTLE_S = 5.0
-"""Seconds that the other receivers have, once one is gone, to notice the closed connection and stop receiving."""
+"""Seconds for the other receivers to notice that one is gone, and to stop receiving."""
 KILLED_S = 10.0
-"""Seconds for a killed process to end, beside the time that its memory takes: the kernel's work, and Ray's report."""
+"""Seconds for the kernel to end a killed process, and for Ray to report it, beside the release of its memory."""
 CLOSE_S = 60.0
-"""Seconds for an engine to end, beside the step that it is in: its processes leave each other."""
+"""Seconds for an engine's processes to leave each other, beside the step that it is in."""
+RANKS_S = 7 * 86_400.0
+"""Seconds for which a rank waits in a collective beyond the longest limit on others: only ranks that nobody ends, since
+their driver is gone, end by it."""
 
 PAIRS: Mapping[str, str] = MappingProxyType(
     {
@@ -78,6 +83,9 @@ PAIRS: Mapping[str, str] = MappingProxyType(
         "silence_s": "stall_s",
         "first_silence_s": "stall_s",
         "objects_s": "stall_s",
+        "update_timeout_s": "stall_s",
+        "stall_s": "ranks_s",
+        "checkpoint_s": "ranks_s",
     }
 )
 """Pairs of a limit and the limit of its watcher, by their names in `Timeouts`."""
@@ -99,7 +107,7 @@ class Timeouts:
     stall_timeout_s: float
     """``cluster.stall_timeout_s``, which is more than ``update_timeout_s``."""
     weights_nbytes: int = 0
-    """Bytes of a version of the weights in the widest dtype that anybody loads."""
+    """Bytes of a version of the weights, in the widest dtype of any worker."""
     step_tokens: int = 0
     """Most tokens that an engine reads in one step."""
     batch_nbytes: int = 0
@@ -119,7 +127,7 @@ class Timeouts:
 
     @classmethod
     def of(cls, config: Config, weights_nbytes: int = 0, *, workers: int = 0, on_gpu: bool = False) -> Timeouts:
-        """Return the limits for a configuration whose model has ``weights_nbytes``, and for so many ``workers``."""
+        """Return the limits for a configuration, ``weights_nbytes`` of its model, and so many ``workers``."""
         context = config.data.max_prompt_length + config.data.max_response_length
         return cls(
             config.cluster.start_timeout_s,
@@ -135,7 +143,7 @@ class Timeouts:
 
     def transferred(self, seconds: float) -> None:
         """Note how long a version took to its receivers. Only the first one counts, and only where it makes limits
-        longer: those of links that are open stay as they are.
+        longer. Links that are open keep their limits.
         """
         self.first_transfer_s = self.first_transfer_s or seconds
 
@@ -143,7 +151,7 @@ class Timeouts:
 
     @property
     def start_s(self) -> float:
-        """All workers are up, and hold the model; or one that takes another's place."""
+        """All workers are up and hold the model, or one that replaces another."""
         processes = WORKER_S * max(0, self.workers - WORKERS_AT_ONCE)
         start_s = self.start_timeout_s + processes + self._moving_s + self._compiling_s
         return max(start_s, SLACK * self.first_load_s)
@@ -155,37 +163,36 @@ class Timeouts:
 
     @property
     def checkpoint_s(self) -> float:
-        """A checkpoint is on the slowest disk. What is waited for is its movement (`file_quiet_s`); this tells how long
-        that may take in all."""
+        """A checkpoint is written to the slowest disk, for messages: what ends a checkpoint is `file_quiet_s`."""
         return FILE_QUIET_S + STATE_PER_WEIGHT * self.weights_nbytes / FILE_RATE
 
     # ---------------------------------------------------------------------------------- an update of the weights
 
     @property
     def transport_s(self) -> float:
-        """One end of a transport waits for the other: half of an attempt, so that it can name who failed."""
+        """One end of a transport waits for the other: half of an attempt, which leaves time to name who failed."""
         return self.attempt_s / 2
 
     @property
     def mapping_s(self) -> float:
-        """A worker waits for the one that receives for its machine: so that this one alone is silent."""
+        """A worker waits for the one that receives for its machine, less than an attempt: only that one is silent."""
         return 0.9 * self.attempt_s
 
     @property
     def attempt_s(self) -> float:
-        """One attempt to send a version; a receiver that did not answer by then is fenced off."""
+        """An attempt to send a version ends; a receiver that has not answered is fenced off."""
         return max(self.update_timeout_s + self._moving_s, SLACK * self.first_transfer_s)
 
     # ---------------------------------------------------------------------------------- engines
 
     @property
     def load_s(self) -> float:
-        """A receiver has loaded the version that it has."""
+        """A receiver has loaded a version that it received."""
         return self.update_timeout_s + self._moving_s
 
     @property
     def answer_s(self) -> float:
-        """An engine answers, stops or goes on, between two steps: one may read `step_tokens` of prompts."""
+        """An engine answers, stops or goes on. It does so between two steps, one of which may read `step_tokens`."""
         rate = SLOWEST_GPU_PER_S if self.on_gpu else SLOWEST_PER_S
         return max(self.update_timeout_s, self.step_tokens * self.weights_nbytes / rate)
 
@@ -201,22 +208,22 @@ class Timeouts:
 
     @property
     def first_silence_s(self) -> float:
-        """The same, for a replica that has computed nothing yet: it may be compiling."""
+        """A replica with open calls has made its first step, for which it may compile kernels."""
         return self.silence_s + self._compiling_s
 
     def look_s(self, interval_s: float) -> float:
-        """Return the time between two looks at a replica's progress, for one of every ``interval_s`` at most."""
+        """Return the time between two looks at a replica's progress, at most ``interval_s``."""
         return min(interval_s, self.silence_s / LOOKS)
 
     def seen_silence_s(self, interval_s: float, *, began: bool) -> float:
-        """Return the silence, as looks see it, at which a replica is fenced off: within `silence_s` of its last token,
-        or within `first_silence_s` of its first call. A silence begins between two looks and is found at another one.
+        """Return the silence between looks at which a replica is fenced off. A silence begins between two looks and is
+        found at a later one: this is so much less than `silence_s`, or than `first_silence_s` before its first token.
         """
         return (self.silence_s if began else self.first_silence_s) - 2 * self.look_s(interval_s)
 
     @property
     def objects_s(self) -> float:
-        """Tokens of a batch come from other machines."""
+        """Tokens of a batch have come from other machines."""
         return self.update_timeout_s / 2 + self.batch_nbytes / SLOWEST_BYTES_PER_S
 
     # ---------------------------------------------------------------------------------- the watch over all
@@ -226,6 +233,13 @@ class Timeouts:
         """Nothing moves in the whole run: ``stall_timeout_s``, and what size adds to the longest wait within it."""
         longest = max(self.attempt_s, self.load_s, self.probe_s, self.first_silence_s, self.objects_s)
         return self.stall_timeout_s + longest - self.update_timeout_s
+
+    @property
+    def ranks_s(self) -> float:
+        """A rank has met the others in a collective. No run ends by this: a peer whose process ended breaks the
+        connection, the driver ends the others, and heartbeats show one that stands still.
+        """
+        return RANKS_S + max(self.stall_s, self.checkpoint_s)
 
     @property
     def _moving_s(self) -> float:
@@ -250,15 +264,20 @@ class Timeouts:
 
 
 def close_s(weights_nbytes: int) -> float:
-    """Return the seconds for an engine to end: the step that it is in reads all of its weights once."""
+    """Return the seconds for an engine to end. Its last step reads all weights once."""
     return CLOSE_S + weights_nbytes / SLOWEST_BYTES_PER_S
 
 
 def file_quiet_s(nbytes: int) -> float:
-    """Return the seconds for which work with files of ``nbytes`` so far may stand still."""
+    """Return the seconds for which work with files, of ``nbytes`` so far, may stand still."""
     return FILE_QUIET_S + nbytes / FILE_RATE
 
 
 def file_stall_s(nbytes: int) -> float:
-    """Return the seconds after which such work counts as a stall of the run: later than its caller gives it up."""
+    """Return the seconds after which such work stalls the run: later than its caller gives it up."""
     return file_quiet_s(nbytes) + LATER_S
+
+
+def upload_s(nbytes: int) -> float:
+    """Return the seconds that the end of a run gives its trackers to upload a model of ``nbytes``."""
+    return nbytes / UPLOAD_BYTES_PER_S

@@ -58,7 +58,7 @@ class ActorRole(WithCritic):
         from headway.weights.transports.group import open_store
 
         # Kept, for the store lives as long as this object.
-        self._store, port = open_store(self._host, self._start_s())
+        self._store, port = open_store(self._host, self._timeouts.start_s)
         return self._host, port
 
     @register(Dispatch.ONE_TO_ALL)

@@ -21,11 +21,6 @@ from headway.weights.transports.links import Address, EndContext
 if TYPE_CHECKING:
     from headway.engines.train.fsdp.mesh import TrainMesh
 
-RANKS_WAIT_S = 7 * 86_400.0
-"""Seconds for which a rank waits in a collective: longer than any step, and than rank zero's longest work with files.
-No run is ended by this: a peer whose process ends breaks the connection, and the driver ends the others; heartbeats
-show one that no longer computes. The limit is for ranks whose driver is gone and which nobody ended."""
-
 
 class Role:
     """Base class of roles, whose registered methods a worker group calls.
@@ -95,16 +90,17 @@ class Role:
 
         dist.init_process_group(
             kind_of(self._device).process_groups,
-            store=join_store(store, f"ranks/{role}", self._start_s()),
+            store=join_store(store, f"ranks/{role}", self._timeouts.start_s),
             rank=rank,
             world_size=world_size,
-            timeout=timedelta(seconds=RANKS_WAIT_S),
+            timeout=timedelta(seconds=self._timeouts.ranks_s),
         )
 
-    def _start_s(self) -> float:
-        """Return the seconds for which ranks wait for each other at their store."""
+    @property
+    def _timeouts(self) -> Timeouts:
+        """Time limits by which ranks wait for each other."""
         on_gpu = kind_of(self._device).flex_attention
-        return Timeouts.of(self._config, model_nbytes(self._model_path), on_gpu=on_gpu).start_s
+        return Timeouts.of(self._config, model_nbytes(self._model_path), on_gpu=on_gpu)
 
     @cached_property
     def _mesh(self) -> TrainMesh:
@@ -113,7 +109,8 @@ class Role:
 
         from headway.engines.train.fsdp.mesh import TrainMesh
 
-        return TrainMesh.make(self._config.actor.parallel, torch.device(self._device), timedelta(seconds=RANKS_WAIT_S))
+        within = timedelta(seconds=self._timeouts.ranks_s)
+        return TrainMesh.make(self._config.actor.parallel, torch.device(self._device), within)
 
     def _here(self) -> EndContext:
         return EndContext(self._host, self._put, self._fetch)

@@ -14,6 +14,7 @@ from typing import Any
 
 from headway.config.loading import written_values
 from headway.config.schema import Config
+from headway.config.timeouts import upload_s
 from headway.errors import DataError, writable
 from headway.reports.run_directory import RunDirectory
 from headway.reports.trackers.apart import GOES_ON, Memory, Say, TrackerApart, memory_file
@@ -25,9 +26,7 @@ from headway.reports.trackers.tensorboard import TensorBoardFile
 from headway.reports.trackers.tracker import Setting
 
 LIMIT_S = 10.0
-"""Seconds that the end of a run waits for its trackers."""
-UPLOAD_BYTES_PER_S = 5e6
-"""Slowest upload of a model that the end of a run waits for, where trackers get the model."""
+"""Seconds that the end of a run waits for its trackers' last rows, beside the upload of a model."""
 KEPT = ("wandb", "mlflow", "trackio")
 """Trackers that keep what they get, so that a run that is over can be sent to them."""
 QUIET_S = 0.5
@@ -99,7 +98,7 @@ class Trackers:
             self._board.close(summary.get("status") or "failed")
         given = model if self._log_model else None
         limit_s = LIMIT_S if limit_s is None else limit_s
-        limit_s += 0.0 if given is None else _bytes_in(given) / UPLOAD_BYTES_PER_S
+        limit_s += 0.0 if given is None else upload_s(_bytes_in(given))
         try:
             for tracker in self._apart:
                 tracker.end(Ending(summary, given))
