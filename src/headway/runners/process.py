@@ -17,6 +17,7 @@ from typing import Any
 from headway.child_python import python_command
 from headway.errors import RunnerLost
 from headway.frames import Channel, Frame
+from headway.process_tree import END_S
 from headway.runners.inside import BOOT, HELD_BACK, SHOWS_WHERE, Start
 from headway.runners.wire import Kind, raised, unpickled
 
@@ -24,8 +25,8 @@ SHOWN_S = 0.2
 """Seconds for a process to print where its threads stand."""
 CUT_S = 1.0
 """Seconds that a process may outlive its connection."""
-TOLD_S = 30.0
-"""Seconds for a nursery to fork a runner, or to say how one ended."""
+TOLD_S = END_S + 10.0
+"""Seconds for a nursery to fork a runner, or to say how one ended, once it has killed what that one has left."""
 WITH_NURSERY = "the process that forked it"
 """End of a runner whose nursery has ended: all of its runners end with it."""
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from headway.errors import RunnerLost, WorkerDied, said_by
+from headway.process_tree import END_S
 from headway.runners.environment import passed_on, secrets_of
 from headway.runners.hosted import HostedSpec
 from headway.runners.inside import Start
@@ -28,8 +29,9 @@ from headway.runners.redaction import RedactedLog, Redaction
 from headway.runners.runner import TICKS, Job, OnAsk, Runner
 
 START_TIMEOUT_S = 120.0
-"""Seconds for a process to start and to load the user's code."""
-STOP_TIMEOUT_S = 30.0
+"""Seconds for a process to start and to load the user's code, which holds no model of the run's."""
+STOP_TIMEOUT_S = 2 * END_S + 10.0
+"""Seconds for processes that are killed to be gone: later than a nursery, and then its guard, give up."""
 
 
 class Runners:
@@ -147,7 +149,7 @@ class Runners:
         """End all processes, busy or not. Jobs that wait or run fail with `RunnerLost`. Processes that can hear of it
         close what they hold before.
 
-        Raises `WorkerDied` where a process is still there after `STOP_TIMEOUT_S`.
+        Raises `WorkerDied` where a process is still there `STOP_TIMEOUT_S` after it was killed.
         """
         self._closed = True
 
@@ -163,7 +165,8 @@ class Runners:
         if self._ticking is not None:
             self._ticking.cancel()
         forking = self._nursery.process if self._nursery is not None else None
-        deadline = asyncio.get_running_loop().time() + STOP_TIMEOUT_S
+        within_s = self._close_s + STOP_TIMEOUT_S
+        deadline = asyncio.get_running_loop().time() + within_s
         while self._alive or self._launches:
             for process in self._alive:
                 if process is not forking or len(self._alive) == 1:  # the nursery is last: it tells how the others end
@@ -174,7 +177,7 @@ class Runners:
             ends = [*(process.ended for process in self._alive), *self._launches]
             left = deadline - asyncio.get_running_loop().time()
             if not (await asyncio.wait(ends, timeout=left, return_when=asyncio.FIRST_COMPLETED))[0]:
-                raise WorkerDied(f"{self._name}s did not end within {STOP_TIMEOUT_S:g} s{self._see_log()}")
+                raise WorkerDied(f"{self._name}s did not end within {within_s:g} s{self._see_log()}")
         if self._log is not None:
             self._log.close()
         self._log = None
