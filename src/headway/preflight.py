@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 CONNECT_TIMEOUT_S = 10.0
+"""Seconds for the address of a cluster to accept a connection."""
 D = TypeVar("D")
 
 LOAD_TIMEOUT_S = 30.0

@@ -1,12 +1,11 @@
-"""Guard of a process: what the process has started ends with it, and all of it with the process that owns it.
+"""Guard of a process: a process above it that ends all of its descendants, at the latest when its owner ends.
 
-    owner ── Popen ─▶ guard ── fork ─▶ the process ─▶ whatever it starts, in whatever session
-      │                 ├ the owner ends, however that is, or SIGTERM comes: all below is killed
-      │                 └ the process ends: what it has left is killed; then the guard ends as the process has
-      └─ waits for the guard: once that is gone, nothing is left
+    owner ── Popen ─▶ guard ── fork ─▶ the process ─▶ its descendants, in any session
+                        ├ the owner ends in any way, or SIGTERM comes: the guard kills all below it
+                        └ the process ends: the guard kills its descendants, and exits as the process did
 
-The guard is a subreaper, as Linux calls it: a process whose parent has ended becomes its child, and so stays below it.
-Elsewhere there is no guard.
+The owner waits for the guard: when that has ended, nothing is left. The guard is a subreaper of Linux: it adopts each
+descendant whose parent ends. Other systems have no guard.
 """
 
 from __future__ import annotations
@@ -26,19 +25,19 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 FORWARDED = signal.SIGUSR2
 """Signal that the guard passes on to its process."""
 END_S = 30.0
-"""Seconds for the kernel to end what is killed."""
+"""Seconds for the kernel to end what is killed. A process that takes longer to release its memory is not waited for."""
 MOST_FILES = 65536
-"""More than a process may have open here."""
+"""More files than a process may have open."""
 
 
 def run_guarded(owner: int, grace_s: float = 0.0) -> None:
-    """Fork, and return in the child alone; this process becomes its guard. Call it before threads are started.
+    """Fork, and return only in the child, whose guard this process becomes. Call it before threads are started.
 
     The child leads a session of its own.
 
     Args:
-        owner: id of the process that has started this one.
-        grace_s: seconds that the child has to end by itself once its owner has.
+        owner: id of the process that started this one.
+        grace_s: seconds that the child has to end by itself after its owner has ended.
     """
     if sys.platform != "linux":
         return
@@ -52,26 +51,26 @@ def run_guarded(owner: int, grace_s: float = 0.0) -> None:
     try:
         code = _guarded(child, owner, grace_s)
     finally:
-        os._exit(code)  # whatever went wrong, the guard never goes on as its process
+        os._exit(code)  # also after an error: the guard must not run what its process runs
 
 
 def die_with(parent: int) -> None:
-    """Have the kernel end this process when its parent ends, whose main thread has forked it."""
+    """Have the kernel kill this process when its parent ends. The parent's main thread must have forked it."""
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before this was set up
         os._exit(1)
 
 
 def adopt_orphans() -> None:
-    """Become the parent of all descendants whose own parent ends. No child of this process inherits that."""
+    """Adopt, from now on, each descendant whose parent ends. Children of this process do not inherit that."""
     if sys.platform == "linux":
         _prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def end_children(but: Collection[int] = ()) -> None:
-    """Kill all descendants of this process, those that come meanwhile included, and reap them.
+    """Kill and reap all descendants of this process, until there are none or `END_S` are over.
 
-    ``but``: children that are left alone, with what they have started. Gives up after `END_S`.
+    ``but``: children that are spared, with their descendants.
     """
     until = time.monotonic() + END_S
     while time.monotonic() < until:
@@ -102,13 +101,13 @@ def children() -> list[int]:
 
 
 def descendants(*pids: int) -> list[int]:
-    """Return the ids of all processes that ``pids`` started, directly or not, as /proc lists them now."""
+    """Return the ids of the descendants of ``pids`` that /proc lists now."""
     return _below(pids, _children())
 
 
 def _guarded(child: int, owner: int, grace_s: float) -> int:
-    """See the process ``child`` through. Returns its exit code; does not return where a signal has ended it."""
-    os.closerange(0, MOST_FILES)  # who reads the process's output, or its connection, waits for all who hold it
+    """Guard ``child`` until all is over. Returns its exit code; a signal that ended it ends this process, too."""
+    os.closerange(0, MOST_FILES)  # a pipe or socket of the process ends only when the guard does not hold it either
     for _ in range(3):
         os.open(os.devnull, os.O_RDWR)
     process = os.pidfd_open(child)
@@ -135,7 +134,7 @@ def _guarded(child: int, owner: int, grace_s: float) -> int:
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     end_children()
     if code < 0:
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the process has left one, if any
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the process's own core dump is enough
         with suppress(OSError):  # SIGKILL has no handler that could be set
             signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
@@ -143,14 +142,14 @@ def _guarded(child: int, owner: int, grace_s: float) -> int:
 
 
 def _reap_orphans(child: int) -> None:
-    """Reap what has ended of the processes that this one has adopted, but not ``child``."""
+    """Reap adopted processes that have ended, but not ``child``."""
     with suppress(ChildProcessError):
         while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and ended.si_pid != child:
             os.waitpid(ended.si_pid, 0)
 
 
 def _children() -> dict[int, list[int]]:
-    """The processes of this machine by their parents."""
+    """Return the machine's process ids by parent."""
     children: dict[int, list[int]] = {}
     for name in os.listdir("/proc"):  # noqa: PTH208  # it is looked at often
         if name.isdigit():

@@ -36,7 +36,7 @@ from headway.programs.messages import Access
 MOST_BYTES = 32 * 2**20
 """Most bytes of a request: a context of a million tokens as text has less."""
 BODY_TIMEOUT_S = 60.0
-"""Seconds in which a request's body has to come."""
+"""Seconds for a request's body to come, of `MOST_BYTES` at most."""
 CLOSE_TIMEOUT_S = 2.0
 """Seconds for which requests under way are waited for when the endpoint closes: their episodes are over by then."""
 MOST_FORGOTTEN = 10_000

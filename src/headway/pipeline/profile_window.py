@@ -34,9 +34,9 @@ for some seconds at the end of a million operations: one that does so for too lo
 BEGIN_S = 60.0
 """Seconds for a process to begin to record: the first use of a GPU's counters takes some."""
 END_S = 300.0
-"""Seconds for a process to end it: torch goes through all that was recorded."""
+"""Seconds for a process to end it: torch goes through all that was recorded, which `MAX_SECONDS` limits."""
 TAKE_S = 600.0
-"""Seconds for a process to write its trace and send it."""
+"""Seconds for a process to write its trace and send it. It has the operations of a window, and no weights."""
 AT_THE_END_S = 120.0
 """Seconds for which a run that ends in order waits until the traces of an open window are written."""
 LEAVING_S = 10.0

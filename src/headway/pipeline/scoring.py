@@ -21,8 +21,8 @@ from headway.pipeline.signal import Signal
 from headway.pipeline.state import now
 from headway.rewards.own import own_scores
 
-LEAST_PATIENCE_S = 5.0
-MOST_PATIENCE_S = 30.0
+LEAST_PATIENCE_S, MOST_PATIENCE_S = 5.0, 30.0
+"""Limits of the seconds that a stop waits for scores of user code, whatever the run's size."""
 MOST_MISSES = 2
 """Number of times in a row that the patience may run out before scoring is given up."""
 INTERRUPTED = "interrupted"

@@ -1,7 +1,7 @@
-"""The nursery: a process that has loaded the user's code once, and forks runners that have it, too.
+"""Nursery: a process that has loaded the user's code once and forks runners, which so have it loaded.
 
-It has one thread and no event loop, and runs nothing of the user's any more. An ended runner stays a zombie until the
-host asks for its end, so that its process id is nobody else's meanwhile.
+It has one thread and no event loop, and runs no more of the user's code. It reaps an ended runner only when the host
+asks how that one ended: until then the system gives its process id to no other process.
 """
 
 from __future__ import annotations
@@ -20,15 +20,17 @@ from headway.runners.wire import BlockingChannel, Kind
 
 
 def fork_runners(sock: socket.socket, close: Callable[[], object]) -> BlockingChannel:
-    """Fork runners by the host's orders on ``sock``. Returns in each runner alone, with its connection. ``close`` is
-    called before the nursery ends."""
+    """Fork runners as the host orders on ``sock``. Returns only in the runners, with the runner's connection.
+
+    ``close`` is called before the nursery ends.
+    """
     if threading.active_count() > 1:
-        print("the user's code has started threads when it was imported; forked processes lack them", file=sys.stderr)
+        print("the user's code started threads when it was imported; forked processes lack them", file=sys.stderr)
     nursery = os.getpid()
     adopt_orphans()
-    kept = set(descendants(os.getpid()))  # what the user's code has started when it was imported, and runners
+    kept = set(descendants(os.getpid()))  # runners, and what the user's code started when it was imported
     with suppress(OSError, ValueError):
-        sys.stdout.flush()  # else each runner would print what is left
+        sys.stdout.flush()  # else each runner would print it again
     gc.collect()
     gc.freeze()  # pages that the collector does not write to stay shared
     sock.setblocking(True)
@@ -41,13 +43,13 @@ def fork_runners(sock: socket.socket, close: Callable[[], object]) -> BlockingCh
         if kind == Kind.REAP:
             end = os.waitstatus_to_exitcode(os.waitpid(detail, 0)[1])
             kept.discard(detail)
-            if not kept.issuperset(children()):  # left by one that has ended: a live one adopts what it has started
+            if not kept.issuperset(children()):  # an ended runner's: a live one adopts what it started
                 end_children(kept)
             sock.sendall(Frame(Kind.REAPED, order, end).packed())
             continue
         try:
             pid = os.fork()
-        except OSError as error:  # no memory or no process is left for now: those that run go on
+        except OSError as error:  # no memory or process id is free now; other runners go on
             pid = -(error.errno or 1)
         if pid == 0:
             os.setsid()

@@ -22,7 +22,7 @@ from headway.sandbox.limits import Limit, Limits, Ran
 LOOKS_S = 0.02
 """Seconds between two looks at what the processes take."""
 ENDS_S = 10.0
-"""Seconds for the kernel to end all processes of a call."""
+"""Seconds for the kernel to end all processes of a call, whose memory is limited."""
 CHUNK = 1 << 16
 KILLED = 128 + signal.SIGKILL
 EVENTS = select.POLLIN | select.POLLHUP | select.POLLERR
