@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import subprocess
@@ -185,12 +186,12 @@ def test_small_files_have_the_columns_of_the_public_ones(
 @pytest.mark.parametrize(("kind", "say"), [("gsm8k", "#### {}"), ("dapo-math", "Answer: {}")])
 def test_math_verify_reads_answers_in_the_form_that_the_prompts_ask_for(kind: str, say: str, tmp_path: Path) -> None:
     path = make_data(tmp_path / "train.jsonl", kind, "--rows", "8")
-    score = make_scorer(RewardSpec((RewardPart.of("math_verify"),), timeout_s=10))
+    score = make_scorer(RewardSpec((RewardPart.of("math_verify"),), timeout_s=10)).score
     for record in read_records(str(path), prompt_key="prompt"):
         right = int(record.answer)
         responses = [f"First 1, then 2.\n{say.format(right)}", f"It was {right}.\n{say.format(right + 1)}"]
         request = ScoreRequest("?", responses, record.answer, record.source, record.extra)
-        assert list(score(request).rewards) == [1.0, 0.0]
+        assert list(asyncio.run(score(request)).rewards) == [1.0, 0.0]
 
 
 def test_the_data_script_refuses_a_file_of_another_kind(tmp_path: Path) -> None:
