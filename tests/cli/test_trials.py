@@ -32,6 +32,7 @@ class Game:
     def reset(self, seed=None): return "9", {}
     def step(self, action): return "", 0.0, True, False, {}
 async def program_raises(row, chat): return row["nothing"]
+def task_raises(params, seed, problems): raise ValueError("no letters")
 async def program_without_a_turn(row, chat): return 1.0
 async def agent_without_a_turn(row, base_url, api_key): return 1.0
 async def agent(row, base_url, api_key):
@@ -130,6 +131,13 @@ def test_what_was_tried_is_told_and_what_was_not(dry_run: Callable[..., str]) ->
     assert "tried: the reward exact_match gives 1 for ground truths and 0 for empty answers (3 rows)" in output
     assert "tried: own.py:loss, own.py:advantages, forward and backward" in output
     assert "not tried: weights, devices" in output
+
+
+def test_a_task_of_the_users_is_not_run_by_a_static_dry_run(dry_run: Callable[..., str]) -> None:
+    Path("recipe.yaml").write_text(RECIPE.replace("train: data.jsonl, val_size: 1", "task: {name: own.py:task_raises}"))
+    assert "ValueError: no letters (own.py:" in dry_run()
+    output = dry_run(how="--dry-run=static")
+    assert output.startswith("0\n") and "not checked: data and reward, for own.py:task_raises makes" in output
 
 
 @pytest.mark.slow

@@ -83,6 +83,7 @@ def test_the_loss_is_that_of_all_assistant_tokens_and_of_no_other(model: Path, t
 
 
 def test_it_learns_and_exports_what_it_has_learned(model: Path, tmp_path: Path) -> None:
+    """Some 8 s: 18 optimizer steps, and the first trainer of a process imports FSDP."""
     run = tmp_path / "run"
     fast = ("sft.batch_size=4", "data.epochs=12", "sft.optim.lr=0.02", "sft.optim.lr_warmup_steps=0")
     assert sft(settings(model, sums(8), run, "data.val_size=2", "sft.val_freq=12", *fast)) == 0
@@ -97,6 +98,7 @@ def test_it_learns_and_exports_what_it_has_learned(model: Path, tmp_path: Path) 
 def test_a_run_that_was_stopped_goes_on_to_the_same_losses(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Some 6 s: a trainer is started three times."""
     often = ("sft.batch_size=2", "data.epochs=2", "sft.optim.lr=0.01", "sft.save_freq=2")
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     assert sft(settings(model, sums(6), whole, *often)) == 0
