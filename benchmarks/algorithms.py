@@ -19,7 +19,7 @@ from headway.algorithms.corrections import CORRECTIONS, CorrectionParams
 from headway.algorithms.health import lag_sums
 from headway.algorithms.losses import POLICY_LOSSES, LossInputs, PolicyLossParams
 from headway.algorithms.values import value_loss
-from headway.config.losses import LOSSES
+from headway.config.sections.losses import LOSSES
 
 ROWS, WIDTH, GROUP, CALLS = 1024, 1024, 8, 5
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from benchmarks.main_job import COMMON, RECIPE
 from benchmarks.table import report
-from headway.cluster.processes import descendants
+from headway.cluster.machine.child_processes import descendants
 from headway.config.loading import load
 
 SETTINGS = ("cluster.backend=ray", *COMMON)
@@ -72,7 +72,7 @@ def _role(pid: int) -> str:
         command = Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return "ended"
-    if b"headway.runners" in command:
+    if b"headway.runtime.workers" in command:
         return "runners"
     of_worker = output.endswith(".log") and "/run/logs/" in output and "/ray/" not in output
     return Path(output).stem if of_worker else "ray"

@@ -24,9 +24,9 @@ from benchmarks import predictions
 from benchmarks.table import report
 from benchmarks.workload import PUBLISHED, Assumptions, Lengths, Parts, profile_of
 from headway.events import Event, LeaseChanged, TrainerBusy
-from headway.simulate.load import dump_profile, load_profile
-from headway.simulate.profile import LognormalLengths
-from headway.simulate.session import Simulation, config_for
+from headway.planner.profiles.job_profile import LognormalLengths
+from headway.planner.profiles.profile_files import dump_profile, load_profile
+from headway.planner.simulation.simulated_run import Simulation, config_for
 
 RECIPE = Path("recipes/plan/qwen2.5-math-7b-dapo.yaml")
 START = Lengths(mean=4000, sigma=0.6)

@@ -21,19 +21,19 @@ from numpy.typing import NDArray
 
 from benchmarks.data_plane_roles import Rank, Writer, memory
 from benchmarks.table import report
-from headway.cluster.engines import TrainGroup, reference_of
-from headway.cluster.memory_files import SHARED_MEMORY
-from headway.cluster.plan import ClusterPlan, WorkerSpec
-from headway.cluster.ray_cluster import RayCluster
-from headway.cluster.ray_worker import RayWorker
-from headway.cluster.token_files import BYTES_PER_TOKEN, TokenFile
+from headway.cluster.machine.memory_directory import SHARED_MEMORY
+from headway.cluster.machine.token_files import BYTES_PER_TOKEN, TokenFile
+from headway.cluster.on_ray.ray_cluster import RayCluster
+from headway.cluster.on_ray.ray_worker import RayWorker
+from headway.cluster.worker_engines import TrainGroup, reference_of
 from headway.cluster.worker_group import WorkerGroup
-from headway.config.groups import node_shares
+from headway.cluster.worker_plan import ClusterPlan, WorkerSpec
 from headway.config.schema import Config
+from headway.config.sizing.device_groups import node_shares
 from headway.data.assignment import Cost
+from headway.data.interfaces.steps import StepContext
 from headway.data.types import ColumnName, FinishReason, Group, Prompt, RowAt, Sample, Trajectory
-from headway.interfaces.steps import StepContext
-from headway.pipeline.fetches import Fetch, outcomes, samples_of
+from headway.pipeline.admission.fetches import Fetch, outcomes, samples_of
 from headway.pipeline.stages.actor_train import COLUMNS
 
 MINI_BATCHES, EPOCHS = 4, 2

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from headway.cluster.machine.token_files import TokenFile, TokenFiles, TokenPlace
 from headway.cluster.roles.role import Role
-from headway.cluster.token_files import TokenFile, TokenFiles, TokenPlace
 from headway.cluster.worker_group import Collect, Dispatch, register
+from headway.data.interfaces.steps import StepContext, StepReport
 from headway.data.types import GroupTokens, Outcomes, RowTokens, Sample, SampledTokens
-from headway.interfaces.steps import StepContext, StepReport
 
 
 class Writer(Role):
@@ -50,7 +50,7 @@ class Rank(Role):
 
     @register(Dispatch.RANK_ZERO)
     def outcome_advantages(self, outcomes: Outcomes) -> NDArray[np.float32] | None:
-        from headway.engines.train.advantages import FetchAdvantages
+        from headway.engines.train.batch_advantages import FetchAdvantages
 
         return FetchAdvantages(self._config.algorithm).of_outcomes(outcomes)
 

@@ -25,20 +25,20 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from benchmarks import episodes_program
+from headway.agents.chat.chat_template import ChatRenderer
+from headway.agents.episodes.episode_limits import Limits
+from headway.agents.episodes.episode_tokens import Chats, Prompted
+from headway.agents.episodes.local_episodes import keeping
+from headway.agents.episodes.program_episode import Hosting, Programs, Turn
+from headway.agents.interface.program_chat import Chat, Tally
+from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart, TurnAnswer, TurnRequest, said
+from headway.agents.programs.program import ProgramSpec
+from headway.data.interfaces.episode_groups import GroupRequest
+from headway.data.interfaces.generation import Call, FinishedCall, SamplingParams
 from headway.data.types import FinishReason, Prompt, SampledTokens, TrajectoryId
-from headway.episodes.alone import keeping
-from headway.episodes.limits import Limits
-from headway.episodes.programs import Hosting, Programs, Turn
-from headway.episodes.record import Chats, Prompted
-from headway.episodes.rendering import ChatRenderer
 from headway.errors import RunError
-from headway.interfaces.calls import Call, FinishedCall, SamplingParams
-from headway.interfaces.keeper import GroupRequest
-from headway.programs.chat import Chat, Tally
-from headway.programs.messages import EpisodeEnd, EpisodeStart, TurnAnswer, TurnRequest, said
-from headway.programs.program import ProgramSpec
-from headway.runners.runners import Runners
-from headway.simulate.clock import run_virtual
+from headway.planner.simulation.virtual_clock import run_virtual
+from headway.runtime.workers.worker_pool import Runners
 
 T = TypeVar("T")
 

@@ -25,16 +25,16 @@ import numpy as np
 from aiohttp import web
 
 from benchmarks.episodes_asleep import SAID, SleepingEngine, chats
+from headway.agents.endpoint.dialect import Texts
+from headway.agents.endpoint.dialects import DIALECTS
+from headway.agents.endpoint.endpoint_server import Endpoint
+from headway.agents.episodes.episode_limits import Limits
+from headway.agents.episodes.local_episodes import keeping
+from headway.agents.episodes.program_episode import Hosting, Turn
+from headway.agents.interface.program_messages import Access, EpisodeEnd, EpisodeStart
+from headway.data.interfaces.episode_groups import GroupRequest
+from headway.data.interfaces.generation import SamplingParams
 from headway.data.types import Prompt
-from headway.endpoint.dialect import Texts
-from headway.endpoint.dialects import DIALECTS
-from headway.endpoint.server import Endpoint
-from headway.episodes.alone import keeping
-from headway.episodes.limits import Limits
-from headway.episodes.programs import Hosting, Turn
-from headway.interfaces.calls import SamplingParams
-from headway.interfaces.keeper import GroupRequest
-from headway.programs.messages import Access, EpisodeEnd, EpisodeStart
 
 TURNS = 10
 """Turns of a conversation."""

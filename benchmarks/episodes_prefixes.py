@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.rollout_workload import SIZES
+from headway.data.interfaces.generation import Call, FinishedCall, SamplingParams
 from headway.data.types import TrajectoryId
-from headway.interfaces.calls import Call, FinishedCall, SamplingParams
 
 TURNS, EPISODES = 10, 8
 PROMPT, SAMPLED, ADDED = 48, 40, 40

@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.demo_runs import RECIPE
-from headway.cluster.processes import descendants
+from headway.cluster.machine.child_processes import descendants
 from headway.events import GroupAdmitted, GroupSettled, RunResumed, RunStarted
-from headway.reports.events_file import read_events
+from headway.reports.record.events_file import read_events
 
 STRAGGLERS_S = 20.0
 """What a killed process started may take to notice it."""

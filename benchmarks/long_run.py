@@ -30,9 +30,9 @@ from rich.console import Console
 from benchmarks.table import report
 from headway.config.schema import Config
 from headway.events import Event, GroupSettled, UpdateFinished
-from headway.reports.bundle import Reports, open_reports
-from headway.simulate.profile import Profile
-from headway.simulate.session import Simulation, config_for
+from headway.planner.profiles.job_profile import Profile
+from headway.planner.simulation.simulated_run import Simulation, config_for
+from headway.reports.report_manager import Reports, open_reports
 
 MOST_MIB = 50.0
 SLOWER = 1.5

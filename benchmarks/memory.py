@@ -29,9 +29,9 @@ from typing import Any
 
 import numpy as np
 
-from headway.config.memory import Memory, Mesh, Step, reference, trainer, update
-from headway.config.model_shape import FLOAT, ModelShape
 from headway.config.schema import Config
+from headway.config.sizing.model_shape import FLOAT, ModelShape
+from headway.config.sizing.process_memory import Memory, Mesh, Step, reference, trainer, update
 
 RANKS = 4
 VOCABULARY = 32_000
@@ -131,9 +131,9 @@ def train(folder: str, tokens: int) -> Measured:
 
     import torch
 
+    from headway.data.interfaces.steps import StepContext
+    from headway.engines.train.fsdp.device_mesh import TrainMesh
     from headway.engines.train.fsdp.engine import FsdpEngine
-    from headway.engines.train.fsdp.mesh import TrainMesh
-    from headway.interfaces.steps import StepContext
 
     config = Config.model_validate({"actor": {"ppo_max_token_len_per_gpu": tokens}})
     mesh = TrainMesh.make(config.actor.parallel, torch.device("cpu"))
@@ -157,8 +157,8 @@ def refer(folder: str, tokens: int) -> Measured:
     """Open the reference policy in bfloat16 on this rank of the default process group."""
     import torch
 
-    from headway.engines.train.fsdp.mesh import TrainMesh
-    from headway.engines.train.fsdp.reference import ReferenceEngine
+    from headway.engines.train.fsdp.device_mesh import TrainMesh
+    from headway.engines.train.fsdp.reference_policy import ReferenceEngine
 
     config = Config.model_validate({"actor": {"ppo_max_token_len_per_gpu": tokens}, "model": {"dtype": "bfloat16"}})
     mesh = TrainMesh.make(config.actor.parallel, torch.device("cpu"))
@@ -221,7 +221,7 @@ def _rank(rank: int, port: int, work: Callable[..., Measured], folder: str, toke
     import torch.distributed as dist
 
     import headway.engines.train.fsdp.engine
-    import headway.engines.train.fsdp.reference  # noqa: F401  # an idle worker has its libraries
+    import headway.engines.train.fsdp.reference_policy  # noqa: F401  # an idle worker has its libraries
 
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, RANKS, is_master=rank == 0)
@@ -238,7 +238,7 @@ def make_folder(folder: Path, sizes: dict[str, int]) -> None:
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM, Qwen3Config
 
-    from headway.models.make import character_tokenizer
+    from headway.models.made_model import character_tokenizer
 
     config = Qwen3Config(
         **sizes,

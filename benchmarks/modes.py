@@ -21,7 +21,7 @@ from benchmarks.demo_runs import train, warmed_up_model
 from benchmarks.table import report
 from headway.config.presets import PRESETS
 from headway.events import FetchTaken, OptimizerStepped, ReplicaActivity, TrainerBusy, UpdatePhase
-from headway.reports.events_file import read_events
+from headway.reports.record.events_file import read_events
 
 PER = 64
 """Groups that times are given for."""

@@ -22,16 +22,16 @@ from typing import Any
 
 from benchmarks.demo_runs import RECIPE, train, warmed_up_model
 from benchmarks.table import report
-from headway.config.doctor import diagnose
+from headway.config.doctor.doctor import diagnose
 from headway.config.loading import load
 from headway.config.presets import PRESETS
-from headway.config.section import exact_fraction
+from headway.config.sections.section import exact_fraction
 from headway.errors import ConfigError
 from headway.events import Event, OptimizerStepped
-from headway.reports.events_file import read_events
-from headway.simulate.grid import Setting, Split
-from headway.simulate.measure import Measurement, StepMeter, fill_versions, measure
-from headway.simulate.profiling import profile_run
+from headway.planner.grid import Setting, Split
+from headway.planner.measure import Measurement, StepMeter, fill_versions, measure
+from headway.planner.measurement.run_profiler import profile_run
+from headway.reports.record.events_file import read_events
 
 PROFILED = "on_policy"
 MINI_BATCH, MINI_BATCHES = 16, 4

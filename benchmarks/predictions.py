@@ -14,10 +14,10 @@ import numpy as np
 
 from benchmarks.table import report
 from benchmarks.workload import PUBLISHED, Assumptions, Lengths, Parts, profile_of
-from headway.simulate import planner
-from headway.simulate.grid import Setting, setting_of, split_of
-from headway.simulate.profile import Profile, TrainPoint
-from headway.simulate.rows import Row
+from headway.planner import planner
+from headway.planner.grid import Setting, setting_of, split_of
+from headway.planner.plan_rows import Row
+from headway.planner.profiles.job_profile import Profile, TrainPoint
 
 ETAS = (0.1, 0.3, 0.5)
 RUNS_AHEAD = ("async_stale", "async_partial")

@@ -69,10 +69,10 @@ class Native:
     async def _run(self, requests: Sequence[Request]) -> list[int]:
         import numpy as np
 
+        from headway.agents.episodes.local_episodes import keeping
+        from headway.data.interfaces.episode_groups import GroupRequest
+        from headway.data.interfaces.generation import SamplingParams
         from headway.data.types import Prompt
-        from headway.episodes.alone import keeping
-        from headway.interfaces.calls import SamplingParams
-        from headway.interfaces.keeper import GroupRequest
 
         asked = []
         for number, request in enumerate(requests):

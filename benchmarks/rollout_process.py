@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks.rollout_engines import VLLM_ENVIRONMENT
 from benchmarks.rollout_workload import Cell, Setting
-from headway.cluster.process import math_environment
+from headway.cluster.machine.worker_setup import math_environment
 
 LOAD_S = 180.0
 """For an engine to be loaded and warmed up."""

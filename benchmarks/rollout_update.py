@@ -129,11 +129,11 @@ def _in_a_process(
 async def _updates(kind: str, path: Path, rounds: int) -> list[dict[str, Any]]:
     import torch
 
+    from headway.engines.weights.buckets import pack, whole
+    from headway.engines.weights.outgoing_version import Stream
+    from headway.engines.weights.protocols import Incoming
+    from headway.engines.weights.weight_layout import buckets, build_manifest
     from headway.models.pretrained import load_model
-    from headway.weights.buckets import pack, whole
-    from headway.weights.layout import buckets, build_manifest
-    from headway.weights.outgoing import Stream
-    from headway.weights.protocols import Incoming
 
     source = load_model(path, dtype=torch.float32)
     manifest = build_manifest((name, tuple(p.shape), p.dtype) for name, p in source.named_parameters())
@@ -202,7 +202,7 @@ class _Updater:
 
     async def measure(self, *, beside: bool) -> dict[str, float]:
         """Seconds by phase of one update."""
-        from headway.interfaces.rollout import OnUpdate
+        from headway.data.interfaces.rollout import OnUpdate
 
         await self._take_off()
         engine, self._version = self._engine, self._version + 1
@@ -259,10 +259,10 @@ class _Updater:
     async def _generate(self) -> None:
         import numpy as np
 
+        from headway.agents.episodes.local_episodes import keeping
+        from headway.data.interfaces.episode_groups import GroupRequest
+        from headway.data.interfaces.generation import SamplingParams
         from headway.data.types import Prompt
-        from headway.episodes.alone import keeping
-        from headway.interfaces.calls import SamplingParams
-        from headway.interfaces.keeper import GroupRequest
 
         asked = [
             GroupRequest(

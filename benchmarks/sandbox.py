@@ -14,9 +14,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from benchmarks.table import report
-from headway.sandbox.interpreter import base_python
-from headway.sandbox.limits import SandboxSpec
-from headway.sandbox.sandbox import ISOLATED, Sandbox
+from headway.runtime.sandbox.interpreter import base_python
+from headway.runtime.sandbox.sandbox import ISOLATED, Sandbox
+from headway.runtime.sandbox.sandbox_limits import SandboxSpec
 
 BARE = "bare: python -I -c pass"
 

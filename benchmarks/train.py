@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 from benchmarks.train_workload import SIZES, Lengths, cells
 from headway.cluster.hardware import available_cores
-from headway.cluster.process import math_environment
+from headway.cluster.machine.worker_setup import math_environment
 
 ROUNDS = 5
 CELL_S = 20.0

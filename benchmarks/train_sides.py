@@ -18,14 +18,14 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.train_workload import Kind
-from headway.config.learning import ActorConfig
-from headway.config.model import ModelConfig
-from headway.config.parallel import ParallelConfig
 from headway.config.schema import Config
+from headway.config.sections.learning import ActorConfig
+from headway.config.sections.model_section import ModelConfig
+from headway.config.sections.parallel import ParallelConfig
 from headway.data.collate import Row, token_budget_batches
+from headway.data.interfaces.steps import StepContext
+from headway.engines.train.fsdp.device_mesh import TrainMesh
 from headway.engines.train.fsdp.engine import FsdpEngine
-from headway.engines.train.fsdp.mesh import TrainMesh
-from headway.interfaces.steps import StepContext
 from headway.models.pretrained import load_model
 
 CLIP = 0.2

@@ -24,7 +24,7 @@ from headway.events import (
     UpdatePhase,
     UpdateSuperseded,
 )
-from headway.reports.events_file import read_events
+from headway.reports.record.events_file import read_events
 
 PHASES = ("gather", "send", "recv", "register", "load")
 BESIDE = 0.5

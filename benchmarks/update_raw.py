@@ -21,13 +21,13 @@ from types import TracebackType
 
 import torch
 
-from headway.weights.incoming import BackBuffer
-from headway.weights.layout import Manifest, bucket_bytes, buckets, build_manifest
-from headway.weights.outgoing import Stream
-from headway.weights.protocols import Incoming
-from headway.weights.transports.broadcast import BroadcastLink, BroadcastReceiver, BroadcastSender
-from headway.weights.transports.group import StoreGroup, open_store
-from headway.weights.transports.links import Address
+from headway.engines.weights.incoming_version import BackBuffer
+from headway.engines.weights.outgoing_version import Stream
+from headway.engines.weights.protocols import Incoming
+from headway.engines.weights.transports.broadcast import BroadcastLink, BroadcastReceiver, BroadcastSender
+from headway.engines.weights.transports.links import Address
+from headway.engines.weights.transports.process_group import StoreGroup, open_store
+from headway.engines.weights.weight_layout import Manifest, bucket_bytes, buckets, build_manifest
 
 HOST = "127.0.0.1"
 REPEATS = 5

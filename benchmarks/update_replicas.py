@@ -18,11 +18,11 @@ from statistics import median
 
 from benchmarks.update_runs import AT_THE_END, SIZES, WARM_UP, Kind, Model, make, update_run
 from headway.events import UpdateFinished, UpdatePhase
-from headway.reports.events_file import read_events
+from headway.reports.record.events_file import read_events
 
 REPLICAS = (1, 4)
 COPY = "memfd:headway-weights"
-"""What the kernel calls memory of `headway.weights.shared_bytes`."""
+"""What the kernel calls memory of `headway.engines.weights.shared_bytes`."""
 EVERY_S = 1.0
 
 

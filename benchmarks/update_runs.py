@@ -18,12 +18,12 @@ from types import MappingProxyType
 
 from safetensors import safe_open
 
-from headway.config.doctor import diagnose
+from headway.config.doctor.doctor import diagnose
 from headway.config.loading import load
-from headway.config.model import MakeModelConfig
-from headway.config.transports import TRANSPORTS
+from headway.config.sections.model_section import MakeModelConfig
+from headway.config.transport_facts import TRANSPORTS
 from headway.errors import ConfigError
-from headway.models.make import make_model
+from headway.models.made_model import make_model
 
 WORKLOAD = Path("benchmarks/update.yaml")
 VOCABULARY = "0123456789abcdefghijklmnopqrstuvwxyz=?"

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from headway.simulate.forecast import mean_length
-from headway.simulate.profile import (
+from headway.planner.forecast import mean_length
+from headway.planner.profiles.job_profile import (
     BatchProfile,
     ConstantLengths,
     LognormalLengths,

@@ -93,8 +93,8 @@ def ray_here(request: pytest.FixtureRequest) -> Iterator[None]:
     """
     import ray
 
-    from headway.cluster.processes import Family
-    from headway.cluster.ray_signals import sigterm_kept
+    from headway.cluster.machine.child_processes import Family
+    from headway.cluster.on_ray.ray_signals import sigterm_kept
 
     with sigterm_kept(), pytest.MonkeyPatch.context() as patch:
         root = request.config.rootpath

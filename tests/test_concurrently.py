@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from headway.concurrently import Tasks, concurrently, failing_as_one
-from headway.simulate.clock import run_virtual
+from headway.planner.simulation.virtual_clock import run_virtual
+from headway.runtime.task_groups import Tasks, concurrently, failing_as_one
 
 
 class Log:

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from headway import control
-from headway.control import Message, ask, listening
+from headway.api import control_socket
+from headway.api.control_socket import Message, ask, listening
 from headway.errors import HeadwayError, RunError, StallError, UserError
 from headway.reports.run_directory import RunDirectory, RunLock
 
@@ -61,7 +61,7 @@ async def test_a_path_that_is_too_long_for_an_address_is_reached_through_its_fol
     folder = tmp_path / ("long" * 40)
     folder.mkdir()
     run = RunDirectory(folder)
-    assert len(os.fsencode(run.control)) > control.ADDRESS_BYTES
+    assert len(os.fsencode(run.control)) > control_socket.ADDRESS_BYTES
     async with listening(run.control, echo):
         assert await asked(run) == ["asked for profile", "done"]
     assert not run.control.exists()
@@ -90,7 +90,7 @@ async def test_a_file_system_without_sockets_is_an_error_to_go_on_after(run: Run
 
 
 async def test_whoever_hangs_up_ends_nothing_but_the_reading(run: RunDirectory, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(control, "ALIVE_EVERY_S", 0.02)
+    monkeypatch.setattr(control_socket, "ALIVE_EVERY_S", 0.02)
     left = asyncio.Event()
 
     async def slow(message: Message) -> AsyncGenerator[str, None]:
@@ -114,8 +114,8 @@ async def test_whoever_hangs_up_ends_nothing_but_the_reading(run: RunDirectory, 
 
 
 async def test_a_run_with_nothing_to_tell_says_that_it_is_there(run: RunDirectory, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(control, "ALIVE_EVERY_S", 0.05)
-    monkeypatch.setattr(control, "SILENT_S", 0.5)
+    monkeypatch.setattr(control_socket, "ALIVE_EVERY_S", 0.05)
+    monkeypatch.setattr(control_socket, "SILENT_S", 0.5)
 
     async def slow(message: Message) -> AsyncGenerator[str, None]:
         await asyncio.sleep(1.0)
@@ -126,7 +126,7 @@ async def test_a_run_with_nothing_to_tell_says_that_it_is_there(run: RunDirector
 
 
 async def test_a_run_that_stands_still_is_told_by_name(run: RunDirectory, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(control, "SILENT_S", 0.1)
+    monkeypatch.setattr(control_socket, "SILENT_S", 0.1)
     lock = RunLock(run.lock)
     lock.take()
 
@@ -134,7 +134,7 @@ async def test_a_run_that_stands_still_is_told_by_name(run: RunDirectory, monkey
         await asyncio.sleep(60)
         yield "never"
 
-    monkeypatch.setattr(control, "LAST_WORDS_S", 0.0)
+    monkeypatch.setattr(control_socket, "LAST_WORDS_S", 0.0)
     async with listening(run.control, silent):
         error = await failure(run)
     lock.release()
@@ -143,7 +143,7 @@ async def test_a_run_that_stands_still_is_told_by_name(run: RunDirectory, monkey
 
 
 async def test_a_run_that_ends_before_it_has_answered_says_so(run: RunDirectory, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(control, "LAST_WORDS_S", 0.0)
+    monkeypatch.setattr(control_socket, "LAST_WORDS_S", 0.0)
     begun = asyncio.Event()
 
     async def silent(message: Message) -> AsyncGenerator[str, None]:
@@ -168,7 +168,7 @@ async def test_nonsense_is_answered_with_an_error(run: RunDirectory, sent: bytes
 
 
 async def test_whoever_says_nothing_is_hung_up_on(run: RunDirectory, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(control, "ASKING_S", 0.05)
+    monkeypatch.setattr(control_socket, "ASKING_S", 0.05)
     async with listening(run.control, echo):
         reader, writer = await asyncio.open_unix_connection(str(run.control))
         async with asyncio.timeout(10):

@@ -37,7 +37,12 @@ SOURCE = Path(headway.__file__).parent
 DOCS = Path(__file__).parents[1] / "docs"
 CUDA = kind_of("cuda")
 WORDS = {word for kind in ACCELERATORS for word in (kind.name, kind.collectives)}
-USERS_WORDS = {"config/schema.py", "config/machine.py", "config/doctor.py", "elsewhere/verl.py"}
+USERS_WORDS = {
+    "config/schema.py",
+    "config/doctor/machine_advice.py",
+    "config/doctor/doctor.py",
+    "config/migration_tables/verl.py",
+}
 """Files in which such a word is a value of a setting: ``cluster.device=cuda``, verl's ``trainer.device=cuda``."""
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 
-from headway.frames import Channel, Frame
+from headway.runtime.frames import Channel, Frame
 
 
 class Ends:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from headway.cluster.role_host import RoleHost
-from headway.logs import DriverLog, first_line
+from headway.runtime.logs import DriverLog, first_line
 
 
 class Role:
@@ -41,4 +41,4 @@ def test_a_worker_that_fails_leaves_its_traceback_in_the_drivers_log_under_its_o
 
 def test_a_log_that_programs_print_to_says_first_whose_it_is(tmp_path: Path) -> None:
     line = first_line(tmp_path / "first" / "logs" / "reward.log", "reward runs f.py:score")
-    assert line.endswith("INFO run=first worker=reward headway.logs: reward runs f.py:score\n")
+    assert line.endswith("INFO run=first worker=reward headway.runtime.logs: reward runs f.py:score\n")

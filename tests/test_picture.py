@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -34,3 +35,11 @@ def test_each_stage_has_a_file_and_a_box_in_the_picture() -> None:
     files = {path.stem for path in Path(stages.__file__).parent.glob("[!_]*.py")}
     boxes = set(re.findall(r"[A-Z][a-z]+(?:[A-Z][A-Za-z]+)?", DRAWN)) - {"MessageQueue", "Staleness"}
     assert {name.replace("_", "") for name in files} == {name.lower() for name in boxes}
+
+
+def test_the_layers_in_the_docs_are_those_of_the_linter() -> None:
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    layers = next(contract["layers"] for contract in contracts if contract["id"] == "layers")
+    section = (ROOT / "docs" / "architecture.md").read_text().split("## Layers")[1].split("\n## ")[0]
+    told = [re.findall(r"`(\w+)`", line.split("|")[1]) for line in section.splitlines() if line.startswith("| `")]
+    assert told == [layer.split(" | ") for layer in layers]

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from headway import progress
-from headway.progress import Heartbeat, Progress, advance, count_for, progress_here
+from headway.runtime import progress
+from headway.runtime.progress import Heartbeat, Progress, advance, count_for, progress_here
 
 
 class Clock:

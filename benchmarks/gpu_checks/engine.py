@@ -12,19 +12,19 @@ from transformers import PreTrainedModel
 
 from benchmarks.gpu_checks.models import checked_shape, on_device, peaked_model, requests, rows_of
 from benchmarks.gpu_checks.setting import Passed, Setting, one_rank_group, require
-from headway.config.learning import ActorConfig
-from headway.config.model import ModelConfig
-from headway.config.parallel import ParallelConfig
 from headway.config.schema import Config, RolloutConfig
+from headway.config.sections.learning import ActorConfig
+from headway.config.sections.model_section import ModelConfig
+from headway.config.sections.parallel import ParallelConfig
 from headway.data.collate import Row
+from headway.data.interfaces.episode_groups import GroupRequest
+from headway.data.interfaces.generation import Call
+from headway.data.interfaces.rollout import OnUpdate
 from headway.data.types import GroupTokens, RowTokens
 from headway.devices import Compute, Recorder
-from headway.engines.rollout.native.core import EngineCore
+from headway.engines.rollout.native.native_core import EngineCore
+from headway.engines.train.fsdp.device_mesh import TrainMesh
 from headway.engines.train.fsdp.engine import FsdpEngine
-from headway.engines.train.fsdp.mesh import TrainMesh
-from headway.interfaces.calls import Call
-from headway.interfaces.keeper import GroupRequest
-from headway.interfaces.rollout import OnUpdate
 
 TEMPERATURE = 0.8
 FLOAT32_TOLERANCE = 1e-3

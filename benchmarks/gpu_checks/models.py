@@ -13,13 +13,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config, Qwe
 
 from benchmarks.gpu_checks.setting import Setting
 from headway.data.collate import Row
+from headway.data.interfaces.episode_groups import GroupRequest
+from headway.data.interfaces.generation import SamplingParams
 from headway.data.types import GroupTokens, Prompt
-from headway.interfaces.calls import SamplingParams
-from headway.interfaces.keeper import GroupRequest
+from headway.engines.weights.buckets import pack, whole
+from headway.engines.weights.outgoing_version import Window
+from headway.engines.weights.weight_layout import Manifest, buckets, build_manifest
 from headway.models.pretrained import load_model
-from headway.weights.buckets import pack, whole
-from headway.weights.layout import Manifest, buckets, build_manifest
-from headway.weights.outgoing import Window
 
 FAMILIES: dict[str, Any] = {"qwen2": Qwen2Config, "qwen3": Qwen3Config}
 SPREAD = 2.0

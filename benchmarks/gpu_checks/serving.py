@@ -17,13 +17,13 @@ from transformers import PreTrainedModel
 
 from benchmarks.gpu_checks.models import Shape, checked_shape, manifest_of, on_device, peaked_model, requests, windows
 from benchmarks.gpu_checks.setting import Passed, Setting, require
+from headway.agents.episodes.local_episodes import keeping
+from headway.data.interfaces.episode_groups import FinishedGroup, GroupRequest
+from headway.data.interfaces.rollout import OnUpdate
 from headway.engines.rollout.native import NativeEngine
-from headway.episodes.alone import keeping
-from headway.interfaces.keeper import FinishedGroup, GroupRequest
-from headway.interfaces.rollout import OnUpdate
-from headway.weights.layout import Manifest
-from headway.weights.outgoing import Stream
-from headway.weights.protocols import Incoming, WeightSink
+from headway.engines.weights.outgoing_version import Stream
+from headway.engines.weights.protocols import Incoming, WeightSink
+from headway.engines.weights.weight_layout import Manifest
 
 TOLERANCE = 2e-3
 """Nats, in float32."""
@@ -209,8 +209,8 @@ def _random(shape: Shape, setting: Setting) -> Any:
 
 
 def _send(weights: Mapping[str, torch.Tensor], manifest: Manifest, sink: WeightSink) -> None:
-    from headway.weights.buckets import pack, whole
-    from headway.weights.layout import buckets
+    from headway.engines.weights.buckets import pack, whole
+    from headway.engines.weights.weight_layout import buckets
 
     shards = whole(weights)
     stream = Stream(manifest, pack(manifest, shards, buckets(manifest.nbytes, 2**22)))

@@ -26,16 +26,16 @@ from transformers import AutoModelForCausalLM
 from benchmarks.gpu_checks.models import HALF_BILLION, LIKE_HALF_BILLION, Shape, requests
 from benchmarks.gpu_checks.setting import Passed, Setting, one_rank_group, require
 from benchmarks.gpu_checks.training import Layout
-from headway.config.learning import ActorConfig
-from headway.config.model import ModelConfig
-from headway.config.parallel import ParallelConfig
+from headway.agents.episodes.local_episodes import keeping
 from headway.config.schema import Config
+from headway.config.sections.learning import ActorConfig
+from headway.config.sections.model_section import ModelConfig
+from headway.config.sections.parallel import ParallelConfig
 from headway.data.collate import Row
+from headway.data.interfaces.steps import StepContext
 from headway.engines.rollout.native import NativeEngine
+from headway.engines.train.fsdp.device_mesh import TrainMesh
 from headway.engines.train.fsdp.engine import FsdpEngine
-from headway.engines.train.fsdp.mesh import TrainMesh
-from headway.episodes.alone import keeping
-from headway.interfaces.steps import StepContext
 from headway.models.pretrained import load_model
 
 PEAKS = {

@@ -22,14 +22,14 @@ from transformers import PreTrainedModel
 
 from benchmarks.gpu_checks.models import checked_shape, peaked_model
 from benchmarks.gpu_checks.setting import CheckFailed, Passed, Setting, one_rank_group, require
-from headway.config.learning import ActorConfig, FsdpConfig, OptimConfig
-from headway.config.model import ModelConfig
-from headway.config.parallel import ParallelConfig
 from headway.config.schema import Config
+from headway.config.sections.learning import ActorConfig, FsdpConfig, OptimConfig
+from headway.config.sections.model_section import ModelConfig
+from headway.config.sections.parallel import ParallelConfig
 from headway.data.collate import Row
+from headway.data.interfaces.steps import StepContext
+from headway.engines.train.fsdp.device_mesh import TrainMesh
 from headway.engines.train.fsdp.engine import FsdpEngine
-from headway.engines.train.fsdp.mesh import TrainMesh
-from headway.interfaces.steps import StepContext
 from headway.models.pretrained import load_model
 
 FLOAT32_TOLERANCE = 1e-3

@@ -24,16 +24,16 @@ from transformers import PreTrainedModel
 
 from benchmarks.gpu_checks.models import manifest_of, on_device, peaked_model, windows
 from benchmarks.gpu_checks.setting import Passed, Setting, Skipped, require
-from headway.config.transports import TRANSPORTS
+from headway.config.transport_facts import TRANSPORTS
 from headway.devices import kind_of
-from headway.engines.served.weights import ServedWeights
-from headway.weights.incoming import BackBuffer, InPlace
-from headway.weights.layout import Manifest, buckets, build_manifest
-from headway.weights.outgoing import Staged, Stream
-from headway.weights.protocols import Incoming, Outgoing, Parcel, WeightReceiver, WeightSender
-from headway.weights.transports.broadcast import BroadcastLink, BroadcastReceiver, BroadcastSender
-from headway.weights.transports.group import StoreGroup, open_store
-from headway.weights.transports.links import EndContext, Meeting, make_link, open_receiver, open_sender
+from headway.engines.weights.incoming_version import BackBuffer, InPlace
+from headway.engines.weights.outgoing_version import Staged, Stream
+from headway.engines.weights.protocols import Incoming, Outgoing, Parcel, WeightReceiver, WeightSender
+from headway.engines.weights.served.served_weights import ServedWeights
+from headway.engines.weights.transports.broadcast import BroadcastLink, BroadcastReceiver, BroadcastSender
+from headway.engines.weights.transports.links import EndContext, Meeting, make_link, open_receiver, open_sender
+from headway.engines.weights.transports.process_group import StoreGroup, open_store
+from headway.engines.weights.weight_layout import Manifest, buckets, build_manifest
 
 HOST = "127.0.0.1"
 TIMEOUT_S = 30.0

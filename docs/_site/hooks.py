@@ -19,17 +19,17 @@ ROOT = Path(__file__).parents[2]
 LINK = re.compile(r"\]\(((?:\.\./)*[\w./-]+)(#[\w-]+)?\)")
 API = {
     "headway.api": "Runs from Python",
-    "headway.interfaces": "Protocols",
+    "headway.data.interfaces": "Protocols",
     "headway.algorithms.registry": "Algorithms of your own",
     "headway.algorithms.advantages": "Advantages",
     "headway.algorithms.losses": "Losses",
     "headway.algorithms.corrections": "Corrections",
     "headway.algorithms.aggregation": "Aggregation",
     "headway.algorithms.kl": "KL estimators",
-    "headway.programs.chat": "Turns of a program",
-    "headway.rewards.request": "Requests of rewards",
+    "headway.agents.interface.program_chat": "Turns of a program",
+    "headway.agents.rewards.score_request": "Requests of rewards",
     "headway.data.tasks": "Tasks",
-    "headway.weights.protocols": "Transports",
+    "headway.engines.weights.protocols": "Transports",
     "headway.errors": "Errors",
 }
 """Module → title of its page. A package shows what its `__all__` names, or its modules where it has none."""

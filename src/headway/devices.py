@@ -115,7 +115,8 @@ class DeviceKind(Protocol):
     def own_group(self, store: Any, rank: int, size: int, timeout: timedelta) -> Any | None:
         """Form a process group over `collectives`, from a store alone and apart from torch's default group.
 
-        None where `collectives` is Gloo, whose group is made with its address, by `weights.transports.group`.
+        None where `collectives` is Gloo, whose group is made with its address, by
+        `engines.weights.transports.process_group`.
         """
 
     def total_memory(self, device: Device) -> int | None:

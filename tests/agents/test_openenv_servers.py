@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from headway.agents.programs.program import LoadedProgram, ProgramSpec
 from headway.errors import ProgramAway, ProgramFailed
-from headway.programs.program import LoadedProgram, ProgramSpec
 from tests.programs.scripted import Script, play, start
 from tests.programs.served import served
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from headway.agents.interface.program_messages import EpisodeEnd
+from headway.agents.programs.program import LoadedProgram, ProgramSpec
 from headway.errors import ProgramFailed, UserCodeError
-from headway.programs.messages import EpisodeEnd
-from headway.programs.program import LoadedProgram, ProgramSpec
 from tests.programs.scripted import Script, calling, play, start
 
 THEIRS = Path(__file__).parent / "theirs"

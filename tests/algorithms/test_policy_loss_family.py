@@ -14,15 +14,7 @@ from torch import Tensor
 
 from headway.algorithms.aggregation import token_weights
 from headway.algorithms.losses import POLICY_LOSSES, LossInputs, PolicyLossParams
-from headway.config.losses import (
-    LOSSES,
-    ClipCov,
-    DualClip,
-    Gspo,
-    KlCov,
-    TPpo,
-    TruncatedIs,
-)
+from headway.config.sections.losses import LOSSES, ClipCov, DualClip, Gspo, KlCov, TPpo, TruncatedIs
 from headway.errors import ConfigError
 
 LOW, HIGH, RHO = 0.2, 0.28, 1.3

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from headway.algorithms.aggregation import AGGREGATIONS, token_weights
 from headway.algorithms.losses import POLICY_LOSSES, LossInputs, PolicyLossParams
-from headway.config.losses import PpoClip
+from headway.config.sections.losses import PpoClip
 from headway.errors import ConfigError
 
 PARAMS = PolicyLossParams(PpoClip(), 0.2, 0.28)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from headway.algorithms.corrections import CORRECTIONS, CorrectionParams, log_linear_prox
 from headway.algorithms.losses import LossInputs, PolicyLossParams, ppo_clip
-from headway.config.losses import PpoClip
+from headway.config.sections.losses import PpoClip
 
 SHAPE = (4, 6)
 EVERY_TOKEN = torch.ones(SHAPE, dtype=torch.bool)

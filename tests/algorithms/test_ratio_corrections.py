@@ -18,7 +18,7 @@ from headway.algorithms.corrections import (
     truncate,
 )
 from headway.algorithms.losses import LossInputs, PolicyLossParams, ppo_clip
-from headway.config.losses import PpoClip
+from headway.config.sections.losses import PpoClip
 from headway.errors import ConfigError
 
 LEVELS = ("token", "sequence", "geometric")

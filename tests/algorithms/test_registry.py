@@ -8,7 +8,7 @@ import pytest
 
 from headway.algorithms.registry import Registry
 from headway.errors import ConfigError, UserCodeError
-from headway.user_code import load_function, names_a_file, resolve_spec
+from headway.runtime.user_code import load_function, names_a_file, resolve_spec
 
 
 @pytest.fixture

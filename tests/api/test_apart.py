@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from headway.api import apart
-from headway.api.apart import carry_out_apart
+from headway.api import subprocess_client
+from headway.api.subprocess_client import carry_out_apart
 from headway.errors import ConfigError, RunError, WorkerDied
-from headway.reports.cell import Cell
+from headway.reports.live.notebook_cell import Cell
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -98,7 +98,7 @@ def test_an_interrupt_is_passed_on_to_the_job() -> None:
 
 def test_a_job_that_is_asked_to_end_has_time_to_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process starts."""
-    monkeypatch.setattr(apart, "GONE_S", 0.1)
+    monkeypatch.setattr(subprocess_client, "GONE_S", 0.1)
 
     def show(page: str) -> None:
         raise ValueError("the page cannot be shown")
@@ -113,7 +113,7 @@ def test_an_interrupt_before_the_job_has_begun_ends_it_in_silence(
 ) -> None:
     """A process starts."""
     early = "import os; os.kill(os.getppid(), signal.SIGINT); signal.pause(); from headway"
-    monkeypatch.setattr(apart, "BOOT", apart.BOOT.replace("from headway", early))
+    monkeypatch.setattr(subprocess_client, "BOOT", subprocess_client.BOOT.replace("from headway", early))
     with pytest.raises(KeyboardInterrupt):
         carry_out_apart(Doing("shows"), None)
     assert capfd.readouterr() == ("", "")

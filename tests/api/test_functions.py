@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from headway.api.functions import Functions
+from headway.api.function_files import Functions
 from headway.errors import ConfigError, UserCodeError
-from headway.user_code import load_function, load_object
+from headway.runtime.user_code import load_function, load_object
 
 
 def made(bonus: float) -> Callable[[str], float]:
@@ -46,12 +46,13 @@ def test_a_script_gives_what_only_it_has_and_a_module_beside_it(tmp_path: Path) 
     """It takes seconds, since two processes import Ray's pickling."""
     (tmp_path / "beside.py").write_text("def half(x):\n    return x / 2\n")
     (tmp_path / "script.py").write_text(
-        "from pathlib import Path\nfrom beside import half\nfrom headway.api.functions import Functions\n"
+        "from pathlib import Path\nfrom beside import half\nfrom headway.api.function_files import Functions\n"
         "RIGHT = 8\ndef score(response):\n    return half(RIGHT)\n"
         "Functions({'reward.function': score}).write(Path('code'))\n"
     )
     subprocess.run([sys.executable, "script.py"], cwd=tmp_path, check=True, timeout=60)
-    load = f"from headway.user_code import load_function; print(load_function('{tmp_path}/code/score.py:score')('?'))"
+    function = f"{tmp_path}/code/score.py:score"
+    load = f"from headway.runtime.user_code import load_function; print(load_function('{function}')('?'))"
     found = subprocess.run(
         [sys.executable, "-c", load], cwd="/", check=True, timeout=60, capture_output=True, text=True
     )

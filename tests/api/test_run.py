@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import headway
-from headway.api.run import Run
+from headway.api.run_handle import Run
 from headway.api.table import Table, table
 from headway.config.loading import dump
 from headway.config.schema import Config

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headway.api.settings import layer, settings_given
+from headway.api.python_settings import layer, settings_given
 from headway.api.training import train
 from headway.config.loading import load
 from headway.errors import ConfigError

@@ -8,13 +8,13 @@ import pytest
 
 import headway
 from headway.api import training
-from headway.api.functions import Functions
+from headway.api.function_files import Functions
+from headway.api.run_settings import load_resumed
 from headway.config.layers import Layer
 from headway.config.loading import LoadedConfig, dump, load
 from headway.errors import UserCodeError
 from headway.reports.run_directory import Occupied, RunDirectory
-from headway.settings import load_resumed
-from headway.user_code import load_function
+from headway.runtime.user_code import load_function
 
 RECIPE = {"data.task.name": "sort", "model.path": "m", "cluster.backend": "inline", "rollout.total_rollout_steps": 128}
 

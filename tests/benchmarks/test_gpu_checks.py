@@ -15,19 +15,19 @@ import torch
 from benchmarks.gpu_checks import demo, engine, packing, serving, speed, training, transports
 from benchmarks.gpu_checks.models import HALF_BILLION
 from benchmarks.gpu_checks.setting import CheckFailed, Passed, Setting
-from headway.config.transports import TRANSPORTS
+from headway.config.transport_facts import TRANSPORTS
+from headway.data.interfaces.steps import StepReport
 from headway.data.trees import Segments
 from headway.devices import Compute
-from headway.engines.rollout.native import runner
-from headway.engines.rollout.native.cache import SlotCache
-from headway.engines.rollout.native.core import EngineCore
-from headway.engines.served.memory import WeightMemory
+from headway.engines.rollout.native import model_runner
+from headway.engines.rollout.native.cache.kv_cache import SlotCache
+from headway.engines.rollout.native.native_core import EngineCore
 from headway.engines.train.fsdp import engine as fsdp_engine
 from headway.engines.train.fsdp import learner, policy
 from headway.engines.train.fsdp.engine import FsdpEngine
-from headway.interfaces.steps import StepReport
-from headway.models.layout import Layout
-from headway.weights.buckets import Tensors
+from headway.engines.weights.buckets import Tensors
+from headway.engines.weights.served.served_memory import WeightMemory
+from headway.models.attention.packed_layout import Layout
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
@@ -122,8 +122,10 @@ def contexts_that_come_back_are_damaged(patch: pytest.MonkeyPatch) -> None:
 
 
 def greedy_takes_the_least_likely(patch: pytest.MonkeyPatch) -> None:
-    right = runner.sample
-    patch.setattr(runner, "sample", lambda logits, how, u: right(-logits if how.greedy is not None else logits, how, u))
+    right = model_runner.sample
+    patch.setattr(
+        model_runner, "sample", lambda logits, how, u: right(-logits if how.greedy is not None else logits, how, u)
+    )
 
 
 def predictors_are_off_by_one(patch: pytest.MonkeyPatch) -> None:

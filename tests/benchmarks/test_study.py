@@ -15,7 +15,7 @@ from benchmarks.study_figure import THEME, draw, themed
 from benchmarks.study_runs import LOSSES, Kept, Result, Run, model_settings, read, runs
 from benchmarks.study_staleness import FULL, PAGE, QUICK, RATES, Study, conduct
 from benchmarks.study_tables import accuracy_table, by_cell, health_table, lag_range, time_table, write_into
-from headway.config.doctor import diagnose
+from headway.config.doctor.doctor import diagnose
 from headway.config.loading import load
 
 RUN = Run("naive", eta=4, lr=2e-4, seed=0)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from headway.config.loading import dump, load
-from headway.config.model import MakeModelConfig
-from headway.models.make import make_model
+from headway.config.sections.model_section import MakeModelConfig
+from headway.models.made_model import make_model
 from tests.cli.evaluations import RUN
 
 

@@ -18,11 +18,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from headway import preflight
+from headway.api.checks import preflight
 from headway.cli import cli
-from headway.config.model import MakeModelConfig
+from headway.config.sections.model_section import MakeModelConfig
 from headway.errors import ModelError, RunError
-from headway.models.make import make_model
+from headway.models.made_model import make_model
 from tests.tiers import mostly_slow
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "errors.md"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from headway.app.begin import _open_reports
+from headway.api.run.new_run import _open_reports
 from headway.config.schema import Config
 from headway.reports.run_directory import Occupied
 

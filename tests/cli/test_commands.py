@@ -11,9 +11,9 @@ import typer
 from typer.testing import CliRunner, Result
 
 import headway
-from headway.cli import cli, common, main, outputs
+from headway.cli import cli, common, main, output_files
 from headway.cli.stdout import replace_stdout
-from headway.cli.training import device_range, summary
+from headway.cli.train_command import device_range, summary
 from headway.config.loading import LoadedConfig, load
 from headway.errors import ConfigError, HeadwayError, WorkerDied
 from tests.tiers import mostly_slow
@@ -135,7 +135,7 @@ def test_the_number_of_slots_is_shown_also_where_it_follows_from_other_settings(
 def test_a_dry_run_prints_a_configuration_that_loads_again_and_does_not_train(
     recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "headway.app", None)
+    monkeypatch.setitem(sys.modules, "headway.api.run", None)
     shown = run("train", recipe, "mode=async_stale", "rollout.n=4", "--dry-run")
     assert shown.exit_code == 0
     (tmp_path / "shown.yaml").write_text(shown.output)
@@ -268,7 +268,7 @@ class ScriptedApp:
 
 def scripted(monkeypatch: pytest.MonkeyPatch, outcome: int | BaseException) -> ScriptedApp:
     app = ScriptedApp(outcome)
-    monkeypatch.setitem(sys.modules, "headway.app", app)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "headway.api.run", app)  # type: ignore[arg-type]
     return app
 
 
@@ -401,7 +401,7 @@ def test_an_error_keeps_its_exit_code_where_nobody_reads_it(monkeypatch: pytest.
 def test_a_file_that_cannot_be_written_is_the_users_mistake(tmp_path: Path, name: str, why: str) -> None:
     (tmp_path / "a_file").touch()
     with pytest.raises(ConfigError) as refused:
-        outputs.check_writable("--output", tmp_path / name)
+        output_files.check_writable("--output", tmp_path / name)
     assert str(refused.value).startswith(f"--output {tmp_path / name} cannot be written ({why}); give a file")
 
 
@@ -416,15 +416,15 @@ def test_an_output_is_no_input_by_whatever_name(tmp_path: Path) -> None:
     inputs = (tmp_path / "not there", Path("x" * 300), file, folder)
     for name in ("file", "hard", "folder/deep/file", "way/deep/file", "folder/link", "target"):
         with pytest.raises(ConfigError, match="would overwrite"):
-            outputs.check_writable("--output", tmp_path / name, inputs)
+            output_files.check_writable("--output", tmp_path / name, inputs)
     for name in ("not there", "new", "folder/new", "folder/deep/new"):
-        outputs.check_writable("--output", tmp_path / name, inputs)
+        output_files.check_writable("--output", tmp_path / name, inputs)
     (tmp_path / "another").touch()
-    outputs.check_writable("--output", tmp_path / "another", inputs)
+    output_files.check_writable("--output", tmp_path / "another", inputs)
 
 
 def test_outputs_that_go_nowhere_may_go_there_together() -> None:
-    outputs.check_outputs({"--json": Path("/dev/null"), "--html": Path("/dev/null"), "--output": None})
+    output_files.check_outputs({"--json": Path("/dev/null"), "--html": Path("/dev/null"), "--output": None})
 
 
 def test_looking_whether_a_file_can_be_written_changes_nothing(tmp_path: Path) -> None:
@@ -435,7 +435,7 @@ def test_looking_whether_a_file_can_be_written_changes_nothing(tmp_path: Path) -
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     try:
         for path in (there, link, pipe, tmp_path / "new", Path("/dev/null")):
-            outputs.check_writable("--output", path)
+            output_files.check_writable("--output", path)
         poll = select.poll()
         poll.register(reader)
         assert poll.poll(0) == [], "the pipe's reader was told that its writer left"

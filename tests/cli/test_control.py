@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from headway.app.control import Control
+from headway.api.control_socket import Answer, Message, listening
+from headway.api.run.run_control import Control
 from headway.cli import cli
-from headway.control import Answer, Message, listening
 from headway.reports.run_directory import RunDirectory
 
 
@@ -98,7 +98,7 @@ def test_each_bad_input_ends_in_one_message(
 
 
 def test_a_command_that_the_run_does_not_know_names_those_that_it_does(run: RunDirectory):
-    from headway.control import ask
+    from headway.api.control_socket import ask
     from headway.errors import UserError
 
     with going_on(run, Control().answer), pytest.raises(UserError, match="can be asked for profile, not for 'prune'"):

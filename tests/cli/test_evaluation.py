@@ -17,12 +17,12 @@ import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from headway.api.eval.figures import figures
+from headway.api.eval.progress_bar import Tenths
 from headway.cli.answers_file import AnswersFile
-from headway.cli.evaluation import _print_by_source
-from headway.cluster.process import math_environment
-from headway.cluster.processes import descendants
-from headway.evaluation.figures import figures
-from headway.evaluation.progress import Tenths
+from headway.cli.eval_command import _print_by_source
+from headway.cluster.machine.child_processes import descendants
+from headway.cluster.machine.worker_setup import math_environment
 from tests.cli.evaluations import LENGTH, SHORT, lines_of, said, write
 from tests.cli.test_commands import python, run
 from tests.evaluation.test_figures import solved

@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from headway.config.model import MakeModelConfig
-from headway.models.make import make_model
+from headway.config.sections.model_section import MakeModelConfig
+from headway.models.made_model import make_model
 from tests.cli.evaluations import SHORT, lines_of, said, write
 from tests.cli.test_commands import run
 

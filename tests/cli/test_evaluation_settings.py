@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from headway.config.placement import resolve_placement
+from headway.api.eval.evaluation_settings import settle
+from headway.config.sizing.placement import resolve_placement
 from headway.errors import ConfigError
-from headway.evaluation.settings import settle
 from tests.cli.evaluations import RUN, said, write
 from tests.cli.test_commands import run
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from headway.agents.rewards.score_request import RewardPart, RewardSpec, ScoreRequest
+from headway.agents.rewards.scorers import make_scorer
 from headway.data.files import read_records
-from headway.rewards.request import RewardPart, RewardSpec, ScoreRequest
-from headway.rewards.scorers import make_scorer
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

@@ -11,8 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from headway.cli import cli
-from headway.cli.completing import complete_config, complete_key, complete_setting
-from headway.config.checks import checks_of
+from headway.cli.completion import complete_config, complete_key, complete_setting
+from headway.config.doctor.check_texts import checks_of
 from headway.config.recipes import home, recipes
 from headway.config.reference import parts
 from headway.errors import ConfigError

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from headway.cli.nodes import MOST_ROWS, nodes_drawn
-from headway.config.placement import resolve_placement
+from headway.cli.node_drawing import MOST_ROWS, nodes_drawn
 from headway.config.schema import Config
+from headway.config.sizing.placement import resolve_placement
 
 
 def drawn(**sections: Any) -> dict[str, str]:

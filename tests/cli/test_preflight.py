@@ -10,12 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from headway import preflight
-from headway.config.model import MakeModelConfig
+from headway.api.checks import preflight
+from headway.api.checks.preflight import check_inputs, check_model
 from headway.config.schema import Config
+from headway.config.sections.model_section import MakeModelConfig
 from headway.errors import ConfigError, DataError, ModelError, UserCodeError, UserError
-from headway.models.make import make_model
-from headway.preflight import check_inputs, check_model
+from headway.models.made_model import make_model
 from headway.reports.run_directory import RunDirectory
 from tests.engines.train.families import make_family
 
@@ -138,7 +138,7 @@ def test_a_model_that_the_native_engine_cannot_run_is_refused_with_a_way_out(
 def test_vllm_that_is_not_installed_is_refused_by_the_doctor_too(
     job: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headway.config.machine.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("headway.config.doctor.machine_advice.importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="vLLM is not installed here"):
         check_inputs(changed(job, "rollout", name="vllm"))
     elsewhere = {**job, "cluster": {"address": "head:6379"}}

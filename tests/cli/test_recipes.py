@@ -14,15 +14,15 @@ from typing import Any
 import pyarrow.parquet
 import pytest
 
+from headway.agents.rewards.score_request import RewardPart, RewardSpec, ScoreRequest
+from headway.agents.rewards.scorers import make_scorer
 from headway.config.loading import load
-from headway.config.model import MakeModelConfig
-from headway.config.placement import resolve_placement
+from headway.config.sections.model_section import MakeModelConfig
+from headway.config.sizing.placement import resolve_placement
 from headway.data.files import read_records
 from headway.data.tasks import make_task, split_task
-from headway.models.make import make_model
+from headway.models.made_model import make_model
 from headway.models.tokenizer import load_tokenizer
-from headway.rewards.request import RewardPart, RewardSpec, ScoreRequest
-from headway.rewards.scorers import make_scorer
 from tests.cli.test_commands import run
 from tests.tiers import mostly_slow
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from headway import preflight
+from headway.api.checks import preflight
 from headway.errors import UserError
 from tests.cli.evaluations import SHORT, lines_of, said, write
 from tests.cli.test_commands import run
@@ -115,7 +115,7 @@ def test_a_model_that_does_not_load_leaves_the_answers_of_another_time(
     async def refuse(*_: object) -> None:
         raise UserError("no weights")
 
-    monkeypatch.setattr("headway.evaluation.answers._start_engine", refuse)
+    monkeypatch.setattr("headway.api.eval.scored_answers._start_engine", refuse)
     output = tmp_path / "answers.jsonl"
     output.write_text("kept")
     done = run("eval", str(tiny), "sort", *SHORT, "-o", str(output))

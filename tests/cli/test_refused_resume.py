@@ -16,8 +16,8 @@ from headway.data.sources import build_sources, read_rows
 from headway.engines.train.state_file import REMOVE
 from headway.events import Event, RunFinished, VersionReached
 from headway.models.tokenizer import load_tokenizer
-from headway.pipeline.ledger import Ledger
-from headway.reports.events_file import EventsFile
+from headway.pipeline.admission.ledger import Ledger
+from headway.reports.record.events_file import EventsFile
 from headway.reports.run_directory import RunDirectory
 from tests.cli.test_bad_input import _matches, _table
 from tests.integration.support import make_job, run_here

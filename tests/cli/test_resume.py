@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from headway.app.run import is_of_the_end
+from headway.api.run.training_run import is_of_the_end
 from headway.cli import cli
 from headway.config.loading import LoadedConfig, dump, load
 from headway.config.schema import Config
@@ -42,7 +42,7 @@ class ScriptedApp:
 @pytest.fixture
 def app(monkeypatch: pytest.MonkeyPatch) -> ScriptedApp:
     scripted = ScriptedApp()
-    monkeypatch.setitem(sys.modules, "headway.app", scripted)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "headway.api.run", scripted)  # type: ignore[arg-type]
     return scripted
 
 

@@ -10,7 +10,7 @@ from typer.testing import CliRunner, Result
 from headway.cli import cli
 from headway.config.loading import dump
 from headway.config.schema import Config
-from headway.reports.trackers.apart import Memory, memory_file
+from headway.reports.trackers.tracker_client import Memory, memory_file
 from tests.reports.trackers.test_processes import stub
 
 LOGS = "print('logged', values['version'], flush=True)"

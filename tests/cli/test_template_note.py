@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headway.app.run import template_note
+from headway.api.run.training_run import template_note
 from headway.config.schema import Config
 from tests.episodes.conftest import tokenizer_of
 

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from headway.config.model import MakeModelConfig
+from headway.config.sections.model_section import MakeModelConfig
 
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A model's folder of some ten thousand parameters."""
-    from headway.models.make import make_model
+    from headway.models.made_model import make_model
 
     path: Path = tmp_path_factory.mktemp("tiny") / "model"
     make_model(

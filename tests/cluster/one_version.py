@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 
 from headway.cluster.backend import Workers
 from headway.config.schema import Config
+from headway.data.interfaces.episode_groups import FinishedGroup, GroupRequest
+from headway.data.interfaces.generation import SamplingParams
+from headway.data.interfaces.rollout import OnUpdate
+from headway.data.interfaces.steps import StepContext
+from headway.data.interfaces.weights import ReceiveReport, SendReport
 from headway.data.types import Outcomes, Prompt, Sample
-from headway.interfaces.calls import SamplingParams
-from headway.interfaces.keeper import FinishedGroup, GroupRequest
-from headway.interfaces.rollout import OnUpdate
-from headway.interfaces.steps import StepContext
-from headway.interfaces.weights import ReceiveReport, SendReport
 
 N = 4
 

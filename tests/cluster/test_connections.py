@@ -14,10 +14,17 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from headway.cluster import connections
-from headway.cluster.connections import CallAddress, CallServer, Connection, ConnectionEnded, Failed, connected
+from headway.cluster.calls import worker_connections
+from headway.cluster.calls.worker_connections import (
+    CallAddress,
+    CallServer,
+    Connection,
+    ConnectionEnded,
+    Failed,
+    connected,
+)
 from headway.cluster.role_host import RoleHost
-from headway.config.timeouts import RECONNECT_S, SESSION_S
+from headway.config.sizing.timeouts import RECONNECT_S, SESSION_S
 from headway.errors import DataError
 
 
@@ -326,7 +333,7 @@ async def test_an_iteration_waits_for_a_caller_that_does_not_read(
     served: Served, monkeypatch: pytest.MonkeyPatch, broken: bool
 ) -> None:
     """The memory of the worker does not grow with what it could say; nothing is lost once the caller reads again."""
-    monkeypatch.setattr(connections, "KEPT_BYTES", 4 << 20)
+    monkeypatch.setattr(worker_connections, "KEPT_BYTES", 4 << 20)
     role, _, connection = served
 
     async def items() -> list[bytes]:

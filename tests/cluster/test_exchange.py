@@ -9,18 +9,18 @@ from typing import Any, cast
 
 import pytest
 
-from headway.cluster.exchange import Exchange, ExchangeSettings, exchange_settings
-from headway.cluster.roles.inbox import Left
-from headway.cluster.roles.outbox import Send, Sent, SentWeights
+from headway.cluster.roles.weight_receive_role import Left
+from headway.cluster.roles.weight_send_role import Send, Sent, SentWeights
+from headway.cluster.weight_sync.weight_sync import Exchange, ExchangeSettings, exchange_settings
 from headway.cluster.worker_group import Worker, WorkerGroup
 from headway.config.schema import Config
-from headway.config.timeouts import Timeouts
+from headway.config.sizing.timeouts import Timeouts
+from headway.data.interfaces.weights import ReceiveReport, SendReport
+from headway.engines.weights.digests import combined
+from headway.engines.weights.protocols import HostCopy, Parcel
+from headway.engines.weights.transports.links import Link
+from headway.engines.weights.weight_layout import Manifest, TensorSlot
 from headway.errors import ConfigError, UpdateFailed, UpdateMissed, WorkerDied
-from headway.interfaces.weights import ReceiveReport, SendReport
-from headway.weights.digests import combined
-from headway.weights.layout import Manifest, TensorSlot
-from headway.weights.protocols import HostCopy, Parcel
-from headway.weights.transports.links import Link
 
 LIMITS = Timeouts(60, 10, 300)
 SETTINGS = ExchangeSettings(

@@ -8,11 +8,11 @@ from collections.abc import Callable
 
 import pytest
 
-from headway.cluster.file_work import while_bytes_move
-from headway.config.timeouts import FILE_QUIET_S
+from headway.cluster.machine.file_work import while_bytes_move
+from headway.config.sizing.timeouts import FILE_QUIET_S
 from headway.errors import RunError, StallError
-from headway.progress import Heartbeat
-from headway.simulate.clock import run_virtual
+from headway.planner.simulation.virtual_clock import run_virtual
+from headway.runtime.progress import Heartbeat
 
 
 def now() -> float:

@@ -13,10 +13,10 @@ import pytest
 import torch.distributed as dist
 
 from headway.cluster.role_host import RoleHost
-from headway.cluster.roles.ref import RefRole
+from headway.cluster.roles.reference_role import RefRole
 from headway.config.schema import Config
-from headway.progress import Heartbeat, advance
-from headway.weights.transports import group
+from headway.engines.weights.transports import process_group
+from headway.runtime.progress import Heartbeat, advance
 
 
 class Busy:
@@ -81,7 +81,7 @@ def test_a_rank_waits_for_another_longer_than_any_step_whatever_the_stall_detect
 ) -> None:
     joined: list[dict[str, Any]] = []
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **settings: joined.append(settings))
-    monkeypatch.setattr(group, "join_store", lambda *_: None)
+    monkeypatch.setattr(process_group, "join_store", lambda *_: None)
     config = Config.model_validate({"cluster": {"stall_timeout_s": 5}})
     here: dict[str, Any] = {"fetch": list, "put": id, "threads": 1, "device": "cpu", "name": "ref-0"}
     role = RefRole(rank=0, world_size=2, config=config, model_path="m", **here)

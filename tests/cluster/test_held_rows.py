@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from headway.cluster.held_rows import HeldRows
+from headway.cluster.machine.batch_cache import HeldRows
+from headway.cluster.machine.token_files import TokenFiles, TokenPart, TokenPlace, read_part
 from headway.cluster.roles.role import Role
-from headway.cluster.token_files import TokenFiles, TokenPart, TokenPlace, read_part
 from headway.cluster.worker_group import Collect, Dispatch, WorkerGroup, register
 from headway.data.types import Column, GroupTokens, RowTokens, Sample, SampledTokens, TrajectoryId
 from tests.cluster.fakes import group_tokens, sample

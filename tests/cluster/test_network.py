@@ -6,8 +6,8 @@ import socket
 
 import pytest
 
-from headway.cluster import network
-from headway.cluster.network import card_of, network_environment
+from headway.cluster.calls import network_interface
+from headway.cluster.calls.network_interface import card_of, network_environment
 
 
 def test_the_card_of_an_address_is_found() -> None:
@@ -23,12 +23,12 @@ def test_an_address_that_is_no_cards_has_none(address: str) -> None:
 def test_a_card_of_ipv6_is_found(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     table = tmp_path / "if_inet6"
     table.write_text("20010db8000000000000000000000007 02 40 00 80     eth3\n")
-    monkeypatch.setattr(network, "INTERFACES_V6", table)
+    monkeypatch.setattr(network_interface, "INTERFACES_V6", table)
     assert card_of("2001:db8::7") == "eth3"
 
 
 def test_gloo_and_nccl_are_told_the_card_unless_the_user_said_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(network, "card_of", lambda host: "eth0")
+    monkeypatch.setattr(network_interface, "card_of", lambda host: "eth0")
     assert network_environment("10.0.0.2", {}) == {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "=eth0"}
     assert network_environment("10.0.0.2", {"NCCL_SOCKET_IFNAME": "ib0"}) == {"GLOO_SOCKET_IFNAME": "eth0"}
 

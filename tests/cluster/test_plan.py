@@ -8,16 +8,16 @@ from typing import Any, cast
 
 import pytest
 
-from headway.cluster import process
 from headway.cluster.backend import start_backend
-from headway.cluster.engines import clock_offset
-from headway.cluster.inline import InlineCluster
-from headway.cluster.plan import ClusterPlan, plan_cluster
-from headway.cluster.process import ProcessSettings, threads_of
-from headway.cluster.ray_cluster import MIN_OBJECT_STORE, check_answers, object_store_bytes
+from headway.cluster.inline_cluster import InlineCluster
+from headway.cluster.machine import worker_setup
+from headway.cluster.machine.worker_setup import ProcessSettings, threads_of
+from headway.cluster.on_ray.ray_cluster import MIN_OBJECT_STORE, check_answers, object_store_bytes
+from headway.cluster.worker_engines import clock_offset
 from headway.cluster.worker_group import Worker
-from headway.config.placement import resolve_placement
+from headway.cluster.worker_plan import ClusterPlan, plan_cluster
 from headway.config.schema import Config
+from headway.config.sizing.placement import resolve_placement
 from headway.errors import ConfigError
 
 
@@ -60,7 +60,7 @@ def test_threads_divide_the_cores_of_the_node_that_a_worker_lands_on_and_are_nev
 ) -> None:
     assert {s.threads for s in plan().workers if not s.beside} == {0}
     assert {s.threads for s in plan().workers if s.beside} == {1}
-    monkeypatch.setattr(process, "available_cores", lambda: 12)
+    monkeypatch.setattr(worker_setup, "available_cores", lambda: 12)
     assert [threads_of(0, sharing) for sharing in (1, 2, 5, 200)] == [12, 6, 2, 1]
     assert threads_of(3, 2) == 3
     settings = ProcessSettings("rollout-0", 0, Path("log"), sharing=4)

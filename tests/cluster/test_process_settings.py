@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 
-from headway.cluster.process import collecting_seldom
+from headway.cluster.machine.worker_setup import collecting_seldom
 
 
 def test_garbage_is_collected_seldom_and_afterwards_as_before() -> None:

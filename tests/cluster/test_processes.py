@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from headway.cluster.processes import CAN_WATCH, ORDERLY_S, TERMINATED_S, Family, Watched
+from headway.cluster.machine.child_processes import CAN_WATCH, ORDERLY_S, TERMINATED_S, Family, Watched
 
 pytestmark = pytest.mark.skipif(not CAN_WATCH, reason="processes are watched on Linux only")
 

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import pytest
 
-from headway.cluster.profiled import profiled
+from headway.cluster.profiled_processes import profiled
 from headway.cluster.worker_group import PartOf, Worker
 
 

@@ -13,12 +13,12 @@ import pytest
 import ray
 
 from headway.cluster.backend import Workers, start_backend
-from headway.cluster.engines import RolloutReplica
-from headway.cluster.processes import Family, descendants
-from headway.cluster.ray_cluster import RayCluster
-from headway.cluster.ray_worker import RayWorker
+from headway.cluster.machine.child_processes import Family, descendants
+from headway.cluster.on_ray.ray_cluster import RayCluster
+from headway.cluster.on_ray.ray_worker import RayWorker
+from headway.cluster.worker_engines import RolloutReplica
+from headway.data.interfaces.rollout import OnUpdate
 from headway.errors import UpdateFailed, WorkerDied
-from headway.interfaces.rollout import OnUpdate
 from tests.cluster.one_version import N, generate, one_version, request, tiny_config, update
 
 pytestmark = pytest.mark.usefixtures("workers_can_import_tests")

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from headway.cluster import ray_node
-from headway.cluster.ray_node import LATEST, keep_ends, remove_session
+from headway.cluster.on_ray import ray_node
+from headway.cluster.on_ray.ray_node import LATEST, keep_ends, remove_session
 
 
 @pytest.fixture

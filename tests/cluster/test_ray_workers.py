@@ -18,17 +18,17 @@ import ray
 from ray.exceptions import OutOfMemoryError
 from ray.util import placement_group_table
 
-from headway.cluster import ray_worker, resource_pool
 from headway.cluster.backend import start_backend
-from headway.cluster.node_assignment import Node
-from headway.cluster.processes import Family
-from headway.cluster.ray_cluster import RayCluster
-from headway.cluster.ray_worker import RayWorker
-from headway.cluster.resource_pool import ResourcePool
-from headway.cluster.token_files import TokenFiles, TokenPart, TokenPlace
+from headway.cluster.machine.child_processes import Family
+from headway.cluster.machine.token_files import TokenFiles, TokenPart, TokenPlace
+from headway.cluster.on_ray import ray_worker, resource_pool
+from headway.cluster.on_ray.node_assignment import Node
+from headway.cluster.on_ray.ray_cluster import RayCluster
+from headway.cluster.on_ray.ray_worker import RayWorker
+from headway.cluster.on_ray.resource_pool import ResourcePool
 from headway.cluster.worker_group import WorkerGroup
-from headway.config.groups import node_shares
 from headway.config.schema import Config
+from headway.config.sizing.device_groups import node_shares
 from headway.data.types import Sample
 from headway.errors import ConfigError, ModelError, RunError, StallError, UpdateFailed, WorkerDied
 from tests.cluster.fakes import EchoRole, echo_plan, echo_specs, group_tokens, sample

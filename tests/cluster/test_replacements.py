@@ -10,17 +10,18 @@ from typing import Any, cast
 import pytest
 import pytest_asyncio
 
-from headway.cluster import address, resource_pool
-from headway.cluster.address import answers, stops_answering
-from headway.cluster.engines import RolloutReplica
-from headway.cluster.node_assignment import Node
-from headway.cluster.plan import WorkerSpec
+from headway.cluster.calls import address_check
+from headway.cluster.calls.address_check import answers, stops_answering
+from headway.cluster.on_ray import resource_pool
+from headway.cluster.on_ray.node_assignment import Node
+from headway.cluster.on_ray.resource_pool import ResourcePool
 from headway.cluster.replacements import Replacements, replica_start
-from headway.cluster.resource_pool import ResourcePool
-from headway.cluster.roles.rollout import RolloutRole
-from headway.cluster.sight import Sight
+from headway.cluster.roles.rollout_role import RolloutRole
+from headway.cluster.shared_filesystem import Sight
+from headway.cluster.worker_engines import RolloutReplica
 from headway.cluster.worker_group import Worker
-from headway.config.timeouts import Timeouts
+from headway.cluster.worker_plan import WorkerSpec
+from headway.config.sizing.timeouts import Timeouts
 from headway.errors import ModelError, StallError
 
 SPEC = WorkerSpec("rollout-1", RolloutRole, 1, 1, {})
@@ -219,8 +220,8 @@ async def test_a_machine_is_given_up_after_several_failures_in_a_row(monkeypatch
         asked.append(next(came))
         return asked[-1]
 
-    monkeypatch.setattr(address, "ASK_AGAIN_S", 0.0)
-    monkeypatch.setattr(address, "answers", says)
+    monkeypatch.setattr(address_check, "ASK_AGAIN_S", 0.0)
+    monkeypatch.setattr(address_check, "answers", says)
     await stops_answering("10.0.0.2", 1)
     assert len(asked) == 9
 

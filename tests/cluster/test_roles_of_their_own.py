@@ -22,22 +22,22 @@ import torch
 from numpy.typing import NDArray
 
 from headway.cluster.backend import Workers, start_backend
-from headway.cluster.engines import LogpReceiver
-from headway.cluster.plan import ClusterPlan, plan_cluster
-from headway.cluster.ray_worker import RayWorker
-from headway.cluster.token_files import TokenFile, read_here
-from headway.config.parallel import ParallelConfig
-from headway.config.placement import ACTOR, CRITIC, LOGP, REF, ROLLOUT, resolve_placement
+from headway.cluster.machine.token_files import TokenFile, read_here
+from headway.cluster.on_ray.ray_worker import RayWorker
+from headway.cluster.worker_engines import LogpReceiver
+from headway.cluster.worker_plan import ClusterPlan, plan_cluster
 from headway.config.schema import Config
+from headway.config.sections.parallel import ParallelConfig
+from headway.config.sizing.placement import ACTOR, CRITIC, LOGP, REF, ROLLOUT, resolve_placement
 from headway.data.collate import Row
+from headway.data.interfaces.rollout import OnUpdate
+from headway.data.interfaces.steps import StepContext, StepReport
+from headway.data.interfaces.weights import ReceiveReport, SendReport
 from headway.data.types import Column, GroupTokens, Outcomes, RowTokens, Sample, TrajectoryId
-from headway.engines.train.advantages import FetchAdvantages
-from headway.engines.train.fsdp.critic import FsdpCritic
-from headway.engines.train.fsdp.mesh import TrainMesh
+from headway.engines.train.batch_advantages import FetchAdvantages
+from headway.engines.train.fsdp.critic_engine import FsdpCritic
+from headway.engines.train.fsdp.device_mesh import TrainMesh
 from headway.errors import ConfigError, RunError, WorkerDied
-from headway.interfaces.rollout import OnUpdate
-from headway.interfaces.steps import StepContext, StepReport
-from headway.interfaces.weights import ReceiveReport, SendReport
 from headway.models.pretrained import load_model
 from tests.cluster.one_version import generate, tiny_config
 from tests.data.resolving import resolve

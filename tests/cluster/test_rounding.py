@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from headway.cluster.rounding import CEILING, FLOOR, SAFETY, Rounding
+from headway.cluster.weight_sync.probe_tolerance import CEILING, FLOOR, SAFETY, Rounding
+from headway.data.interfaces.weights import PolicyReceiver
 from headway.errors import ModelError
-from headway.interfaces.weights import PolicyReceiver
 
 EXPECTED = np.array([-1.0, -2.0], np.float32)
 

@@ -17,17 +17,17 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
-from headway.cluster import resource_pool
 from headway.cluster.hardware import available_cores
-from headway.cluster.node_assignment import Node
-from headway.cluster.plan import ClusterPlan, plan_cluster
-from headway.cluster.ray_cluster import RayCluster
-from headway.cluster.ray_signals import sigterm_kept
-from headway.cluster.ray_worker import RayWorker
-from headway.cluster.resource_pool import ResourcePool
-from headway.config.groups import NodeShare, node_shares
-from headway.config.placement import Placement, resolve_placement
+from headway.cluster.on_ray import resource_pool
+from headway.cluster.on_ray.node_assignment import Node
+from headway.cluster.on_ray.ray_cluster import RayCluster
+from headway.cluster.on_ray.ray_signals import sigterm_kept
+from headway.cluster.on_ray.ray_worker import RayWorker
+from headway.cluster.on_ray.resource_pool import ResourcePool
+from headway.cluster.worker_plan import ClusterPlan, plan_cluster
 from headway.config.schema import Config
+from headway.config.sizing.device_groups import NodeShare, node_shares
+from headway.config.sizing.placement import Placement, resolve_placement
 from headway.errors import ConfigError, StallError
 from tests.cluster.fakes import EchoRole
 

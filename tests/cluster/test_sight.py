@@ -9,10 +9,10 @@ from typing import Any, cast
 
 import pytest
 
-from headway.cluster.plan import ClusterPlan, Rank
-from headway.cluster.roles.lookout import Lookout
-from headway.cluster.sight import SharedFiles, Sight
+from headway.cluster.roles.file_probe import Lookout
+from headway.cluster.shared_filesystem import SharedFiles, Sight
 from headway.cluster.worker_group import Worker
+from headway.cluster.worker_plan import ClusterPlan, Rank
 from headway.errors import ConfigError, ModelError
 
 RUN, MODEL, WEIGHTS = Path("/runs/one"), "/models/tiny", Path("/weights")

@@ -12,13 +12,13 @@ import pytest
 
 from headway.cluster import backend, startup
 from headway.cluster.backend import start_backend
-from headway.cluster.plan import ClusterPlan, WorkerSpec
+from headway.cluster.worker_plan import ClusterPlan, WorkerSpec
 from headway.data.assignment import Cost
+from headway.data.interfaces.rollout import Capabilities, OnUpdate
+from headway.engines.weights.weight_layout import Manifest
 from headway.errors import ConfigError, ModelError, StallError, WorkerDied
-from headway.interfaces.rollout import Capabilities, OnUpdate
-from headway.progress import Heartbeat
-from headway.simulate.clock import run_virtual
-from headway.weights.layout import Manifest
+from headway.planner.simulation.virtual_clock import run_virtual
+from headway.runtime.progress import Heartbeat
 from tests.cluster.one_version import tiny_config
 
 

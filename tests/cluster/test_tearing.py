@@ -13,17 +13,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from headway.cluster.roles.outbox import Outbox, Send, Sent
+from headway.cluster.roles.weight_send_role import Outbox, Send, Sent
 from headway.config.schema import Config
-from headway.config.transports import TRANSPORTS
-from headway.interfaces.keeper import FinishedGroup
-from headway.interfaces.rollout import OnUpdate
-from headway.weights.buckets import pack, whole
-from headway.weights.layout import Manifest, buckets
-from headway.weights.outgoing import Window
-from headway.weights.protocols import Incoming, WeightReceiver
-from headway.weights.transports.group import open_store
-from headway.weights.transports.links import EndContext, Meeting, make_link, open_receiver
+from headway.config.transport_facts import TRANSPORTS
+from headway.data.interfaces.episode_groups import FinishedGroup
+from headway.data.interfaces.rollout import OnUpdate
+from headway.engines.weights.buckets import pack, whole
+from headway.engines.weights.outgoing_version import Window
+from headway.engines.weights.protocols import Incoming, WeightReceiver
+from headway.engines.weights.transports.links import EndContext, Meeting, make_link, open_receiver
+from headway.engines.weights.transports.process_group import open_store
+from headway.engines.weights.weight_layout import Manifest, buckets
 from tests.engines.rollout.serving import WAIT_S, Source, collect, serving
 from tests.engines.rollout.support import make_request
 from tests.engines.rollout.test_tearing import QUICK_UPDATES, UPDATES, Watching, assert_from_the_table, model

@@ -16,10 +16,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from headway.cluster import token_files
-from headway.cluster.keepers import RemoteKeeper
-from headway.cluster.roles.keeper import KeeperRole
-from headway.cluster.token_files import (
+from headway.cluster.machine import token_files
+from headway.cluster.machine.token_files import (
     SMALL,
     TokenFile,
     TokenFiles,
@@ -30,11 +28,13 @@ from headway.cluster.token_files import (
     token_bytes,
     token_directory,
 )
+from headway.cluster.remote_episode_worker import RemoteKeeper
+from headway.cluster.roles.episode_worker_role import KeeperRole
 from headway.config.schema import Config
+from headway.data.interfaces.episode_groups import FinishedGroup
+from headway.data.interfaces.generation import Priority
 from headway.data.types import GroupTokens, RowTokens, TurnSpan
 from headway.errors import RunError
-from headway.interfaces.calls import Priority
-from headway.interfaces.keeper import FinishedGroup
 from tests.cluster.fakes import group_tokens
 from tests.cluster.one_version import request
 
@@ -124,7 +124,7 @@ def test_on_another_machine_the_files_of_a_keeper_that_was_killed_stay_for_the_r
     place, later = (TokenPlace("10.0.0.1", tmp_path / f"headway-run-{run}") for run in (1, 2))
     code = (
         "import sys, numpy, os; from pathlib import Path\n"
-        "from headway.cluster.token_files import TokenFiles, TokenPlace\n"
+        "from headway.cluster.machine.token_files import TokenFiles, TokenPlace\n"
         "from tests.cluster.fakes import group_tokens\n"
         "files = TokenFiles('keeper-1', TokenPlace('10.0.0.1', Path(sys.argv[1])), '10.0.0.2')\n"
         "print(files.write(group_tokens(50_000, 2.0)).path, flush=True); os.kill(os.getpid(), 9)"

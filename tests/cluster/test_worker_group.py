@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from headway.cluster.worker_group import Collect, Dispatch, WorkerGroup, register, registered
 from headway.data.types import Column, Handle, Sample, TrajectoryId
 from headway.errors import RunError, StallError, WorkerDied
-from headway.progress import Heartbeat
-from headway.simulate.clock import run_virtual
+from headway.planner.simulation.virtual_clock import run_virtual
+from headway.runtime.progress import Heartbeat
 
 
 class Doubler:

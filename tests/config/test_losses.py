@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import yaml
 
-from headway.config.doctor import diagnose
+from headway.config.doctor.doctor import diagnose
 from headway.config.loading import dump, load
-from headway.config.losses import LOSSES
 from headway.config.reference import parts
+from headway.config.sections.losses import LOSSES
 from headway.errors import ConfigError
 
 from .conftest import MINIMAL, Load, Write

@@ -22,17 +22,17 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from headway.config.memory import Mesh, Step, activations, critic, trainer
-from headway.config.memory_of_run import made, processes
-from headway.config.model import MakeModelConfig
-from headway.config.model_shape import ModelShape
-from headway.config.parallel import ParallelConfig
 from headway.config.schema import Config
+from headway.config.sections.model_section import MakeModelConfig
+from headway.config.sections.parallel import ParallelConfig
+from headway.config.sizing.model_shape import ModelShape
+from headway.config.sizing.process_memory import Mesh, Step, activations, critic, trainer
+from headway.config.sizing.run_memory import made, processes
 from headway.data.collate import Row
 from headway.data.packing import Packing
-from headway.engines.train.fsdp.batch import collate
+from headway.engines.train.fsdp.micro_batches import collate
 from headway.engines.train.fsdp.policy import PolicyModule
-from headway.models.packed_attention import NAME
+from headway.models.attention.packed_attention import NAME
 
 SIZES: dict[str, Any] = {
     "vocab_size": 50,
@@ -117,7 +117,7 @@ def saved_by_a_forward_pass(config: PreTrainedConfig, dtype: torch.dtype) -> int
 
 
 def test_a_made_model_has_the_size_that_is_said() -> None:
-    from headway.models.make import _architecture, make_tokenizer
+    from headway.models.made_model import _architecture, make_tokenizer
 
     make = MakeModelConfig(architecture="llama", special_tokens=("<|user|>",), tie_word_embeddings=False)
     with torch.device("meta"):

@@ -3,8 +3,8 @@ from typing import Annotated, Any, Literal
 import pytest
 from pydantic import Discriminator, Field, Tag, ValidationError
 
-from headway.config.messages import explain, known_keys
-from headway.config.section import Positive, Section
+from headway.config.schema_messages import explain, known_keys
+from headway.config.sections.section import Positive, Section
 
 
 class Apple(Section):

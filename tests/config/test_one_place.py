@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 import headway
-from headway.config.losses import LOSSES
 from headway.config.schema import ParamUpdateConfig
-from headway.config.transports import TRANSPORTS, WITHIN_PROCESS, transport_of
+from headway.config.sections.losses import LOSSES
+from headway.config.transport_facts import TRANSPORTS, WITHIN_PROCESS, transport_of
 
 SOURCE = Path(headway.__file__).parent
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from headway.config.parallel import ParallelConfig, expert_problems, model_problems
+from headway.config.sections.parallel import ParallelConfig, expert_problems, model_problems
 
 SIZES = st.sampled_from([1, 2, 3, 4, 6, 8])
 
@@ -44,7 +44,8 @@ def test_heads_and_experts_are_found_under_every_familys_names(
 def test_a_mesh_that_fits_gives_each_rank_as_many_query_heads_for_each_of_its_keys(
     kv_heads: int, queries: int, tp: int, cp: int
 ) -> None:
-    """As `headway.models.ulysses` divides them: keys are repeated where the ranks of a line do not divide them."""
+    """As `headway.models.attention.ulysses` divides them: keys are repeated where the ranks of a line do not divide
+    them."""
     heads = {"num_attention_heads": kv_heads * queries, "num_key_value_heads": kv_heads}
     if not list(model_problems(ParallelConfig(tp=tp, cp=cp), heads)):
         keys = kv_heads // tp

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.config.placement import (
+from headway.config.schema import Config
+from headway.config.sizing.placement import (
     ACTOR,
     ALWAYS_SLOTS,
     CRITIC,
@@ -15,7 +16,6 @@ from headway.config.placement import (
     concurrent,
     resolve_placement,
 )
-from headway.config.schema import Config
 from headway.errors import ConfigError
 
 counts = st.integers(1, 6)

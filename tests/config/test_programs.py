@@ -3,11 +3,11 @@
 import pytest
 import yaml
 
-from headway.config.algorithm import min_episodes
-from headway.config.doctor import diagnose
+from headway.agents.episodes.program_workers import program_spec
+from headway.config.algorithm_checks import min_episodes
+from headway.config.doctor.doctor import diagnose
 from headway.config.loading import dump
 from headway.config.schema import Config
-from headway.episodes.runners import program_spec
 from headway.errors import ConfigError
 
 from .conftest import Load

@@ -12,12 +12,12 @@ from pydantic import AfterValidator, Field
 
 from headway.config import reference
 from headway.config.layers import nest
-from headway.config.messages import known_keys
+from headway.config.migration_tables.common_names import USUAL
 from headway.config.presets import PRESETS
 from headway.config.reference import REQUIRED, keys, page, parts
 from headway.config.schema import Config
-from headway.config.section import Section
-from headway.elsewhere.usual import USUAL
+from headway.config.schema_messages import known_keys
+from headway.config.sections.section import Section
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 ROWS = [

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from headway.config.doctor import diagnose
+from headway.agents.rewards.score_request import RewardSpec
+from headway.config.doctor.doctor import diagnose
 from headway.config.loading import dump, load
 from headway.errors import ConfigError
-from headway.rewards.request import RewardSpec
-from headway.sandbox.limits import Limits, SandboxSpec
+from headway.runtime.sandbox.sandbox_limits import Limits, SandboxSpec
 
 PYTHON = "rollout.tools=[python]"
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.config.schema import Config
-from headway.config.timeouts import FILE_RATE, PAIRS, Timeouts, file_quiet_s, file_stall_s, model_nbytes
+from headway.config.sizing.timeouts import FILE_RATE, PAIRS, Timeouts, file_quiet_s, file_stall_s, model_nbytes
 
 MB, GB, TB = 10**6, 10**9, 10**12
 SIZES = st.integers(MB, TB)

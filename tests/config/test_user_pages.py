@@ -12,11 +12,11 @@ import yaml
 from typer.main import get_command
 
 from headway.cli import cli
-from headway.config.doctor import diagnose
+from headway.config.doctor.doctor import diagnose
 from headway.config.loading import load, mode_config
-from headway.config.messages import known_keys
 from headway.config.presets import PRESETS
-from headway.pipeline.staleness import lag_bound
+from headway.config.schema_messages import known_keys
+from headway.pipeline.admission.staleness import lag_bound
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from headway.interfaces.calls import Call
-from headway.interfaces.rollout import OnUpdate
+from headway.data.interfaces.generation import Call
+from headway.data.interfaces.rollout import OnUpdate
 from tests.contract.harness import (
     BLOCK,
     VOCABULARY,

@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
+from headway.data.interfaces.rollout import OnUpdate
 from headway.errors import RunError
-from headway.interfaces.rollout import OnUpdate
 from tests.contract.harness import OfEngine, collect, endless, make_calls, sampled, scenario, submit
 
 JOIN_S = 60.0

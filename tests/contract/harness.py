@@ -20,10 +20,10 @@ import pytest
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
+from headway.data.interfaces.generation import Call, FinishedCall, Priority, SamplingParams
+from headway.data.interfaces.rollout import Capabilities, OnUpdate
+from headway.data.interfaces.rollout import RolloutEngine as Engine
 from headway.data.types import FinishReason, SampledTokens, TrajectoryId
-from headway.interfaces.calls import Call, FinishedCall, Priority, SamplingParams
-from headway.interfaces.rollout import Capabilities, OnUpdate
-from headway.interfaces.rollout import RolloutEngine as Engine
 
 CONTEXT = 192
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789+="

@@ -9,11 +9,11 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from headway.data.interfaces.weights import ReceiveReport
 from headway.errors import UpdateFailed
-from headway.interfaces.weights import ReceiveReport
-from headway.simulate.clock import run_virtual
-from headway.simulate.profile import RolloutProfile
-from headway.simulate.rollout import SimulatedRollout
+from headway.planner.profiles.job_profile import RolloutProfile
+from headway.planner.simulation.simulated_rollout import SimulatedRollout
+from headway.planner.simulation.virtual_clock import run_virtual
 from tests.contract.harness import CONTEXT, Feature, features_of
 
 STEP_S = 0.125

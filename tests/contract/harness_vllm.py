@@ -11,7 +11,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from headway.engines.rollout.vllm import VllmEngine
-from headway.models.make import character_tokenizer
+from headway.models.made_model import character_tokenizer
 from tests.contract.harness import BLOCK, CHARACTERS, CONTEXT, Feature, at_rest, features_of
 from tests.contract.harness_native import SEED, model_of
 from tests.engines.rollout.serving import Source

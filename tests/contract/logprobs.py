@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from headway.interfaces.rollout import OnUpdate
+from headway.data.interfaces.rollout import OnUpdate
 from headway.models.probe import PROBE_PREFILL, probe_sequences
 from tests.contract.harness import (
     CONTEXT,

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import pytest
 
+from headway.data.interfaces.generation import Priority
+from headway.data.interfaces.rollout import OnUpdate
 from headway.errors import RunError
-from headway.interfaces.calls import Priority
-from headway.interfaces.rollout import OnUpdate
 from tests.contract.harness import (
     Answer,
     Feature,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from headway.interfaces.rollout import OnUpdate
+from headway.data.interfaces.rollout import OnUpdate
 from tests.contract.harness import (
     CONTEXT,
     Feature,

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import DynamicCache, PreTrainedModel
 
-from headway.interfaces.calls import SamplingParams
+from headway.data.interfaces.generation import SamplingParams
 from tests.contract.harness import Answer, Replica, text_of
 
 Ids = tuple[int, ...]

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from headway.interfaces.rollout import OnUpdate
+from headway.data.interfaces.rollout import OnUpdate
 from tests.contract.harness import Feature, OfEngine, collect, endless, make_calls, sampled, scenario, submit, tokens_of
 
 PARTS = [make_calls(row, n=5, max_tokens=18) for row in range(6)]

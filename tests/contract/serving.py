@@ -9,10 +9,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from headway.data.interfaces.generation import Call, Priority
+from headway.data.interfaces.rollout import OnUpdate
 from headway.data.types import FinishReason
 from headway.errors import ClientGone, DataError, RunError
-from headway.interfaces.calls import Call, Priority
-from headway.interfaces.rollout import OnUpdate
 from tests.contract.harness import (
     CONTEXT,
     VOCABULARY,

@@ -6,8 +6,8 @@ import asyncio
 
 import numpy as np
 
-from headway.interfaces.calls import Call
-from headway.interfaces.rollout import OnUpdate
+from headway.data.interfaces.generation import Call
+from headway.data.interfaces.rollout import OnUpdate
 from tests.contract.harness import (
     Answer,
     Feature,

@@ -6,8 +6,8 @@ from itertools import pairwise
 
 import pytest
 
+from headway.data.interfaces.rollout import OnUpdate
 from headway.errors import HeadwayError, RunError, UpdateFailed
-from headway.interfaces.rollout import OnUpdate
 from tests.contract.harness import (
     Feature,
     OfEngine,

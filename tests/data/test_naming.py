@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from headway.api.settings import settings_given
+from headway.api.eval.evaluation_settings import _meaning
+from headway.api.init.data_summary import source_of
+from headway.api.python_settings import settings_given
 from headway.data.naming import settings_named
 from headway.errors import DataError
-from headway.evaluation.settings import _meaning
-from headway.starter.data import source_of
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,7 @@ def test_every_page_is_in_the_site_and_in_the_search(site: Path) -> None:
 @pytest.mark.parametrize(
     ("page", "name"),
     [
-        ("headway.interfaces", "headway.interfaces.rollout.RolloutEngine.submit"),
+        ("headway.data.interfaces", "headway.data.interfaces.rollout.RolloutEngine.submit"),
         ("headway.algorithms.losses", "headway.algorithms.losses.LossInputs"),
         ("headway.errors", "headway.errors.ConfigError"),
     ],

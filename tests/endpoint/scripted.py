@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from headway.agents.chat.chat_template import ChatRenderer
+from headway.agents.episodes.episode_limits import Limits
+from headway.data.interfaces.generation import Call, FinishedCall
 from headway.data.types import FinishReason, RowTokens, SampledTokens, Trajectory
-from headway.episodes.limits import Limits
-from headway.episodes.rendering import ChatRenderer
-from headway.interfaces.calls import Call, FinishedCall
 from tests.endpoint.served import Agent, served
 from tests.episodes.conftest import renderer_of
 from tests.episodes.program_episodes import Policy

@@ -7,19 +7,19 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from headway.agents.chat.chat_template import ChatRenderer
+from headway.agents.endpoint.dialects import DIALECTS
+from headway.agents.endpoint.endpoint_server import Endpoint
+from headway.agents.episodes.episode_limits import Limits
+from headway.agents.episodes.episode_settings import texts_of
+from headway.agents.episodes.episode_tokens import Chats
+from headway.agents.episodes.episode_worker import GroupKeeper
+from headway.agents.episodes.local_episodes import keeping
+from headway.agents.episodes.program_episode import Hosting, Turn
+from headway.agents.interface.program_messages import Access, EpisodeEnd, EpisodeStart
+from headway.data.interfaces.episode_groups import FinishedGroup
+from headway.data.interfaces.generation import SamplingParams
 from headway.data.types import Trajectory
-from headway.endpoint.dialects import DIALECTS
-from headway.endpoint.server import Endpoint
-from headway.episodes.alone import keeping
-from headway.episodes.hosting import texts_of
-from headway.episodes.keeper import GroupKeeper
-from headway.episodes.limits import Limits
-from headway.episodes.programs import Hosting, Turn
-from headway.episodes.record import Chats
-from headway.episodes.rendering import ChatRenderer
-from headway.interfaces.calls import SamplingParams
-from headway.interfaces.keeper import FinishedGroup
-from headway.programs.messages import Access, EpisodeEnd, EpisodeStart
 from tests.episodes.program_episodes import RENDERER, Here, Policy, check_trained_tokens, request
 
 LIMITS = Limits(max_length=2000, max_turns=20, step_timeout_s=20, episode_timeout_s=60)

@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from headway.agents.endpoint.anthropic_messages import Messages
+from headway.agents.endpoint.chat_completions import ChatCompletions
+from headway.agents.endpoint.dialect import Dialect
+from headway.agents.endpoint.responses import Responses
+from headway.agents.endpoint.turns import MadeTurn, Note
+from headway.agents.interface.program_messages import Access, TurnAnswer, TurnRequest, calls_made
+from headway.data.interfaces.generation import SamplingParams
 from headway.data.types import SampledTokens
-from headway.endpoint.chat_completions import ChatCompletions
-from headway.endpoint.dialect import Dialect
-from headway.endpoint.messages import Messages
-from headway.endpoint.responses import Responses
-from headway.endpoint.turns import MadeTurn, Note
-from headway.interfaces.calls import SamplingParams
-from headway.programs.messages import Access, TurnAnswer, TurnRequest, calls_made
 from tests.endpoint.served import endpoint as serving
 from tests.endpoint.test_dialects import anthropic_client, client
 from tests.endpoint.test_read_and_refused import ASK, TEXTS

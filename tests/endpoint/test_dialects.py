@@ -16,10 +16,10 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response
 
-from headway.endpoint.turns import Note
-from headway.episodes.conversations import Draft, PromptKind
-from headway.episodes.record import ChatRecord
-from headway.programs.messages import Access
+from headway.agents.chat.conversations import Draft, PromptKind
+from headway.agents.endpoint.turns import Note
+from headway.agents.episodes.episode_tokens import ChatRecord
+from headway.agents.interface.program_messages import Access
 from tests.endpoint.scripted import ADD, ADD_PARAMETERS, calling, made
 from tests.episodes.conftest import renderer_of
 

@@ -14,14 +14,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from headway.endpoint.dialects import DIALECTS
-from headway.episodes.alone import keeping
-from headway.episodes.limits import Limits
-from headway.episodes.programs import Hosting, Turn
-from headway.episodes.record import Chats
-from headway.interfaces.calls import Call
-from headway.interfaces.keeper import FinishedGroup
-from headway.programs.messages import Access, EpisodeEnd, EpisodeStart
+from headway.agents.endpoint.dialects import DIALECTS
+from headway.agents.episodes.episode_limits import Limits
+from headway.agents.episodes.episode_tokens import Chats
+from headway.agents.episodes.local_episodes import keeping
+from headway.agents.episodes.program_episode import Hosting, Turn
+from headway.agents.interface.program_messages import Access, EpisodeEnd, EpisodeStart
+from headway.data.interfaces.episode_groups import FinishedGroup
+from headway.data.interfaces.generation import Call
 from tests.endpoint.scripted import ADD, ADD_PARAMETERS, Made, Scripted, calling
 from tests.endpoint.served import endpoint
 from tests.episodes.program_episodes import RENDERER, Here, request

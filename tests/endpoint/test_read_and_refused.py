@@ -8,16 +8,16 @@ from typing import Any
 import openai
 import pytest
 
-from headway.endpoint.chat_completions import ChatCompletions
-from headway.endpoint.completions import Completions
-from headway.endpoint.dialect import Dialect, Refused, Texts
-from headway.endpoint.generate import Generate
-from headway.endpoint.messages import Messages
-from headway.endpoint.responses import Responses
-from headway.endpoint.sampling import differences
-from headway.endpoint.turns import Note
-from headway.interfaces.calls import SamplingParams
-from headway.programs.messages import Access
+from headway.agents.endpoint.anthropic_messages import Messages
+from headway.agents.endpoint.chat_completions import ChatCompletions
+from headway.agents.endpoint.completions import Completions
+from headway.agents.endpoint.dialect import Dialect, Refused, Texts
+from headway.agents.endpoint.requested_sampling import differences
+from headway.agents.endpoint.responses import Responses
+from headway.agents.endpoint.token_generate import Generate
+from headway.agents.endpoint.turns import Note
+from headway.agents.interface.program_messages import Access
+from headway.data.interfaces.generation import SamplingParams
 from tests.endpoint.scripted import ADD, ADD_PARAMETERS, calling, made
 from tests.endpoint.test_dialects import anthropic_client, client
 from tests.episodes.conftest import renderer_of

@@ -15,12 +15,12 @@ import numpy as np
 import openai
 import pytest
 
-from headway.endpoint.sessions import Session
-from headway.episodes.keeper import GroupKeeper
-from headway.episodes.limits import Limits
-from headway.episodes.rendering import ChatRenderer
+from headway.agents.chat.chat_template import ChatRenderer
+from headway.agents.endpoint.sessions import Session
+from headway.agents.episodes.episode_limits import Limits
+from headway.agents.episodes.episode_worker import GroupKeeper
+from headway.agents.interface.program_messages import Access
 from headway.errors import ConfigError
-from headway.programs.messages import Access
 from tests.endpoint.served import LIMITS, endpoint, served
 from tests.episodes.program_episodes import RENDERER, Policy, trained
 

@@ -6,11 +6,11 @@ import asyncio
 
 import pytest
 
+from headway.agents.endpoint.sessions import Session
+from headway.agents.endpoint.turns import MadeTurn, Note
+from headway.agents.interface.program_messages import TurnAnswer, TurnRequest, said
+from headway.data.interfaces.generation import SamplingParams
 from headway.data.types import SampledTokens
-from headway.endpoint.sessions import Session
-from headway.endpoint.turns import MadeTurn, Note
-from headway.interfaces.calls import SamplingParams
-from headway.programs.messages import TurnAnswer, TurnRequest, said
 
 ASK = TurnRequest([said("user", "begin")])
 

@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from headway.data.collate import Row
-from headway.engines.rollout.native.forward import ModuleForward
-from headway.engines.train.fsdp.batch import collate
+from headway.engines.rollout.native.model.policy_forward import ModuleForward
+from headway.engines.train.fsdp.micro_batches import collate
 from headway.engines.train.fsdp.policy import PolicyModule
 from headway.models.logits import LogitRule, logit_rule
 from headway.models.output_layer import check_output_layer

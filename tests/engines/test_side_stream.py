@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from headway.engines.served.stream import SideStream
-from headway.engines.served.update import Updates, outcome
-from headway.interfaces.weights import ReceiveReport
+from headway.data.interfaces.weights import ReceiveReport
+from headway.engines.weights.served.served_update import Updates, outcome
+from headway.engines.weights.served.side_stream import SideStream
 
 
 class Streams:

@@ -11,7 +11,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from headway.episodes.rendering import ChatRenderer
+from headway.agents.chat.chat_template import ChatRenderer
 
 SPECIAL = {
     "qwen2_5": ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>"],

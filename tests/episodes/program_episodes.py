@@ -8,17 +8,17 @@ from typing import Any
 
 import numpy as np
 
+from headway.agents.episodes.episode_limits import Limits
+from headway.agents.episodes.episode_tokens import Chats
+from headway.agents.episodes.episode_worker import GroupKeeper
+from headway.agents.episodes.local_episodes import keeping
+from headway.agents.episodes.program_episode import Hosting, Turn
+from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart, Message, TurnRequest, said
+from headway.data.interfaces.episode_groups import FinishedGroup, GroupRequest
+from headway.data.interfaces.generation import Call, FinishedCall, SamplingParams
 from headway.data.types import FinishReason, Prompt, RowTokens, SampledTokens, TrajectoryId
-from headway.episodes.alone import keeping
-from headway.episodes.keeper import GroupKeeper
-from headway.episodes.limits import Limits
-from headway.episodes.programs import Hosting, Turn
-from headway.episodes.record import Chats
 from headway.errors import EpisodeOver, RunnerLost
-from headway.interfaces.calls import Call, FinishedCall, SamplingParams
-from headway.interfaces.keeper import FinishedGroup, GroupRequest
-from headway.programs.messages import EpisodeEnd, EpisodeStart, Message, TurnRequest, said
-from headway.simulate.clock import run_virtual
+from headway.planner.simulation.virtual_clock import run_virtual
 from tests.episodes.conftest import renderer_of
 
 RENDERER = renderer_of("qwen2_5")

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.episodes.arguments import Misfit, fitted
-from headway.programs.tools import make_tool
+from headway.agents.chat.tool_arguments import Misfit, fitted
+from headway.agents.tools.python_tools import make_tool
 
 
 class Colour(Enum):

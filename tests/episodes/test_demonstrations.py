@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from headway.config.model import MakeModelConfig
-from headway.episodes.demonstrations import demonstrated
-from headway.episodes.record import Chats
-from headway.episodes.rendering import ChatRenderer
+from headway.agents.chat.chat_template import ChatRenderer
+from headway.agents.episodes.episode_tokens import Chats
+from headway.agents.interface.program_messages import calls_made, said, tool_result
+from headway.agents.tools.python_tools import make_tool
+from headway.api.sft.demonstrations import demonstrated
+from headway.config.sections.model_section import MakeModelConfig
 from headway.errors import ConfigError, DataError, UserCodeError
-from headway.models.make import make_tokenizer
-from headway.programs.messages import calls_made, said, tool_result
-from headway.programs.tools import make_tool
+from headway.models.made_model import make_tokenizer
 from tests.episodes.conftest import renderer_of
 
 TEMPLATE = (

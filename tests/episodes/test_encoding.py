@@ -12,17 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from headway.concurrently import LONG
+from headway.agents.chat.chat_template import ChatRenderer
+from headway.agents.chat.text_encoding import encoded
+from headway.agents.episodes.episode_limits import Limits
+from headway.agents.episodes.episode_settings import chats_of
+from headway.agents.episodes.episode_tokens import Chats
+from headway.agents.episodes.local_episodes import keeping
+from headway.agents.episodes.program_episode import Hosting, Turn
+from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart, TurnRequest, said
 from headway.config.schema import Config
-from headway.episodes.alone import keeping
-from headway.episodes.encoding import encoded
-from headway.episodes.hosting import chats_of
-from headway.episodes.limits import Limits
-from headway.episodes.programs import Hosting, Turn
-from headway.episodes.record import Chats
-from headway.episodes.rendering import ChatRenderer
-from headway.programs.messages import EpisodeEnd, EpisodeStart, TurnRequest, said
-from headway.simulate.clock import run_virtual
+from headway.planner.simulation.virtual_clock import run_virtual
+from headway.runtime.task_groups import LONG
 from tests.episodes.program_episodes import RENDERER, Here, Policy, request
 
 TOKENIZER = RENDERER.tokenizer

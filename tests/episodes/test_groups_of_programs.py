@@ -8,14 +8,14 @@ from dataclasses import replace
 
 import pytest
 
+from headway.agents.episodes.episode_worker import GroupKeeper
+from headway.agents.episodes.local_episodes import keeping
+from headway.agents.episodes.program_episode import Turn
+from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart
+from headway.data.interfaces.generation import Call, FinishedCall, Priority
 from headway.data.types import FinishReason, SampledTokens
-from headway.episodes.alone import keeping
-from headway.episodes.keeper import GroupKeeper
-from headway.episodes.programs import Turn
 from headway.errors import DataError, RunError
-from headway.interfaces.calls import Call, FinishedCall, Priority
-from headway.programs.messages import EpisodeEnd, EpisodeStart
-from headway.simulate.clock import run_virtual
+from headway.planner.simulation.virtual_clock import run_virtual
 from tests.episodes.program_episodes import LIMITS, RENDERER, Here, Policy, hosting, made, request, slow, talk
 
 

@@ -9,12 +9,12 @@ from contextlib import asynccontextmanager
 import numpy as np
 import pytest
 
+from headway.agents.episodes.episode_worker import GroupKeeper
+from headway.data.interfaces.episode_groups import FinishedGroup, GroupRequest
+from headway.data.interfaces.generation import Call, FinishedCall, Priority, SamplingParams
 from headway.data.types import FinishReason, Prompt, SampledTokens, TrajectoryId
-from headway.episodes.keeper import GroupKeeper
 from headway.errors import DataError, RunError, WorkerDied
-from headway.interfaces.calls import Call, FinishedCall, Priority, SamplingParams
-from headway.interfaces.keeper import FinishedGroup, GroupRequest
-from headway.simulate.clock import run_virtual
+from headway.planner.simulation.virtual_clock import run_virtual
 
 SAMPLING = SamplingParams(16)
 

@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
+from headway.agents.episodes.episode_limits import Limits
+from headway.agents.episodes.episode_worker import GroupKeeper
+from headway.agents.episodes.local_episodes import keeping
+from headway.agents.episodes.program_episode import Turn
+from headway.agents.interface.program_chat import Chat, Tally
+from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart, TurnRequest, said
+from headway.data.interfaces.generation import Call, SamplingParams
 from headway.data.types import FinishReason
-from headway.episodes.alone import keeping
-from headway.episodes.keeper import GroupKeeper
-from headway.episodes.limits import Limits
-from headway.episodes.programs import Turn
 from headway.errors import EpisodeOver
-from headway.interfaces.calls import Call, SamplingParams
-from headway.programs.chat import Chat, Tally
-from headway.programs.messages import EpisodeEnd, EpisodeStart, TurnRequest, said
-from headway.simulate.clock import run_virtual
+from headway.planner.simulation.virtual_clock import run_virtual
 from tests.episodes.program_episodes import LIMITS, Here, Policy, Slow, hosting, made, request, slow, talk
 
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
+from headway.agents.episodes.episode_limits import Limits
+from headway.agents.episodes.episode_worker import GroupKeeper
+from headway.agents.episodes.program_episode import Turn
+from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart, TurnRequest, said
 from headway.data.types import FinishReason
-from headway.episodes.keeper import GroupKeeper
-from headway.episodes.limits import Limits
-from headway.episodes.programs import Turn
 from headway.errors import EpisodeOver, ProgramAway, RunnerLost
-from headway.programs.messages import EpisodeEnd, EpisodeStart, TurnRequest, said
 from tests.episodes.program_episodes import LIMITS, Here, Policy, made, talk, trained
 
 

@@ -9,16 +9,16 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from headway.episodes.alone import keeping
-from headway.episodes.programs import Turn
-from headway.episodes.record import Chats
-from headway.episodes.rendering import ChatRenderer
+from headway.agents.chat.chat_template import ChatRenderer
+from headway.agents.episodes.episode_tokens import Chats
+from headway.agents.episodes.local_episodes import keeping
+from headway.agents.episodes.program_episode import Turn
+from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart, TurnRequest, said
+from headway.agents.programs.custom_program import OwnProgram
+from headway.agents.programs.program import LoadedProgram
+from headway.data.interfaces.episode_groups import FinishedGroup
 from headway.errors import ProgramFailed
-from headway.interfaces.keeper import FinishedGroup
-from headway.programs.messages import EpisodeEnd, EpisodeStart, TurnRequest, said
-from headway.programs.own import OwnProgram
-from headway.programs.program import LoadedProgram
-from headway.simulate.clock import run_virtual
+from headway.planner.simulation.virtual_clock import run_virtual
 from tests.episodes.program_episodes import RENDERER, Here, Policy, Program, Slow, hosting, made, request, trained
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from headway.episodes.programs import Turn
-from headway.episodes.step_times import MOST_STEPS, StepTimes
+from headway.agents.episodes.program_episode import Turn
+from headway.agents.episodes.step_times import MOST_STEPS, StepTimes
+from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart, TurnRequest, said
 from headway.errors import ProgramFailed
-from headway.programs.messages import EpisodeEnd, EpisodeStart, TurnRequest, said
 from tests.episodes.program_episodes import RENDERER, Here, Policy, made, talk, trained
 
 

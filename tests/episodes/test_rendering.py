@@ -8,12 +8,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
+from headway.agents.chat.chat_template import ChatRenderer, answer_decoder, probe_tool
+from headway.agents.chat.conversations import Conversations, PromptKind
+from headway.agents.episodes.token_tree import Transcript
+from headway.agents.interface.program_messages import calls_made, said, tool_result
 from headway.data.types import SampledTokens
-from headway.episodes.conversations import Conversations, PromptKind
-from headway.episodes.rendering import ChatRenderer, answer_decoder, probe_tool
-from headway.episodes.transcript import Transcript
 from headway.errors import ConfigError, DataError, UserCodeError
-from headway.programs.messages import calls_made, said, tool_result
 from tests.episodes.conftest import TEMPLATES, renderer_of, tokenizer_of
 
 APPENDING = ("qwen2_5", "llama3", "mistral")

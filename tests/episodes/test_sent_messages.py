@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from headway.episodes import conversations
-from headway.episodes.conversations import Conversations
-from headway.programs.messages import TurnAnswer, TurnRequest, said
-from headway.programs.sent_messages import ReceivedMessages, SentMessages
+from headway.agents.chat import conversations
+from headway.agents.chat.conversations import Conversations
+from headway.agents.interface.program_messages import TurnAnswer, TurnRequest, said
+from headway.agents.interface.sent_messages import ReceivedMessages, SentMessages
 from tests.episodes.conftest import renderer_of
 
 LONG = 100_000

@@ -10,13 +10,13 @@ from contextlib import suppress
 import numpy as np
 import pytest
 
+from headway.agents.episodes.episode_tokens import Chats
+from headway.agents.episodes.program_episode import Turn
+from headway.agents.episodes.token_tree import Transcript, state_key
+from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart, Message, TurnRequest, said, tool_result
+from headway.data.interfaces.episode_groups import FinishedGroup
+from headway.data.interfaces.generation import FinishedCall
 from headway.data.types import FinishReason, GroupTokens, RowTokens, SampledTokens
-from headway.episodes.programs import Turn
-from headway.episodes.record import Chats
-from headway.episodes.transcript import Transcript, state_key
-from headway.interfaces.calls import FinishedCall
-from headway.interfaces.keeper import FinishedGroup
-from headway.programs.messages import EpisodeEnd, EpisodeStart, Message, TurnRequest, said, tool_result
 from tests.episodes.conftest import renderer_of
 from tests.episodes.program_episodes import Here, made
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from headway.episodes.template_trials import try_template
+from headway.agents.chat.template_checks import try_template
 from headway.errors import ConfigError
 from tests.episodes.conftest import renderer_of
 

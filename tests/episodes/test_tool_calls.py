@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.episodes.call_formats import FORMATS
-from headway.episodes.conversations import Conversations, PromptKind
-from headway.episodes.rendering import ChatRenderer
-from headway.episodes.tool_calls import ToolParser, choose_parser
+from headway.agents.chat.chat_template import ChatRenderer
+from headway.agents.chat.conversations import Conversations, PromptKind
+from headway.agents.chat.tool_call_formats import FORMATS
+from headway.agents.chat.tool_calls import ToolParser, choose_parser
+from headway.agents.interface.program_messages import CallProblem, said, tool_result
 from headway.errors import ConfigError
-from headway.programs.messages import CallProblem, said, tool_result
 from tests.episodes.conftest import renderer_of, tokenizer_of
 
 

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headway.agents.episodes.token_tree import NO_VERSION, Row, Transcript, call_key
 from headway.data.types import SampledTokens
-from headway.episodes.transcript import NO_VERSION, Row, Transcript, call_key
 
 
 def sampled(ids, start=0.0, version=3):

@@ -5,13 +5,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from headway.agents.chat.conversations import Conversations
+from headway.agents.chat.template_checks import try_template
+from headway.agents.chat.tool_calls import choose_parser
+from headway.agents.episodes.token_tree import Transcript
+from headway.agents.interface.program_messages import said
+from headway.agents.tools.python_tools import make_tool
 from headway.data.types import SampledTokens
-from headway.episodes.conversations import Conversations
-from headway.episodes.template_trials import try_template
-from headway.episodes.tool_calls import choose_parser
-from headway.episodes.transcript import Transcript
-from headway.programs.messages import said
-from headway.programs.tools import make_tool
 from tests.episodes.conftest import renderer_of
 
 

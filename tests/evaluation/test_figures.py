@@ -10,7 +10,7 @@ from itertools import combinations
 import pytest
 import torch
 
-from headway.evaluation.figures import Answer, Estimate, Solved, figures, pass_at_k, usual_ks
+from headway.api.eval.figures import Answer, Estimate, Solved, figures, pass_at_k, usual_ks
 
 
 def test_pass_at_k_is_the_share_of_subsets_of_k_answers_with_a_correct_one() -> None:

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headway.episodes.limits import Limits
-from headway.programs.messages import Access, EpisodeEnd, EpisodeStart, TurnAnswer, TurnRequest, said
-from headway.programs.program import LoadedProgram, ProgramSpec
+from headway.agents.episodes.episode_limits import Limits
+from headway.agents.interface.program_messages import Access, EpisodeEnd, EpisodeStart, TurnAnswer, TurnRequest, said
+from headway.agents.programs.program import LoadedProgram, ProgramSpec
 from tests.endpoint.served import Served, served
 from tests.episodes.program_episodes import Policy, trained
 

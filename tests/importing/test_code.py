@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from headway.elsewhere.trl_values import CONFIG
-from headway.importing.code import read_code
-from headway.importing.reading import read
-from headway.importing.unresolved import missing, written
+from headway.config.migration.python_configs import read_code
+from headway.config.migration.settings_files import read
+from headway.config.migration.unresolved import missing, written
+from headway.config.migration_tables.trl_values import CONFIG
 
 
 def settings(text: str, **options: Any) -> dict[str, Any]:

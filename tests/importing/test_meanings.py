@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from headway.elsewhere.projects import PROJECTS
-from headway.elsewhere.rows import Part
-from headway.importing.reading import Source
-from headway.importing.report import recipe
-from headway.importing.translation import Translation, translate
-from headway.importing.unresolved import unresolved
-from headway.rewards.built_in import make_rule
-from headway.rewards.request import ScoreRequest
+from headway.agents.rewards.built_in import make_rule
+from headway.agents.rewards.score_request import ScoreRequest
+from headway.config.migration.migration_report import recipe
+from headway.config.migration.settings_files import Source
+from headway.config.migration.translation import Translation, translate
+from headway.config.migration.unresolved import unresolved
+from headway.config.migration_tables.projects import PROJECTS
+from headway.config.migration_tables.table_rows import Part
 
 BATCHES = {"per_device_train_batch_size": 16, "num_processes": 8, "num_generations": 8}
 """TRL's 16 prompts of an optimizer step."""

@@ -14,11 +14,11 @@ import yaml
 
 from headway.config.layers import flatten
 from headway.config.loading import load
-from headway.elsewhere.projects import PROJECTS
-from headway.elsewhere.rows import Part
-from headway.importing.reading import read
-from headway.importing.report import WIDTH, recipe, report
-from headway.importing.translation import Translation, recognise, translate
+from headway.config.migration.migration_report import WIDTH, recipe, report
+from headway.config.migration.settings_files import read
+from headway.config.migration.translation import Translation, recognise, translate
+from headway.config.migration_tables.projects import PROJECTS
+from headway.config.migration_tables.table_rows import Part
 
 FILES = Path(__file__).parent / "files"
 WHOLE: Mapping[str, tuple[str, ...]] = {

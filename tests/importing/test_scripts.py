@@ -7,9 +7,9 @@ import subprocess
 
 import pytest
 
+from headway.config.migration.shell_scripts import read_script
+from headway.config.migration.unresolved import missing, written
 from headway.errors import ConfigError
-from headway.importing.scripts import read_script
-from headway.importing.unresolved import missing, written
 
 KNOWN = [
     ("n=4\nrun a.b=$n", ["run", "a.b=4"]),

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from headway.config.layers import lies_in
 from headway.config.loading import load
-from headway.config.messages import known_keys
-from headway.elsewhere.projects import PROJECTS, whole_key
-from headway.elsewhere.rows import Part
-from headway.importing.reading import Source
-from headway.importing.report import recipe, report
-from headway.importing.translation import translate
+from headway.config.migration.migration_report import recipe, report
+from headway.config.migration.settings_files import Source
+from headway.config.migration.translation import translate
+from headway.config.migration_tables.projects import PROJECTS, whole_key
+from headway.config.migration_tables.table_rows import Part
+from headway.config.schema_messages import known_keys
 
 SECTIONS = ("rollout.vllm.engine_args", "reward.params", "reward.functions", "data.train", "data.val", "mode")
 ODD = [None, True, False, 0, 1, -1, 8, 1.5, 1e-6, "", "text", "a/b", "cosine", [], ["a"], {}, "8 x"]

@@ -14,23 +14,23 @@ from typing import Any
 import numpy as np
 import torch
 
+from headway.agents.episodes.token_tree import call_key
 from headway.config.loading import load
-from headway.config.parallel import ParallelConfig
-from headway.config.placement import concurrent
+from headway.config.sections.parallel import ParallelConfig
+from headway.config.sizing.placement import concurrent
 from headway.data.collate import Row
+from headway.data.interfaces.generation import Call, SamplingParams
+from headway.data.interfaces.steps import StepContext
 from headway.data.sources import build_sources
 from headway.data.types import Outcomes, Prompt, SampledTokens, TurnSpan
 from headway.engines.rollout.native.engine import NativeEngine
-from headway.engines.train.advantages import FetchAdvantages
+from headway.engines.train.batch_advantages import FetchAdvantages
 from headway.engines.train.fsdp import FsdpEngine
-from headway.engines.train.fsdp.mesh import TrainMesh
-from headway.episodes.transcript import call_key
-from headway.interfaces.calls import Call, SamplingParams
-from headway.interfaces.steps import StepContext
+from headway.engines.train.fsdp.device_mesh import TrainMesh
+from headway.engines.weights.outgoing_version import Stream
+from headway.engines.weights.protocols import Incoming
 from headway.models.pretrained import load_model
 from headway.models.tokenizer import load_tokenizer, text_of
-from headway.weights.outgoing import Stream
-from headway.weights.protocols import Incoming
 from tests.integration.plain_loop import run_alone
 
 TURNS = 4

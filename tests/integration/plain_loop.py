@@ -12,26 +12,26 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from headway.agents.chat.chat_template import answer_decoder
+from headway.agents.episodes.local_episodes import keeping
 from headway.config.loading import load
-from headway.config.parallel import ParallelConfig
-from headway.config.placement import concurrent
+from headway.config.sections.parallel import ParallelConfig
+from headway.config.sizing.placement import concurrent
+from headway.data.interfaces.episode_groups import GroupRequest
+from headway.data.interfaces.generation import SamplingParams
+from headway.data.interfaces.steps import StepContext
 from headway.data.sources import build_sources
 from headway.data.types import Group
 from headway.engines.rollout.native.engine import NativeEngine
-from headway.engines.train.advantages import FetchAdvantages
+from headway.engines.train.batch_advantages import FetchAdvantages
 from headway.engines.train.fsdp import FsdpEngine
-from headway.engines.train.fsdp.mesh import TrainMesh
-from headway.episodes.alone import keeping
-from headway.episodes.rendering import answer_decoder
-from headway.interfaces.calls import SamplingParams
-from headway.interfaces.keeper import GroupRequest
-from headway.interfaces.steps import StepContext
+from headway.engines.train.fsdp.device_mesh import TrainMesh
+from headway.engines.weights.outgoing_version import Stream
+from headway.engines.weights.protocols import Incoming
 from headway.models.pretrained import load_model
 from headway.models.tokenizer import load_tokenizer
-from headway.pipeline.fetches import outcomes
-from headway.user_code import load_function
-from headway.weights.outgoing import Stream
-from headway.weights.protocols import Incoming
+from headway.pipeline.admission.fetches import outcomes
+from headway.runtime.user_code import load_function
 from tests.data.resolving import resolve
 
 

@@ -18,18 +18,18 @@ from typing import cast
 import pytest
 import typer
 
-from headway.app import run as app_run
-from headway.app import train
-from headway.app.interrupts import Interrupts
+from headway.api.run import train
+from headway.api.run import training_run as app_run
+from headway.api.run.interrupts import Interrupts
 from headway.cli.common import errors_as_messages
-from headway.cli.training import load_checked
-from headway.cluster.engines import TrainGroup
-from headway.cluster.processes import descendants
+from headway.cli.train_command import load_checked
+from headway.cluster.machine.child_processes import descendants
+from headway.cluster.worker_engines import TrainGroup
 from headway.errors import RunError, StallError
 from headway.events import Event, Note
 from headway.pipeline.run import Pipeline
-from headway.reports.bundle import Reports
-from headway.terminations import terminations_as_interrupts
+from headway.reports.report_manager import Reports
+from headway.runtime.signals import terminations_as_interrupts
 from tests.integration.support import START_S, alive, finish, make_job, run_here, start, summary, wait_for
 
 DEMO = Path(__file__).parents[2] / "recipes" / "demo.yaml"
@@ -94,7 +94,7 @@ async def test_before_the_pipeline_one_signal_leaves_at_once(number: signal.Sign
 async def test_the_pipeline_is_asked_first_and_left_at_the_second_signal(
     number: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headway.terminations.SAME_S", 0.01)
+    monkeypatch.setattr("headway.runtime.signals.SAME_S", 0.01)
     listener = Listener()
 
     async def run() -> None:
@@ -210,7 +210,7 @@ def test_a_run_trains_in_another_thread_than_the_main_one(recipe: Path, tmp_path
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("during", ["headway.models.make.make_model", "headway.sft.warmup.warm_up"])
+@pytest.mark.parametrize("during", ["headway.models.made_model.make_model", "headway.api.sft.warmup.warm_up"])
 def test_one_signal_while_a_model_is_made_or_warmed_up_leaves_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, during: str, number: signal.Signals
 ) -> None:
@@ -239,7 +239,7 @@ def test_one_signal_while_a_warm_up_hangs_leaves_it_behind_and_says_so(
         os.kill(os.getpid(), signal.SIGTERM)
         over.wait(60)
 
-    monkeypatch.setattr("headway.sft.warmup.warm_up", hangs)
+    monkeypatch.setattr("headway.api.sft.warmup.warm_up", hangs)
     monkeypatch.setattr(app_run, "LEAVING_S", 0.1)
     demo = load_checked(DEMO, ["cluster.backend=inline", f"run.dir={tmp_path / 'run'}"])
     assert train(demo) == 130

@@ -19,13 +19,13 @@ from typing import Any, NoReturn
 
 import pytest
 
-import headway.app.interrupts
-from headway.cluster.inline import InlineWorker
-from headway.cluster.processes import descendants
-from headway.cluster.ray_peer import RayPeer
-from headway.cluster.ray_worker import RayWorker
+import headway.api.run.interrupts
+from headway.cluster.inline_cluster import InlineWorker
+from headway.cluster.machine.child_processes import descendants
+from headway.cluster.on_ray.ray_peer import RayPeer
+from headway.cluster.on_ray.ray_worker import RayWorker
 from headway.errors import WorkerDied
-from headway.reports.bundle import Reports
+from headway.reports.report_manager import Reports
 from tests.integration.support import Done, alive, make_job, run_here, summary
 from tests.tiers import mostly_slow
 
@@ -152,7 +152,7 @@ def test_ctrl_c_twice_in_any_phase_leaves_at_once(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """Takes seconds: a whole run until the phase, which user code may hold up."""
-    phase, note = PHASES[name], headway.app.interrupts.note
+    phase, note = PHASES[name], headway.api.run.interrupts.note
 
     def again(reports: Reports, text: str) -> None:
         note(reports, text)
@@ -160,7 +160,7 @@ def test_ctrl_c_twice_in_any_phase_leaves_at_once(
             interrupt()
 
     at(phase, monkeypatch, interrupt)
-    monkeypatch.setattr("headway.app.interrupts.note", again)
+    monkeypatch.setattr("headway.api.run.interrupts.note", again)
     settings = ("cluster.backend=inline", "rollout.total_rollout_steps=32", *phase.overrides)
     done = headway_train(recipe, tmp_path / "run", *settings)
     assert done.exit_code == 130, done.stderr

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from headway.data.collate import Row
+from headway.data.interfaces.steps import StepContext, StepReport
 from headway.data.types import Outcomes
-from headway.engines.train.advantages import FetchAdvantages
+from headway.engines.train.batch_advantages import FetchAdvantages
 from headway.engines.train.fsdp import FsdpEngine
-from headway.interfaces.steps import StepContext, StepReport
 from tests.integration.plain_games import run_plain_games
 from tests.integration.support import train
 from tests.integration.test_on_policy import weights

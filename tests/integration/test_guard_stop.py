@@ -5,8 +5,8 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-from headway.reports.checkpoints import Checkpoints
-from headway.reports.events_file import look_through
+from headway.reports.checkpoint_folders import Checkpoints
+from headway.reports.record.events_file import look_through
 from headway.reports.run_directory import RunDirectory
 from tests.integration.support import make_job, run_here, summary
 from tests.tiers import mostly_slow

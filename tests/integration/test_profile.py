@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from headway.control import ask
+from headway.api.control_socket import ask
 from headway.errors import UserError
 from headway.reports.report import report
 from headway.reports.run_directory import RunDirectory

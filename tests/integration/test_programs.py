@@ -9,9 +9,9 @@ from typing import Any
 import psutil
 import pytest
 
-from headway.config.model import MakeModelConfig
-from headway.models.make import make_model
-from headway.reports.samples_file import read_samples
+from headway.config.sections.model_section import MakeModelConfig
+from headway.models.made_model import make_model
+from headway.reports.samples.samples_file import read_samples
 from tests.integration.support import events, finish, start, summary, train, wait_for
 from tests.tiers import mostly_slow
 
@@ -146,7 +146,8 @@ def test_an_agent_trains_in_a_run_like_any_other(recipe: Path, tmp_path: Path, n
     for row in rows:
         assert [version < 0 for version in row["versions"]] == [not counts for counts in row["mask"]]
     assert not psutil.Process().children(recursive=True) or all(
-        "headway.runners" not in " ".join(child.cmdline()) for child in psutil.Process().children(recursive=True)
+        "headway.runtime.workers" not in " ".join(child.cmdline())
+        for child in psutil.Process().children(recursive=True)
     )
 
 
@@ -187,7 +188,7 @@ def test_runners_that_are_killed_cost_no_episode(recipe: Path, tmp_path: Path) -
         runners = [
             child.pid
             for child in psutil.Process(process.pid).children(recursive=True)
-            if "headway.runners" in " ".join(child.cmdline())
+            if "headway.runtime.workers" in " ".join(child.cmdline())
         ]
         assert runners
         for pid in runners:

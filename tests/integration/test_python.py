@@ -13,9 +13,9 @@ import pytest
 
 import headway
 from headway.algorithms.losses import LossInputs, PolicyLossParams, log_ratio
-from headway.config.model import MakeModelConfig
+from headway.config.sections.model_section import MakeModelConfig
 from headway.errors import ConfigError, NothingToTrain, UserCodeError, UserError
-from headway.models.make import make_model
+from headway.models.made_model import make_model
 from tests.integration.support import events, finish, make_job, run_here, start, wait_for
 from tests.integration.test_programs import RECIPE, TEMPLATE
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from headway.cluster.processes import descendants
+from headway.cluster.machine.child_processes import descendants
 from tests.integration.support import alive, events, finish, make_job, run_here, start, summary, train, wait_for
 from tests.integration.test_on_policy import weights
 from tests.tiers import mostly_slow

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from headway.cluster.processes import descendants
+from headway.cluster.machine.child_processes import descendants
 from headway.config.presets import PRESETS
 from tests.integration.support import (
     alive,

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from headway.data.trees import Tree, grow
-from headway.models.flex import block_mask, flex
-from headway.models.layout import Layout
-from headway.models.packed_attention import packed_attention
+from headway.models.attention.flex_attention import block_mask, flex
+from headway.models.attention.packed_attention import packed_attention
+from headway.models.attention.packed_layout import Layout
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 

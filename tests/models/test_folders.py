@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import T5Config
 
-from headway.config.model import MakeModelConfig
 from headway.config.schema import Config
+from headway.config.sections.model_section import MakeModelConfig
 from headway.errors import ModelError
-from headway.models.export import export, replaced_when_complete
-from headway.models.make import make_model
+from headway.models.made_model import make_model
+from headway.models.model_export import export, replaced_when_complete
 from headway.models.pretrained import compute_dtype, load_model
 from headway.models.tokenizer import load_tokenizer
 

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from headway.config.model import MakeModelConfig
+from headway.config.sections.model_section import MakeModelConfig
 from headway.errors import ModelError
-from headway.models.make import character_tokenizer, make_model, qwen2_character_tokenizer
+from headway.models.made_model import character_tokenizer, make_model, qwen2_character_tokenizer
 from headway.models.pretrained import stop_token_ids
 from headway.models.tokenizer import load_tokenizer, text_of
 

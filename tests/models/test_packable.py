@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from headway.data.trees import Tree, grow
-from headway.models.layout import Layout
-from headway.models.packable import use_packed_attention
-from headway.models.packed_attention import NAME
+from headway.models.attention.packable import use_packed_attention
+from headway.models.attention.packed_attention import NAME
+from headway.models.attention.packed_layout import Layout
 from headway.models.pretrained import attention
 
 CPU = torch.device("cpu")

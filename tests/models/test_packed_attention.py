@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from headway.data.trees import Tree, grow
-from headway.models import layout as layouts
-from headway.models.layout import Kind, Layout
-from headway.models.packed_attention import packed_attention
+from headway.models.attention import packed_layout as layouts
+from headway.models.attention.packed_attention import packed_attention
+from headway.models.attention.packed_layout import Kind, Layout
 from tests.data.trees import rows_and_prompt, seen_by_rows
 
 CPU = torch.device("cpu")

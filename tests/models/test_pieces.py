@@ -6,9 +6,9 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from headway.config.model import MakeModelConfig
-from headway.models.make import make_tokenizer
-from headway.models.pieces import TokenTexts
+from headway.config.sections.model_section import MakeModelConfig
+from headway.models.made_model import make_tokenizer
+from headway.models.token_texts import TokenTexts
 
 
 def byte_level() -> PreTrainedTokenizerFast:

@@ -15,7 +15,7 @@ from fractions import Fraction
 from functools import cache
 from typing import NamedTuple
 
-from headway.pipeline.staleness import admission_limit, takeable
+from headway.pipeline.admission.staleness import admission_limit, takeable
 
 
 class Live(NamedTuple):

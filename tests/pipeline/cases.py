@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from headway.data.types import Prompt
 from headway.errors import UpdateFailed, WorkerDied
-from headway.simulate.profile import PhaseProfile, UpdateProfile
+from headway.planner.profiles.job_profile import PhaseProfile, UpdateProfile
 from tests.pipeline.fake_policies import FakeReference
 from tests.pipeline.fakes import FakeReward, fails, seeded_lengths, without_variance
 from tests.pipeline.scenario import Run, Scenario

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections import Counter
 
 from headway.algorithms.filters import has_variance
-from headway.config.algorithm import min_episodes
+from headway.config.algorithm_checks import min_episodes
 from headway.data.types import RowTokens, TrajectoryId
 from headway.errors import EpisodeOver, NothingToTrain, ScoringFailed, UpdateFailed, WorkerDied
 from headway.events import GroupRewarded, KeeperLost, OptimizerStepped, TrajectoryFinished
-from headway.pipeline.nothing_to_train import FAILED_AT_FIRST
+from headway.pipeline.admission.nothing_to_train import FAILED_AT_FIRST
 from tests.pipeline.books import Books
 from tests.pipeline.episodes import FIRST_SAID, EpisodeCase, TellingRollout, WatchedPrograms
 from tests.pipeline.fakes import prompt

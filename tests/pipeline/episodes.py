@@ -15,17 +15,17 @@ from typing import Any, NamedTuple
 import numpy as np
 from hypothesis import strategies as st
 
+from headway.agents.episodes.episode_settings import limits_of
+from headway.agents.episodes.episode_tokens import Prompted, row_tokens
+from headway.agents.episodes.program_episode import Hosting, Turn
+from headway.agents.episodes.token_tree import Transcript, call_key
+from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart, Message, TurnAnswer, TurnRequest, said
 from headway.config.schema import Config
+from headway.data.interfaces.generation import Call, FinishedCall
 from headway.data.types import FinishReason, RowTokens, SampledTokens, TrajectoryId
-from headway.episodes.hosting import limits_of
-from headway.episodes.programs import Hosting, Turn
-from headway.episodes.record import Prompted, row_tokens
-from headway.episodes.transcript import Transcript, call_key
-from headway.interfaces.calls import Call, FinishedCall
-from headway.programs.messages import EpisodeEnd, EpisodeStart, Message, TurnAnswer, TurnRequest, said
-from headway.simulate.numbers import RecordedNumber
-from headway.simulate.program_profile import ProgramProfile
-from headway.simulate.programs import NO_TROUBLES, SimulatedPrograms, Troubles
+from headway.planner.profiles.distributions import RecordedNumber
+from headway.planner.profiles.program_profile import ProgramProfile
+from headway.planner.simulation.simulated_programs import NO_TROUBLES, SimulatedPrograms, Troubles
 from tests.pipeline.cases import Case, cases, faulty
 from tests.pipeline.fakes import FakeRollout
 from tests.pipeline.scenario import Scenario

@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from headway.data.interfaces.steps import StepContext, StepReport
+from headway.data.interfaces.weights import GatherReport, ReceiveReport, SendReport
 from headway.data.types import Column, Outcomes, Sample
 from headway.errors import RunError
-from headway.interfaces.steps import StepContext, StepReport
-from headway.interfaces.weights import GatherReport, ReceiveReport, SendReport
-from headway.simulate.costs import TrainCost
-from headway.simulate.profile import UpdateProfile
-from headway.simulate.trainer import SimulatedTrainer
-from headway.simulate.transport import SimulatedTransport
+from headway.planner.profiles.costs import TrainCost
+from headway.planner.profiles.job_profile import UpdateProfile
+from headway.planner.simulation.simulated_trainer import SimulatedTrainer
+from headway.planner.simulation.simulated_transport import SimulatedTransport
 from tests.pipeline.fakes import UPDATE, Probe, Time, now
 
 

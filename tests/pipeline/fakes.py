@@ -1,4 +1,4 @@
-"""Scripted machinery behind the pipeline's protocols: the simulated engines of `headway.simulate`, and what a test does
+"""Scripted machinery behind the pipeline's protocols: the simulated engines of `headway.planner`, and what a test does
 to them.
 
 Durations are powers of two, so that times on the virtual clock are exact: a replica samples one token every
@@ -16,20 +16,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from headway.agents.episodes.episode_worker import GroupKeeper
+from headway.agents.episodes.program_episode import Hosting
+from headway.agents.episodes.replica_clients import CallEngine
+from headway.data.interfaces.episode_groups import FinishedGroup, GroupRequest
+from headway.data.interfaces.generation import Call, FinishedCall, Priority
+from headway.data.interfaces.rewards import Scores
+from headway.data.interfaces.rollout import EngineStats, OnUpdate, Paused
+from headway.data.interfaces.weights import ReceiveReport
 from headway.data.types import Prompt, TrajectoryId
-from headway.episodes.keeper import GroupKeeper
-from headway.episodes.lines import CallEngine
-from headway.episodes.programs import Hosting
 from headway.errors import HeadwayError, RunError, ScoringFailed, UpdateFailed, WorkerDied
 from headway.events import Event
-from headway.interfaces.calls import Call, FinishedCall, Priority
-from headway.interfaces.keeper import FinishedGroup, GroupRequest
-from headway.interfaces.rewards import Scores
-from headway.interfaces.rollout import EngineStats, OnUpdate, Paused
-from headway.interfaces.weights import ReceiveReport
-from headway.simulate.profile import PhaseProfile, RolloutProfile, UpdateProfile
-from headway.simulate.rollout import SimulatedRollout
-from headway.simulate.transport import SimulatedTransport
+from headway.planner.profiles.job_profile import PhaseProfile, RolloutProfile, UpdateProfile
+from headway.planner.simulation.simulated_rollout import SimulatedRollout
+from headway.planner.simulation.simulated_transport import SimulatedTransport
 
 SECONDS_PER_TOKEN = 0.125
 

@@ -29,8 +29,8 @@ from headway.events import (
     UpdateFinished,
 )
 from headway.pipeline.run import Status
-from headway.reports.metrics import RunMetrics
-from headway.reports.summary import summary
+from headway.reports.metrics.run_metrics import RunMetrics
+from headway.reports.metrics.summary import summary
 from tests.pipeline.cases import TICK
 from tests.pipeline.fakes import FakeRollout
 from tests.pipeline.machines import is_late

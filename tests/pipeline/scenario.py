@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from headway.config.placement import needs_logp
+from headway.agents.episodes.program_episode import Hosting
 from headway.config.presets import PRESETS
 from headway.config.schema import Config
-from headway.episodes.programs import Hosting
+from headway.config.sizing.placement import needs_logp
 from headway.events import (
     Event,
     GroupAdmitted,
@@ -22,13 +22,13 @@ from headway.events import (
     TrajectoryFinished,
     ValidationFinished,
 )
+from headway.pipeline.admission.sample_collector import SampleOutlet
 from headway.pipeline.run import Parts, Pipeline, Status
-from headway.pipeline.samples import SampleOutlet
 from headway.pipeline.stages.reward import GroupFilter
-from headway.simulate.clock import run_virtual
-from headway.simulate.profile import UpdateProfile
-from headway.simulate.transport import SimulatedTransport
-from headway.simulate.zeros import zero_advantages
+from headway.planner.profiles.job_profile import UpdateProfile
+from headway.planner.simulation.simulated_transport import SimulatedTransport
+from headway.planner.simulation.virtual_clock import run_virtual
+from headway.planner.simulation.zeros import zero_advantages
 from tests.pipeline.fake_policies import FakeCritic, FakeLogProb, FakeReceiver, FakeReference, FakeTrainer
 from tests.pipeline.fakes import (
     UPDATE,

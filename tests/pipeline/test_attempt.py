@@ -8,9 +8,9 @@ from typing import Any, cast
 
 import pytest
 
+from headway.data.interfaces.weights import ReceiveReport, SendReport
 from headway.errors import UpdateFailed, UpdateMissed
-from headway.interfaces.weights import ReceiveReport, SendReport
-from headway.pipeline.attempt import Attempt, Audience, judge
+from headway.pipeline.update.update_attempt import Attempt, Audience, judge
 
 LIMIT = "param_update.timeout_s = 1 s"
 

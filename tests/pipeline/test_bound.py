@@ -18,7 +18,7 @@ import pytest
 
 from headway.data.types import Prompt
 from headway.events import FetchTaken, GroupAdmitted, GroupSettled, RunStarted
-from headway.pipeline.staleness import admission_limit, lag_bound
+from headway.pipeline.admission.staleness import admission_limit, lag_bound
 from tests.pipeline.adversary import Live, State, World, exceeds, reachable, worst
 from tests.pipeline.fakes import FakeReward, without_variance
 from tests.pipeline.scenario import Run, Scenario

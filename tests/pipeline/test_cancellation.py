@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 from hypothesis import strategies as st
 
-from headway.concurrently import concurrently
+from headway.data.interfaces.rollout import OnUpdate
 from headway.errors import NothingToTrain
 from headway.events import RunFinished
-from headway.interfaces.rollout import OnUpdate
 from headway.pipeline.channel import Channel
-from headway.pipeline.signal import Signal
-from headway.simulate.clock import VirtualClockLoop
+from headway.pipeline.conditions import Signal
+from headway.planner.simulation.virtual_clock import VirtualClockLoop
+from headway.runtime.task_groups import concurrently
 from tests.pipeline.books import Books
 from tests.pipeline.cases import SCHEDULES, Case, cases, for_each
 from tests.pipeline.invariants import cancelled_after

@@ -5,8 +5,8 @@ import asyncio
 import pytest
 
 from headway.pipeline.channel import Channel
-from headway.pipeline.signal import Signal
-from headway.simulate.clock import Deadlock, run_virtual
+from headway.pipeline.conditions import Signal
+from headway.planner.simulation.virtual_clock import Deadlock, run_virtual
 
 
 def test_items_arrive_in_the_order_in_which_they_were_sent():

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
+from headway.agents.rewards.program_reward import own_scores
 from headway.data.types import Conversation, FinishReason, Group, Prompt, Trajectory
 from headway.events import GroupRewarded
 from headway.pipeline.channel import Channel
-from headway.pipeline.scoring import Scoring
+from headway.pipeline.group_scoring import Scoring
 from headway.pipeline.stages.reward import Reward
-from headway.rewards.own import own_scores
 from tests.pipeline.fakes import Recorder
 from tests.pipeline.test_ledger import run_state
 

@@ -12,13 +12,13 @@ import pytest
 
 from headway.data.types import Group, Sample, TrajectoryId
 from headway.events import FetchTaken, GroupAdmitted, GroupRewarded, GroupSettled, OptimizerStepped, UpdateFinished
-from headway.pipeline.fetches import Fetch, Fetches
-from headway.pipeline.ledger import Fate, Ledger
-from headway.pipeline.message_queue import MessageQueue
+from headway.pipeline.admission.fetches import Fetch, Fetches
+from headway.pipeline.admission.ledger import Fate, Ledger
+from headway.pipeline.admission.message_queue import MessageQueue
+from headway.pipeline.admission.pipeline_state import RunState
+from headway.pipeline.admission.staleness import Staleness
 from headway.pipeline.run import Status
-from headway.pipeline.staleness import Staleness
-from headway.pipeline.state import RunState
-from headway.simulate.clock import Deadlock, run_virtual
+from headway.planner.simulation.virtual_clock import Deadlock, run_virtual
 from tests.pipeline.books import Books, Rules
 from tests.pipeline.cases import Case, cases, faulty, for_each
 from tests.pipeline.fake_policies import FakeCritic

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headway.data.interfaces.steps import StepReport
 from headway.errors import NothingToTrain
 from headway.events import (
     CheckpointSaved,
@@ -25,14 +26,13 @@ from headway.events import (
     RunFinished,
     RunStarted,
 )
-from headway.interfaces.steps import StepReport
-from headway.pipeline.guard import Guard, GuardSettings
-from headway.pipeline.ledger import Ledger
-from headway.pipeline.message_queue import MessageQueue
+from headway.pipeline.admission.ledger import Ledger
+from headway.pipeline.admission.message_queue import MessageQueue
+from headway.pipeline.admission.pipeline_state import RunState
+from headway.pipeline.admission.staleness import Staleness
+from headway.pipeline.observing.off_policy_guard import Guard, GuardSettings
 from headway.pipeline.run import Status
-from headway.pipeline.staleness import Staleness
-from headway.pipeline.state import RunState
-from headway.simulate.clock import run_virtual
+from headway.planner.simulation.virtual_clock import run_virtual
 from tests.pipeline.cases import ETAS, Case, cases, faulty, for_each
 from tests.pipeline.figures import check_figures
 from tests.pipeline.machines import check_machines

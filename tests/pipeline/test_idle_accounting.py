@@ -27,8 +27,8 @@ from headway.events import (
     StageChanged,
     TrainerBusy,
 )
-from headway.reports.metrics import RunMetrics
-from headway.reports.summary import summary
+from headway.reports.metrics.run_metrics import RunMetrics
+from headway.reports.metrics.summary import summary
 from tests.pipeline.fakes import FakeReward
 from tests.pipeline.figures import check_figures, near, replay
 from tests.pipeline.scenario import MODES, Scenario

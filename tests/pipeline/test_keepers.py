@@ -10,14 +10,14 @@ from typing import Any, cast
 
 import pytest
 
-from headway.concurrently import Tasks, failing_as_one
+from headway.data.interfaces.episode_groups import GroupRequest
+from headway.data.interfaces.generation import SamplingParams
 from headway.errors import HeadwayError, WorkerDied
 from headway.events import Event, GroupSettled, KeeperLost, Note, ReplicaActivity, TrajectoryFinished
-from headway.interfaces.calls import SamplingParams
-from headway.interfaces.keeper import GroupRequest
-from headway.pipeline.keepers import Keepers
-from headway.pipeline.state import RunState
-from headway.simulate.clock import run_virtual
+from headway.pipeline.admission.pipeline_state import RunState
+from headway.pipeline.episode_workers import Keepers
+from headway.planner.simulation.virtual_clock import run_virtual
+from headway.runtime.task_groups import Tasks, failing_as_one
 from tests.pipeline.fakes import FakeKeeper, prompt
 from tests.pipeline.invariants import check_everything
 from tests.pipeline.scenario import MODES, Run, Scenario

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from headway.errors import LedgerImbalance
 from headway.events import GroupAdmitted, GroupSettled
-from headway.pipeline.ledger import Fate, Ledger
-from headway.pipeline.message_queue import MessageQueue
-from headway.pipeline.staleness import Staleness
-from headway.pipeline.state import RunState
-from headway.simulate.clock import run_virtual
+from headway.pipeline.admission.ledger import Fate, Ledger
+from headway.pipeline.admission.message_queue import MessageQueue
+from headway.pipeline.admission.pipeline_state import RunState
+from headway.pipeline.admission.staleness import Staleness
+from headway.planner.simulation.virtual_clock import run_virtual
 from tests.pipeline.fakes import Recorder, prompt
 
 

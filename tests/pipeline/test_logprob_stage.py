@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from headway.errors import RunError, StallError, UpdateFailed, WorkerDied
 from headway.events import FetchTaken, RunFinished, RunStarted, StageChanged, UpdateFinished
 from headway.pipeline.run import Status
-from headway.reports.summary import summary
+from headway.reports.metrics.summary import summary
 from tests.pipeline.cases import TICK, Case, cases, faulty, for_each
 from tests.pipeline.fake_policies import FakeLogProb, FakeReceiver
 from tests.pipeline.fakes import FakeReward, Time, fails, without_variance

@@ -12,7 +12,7 @@ import pytest
 from headway.data.types import TrajectoryId
 from headway.errors import NothingToTrain
 from headway.events import FetchTaken, GroupSettled, OptimizerStepped, RunStarted, TrajectoryFinished
-from headway.reports.metrics import RunMetrics
+from headway.reports.metrics.run_metrics import RunMetrics
 from tests.pipeline.cases import SCHEDULES, Case, cases, for_each
 from tests.pipeline.fakes import FakeReward
 from tests.pipeline.invariants import check_everything, run_and_check

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from headway.data.types import FinishReason, Group, Trajectory, TrajectoryId
 from headway.errors import LedgerImbalance
-from headway.pipeline.message_queue import MessageQueue
-from headway.pipeline.staleness import Staleness
-from headway.simulate.clock import Deadlock, run_virtual
+from headway.pipeline.admission.message_queue import MessageQueue
+from headway.pipeline.admission.staleness import Staleness
+from headway.planner.simulation.virtual_clock import Deadlock, run_virtual
 from tests.pipeline.fakes import prompt
 
 

@@ -8,15 +8,15 @@ from typing import cast
 
 import pytest
 
-from headway.config.timeouts import FILE_RATE, Timeouts, file_stall_s
+from headway.config.sizing.timeouts import FILE_RATE, Timeouts, file_stall_s
+from headway.data.interfaces.rollout import EngineStats
 from headway.errors import StallError
 from headway.events import Note, ReplicaActivity
-from headway.interfaces.rollout import EngineStats
-from headway.pipeline.keepers import Keepers
-from headway.pipeline.monitor import Monitor, Movement
-from headway.pipeline.state import RunState
-from headway.progress import Heartbeat
-from headway.simulate.clock import run_virtual
+from headway.pipeline.admission.pipeline_state import RunState
+from headway.pipeline.episode_workers import Keepers
+from headway.pipeline.recovery.run_monitor import Monitor, Movement
+from headway.planner.simulation.virtual_clock import run_virtual
+from headway.runtime.progress import Heartbeat
 from tests.pipeline.fakes import Recorder
 
 

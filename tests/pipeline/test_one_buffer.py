@@ -9,7 +9,7 @@ import pytest
 
 from headway.errors import UpdateFailed, WorkerDied
 from headway.events import ReplicaHalted, UpdateFinished, UpdatePhase, UpdateRetried, UpdateSuperseded
-from headway.simulate.profile import PhaseProfile, UpdateProfile
+from headway.planner.profiles.job_profile import PhaseProfile, UpdateProfile
 from tests.pipeline.cases import SCHEDULES as RANDOM
 from tests.pipeline.cases import faulty, for_each
 from tests.pipeline.fakes import FakeRollout

@@ -22,7 +22,7 @@ from headway.events import (
     UpdatePhase,
     UpdateSuperseded,
 )
-from headway.simulate.profile import PhaseProfile, UpdateProfile
+from headway.planner.profiles.job_profile import PhaseProfile, UpdateProfile
 from tests.pipeline.cases import SCHEDULES, Case, cases, for_each
 from tests.pipeline.fakes import FakeReward, FakeRollout, fails
 from tests.pipeline.invariants import check_everything, run_and_check

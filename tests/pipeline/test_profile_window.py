@@ -10,8 +10,8 @@ import pytest
 
 from headway.errors import HeadwayError, RunError, UserError, WorkerDied
 from headway.events import Event, Note, ProfileTaken, RunFinished, RunStarted, VersionReached
-from headway.pipeline.profile_window import ProfileWindow, Told
-from headway.simulate.clock import run_virtual
+from headway.pipeline.observing.profile_window import ProfileWindow, Told
+from headway.planner.simulation.virtual_clock import run_virtual
 from tests.pipeline.scenario import Run, Scenario
 
 

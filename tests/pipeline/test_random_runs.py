@@ -15,8 +15,8 @@ from itertools import pairwise
 import pytest
 
 from headway.events import FetchTaken, GroupAdmitted, OptimizerStepped, TrajectoryFinished
+from headway.pipeline.admission.staleness import admission_limit, lag_bound
 from headway.pipeline.run import Status
-from headway.pipeline.staleness import admission_limit, lag_bound
 from tests.pipeline.books import Rules
 from tests.pipeline.cases import SCHEDULES, Case, cases, faulty, for_each
 from tests.pipeline.invariants import check_everything, run_and_check

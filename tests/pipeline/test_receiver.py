@@ -6,11 +6,11 @@ import asyncio
 
 import pytest
 
-from headway.config.timeouts import Timeouts
+from headway.config.sizing.timeouts import Timeouts
+from headway.data.interfaces.rollout import Capabilities, OnUpdate
 from headway.errors import UpdateFailed, WorkerDied
-from headway.interfaces.rollout import Capabilities, OnUpdate
-from headway.pipeline.receiver import Gone, Replica
-from headway.simulate.clock import run_virtual
+from headway.pipeline.weight_receiver import Gone, Replica
+from headway.planner.simulation.virtual_clock import run_virtual
 
 TIMEOUT_S = 5.0
 CALLS = {

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from headway.data.draws import drawn_problems, place_of_group, share_of
+from headway.data.interfaces.rewards import Scores
+from headway.data.interfaces.steps import StepContext, StepReport, TrainedRow
 from headway.data.types import Conversation, Group, Sample, TrajectoryId
 from headway.events import FetchTaken, GroupAdmitted, GroupRewarded, GroupSettled, RunFinished, ValidationFinished
-from headway.interfaces.rewards import Scores
-from headway.interfaces.steps import StepContext, StepReport, TrainedRow
-from headway.pipeline.ledger import Fate
-from headway.pipeline.samples import SampleOutlet, Samples, plain, rounded, storable
+from headway.pipeline.admission.ledger import Fate
+from headway.pipeline.admission.sample_collector import SampleOutlet, Samples, plain, rounded, storable
 from tests.pipeline.fakes import FakeReward, fails, prompt, validation_prompts, without_variance
 from tests.pipeline.scenario import Run, Scenario
 from tests.pipeline.test_episode_rewards import episode

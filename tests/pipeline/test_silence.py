@@ -8,15 +8,15 @@ from typing import Any, cast
 
 import pytest
 
-from headway.config.timeouts import Timeouts
+from headway.config.sizing.timeouts import Timeouts
+from headway.data.interfaces.rollout import EngineStats
 from headway.errors import StallError
 from headway.events import Event, ReplicaActivity, ReplicaLost, TrajectoryFinished
-from headway.interfaces.rollout import EngineStats
-from headway.pipeline.keepers import Keepers
-from headway.pipeline.monitor import Monitor, Movement
-from headway.pipeline.receiver import Gone
-from headway.progress import OpenWork
-from headway.simulate.clock import run_virtual
+from headway.pipeline.episode_workers import Keepers
+from headway.pipeline.recovery.run_monitor import Monitor, Movement
+from headway.pipeline.weight_receiver import Gone
+from headway.planner.simulation.virtual_clock import run_virtual
+from headway.runtime.progress import OpenWork
 from tests.pipeline.invariants import check_everything
 from tests.pipeline.scenario import Run, Scenario
 

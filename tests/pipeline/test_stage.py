@@ -14,9 +14,9 @@ from headway.errors import ScoringFailed, StageFailed
 from headway.events import StageChanged
 from headway.pipeline import stages
 from headway.pipeline.channel import Channel
-from headway.pipeline.signal import Gate
+from headway.pipeline.conditions import Gate
 from headway.pipeline.stage import Stage, State
-from headway.simulate.clock import run_virtual
+from headway.planner.simulation.virtual_clock import run_virtual
 from tests.pipeline.fakes import Recorder
 
 Work = Callable[[int], Awaitable[None]]

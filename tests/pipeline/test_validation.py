@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
+from headway.agents.episodes.program_episode import Hosting, Limits
 from headway.config.schema import Config
+from headway.data.interfaces.rewards import Scores
 from headway.data.types import Prompt, TrajectoryId
-from headway.episodes.programs import Hosting, Limits
 from headway.errors import WorkerDied
 from headway.events import GroupSettled, OptimizerStepped, UpdateFinished, ValidationFinished
-from headway.interfaces.rewards import Scores
-from headway.reports.plain import validation_line
-from headway.simulate.contexts import SimulatedRecord
-from headway.simulate.program_profile import ProgramProfile
-from headway.simulate.programs import SimulatedPrograms
+from headway.planner.profiles.program_profile import ProgramProfile
+from headway.planner.simulation.simulated_contexts import SimulatedRecord
+from headway.planner.simulation.simulated_programs import SimulatedPrograms
+from headway.reports.live.plain_log import validation_line
 from tests.pipeline.fakes import FakeReward, fails
 from tests.pipeline.scenario import MODES, Run, Scenario
 

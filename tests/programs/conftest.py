@@ -9,7 +9,7 @@ from textwrap import dedent
 
 import pytest
 
-from headway.programs.program import ProgramSpec
+from headway.agents.programs.program import ProgramSpec
 
 Write = Callable[..., ProgramSpec]
 

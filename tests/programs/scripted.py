@@ -6,8 +6,7 @@ import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from headway.errors import EpisodeOver
-from headway.programs.messages import (
+from headway.agents.interface.program_messages import (
     CallProblem,
     EpisodeEnd,
     EpisodeStart,
@@ -17,7 +16,8 @@ from headway.programs.messages import (
     calls_made,
     said,
 )
-from headway.programs.program import LoadedProgram, ProgramSpec
+from headway.agents.programs.program import LoadedProgram, ProgramSpec
+from headway.errors import EpisodeOver
 
 
 def text(content: str) -> TurnAnswer:

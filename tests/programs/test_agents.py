@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from headway.agents.interface.program_messages import Access, EpisodeEnd, EpisodeStart, TurnAnswer, TurnRequest, said
+from headway.agents.programs.program import ProgramSpec
 from headway.errors import ProgramFailed, UserCodeError
-from headway.programs.messages import Access, EpisodeEnd, EpisodeStart, TurnAnswer, TurnRequest, said
-from headway.programs.program import ProgramSpec
 
 WITH_OPENAI = pytest.mark.skipif(
     find_spec("openai") is None, reason="an agent's HTTP client is that of OpenAI's package"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from headway.agents.interface.program_messages import EpisodeStart, said
 from headway.errors import ProgramAway, ProgramFailed, UserCodeError
-from headway.programs.messages import EpisodeStart, said
 from tests.programs.scripted import Script, play, start
 
 GAME = """
@@ -197,7 +197,7 @@ async def test_a_forked_process_makes_environments_of_its_own(environment, monke
     """What was made before a fork shares its connections with all children."""
     loaded = environment(GAME).load()
     loaded.describe()
-    monkeypatch.setattr("headway.programs.instances.os.getpid", lambda: -1)
+    monkeypatch.setattr("headway.agents.adapters.environment_pool.os.getpid", lambda: -1)
     await play(loaded, Script("0"))
     await play(loaded, Script("0"))
     assert loaded._program._instances._make.func.MADE == 2

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
+from headway.agents.adapters.tool_loop import ToolLoop
+from headway.agents.programs.program import LoadedProgram, ProgramSpec
+from headway.agents.tools.mcp_servers import McpServer, McpServerSpec
+from headway.agents.tools.python_tools import make_tool
+from headway.agents.tools.toolbox import Toolbox
 from headway.errors import ProgramAway, ProgramFailed, UserCodeError
-from headway.programs.mcp_servers import McpServer, McpServerSpec
-from headway.programs.program import LoadedProgram, ProgramSpec
-from headway.programs.tool_loop import ToolLoop
-from headway.programs.toolbox import Toolbox
-from headway.programs.tools import make_tool
 from tests.programs.scripted import Script, calling, play, start
 from tests.programs.served import served
 

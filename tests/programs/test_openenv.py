@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from headway.agents.adapters.openenv import text_field, web_socket
+from headway.agents.programs.program import LoadedProgram, ProgramSpec
 from headway.errors import ProgramAway, ProgramFailed, UserCodeError
-from headway.programs.openenv import text_field, web_socket
-from headway.programs.program import LoadedProgram, ProgramSpec
 from tests.programs.scripted import Script, play, start
 
 web = pytest.importorskip("aiohttp.web", reason="the server that is written")
@@ -152,7 +152,7 @@ async def test_a_server_that_says_so_in_the_middle_of_an_episode_is_away():
 
 
 async def test_a_server_without_room_is_asked_again_and_given_up_after_the_time_out(monkeypatch):
-    monkeypatch.setattr("headway.programs.openenv.FULL_WAIT_S", 0.01)
+    monkeypatch.setattr("headway.agents.adapters.openenv.FULL_WAIT_S", 0.01)
     full = error("CAPACITY_REACHED", "8 of 8 sessions")
     server = Server(lambda n: full if n < 4 else observed({"text": "Guess."}), observed({"text": "="}, 1.0, True))
     async with server.serving() as address:

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from transformers.utils import get_json_schema
 
+from headway.agents.tools.python_tools import load_tools, make_tool
+from headway.agents.tools.toolbox import Toolbox
 from headway.errors import UserCodeError
-from headway.programs.toolbox import Toolbox
-from headway.programs.tools import load_tools, make_tool
 
 FILE = '''
 import asyncio

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from headway.agents.interface.program_messages import said
+from headway.agents.programs.program import ProgramSpec
 from headway.errors import ProgramFailed, UserCodeError
-from headway.programs.messages import said
-from headway.programs.program import ProgramSpec
 from tests.programs.scripted import Script, calling, play, start
 
 COUNTER = '''

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from headway.agents.programs.program import LoadedProgram, ProgramSpec
+from headway.agents.tools.python_tools import load_tools
+from headway.agents.tools.toolbox import Toolbox
 from headway.errors import ProgramAway, ProgramFailed, UserCodeError
-from headway.programs.program import LoadedProgram, ProgramSpec
-from headway.programs.toolbox import Toolbox
-from headway.programs.tools import load_tools
 from tests.programs.scripted import Script, calling, play, start
 
 CHECKS = '''

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from headway.agents.rewards.code_reward import code_of
+from headway.agents.rewards.code_tests import CallTest, unit_tests_of
+from headway.agents.rewards.score_request import RewardSpec, ScoreRequest
+from headway.agents.rewards.scorers import make_scorer
 from headway.config.loading import load
 from headway.data.files import Record, read_records
-from headway.rewards.code import code_of
-from headway.rewards.code_tests import CallTest, unit_tests_of
-from headway.rewards.request import RewardSpec, ScoreRequest
-from headway.rewards.scorers import make_scorer
-from headway.user_code import load_object
+from headway.runtime.user_code import load_object
 from tests.integration.support import train
 
 FOLDER = Path(__file__).parents[2] / "recipes" / "agents"

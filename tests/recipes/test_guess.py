@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from headway.agents.interface.program_messages import Message, TurnRequest
+from headway.agents.programs.program import ProgramSpec
 from headway.data.files import read_records
-from headway.programs.messages import Message, TurnRequest
-from headway.programs.program import ProgramSpec
-from headway.user_code import load_function
+from headway.runtime.user_code import load_function
 from tests.integration.support import train
 from tests.programs.scripted import Script, play, start
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from headway.agents.tools.mcp_servers import McpServer, McpServerSpec
+from headway.agents.tools.python_tools import load_tools
+from headway.agents.tools.toolbox import Toolbox
 from headway.data.files import read_records
-from headway.programs.mcp_servers import McpServer, McpServerSpec
-from headway.programs.toolbox import Toolbox
-from headway.programs.tools import load_tools
-from headway.user_code import load_function, load_object
+from headway.runtime.user_code import load_function, load_object
 from tests.programs.scripted import start
 
 FOLDER = Path(__file__).parents[2] / "recipes" / "agents"

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 
 from headway.config.loading import load
-from headway.models.make import make_model
+from headway.models.made_model import make_model
 from headway.models.tokenizer import load_tokenizer
-from headway.user_code import load_object
+from headway.runtime.user_code import load_object
 
 FOLDER = Path(__file__).parents[2] / "recipes" / "agents"
 KEYS = ("kqe", "wza")

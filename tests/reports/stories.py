@@ -19,7 +19,7 @@ from headway.events import (
     ValidationFinished,
     VersionReached,
 )
-from headway.reports.events_file import to_json_line
+from headway.reports.record.events_file import to_json_line
 from tests.reports.scripted_run import ScriptedRun
 
 SOURCES = ("addition", "word problems")

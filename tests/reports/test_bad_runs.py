@@ -10,12 +10,12 @@ import pytest
 from rich.console import Console
 
 from headway.events import Event, GroupAdmitted, GroupSettled, RunFinished, RunResumed, StageChanged
-from headway.reports.console_view import Outcome, report_end
-from headway.reports.metrics import RunMetrics
-from headway.reports.plain import PlainView
-from headway.reports.snapshot import SnapshotTaker
-from headway.reports.summary import summary
-from headway.reports.tally import RECENT
+from headway.reports.live.console_view import Outcome, report_end
+from headway.reports.live.plain_log import PlainView
+from headway.reports.live.snapshot import SnapshotTaker
+from headway.reports.metrics.group_tally import RECENT
+from headway.reports.metrics.run_metrics import RunMetrics
+from headway.reports.metrics.summary import summary
 from tests.reports.scripted_run import ScriptedRun
 
 

@@ -14,8 +14,8 @@ from rich.console import Console
 from headway.config.schema import Config
 from headway.errors import UserError
 from headway.events import Event, GroupAdmitted, GroupSettled, Note
-from headway.reports.bundle import Reports, open_reports
-from headway.reports.events_file import read_events
+from headway.reports.record.events_file import read_events
+from headway.reports.report_manager import Reports, open_reports
 from tests.reports.scripted_run import ScriptedRun
 
 

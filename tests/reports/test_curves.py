@@ -9,7 +9,16 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.reports.curves import ACCURACY, MOST_CURVES, MOST_POINTS, CurveLog, Place, point_at, thinned, to_json
+from headway.reports.timeline.curves import (
+    ACCURACY,
+    MOST_CURVES,
+    MOST_POINTS,
+    CurveLog,
+    Place,
+    point_at,
+    thinned,
+    to_json,
+)
 
 
 def log_of(*rows: dict[str, Any]) -> CurveLog:

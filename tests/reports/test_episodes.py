@@ -22,12 +22,12 @@ from headway.events import (
     StageChanged,
     TrajectoryFinished,
 )
-from headway.reports.counters import Counters
-from headway.reports.episodes import MOST_OWN, EpisodeSums
-from headway.reports.lanes import Kind
-from headway.reports.summary import summary
-from headway.reports.tally import GroupTally
-from headway.reports.timeline import Timeline, build_timeline, idle_reasons
+from headway.reports.metrics.counters import Counters
+from headway.reports.metrics.episode_sums import MOST_OWN, EpisodeSums
+from headway.reports.metrics.group_tally import GroupTally
+from headway.reports.metrics.summary import summary
+from headway.reports.timeline.lanes import Kind
+from headway.reports.timeline.timeline import Timeline, build_timeline, idle_reasons
 from tests.reports.scripted_run import REPLICA, ScriptedRun
 from tests.reports.test_metrics import observe, of_type
 from tests.reports.test_views import drawn, final_block, plain_lines, watched

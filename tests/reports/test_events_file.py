@@ -28,8 +28,8 @@ from headway.events import (
     TrainerBusy,
     VersionReached,
 )
-from headway.reports.dense_events import DENSE
-from headway.reports.events_file import EventsFile, JsonLines, cut_off_half_line, look_through, read_events
+from headway.reports.record.dense_events import DENSE
+from headway.reports.record.events_file import EventsFile, JsonLines, cut_off_half_line, look_through, read_events
 from headway.reports.run_directory import RunDirectory
 from headway.reports.watch.follower import Follower
 from tests.reports.scripted_run import ScriptedRun
@@ -253,7 +253,7 @@ def test_a_record_that_stays_incomplete_says_from_where_on_the_run_cannot_be_res
 
 def test_a_disk_that_refuses_too_much_is_not_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What waits is bounded; and half a record without a gap is one, half a record with a gap is none."""
-    monkeypatch.setattr("headway.reports.events_file.KEPT_BYTES", 1000)
+    monkeypatch.setattr("headway.reports.record.events_file.KEPT_BYTES", 1000)
     path, problems, disk = tmp_path / "events.jsonl", [], Disk(monkeypatch)
     file = EventsFile(path, problems.append)
     file.on_event(reached(0))
@@ -440,7 +440,7 @@ def test_an_event_on_another_clock_has_all_its_moments_moved() -> None:
 @pytest.fixture
 def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     """Dense events go to a segment from the first version on, and each version's becomes columns."""
-    monkeypatch.setattr("headway.reports.events_file.SEGMENT_BYTES", 1)
+    monkeypatch.setattr("headway.reports.record.events_file.SEGMENT_BYTES", 1)
 
 
 def admitted(number: int) -> GroupAdmitted:

@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 
 from headway.events import RunResumed, RunStarted
-from headway.reports.compare import compared, read_runs
-from headway.reports.compare_page import write_page
+from headway.reports.comparison.compare_page import write_page
+from headway.reports.comparison.run_comparison import compared, read_runs
 from headway.reports.report import report
 from headway.reports.run_directory import RunDirectory, RunLock
 from headway.reports.watch.follower import Follower
-from headway.reports.watch.server import Server
+from headway.reports.watch.watch_server import Server
 from tests.integration.support import end_started, finish, make_job, start, wait_for
 from tests.reports.browser import CHROMIUM, Page, browser
 from tests.reports.stories import sample, story, validated, written
@@ -312,7 +312,7 @@ FRAMES = """new Promise((done) => {
 def test_one_live_page_too_many_says_that_others_are_open(
     page: Page, small: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headway.reports.watch.server.MOST_STREAMS", 0)
+    monkeypatch.setattr("headway.reports.watch.watch_server.MOST_STREAMS", 0)
     with Watched(small) as url:
         page.open(url)
         page.wait("document.getElementById('status').textContent.includes('pages of this run are open')")

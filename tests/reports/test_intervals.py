@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.events import Span
-from headway.reports.intervals import IntervalUnion, Spread, complement, intersection, length, union
+from headway.reports.metrics.intervals import IntervalUnion, Spread, complement, intersection, length, union
 
 HORIZON = 30
 spans = st.lists(st.tuples(st.integers(0, HORIZON), st.integers(0, HORIZON)), max_size=12)

@@ -16,22 +16,22 @@ from rich.console import Console
 
 from headway.errors import ConfigError
 from headway.events import Event, VersionReached
-from headway.reports.bundle import Reports, open_reports
-from headway.reports.compare import read_runs
-from headway.reports.events_file import look_through
-from headway.reports.lanes import clipped
-from headway.reports.metrics import RunMetrics
-from headway.reports.metrics_state import newest, pickled, save
+from headway.reports.comparison.run_comparison import read_runs
+from headway.reports.metrics.metrics_state import newest, pickled, save
+from headway.reports.metrics.run_metrics import RunMetrics
+from headway.reports.record.events_file import look_through
 from headway.reports.report import _timeline, report
+from headway.reports.report_manager import Reports, open_reports
 from headway.reports.run_directory import RunDirectory
-from headway.reports.timeline import Lane, Timeline, build_timeline
+from headway.reports.timeline.lanes import clipped
+from headway.reports.timeline.timeline import Lane, Timeline, build_timeline
 from headway.reports.watch.follower import Follower
 from tests.pipeline.scenario import Scenario
 from tests.reports.stories import sample
 from tests.reports.timelines import simulated_events
 
 VERSIONS = 6
-SEGMENTS_FROM = "headway.reports.events_file.SEGMENT_BYTES"
+SEGMENTS_FROM = "headway.reports.record.events_file.SEGMENT_BYTES"
 
 
 def _emitted(run: Path, events: Iterable[Event]) -> tuple[Reports, io.StringIO]:
@@ -60,7 +60,7 @@ def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def few_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headway.reports.newest.MOST_DENSE", 1)
+    monkeypatch.setattr("headway.reports.timeline.drawn_versions.MOST_DENSE", 1)
 
 
 def copy(run: Path, folder: Path) -> Path:
@@ -210,7 +210,7 @@ def test_a_state_is_written_while_the_run_goes_on(tmp_path: Path, monkeypatch: p
         save(*args)
         written.set()
 
-    monkeypatch.setattr("headway.reports.bundle.save", slow)
+    monkeypatch.setattr("headway.reports.report_manager.save", slow)
     reports, _ = _emitted(tmp_path / "run", simulated_events("async_partial", 2))
     assert not written.is_set()
     may.set()
@@ -226,7 +226,7 @@ def test_a_state_that_cannot_be_kept_does_not_end_the_run(
     def fails(*_: Any) -> None:
         raise ValueError("no such thing")
 
-    monkeypatch.setattr(f"headway.reports.bundle.{step}", fails)
+    monkeypatch.setattr(f"headway.reports.report_manager.{step}", fails)
     reports, output = _emitted(tmp_path / "run", simulated_events("async_partial", 3))
     reports.close()
     assert output.getvalue().count("no state of the metrics was kept") == 1

@@ -35,9 +35,9 @@ from headway.events import (
     ValidationFinished,
     WorkerDescribed,
 )
-from headway.reports.events_file import EventsFile, read_events
-from headway.reports.metrics import RunMetrics
-from headway.reports.summary import NOTHING_TRAINED, summary, time_shares
+from headway.reports.metrics.run_metrics import RunMetrics
+from headway.reports.metrics.summary import NOTHING_TRAINED, summary, time_shares
+from headway.reports.record.events_file import EventsFile, read_events
 from tests.reports.scripted_run import REPLICA, ScriptedRun
 
 

@@ -13,7 +13,7 @@ from headway.events import (
     StageChanged,
     TrainerBusy,
 )
-from headway.reports.occupancy import Occupancy
+from headway.reports.metrics.occupancy import Occupancy
 
 times = st.floats(0, 100)
 spans = st.tuples(times, times).map(lambda pair: (min(pair), max(pair)))

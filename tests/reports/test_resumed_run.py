@@ -15,12 +15,12 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from headway.errors import DataError, UserError
 from headway.events import CheckpointSaved, Note, RunResumed, RunStarted, VersionReached
-from headway.pipeline.resume import balance
-from headway.reports.bundle import Reports, open_reports
-from headway.reports.checkpoints import Checkpoints, Retention
-from headway.reports.events_file import read_events
-from headway.reports.reopened import reopen_reports
+from headway.pipeline.recovery.driver_state import balance
+from headway.reports.checkpoint_folders import Checkpoints, Retention
+from headway.reports.record.events_file import read_events
 from headway.reports.report import report
+from headway.reports.report_manager import Reports, open_reports
+from headway.reports.resumed_reports import reopen_reports
 from headway.reports.run_directory import RunDirectory, RunLock
 from tests.pipeline.scenario import Run, Scenario
 
@@ -88,7 +88,7 @@ def test_a_resumed_run_reports_what_an_undisturbed_one_does(
     undisturbed: Path, tmp_path: Path, at: float, large: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if large:
-        monkeypatch.setattr("headway.reports.events_file.SEGMENT_BYTES", 1)
+        monkeypatch.setattr("headway.reports.record.events_file.SEGMENT_BYTES", 1)
     directory, state = killed(tmp_path, at)
     assert large == any((directory / "events").glob("*.state"))
     resumed(directory, state)
@@ -333,7 +333,7 @@ def test_all_checkpoints_are_kept_where_nobody_says_how_many(tmp_path: Path) -> 
 def test_a_large_run_is_resumed_from_its_newest_state_without_its_early_events(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headway.reports.events_file.SEGMENT_BYTES", 1)
+    monkeypatch.setattr("headway.reports.record.events_file.SEGMENT_BYTES", 1)
     directory, state = killed(tmp_path, 33.0)
     early = min((directory / "events").glob("*.parquet"))
     early.write_bytes(b"not read")

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from headway.events import ValidationFinished
-from headway.reports.run_sums import MOST_EVALUATIONS, Evaluations
+from headway.reports.metrics.run_sums import MOST_EVALUATIONS, Evaluations
 
 
 def validated(version: int) -> ValidationFinished:

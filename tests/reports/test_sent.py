@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from headway.events import Event, OptimizerStepped, UpdateFinished, UpdatePhase
-from headway.reports.metrics import RunMetrics
+from headway.reports.metrics.run_metrics import RunMetrics
 
 NAMES = ("bytes", "bytes_saved", "changed_ratio", "probe_difference")
 

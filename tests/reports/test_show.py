@@ -17,11 +17,11 @@ from typer.testing import CliRunner, Result
 from headway.cli import cli
 from headway.config.loading import dump
 from headway.config.schema import Config
-from headway.reports import shown
-from headway.reports.events_file import EventsFile
+from headway.reports.record.events_file import EventsFile
 from headway.reports.run_directory import RunLock
-from headway.reports.show import print_group
-from headway.reports.token_scales import Color, scale_of, values_of
+from headway.reports.samples.token_scales import Color, scale_of, values_of
+from headway.reports.show import sample_query
+from headway.reports.show.sample_printer import print_group
 from tests.reports.samples import episode, row, sample, validation
 from tests.reports.scripted_run import ScriptedRun
 
@@ -411,7 +411,7 @@ def test_a_table_holds_no_sample_longer_than_its_line_takes(run_dir: Path, monke
             most = max(most, len(alive))
             yield one
 
-    monkeypatch.setattr(shown, "read_samples", samples)
-    table = shown.listed(run_dir, [], last=10)
+    monkeypatch.setattr(sample_query, "read_samples", samples)
+    table = sample_query.listed(run_dir, [], last=10)
     assert ([line["group"] for line in table.lines], table.left_out) == (list(range(40, 50)), 40)
     assert most <= 3

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.events import FetchTaken, GroupAdmitted, GroupRewarded, GroupSettled
-from headway.reports.tally import FATES, MOST_REASONS, OTHER_REASONS, GroupTally, Whereabouts
+from headway.reports.metrics.group_tally import FATES, MOST_REASONS, OTHER_REASONS, GroupTally, Whereabouts
 
 
 def admitted(number: int) -> GroupAdmitted:

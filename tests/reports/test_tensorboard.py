@@ -117,7 +117,7 @@ def test_a_disk_that_is_full_from_the_start_is_reported_too(tmp_path: Path) -> N
 def test_neither_torch_nor_tensorflow_is_imported_by_any_report() -> None:
     program = (
         "import sys, tempfile, pathlib\n"
-        "import headway.reports.bundle\n"
+        "import headway.reports.report_manager\n"
         "from headway.reports.trackers.tensorboard import TensorBoardFile\n"
         "board = TensorBoardFile(pathlib.Path(tempfile.mkdtemp()), print)\n"
         "board.on_row({'version': 0, 'reward/mean': 1.0})\n"

@@ -27,11 +27,11 @@ from headway.events import (
     UpdatePhase,
     UpdateSuperseded,
 )
-from headway.reports.counters import Counter
-from headway.reports.device_lanes import REPLICAS, TRAINER
-from headway.reports.lanes import Kind, Lane
-from headway.reports.page_data import busy_share
-from headway.reports.timeline import MarkKind, Timeline, build_timeline, idle_reasons
+from headway.reports.metrics.counters import Counter
+from headway.reports.timeline.device_lanes import REPLICAS, TRAINER
+from headway.reports.timeline.lanes import Kind, Lane
+from headway.reports.timeline.page_data import busy_share
+from headway.reports.timeline.timeline import MarkKind, Timeline, build_timeline, idle_reasons
 from tests.reports.scripted_run import ScriptedRun
 from tests.reports.timelines import cut_short, failed, simulated, simulated_events, started
 

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.events import ReplicaJoined, ReplicaLost, RunStarted, Span, StageChanged, UpdatePhase
-from headway.reports.intervals import complement, length, union
-from headway.reports.lanes import NOTHING_REPORTED, Kind, Lane, LaneSpan, idle, lay_out, side_by_side
-from headway.reports.stage_lanes import StageLog, stage_lanes
-from headway.reports.update_lanes import UpdateLanes
+from headway.reports.metrics.intervals import complement, length, union
+from headway.reports.timeline.lanes import NOTHING_REPORTED, Kind, Lane, LaneSpan, idle, lay_out, side_by_side
+from headway.reports.timeline.stage_lanes import StageLog, stage_lanes
+from headway.reports.timeline.update_lanes import UpdateLanes
 from tests.reports.scripted_run import ScriptedRun
 
 HORIZON = 24

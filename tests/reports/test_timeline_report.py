@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from headway.cli import cli
 from headway.errors import ConfigError, RunError
 from headway.events import Event
-from headway.reports.events_file import EventsFile
+from headway.reports.record.events_file import EventsFile
 from headway.reports.report import report
 from headway.reports.run_directory import RunDirectory, RunLock
 from tests.full_disk import files_of_at_most

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from headway.reports.timeline import Timeline, build_timeline
-from headway.reports.trace import write_trace
+from headway.reports.timeline.timeline import Timeline, build_timeline
+from headway.reports.timeline.trace import write_trace
 from tests.reports.timelines import cut_short, failed, simulated, started
 
 TICK = 1e-3

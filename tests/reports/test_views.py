@@ -13,13 +13,13 @@ import pytest
 from rich.console import Console
 
 from headway.events import Event, Note, PromptsLeftOut, ReplicaLost, RunStarted, ValidationFinished
-from headway.reports.console_view import Outcome, report_end
-from headway.reports.live import LiveView
-from headway.reports.metrics import RunMetrics
-from headway.reports.panel import panel
-from headway.reports.plain import PlainView, validation_line
-from headway.reports.snapshot import HISTORY, Snapshot, SnapshotTaker
-from headway.reports.summary import summary
+from headway.reports.live.console_view import Outcome, report_end
+from headway.reports.live.live_view import LiveView
+from headway.reports.live.panel import panel
+from headway.reports.live.plain_log import PlainView, validation_line
+from headway.reports.live.snapshot import HISTORY, Snapshot, SnapshotTaker
+from headway.reports.metrics.run_metrics import RunMetrics
+from headway.reports.metrics.summary import summary
 from tests.reports.scripted_run import ScriptedRun
 
 

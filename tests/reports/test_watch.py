@@ -20,15 +20,14 @@ import pytest
 
 from headway.errors import ConfigError, DataError, RunError, UserError
 from headway.events import Event, Note, RunResumed, RunStarted, VersionReached
-from headway.reports.alive import SILENT_S, is_trained
-from headway.reports.html_timeline import live_parts
+from headway.reports.record.file_tail import Tail
 from headway.reports.run_directory import RunDirectory, RunLock, signs_of_life
-from headway.reports.tail import Tail
-from headway.reports.timeline import TimelineBuilder, build_timeline
-from headway.reports.watch import server as watch_server
-from headway.reports.watch import serving
+from headway.reports.run_liveness import SILENT_S, is_trained
+from headway.reports.timeline.html_timeline import live_parts
+from headway.reports.timeline.timeline import TimelineBuilder, build_timeline
+from headway.reports.watch import serving, watch_server
 from headway.reports.watch.follower import Follower
-from headway.reports.watch.server import Server
+from headway.reports.watch.watch_server import Server
 from tests.reports.stories import lines, sample, story, validated, written
 from tests.reports.timelines import simulated_events
 
@@ -290,7 +289,7 @@ def test_what_cannot_be_read_for_a_moment_is_read_later(run: Path, monkeypatch: 
         raise PermissionError(13, "Permission denied")
 
     follower = Follower(RunDirectory(run), Clock())
-    for name in ("pathlib.Path.open", "headway.reports.alive.is_trained"):
+    for name in ("pathlib.Path.open", "headway.reports.run_liveness.is_trained"):
         with monkeypatch.context() as refused:
             refused.setattr(name, refuse)
             up_to_date(follower)

@@ -6,8 +6,8 @@ from functools import cache
 
 from headway.config.presets import preset
 from headway.events import Event, Note, RunFinished, RunStarted
-from headway.reports.timeline import Timeline, build_timeline
-from headway.simulate.session import Simulation, config_for
+from headway.planner.simulation.simulated_run import Simulation, config_for
+from headway.reports.timeline.timeline import Timeline, build_timeline
 from tests.reports.scripted_run import ScriptedRun
 from tests.simulate.jobs import RICH, Recorder, profile
 

@@ -18,18 +18,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headway.agents.rewards import code_reward as code_module
+from headway.agents.rewards.built_in import make_rule
+from headway.agents.rewards.code_driver import ANSWER, JOB
+from headway.agents.rewards.code_reward import code_of
+from headway.agents.rewards.code_tests import AssertTest, CallTest, StdinTest, unit_tests_of
+from headway.agents.rewards.output_comparison import same_text, same_value
+from headway.agents.rewards.score_request import RewardPart, RewardSpec, ScoreRequest
+from headway.agents.rewards.scorers import make_scorer
 from headway.errors import ConfigError, SandboxFailed, ScoringFailed
-from headway.rewards import code as code_module
-from headway.rewards.built_in import make_rule
-from headway.rewards.code import code_of
-from headway.rewards.code_driver import ANSWER, JOB
-from headway.rewards.code_tests import AssertTest, CallTest, StdinTest, unit_tests_of
-from headway.rewards.compare import same_text, same_value
-from headway.rewards.request import RewardPart, RewardSpec, ScoreRequest
-from headway.rewards.scorers import make_scorer
-from headway.sandbox import sandbox as door
-from headway.sandbox.call import ENDS_S
-from headway.sandbox.limits import Limits, Ran, SandboxSpec
+from headway.runtime.sandbox import sandbox as door
+from headway.runtime.sandbox.sandbox_call import ENDS_S
+from headway.runtime.sandbox.sandbox_limits import Limits, Ran, SandboxSpec
 
 SPEC = SandboxSpec("bubblewrap", Limits(memory_mib=256, processes=16, output_kib=32, scratch_mib=8))
 needs_bwrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="there is no bwrap here: apt install bubblewrap")

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headway.agents.rewards.mathematics import equals, final_answer, ground_truth
 from headway.errors import ScoringFailed
-from headway.rewards.mathematics import equals, final_answer, ground_truth
 
 GSM8K_ANSWER = "He has 3*4 = <<3*4=12>>12 boxes of 90.\n#### 1,080"
 

@@ -18,14 +18,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from headway.agents.rewards import reward_workers as runners_module
+from headway.agents.rewards.reward_workers import RewardRunners
+from headway.agents.rewards.score_request import RewardPart, RewardSpec
 from headway.config.schema import TaskConfig
+from headway.data.interfaces.rewards import Scores
 from headway.data.tasks import make_task
 from headway.data.types import Prompt
 from headway.errors import ConfigError, ScoringFailed, UserCodeError, WorkerDied
-from headway.interfaces.rewards import Scores
-from headway.rewards import runners as runners_module
-from headway.rewards.request import RewardPart, RewardSpec
-from headway.rewards.runners import RewardRunners
 from tests.tiers import mostly_slow
 
 USER_FILE = '''
@@ -589,8 +589,8 @@ PARENT = """
 import asyncio, sys
 import numpy as np
 from headway.data.types import Prompt
-from headway.rewards.runners import RewardRunners
-from headway.rewards.request import RewardPart, RewardSpec
+from headway.agents.rewards.reward_workers import RewardRunners
+from headway.agents.rewards.score_request import RewardPart, RewardSpec
 
 async def main():
     spec = RewardSpec((RewardPart.of(sys.argv[1]),), timeout_s=600)

@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 import torch
 
+from headway.agents.rewards.reward_metrics import FurtherNumbers
+from headway.agents.rewards.score_request import ScoreRequest
+from headway.agents.rewards.scorers import checked
+from headway.agents.rewards.user_function import UserFunction
 from headway.data.types import Conversation
 from headway.errors import ScoringFailed, ScoringTimedOut, UserCodeError
-from headway.rewards.further_numbers import FurtherNumbers
-from headway.rewards.request import ScoreRequest
-from headway.rewards.scorers import checked
-from headway.rewards.user_function import UserFunction
 
 REQUEST = ScoreRequest(
     prompt="2+2=", responses=["4", "5"], answer="4", source="sums", extra={"level": 3, "answer": "shadowed"}

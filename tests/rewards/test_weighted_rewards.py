@@ -13,14 +13,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.config.doctor import diagnose
+from headway.agents.rewards.score_request import RewardPart, RewardSpec, ScoreRequest
+from headway.agents.rewards.scorers import MOST_NAMES, make_scorer
+from headway.config.doctor.doctor import diagnose
 from headway.config.loading import dump, load
 from headway.config.schema import Config
+from headway.data.interfaces.rewards import Scores, means_of_parts
 from headway.errors import ConfigError, ScoringFailed, UserCodeError
-from headway.interfaces.rewards import Scores, means_of_parts
-from headway.rewards.request import RewardPart, RewardSpec, ScoreRequest
-from headway.rewards.scorers import MOST_NAMES, make_scorer
-from headway.user_code import names_a_file
+from headway.runtime.user_code import names_a_file
 
 REQUEST = ScoreRequest("2+2=", ["4", "<think></think><answer>4</answer>", "five"], "4", "sums", {"kind": "math"})
 

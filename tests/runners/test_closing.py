@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from headway.config.rollout import RolloutConfig
+from headway.agents.episodes.program_workers import ProgramRunners
+from headway.agents.interface.program_messages import EpisodeStart, TurnRequest, said
 from headway.config.schema import Config
-from headway.episodes.runners import ProgramRunners
+from headway.config.sections.rollout_section import RolloutConfig
 from headway.errors import ProgramFailed
-from headway.programs.messages import EpisodeStart, TurnRequest, said
 from tests.programs.scripted import Script
 
 GAME = """

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from headway.errors import RunnerLost
-from headway.process_tree import descendants
-from headway.runners import process
-from headway.runners.runners import Runners
+from headway.runtime.process_tree import descendants
+from headway.runtime.workers import worker_process as process
+from headway.runtime.workers.worker_pool import Runners
 from tests.runners.test_runners import ended, runners_of
 
 STALL_S = 0.5
@@ -211,7 +211,7 @@ async def answer(message: Any) -> Any:
 
 
 async def test_a_job_that_goes_on_after_it_was_cancelled_costs_its_runner(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headway.runners.runner.LEAVES_S", 0.2)
+    monkeypatch.setattr("headway.runtime.workers.user_code_worker.LEAVES_S", 0.2)
     async with runners_of("shared") as runners:
         begun = asyncio.Event()
 

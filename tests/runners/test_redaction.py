@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.runners.environment import passed_on, secrets_of
-from headway.runners.redaction import RedactedLog, Redaction
+from headway.runtime.workers.environment_variables import passed_on, secrets_of
+from headway.runtime.workers.redaction import RedactedLog, Redaction
 
 
 @pytest.mark.parametrize("cut", range(1, 9))

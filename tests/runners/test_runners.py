@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from headway import frames
 from headway.errors import ConfigError, RunError, RunnerLost, UserCodeError, UserCodeFailed, WorkerDied
-from headway.process_tree import descendants
-from headway.runners import process as process_module
-from headway.runners.runners import Runners
+from headway.runtime import frames
+from headway.runtime.process_tree import descendants
+from headway.runtime.workers import worker_process as process_module
+from headway.runtime.workers.worker_pool import Runners
 from tests.runners.code import CodeSpec
 
 KINDS: dict[str, dict[str, Any]] = {

@@ -15,8 +15,8 @@ from textwrap import dedent
 import pytest
 
 import headway
-from headway.sandbox.limits import Limits, Ran, SandboxSpec
-from headway.sandbox.sandbox import Sandbox
+from headway.runtime.sandbox.sandbox import Sandbox
+from headway.runtime.sandbox.sandbox_limits import Limits, Ran, SandboxSpec
 
 SMALL = Limits(wall_s=30.0, cpu_s=10.0, memory_mib=256, processes=16, output_kib=16, scratch_mib=8)
 """Limits of calls that are to end by themselves, even on a busy machine."""
@@ -26,8 +26,8 @@ SOURCES = str(Path(headway.__file__).parent.parent)
 ONE_CALL = """
 import json, sys
 from dataclasses import asdict
-from headway.sandbox.limits import Limits, SandboxSpec
-from headway.sandbox.sandbox import Sandbox
+from headway.runtime.sandbox.sandbox_limits import Limits, SandboxSpec
+from headway.runtime.sandbox.sandbox import Sandbox
 job = json.load(sys.stdin)
 ran = Sandbox(SandboxSpec()).run_blocking(job["code"], stdin=job["stdin"], limits=Limits(**job["limits"]))
 json.dump(asdict(ran), sys.stdout)
@@ -43,7 +43,7 @@ def a_user_without_rights() -> list[str] | None:
     become = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", "--"]
     command = [*become, SYSTEM_PYTHON, "-B", "-c"]
     tried = subprocess.run(
-        [*command, "import headway.sandbox.sandbox"], env=variables(), cwd="/", capture_output=True, check=False
+        [*command, "import headway.runtime.sandbox.sandbox"], env=variables(), cwd="/", capture_output=True, check=False
     )
     return command if tried.returncode == 0 else None
 

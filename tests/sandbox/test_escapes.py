@@ -14,7 +14,18 @@ from textwrap import dedent
 
 import pytest
 
-from headway.sandbox.seccomp import AUDIT_ARCH, CLONE, CLONE3, IOCTL, MADVISE, MMAP, PRCTL, REFUSED, SETSOCKOPT, SOCKET
+from headway.runtime.sandbox.seccomp import (
+    AUDIT_ARCH,
+    CLONE,
+    CLONE3,
+    IOCTL,
+    MADVISE,
+    MMAP,
+    PRCTL,
+    REFUSED,
+    SETSOCKOPT,
+    SOCKET,
+)
 from tests.sandbox.conftest import SMALL, Run, running
 
 SECRET = "a-secret-of-the-host"

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from headway.errors import ConfigError
-from headway.sandbox.interpreter import base_python, interpreter
-from headway.sandbox.limits import SandboxSpec
-from headway.sandbox.sandbox import Sandbox
+from headway.runtime.sandbox.interpreter import base_python, interpreter
+from headway.runtime.sandbox.sandbox import Sandbox
+from headway.runtime.sandbox.sandbox_limits import SandboxSpec
 from tests.sandbox.conftest import SMALL
 
 VERSION = f"python{sys.version_info.major}.{sys.version_info.minor}"

@@ -9,10 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from headway.sandbox.bubblewrap import MOST_SIGNALS
-from headway.sandbox.limits import MOST_FILES, Limit
-from headway.sandbox.sandbox import Sandbox
-from headway.sandbox.usage import exceeded
+from headway.runtime.sandbox.bubblewrap import MOST_SIGNALS
+from headway.runtime.sandbox.resource_usage import exceeded
+from headway.runtime.sandbox.sandbox import Sandbox
+from headway.runtime.sandbox.sandbox_limits import MOST_FILES, Limit
 from tests.sandbox.conftest import SMALL, Run
 
 SHORT = replace(SMALL, wall_s=1.0)

@@ -18,14 +18,14 @@ from pathlib import Path
 
 import pytest
 
-from headway.child_python import guarded, python_command
 from headway.errors import ConfigError, SandboxFailed
-from headway.sandbox import bubblewrap, process_limits, room, seccomp
-from headway.sandbox import sandbox as door
-from headway.sandbox.bubblewrap import FIRST_UID, UIDS, own_uid
-from headway.sandbox.call import Call
-from headway.sandbox.limits import Kind, SandboxSpec
-from headway.sandbox.sandbox import Sandbox
+from headway.runtime.child_python import guarded, python_command
+from headway.runtime.sandbox import bubblewrap, bubblewrap_session, process_limits, seccomp
+from headway.runtime.sandbox import sandbox as door
+from headway.runtime.sandbox.bubblewrap import FIRST_UID, UIDS, own_uid
+from headway.runtime.sandbox.sandbox import Sandbox
+from headway.runtime.sandbox.sandbox_call import Call
+from headway.runtime.sandbox.sandbox_limits import Kind, SandboxSpec
 from tests.sandbox.conftest import SMALL, SOURCES, running
 
 WITHOUT = SandboxSpec("process_limits", SMALL)
@@ -152,7 +152,8 @@ async def test_calls_at_once_are_users_of_their_own_where_we_are_root(sandbox: S
 def killed_when(there: Callable[[str], bool], mark: str, *, by_guard: bool = False) -> None:
     """Ask for a call in another process, and kill that when the call is so far, or have its guard end it."""
     code = (
-        "from headway.sandbox.sandbox import Sandbox; from headway.sandbox.limits import SandboxSpec\n"
+        "from headway.runtime.sandbox.sandbox import Sandbox\n"
+        "from headway.runtime.sandbox.sandbox_limits import SandboxSpec\n"
         f"Sandbox(SandboxSpec()).run_blocking(['/usr/bin/sleep', '{mark}'])"
     )
     command = python_command(guarded() + code) if by_guard else [sys.executable, "-c", code]
@@ -178,8 +179,8 @@ def test_a_call_that_was_being_set_up_ends_with_the_guard_of_who_asked_for_it(sa
 
 ASK_AND_BE_KILLED = """
 import os, random, sys, time
-from headway.sandbox.limits import SandboxSpec
-from headway.sandbox.sandbox import Sandbox
+from headway.runtime.sandbox.sandbox_limits import SandboxSpec
+from headway.runtime.sandbox.sandbox import Sandbox
 runs, times = Sandbox(SandboxSpec()), random.Random(0)
 runs.run_blocking("pass")
 for _ in range(100):
@@ -292,7 +293,7 @@ def test_without_the_option_against_new_namespaces_the_filter_still_refuses_them
 def test_a_machine_where_nothing_can_be_measured_is_refused(
     sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch, kind: Kind
 ) -> None:
-    for module in (room, process_limits):
+    for module in (bubblewrap_session, process_limits):
         monkeypatch.setattr(module, "exceeded", lambda *_: None)
     with pytest.raises(ConfigError, match=r"what a call takes cannot be measured here.*SYS_PTRACE"):
         Sandbox(SandboxSpec(kind)).probe()
@@ -336,7 +337,7 @@ def test_a_call_that_cannot_be_started_is_told(sandbox: Sandbox, monkeypatch: py
     def refuse(*_: object, **__: object) -> None:
         raise OSError("Too many open files")
 
-    monkeypatch.setattr(room, "sealed", refuse)
+    monkeypatch.setattr(bubblewrap_session, "sealed", refuse)
     with pytest.raises(SandboxFailed, match="could not be started: Too many open files"):
         sandbox.run_blocking("pass")
 
@@ -433,7 +434,8 @@ def test_a_call_is_given_what_is_its_own_whatever_descriptors_are_free(sandbox: 
     """Small ones are those that a shell on the way might take for itself."""
     code = "import sys; print(sys.stdin.read(), *(open(str(n)).read() for n in range(8)))"
     code = (
-        "from headway.sandbox.sandbox import Sandbox; from headway.sandbox.limits import SandboxSpec\n"
+        "from headway.runtime.sandbox.sandbox import Sandbox\n"
+        "from headway.runtime.sandbox.sandbox_limits import SandboxSpec\n"
         f"files = {{str(n): str(n) for n in range(8)}}\n"
         f"print(Sandbox(SandboxSpec()).run_blocking({code!r}, stdin='in', files=files).stdout)"
     )

@@ -5,11 +5,11 @@ from __future__ import annotations
 from itertools import islice
 from pathlib import Path
 
-from headway.config.model import MakeModelConfig
-from headway.episodes.record import Chats
-from headway.episodes.rendering import ChatRenderer
-from headway.models.make import make_tokenizer
-from headway.sft.examples import demonstrations
+from headway.agents.chat.chat_template import ChatRenderer
+from headway.agents.episodes.episode_tokens import Chats
+from headway.api.sft.sft_data import demonstrations
+from headway.config.sections.model_section import MakeModelConfig
+from headway.models.made_model import make_tokenizer
 
 COUNTING = """
 made = []

@@ -13,18 +13,18 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from headway.config.idle import READ_BY_SFT
+from headway.api.run_settings import load_checked
+from headway.api.sft.sft_run import SftReports, check, sft
 from headway.config.layers import flatten, lies_in
 from headway.config.loading import LoadedConfig, load
-from headway.config.model import MakeModelConfig
 from headway.config.schema import Config
+from headway.config.sections.model_section import MakeModelConfig
+from headway.config.settings_without_effect import READ_BY_SFT
 from headway.errors import ConfigError, DataError, UserError
-from headway.models.make import make_model
+from headway.models.made_model import make_model
 from headway.models.pretrained import load_model
 from headway.models.tokenizer import load_tokenizer
 from headway.reports.run_directory import RunDirectory
-from headway.settings import load_checked
-from headway.sft.run import SftReports, check, sft
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}"

@@ -14,16 +14,16 @@ import torch
 from safetensors.torch import load_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from headway.config.model import GiveUpConfig, MakeModelConfig, WarmupConfig
+from headway.api.sft.sft_data import Example, _solution, solutions
+from headway.api.sft.warmup import Evaluation, WarmupResult, warm_up
 from headway.config.schema import Config, TaskConfig
+from headway.config.sections.model_section import GiveUpConfig, MakeModelConfig, WarmupConfig
 from headway.data.tasks import make_task
 from headway.data.tokenize import PromptTokenizer
 from headway.errors import ModelError
-from headway.models.make import make_model
+from headway.models.made_model import make_model
 from headway.models.pretrained import load_model
 from headway.models.tokenizer import load_tokenizer
-from headway.sft.examples import Example, _solution, solutions
-from headway.sft.warmup import Evaluation, WarmupResult, warm_up
 
 TASK = TaskConfig(name="sort", params={"alphabet": "abc", "mean_length": 3, "min_length": 2, "max_length": 4})
 

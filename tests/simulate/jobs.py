@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, TypeVar
 
 from headway.events import Event
-from headway.simulate.profile import Profile
+from headway.planner.profiles.job_profile import Profile
 
 E = TypeVar("E", bound=Event)
 

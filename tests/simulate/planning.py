@@ -5,10 +5,10 @@ from __future__ import annotations
 from fractions import Fraction
 from typing import Any
 
-from headway.simulate.grid import Setting, setting_of, split_of
-from headway.simulate.measure import Measurement
-from headway.simulate.profile import Profile
-from headway.simulate.rows import Row
+from headway.planner.grid import Setting, setting_of, split_of
+from headway.planner.measure import Measurement
+from headway.planner.plan_rows import Row
+from headway.planner.profiles.job_profile import Profile
 
 MEASURED = Measurement(
     step_s=10.0,

@@ -34,7 +34,7 @@ from headway.events import (
     ValidationFinished,
     add_prefill,
 )
-from headway.reports.events_file import EventsFile
+from headway.reports.record.events_file import EventsFile
 from headway.reports.run_directory import RunDirectory
 
 REPLICA = "rollout-0"

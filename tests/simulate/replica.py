@@ -7,13 +7,13 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from itertools import count
 
+from headway.data.interfaces.generation import Call, FinishedCall, Priority, SamplingParams
+from headway.data.interfaces.rollout import OnUpdate
+from headway.data.interfaces.weights import ReceiveReport
 from headway.data.types import TrajectoryId
-from headway.interfaces.calls import Call, FinishedCall, Priority, SamplingParams
-from headway.interfaces.rollout import OnUpdate
-from headway.interfaces.weights import ReceiveReport
-from headway.simulate.profile import RolloutProfile
-from headway.simulate.rollout import Receive, SimulatedRollout
-from headway.simulate.zeros import zero_ids
+from headway.planner.profiles.job_profile import RolloutProfile
+from headway.planner.simulation.simulated_rollout import Receive, SimulatedRollout
+from headway.planner.simulation.zeros import zero_ids
 
 Lengths = Callable[[int, int], int]
 """(row, k) → tokens."""

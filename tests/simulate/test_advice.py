@@ -2,7 +2,7 @@
 
 import math
 
-from headway.simulate.advice import advise, recommend
+from headway.planner.advice import advise, recommend
 from tests.simulate.planning import row
 
 

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from headway.simulate.clock import Deadlock, run_virtual
+from headway.planner.simulation.virtual_clock import Deadlock, run_virtual
 
 
 def test_time_starts_at_zero_and_jumps_from_timer_to_timer():

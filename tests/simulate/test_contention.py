@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from headway.simulate.clock import run_virtual
-from headway.simulate.contention import Contention
-from headway.simulate.fitting import OverlapSample, fit_slowdown
-from headway.simulate.profile import ContentionProfile, RolloutProfile
-from headway.simulate.profiling import profile_run
-from headway.simulate.rollout import SimulatedRollout
+from headway.planner.measurement.cost_fitting import OverlapSample, fit_slowdown
+from headway.planner.measurement.run_profiler import profile_run
+from headway.planner.profiles.contention import Contention
+from headway.planner.profiles.job_profile import ContentionProfile, RolloutProfile
+from headway.planner.simulation.simulated_rollout import SimulatedRollout
+from headway.planner.simulation.virtual_clock import run_virtual
 
 from .replica import arrives_at_once, calls, generate
 from .test_profiling_simulations import TRUE, record

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from headway.events import OptimizerStepped, TrajectoryFinished
-from headway.simulate.controls import AnswerControls, mean_longest
-from headway.simulate.measure import config_of
-from headway.simulate.profile import ConstantLengths, EmpiricalLengths, LognormalLengths, Profile
-from headway.simulate.session import Simulation
+from headway.planner.control_variates import AnswerControls, mean_longest
+from headway.planner.measure import config_of
+from headway.planner.profiles.job_profile import ConstantLengths, EmpiricalLengths, LognormalLengths, Profile
+from headway.planner.simulation.simulated_run import Simulation
 from tests.simulate.planning import profile_of, setting
 from tests.tiers import mostly_slow
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.simulate.costs import DecodeCost, decode_cost, phase_seconds, train_cost
-from headway.simulate.profile import PhaseProfile, RolloutProfile, TrainPoint, TrainProfile
+from headway.planner.profiles.costs import DecodeCost, decode_cost, phase_seconds, train_cost
+from headway.planner.profiles.job_profile import PhaseProfile, RolloutProfile, TrainPoint, TrainProfile
 
 COST = DecodeCost(curve=(0.01, 0.01, 0.015, 0.03), kv_token_s=2e-6)
 

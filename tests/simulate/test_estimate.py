@@ -7,7 +7,7 @@ from statistics import fmean, stdev
 import numpy as np
 import pytest
 
-from headway.simulate.estimate import FEWEST_FREE, MOST_BATCHES, T_QUANTILES, Control, estimate
+from headway.planner.estimate import FEWEST_FREE, MOST_BATCHES, T_QUANTILES, Control, estimate
 from tests.tiers import mostly_slow
 
 TIMES = [4.0, 5.0, 4.5, 5.5, 4.2, 5.1, 4.9, 4.4]

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.events import PrefillSteps, add_prefill
-from headway.simulate.costs import DecodeCost
-from headway.simulate.fitting import (
+from headway.planner.measurement.cost_fitting import (
     KNOT_TOLERANCE,
     MAX_KNOTS,
     DecodeSample,
@@ -26,6 +25,7 @@ from headway.simulate.fitting import (
     service_seconds,
     without_outliers,
 )
+from headway.planner.profiles.costs import DecodeCost
 
 SIZES = st.lists(st.integers(1, 10_000), min_size=1, max_size=30)
 SECONDS = st.floats(1e-4, 1e3)

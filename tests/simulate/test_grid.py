@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from headway.config.presets import PRESETS
 from headway.errors import ConfigError
-from headway.simulate.grid import around, full, own, setting_of, split_of, splits, triggers
+from headway.planner.grid import around, full, own, setting_of, split_of, splits, triggers
 from tests.simulate.planning import profile_of
 
 

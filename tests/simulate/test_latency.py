@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
+from headway.data.interfaces.rollout import OnUpdate
+from headway.data.interfaces.steps import StepContext
 from headway.events import Event, OptimizerStepped
-from headway.interfaces.rollout import OnUpdate
-from headway.interfaces.steps import StepContext
-from headway.simulate.clock import run_virtual
-from headway.simulate.costs import TrainCost
-from headway.simulate.profile import RolloutProfile, UpdateProfile
-from headway.simulate.rollout import SimulatedRollout
-from headway.simulate.session import Simulation, config_for
-from headway.simulate.trainer import SimulatedTrainer
-from headway.simulate.transport import SimulatedTransport
+from headway.planner.profiles.costs import TrainCost
+from headway.planner.profiles.job_profile import RolloutProfile, UpdateProfile
+from headway.planner.simulation.simulated_rollout import SimulatedRollout
+from headway.planner.simulation.simulated_run import Simulation, config_for
+from headway.planner.simulation.simulated_trainer import SimulatedTrainer
+from headway.planner.simulation.simulated_transport import SimulatedTransport
+from headway.planner.simulation.virtual_clock import run_virtual
 
 from .jobs import profile
 from .replica import arrives_at_once, calls, generate

@@ -10,8 +10,8 @@ from statistics import NormalDist, correlation, fmean, quantiles
 import pytest
 
 from headway.data.types import TrajectoryId
-from headway.simulate.lengths import LengthSampler, filtered_of, lengths_of
-from headway.simulate.profile import ConstantLengths, EmpiricalLengths, LognormalLengths
+from headway.planner.profiles.job_profile import ConstantLengths, EmpiricalLengths, LognormalLengths
+from headway.planner.profiles.lengths import LengthSampler, filtered_of, lengths_of
 
 
 def lognormal(mean: float = 1000, sigma: float = 0.8, max: int = 10**9, within_group: float = 0.0) -> LognormalLengths:

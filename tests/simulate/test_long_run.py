@@ -14,12 +14,12 @@ import pytest
 from rich.console import Console
 
 from headway.events import Event, UpdateFinished
-from headway.reports.bundle import open_reports
-from headway.reports.metrics import RunMetrics
-from headway.reports.occupancy import Occupancy
-from headway.reports.summary import summary, time_shares
-from headway.simulate.profile import Profile
-from headway.simulate.session import Simulation, config_for
+from headway.planner.profiles.job_profile import Profile
+from headway.planner.simulation.simulated_run import Simulation, config_for
+from headway.reports.metrics.occupancy import Occupancy
+from headway.reports.metrics.run_metrics import RunMetrics
+from headway.reports.metrics.summary import summary, time_shares
+from headway.reports.report_manager import open_reports
 
 from .jobs import RICH, Recorder, profile
 

@@ -15,8 +15,8 @@ from headway.events import (
     TrajectoryFinished,
     UpdateFinished,
 )
-from headway.simulate.controls import AnswerControls
-from headway.simulate.measure import FEWEST_VERSIONS, MOST_VERSIONS, StepMeter, fill_versions, measure
+from headway.planner.control_variates import AnswerControls
+from headway.planner.measure import FEWEST_VERSIONS, MOST_VERSIONS, StepMeter, fill_versions, measure
 from tests.simulate.planning import profile_of, setting
 
 

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.config.parallel import ParallelConfig
+from headway.config.sections.parallel import ParallelConfig
 from headway.errors import ConfigError
-from headway.simulate.grid import full, split_of, splits
-from headway.simulate.planner import plan, to_json
-from headway.simulate.profile import Profile
-from headway.simulate.session import Simulation, config_for
+from headway.planner.grid import full, split_of, splits
+from headway.planner.planner import plan, to_json
+from headway.planner.profiles.job_profile import Profile
+from headway.planner.simulation.simulated_run import Simulation, config_for
 from tests.simulate.planning import profile_of
 
 MESHES = st.builds(

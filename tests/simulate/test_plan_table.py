@@ -6,11 +6,11 @@ import pytest
 from rich.console import Console
 
 from headway.config.presets import PRESETS
-from headway.simulate.advice import advise
-from headway.simulate.plan_table import LINES_SHOWN, lines_of, print_plan
-from headway.simulate.planner import Plan
-from headway.simulate.profile import RolloutProfile
-from headway.simulate.rows import Row
+from headway.planner.advice import advise
+from headway.planner.plan_rows import Row
+from headway.planner.plan_table import LINES_SHOWN, lines_of, print_plan
+from headway.planner.planner import Plan
+from headway.planner.profiles.job_profile import RolloutProfile
 from tests.simulate.planning import profile_of, row, setting
 
 ASSUMPTIONS = [

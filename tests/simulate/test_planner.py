@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from headway.config.presets import PRESETS
 from headway.errors import ConfigError
-from headway.simulate.grid import Setting, splits
-from headway.simulate.measure import Measurement
-from headway.simulate.planner import Plan, plan, to_json
-from headway.simulate.profile import Profile
+from headway.planner.grid import Setting, splits
+from headway.planner.measure import Measurement
+from headway.planner.planner import Plan, plan, to_json
+from headway.planner.profiles.job_profile import Profile
 from tests.simulate.planning import MEASURED, profile_of, setting
 
 

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.errors import ConfigError
-from headway.simulate.load import dump_profile, load_profile
-from headway.simulate.profile import Profile
+from headway.planner.profiles.job_profile import Profile
+from headway.planner.profiles.profile_files import dump_profile, load_profile
 
 from .jobs import PLAIN, RICH, profile
 

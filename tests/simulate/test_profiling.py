@@ -21,15 +21,15 @@ from headway.events import (
     UpdateFinished,
     WorkerDescribed,
 )
-from headway.reports.events_file import EventsFile, read_events, to_json_line
+from headway.planner.measurement import run_profiler
+from headway.planner.measurement.recording import recording_of
+from headway.planner.measurement.run_profiler import profile_run, replay_profile
+from headway.planner.profiles.costs import decode_cost
+from headway.planner.profiles.job_profile import EmpiricalLengths, Profile
+from headway.planner.profiles.profile_files import dump_profile, load_profile
+from headway.planner.simulation.simulated_run import Simulation, config_for
+from headway.reports.record.events_file import EventsFile, read_events, to_json_line
 from headway.reports.run_directory import RunDirectory
-from headway.simulate import profiling
-from headway.simulate.costs import decode_cost
-from headway.simulate.load import dump_profile, load_profile
-from headway.simulate.profile import EmpiricalLengths, Profile
-from headway.simulate.profiling import profile_run, replay_profile
-from headway.simulate.recording import recording_of
-from headway.simulate.session import Simulation, config_for
 from tests.simulate.jobs import RICH
 from tests.simulate.jobs import profile as build_profile
 from tests.simulate.recorded_run import REPLICA, RecordedRun, two_slopes
@@ -119,7 +119,7 @@ def test_a_replay_repeats_the_lengths_and_is_the_same_otherwise(tmp_path: Path) 
 
 
 def test_many_groups_are_thinned_evenly_and_that_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(profiling, "MAX_GROUPS", 10)
+    monkeypatch.setattr(run_profiler, "MAX_GROUPS", 10)
     run = RecordedRun(versions=2).write(tmp_path / "run")
     few = profile_run(run)
     monkeypatch.undo()
@@ -132,7 +132,7 @@ def test_many_groups_are_thinned_evenly_and_that_is_said(tmp_path: Path, monkeyp
 def test_a_large_run_is_profiled_by_its_newest_versions_and_that_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headway.reports.events_file.SEGMENT_BYTES", 1)
+    monkeypatch.setattr("headway.reports.record.events_file.SEGMENT_BYTES", 1)
     job = build_profile(RICH)
     config = config_for(job, "async_partial", train_devices=4, replicas=4, versions=16, activity_interval_s=3.0)
     directory = RunDirectory.create(tmp_path / "run", config)
@@ -142,7 +142,7 @@ def test_a_large_run_is_profiled_by_its_newest_versions_and_that_is_said(
     whole = profile_run(directory.path)
     recording = recording_of(read_events(directory.events), mini_batch=job.batch.ppo_mini_batch_size, ranks=4)
     usual = fmean(step.tokens for step in recording.training.steps)
-    monkeypatch.setattr(profiling, "MOST_DENSE", 1)
+    monkeypatch.setattr(run_profiler, "MOST_DENSE", 1)
     for early in sorted((directory.path / "events").glob("*.parquet"))[:4]:
         early.write_bytes(b"not read")
     newest = profile_run(directory.path)

@@ -11,14 +11,14 @@ import pytest
 
 from headway.config.schema import Config
 from headway.events import Event, OptimizerStepped
-from headway.reports.events_file import EventsFile
+from headway.planner.grid import splits
+from headway.planner.measurement.run_profiler import profile_run, replay_profile
+from headway.planner.profiles.costs import decode_cost
+from headway.planner.profiles.job_profile import Profile, TrainProfile
+from headway.planner.profiles.profile_files import dump_profile, load_profile
+from headway.planner.simulation.simulated_run import Simulation, config_for
+from headway.reports.record.events_file import EventsFile
 from headway.reports.run_directory import RunDirectory
-from headway.simulate.costs import decode_cost
-from headway.simulate.grid import splits
-from headway.simulate.load import dump_profile, load_profile
-from headway.simulate.profile import Profile, TrainProfile
-from headway.simulate.profiling import profile_run, replay_profile
-from headway.simulate.session import Simulation, config_for
 
 MODES = ("on_policy", "one_step_off", "stream_off_policy", "async_stale", "async_partial", "overlapped")
 VERSIONS = 6

@@ -10,24 +10,24 @@ from typing import Any
 import numpy as np
 import pytest
 
+from headway.agents.episodes.episode_limits import Limits
+from headway.agents.episodes.local_episodes import keeping
+from headway.agents.episodes.program_episode import Hosting
+from headway.agents.interface.program_messages import TurnRequest
+from headway.data.interfaces.episode_groups import GroupRequest
+from headway.data.interfaces.generation import FinishedCall, SamplingParams
 from headway.data.types import FinishReason, Prompt, RowAt, Trajectory
-from headway.episodes.alone import keeping
-from headway.episodes.limits import Limits
-from headway.episodes.programs import Hosting
 from headway.events import ReplicaActivity, TrajectoryFinished
-from headway.interfaces.calls import FinishedCall, SamplingParams
-from headway.interfaces.keeper import GroupRequest
-from headway.programs.messages import TurnRequest
-from headway.simulate.clock import run_virtual
-from headway.simulate.contexts import SimulatedRecord, said_in_tokens
-from headway.simulate.grid import setting_of, split_of
-from headway.simulate.numbers import LognormalNumber, RecordedNumber, draw, largest_of, mean_of
-from headway.simulate.planner import plan
-from headway.simulate.profile import Profile
-from headway.simulate.program_profile import ProgramProfile
-from headway.simulate.programs import NO_TROUBLES, SimulatedPrograms, Troubles
-from headway.simulate.rollout import SimulatedRollout
-from headway.simulate.session import Simulation, config_for
+from headway.planner.grid import setting_of, split_of
+from headway.planner.planner import plan
+from headway.planner.profiles.distributions import LognormalNumber, RecordedNumber, draw, largest_of, mean_of
+from headway.planner.profiles.job_profile import Profile
+from headway.planner.profiles.program_profile import ProgramProfile
+from headway.planner.simulation.simulated_contexts import SimulatedRecord, said_in_tokens
+from headway.planner.simulation.simulated_programs import NO_TROUBLES, SimulatedPrograms, Troubles
+from headway.planner.simulation.simulated_rollout import SimulatedRollout
+from headway.planner.simulation.simulated_run import Simulation, config_for
+from headway.planner.simulation.virtual_clock import run_virtual
 from tests.simulate.jobs import Recorder, profile
 from tests.simulate.planning import profile_of
 from tests.simulate.replica import replica

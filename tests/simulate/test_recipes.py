@@ -15,11 +15,11 @@ from benchmarks.predict import B, trainable_modes
 from benchmarks.workload import PUBLISHED, Assumptions, Lengths, profile_of
 from headway.config.loading import load
 from headway.config.presets import PRESETS
-from headway.simulate.forecast import mean_length
-from headway.simulate.grid import own
-from headway.simulate.load import load_profile
-from headway.simulate.planner import Plan, plan
-from headway.simulate.session import Simulation, config_for
+from headway.planner.forecast import mean_length
+from headway.planner.grid import own
+from headway.planner.planner import Plan, plan
+from headway.planner.profiles.profile_files import load_profile
+from headway.planner.simulation.simulated_run import Simulation, config_for
 
 from .jobs import profile
 

@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import pytest
 
+from headway.data.interfaces.generation import Priority
+from headway.data.interfaces.rollout import OnUpdate
 from headway.data.types import FinishReason, TrajectoryId
-from headway.interfaces.calls import Priority
-from headway.interfaces.rollout import OnUpdate
-from headway.simulate.clock import run_virtual
-from headway.simulate.rollout import SimulatedRollout
-from headway.simulate.work import CallRun, Context
+from headway.planner.simulation.simulated_calls import CallRun, Context
+from headway.planner.simulation.simulated_rollout import SimulatedRollout
+from headway.planner.simulation.virtual_clock import run_virtual
 from tests.simulate.replica import calls, generate, in_order, load, now, paused, replica, submit
 
 # ---------------------------------------------------------------------------------------------- decoding

@@ -6,13 +6,13 @@ import asyncio
 
 import pytest
 
+from headway.data.interfaces.generation import Priority
+from headway.data.interfaces.rollout import OnUpdate
+from headway.data.interfaces.weights import ReceiveReport
 from headway.data.types import FinishReason
 from headway.errors import RunError, UpdateFailed
-from headway.interfaces.calls import Priority
-from headway.interfaces.rollout import OnUpdate
-from headway.interfaces.weights import ReceiveReport
-from headway.simulate.clock import run_virtual
-from headway.simulate.rollout import SimulatedRollout
+from headway.planner.simulation.simulated_rollout import SimulatedRollout
+from headway.planner.simulation.virtual_clock import run_virtual
 from tests.simulate.replica import calls, generate, in_order, load, now, paused, replica, submit
 
 CUTTING = [OnUpdate.INTERRUPT, OnUpdate.KEEP]

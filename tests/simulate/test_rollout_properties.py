@@ -13,13 +13,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headway.data.interfaces.generation import Call, FinishedCall, Priority
+from headway.data.interfaces.rollout import EngineStats, OnUpdate
 from headway.data.types import FinishReason
 from headway.events import Span
-from headway.interfaces.calls import Call, FinishedCall, Priority
-from headway.interfaces.rollout import EngineStats, OnUpdate
-from headway.simulate.clock import run_virtual
-from headway.simulate.lengths import lengths_id
-from headway.simulate.rollout import SimulatedRollout
+from headway.planner.profiles.lengths import lengths_id
+from headway.planner.simulation.simulated_rollout import SimulatedRollout
+from headway.planner.simulation.virtual_clock import run_virtual
 from tests.simulate.replica import calls, generate, in_order, load, now, replica
 
 PROMPT = 3

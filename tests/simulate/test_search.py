@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 
 from headway.config.presets import PRESETS
-from headway.simulate.forecast import Shares, forecast
-from headway.simulate.grid import Setting, around, own
-from headway.simulate.search import MUCH_SLOWER, Climb, Everything, Guess
+from headway.planner.forecast import Shares, forecast
+from headway.planner.grid import Setting, around, own
+from headway.planner.search import MUCH_SLOWER, Climb, Everything, Guess
 from tests.simulate.planning import MEASURED, profile_of, setting
 
 PROFILE = profile_of(

@@ -26,8 +26,8 @@ from headway.events import (
     ValidationFinished,
 )
 from headway.pipeline.run import Status
-from headway.simulate.profile import Profile
-from headway.simulate.session import Simulation, config_for
+from headway.planner.profiles.job_profile import Profile
+from headway.planner.simulation.simulated_run import Simulation, config_for
 
 from .jobs import PLAIN, RICH, Recorder, profile
 

@@ -5,10 +5,10 @@ import pytest
 
 from headway.algorithms.filters import has_variance
 from headway.data.types import Prompt, TrajectoryId
-from headway.simulate.clock import run_virtual
-from headway.simulate.profile import RewardProfile
-from headway.simulate.reward import SimulatedReward
-from headway.simulate.source import SimulatedSource, held_out_prompts
+from headway.planner.profiles.job_profile import RewardProfile
+from headway.planner.simulation.simulated_prompts import SimulatedSource, held_out_prompts
+from headway.planner.simulation.simulated_reward import SimulatedReward
+from headway.planner.simulation.virtual_clock import run_virtual
 
 
 def by_row(id: TrajectoryId) -> int:

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from headway.interfaces.rollout import EngineStats, OnUpdate
-from headway.simulate.clock import run_virtual
+from headway.data.interfaces.rollout import EngineStats, OnUpdate
+from headway.planner.simulation.virtual_clock import run_virtual
 
 from .replica import calls, generate, replica
 

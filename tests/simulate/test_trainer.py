@@ -5,16 +5,16 @@ from typing import Any
 
 import pytest
 
+from headway.data.interfaces.steps import StepContext
+from headway.data.interfaces.training import OverlappingTrainEngine
+from headway.data.interfaces.weights import GatherReport, SendReport
 from headway.data.types import Sample, TrajectoryId
 from headway.errors import RunError
-from headway.interfaces.steps import StepContext
-from headway.interfaces.training import OverlappingTrainEngine
-from headway.interfaces.weights import GatherReport, SendReport
-from headway.simulate.clock import run_virtual
-from headway.simulate.costs import TrainCost
-from headway.simulate.profile import UpdateProfile
-from headway.simulate.trainer import SimulatedTrainer
-from headway.simulate.transport import SimulatedTransport, checksum
+from headway.planner.profiles.costs import TrainCost
+from headway.planner.profiles.job_profile import UpdateProfile
+from headway.planner.simulation.simulated_trainer import SimulatedTrainer
+from headway.planner.simulation.simulated_transport import SimulatedTransport, checksum
+from headway.planner.simulation.virtual_clock import run_virtual
 
 COST = TrainCost(step_s=0.5, token_s=0.25, forward_token_s=0.125)
 UPDATE = UpdateProfile.model_validate(

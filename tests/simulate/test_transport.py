@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
+from headway.data.interfaces.weights import ReceiveReport
 from headway.errors import RunError
-from headway.interfaces.weights import ReceiveReport
-from headway.simulate.clock import Deadlock, run_virtual
-from headway.simulate.profile import UpdateProfile
-from headway.simulate.transport import SimulatedTransport, checksum
+from headway.planner.profiles.job_profile import UpdateProfile
+from headway.planner.simulation.simulated_transport import SimulatedTransport, checksum
+from headway.planner.simulation.virtual_clock import Deadlock, run_virtual
 
 PHASES = UpdateProfile.model_validate(
     {

@@ -13,7 +13,7 @@ import pyarrow.parquet
 import torch
 from transformers import AutoModelForCausalLM, GPTNeoXConfig, Olmo2Config
 
-from headway.models.make import character_tokenizer
+from headway.models.made_model import character_tokenizer
 from tests.engines.train.families import FAMILIES, SIZES
 
 CHARACTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 .,:;=+-*/()[]{}_?!'\"#\n\\"

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.memory_choices import MODELS
-from headway.starter.choices import Choice
-from headway.starter.choose import choose
-from headway.starter.data import DataFacts, Lengths
-from headway.starter.machine import Machine
-from headway.starter.model import ModelFacts, shape_of
-from headway.starter.reward import Reward
+from headway.api.init.available_devices import Machine
+from headway.api.init.choices import Choice
+from headway.api.init.data_summary import DataFacts, Lengths
+from headway.api.init.model_summary import ModelFacts, shape_of
+from headway.api.init.recipe_builder import choose
+from headway.api.init.reward_choice import Reward
 
 GB = 1_000_000_000
 

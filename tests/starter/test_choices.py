@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from benchmarks.memory_choices import MODELS
-from headway.config.doctor import diagnose
-from headway.config.fitting import room
+from headway.api.init.available_devices import Machine, look_here
+from headway.api.init.data_summary import Lengths
+from headway.api.init.memory_choices import config_of, taken
+from headway.api.init.recipe_text import render
+from headway.config.doctor.doctor import diagnose
 from headway.config.loading import LoadedConfig
+from headway.config.sizing.memory_fitting import room
 from headway.errors import ConfigError
-from headway.starter.data import Lengths
-from headway.starter.machine import Machine, look_here
-from headway.starter.memory import config_of, taken
-from headway.starter.render import render
 from tests.starter.facts import GB, choices, data, gpus, model, values
 
 CPU = Machine(gpus=0, device_bytes=16 * GB, cores=4)
@@ -237,7 +237,7 @@ def test_with_vllm_the_trainer_is_checked_against_memory() -> None:
 
 
 def test_gpus_that_nobody_knows_of_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headway.starter.machine.listed_here", lambda: None)
+    monkeypatch.setattr("headway.api.init.available_devices.listed_here", lambda: None)
     with pytest.raises(ConfigError, match="how many GPUs this machine has is not known; give --gpus N"):
         look_here(None, None)
     assert not look_here(2, None).here

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from headway.agents.rewards.built_in import make_rule
+from headway.agents.rewards.score_request import ScoreRequest
+from headway.api.init.columns import answer_column, prompt_column
+from headway.api.init.data_summary import CHARACTERS_OF_A_TOKEN, MOST_MEASURED, look_at_data
+from headway.api.init.reward_choice import reward_for
 from headway.errors import DataError
-from headway.rewards.built_in import make_rule
-from headway.rewards.request import ScoreRequest
-from headway.starter.columns import answer_column, prompt_column
-from headway.starter.data import CHARACTERS_OF_A_TOKEN, MOST_MEASURED, look_at_data
-from headway.starter.reward import reward_for
 from tests.starter.facts import model
 
 CHAT = [{"role": "user", "content": "1+1?"}]

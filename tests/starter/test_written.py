@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from headway.api.checks.preflight import check_inputs, check_model
 from headway.config.loading import load
-from headway.models.folder import read_object
-from headway.preflight import check_inputs, check_model
+from headway.models.model_folder import read_object
 from tests.cli.test_commands import run
 from tests.starter.examples import CONFIGS, DATA, make_model
 from tests.tiers import mostly_slow

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from headway.episodes.limits import Limits
-from headway.programs.messages import Access, EpisodeStart, TurnAnswer, TurnRequest
-from headway.programs.program import ProgramSpec
-from headway.reports.samples_file import read_samples
-from headway.user_code import load_object
+from headway.agents.episodes.episode_limits import Limits
+from headway.agents.interface.program_messages import Access, EpisodeStart, TurnAnswer, TurnRequest
+from headway.agents.programs.program import ProgramSpec
+from headway.reports.samples.samples_file import read_samples
+from headway.runtime.user_code import load_object
 from tests.endpoint.scripted import calling, made
 from tests.endpoint.served import Agent
 from tests.episodes.conftest import tokenizer_of

@@ -12,10 +12,10 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
+from headway.data.interfaces.generation import Call
+from headway.data.interfaces.rollout import OnUpdate, Paused
 from headway.engines.rollout.vllm import VllmEngine
-from headway.interfaces.calls import Call
-from headway.interfaces.rollout import OnUpdate, Paused
-from headway.models.make import character_tokenizer
+from headway.models.made_model import character_tokenizer
 from headway.models.probe import PROBE_PREFILL, probe_sequences
 from tests.contract import harness
 from tests.contract.harness import CHARACTERS, CONTEXT, VOCABULARY, Answer, in_order

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from headway.engines.rollout.vllm.activity import Activity
+from headway.engines.rollout.vllm.vllm_activity import Activity
 
 
 class Told:

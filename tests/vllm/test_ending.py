@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from headway.engines.rollout.vllm.activity import Activity
-from headway.engines.rollout.vllm.core import VllmCore
+from headway.data.interfaces.generation import FinishedCall
+from headway.data.interfaces.rollout import OnUpdate
+from headway.engines.rollout.vllm.vllm_activity import Activity
+from headway.engines.rollout.vllm.vllm_core import VllmCore
 from headway.errors import HeadwayError, NonFinite, RunError, WorkerDied
-from headway.interfaces.calls import FinishedCall
-from headway.interfaces.rollout import OnUpdate
 from tests.contract.harness import VOCABULARY, make_calls, numbers_of
 
 Told = list[tuple[str, Sequence[FinishedCall]] | HeadwayError]

@@ -11,12 +11,12 @@ import pytest
 import torch.distributed as dist
 
 from headway.data.collate import Row
+from headway.data.interfaces.rollout import OnUpdate
+from headway.data.interfaces.steps import StepContext
 from headway.engines.rollout.vllm import VllmEngine
-from headway.interfaces.rollout import OnUpdate
-from headway.interfaces.steps import StepContext
+from headway.engines.weights.outgoing_version import Staged
+from headway.engines.weights.safetensors_files import write_files
 from headway.models.probe import probe_rows, probe_vector
-from headway.weights.outgoing import Staged
-from headway.weights.safetensors_files import write_files
 from tests.contract.harness import CONTEXT, endless, make_calls
 from tests.engines.train.rows import random_rows
 from tests.engines.train.test_logprob_copy import BUCKET, TEMPERATURE, Pair

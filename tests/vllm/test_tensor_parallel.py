@@ -12,8 +12,8 @@ import numpy as np
 import psutil
 import pytest
 
+from headway.data.interfaces.rollout import OnUpdate
 from headway.errors import HeadwayError
-from headway.interfaces.rollout import OnUpdate
 from tests.contract.harness import make_calls
 from tests.vllm.serving import TOLERANCE, WAIT_S, Served
 

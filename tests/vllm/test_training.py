@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from statistics import fmean
 
-from headway.config.model import MakeModelConfig
-from headway.models.make import make_model
+from headway.config.sections.model_section import MakeModelConfig
+from headway.models.made_model import make_model
 from tests.integration.support import events, finish, make_job, start, summary
 
 WAIT_S = 280

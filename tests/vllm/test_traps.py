@@ -15,11 +15,11 @@ import numpy as np
 import psutil
 import pytest
 
+from headway.data.interfaces.rollout import OnUpdate
 from headway.engines.rollout.vllm import VllmEngine
 from headway.engines.rollout.vllm.launch import check_manifest, prepare_environment
+from headway.engines.weights.weight_layout import Manifest, TensorSlot
 from headway.errors import ConfigError, ModelError, RunError, UpdateFailed, WorkerDied
-from headway.interfaces.rollout import OnUpdate
-from headway.weights.layout import Manifest, TensorSlot
 from tests.contract.harness import CONTEXT, endless, make_calls, tokens_of
 from tests.engines.rollout.serving import manifest_of
 from tests.vllm.serving import TOLERANCE, WAIT_S, Served, drains, tiny
@@ -152,7 +152,7 @@ def test_the_environment_is_prepared_where_the_user_left_it_open(environment: No
 
 def test_the_rest_of_headway_runs_without_vllm() -> None:
     """Over 5 s: a process that imports torch and transformers."""
-    code = "import sys, headway.app, headway.engines.rollout.vllm; sys.exit('vllm' in sys.modules)"
+    code = "import sys, headway.api.run, headway.engines.rollout.vllm; sys.exit('vllm' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": "src"}, check=True)
 
 

@@ -7,8 +7,8 @@ import asyncio
 import numpy as np
 import pytest
 
+from headway.data.interfaces.rollout import OnUpdate
 from headway.errors import RunError
-from headway.interfaces.rollout import OnUpdate
 from tests.contract.harness import endless, make_calls, tokens_of
 from tests.contract.reference import across
 from tests.vllm.serving import TOLERANCE, Served, drains

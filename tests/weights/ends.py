@@ -10,13 +10,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from headway.config.transports import TRANSPORTS
-from headway.interfaces.weights import ReceiveReport
-from headway.weights.incoming import BackBuffer, InPlace, Receive
-from headway.weights.layout import Manifest
-from headway.weights.protocols import Incoming, Outgoing, Parcel, WeightReceiver, WeightSender
-from headway.weights.transports.group import open_store
-from headway.weights.transports.links import EndContext, Link, Meeting, make_link, open_receiver, open_sender
+from headway.config.transport_facts import TRANSPORTS
+from headway.data.interfaces.weights import ReceiveReport
+from headway.engines.weights.incoming_version import BackBuffer, InPlace, Receive
+from headway.engines.weights.protocols import Incoming, Outgoing, Parcel, WeightReceiver, WeightSender
+from headway.engines.weights.transports.links import EndContext, Link, Meeting, make_link, open_receiver, open_sender
+from headway.engines.weights.transports.process_group import open_store
+from headway.engines.weights.weight_layout import Manifest
 from tests.weights.versions import MANIFEST
 
 HOST = "127.0.0.1"

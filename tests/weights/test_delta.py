@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headway.engines.weights.delta import BLOCK_UNITS, Delta, apply, encode
 from headway.errors import UpdateFailed
-from headway.weights.delta import BLOCK_UNITS, Delta, apply, encode
 
 BLOCK_BYTES = 2 * BLOCK_UNITS
 EDGES = [0, 1, BLOCK_UNITS - 1, BLOCK_UNITS, 2 * BLOCK_UNITS - 1, 2 * BLOCK_UNITS]

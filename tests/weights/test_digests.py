@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headway.engines.weights.digests import RunningDigests, combined, digest
 from headway.errors import UpdateFailed
-from headway.weights.digests import RunningDigests, combined, digest
 from tests.weights.versions import MANIFEST
 
 NOTHING = 0x2D06800538D394C2

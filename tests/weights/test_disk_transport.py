@@ -10,10 +10,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from headway.engines.weights.incoming_version import BackBuffer
+from headway.engines.weights.outgoing_version import Staged, Stream
+from headway.engines.weights.weight_layout import Manifest, build_manifest
 from headway.errors import UpdateFailed
-from headway.weights.incoming import BackBuffer
-from headway.weights.layout import Manifest, build_manifest
-from headway.weights.outgoing import Staged, Stream
 from tests.full_disk import files_of_at_most
 from tests.weights.ends import Site
 from tests.weights.versions import BUCKET, MANIFEST, GivesUp, assert_same, contents, stream, weights, windows

@@ -10,11 +10,11 @@ from threading import Event
 import pytest
 import torch
 
+from headway.engines.weights.buckets import Tensors, whole
+from headway.engines.weights.incoming_version import BackBuffer, InPlace
+from headway.engines.weights.outgoing_version import Staged
+from headway.engines.weights.protocols import Chunk, Incoming, Outgoing
 from headway.errors import UpdateFailed
-from headway.weights.buckets import Tensors, whole
-from headway.weights.incoming import BackBuffer, InPlace
-from headway.weights.outgoing import Staged
-from headway.weights.protocols import Chunk, Incoming, Outgoing
 from tests.weights.versions import (
     BUCKET,
     MANIFEST,

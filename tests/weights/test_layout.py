@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.weights.layout import ALIGNMENT, Manifest, bucket_bytes, buckets, build_manifest, slots_in
+from headway.engines.weights.weight_layout import ALIGNMENT, Manifest, bucket_bytes, buckets, build_manifest, slots_in
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
 SHAPES = st.lists(st.integers(0, 9), max_size=3).map(tuple)

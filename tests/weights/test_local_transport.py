@@ -8,12 +8,12 @@ from threading import Event
 import pytest
 import torch
 
+from headway.data.interfaces.weights import ReceiveReport
+from headway.engines.weights.incoming_version import BackBuffer, Receive
+from headway.engines.weights.protocols import Chunk, Outgoing
+from headway.engines.weights.transports.links import EndContext, open_receiver
+from headway.engines.weights.weight_layout import build_manifest
 from headway.errors import UpdateFailed
-from headway.interfaces.weights import ReceiveReport
-from headway.weights.incoming import BackBuffer, Receive
-from headway.weights.layout import build_manifest
-from headway.weights.protocols import Chunk, Outgoing
-from headway.weights.transports.links import EndContext, open_receiver
 from tests.weights.ends import Site
 from tests.weights.versions import MANIFEST, GivesUp, assert_same, contents, stream, weights
 

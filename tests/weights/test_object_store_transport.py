@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
+from headway.engines.weights.incoming_version import BackBuffer
+from headway.engines.weights.transports.links import EndContext, open_receiver, open_sender
 from headway.errors import UpdateFailed
-from headway.weights.incoming import BackBuffer
-from headway.weights.transports.links import EndContext, open_receiver, open_sender
 from tests.weights.ends import Site, arrival
 from tests.weights.versions import MANIFEST, assert_same, contents, stream, weights
 

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 
+from headway.data.interfaces.weights import ReceiveReport
+from headway.engines.weights.buckets import Tensors, whole
+from headway.engines.weights.incoming_version import BackBuffer, InPlace, Receive
+from headway.engines.weights.outgoing_version import Staged
+from headway.engines.weights.protocols import HostCopy, Incoming, Outgoing
+from headway.engines.weights.shared_bytes import NOTHING, SharedBytes, memory_domain
 from headway.errors import UpdateFailed
-from headway.interfaces.weights import ReceiveReport
-from headway.weights.buckets import Tensors, whole
-from headway.weights.incoming import BackBuffer, InPlace, Receive
-from headway.weights.outgoing import Staged
-from headway.weights.protocols import HostCopy, Incoming, Outgoing
-from headway.weights.shared_bytes import NOTHING, SharedBytes, memory_domain
 from tests.weights.versions import (
     BUCKET,
     MANIFEST,

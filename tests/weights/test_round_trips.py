@@ -10,12 +10,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headway.engines.weights.buckets import Part, Tensors, pack, slot_dtype, view, whole
+from headway.engines.weights.digests import combined, digest
+from headway.engines.weights.incoming_version import BackBuffer, InPlace
+from headway.engines.weights.outgoing_version import Staged, Stream
+from headway.engines.weights.weight_layout import ALIGNMENT, Manifest, TensorSlot, buckets, build_manifest
 from headway.errors import UpdateFailed
-from headway.weights.buckets import Part, Tensors, pack, slot_dtype, view, whole
-from headway.weights.digests import combined, digest
-from headway.weights.incoming import BackBuffer, InPlace
-from headway.weights.layout import ALIGNMENT, Manifest, TensorSlot, buckets, build_manifest
-from headway.weights.outgoing import Staged, Stream
 from tests.weights.versions import assert_same, contents, hand_over, manifest_of, same_bits, weights, windows
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8]

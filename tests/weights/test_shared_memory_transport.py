@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from headway.engines.weights.incoming_version import BackBuffer
+from headway.engines.weights.protocols import Parcel
+from headway.engines.weights.transports.links import EndContext, Link, open_receiver, open_sender
 from headway.errors import UpdateFailed
-from headway.weights.incoming import BackBuffer
-from headway.weights.protocols import Parcel
-from headway.weights.transports.links import EndContext, Link, open_receiver, open_sender
 from tests.weights.ends import Site, arrival
 from tests.weights.versions import MANIFEST, GivesUp, assert_same, contents, stream, weights
 

@@ -10,16 +10,16 @@ from threading import Event
 import pytest
 import torch
 
-from headway.config.transports import TRANSPORTS
+from headway.config.transport_facts import TRANSPORTS
+from headway.data.interfaces.weights import ReceiveReport
+from headway.engines.weights.buckets import Tensors, whole
+from headway.engines.weights.digests import combined
+from headway.engines.weights.incoming_version import BackBuffer, InPlace, Receive
+from headway.engines.weights.outgoing_version import Staged, Stream
+from headway.engines.weights.protocols import Header, WeightSink
+from headway.engines.weights.transports.links import Meeting, make_link
+from headway.engines.weights.weight_layout import Manifest
 from headway.errors import ConfigError, UpdateFailed
-from headway.interfaces.weights import ReceiveReport
-from headway.weights.buckets import Tensors, whole
-from headway.weights.digests import combined
-from headway.weights.incoming import BackBuffer, InPlace, Receive
-from headway.weights.layout import Manifest
-from headway.weights.outgoing import Staged, Stream
-from headway.weights.protocols import Header, WeightSink
-from headway.weights.transports.links import Meeting, make_link
 from tests.weights.ends import ALL, STORED, STREAMED, Site
 from tests.weights.versions import (
     BUCKET,

@@ -13,11 +13,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from headway.weights.buckets import Parts, Tensors, pack, whole
-from headway.weights.incoming import BackBuffer, InPlace
-from headway.weights.layout import buckets, build_manifest
-from headway.weights.outgoing import Staged, Stream, Window
-from headway.weights.transports.links import EndContext, Meeting, make_link, open_receiver, open_sender
+from headway.engines.weights.buckets import Parts, Tensors, pack, whole
+from headway.engines.weights.incoming_version import BackBuffer, InPlace
+from headway.engines.weights.outgoing_version import Staged, Stream, Window
+from headway.engines.weights.transports.links import EndContext, Meeting, make_link, open_receiver, open_sender
+from headway.engines.weights.weight_layout import buckets, build_manifest
 from tests.weights.ends import arrival
 from tests.weights.versions import hand_over
 

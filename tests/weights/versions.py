@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from headway.weights.buckets import pack, view, whole
-from headway.weights.incoming import BackBuffer, Receive
-from headway.weights.layout import Manifest, buckets, build_manifest
-from headway.weights.outgoing import Stream, Window
-from headway.weights.protocols import Chunk, HostCopy, Incoming, Outgoing, WeightSink
+from headway.engines.weights.buckets import pack, view, whole
+from headway.engines.weights.incoming_version import BackBuffer, Receive
+from headway.engines.weights.outgoing_version import Stream, Window
+from headway.engines.weights.protocols import Chunk, HostCopy, Incoming, Outgoing, WeightSink
+from headway.engines.weights.weight_layout import Manifest, buckets, build_manifest
 
 BUCKET = 512
 """Bytes of the sender's buckets: each of the larger tensors of `weights` needs several."""

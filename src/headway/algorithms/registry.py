@@ -8,7 +8,7 @@ from functools import wraps
 from typing import Any, Generic, TypeVar
 
 from headway.errors import ConfigError, HeadwayError, UserCodeError, raised_by
-from headway.user_code import load_function, names_a_file
+from headway.runtime.user_code import load_function, names_a_file
 
 F = TypeVar("F", bound=Callable[..., Any])
 

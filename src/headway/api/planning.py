@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from headway.api.apart import carry_out_apart
-from headway.api.run import Run
+from headway.api.run_handle import Run
+from headway.api.subprocess_client import carry_out_apart
 from headway.api.table import Table, table
 from headway.errors import ConfigError
-from headway.reports.cell import html
+from headway.reports.live.notebook_cell import html
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from headway.simulate import planner
-    from headway.simulate.profile import Profile
+    from headway.planner import planner
+    from headway.planner.profiles.job_profile import Profile
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Plan:
     @property
     def rows(self) -> list[dict[str, Any]]:
         """Every setting that was simulated, the quickest first, as ``headway plan --json`` writes it."""
-        from headway.simulate.rows import to_json
+        from headway.planner.plan_rows import to_json
 
         return [to_json(row) for row in self.found.rows]
 
@@ -60,7 +60,7 @@ class Plan:
         return table(self.rows)
 
     def __repr__(self) -> str:
-        from headway.simulate.plan_table import WIDEST, render
+        from headway.planner.plan_table import WIDEST, render
 
         console = Console(file=io.StringIO(), width=WIDEST, highlight=False)
         with console.capture() as printed:
@@ -68,7 +68,7 @@ class Plan:
         return printed.get()
 
     def _repr_html_(self) -> str:
-        from headway.simulate.plan_table import WIDEST, render
+        from headway.planner.plan_table import WIDEST, render
 
         return html(render(self.found, WIDEST))
 
@@ -91,8 +91,8 @@ def plan(
     Raises:
         ConfigError: the file is no profile, or no split of the devices fits.
     """
-    from headway.simulate.load import read_profile
-    from headway.simulate.profiling import replay_profile
+    from headway.planner.measurement.run_profiler import replay_profile
+    from headway.planner.profiles.profile_files import read_profile
 
     if not budget > 0:
         raise ConfigError(f"budget: got {budget}, expected a number of seconds above 0")
@@ -111,6 +111,6 @@ class Planning:
     sweep: bool
 
     def carry_out(self, console: Console | None) -> planner.Plan:
-        from headway.simulate import planner
+        from headway.planner import planner
 
         return planner.plan(self.profile, devices=self.gpus, budget_s=self.budget, sweep=self.sweep)

@@ -10,16 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headway.api.apart import carry_out_apart
-from headway.api.functions import Functions
+from headway.api.function_files import Functions
 from headway.api.notebook import cell_output
-from headway.api.run import LEFT_AT_ONCE, Run, load
-from headway.api.settings import layer, settings_given
+from headway.api.python_settings import layer, settings_given
+from headway.api.run_handle import LEFT_AT_ONCE, Run, load
+from headway.api.run_settings import load_checked, load_resumed
+from headway.api.subprocess_client import carry_out_apart
 from headway.config.loading import LoadedConfig
 from headway.config.schema import Config
 from headway.errors import ConfigError, UserError, boundary, shown
 from headway.reports.run_directory import Occupied, RunDirectory, free_names
-from headway.settings import load_checked, load_resumed
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -100,7 +100,7 @@ class Beginning:
     loaded: LoadedConfig
 
     def carry_out(self, console: Console | None) -> int:
-        from headway.app import train
+        from headway.api.run import train
 
         return train(self.loaded, console)
 
@@ -114,7 +114,7 @@ class Resumption:
     loaded: LoadedConfig
 
     def carry_out(self, console: Console | None) -> int:
-        from headway.app import resume
+        from headway.api.run import resume
 
         return resume(self.path, self.before, self.loaded, console)
 

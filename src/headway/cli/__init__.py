@@ -19,19 +19,19 @@ import typer
 
 import headway
 from headway.cli.common import EXIT_FAILED, TakesSettings, say
-from headway.cli.control import ctl
-from headway.cli.evaluation import evaluate
-from headway.cli.importing import import_files
-from headway.cli.init import init
-from headway.cli.planning import plan, profile, report
-from headway.cli.recipes import recipes
-from headway.cli.settings import config
-from headway.cli.sft import sft
-from headway.cli.showing import show
+from headway.cli.config_command import config
+from headway.cli.ctl_command import ctl
+from headway.cli.eval_command import evaluate
+from headway.cli.import_command import import_files
+from headway.cli.init_command import init
+from headway.cli.plan_command import plan, profile, report
+from headway.cli.recipes_command import recipes
+from headway.cli.sft_command import sft
+from headway.cli.show_command import show
 from headway.cli.stdout import replace_stdout
-from headway.cli.trackers import sync
-from headway.cli.training import demo, doctor, train
-from headway.cli.watching import compare, watch
+from headway.cli.sync_command import sync
+from headway.cli.train_command import demo, doctor, train
+from headway.cli.watch_command import compare, watch
 from headway.errors import OutputRefused
 
 cli = typer.Typer(

@@ -9,10 +9,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headway.cli.outputs import writing
+from headway.cli.output_files import writing
 
 if TYPE_CHECKING:
-    from headway.evaluation.figures import Solved
+    from headway.api.eval.figures import Solved
 
 
 class AnswersFile:

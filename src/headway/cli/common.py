@@ -12,10 +12,10 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from headway.cli.completing import complete_setting
+from headway.cli.completion import complete_setting
 from headway.cli.stdout import ReaderLeft
 from headway.errors import EXIT_INTERRUPTED, HeadwayError
-from headway.terminations import terminations_as_interrupts
+from headway.runtime.signals import terminations_as_interrupts
 
 EXIT_FAILED = 1
 
@@ -122,7 +122,7 @@ class TakesSettings(TyperCommand):
 
 def _as_a_setting(option: str, typed: Sequence[str]) -> str:
     """Return a hint for ``--a.b=c`` or ``--a.b c`` where ``a.b=c`` is meant; empty where no setting resembles it."""
-    from headway.config.messages import meant, of_another_project
+    from headway.config.schema_messages import meant, of_another_project
 
     at = next((i for i, word in enumerate(typed) if word.startswith(option)), 0)
     name, equals, value = typed[at].partition("=")

@@ -9,27 +9,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
-from headway.cluster.engines import RolloutReplica, TrainGroup, critic_of, reference_of
 from headway.cluster.hardware import Hardware
-from headway.cluster.keepers import RemoteKeeper
-from headway.cluster.profiled import ProfiledProcess, profiled
+from headway.cluster.profiled_processes import ProfiledProcess, profiled
 from headway.cluster.proxy import proxy
+from headway.cluster.remote_episode_worker import RemoteKeeper
 from headway.cluster.replacements import Replacements
-from headway.cluster.rounding import Rounding
 from headway.cluster.startup import Cluster, Launched, Startup
+from headway.cluster.weight_sync.probe_tolerance import Rounding
+from headway.cluster.worker_engines import RolloutReplica, TrainGroup, critic_of, reference_of
 from headway.cluster.worker_group import Worker
-from headway.concurrently import concurrently
-from headway.config.placement import LOGP
 from headway.config.schema import Config
-from headway.config.timeouts import Timeouts, model_nbytes
-from headway.config.transports import TRANSPORTS, transport_of
+from headway.config.sizing.placement import LOGP
+from headway.config.sizing.timeouts import Timeouts, model_nbytes
+from headway.config.transport_facts import TRANSPORTS, transport_of
+from headway.data.interfaces.episode_groups import Keeper
+from headway.data.interfaces.rollout import RolloutEngine
+from headway.data.interfaces.training import CriticEngine, LogProbEngine, ProximalEngine, SupervisedEngine
+from headway.data.interfaces.weights import PolicyReceiver
 from headway.errors import StallError
-from headway.interfaces.keeper import Keeper
-from headway.interfaces.rollout import RolloutEngine
-from headway.interfaces.training import CriticEngine, LogProbEngine, ProximalEngine, SupervisedEngine
-from headway.interfaces.weights import PolicyReceiver
-from headway.progress import Living
-from headway.user_code import names_a_file, resolve_spec
+from headway.runtime.progress import Living
+from headway.runtime.task_groups import concurrently
+from headway.runtime.user_code import names_a_file, resolve_spec
 
 T = TypeVar("T")
 
@@ -301,10 +301,10 @@ def make_cluster(config: Config, run_dir: Path, model_path: str) -> Cluster:
     """Return the cluster of ``cluster.backend``. Ray is imported only where it is asked for."""
     match config.cluster.backend:
         case "ray":
-            from headway.cluster.ray_cluster import RayCluster
+            from headway.cluster.on_ray.ray_cluster import RayCluster
 
             return RayCluster(config, run_dir, _weights_bytes(config, model_path))
         case "inline":
-            from headway.cluster.inline import InlineCluster
+            from headway.cluster.inline_cluster import InlineCluster
 
             return InlineCluster(config)

@@ -15,12 +15,12 @@ from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, replace
 from typing import Generic, Protocol, TypeVar
 
-from headway.cluster.engines import RolloutReplica
-from headway.cluster.keepers import RemoteKeeper
-from headway.cluster.plan import WorkerSpec
-from headway.cluster.sight import Sight
+from headway.cluster.remote_episode_worker import RemoteKeeper
+from headway.cluster.shared_filesystem import Sight
+from headway.cluster.worker_engines import RolloutReplica
 from headway.cluster.worker_group import Worker
-from headway.config.timeouts import Timeouts
+from headway.cluster.worker_plan import WorkerSpec
+from headway.config.sizing.timeouts import Timeouts
 from headway.errors import HeadwayError, StallError
 
 

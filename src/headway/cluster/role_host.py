@@ -21,8 +21,8 @@ from operator import attrgetter
 from typing import Any
 
 from headway.cluster.memory_errors import memory_errors_told
-from headway.logs import of_worker
-from headway.progress import Heartbeat, Progress, count_for
+from headway.runtime.logs import of_worker
+from headway.runtime.progress import Heartbeat, Progress, count_for
 
 logger = logging.getLogger(__name__)
 LONG_S = 1.0

@@ -14,39 +14,39 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, Protocol, TypeVar
 
-from headway.cluster.engines import LogpReceiver, RolloutReplica, clock_offset
-from headway.cluster.exchange import Exchange, WeightPaths, exchange_settings
 from headway.cluster.hardware import Hardware
-from headway.cluster.keepers import RemoteKeeper
-from headway.cluster.memory_files import SHARED_MEMORY, directory_in_memory, remove_abandoned
-from headway.cluster.plan import ClusterPlan, Rank, WorkerSpec, plan_cluster, trainer_alone
+from headway.cluster.machine.memory_directory import SHARED_MEMORY, directory_in_memory, remove_abandoned
+from headway.cluster.machine.token_files import TokenPlace, token_directory
+from headway.cluster.remote_episode_worker import RemoteKeeper
 from headway.cluster.replacements import Replacements, keeper_start, replica_start
-from headway.cluster.roles.actor import ActorRole
-from headway.cluster.roles.critic import CriticRole
-from headway.cluster.roles.keeper import KeeperRole
-from headway.cluster.roles.logp import LogpRole
-from headway.cluster.roles.lookout import Lookout
-from headway.cluster.roles.ref import RefRole
-from headway.cluster.roles.rollout import RolloutRole
-from headway.cluster.rounding import Rounding
-from headway.cluster.sight import SharedFiles, Sight
-from headway.cluster.token_files import TokenPlace, token_directory
-from headway.cluster.within_processes import WithinProcesses
+from headway.cluster.roles.actor_role import ActorRole
+from headway.cluster.roles.critic_role import CriticRole
+from headway.cluster.roles.episode_worker_role import KeeperRole
+from headway.cluster.roles.file_probe import Lookout
+from headway.cluster.roles.logprob_role import LogpRole
+from headway.cluster.roles.reference_role import RefRole
+from headway.cluster.roles.rollout_role import RolloutRole
+from headway.cluster.shared_filesystem import SharedFiles, Sight
+from headway.cluster.weight_sync.probe_tolerance import Rounding
+from headway.cluster.weight_sync.same_process_weights import WithinProcesses
+from headway.cluster.weight_sync.weight_sync import Exchange, WeightPaths, exchange_settings
+from headway.cluster.worker_engines import LogpReceiver, RolloutReplica, clock_offset
 from headway.cluster.worker_group import PartOf, Worker, WorkerGroup
-from headway.concurrently import both, concurrently
-from headway.config.placement import CRITIC, LOGP, REF, concurrent, resolve_placement
+from headway.cluster.worker_plan import ClusterPlan, Rank, WorkerSpec, plan_cluster, trainer_alone
 from headway.config.schema import Config
-from headway.config.timeouts import Timeouts, model_nbytes
-from headway.config.transports import TRANSPORTS, transport_of
+from headway.config.sizing.placement import CRITIC, LOGP, REF, concurrent, resolve_placement
+from headway.config.sizing.timeouts import Timeouts, model_nbytes
+from headway.config.transport_facts import TRANSPORTS, transport_of
 from headway.data.assignment import Cost
+from headway.data.interfaces.rollout import Capabilities, OnUpdate
+from headway.data.interfaces.weights import PolicyReceiver
 from headway.devices import kind_of
+from headway.engines.weights.transports.links import Address
+from headway.engines.weights.weight_layout import Manifest
 from headway.errors import ConfigError
-from headway.interfaces.rollout import Capabilities, OnUpdate
-from headway.interfaces.weights import PolicyReceiver
-from headway.models.folder import hidden_size
-from headway.pipeline.state import now
-from headway.weights.layout import Manifest
-from headway.weights.transports.links import Address
+from headway.models.model_folder import hidden_size
+from headway.pipeline.admission.pipeline_state import now
+from headway.runtime.task_groups import both, concurrently
 
 T = TypeVar("T")
 

@@ -19,12 +19,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, Protocol, TypeVar
 
-from headway.cluster.file_work import while_bytes_move
-from headway.concurrently import both, concurrently
+from headway.cluster.machine.file_work import while_bytes_move
 from headway.data.assignment import Cost, assign, by_group, split
 from headway.data.types import Column, Handle, Sample, TrajectoryId
 from headway.errors import RunError
-from headway.progress import Heartbeat
+from headway.runtime.progress import Heartbeat
+from headway.runtime.task_groups import both, concurrently
 
 F = TypeVar("F", bound=Callable[..., Any])
 NOTICE_S = 2.0
@@ -67,7 +67,7 @@ def register(dispatch: Dispatch, collect: Collect = Collect.RANK_ZERO, *, files:
     """Make a role's method callable through its `WorkerGroup`. The method may be a coroutine function.
 
     ``files`` describes a method's work with files, of which it gets the path. The call of such a method fails when
-    bytes no longer move (see `file_work.while_bytes_move`).
+    bytes no longer move (see `machine.file_work.while_bytes_move`).
     """
     if collect is Collect.COLUMNS and dispatch is Dispatch.ONE_TO_ALL:
         raise ValueError(f"columns are collected once for each sample, not with dispatch {dispatch!r}")

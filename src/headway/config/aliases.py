@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from headway.elsewhere.verl_values import FIXED
+from headway.config.migration_tables.verl_values import FIXED
 from headway.errors import ConfigError
 
 IGNORED_PREFIX = "actor_rollout_ref."

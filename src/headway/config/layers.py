@@ -20,7 +20,7 @@ from yaml import MarkedYAMLError, YAMLError
 from headway.config.aliases import canonical_key, translate
 from headway.config.recipes import find_recipe, similar_recipes
 from headway.config.schema import Config
-from headway.config.section import mappings_in
+from headway.config.sections.section import mappings_in
 from headway.errors import ConfigError
 
 DEFAULTS = "defaults"

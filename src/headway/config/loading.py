@@ -17,13 +17,13 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import to_jsonable_python
 
 from headway.config.aliases import resolve_ahead_steps, resolve_partial_rollout
-from headway.config.idle import without_effect
 from headway.config.layers import Layer, flatten, nest, overlay, read_file, resolve_references, settings_of
-from headway.config.messages import explain
-from headway.config.moved import with_own_code
+from headway.config.moved_run import with_own_code
 from headway.config.presets import preset
 from headway.config.recipes import with_own_files
 from headway.config.schema import Config
+from headway.config.schema_messages import explain
+from headway.config.settings_without_effect import without_effect
 from headway.errors import ConfigError
 
 LOSS_MODE = "algorithm.policy_loss.loss_mode"

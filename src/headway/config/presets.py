@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from headway.config.transports import WITHIN_PROCESS
+from headway.config.transport_facts import WITHIN_PROCESS
 from headway.errors import ConfigError
 
 Values = Mapping[str, Any]

@@ -23,14 +23,14 @@ import yaml
 from pydantic import AfterValidator
 from pydantic.fields import FieldInfo
 
+from headway.config.migration_tables.common_names import USUAL
+from headway.config.migration_tables.table_rows import Part
+from headway.config.migration_tables.verl import VERL
+from headway.config.migration_tables.verl_values import FIXED
 from headway.config.presets import PRESETS
 from headway.config.schema import Config
-from headway.config.section import Section, never_or_every, sections_in, shortest_spelling, told_apart_by
-from headway.config.transports import TRANSPORTS, known_transport
-from headway.elsewhere.rows import Part
-from headway.elsewhere.usual import USUAL
-from headway.elsewhere.verl import VERL
-from headway.elsewhere.verl_values import FIXED
+from headway.config.sections.section import Section, never_or_every, sections_in, shortest_spelling, told_apart_by
+from headway.config.transport_facts import TRANSPORTS, known_transport
 
 REQUIRED = "required"
 """Text shown as the default of a key that has none."""

@@ -3,8 +3,9 @@
     YAML file(s) ─▶ preset of ``mode`` under them ─▶ ``a.b=c`` overrides ─▶ this schema ─▶ doctor ─▶ the run
 
 Key names are the field's (verl and its fully-asynchronous recipe) wherever the field has one. Sections of the model are
-in `headway.config.model`, that of generation in `headway.config.rollout`, those of what is learned and how in
-`headway.config.learning`, those of the policy losses in `headway.config.losses`.
+in `headway.config.sections.model_section`, that of generation in `headway.config.sections.rollout_section`, those of
+what is learned and how in `headway.config.sections.learning`, those of the policy losses in
+`headway.config.sections.losses`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from pydantic import (
     model_validator,
 )
 
-from headway.config.learning import (
+from headway.config.sections.learning import (
     ActorConfig,
     AlgorithmConfig,
     CriticConfig,
@@ -34,10 +35,10 @@ from headway.config.learning import (
     OffpolicyConfig,
     RefConfig,
 )
-from headway.config.model import ModelConfig
-from headway.config.rollout import RolloutConfig
-from headway.config.sandbox import SandboxConfig
-from headway.config.section import (
+from headway.config.sections.model_section import ModelConfig
+from headway.config.sections.rollout_section import RolloutConfig
+from headway.config.sections.sandbox_section import SandboxConfig
+from headway.config.sections.section import (
     Eta,
     Every,
     Folder,
@@ -49,8 +50,8 @@ from headway.config.section import (
     on_or_off,
     shortest_spelling,
 )
-from headway.config.sft import SftConfig
-from headway.config.transports import known_transport
+from headway.config.sections.sft_section import SftConfig
+from headway.config.transport_facts import known_transport
 
 LONGEST_NAME = 200
 """Most bytes of a run's name: file systems take 255, and the time comes after it."""

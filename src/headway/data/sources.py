@@ -45,7 +45,7 @@ class RowSource:
 
     Prompts are tokenised in chunks of ``prefetch``; the cursor is that of the prompts handed out, never of those ahead.
     A row that comes again in one epoch (`Mixture`) has another ``Prompt.row`` each time: its number plus a multiple of
-    ``stride``. Implements `interfaces.prompts.PromptSource`.
+    ``stride``. Implements `data.interfaces.prompts.PromptSource`.
     """
 
     def __init__(

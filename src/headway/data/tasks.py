@@ -18,7 +18,7 @@ from typing import Any, TypeVar, overload
 from headway.algorithms.registry import Registry
 from headway.data.problems import REASONING_GYM, Problem, Task
 from headway.errors import ConfigError, DataError, UserCodeError, boundary, cut
-from headway.user_code import check_call, load_function, names_a_file
+from headway.runtime.user_code import check_call, load_function, names_a_file
 
 HELD_OUT_TRIES = 4
 """Problems that may be made for each held-out one, until enough distinct ones were found."""

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.errors import RunError
-from headway.pickling import pickled_by_fields
+from headway.runtime.pickling import pickled_by_fields
 
 T = TypeVar("T")
 Handle = Union[T, Any]  # noqa: UP007 - a generic alias needs this spelling on Python 3.11

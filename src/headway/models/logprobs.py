@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from headway.config.memory import chunk_tokens
+from headway.config.sizing.process_memory import chunk_tokens
 from headway.devices import kind_of
 from headway.models.logits import PLAIN, LogitRule
 

@@ -25,7 +25,7 @@ from transformers.utils import logging
 from headway.config.schema import Config
 from headway.devices import kind_of
 from headway.errors import ModelError, boundary
-from headway.models.folder import needs_own_code
+from headway.models.model_folder import needs_own_code
 from headway.models.tokenizer import check_folder, expanded
 
 DECODERS_ALWAYS = ("gpt_neox", "gpt_neox_japanese")

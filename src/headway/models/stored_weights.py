@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from headway.errors import ModelError
-from headway.models.folder import SAFETENSORS, SAFETENSORS_INDEX
+from headway.models.model_folder import SAFETENSORS, SAFETENSORS_INDEX
 
 INTEGERS = ("I", "U", "BOOL")
 """Prefixes of the dtypes, as safetensors spells them, that no weight of a model may have."""

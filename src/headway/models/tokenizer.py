@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headway.errors import ModelError, boundary
-from headway.models.folder import find_folder
+from headway.models.model_folder import find_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -1,7 +1,7 @@
 """Channel between two stages: an ordered hand-over that either side may close.
 
-It has no capacity. Admission (`headway.pipeline.staleness`) bounds how many groups exist at all, so a channel can hold
-no more than that; a second bound here could only deadlock against the order of consumption.
+It has no capacity. Admission (`headway.pipeline.admission.staleness`) bounds how many groups exist at all, so a channel
+can hold no more than that; a second bound here could only deadlock against the order of consumption.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Generic, TypeVar
 
-from headway.pipeline.signal import Signal
+from headway.pipeline.conditions import Signal
 
 T = TypeVar("T")
 

@@ -6,19 +6,19 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from headway.config.timeouts import Timeouts
+from headway.config.sizing.timeouts import Timeouts
+from headway.data.interfaces.advantages import AdvantageFn
+from headway.data.interfaces.episode_groups import Keeper
+from headway.data.interfaces.prompts import PromptSource
+from headway.data.interfaces.rewards import RewardFn
+from headway.data.interfaces.rollout import RolloutEngine
+from headway.data.interfaces.training import CriticEngine, LogProbEngine, ProximalEngine, TrainEngine
+from headway.data.interfaces.weights import PolicyReceiver
 from headway.data.types import Prompt
-from headway.interfaces.advantages import AdvantageFn
-from headway.interfaces.keeper import Keeper
-from headway.interfaces.prompts import PromptSource
-from headway.interfaces.rewards import RewardFn
-from headway.interfaces.rollout import RolloutEngine
-from headway.interfaces.training import CriticEngine, LogProbEngine, ProximalEngine, TrainEngine
-from headway.interfaces.weights import PolicyReceiver
-from headway.pipeline.samples import SampleOutlet
+from headway.pipeline.admission.sample_collector import SampleOutlet
+from headway.pipeline.recovery.supervision import Replace, Watch
 from headway.pipeline.stages.reward import GroupFilter, Shaping
-from headway.pipeline.supervision import Replace, Watch
-from headway.progress import Living
+from headway.runtime.progress import Living
 
 
 @dataclass(frozen=True, slots=True)

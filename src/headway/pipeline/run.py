@@ -20,16 +20,16 @@ from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
 
-from headway.concurrently import Tasks, concurrently, failing_as_one
 from headway.config.schema import Config
+from headway.data.interfaces.rollout import RolloutEngine
 from headway.errors import UpdateFailed, WorkerDied
 from headway.events import Note, Observer, RunFinished, RunStarted
-from headway.interfaces.rollout import RolloutEngine
+from headway.pipeline.admission.pipeline_state import now
 from headway.pipeline.parts import Parts
-from headway.pipeline.receiver import Gone, Replica
-from headway.pipeline.resume import Taken
-from headway.pipeline.state import now
+from headway.pipeline.recovery.driver_state import Taken
+from headway.pipeline.weight_receiver import Gone, Replica
 from headway.pipeline.wiring import AnyStage, wire
+from headway.runtime.task_groups import Tasks, concurrently, failing_as_one
 
 TRAINING_SHARE = 0.75
 """Share of ``run.stop_timeout_s`` for the version that was begun; the rest is for writing and the workers' end."""

@@ -29,10 +29,10 @@ from contextlib import AbstractContextManager, aclosing, contextmanager, suppres
 from enum import StrEnum
 from typing import Generic, Protocol, TypeVar
 
-from headway.concurrently import Tasks, failing_as_one
 from headway.errors import StageFailed, boundary
 from headway.events import Emit, StageChanged
-from headway.pipeline.signal import Gate
+from headway.pipeline.conditions import Gate
+from headway.runtime.task_groups import Tasks, failing_as_one
 
 In = TypeVar("In")
 Out = TypeVar("Out")

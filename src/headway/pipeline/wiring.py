@@ -14,35 +14,35 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from headway.config.algorithm import GROUP_RELATIVE, min_episodes
+from headway.config.algorithm_checks import GROUP_RELATIVE, min_episodes
 from headway.config.schema import Config
-from headway.config.timeouts import Timeouts
+from headway.config.sizing.timeouts import Timeouts
 from headway.data.draws import share_of
+from headway.data.interfaces.episode_groups import Keeper
+from headway.data.interfaces.generation import SamplingParams
+from headway.data.interfaces.prompts import PromptSource
+from headway.data.interfaces.rollout import OnUpdate, RolloutEngine
 from headway.data.types import Group
 from headway.events import WAITS_FOR_GROUPS, Emit, Observer, fan_out
-from headway.interfaces.calls import SamplingParams
-from headway.interfaces.keeper import Keeper
-from headway.interfaces.prompts import PromptSource
-from headway.interfaces.rollout import OnUpdate, RolloutEngine
-from headway.pipeline.boundaries import Boundaries
+from headway.pipeline.admission.fetches import Fetch, Fetches, FetchSource
+from headway.pipeline.admission.ledger import Ledger
+from headway.pipeline.admission.message_queue import MessageQueue
+from headway.pipeline.admission.pipeline_state import RunState
+from headway.pipeline.admission.sample_collector import Samples
+from headway.pipeline.admission.staleness import Staleness
+from headway.pipeline.batch_preparation import Preparation
 from headway.pipeline.channel import Channel
-from headway.pipeline.critic import Critic
-from headway.pipeline.episode_troubles import EpisodeTroubles
-from headway.pipeline.equal_rewards import EqualRewards
-from headway.pipeline.fetches import Fetch, Fetches, FetchSource
-from headway.pipeline.fleet import Fleet
-from headway.pipeline.guard import Guard, GuardSettings
-from headway.pipeline.halts import Halts
-from headway.pipeline.keepers import Keepers
-from headway.pipeline.lease import OwnDevices, SharedDevices
-from headway.pipeline.ledger import Ledger
-from headway.pipeline.message_queue import MessageQueue
-from headway.pipeline.monitor import Monitor, Movement
+from headway.pipeline.critic_turns import Critic
+from headway.pipeline.episode_workers import Keepers
+from headway.pipeline.group_scoring import Scoring
+from headway.pipeline.observing.episode_troubles import EpisodeTroubles
+from headway.pipeline.observing.equal_rewards import EqualRewards
+from headway.pipeline.observing.off_policy_guard import Guard, GuardSettings
 from headway.pipeline.parts import Parts
-from headway.pipeline.preparation import Preparation
-from headway.pipeline.resume import DriverState
-from headway.pipeline.samples import Samples
-from headway.pipeline.scoring import Scoring
+from headway.pipeline.recovery.checkpoint_manager import Boundaries
+from headway.pipeline.recovery.driver_state import DriverState
+from headway.pipeline.recovery.run_monitor import Monitor, Movement
+from headway.pipeline.recovery.supervision import Supervision
 from headway.pipeline.stage import Stage
 from headway.pipeline.stages.actor_train import ActorTrain, TrainSettings, Update
 from headway.pipeline.stages.critic_train import CriticTrain
@@ -54,10 +54,10 @@ from headway.pipeline.stages.ref_logprob import RefLogProb
 from headway.pipeline.stages.reward import Reward
 from headway.pipeline.stages.validate import Validate
 from headway.pipeline.stages.values import Values
-from headway.pipeline.staleness import Staleness
-from headway.pipeline.state import RunState
-from headway.pipeline.supervision import Supervision
-from headway.pipeline.validators import Validation, Validators
+from headway.pipeline.update.colocation_lease import OwnDevices, SharedDevices
+from headway.pipeline.update.pause_controller import Halts
+from headway.pipeline.update.replica_pool import Fleet
+from headway.pipeline.validation_workers import Validation, Validators
 
 AnyStage = Stage[Any, Any]
 

@@ -10,19 +10,19 @@ from pathlib import Path
 
 from headway.errors import ConfigError, DataError, RunError
 from headway.events import Event
-from headway.reports.alive import is_trained, standing
-from headway.reports.events_file import look_through, read_events
-from headway.reports.groups import GroupLog
-from headway.reports.html_timeline import write_html
-from headway.reports.metrics import RowSink, RunMetrics
-from headway.reports.metrics_state import newest
-from headway.reports.newest import chosen_versions, draw, newest_versions
+from headway.reports.metrics.metrics_state import newest
+from headway.reports.metrics.run_metrics import RowSink, RunMetrics
+from headway.reports.record.events_file import look_through, read_events
+from headway.reports.record.file_tail import Rewritten
 from headway.reports.run_directory import FULL, RunDirectory
-from headway.reports.sampled import SampleIndex, for_page, read_all
-from headway.reports.samples_file import Sample
-from headway.reports.tail import Rewritten
-from headway.reports.timeline import Timeline, TimelineBuilder
-from headway.reports.trace import write_trace
+from headway.reports.run_liveness import is_trained, standing
+from headway.reports.samples.sample_index import SampleIndex, for_page, read_all
+from headway.reports.samples.samples_file import Sample
+from headway.reports.timeline.drawn_versions import chosen_versions, draw, newest_versions
+from headway.reports.timeline.group_lines import GroupLog
+from headway.reports.timeline.html_timeline import write_html
+from headway.reports.timeline.timeline import Timeline, TimelineBuilder
+from headway.reports.timeline.trace import write_trace
 
 HTML_NAME, TRACE_NAME = "timeline.html", "trace.json"
 

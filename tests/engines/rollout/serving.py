@@ -12,13 +12,13 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from headway.agents.episodes.local_episodes import keeping
+from headway.data.interfaces.episode_groups import FinishedGroup, GroupRequest
 from headway.engines.rollout.native import NativeEngine
-from headway.episodes.alone import keeping
-from headway.interfaces.keeper import FinishedGroup, GroupRequest
-from headway.weights.buckets import pack, whole
-from headway.weights.layout import Manifest, buckets, build_manifest
-from headway.weights.outgoing import Stream
-from headway.weights.protocols import Incoming
+from headway.engines.weights.buckets import pack, whole
+from headway.engines.weights.outgoing_version import Stream
+from headway.engines.weights.protocols import Incoming
+from headway.engines.weights.weight_layout import Manifest, buckets, build_manifest
 from tests.engines.rollout.support import CONTEXT, decode, make_model, make_request, tensors_of_files
 
 MODEL = make_model()

@@ -26,12 +26,12 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from headway.data.interfaces.episode_groups import FinishedGroup, GroupRequest
+from headway.data.interfaces.generation import Call, FinishedCall, Priority, SamplingParams
 from headway.data.types import GroupTokens, Prompt, RowAt, RowTokens, Trajectory
-from headway.engines.rollout.native.core import EngineCore, Finished
-from headway.engines.served.weights import Contents
-from headway.interfaces.calls import Call, FinishedCall, Priority, SamplingParams
-from headway.interfaces.keeper import FinishedGroup, GroupRequest
-from headway.models.files import file_tensors
+from headway.engines.rollout.native.native_core import EngineCore, Finished
+from headway.engines.weights.served.served_weights import Contents
+from headway.models.weight_files import file_tensors
 
 VOCABULARY = 40
 CONTEXT = 64

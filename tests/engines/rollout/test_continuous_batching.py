@@ -10,11 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headway.data.interfaces.episode_groups import GroupRequest
+from headway.data.interfaces.generation import Priority, SamplingParams
 from headway.data.types import FinishReason, Prompt
-from headway.engines.rollout.native.runner import BLOCK_COST, blocks_of
+from headway.engines.rollout.native.model_runner import BLOCK_COST, blocks_of
 from headway.errors import DataError, NonFinite
-from headway.interfaces.calls import Priority, SamplingParams
-from headway.interfaces.keeper import GroupRequest
 from tests.engines.rollout.support import (
     CONTEXT,
     STOP,

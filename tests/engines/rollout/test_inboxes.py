@@ -6,10 +6,10 @@ import asyncio
 
 import pytest
 
+from headway.data.interfaces.generation import FinishedCall
 from headway.data.types import FinishReason
 from headway.engines.rollout.inboxes import CallInbox
 from headway.errors import RunError
-from headway.interfaces.calls import FinishedCall
 
 
 def call(number: int) -> FinishedCall:

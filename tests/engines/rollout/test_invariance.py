@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from headway.engines.rollout.native.forward import Context, Decoding
-from headway.engines.rollout.native.invariance import ALONE, MOST, TOGETHER, least_invariant_rows
+from headway.engines.rollout.native.model.batch_invariance import ALONE, MOST, TOGETHER, least_invariant_rows
+from headway.engines.rollout.native.model.policy_forward import Context, Decoding
 from tests.engines.rollout.support import FAMILIES, MIXTURES, AskedCore, make_core, make_model, make_request
 
 NUMBERS = range(8)
@@ -83,7 +83,7 @@ def test_a_mixture_promises_nothing_where_one_row_is_not_as_good_as_many(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Filling up a step gives no row to an expert that got one token."""
-    monkeypatch.setattr("headway.engines.rollout.native.runner.least_invariant_rows", lambda decode: 4)
+    monkeypatch.setattr("headway.engines.rollout.native.model_runner.least_invariant_rows", lambda decode: 4)
     assert make_core(make_model())._runner.invariant
     core = make_core(make_model("qwen3_moe"))
     assert not core._runner.invariant and not core.reproducible
@@ -94,7 +94,7 @@ def test_a_mixture_promises_nothing_where_one_row_is_not_as_good_as_many(
 def test_where_no_number_of_rows_is_enough_every_step_has_as_many_as_there_are_slots(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("headway.engines.rollout.native.runner.least_invariant_rows", lambda decode: None)
+    monkeypatch.setattr("headway.engines.rollout.native.model_runner.least_invariant_rows", lambda decode: None)
     model = make_model()
     core = make_core(model, slots=9)
     assert not core._runner.invariant

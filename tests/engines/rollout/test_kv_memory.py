@@ -11,11 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.engines.rollout.native.cache import ROOM_STEP, KvGeometry, SlotCache
+from headway.data.interfaces.episode_groups import FinishedGroup
+from headway.data.interfaces.generation import Priority
+from headway.data.interfaces.rollout import OnUpdate
+from headway.engines.rollout.native.cache.kv_cache import ROOM_STEP, KvGeometry, SlotCache
 from headway.errors import ConfigError
-from headway.interfaces.calls import Priority
-from headway.interfaces.keeper import FinishedGroup
-from headway.interfaces.rollout import OnUpdate
 from tests.engines.rollout.support import AskedCore, assert_logprobs, make_core, make_model, make_request
 
 GEOMETRY = KvGeometry(layers=2, kv_heads=1, head_dim=4)

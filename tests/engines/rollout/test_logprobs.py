@@ -21,14 +21,14 @@ from transformers import (
     PreTrainedModel,
 )
 
+from headway.data.interfaces.rollout import OnUpdate
 from headway.data.types import FinishReason
-from headway.engines.rollout.native import fused
-from headway.engines.rollout.native.forward import Context, ModuleForward
-from headway.engines.rollout.native.fused import FusedForward, best_forward
-from headway.engines.rollout.native.projection import Projection
-from headway.engines.rollout.native.windows import Windows
+from headway.engines.rollout.native.cache.sliding_windows import Windows
+from headway.engines.rollout.native.model import fused_forward
+from headway.engines.rollout.native.model.fused_forward import FusedForward, best_forward
+from headway.engines.rollout.native.model.policy_forward import Context, ModuleForward
+from headway.engines.rollout.native.model.projection import Projection
 from headway.errors import ModelError
-from headway.interfaces.rollout import OnUpdate
 from tests.engines.rollout.support import (
     CONTEXT,
     FAMILIES,
@@ -188,7 +188,7 @@ def test_a_fused_forward_that_differs_is_not_used(
 ) -> None:
     model = make_model()
     monkeypatch.setattr(Projection, "__call__", lambda self, x: torch.zeros(len(x), len(self._weight)))
-    with caplog.at_level(logging.WARNING, logger=fused.__name__):
+    with caplog.at_level(logging.WARNING, logger=fused_forward.__name__):
         assert isinstance(best_forward(model, CONTEXT), ModuleForward)
     assert "differs from the module" in caplog.text
 
@@ -284,7 +284,7 @@ def test_a_sliding_window_hides_what_lies_before_it(
     forward: type, windowed_from: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if forward is ModuleForward:
-        monkeypatch.setattr("headway.engines.rollout.native.fused.FAMILY", frozenset())
+        monkeypatch.setattr("headway.engines.rollout.native.model.fused_forward.FAMILY", frozenset())
     model = make_model("qwen2", use_sliding_window=True, sliding_window=5, max_window_layers=windowed_from, seed=1)
     core = make_core(model)
     assert isinstance(core._runner._forward, forward)

@@ -12,13 +12,13 @@ from typing import TypeVar
 import pytest
 import torch
 
+from headway.agents.episodes.local_episodes import keeping
+from headway.data.interfaces.episode_groups import GroupRequest
+from headway.data.interfaces.generation import Priority
+from headway.data.interfaces.rollout import OnUpdate
 from headway.data.types import FinishReason, TrajectoryId
-from headway.episodes.alone import keeping
+from headway.engines.weights.protocols import Incoming
 from headway.errors import DataError, ModelError, RunError, UpdateFailed, WorkerDied
-from headway.interfaces.calls import Priority
-from headway.interfaces.keeper import GroupRequest
-from headway.interfaces.rollout import OnUpdate
-from headway.weights.protocols import Incoming
 from tests.engines.rollout.serving import MODEL, WAIT_S, Source, collect, endless, serving, until_asked
 from tests.engines.rollout.support import (
     CONTEXT,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from headway.interfaces.rollout import OnUpdate
+from headway.data.interfaces.rollout import OnUpdate
 from tests.engines.rollout.serving import Source, collect, endless, serving
 from tests.engines.rollout.support import FAMILIES, make_model, make_request, reference_logprobs, tokens_of
 

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
+from headway.data.interfaces.episode_groups import FinishedGroup
+from headway.data.interfaces.generation import Priority
+from headway.data.interfaces.rollout import OnUpdate
 from headway.data.types import FinishReason
 from headway.errors import RunError
-from headway.interfaces.calls import Priority
-from headway.interfaces.keeper import FinishedGroup
-from headway.interfaces.rollout import OnUpdate
 from tests.engines.rollout.support import (
     AskedCore,
     activate,

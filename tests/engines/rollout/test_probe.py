@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
-from headway.engines.rollout.native.core import EngineCore
-from headway.engines.rollout.native.forward import ModuleForward
-from headway.engines.rollout.native.fused import FusedForward
-from headway.engines.rollout.native.projection import Projection
+from headway.data.interfaces.rollout import OnUpdate
+from headway.engines.rollout.native.model.fused_forward import FusedForward
+from headway.engines.rollout.native.model.policy_forward import ModuleForward
+from headway.engines.rollout.native.model.projection import Projection
+from headway.engines.rollout.native.native_core import EngineCore
 from headway.errors import RunError
-from headway.interfaces.rollout import OnUpdate
 from headway.models.probe import PROBE_PREFILL, probe_rows, probe_sequences, probe_vector
 from tests.engines.rollout.serving import Source, serving
 from tests.engines.rollout.support import (
@@ -133,7 +133,7 @@ def test_a_tensor_that_an_update_does_not_reach_is_noticed(go_stale: Callable[[E
 
 
 def test_a_packed_copy_that_is_not_made_again_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headway.engines.rollout.native.projection.PACKED_FROM", 0)
+    monkeypatch.setattr("headway.engines.rollout.native.model.projection.PACKED_FROM", 0)
     core = make_core(make_model())
     monkeypatch.setattr(core._runner._forward, "refresh", lambda: None)
     new = make_model(seed=1)

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from headway.engines.rollout.native.fused import FusedForward
-from headway.engines.rollout.native.projection import Projection, can_pack
-from headway.engines.rollout.native.rms_norm import RmsNorm
-from headway.interfaces.rollout import OnUpdate
+from headway.data.interfaces.rollout import OnUpdate
+from headway.engines.rollout.native.model.fused_forward import FusedForward
+from headway.engines.rollout.native.model.projection import Projection, can_pack
+from headway.engines.rollout.native.model.rms_norm import RmsNorm
 from tests.engines.rollout.support import FAMILIES, activate, assert_logprobs, finish, make_core, make_model, steps
 from tests.engines.rollout.support import make_request as request
 
-PACKED_FROM = "headway.engines.rollout.native.projection.PACKED_FROM"
+PACKED_FROM = "headway.engines.rollout.native.model.projection.PACKED_FROM"
 packed_or_not = pytest.mark.parametrize("packed_from", [0, 10**9], ids=["packed", "as they are"])
 
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from headway.engines.rollout.native.attention import AttentionShape, DecodeAttention, places_do_not_matter
-from headway.engines.rollout.native.prompts import LEAST_CALLS, LEAST_TOKENS, TOGETHER, SharedPrompts
-from headway.engines.rollout.native.windows import Windows
-from headway.engines.rollout.work import CallRun
-from headway.interfaces.keeper import GroupRequest
-from headway.interfaces.rollout import OnUpdate
+from headway.data.interfaces.episode_groups import GroupRequest
+from headway.data.interfaces.rollout import OnUpdate
+from headway.engines.rollout.call_run import CallRun
+from headway.engines.rollout.native.cache.shared_prompts import LEAST_CALLS, LEAST_TOKENS, TOGETHER, SharedPrompts
+from headway.engines.rollout.native.cache.sliding_windows import Windows
+from headway.engines.rollout.native.model.step_attention import AttentionShape, DecodeAttention, places_do_not_matter
 from tests.engines.rollout.support import (
     VOCABULARY,
     AskedCore,

@@ -13,12 +13,12 @@ import torch
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from headway.engines.rollout.native.core import EngineCore
-from headway.engines.rollout.native.fused import FusedForward
-from headway.engines.served.memory import WeightMemory
+from headway.data.interfaces.episode_groups import FinishedGroup, GroupRequest
+from headway.data.interfaces.rollout import OnUpdate
+from headway.engines.rollout.native.model.fused_forward import FusedForward
+from headway.engines.rollout.native.native_core import EngineCore
+from headway.engines.weights.served.served_memory import WeightMemory
 from headway.errors import RunError
-from headway.interfaces.keeper import FinishedGroup, GroupRequest
-from headway.interfaces.rollout import OnUpdate
 from tests.engines.rollout.serving import MODEL, Source, collect, endless, serving
 from tests.engines.rollout.support import (
     FAMILIES,
@@ -87,7 +87,7 @@ def test_the_kv_cache_is_freed_and_taken_again(keep_weights: bool) -> None:
 
 @pytest.mark.parametrize("keep_weights", [True, False])
 def test_copies_of_the_weights_are_freed_and_made_again(keep_weights: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headway.engines.rollout.native.projection.PACKED_FROM", 0)
+    monkeypatch.setattr("headway.engines.rollout.native.model.projection.PACKED_FROM", 0)
     core = make_core(MODEL)
     forward = core._runner._forward
     assert isinstance(forward, FusedForward)

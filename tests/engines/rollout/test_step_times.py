@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headway.interfaces.rollout import EngineStats, OnUpdate
+from headway.data.interfaces.rollout import EngineStats, OnUpdate
 from tests.engines.rollout.support import finish, make_core, make_model, make_request, steps
 
 MODEL = make_model()

@@ -19,10 +19,10 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from headway.engines.rollout.native.core import EngineCore
-from headway.engines.rollout.native.forward import PolicyForward
-from headway.interfaces.keeper import FinishedGroup
-from headway.interfaces.rollout import OnUpdate
+from headway.data.interfaces.episode_groups import FinishedGroup
+from headway.data.interfaces.rollout import OnUpdate
+from headway.engines.rollout.native.model.policy_forward import PolicyForward
+from headway.engines.rollout.native.native_core import EngineCore
 from tests.engines.rollout.serving import WAIT_S, Source, collect, serving
 from tests.engines.rollout.support import VOCABULARY, make_model, make_request, served_tensors
 from tests.tiers import mostly_slow

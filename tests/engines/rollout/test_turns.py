@@ -12,14 +12,14 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
+from headway.data.interfaces.generation import Call, FinishedCall, Priority, SamplingParams
+from headway.data.interfaces.rollout import OnUpdate
 from headway.data.types import FinishReason, TrajectoryId
-from headway.engines.rollout.native.core import EngineCore
-from headway.engines.rollout.native.forward import Context, ModuleForward
-from headway.engines.rollout.native.fused import FusedForward
-from headway.engines.rollout.native.prefix_cache import BLOCK
-from headway.engines.rollout.native.windows import Windows
-from headway.interfaces.calls import Call, FinishedCall, Priority, SamplingParams
-from headway.interfaces.rollout import OnUpdate
+from headway.engines.rollout.native.cache.prefix_cache import BLOCK
+from headway.engines.rollout.native.cache.sliding_windows import Windows
+from headway.engines.rollout.native.model.fused_forward import FusedForward
+from headway.engines.rollout.native.model.policy_forward import Context, ModuleForward
+from headway.engines.rollout.native.native_core import EngineCore
 from tests.engines.rollout.support import FAMILIES, MIXTURES, TOLERANCE, VOCABULARY, activate, make_core, make_model
 from tests.engines.rollout.test_graphs import Replays
 
@@ -181,10 +181,10 @@ def test_where_prefills_are_not_cut_into_blocks_they_are_as_right(
     family: str, fused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a GPU: contexts attend in one call, whatever of them is there already."""
-    for module in ("forward", "fused"):
-        monkeypatch.setattr(f"headway.engines.rollout.native.{module}.block_masks", lambda *_: None)
+    for module in ("policy_forward", "fused_forward"):
+        monkeypatch.setattr(f"headway.engines.rollout.native.model.{module}.block_masks", lambda *_: None)
     if not fused:
-        monkeypatch.setattr("headway.engines.rollout.native.fused.FAMILY", frozenset())
+        monkeypatch.setattr("headway.engines.rollout.native.model.fused_forward.FAMILY", frozenset())
     model = long_model(family)
     core = long_core(model)
     played = episodes(3, turns=3)

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from headway.engines.rollout.vllm.activity import Activity
-from headway.engines.rollout.vllm.core import VllmCore
+from headway.data.interfaces.rollout import OnUpdate
+from headway.engines.rollout.vllm.vllm_activity import Activity
+from headway.engines.rollout.vllm.vllm_core import VllmCore
 from headway.errors import RunError
-from headway.interfaces.rollout import OnUpdate
 from tests.engines.rollout.support import make_call, make_request
 
 
@@ -96,8 +96,8 @@ async def test_a_vllm_whose_core_hangs_answers_that_calls_are_open_and_that_it_c
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """This is what it is fenced off by: its answer comes from another process than its tokens."""
-    monkeypatch.setattr("headway.engines.rollout.vllm.core.prompt_of", lambda run, version: run)
-    monkeypatch.setattr("headway.engines.rollout.vllm.core.sampling_of", lambda run: None)
+    monkeypatch.setattr("headway.engines.rollout.vllm.vllm_core.prompt_of", lambda run, version: run)
+    monkeypatch.setattr("headway.engines.rollout.vllm.vllm_core.sampling_of", lambda run: None)
     core = core_over(Hanging())
     await core.begin()
     await core.submit("keeper", [make_call(make_request(0), number=number) for number in range(3)])

@@ -15,9 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from headway.config.model import MakeModelConfig
-from headway.engines.train.fsdp.mesh import TrainMesh
-from headway.models.make import make_model
+from headway.config.sections.model_section import MakeModelConfig
+from headway.engines.train.fsdp.device_mesh import TrainMesh
+from headway.models.made_model import make_model
 
 TIMEOUT = timedelta(seconds=30)
 MOST_RANKS = 3

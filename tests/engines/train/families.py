@@ -23,7 +23,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from headway.models.make import character_tokenizer
+from headway.models.made_model import character_tokenizer
 
 VOCABULARY = "0123456789abcdef"
 SIZES: dict[str, Any] = {

@@ -15,16 +15,16 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from headway.config.learning import ActorConfig, CriticConfig, OptimConfig
-from headway.config.model import ModelConfig
-from headway.config.parallel import ParallelConfig
 from headway.config.schema import Config
+from headway.config.sections.learning import ActorConfig, CriticConfig, OptimConfig
+from headway.config.sections.model_section import ModelConfig
+from headway.config.sections.parallel import ParallelConfig
 from headway.data.collate import Row
-from headway.engines.train.fsdp.critic import FsdpCritic
+from headway.data.interfaces.steps import StepContext
+from headway.engines.train.fsdp.critic_engine import FsdpCritic
+from headway.engines.train.fsdp.device_mesh import TrainMesh
 from headway.engines.train.fsdp.engine import FsdpEngine
-from headway.engines.train.fsdp.mesh import TrainMesh
 from headway.errors import ModelError
-from headway.interfaces.steps import StepContext
 from headway.models.pretrained import load_model
 from tests.engines.train.rows import random_rows, with_columns, without_column
 

@@ -13,20 +13,20 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from headway.config.learning import ActorConfig, AlgorithmConfig, OptimConfig
-from headway.config.model import ModelConfig
-from headway.config.parallel import ParallelConfig
 from headway.config.schema import Config, RolloutConfig
+from headway.config.sections.learning import ActorConfig, AlgorithmConfig, OptimConfig
+from headway.config.sections.model_section import ModelConfig
+from headway.config.sections.parallel import ParallelConfig
 from headway.data.collate import Row
-from headway.engines.train.fsdp.batch import collate
+from headway.data.interfaces.steps import StepContext
+from headway.engines.train.fsdp.device_mesh import TrainMesh
 from headway.engines.train.fsdp.engine import FsdpEngine
-from headway.engines.train.fsdp.mesh import TrainMesh
-from headway.engines.train.fsdp.reference import ReferenceEngine
+from headway.engines.train.fsdp.micro_batches import collate
+from headway.engines.train.fsdp.reference_policy import ReferenceEngine
+from headway.engines.weights.buckets import view
 from headway.errors import ModelError
-from headway.interfaces.steps import StepContext
 from headway.models.pretrained import load_model
-from headway.progress import Progress, count_for
-from headway.weights.buckets import view
+from headway.runtime.progress import Progress, count_for
 from tests.engines.train.rows import plain_loss, random_rows, response_logprobs, with_columns, without_column
 
 pytestmark = pytest.mark.usefixtures("one_rank")

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 from headway.algorithms.advantages import ADVANTAGES
 from headway.algorithms.scores import episode_scores
-from headway.config.learning import AlgorithmConfig
+from headway.config.sections.learning import AlgorithmConfig
 from headway.data.collate import Row
 from headway.data.types import Outcomes
-from headway.engines.train.advantages import FetchAdvantages
+from headway.engines.train.batch_advantages import FetchAdvantages
 from headway.errors import RunError
 from tests.engines.train.episodes import GROUPS, cut_anywhere, dealt, in_rows, whole
 

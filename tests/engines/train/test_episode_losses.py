@@ -14,18 +14,18 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.config.learning import ActorConfig, AlgorithmConfig
-from headway.config.losses import LOSSES
-from headway.config.parallel import ParallelConfig
 from headway.config.schema import Config
+from headway.config.sections.learning import ActorConfig, AlgorithmConfig
+from headway.config.sections.losses import LOSSES
+from headway.config.sections.parallel import ParallelConfig
 from headway.data.collate import Row
+from headway.data.interfaces.steps import StepContext, StepReport
 from headway.data.packing import Pack, Packing
-from headway.engines.train.fsdp.apart import Apart
+from headway.engines.train.fsdp.cross_microbatch import Apart
+from headway.engines.train.fsdp.device_mesh import TrainMesh
 from headway.engines.train.fsdp.engine import FsdpEngine
-from headway.engines.train.fsdp.mesh import TrainMesh
+from headway.engines.train.fsdp.metric_sums import as_metrics, count, merge
 from headway.engines.train.fsdp.objective import Objective, collate_columns
-from headway.engines.train.fsdp.sums import as_metrics, count, merge
-from headway.interfaces.steps import StepContext, StepReport
 from tests.engines.train.episodes import GROUPS, cut_anywhere, dealt, whole
 
 CPU = torch.device("cpu")

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from headway.data.collate import Row
+from headway.data.interfaces.episode_groups import GroupRequest
+from headway.data.interfaces.rollout import OnUpdate
+from headway.data.interfaces.steps import StepContext
 from headway.engines.rollout.native import NativeEngine
-from headway.interfaces.keeper import GroupRequest
-from headway.interfaces.rollout import OnUpdate
-from headway.interfaces.steps import StepContext
+from headway.engines.weights.outgoing_version import Staged
 from headway.models.pretrained import load_model
 from headway.models.probe import probe_rows, probe_vector
-from headway.weights.outgoing import Staged
 from tests.engines.rollout.serving import collect
 from tests.engines.rollout.support import CONTEXT, decode, make_request
 from tests.engines.train.families import make_family

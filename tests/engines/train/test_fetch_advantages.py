@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.config.learning import AlgorithmConfig
+from headway.config.sections.learning import AlgorithmConfig
 from headway.data.collate import Row
 from headway.data.types import Outcomes, TrajectoryId
-from headway.engines.train.advantages import FetchAdvantages
+from headway.engines.train.batch_advantages import FetchAdvantages
 from headway.errors import ConfigError, RunError, UserCodeError
 from tests.engines.train.rows import without_column
 

@@ -10,14 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from headway.config.learning import ActorConfig, AlgorithmConfig, FsdpConfig, RolloutCorrectionConfig
-from headway.config.model import ModelConfig
-from headway.config.parallel import ParallelConfig
 from headway.config.schema import Config, RolloutConfig
+from headway.config.sections.learning import ActorConfig, AlgorithmConfig, FsdpConfig, RolloutCorrectionConfig
+from headway.config.sections.model_section import ModelConfig
+from headway.config.sections.parallel import ParallelConfig
 from headway.data.collate import Row
+from headway.data.interfaces.steps import StepContext
+from headway.engines.train.fsdp.device_mesh import TrainMesh
 from headway.engines.train.fsdp.engine import FsdpEngine
-from headway.engines.train.fsdp.mesh import TrainMesh
-from headway.interfaces.steps import StepContext
 from headway.models.pretrained import load_model
 from tests.engines.train.rows import plain_loss, random_rows
 

@@ -12,13 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from headway.config.learning import ActorConfig, AlgorithmConfig, RolloutCorrectionConfig
-from headway.config.parallel import ParallelConfig
 from headway.config.schema import AsyncTrainingConfig, Config, RolloutConfig
+from headway.config.sections.learning import ActorConfig, AlgorithmConfig, RolloutCorrectionConfig
+from headway.config.sections.parallel import ParallelConfig
 from headway.data.collate import Row
+from headway.data.interfaces.steps import StepContext, StepReport
+from headway.engines.train.fsdp.device_mesh import TrainMesh
 from headway.engines.train.fsdp.engine import FsdpEngine
-from headway.engines.train.fsdp.mesh import TrainMesh
-from headway.interfaces.steps import StepContext, StepReport
 from headway.models.pretrained import load_model
 from tests.engines.train.rows import random_rows, response_logprobs, with_columns
 

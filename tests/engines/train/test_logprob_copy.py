@@ -12,20 +12,20 @@ import numpy as np
 import pytest
 import torch
 
-from headway.config.learning import ActorConfig, OptimConfig
-from headway.config.model import ModelConfig
-from headway.config.parallel import ParallelConfig
 from headway.config.schema import Config, RolloutConfig
+from headway.config.sections.learning import ActorConfig, OptimConfig
+from headway.config.sections.model_section import ModelConfig
+from headway.config.sections.parallel import ParallelConfig
 from headway.data.collate import Row
+from headway.data.interfaces.steps import StepContext
+from headway.engines.train.fsdp.device_mesh import TrainMesh
 from headway.engines.train.fsdp.engine import FsdpEngine
-from headway.engines.train.fsdp.mesh import TrainMesh
-from headway.engines.train.logprobs import LogProbCopy
+from headway.engines.train.policy_copy import LogProbCopy
+from headway.engines.weights.outgoing_version import Staged, Stream
+from headway.engines.weights.protocols import Incoming, Outgoing
 from headway.errors import ModelError, RunError, UpdateFailed
-from headway.interfaces.steps import StepContext
 from headway.models.pretrained import load_model
 from headway.models.probe import probe_rows, probe_vector
-from headway.weights.outgoing import Staged, Stream
-from headway.weights.protocols import Incoming, Outgoing
 from tests.engines.train.rows import random_rows, response_logprobs
 
 pytestmark = pytest.mark.usefixtures("one_rank")

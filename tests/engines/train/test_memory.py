@@ -13,16 +13,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
-from headway.config.memory import Mesh, Step, trainer
-from headway.config.model_shape import FLOAT, ModelShape
-from headway.config.parallel import ParallelConfig
 from headway.config.schema import Config
+from headway.config.sections.parallel import ParallelConfig
+from headway.config.sizing.model_shape import FLOAT, ModelShape
+from headway.config.sizing.process_memory import Mesh, Step, trainer
 from headway.data.collate import Row
+from headway.data.interfaces.steps import StepContext
+from headway.engines.train.fsdp.device_mesh import TrainMesh
 from headway.engines.train.fsdp.engine import FsdpEngine
-from headway.engines.train.fsdp.mesh import TrainMesh
-from headway.engines.train.fsdp.pieces import local
-from headway.interfaces.steps import StepContext
-from headway.models.make import character_tokenizer
+from headway.engines.train.fsdp.sharded.shard_boxes import local
+from headway.models.made_model import character_tokenizer
 
 OnMesh = Callable[..., list[Any]]
 RANKS = 4

@@ -19,25 +19,25 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from headway.config.learning import ActorConfig, OptimConfig
-from headway.config.parallel import ParallelConfig
 from headway.config.schema import Config
+from headway.config.sections.learning import ActorConfig, OptimConfig
+from headway.config.sections.parallel import ParallelConfig
 from headway.data.collate import Row
+from headway.data.interfaces.steps import StepContext
 from headway.data.types import ColumnName
 from headway.engines.train.fsdp import policy as modules
-from headway.engines.train.fsdp.critic import FsdpCritic
+from headway.engines.train.fsdp.critic_engine import FsdpCritic
+from headway.engines.train.fsdp.device_mesh import TrainMesh
 from headway.engines.train.fsdp.engine import FsdpEngine
-from headway.engines.train.fsdp.gather import gather_everywhere, given_parts
-from headway.engines.train.fsdp.mesh import TrainMesh
-from headway.engines.train.fsdp.reference import ReferenceEngine
-from headway.engines.train.logprobs import LogProbCopy
+from headway.engines.train.fsdp.reference_policy import ReferenceEngine
+from headway.engines.train.fsdp.sharded.weight_gather import gather_everywhere, given_parts
+from headway.engines.train.policy_copy import LogProbCopy
+from headway.engines.weights.outgoing_version import Stream
+from headway.engines.weights.protocols import Incoming
+from headway.engines.weights.safetensors_files import INDEX, write_files
+from headway.engines.weights.weight_layout import Manifest
 from headway.errors import ModelError
-from headway.interfaces.steps import StepContext
 from headway.models.pretrained import load_model
-from headway.weights.layout import Manifest
-from headway.weights.outgoing import Stream
-from headway.weights.protocols import Incoming
-from headway.weights.safetensors_files import INDEX, write_files
 from tests.engines.train.families import FAMILIES, make_family
 from tests.engines.train.rows import random_rows, with_columns
 

@@ -14,14 +14,15 @@ import torch
 
 from headway.algorithms.corrections import Action, CorrectionParams, build_correction
 from headway.algorithms.losses import POLICY_LOSSES, LossInputs, PolicyLossParams
-from headway.config.learning import ActorConfig, AlgorithmConfig, RolloutCorrectionConfig
-from headway.config.losses import LOSSES
-from headway.config.parallel import ParallelConfig
 from headway.config.schema import AsyncTrainingConfig, Config
+from headway.config.sections.learning import ActorConfig, AlgorithmConfig, RolloutCorrectionConfig
+from headway.config.sections.losses import LOSSES
+from headway.config.sections.parallel import ParallelConfig
 from headway.data.collate import Row
-from headway.engines.train.fsdp.critic import FsdpCritic
+from headway.data.interfaces.steps import StepContext
+from headway.engines.train.fsdp.critic_engine import FsdpCritic
+from headway.engines.train.fsdp.device_mesh import TrainMesh
 from headway.engines.train.fsdp.engine import FsdpEngine
-from headway.engines.train.fsdp.mesh import TrainMesh
 from headway.events import (
     CriticStepped,
     Event,
@@ -33,10 +34,9 @@ from headway.events import (
     UpdatePhase,
     ValidationFinished,
 )
-from headway.interfaces.steps import StepContext
-from headway.reports.episodes import ENDPOINT
-from headway.reports.metrics import RunMetrics
-from headway.reports.summary import summary
+from headway.reports.metrics.episode_sums import ENDPOINT
+from headway.reports.metrics.run_metrics import RunMetrics
+from headway.reports.metrics.summary import summary
 from tests.engines.train.rows import random_rows, with_columns
 from tests.reports.scripted_run import ScriptedRun
 

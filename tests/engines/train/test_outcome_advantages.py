@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.algorithms.advantages import ADVANTAGES, looks_at_tokens
-from headway.config.learning import AlgorithmConfig
+from headway.config.sections.learning import AlgorithmConfig
 from headway.data.collate import Row, spread
 from headway.data.types import Outcomes
-from headway.engines.train.advantages import FetchAdvantages
+from headway.engines.train.batch_advantages import FetchAdvantages
 from headway.errors import ConfigError, RunError
 from tests.engines.train.episodes import GROUPS, cut_anywhere, dealt, in_rows, whole
 

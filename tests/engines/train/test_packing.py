@@ -18,25 +18,25 @@ from numpy.typing import NDArray
 from torch.distributed.tensor import DTensor
 from transformers import BloomConfig, BloomForCausalLM
 
-from headway.config.learning import ActorConfig, AlgorithmConfig, CriticConfig
-from headway.config.losses import LOSSES
-from headway.config.model import ModelConfig
-from headway.config.parallel import ParallelConfig
 from headway.config.schema import Config, RolloutConfig
+from headway.config.sections.learning import ActorConfig, AlgorithmConfig, CriticConfig
+from headway.config.sections.losses import LOSSES
+from headway.config.sections.model_section import ModelConfig
+from headway.config.sections.parallel import ParallelConfig
 from headway.data.collate import Row
+from headway.data.interfaces.steps import StepContext
 from headway.data.packing import Packing
 from headway.data.types import TrajectoryId
-from headway.engines.train.fsdp.apart import NOTHING_APART
-from headway.engines.train.fsdp.critic import FsdpCritic
+from headway.engines.train.fsdp.critic_engine import FsdpCritic
+from headway.engines.train.fsdp.cross_microbatch import NOTHING_APART
+from headway.engines.train.fsdp.device_mesh import TrainMesh
 from headway.engines.train.fsdp.engine import FsdpEngine
-from headway.engines.train.fsdp.mesh import TrainMesh
 from headway.engines.train.fsdp.objective import Objective
-from headway.engines.train.fsdp.reference import ReferenceEngine
-from headway.engines.train.logprobs import LogProbCopy
-from headway.interfaces.steps import StepContext
-from headway.models.packed_attention import NAME
+from headway.engines.train.fsdp.reference_policy import ReferenceEngine
+from headway.engines.train.policy_copy import LogProbCopy
+from headway.engines.weights.weight_layout import build_manifest
+from headway.models.attention.packed_attention import NAME
 from headway.models.pretrained import load_model
-from headway.weights.layout import build_manifest
 from tests.engines.train.rows import VOCABULARY, plain_loss, response_logprobs
 
 ModelPath = Callable[..., str]

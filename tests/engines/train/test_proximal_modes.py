@@ -19,17 +19,17 @@ import torch.distributed as dist
 
 from headway.algorithms.corrections import CORRECTIONS, CorrectionParams, log_linear_prox
 from headway.algorithms.losses import LossInputs, PolicyLossParams, ppo_clip
-from headway.config.learning import ActorConfig, AlgorithmConfig, OptimConfig, RolloutCorrectionConfig
-from headway.config.losses import PpoClip
-from headway.config.parallel import ParallelConfig
 from headway.config.schema import AsyncTrainingConfig, Config, RolloutConfig
+from headway.config.sections.learning import ActorConfig, AlgorithmConfig, OptimConfig, RolloutCorrectionConfig
+from headway.config.sections.losses import PpoClip
+from headway.config.sections.parallel import ParallelConfig
 from headway.data.collate import Row
-from headway.engines.train.fsdp.batch import collate
+from headway.data.interfaces.steps import StepContext
+from headway.engines.train.fsdp.device_mesh import TrainMesh
 from headway.engines.train.fsdp.engine import FsdpEngine
-from headway.engines.train.fsdp.mesh import TrainMesh
+from headway.engines.train.fsdp.metric_sums import count
+from headway.engines.train.fsdp.micro_batches import collate
 from headway.engines.train.fsdp.objective import Objective, collate_columns
-from headway.engines.train.fsdp.sums import count
-from headway.interfaces.steps import StepContext
 from tests.engines.train.rows import random_rows, with_columns
 
 ModelPath = Callable[..., str]

@@ -14,16 +14,16 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from headway.cluster.roles.outbox import Outbox, Send
-from headway.config.learning import ActorConfig, OptimConfig
-from headway.config.parallel import ParallelConfig
+from headway.cluster.roles.weight_send_role import Outbox, Send
 from headway.config.schema import Config
+from headway.config.sections.learning import ActorConfig, OptimConfig
+from headway.config.sections.parallel import ParallelConfig
 from headway.data.collate import Row
+from headway.data.interfaces.steps import StepContext
+from headway.engines.train.fsdp.device_mesh import TrainMesh
 from headway.engines.train.fsdp.engine import FsdpEngine
-from headway.engines.train.fsdp.mesh import TrainMesh
+from headway.engines.weights.protocols import Outgoing
 from headway.errors import ModelError, UpdateFailed
-from headway.interfaces.steps import StepContext
-from headway.weights.protocols import Outgoing
 from tests.engines.train.rows import random_rows, with_columns
 
 RunRanks = Callable[..., list[Any]]

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from headway.config.learning import OptimConfig
-from headway.engines.train.fsdp.schedule import learning_rate
+from headway.config.sections.learning import OptimConfig
+from headway.engines.train.fsdp.lr_schedule import learning_rate
 
 
 def rates(total: int, **optim: Any) -> list[float]:

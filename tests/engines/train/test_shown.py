@@ -11,17 +11,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from headway.config.learning import ActorConfig, OptimConfig
-from headway.config.model import ModelConfig
-from headway.config.parallel import ParallelConfig
 from headway.config.schema import Config, RolloutConfig
+from headway.config.sections.learning import ActorConfig, OptimConfig
+from headway.config.sections.model_section import ModelConfig
+from headway.config.sections.parallel import ParallelConfig
 from headway.data.assignment import GroupId
 from headway.data.collate import Row
+from headway.data.interfaces.steps import StepContext, StepReport, TrainedRow
 from headway.data.types import TrajectoryId
-from headway.engines.train.fsdp import shown
+from headway.engines.train.fsdp import sample_rows
+from headway.engines.train.fsdp.device_mesh import TrainMesh
 from headway.engines.train.fsdp.engine import FsdpEngine
-from headway.engines.train.fsdp.mesh import TrainMesh
-from headway.interfaces.steps import StepContext, StepReport, TrainedRow
 from headway.models.pretrained import load_model
 from tests.engines.train.rows import random_rows, response_logprobs
 
@@ -116,7 +116,7 @@ def test_showing_changes_nothing_that_is_trained_and_other_steps_show_nothing(
 
 
 def test_long_rows_lack_their_middle(one_rank: None, model_path: ModelPath, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shown, "LONGEST", 6)
+    monkeypatch.setattr(sample_rows, "LONGEST", 6)
     (row,) = of_group([row for row in random_rows(8, seed=3) if len(row.loss_mask) > 9][:1], DRAWN)
     (whole,) = engine(model_path()).train_step([row], StepContext(shown=frozenset({DRAWN}))).shown
     length = len(row.loss_mask)

@@ -13,16 +13,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from headway.config.learning import ActorConfig, OptimConfig
-from headway.config.model import ModelConfig
-from headway.config.parallel import ParallelConfig
 from headway.config.schema import AsyncTrainingConfig, Config
+from headway.config.sections.learning import ActorConfig, OptimConfig
+from headway.config.sections.model_section import ModelConfig
+from headway.config.sections.parallel import ParallelConfig
 from headway.data.collate import Row
+from headway.data.interfaces.steps import StepContext
+from headway.engines.train.fsdp.device_mesh import TrainMesh
 from headway.engines.train.fsdp.engine import FsdpEngine
-from headway.engines.train.fsdp.mesh import TrainMesh
-from headway.engines.train.fsdp.version_start import VersionStart
+from headway.engines.train.fsdp.proximal_weights import VersionStart
 from headway.errors import RunError
-from headway.interfaces.steps import StepContext
 from tests.engines.train.rows import random_rows as any_rows
 
 ModelPath = Callable[..., str]

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from headway.reports.trackers.apart import Say, TrackerApart
-from headway.reports.trackers.outbox import Outbox
-from headway.reports.trackers.process import TrackerLost
 from headway.reports.trackers.tracker import Setting
+from headway.reports.trackers.tracker_client import Say, TrackerApart
+from headway.reports.trackers.tracker_process import TrackerLost
+from headway.reports.trackers.tracker_queue import Outbox
 
 SOON_S = 30.0
 """Longest wait for another thread, which only a failing test waits out."""

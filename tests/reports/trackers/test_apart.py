@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from headway.reports.trackers.apart import GOOD_ROWS, MOST_STARTS, Memory, TrackerApart, memory_file
 from headway.reports.trackers.factory import ADDRESSES
-from headway.reports.trackers.outbox import Ending, Outbox
-from headway.reports.trackers.trackers import Trackers
+from headway.reports.trackers.tracker_client import GOOD_ROWS, MOST_STARTS, Memory, TrackerApart, memory_file
+from headway.reports.trackers.tracker_queue import Ending, Outbox
+from headway.reports.trackers.tracker_set import Trackers
 from tests.full_disk import files_of_at_most
 from tests.reports.trackers.fakes import SOON_S, Told, Tool, apart
 

@@ -13,10 +13,10 @@ import pytest
 
 from headway.config.schema import Config
 from headway.errors import ConfigError
-from headway.reports.trackers import check
-from headway.reports.trackers.check import check_trackers, wandb_may_log
+from headway.reports.trackers import tracker_checks
 from headway.reports.trackers.factory import make_tracker
 from headway.reports.trackers.tracker import Setting
+from headway.reports.trackers.tracker_checks import check_trackers, wandb_may_log
 
 DOCUMENT = (Path(__file__).parents[3] / "docs" / "errors.md").read_text(encoding="utf-8")
 
@@ -53,7 +53,7 @@ def test_packages_that_are_missing_are_said_at_once_with_their_extras(installed:
 def test_a_folder_with_the_name_of_a_package_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "headway_stands_for_wandb").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(check, "PACKAGES", {"wandb": "headway_stands_for_wandb"})
+    monkeypatch.setattr(tracker_checks, "PACKAGES", {"wandb": "headway_stands_for_wandb"})
     with pytest.raises(ConfigError, match="headway_stands_for_wandb is not installed here"):
         check_trackers(with_trackers("wandb"), ["wandb"])
 
@@ -75,7 +75,7 @@ def test_a_run_without_a_login_is_refused_once_wandb_itself_knows_of_none(
             raise subprocess.TimeoutExpired(command, 1.0)
         return subprocess.CompletedProcess(command, code)
 
-    monkeypatch.setattr(check, "wandb_may_log", lambda environment: False)
+    monkeypatch.setattr(tracker_checks, "wandb_may_log", lambda environment: False)
     monkeypatch.setattr(subprocess, "run", run)
     if begins:
         check_trackers(with_trackers("wandb"))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from headway.reports.trackers.outbox import READ_AT_ONCE, ROWS, SAMPLES, Ending, Outbox
+from headway.reports.trackers.tracker_queue import READ_AT_ONCE, ROWS, SAMPLES, Ending, Outbox
 
 
 def rows(numbers: range) -> list[dict[str, Any]]:

@@ -16,9 +16,9 @@ import pytest
 from rich.console import Console
 
 from headway.config.schema import Config
-from headway.reports.bundle import Reports, open_reports
-from headway.reports.trackers import trackers
-from headway.reports.trackers.process import TrackerLost, TrackerProcess
+from headway.reports.report_manager import Reports, open_reports
+from headway.reports.trackers import tracker_set
+from headway.reports.trackers.tracker_process import TrackerLost, TrackerProcess
 from tests.reports.scripted_run import ScriptedRun
 
 STUB = """
@@ -94,7 +94,7 @@ def test_a_package_that_hangs_or_dies_costs_the_run_nothing(
     where: str, does: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stub(tmp_path, monkeypatch, **{where: does})
-    monkeypatch.setattr(trackers, "LIMIT_S", 1.0)
+    monkeypatch.setattr(tracker_set, "LIMIT_S", 1.0)
     began = time.monotonic()
     reports, output = run_to_the_end(tmp_path / "r")
     assert time.monotonic() - began < 20
@@ -139,7 +139,7 @@ def test_a_tracker_of_a_run_that_is_killed_is_closed_as_failed_and_ends(
     stub(tmp_path, monkeypatch)
     program = (
         "import os, sys; from pathlib import Path\n"
-        "from headway.reports.trackers.process import TrackerProcess\n"
+        "from headway.reports.trackers.tracker_process import TrackerProcess\n"
         f"process = TrackerProcess('wandb', Path({str(tmp_path / 'log')!r}))\n"
         f"setting = dict(project='p', name='n', folder={str(tmp_path)!r})\n"
         "print(process.ask('open', setting)['entry'], flush=True)\n"

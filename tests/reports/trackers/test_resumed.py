@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from headway.pipeline.resume import balance
-from headway.reports.bundle import Reports, open_reports
-from headway.reports.reopened import reopen_reports
+from headway.pipeline.recovery.driver_state import balance
+from headway.reports.report_manager import Reports, open_reports
+from headway.reports.resumed_reports import reopen_reports
 from headway.reports.run_directory import RunDirectory, RunLock
-from headway.reports.trackers import trackers
+from headway.reports.trackers import tracker_set
 from tests.pipeline.scenario import Run, Scenario
 from tests.reports.trackers.fakes import SOON_S, Tool
 
@@ -30,8 +30,8 @@ SCENARIO = Scenario(
 def tools(monkeypatch: pytest.MonkeyPatch) -> list[Tool]:
     """The tool of each part of the run, for a test to fill."""
     there: list[Tool] = []
-    monkeypatch.setattr(trackers, "TrackerProcess", lambda name, log: there[-1].link())
-    monkeypatch.setattr(trackers, "LIMIT_S", SOON_S)
+    monkeypatch.setattr(tracker_set, "TrackerProcess", lambda name, log: there[-1].link())
+    monkeypatch.setattr(tracker_set, "LIMIT_S", SOON_S)
     return there
 
 

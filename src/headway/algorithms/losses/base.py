@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from headway.algorithms.registry import Registry
-from headway.config.losses import PolicyLossConfig
+from headway.config.sections.losses import PolicyLossConfig
 
 Own = TypeVar("Own", bound=PolicyLossConfig, covariant=True)
 
@@ -52,7 +52,7 @@ class PolicyLossParams(Generic[Own]):
     """The parameters of a policy loss: its own section of the configuration, and the clip range, which losses share."""
 
     own: Own
-    """The loss's section, one of `headway.config.losses`: its parameters, all with values."""
+    """The loss's section, one of `headway.config.sections.losses`: its parameters, all with values."""
     clip_low: float = 0.2
     """Lower ε: the ratio is clipped to [1 − clip_low, 1 + clip_high]. ``gmpo`` clips the log-ratio to
     [−clip_low, clip_high]; for ``dppo_tv`` and ``dppo_kl`` they are the largest divergence down and up. The off-policy

@@ -14,7 +14,7 @@ from headway.algorithms.losses.base import (
     cleaned_advantages,
     log_ratio,
 )
-from headway.config.losses import DualClip, PolicyLossConfig, TPpo
+from headway.config.sections.losses import DualClip, PolicyLossConfig, TPpo
 from headway.errors import ConfigError
 
 

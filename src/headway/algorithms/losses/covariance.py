@@ -23,7 +23,7 @@ from headway.algorithms.losses.base import (
     log_ratio,
 )
 from headway.algorithms.losses.clipped import clipped_surrogate
-from headway.config.losses import ClipCov, KlCov
+from headway.config.sections.losses import ClipCov, KlCov
 
 
 @POLICY_LOSSES.register("clip_cov")

@@ -18,7 +18,7 @@ from headway.algorithms.losses.base import (
     cleaned_advantages,
     log_ratio,
 )
-from headway.config.losses import Cispo, DppoKl, DppoTv, Gpg, TruncatedIs
+from headway.config.sections.losses import Cispo, DppoKl, DppoTv, Gpg, TruncatedIs
 
 PROBABILITY_FLOOR = 1e-8
 """Number added to 1 − π: float32 log-probs cannot tell a probability of 1 − 3e-8 from 1."""

@@ -24,7 +24,7 @@ from headway.algorithms.losses.base import (
     sequence_mean,
 )
 from headway.algorithms.losses.clipped import clipped_surrogate
-from headway.config.losses import Gmpo, Gspo
+from headway.config.sections.losses import Gmpo, Gspo
 
 
 @POLICY_LOSSES.register("gspo")

@@ -14,7 +14,7 @@ from headway.algorithms.losses.base import (
     cleaned_advantages,
     log_ratio,
 )
-from headway.config.losses import Sapo
+from headway.config.sections.losses import Sapo
 
 
 @POLICY_LOSSES.register("sapo")

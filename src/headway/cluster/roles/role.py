@@ -8,18 +8,18 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from headway.cluster.hardware import Hardware, hardware_here
-from headway.cluster.held_rows import HeldRows
-from headway.cluster.roles.lookout import Lookout
+from headway.cluster.machine.batch_cache import HeldRows
+from headway.cluster.roles.file_probe import Lookout
 from headway.config.schema import Config
-from headway.config.timeouts import Timeouts, model_nbytes
+from headway.config.sizing.timeouts import Timeouts, model_nbytes
 from headway.data.collate import Row
 from headway.data.types import Handle, Sample
 from headway.devices import kind_of
 from headway.engines.profiler import ProcessProfile
-from headway.weights.transports.links import Address, EndContext
+from headway.engines.weights.transports.links import Address, EndContext
 
 if TYPE_CHECKING:
-    from headway.engines.train.fsdp.mesh import TrainMesh
+    from headway.engines.train.fsdp.device_mesh import TrainMesh
 
 
 class Role:
@@ -59,7 +59,7 @@ class Role:
 
     def memory_domain(self) -> str:
         """Name the processes with which this one can share memory."""
-        from headway.weights.shared_bytes import memory_domain
+        from headway.engines.weights.shared_bytes import memory_domain
 
         return memory_domain()
 
@@ -86,7 +86,7 @@ class Role:
             return
         import torch.distributed as dist
 
-        from headway.weights.transports.group import join_store
+        from headway.engines.weights.transports.process_group import join_store
 
         dist.init_process_group(
             kind_of(self._device).process_groups,
@@ -107,7 +107,7 @@ class Role:
         """The role's ranks, once they have met: one mesh for all models on them. Collective where it is made."""
         import torch
 
-        from headway.engines.train.fsdp.mesh import TrainMesh
+        from headway.engines.train.fsdp.device_mesh import TrainMesh
 
         within = timedelta(seconds=self._timeouts.ranks_s)
         return TrainMesh.make(self._config.actor.parallel, torch.device(self._device), within)

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from headway.data.interfaces.generation import FinishedCall
 from headway.errors import ClientGone, HeadwayError, RunError
-from headway.interfaces.calls import FinishedCall
 
 
 @dataclass(slots=True, eq=False)

@@ -13,9 +13,9 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from enum import StrEnum
 
-from headway.engines.rollout.work import CallRun
-from headway.interfaces.calls import Priority
-from headway.interfaces.rollout import OnUpdate
+from headway.data.interfaces.generation import Priority
+from headway.data.interfaces.rollout import OnUpdate
+from headway.engines.rollout.call_run import CallRun
 
 
 class Mode(StrEnum):

@@ -19,23 +19,23 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headway.data.assignment import GroupId
+from headway.data.interfaces.steps import StepContext, StepReport
+from headway.data.interfaces.training import TrainEngine
 from headway.data.types import ColumnName, Group, Trajectory
 from headway.events import WAITS_FOR_GROUPS, FetchTaken, OptimizerStepped, TrainerBusy
-from headway.interfaces.steps import StepContext, StepReport
-from headway.interfaces.training import TrainEngine
-from headway.pipeline.boundaries import Boundaries
+from headway.pipeline.admission.fetches import Fetch, FetchSource, samples_of
+from headway.pipeline.admission.ledger import Fate
+from headway.pipeline.admission.pipeline_state import RunState, now
+from headway.pipeline.batch_preparation import Preparation
 from headway.pipeline.channel import Channel
-from headway.pipeline.critic import Critic
-from headway.pipeline.fetches import Fetch, FetchSource, samples_of
-from headway.pipeline.fleet import Fleet
-from headway.pipeline.guard import Guard
-from headway.pipeline.keepers import Keepers
-from headway.pipeline.lease import Lease
-from headway.pipeline.ledger import Fate
-from headway.pipeline.nonfinite import SkippedSteps
-from headway.pipeline.preparation import Preparation
+from headway.pipeline.critic_turns import Critic
+from headway.pipeline.episode_workers import Keepers
+from headway.pipeline.observing.nonfinite import SkippedSteps
+from headway.pipeline.observing.off_policy_guard import Guard
+from headway.pipeline.recovery.checkpoint_manager import Boundaries
 from headway.pipeline.stage import Stage
-from headway.pipeline.state import RunState, now
+from headway.pipeline.update.colocation_lease import Lease
+from headway.pipeline.update.replica_pool import Fleet
 
 COLUMNS = (ColumnName.ADVANTAGES, ColumnName.REF_LOGPROBS, ColumnName.PROX_LOGPROBS)
 """Names of the columns that the loss may read."""

@@ -11,18 +11,18 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import AsyncGenerator
 
+from headway.data.interfaces.episode_groups import FinishedGroup
 from headway.data.types import FinishReason, Group, Trajectory
 from headway.events import Note, TrajectoryFinished
-from headway.interfaces.keeper import FinishedGroup
+from headway.pipeline.admission.ledger import Fate
+from headway.pipeline.admission.nothing_to_train import EPISODE_FAILED
+from headway.pipeline.admission.pipeline_state import RunState, now
 from headway.pipeline.channel import Channel
-from headway.pipeline.episode_troubles import EpisodeTroubles
-from headway.pipeline.halts import Halts
-from headway.pipeline.keepers import Keepers, Share
-from headway.pipeline.ledger import Fate
-from headway.pipeline.nothing_to_train import EPISODE_FAILED
+from headway.pipeline.episode_workers import Keepers, Share
+from headway.pipeline.observing.episode_troubles import EpisodeTroubles
 from headway.pipeline.stage import Stage
 from headway.pipeline.stages.prompt_loader import Wave
-from headway.pipeline.state import RunState, now
+from headway.pipeline.update.pause_controller import Halts
 
 
 class Generate(Stage[Share, Group]):

@@ -13,14 +13,14 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 
+from headway.data.interfaces.training import ProximalEngine
 from headway.data.types import ColumnName
 from headway.events import WAITS_FOR_GROUPS
-from headway.interfaces.training import ProximalEngine
+from headway.pipeline.admission.fetches import Fetch, FetchSource
+from headway.pipeline.admission.pipeline_state import RunState
 from headway.pipeline.channel import Channel
-from headway.pipeline.fetches import Fetch, FetchSource
-from headway.pipeline.fleet import Fleet
 from headway.pipeline.stage import Stage
-from headway.pipeline.state import RunState
+from headway.pipeline.update.replica_pool import Fleet
 
 
 class LogProb(Stage[Fetch, Fetch]):

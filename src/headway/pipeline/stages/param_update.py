@@ -24,21 +24,21 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from headway.concurrently import concurrently
-from headway.config.timeouts import Timeouts
+from headway.config.sizing.timeouts import Timeouts
+from headway.data.interfaces.training import OverlappingTrainEngine, TrainEngine
+from headway.data.interfaces.weights import GatherReport
 from headway.events import UpdateFinished, UpdateSuperseded
-from headway.interfaces.training import OverlappingTrainEngine, TrainEngine
-from headway.interfaces.weights import GatherReport
+from headway.pipeline.admission.pipeline_state import RunState, now
 from headway.pipeline.channel import Channel
-from headway.pipeline.fleet import Fleet
-from headway.pipeline.halts import Halts
-from headway.pipeline.receiver import Receiver, Replica
 from headway.pipeline.stage import Stage
 from headway.pipeline.stages.actor_train import Update
-from headway.pipeline.state import RunState, now
-from headway.pipeline.transfer import Delivered, Transfer
-from headway.pipeline.validators import Validation, Validators
-from headway.pipeline.weight_loading import Load, Loading, Probe
+from headway.pipeline.update.pause_controller import Halts
+from headway.pipeline.update.replica_pool import Fleet
+from headway.pipeline.update.version_transfer import Delivered, Transfer
+from headway.pipeline.update.weight_loading import Load, Loading, Probe
+from headway.pipeline.validation_workers import Validation, Validators
+from headway.pipeline.weight_receiver import Receiver, Replica
+from headway.runtime.task_groups import concurrently
 
 
 @dataclass(frozen=True, slots=True)

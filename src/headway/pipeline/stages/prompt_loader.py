@@ -12,14 +12,14 @@ from collections.abc import AsyncGenerator
 from dataclasses import replace
 
 from headway.config.schema import Admission
+from headway.data.interfaces.episode_groups import GroupRequest
+from headway.data.interfaces.generation import SamplingParams
+from headway.data.interfaces.prompts import PromptSource
 from headway.data.types import Prompt
-from headway.interfaces.calls import SamplingParams
-from headway.interfaces.keeper import GroupRequest
-from headway.interfaces.prompts import PromptSource
+from headway.pipeline.admission.pipeline_state import RunState
+from headway.pipeline.admission.staleness import wave_size
 from headway.pipeline.channel import Channel
 from headway.pipeline.stage import Stage
-from headway.pipeline.staleness import wave_size
-from headway.pipeline.state import RunState
 
 Wave = list[GroupRequest]
 

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 
+from headway.data.interfaces.training import LogProbEngine
 from headway.data.types import ColumnName, Group
-from headway.interfaces.training import LogProbEngine
+from headway.pipeline.admission.fetches import add_column
+from headway.pipeline.admission.message_queue import MessageQueue
+from headway.pipeline.admission.pipeline_state import RunState
 from headway.pipeline.channel import Channel
-from headway.pipeline.fetches import add_column
-from headway.pipeline.message_queue import MessageQueue
 from headway.pipeline.stage import Stage
-from headway.pipeline.state import RunState
 
 
 class RefLogProb(Stage[list[Group], Group]):

@@ -18,13 +18,13 @@ from headway.algorithms.scores import episode_scores
 from headway.data.types import Group, Trajectory
 from headway.errors import ScoringFailed
 from headway.events import GroupRewarded, Note
+from headway.pipeline.admission.ledger import Fate
+from headway.pipeline.admission.message_queue import MessageQueue
+from headway.pipeline.admission.pipeline_state import RunState, now
 from headway.pipeline.channel import Channel
-from headway.pipeline.equal_rewards import EqualRewards, FilteredGroups
-from headway.pipeline.ledger import Fate
-from headway.pipeline.message_queue import MessageQueue
-from headway.pipeline.scoring import GivenUp, Scoring
+from headway.pipeline.group_scoring import GivenUp, Scoring
+from headway.pipeline.observing.equal_rewards import EqualRewards, FilteredGroups
 from headway.pipeline.stage import Stage
-from headway.pipeline.state import RunState, now
 
 Shaping = Callable[[NDArray[np.float32], NDArray[np.int64]], NDArray[np.float32]]
 """A function from a group's rewards [n] and lengths [n] to the rewards that are trained on."""

@@ -20,27 +20,27 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from functools import partial
 
-from headway.concurrently import Tasks, concurrently, failing_as_one
+from headway.data.interfaces.episode_groups import FinishedGroup, GroupRequest
+from headway.data.interfaces.generation import Priority, SamplingParams
+from headway.data.interfaces.rewards import Scores, means_of_parts
 from headway.data.types import Prompt, Trajectory
 from headway.errors import ScoringFailed, WorkerDied
 from headway.events import Note, ValidationFinished
-from headway.interfaces.calls import Priority, SamplingParams
-from headway.interfaces.keeper import FinishedGroup, GroupRequest
-from headway.interfaces.rewards import Scores, means_of_parts
-from headway.pipeline.channel import Channel
-from headway.pipeline.keepers import Keepers
-from headway.pipeline.nothing_to_train import (
+from headway.pipeline.admission.nothing_to_train import (
     EPISODE_FAILED,
     FAILED_AT_VALIDATION,
     cannot_be_scored,
     never_scored,
     timed_out,
 )
-from headway.pipeline.scoring import GivenUp, Scoring
-from headway.pipeline.signal import Signal
+from headway.pipeline.admission.pipeline_state import RunState, now
+from headway.pipeline.channel import Channel
+from headway.pipeline.conditions import Signal
+from headway.pipeline.episode_workers import Keepers
+from headway.pipeline.group_scoring import GivenUp, Scoring
 from headway.pipeline.stage import Stage
-from headway.pipeline.state import RunState, now
-from headway.pipeline.validators import Validation, Validators
+from headway.pipeline.validation_workers import Validation, Validators
+from headway.runtime.task_groups import Tasks, concurrently, failing_as_one
 
 Score = float | ScoringFailed
 """Mean reward of a problem's answers, or the error why there is none, which counts as 0."""

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 
 from headway.events import Emit
+from headway.pipeline.admission.fetches import Fetch, FetchSource
 from headway.pipeline.channel import Channel
-from headway.pipeline.critic import Critic
-from headway.pipeline.fetches import Fetch, FetchSource
+from headway.pipeline.critic_turns import Critic
 from headway.pipeline.stage import Stage
 
 

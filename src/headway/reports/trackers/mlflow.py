@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from headway.errors import said_by
-from headway.reports.trackers.held import HeldSamples
-from headway.reports.trackers.tables import COLUMNS, flat, scalars
+from headway.reports.trackers.held_samples import HeldSamples
 from headway.reports.trackers.tracker import Setting
+from headway.reports.trackers.tracker_tables import COLUMNS, flat, scalars
 
 LONGEST_PARAM = 500
 """Most characters of a setting: servers before MLflow 2.8 take no more."""

@@ -6,9 +6,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-from headway.reports.trackers.held import HeldSamples
-from headway.reports.trackers.tables import scalars
+from headway.reports.trackers.held_samples import HeldSamples
 from headway.reports.trackers.tracker import Setting
+from headway.reports.trackers.tracker_tables import scalars
 
 PREFIX = "headway_"
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from headway.errors import RunError
-from headway.reports.trackers.held import HeldSamples
+from headway.reports.trackers.held_samples import HeldSamples
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,9 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from headway.reports.trackers.held import HeldSamples
-from headway.reports.trackers.tables import COLUMNS, flat, is_number, scalars, table
+from headway.reports.trackers.held_samples import HeldSamples
 from headway.reports.trackers.tracker import NotKept, Setting
+from headway.reports.trackers.tracker_tables import COLUMNS, flat, is_number, scalars, table
 
 LOST = ("could not be persisted", "may be dropped")
 """Words of the warnings with which trackio says that what it took is lost."""

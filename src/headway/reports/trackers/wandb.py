@@ -9,9 +9,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from headway.reports.trackers.held import HeldSamples
-from headway.reports.trackers.tables import COLUMNS, flat, scalars
+from headway.reports.trackers.held_samples import HeldSamples
 from headway.reports.trackers.tracker import Setting
+from headway.reports.trackers.tracker_tables import COLUMNS, flat, scalars
 
 
 class WandbTracker:

@@ -16,7 +16,7 @@ from pathlib import Path
 from headway.errors import ConfigError, DataError
 from headway.reports.run_directory import LEFTOVERS, RunDirectory
 from headway.reports.watch.follower import Follower
-from headway.reports.watch.server import Server
+from headway.reports.watch.watch_server import Server
 
 log = logging.getLogger(__name__)
 WAIT_S = 60.0

@@ -10,7 +10,7 @@ forward.py    the module as it is       fused.py      the Llama family, faster
 windows.py    layers that see less      invariance.py whether rows are independent of each other
 
 What serves any engine lies beside: `work`, `scheduler`, `calls`, `inboxes`, `randomness`, `activity`; the weights and
-their updates in `headway.engines.served`.
+their updates in `headway.engines.weights.served`.
 """
 
 from headway.engines.rollout.native.engine import NativeEngine

@@ -27,13 +27,17 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from headway.config.timeouts import close_s
+from headway.config.sizing.timeouts import close_s
+from headway.data.interfaces.generation import Call, FinishedCall
+from headway.data.interfaces.rollout import Capabilities, EngineStats, OnUpdate, Paused
+from headway.data.interfaces.weights import ReceiveReport
 from headway.data.types import TrajectoryId
 from headway.devices import kind_of
 from headway.engines.rollout.inboxes import CallInbox, Inboxes
-from headway.engines.rollout.native.core import EngineCore, Finished
-from headway.engines.rollout.native.crossing import Command, Outgoing, always
-from headway.engines.served.update import (
+from headway.engines.rollout.native.command_queue import Command, Outgoing, always
+from headway.engines.rollout.native.native_core import EngineCore, Finished
+from headway.engines.weights.protocols import Incoming
+from headway.engines.weights.served.served_update import (
     BufferedIntake,
     InPlaceIntake,
     Updates,
@@ -41,6 +45,7 @@ from headway.engines.served.update import (
     nothing_to_activate,
     outcome,
 )
+from headway.engines.weights.weight_layout import ALIGNMENT, Manifest
 from headway.errors import (
     ConfigError,
     HeadwayError,
@@ -51,11 +56,6 @@ from headway.errors import (
     WorkerDied,
     boundary,
 )
-from headway.interfaces.calls import Call, FinishedCall
-from headway.interfaces.rollout import Capabilities, EngineStats, OnUpdate, Paused
-from headway.interfaces.weights import ReceiveReport
-from headway.weights.layout import ALIGNMENT, Manifest
-from headway.weights.protocols import Incoming
 
 T = TypeVar("T")
 
@@ -79,9 +79,9 @@ class NativeEngine:
         manifest: the layout of what it brings.
         dual_buffer: weights arrive in a back buffer in host memory, which may be another process's, while decoding
             goes on. Else they are written over the served ones, for which the engine has to be paused or asleep.
-        consume_bucket_bytes: copied at a time into the served weights; a multiple of `weights.layout.ALIGNMENT`.
-        temperature: of the run's sampling, for `probe`; each request has its own.
-        clock: seconds, the same clock as the events'.
+        consume_bucket_bytes: copied at a time into the served weights; a multiple of
+        `engines.weights.weight_layout.ALIGNMENT`. temperature: of the run's sampling, for `probe`; each request has its
+        own. clock: seconds, the same clock as the events'.
 
     Raises `ModelError` for a model that it cannot serve, or whose tensors are not what ``manifest`` will bring, and
     `ConfigError` for a ``consume_bucket_bytes`` that does not fit.

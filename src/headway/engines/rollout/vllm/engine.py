@@ -23,12 +23,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from headway.config.machine import check_vllm_installed
-from headway.config.timeouts import close_s, model_nbytes
+from headway.config.doctor.machine_advice import check_vllm_installed
+from headway.config.sizing.timeouts import close_s, model_nbytes
+from headway.data.interfaces.generation import Call, FinishedCall
+from headway.data.interfaces.rollout import Capabilities, EngineStats, OnUpdate, Paused
+from headway.data.interfaces.weights import ReceiveReport
 from headway.data.types import TrajectoryId
 from headway.engines.rollout.inboxes import CallInbox, Inboxes
-from headway.engines.rollout.vllm.activity import Activity
-from headway.engines.rollout.vllm.core import VllmCore
 from headway.engines.rollout.vllm.launch import (
     VllmSettings,
     check_manifest,
@@ -36,14 +37,13 @@ from headway.engines.rollout.vllm.launch import (
     is_roomy,
     start,
 )
-from headway.engines.served.update import Updates, cannot_stage, not_staged, nothing_to_activate, outcome
+from headway.engines.rollout.vllm.vllm_activity import Activity
+from headway.engines.rollout.vllm.vllm_core import VllmCore
+from headway.engines.weights.incoming_version import BackBuffer, Receive
+from headway.engines.weights.protocols import Incoming
+from headway.engines.weights.served.served_update import Updates, cannot_stage, not_staged, nothing_to_activate, outcome
+from headway.engines.weights.weight_layout import Manifest
 from headway.errors import HeadwayError, RunError, StallError, UpdateFailed, WorkerDied, boundary
-from headway.interfaces.calls import Call, FinishedCall
-from headway.interfaces.rollout import Capabilities, EngineStats, OnUpdate, Paused
-from headway.interfaces.weights import ReceiveReport
-from headway.weights.incoming import BackBuffer, Receive
-from headway.weights.layout import Manifest
-from headway.weights.protocols import Incoming
 
 T = TypeVar("T")
 

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 
 import torch
 
-from headway.engines.rollout.vllm import transfer
-from headway.engines.rollout.vllm.scoring import score
+from headway.engines.rollout.vllm import vllm_transfer
+from headway.engines.rollout.vllm.vllm_scoring import score
 
-__all__ = ["WorkerExtension", "transfer"]
+__all__ = ["WorkerExtension", "vllm_transfer"]
 
 if torch.cpu._is_amx_tile_supported():
     torch.cpu._init_amx()

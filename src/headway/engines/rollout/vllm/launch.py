@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from headway.config.machine import check_vllm_installed
+from headway.config.doctor.machine_advice import check_vllm_installed
 from headway.devices import CPU, kind_here
+from headway.engines.weights.weight_layout import Manifest
 from headway.errors import ConfigError, ModelError, WorkerDied
-from headway.weights.layout import Manifest
 
 PACKAGE = __name__.rpartition(".")[0]
 KV_CACHE_GIB = 1.0
@@ -68,7 +68,7 @@ def start(settings: VllmSettings, stat_logger: Callable[..., Any]) -> Any:
     from vllm.engine.arg_utils import AsyncEngineArgs  # type: ignore[import-not-found]
     from vllm.v1.engine.async_llm import AsyncLLM  # type: ignore[import-not-found]
 
-    from headway.engines.rollout.vllm import transfer
+    from headway.engines.rollout.vllm import vllm_transfer
 
     gib = settings.kv_cache_gib
     if gib is None and on_cpu and "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
@@ -84,7 +84,7 @@ def start(settings: VllmSettings, stat_logger: Callable[..., Any]) -> Any:
         "generation_config": "vllm",  # what the folder recommends must not change the distribution
         "enable_prefix_caching": True,
         "enforce_eager": on_cpu or settings.enforce_eager,
-        "weight_transfer_config": WeightTransferConfig(backend=transfer.BACKEND),
+        "weight_transfer_config": WeightTransferConfig(backend=vllm_transfer.BACKEND),
         "worker_extension_cls": f"{PACKAGE}.extension.WorkerExtension",
         "enable_sleep_mode": settings.sleep,
         "enable_logging_iteration_details": True,  # what a step computed is told to nobody else

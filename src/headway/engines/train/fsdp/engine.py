@@ -23,28 +23,28 @@ from numpy.typing import NDArray
 
 from headway.config.schema import Config
 from headway.data.collate import Row
+from headway.data.interfaces.steps import StepContext, StepReport
 from headway.data.trees import Tree
 from headway.engines.train.fsdp import objective
-from headway.engines.train.fsdp.apart import NOTHING_APART, Apart
-from headway.engines.train.fsdp.batch import collate
-from headway.engines.train.fsdp.collectives import on_rank_zero, reduce_numbers
-from headway.engines.train.fsdp.export import export_windows
-from headway.engines.train.fsdp.forward import forward_sharded
-from headway.engines.train.fsdp.gather import gather, gather_everywhere, given_parts
+from headway.engines.train.fsdp.cross_microbatch import NOTHING_APART, Apart
+from headway.engines.train.fsdp.device_mesh import TrainMesh
+from headway.engines.train.fsdp.forward_passes import forward_sharded
 from headway.engines.train.fsdp.learner import Learner
-from headway.engines.train.fsdp.mesh import TrainMesh
+from headway.engines.train.fsdp.metric_sums import Sums, Totals
+from headway.engines.train.fsdp.micro_batches import collate
 from headway.engines.train.fsdp.objective import Objective
-from headway.engines.train.fsdp.sharding import sharded_policy
-from headway.engines.train.fsdp.shown import Shown
-from headway.engines.train.fsdp.sums import Sums, Totals
-from headway.engines.train.fsdp.version_start import VersionStart
-from headway.interfaces.steps import StepContext, StepReport
-from headway.models.files import file_tensors, persistent_buffers
+from headway.engines.train.fsdp.proximal_weights import VersionStart
+from headway.engines.train.fsdp.sample_rows import Shown
+from headway.engines.train.fsdp.sharded.collectives import on_rank_zero, reduce_numbers
+from headway.engines.train.fsdp.sharded.mesh_export import export_windows
+from headway.engines.train.fsdp.sharded.sharding import sharded_policy
+from headway.engines.train.fsdp.sharded.weight_gather import gather, gather_everywhere, given_parts
+from headway.engines.weights.buckets import Parts
+from headway.engines.weights.outgoing_version import Window
+from headway.engines.weights.weight_layout import Manifest, build_manifest
 from headway.models.pretrained import compute_dtype
 from headway.models.tokenizer import load_tokenizer
-from headway.weights.buckets import Parts
-from headway.weights.layout import Manifest, build_manifest
-from headway.weights.outgoing import Window
+from headway.models.weight_files import file_tensors, persistent_buffers
 
 EXPORT_BUCKET = 256 * 2**20
 """Bytes of an export that are gathered, and written, at a time."""

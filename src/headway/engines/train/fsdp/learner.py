@@ -19,19 +19,19 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from headway.config.learning import OptimConfig
+from headway.config.sections.learning import OptimConfig
 from headway.data.collate import Row
+from headway.data.interfaces.steps import StepReport
 from headway.data.packing import Packing
 from headway.data.trees import Tree
-from headway.engines.train.fsdp.checkpoint import load_checkpoint, save_checkpoint
-from headway.engines.train.fsdp.collectives import reduce_numbers, reduce_sums
-from headway.engines.train.fsdp.forward import micro_batches, rows_of
-from headway.engines.train.fsdp.mesh import TrainMesh
-from headway.engines.train.fsdp.pieces import Pieces, copies, local
-from headway.engines.train.fsdp.schedule import learning_rate
-from headway.engines.train.fsdp.sums import Sums, Totals, as_metrics, count, merge
-from headway.interfaces.steps import StepReport
-from headway.progress import advance
+from headway.engines.train.fsdp.device_mesh import TrainMesh
+from headway.engines.train.fsdp.forward_passes import micro_batches, rows_of
+from headway.engines.train.fsdp.lr_schedule import learning_rate
+from headway.engines.train.fsdp.metric_sums import Sums, Totals, as_metrics, count, merge
+from headway.engines.train.fsdp.sharded.checkpoint import load_checkpoint, save_checkpoint
+from headway.engines.train.fsdp.sharded.collectives import reduce_numbers, reduce_sums
+from headway.engines.train.fsdp.sharded.shard_boxes import Pieces, copies, local
+from headway.runtime.progress import advance
 
 StepPart = Callable[[Sequence[Row], Sequence[Tree], Totals], tuple[torch.Tensor, Sums]]
 """Function of a micro-batch's rows, the trees that they are packed into and the step's totals: its addend to the loss,

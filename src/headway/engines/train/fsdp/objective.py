@@ -30,14 +30,14 @@ from headway.algorithms.aggregation import token_weights
 from headway.algorithms.corrections import Correction, CorrectionParams, build_correction, log_linear_prox, product
 from headway.algorithms.kl import kl_penalty
 from headway.algorithms.losses import POLICY_LOSSES, LossInputs, PolicyLossParams, log_ratio
-from headway.config.learning import ActorConfig, CorrectionConfig, RolloutCorrectionConfig
 from headway.config.schema import Config
+from headway.config.sections.learning import ActorConfig, CorrectionConfig, RolloutCorrectionConfig
 from headway.data.collate import Row, by_episode
+from headway.data.interfaces.steps import StepContext
 from headway.data.types import ColumnName, TrajectoryId
-from headway.engines.train.fsdp.batch import required_column, response_aligned
-from headway.engines.train.fsdp.sums import HEALTH, Sums, Totals
-from headway.interfaces.steps import StepContext
-from headway.user_code import names_a_file
+from headway.engines.train.fsdp.metric_sums import HEALTH, Sums, Totals
+from headway.engines.train.fsdp.micro_batches import required_column, response_aligned
+from headway.runtime.user_code import names_a_file
 
 P = TypeVar("P")
 
@@ -80,8 +80,8 @@ def collate_columns(
 ) -> LossColumns:
     """Collate the loss's tensors for ``rows``: the columns that it always reads, and those that are asked for.
 
-    ``lengths``: see `sums.Totals`; without any, each row is an episode. Raises `ValueError` for a row that lacks a
-    column.
+    ``lengths``: see `metric_sums.Totals`; without any, each row is an episode. Raises `ValueError` for a row that lacks
+    a column.
     """
     labels = np.empty(len(rows), np.int64)
     tokens = np.array([row.loss_mask.sum() for row in rows])

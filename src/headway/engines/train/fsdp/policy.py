@@ -27,14 +27,14 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from headway.config.schema import Config
 from headway.data.packing import Packing
-from headway.engines.train.fsdp.batch import MicroBatch
-from headway.engines.train.fsdp.mesh import TrainMesh
+from headway.engines.train.fsdp.device_mesh import TrainMesh
+from headway.engines.train.fsdp.micro_batches import MicroBatch
 from headway.errors import ModelError
 from headway.models.logits import logit_rule
 from headway.models.logprobs import chunked_logprobs, default_chunk_tokens
 from headway.models.output_layer import check_output_layer
 from headway.models.vocabulary_parallel import VocabularyPart, divided_logprobs
-from headway.progress import Progress, progress_here
+from headway.runtime.progress import Progress, progress_here
 
 T = TypeVar("T")
 

@@ -1,0 +1,1 @@
+"""Agents: episodes, the chat and its tokens, programs, tools, the endpoint, rewards."""

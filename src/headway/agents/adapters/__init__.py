@@ -1,0 +1,1 @@
+"""Environments and agent loops in the forms of other projects."""

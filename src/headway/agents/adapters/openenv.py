@@ -1,0 +1,275 @@
+"""Environments of OpenEnv, by the address of their server: each episode is one WebSocket.
+
+    ▶ {"type": "reset", "data": {"seed": …, "episode_id": …, column: …}}       ◀ {"type": "observation", "data":
+    ▶ {"type": "step", "data": {"guess": "7"}}                                     {"observation": {…}, "reward": 1.0,
+    ▶ {"type": "close"}                                                            "done": true}}, or an "error"
+
+Read from openenv 0.10 (``core/env_server/http_server.py``, ``serialization.py``): a connection has an environment of
+its own, and ``/schema`` describes actions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, suppress
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit, urlunsplit
+
+from headway.agents.interface.failures import failing, is_away, number
+from headway.agents.interface.program_chat import Chat
+from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart, said, with_text
+from headway.agents.programs.program import ProgramDescription
+from headway.errors import EpisodeOver, ProgramAway, ProgramFailed, UserCodeError, cut, said_by, shown
+
+if TYPE_CHECKING:
+    from aiohttp import ClientSession, ClientWebSocketResponse
+
+MOST_BYTES = 100 << 20
+"""Most bytes of a message, as OpenEnv's own client has it."""
+FULL_WAIT_S = 0.5
+"""Seconds before a server is asked again that has as many sessions as it takes."""
+NOT_TEXT = ("done", "reward", "metadata")
+"""Fields of every observation that are not for the model."""
+PARAMS = ("action_field", "observation_field", "timeout_s")
+
+
+class OpenEnvProgram:
+    """An environment behind a server of OpenEnv's. Actions are the model's text, observations the user's messages.
+
+    The text is the action's one required field where that is text; else it has to be the action as a JSON object. The
+    reward of a step is that of the turn before it.
+    """
+
+    is_async = True
+
+    def __init__(self, url: str, who: str, params: Mapping[str, Any]) -> None:
+        """
+        Raises:
+            UserCodeError: the parameters are not these, or the server is none of OpenEnv's.
+            ProgramAway: the server is away for a time.
+        """
+        if unknown := sorted(set(params) - set(PARAMS)):
+            raise UserCodeError(f"{who}: it takes no rollout.params.{unknown[0]}; there are {', '.join(PARAMS)}")
+        self._who, self._url = who, web_socket(url)
+        self._timeout_s = number(params.get("timeout_s", 30.0), f"{who}: rollout.params.timeout_s")
+        self._action_field: str | None = params.get("action_field")
+        self._observation_field: str | None = params.get("observation_field")
+        with ThreadPoolExecutor(1) as thread:  # a loop may run here
+            schema = thread.submit(asyncio.run, self._schema()).result()
+        if self._action_field is None:
+            self._action_field = text_field(schema)
+        elif (known := schema.get("properties")) and self._action_field not in known:
+            raise UserCodeError(
+                f"{who}: rollout.params.action_field={self._action_field}: an action has {', '.join(sorted(known))}"
+            )
+
+    def describe(self) -> ProgramDescription:
+        return ProgramDescription("OpenEnv", self.is_async, gives_reward=True)
+
+    async def run(self, start: EpisodeStart, chat: Chat) -> EpisodeEnd:
+        bad_actions = 0
+        with suppress(EpisodeOver):
+            async with self._session() as session, self._begun(session, start) as (socket, first):
+                observed = first
+                messages = with_text(start.messages, self._text(observed), between="\n\n")
+                while not observed.get("done"):
+                    answer = await chat.turn(messages)
+                    try:
+                        observed = await self._asked(socket, "step", self._action(answer.text))
+                    except _BadAction as bad:
+                        bad_actions += 1
+                        messages = [*messages, answer.message, said("user", str(bad))]
+                        continue
+                    reward = observed.get("reward")
+                    what = f"{self._who}: the reward of a step"
+                    chat.reward(0.0 if reward is None else number(reward, what), answer)
+                    if not observed.get("done"):
+                        messages = [*messages, answer.message, said("user", self._text(observed))]
+        return EpisodeEnd(metrics={"bad_actions": bad_actions})
+
+    def _action(self, text: str) -> dict[str, Any]:
+        if self._action_field is not None:
+            return {self._action_field: text}
+        with suppress(ValueError):
+            found = json.loads(text)
+            if isinstance(found, dict):
+                return found
+        raise _BadAction("Error: an action is a JSON object, and nothing else; this was none. Nothing was done.")
+
+    async def _reset(self, socket: ClientWebSocketResponse, start: EpisodeStart) -> Mapping[str, Any]:
+        given = start.row.get("seed")
+        seed = given if type(given) is int and given >= 0 else start.seed
+        row = {name: value for name, value in start.row.items() if name != "seed"}
+        try:
+            return await self._asked(socket, "reset", {"seed": seed, "episode_id": start.name, **row})
+        except _BadAction as bad:
+            raise ProgramFailed(f"{self._who}: reset was refused: {bad}") from bad
+
+    def _text(self, observed: Mapping[str, Any]) -> str:
+        fields = {name: value for name, value in observed["observation"].items() if name not in NOT_TEXT}
+        if self._observation_field is not None:
+            if self._observation_field not in fields:
+                raise ProgramFailed(
+                    f"{self._who}: rollout.params.observation_field={self._observation_field}: an observation has "
+                    f"{', '.join(sorted(fields)) or 'nothing'}"
+                )
+            fields = {self._observation_field: fields[self._observation_field]}
+        values = list(fields.values())
+        return values[0] if len(values) == 1 and isinstance(values[0], str) else json.dumps(fields, ensure_ascii=False)
+
+    async def _asked(self, socket: ClientWebSocketResponse, kind: str, data: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Send a message, and wait for the observation that answers it.
+
+        Raises:
+            _BadAction: the server says that the action does not fit its schema.
+            ProgramFailed: the environment raised, or the server answered with something else.
+            ProgramAway: the connection is lost, the server takes no further session, or does not answer in time.
+        """
+        from aiohttp import WSMsgType
+
+        doing = f"{self._who}: {kind}"
+        with suppress(ConnectionError):  # whoever closes the connection may have said why before
+            await socket.send_str(json.dumps({"type": kind, "data": dict(data)}, default=str))
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                with failing(doing):
+                    received = await socket.receive()
+        except TimeoutError:
+            raise ProgramAway(
+                f"{doing} was waited for {self._timeout_s:g} s, and the server did not answer; raise "
+                "rollout.params.timeout_s if it may take longer"
+            ) from None
+        if received.type in (WSMsgType.CLOSE, WSMsgType.CLOSING, WSMsgType.CLOSED, WSMsgType.ERROR):
+            raise ProgramAway(f"{doing}: the server closed the connection ({socket.close_code})")
+        expected = 'expected {"type": "observation", "data": {"observation": {…}, "reward": …, "done": …}}'
+        try:
+            answer = json.loads(received.data)
+        except (TypeError, ValueError):
+            raise ProgramFailed(f"{doing}: the server answered {shown(received.data)}, {expected}") from None
+        body = answer.get("data") if isinstance(answer, dict) else None
+        if not isinstance(body, dict):
+            raise ProgramFailed(f"{doing}: the server answered {shown(answer)}, {expected}")
+        if answer.get("type") == "error":
+            raise self._error(doing, body)
+        if answer.get("type") != "observation" or not isinstance(body.get("observation"), dict):
+            raise ProgramFailed(f"{doing}: the server answered {shown(answer)}, {expected}")
+        return body
+
+    def _error(self, doing: str, body: Mapping[str, Any]) -> Exception:
+        text = cut(" ".join(str(body.get("message", body)).split()), 300)
+        match body.get("code"):
+            case "VALIDATION_ERROR":
+                errors = [one for one in body.get("errors") or () if isinstance(one, dict)]
+                said_so = [f"{'.'.join(map(str, one.get('loc', ())))}: {one.get('msg', '')}" for one in errors]
+                return _BadAction(f"Error: the action does not fit: {'; '.join(said_so) or text}. Nothing was done.")
+            case "CAPACITY_REACHED":
+                return _Full(
+                    f"{self._who}: the server has no room for a further session: {text}; raise its "
+                    "max_concurrent_envs, or lower rollout.max_concurrent"
+                )
+        return ProgramFailed(f"{doing}: the server says: {text}")
+
+    def _session(self) -> ClientSession:
+        from aiohttp import ClientSession, ClientTimeout
+
+        return ClientSession(timeout=ClientTimeout(total=None, sock_connect=self._timeout_s))
+
+    @asynccontextmanager
+    async def _begun(
+        self, session: ClientSession, start: EpisodeStart
+    ) -> AsyncIterator[tuple[ClientWebSocketResponse, Mapping[str, Any]]]:
+        """A connection with an environment that has been reset, and what it said. Waits for a server that is full."""
+        until = asyncio.get_running_loop().time() + self._timeout_s
+        while True:
+            socket = await self._connected(session)
+            try:
+                try:
+                    first = await self._reset(socket, start)
+                except _Full:
+                    if asyncio.get_running_loop().time() > until:
+                        raise
+                else:
+                    yield socket, first
+                    return
+            finally:
+                with suppress(Exception):
+                    await socket.send_str('{"type": "close"}')
+                await socket.close()
+            await asyncio.sleep(FULL_WAIT_S)
+
+    async def _connected(self, session: ClientSession) -> ClientWebSocketResponse:
+        from aiohttp import ClientWSTimeout, WSServerHandshakeError
+
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                with failing(f"{self._who}: connecting"):
+                    return await session.ws_connect(
+                        self._url, max_msg_size=MOST_BYTES, timeout=ClientWSTimeout(ws_close=5.0)
+                    )
+        except TimeoutError:
+            raise ProgramAway(f"{self._who}: connecting was waited for {self._timeout_s:g} s") from None
+        except ProgramFailed as failed:
+            cause = failed.__cause__
+            if not isinstance(cause, WSServerHandshakeError):
+                raise
+            kind = ProgramAway if cause.status >= 500 or cause.status == 429 else ProgramFailed
+            raise kind(
+                f"{self._who}: the server answers {self._url} with status {cause.status}; a server of OpenEnv's has "
+                "its WebSocket at /ws"
+            ) from cause
+
+    async def _schema(self) -> Mapping[str, Any]:
+        """The JSON schema of actions; empty where the server does not tell."""
+        parts = urlsplit(self._url)
+        url = urlunsplit(
+            ("https" if parts.scheme == "wss" else "http", parts.netloc, f"{parts.path[:-3]}/schema", "", "")
+        )
+        try:
+            async with asyncio.timeout(self._timeout_s), self._session() as session, session.get(url) as response:
+                if response.status == 404:
+                    return {}
+                if response.status >= 500:
+                    raise ConnectionError(f"the server answers with status {response.status}")
+                found = await response.json()
+        except TimeoutError:
+            raise ProgramAway(f"{self._who}: {url} was waited for {self._timeout_s:g} s") from None
+        except Exception as cause:
+            if is_away(cause):
+                said = f"{self._who}: {url} is away ({said_by(cause)}); start the server, or mend the address"
+                raise ProgramAway(said) from cause
+            raise ProgramFailed(f"{self._who}: asking {url} raised {said_by(cause)}") from cause
+        action = found.get("action") if isinstance(found, dict) else None
+        if not isinstance(action, dict):
+            raise UserCodeError(
+                f"{self._who}: {url} says {shown(found)}, expected a dict with the schema of an action; give the "
+                "address of a server of OpenEnv's"
+            )
+        return action
+
+
+class _BadAction(Exception):
+    """Exception for an action of the model's that is none; its message is for the model."""
+
+
+class _Full(ProgramAway):
+    """Error for a server that takes no further session for now."""
+
+
+def web_socket(url: str) -> str:
+    """The address of a server's WebSocket: ``http://host:8000`` has it at ``ws://host:8000/ws``."""
+    parts = urlsplit(url)
+    scheme = {"http": "ws", "https": "wss"}.get(parts.scheme, parts.scheme)
+    path = parts.path.rstrip("/")
+    return urlunsplit((scheme, parts.netloc, path if path.endswith("/ws") else f"{path}/ws", parts.query, ""))
+
+
+def text_field(schema: Mapping[str, Any]) -> str | None:
+    """The action's one required field where that is text; None otherwise, when an action is a JSON object."""
+    required = [name for name in schema.get("required") or () if name not in NOT_TEXT]
+    if len(required) != 1:
+        return None
+    described = (schema.get("properties") or {}).get(required[0])
+    return required[0] if isinstance(described, Mapping) and described.get("type") == "string" else None

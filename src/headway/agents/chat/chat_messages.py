@@ -1,0 +1,183 @@
+"""Chat messages: what programs give, made plain; what they are compared by; and marks that show where an answer ends.
+
+messages = plain_messages([{"role": "user", "content": [{"type": "text", "text": "2 + 2?"}], "name": None}])
+assert messages == [{"role": "user", "content": "2 + 2?"}]
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import xxhash
+
+from headway.agents.interface.program_messages import Message, content_problem, finite, said
+from headway.errors import UserCodeError, shown
+
+MARK = "hWqXanswerZ"
+"""Beginning of all marks: letters alone, so that no template trims, splits or escapes it."""
+THINKING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
+"""Tags that models put around their thinking."""
+_LONG_TEXT = 1000
+"""Characters from which on a text is compared by its digest."""
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+"""The names under which a message has its thinking apart from its text."""
+
+
+def plain_messages(messages: Iterable[Mapping[str, Any]]) -> list[Message]:
+    """Copy ``messages`` as templates want them: without what is None, text in one piece, arguments as objects.
+
+    Raises:
+        UserCodeError: one of them is no chat message, or there are none.
+    """
+    plain = [_plain(message) for message in messages]
+    if not plain:
+        raise UserCodeError("there are no chat messages to answer; give at least one")
+    return plain
+
+
+def normalise(message: Message) -> Message:
+    """Bring a plain message to the one form by which messages are compared, whatever form a client sent it in.
+
+    An answer has its thinking in ``reasoning_content``, also where that stood in its text, between tags or before the
+    closing one. White space around its parts and the ids of its calls do not count.
+    """
+    if message["role"] != "assistant":
+        return message
+    content, reasoning = message.get("content", ""), reasoning_of(message)
+    if isinstance(content, str):
+        if not reasoning:
+            thinking, content = split_thinking(content)
+            reasoning = untagged(thinking)
+        content = content.strip()
+    calls = [_function(call) for call in message.get("tool_calls", [])]
+    return {**said("assistant", content), "reasoning_content": reasoning.strip(), "tool_calls": calls}
+
+
+def message_key(message: Message) -> str:
+    """The text by which a plain message is compared with others."""
+    return _json(normalise(message))
+
+
+def split_thinking(text: str, opening: str | None = None) -> tuple[str, str]:
+    """Split an answer into the thinking that it begins with, tags and all, and the rest.
+
+    ``opening``: the text that the prompt opened the answer with; thinking may begin there. None where that is not
+    known, and a closing tag alone tells of thinking. Thinking that has no end is all of the answer.
+    """
+    for start, end in THINKING:
+        begun = text.lstrip().startswith(start) or (opening is not None and opening.rstrip().endswith(start))
+        if begun or (opening is None and end in text):
+            thinking, found, rest = text.partition(end)
+            return thinking + found, rest
+    return "", text
+
+
+def untagged(thinking: str) -> str:
+    """The thinking that `split_thinking` has found, without its tags."""
+    text = thinking.strip()
+    for start, end in THINKING:
+        text = text.removeprefix(start).removesuffix(end)
+    return text.strip()
+
+
+def reasoning_of(message: Message) -> str:
+    """The thinking that ``message`` has apart from its text; empty if none."""
+    return next((str(message[name]) for name in _REASONING if message.get(name)), "")
+
+
+def without_reasoning(message: Mapping[str, Any]) -> Message:
+    """Copy ``message`` without the thinking that it has apart from its text."""
+    return {name: value for name, value in message.items() if name not in _REASONING}
+
+
+@dataclass(frozen=True, slots=True)
+class Marked:
+    """A copy of an answer with marks."""
+
+    message: Message
+    text: str | None
+    """Mark behind the text; None where the answer has calls alone, or its content is not text."""
+    calls: tuple[str, ...]
+    """Marks in place of each call's arguments."""
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """All marks, in the order in which templates write them."""
+        return ((self.text,) if self.text is not None else ()) + self.calls
+
+
+def marked(message: Message, index: int) -> Marked:
+    """Mark an answer, the plain message at ``index`` of its chat."""
+    content, calls = message.get("content", ""), message.get("tool_calls", [])
+    copy, text = dict(message), None
+    if isinstance(content, str) and (content.strip() or not calls):
+        text = f"{MARK}{index}n0z"
+        copy["content"] = content + text
+    arguments = tuple(f"{MARK}{index}n{n}z" for n in range(1, len(calls) + 1))
+    if calls:
+        copy["tool_calls"] = [_calling(call, {"x": mark}) for call, mark in zip(calls, arguments, strict=True)]
+    return Marked(copy, text, arguments)
+
+
+def _plain(message: Mapping[str, Any]) -> Message:
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise UserCodeError(
+            f'a chat message is {shown(message)}; expected a dict like {{"role": "user", "content": "…"}}'
+        )
+    plain = {name: value for name, value in message.items() if value is not None}
+    content = plain.get("content")
+    if isinstance(content, list) and all(isinstance(part, Mapping) and part.get("type") == "text" for part in content):
+        plain["content"] = "".join(str(part.get("text", "")) for part in content)
+    if (problem := content_problem(plain)) is not None:
+        raise UserCodeError(f"a chat message of {message['role']} cannot be used: its {problem}")
+    calls = plain.pop("tool_calls", None) or []
+    if not isinstance(calls, list) or not all(isinstance(call, Mapping) and _function(call) for call in calls):
+        raise UserCodeError(
+            f"tool_calls of a chat message are {shown(calls)}; expected a list of dicts like "
+            '{"id": "…", "type": "function", "function": {"name": "…", "arguments": {…}}}'
+        )
+    if calls:
+        plain["tool_calls"] = [_calling(call, _function(call).get("arguments", {})) for call in calls]
+    return plain
+
+
+def _function(call: Mapping[str, Any]) -> dict[str, Any]:
+    """The name and the arguments of a call; empty for what is none."""
+    function = call.get("function", call)
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        return {}
+    return {"name": function["name"], "arguments": finite(function.get("arguments", {}))}
+
+
+def _calling(call: Mapping[str, Any], arguments: Any) -> dict[str, Any]:
+    """Copy a call, with other ``arguments``; those that are JSON text, as OpenAI's clients have them, become values."""
+    if isinstance(arguments, str):
+        with suppress(ValueError):  # a template may take text, too
+            arguments = json.loads(arguments)
+    if isinstance(function := call.get("function"), Mapping):
+        return {**call, "function": {**function, "arguments": arguments}}
+    return {**call, "arguments": arguments}
+
+
+def digest_of(text: str | bytes, before: bytes = b"") -> bytes:
+    """The digest [16 bytes] of ``text``, behind what has the digest ``before``."""
+    digest = xxhash.xxh3_128(before)
+    digest.update(text.encode(errors="surrogatepass") if isinstance(text, str) else text)
+    return digest.digest()
+
+
+def _json(value: Any) -> str:
+    return json.dumps(_shortened(value), sort_keys=True, default=str)
+
+
+def _shortened(value: Any) -> Any:
+    """Put its digest in place of each long text: to write a megabyte as JSON takes some milliseconds."""
+    if isinstance(value, str) and len(value) > _LONG_TEXT:
+        return ["text", digest_of(value).hex()]
+    if isinstance(value, dict):
+        return {name: _shortened(one) for name, one in value.items()}
+    return [_shortened(one) for one in value] if isinstance(value, list) else value

@@ -1,0 +1,281 @@
+"""A tokenizer's chat template: chat messages to text and ids, and where an answer ends in the text.
+
+Where the template ends an answer is found by marks: the chat is rendered with a mark after the answer's text (and in
+place of its calls' arguments), and the tail is what follows the mark (`headway.agents.chat.conversations`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.agents.chat.chat_messages import MARK, Marked, reasoning_of
+from headway.agents.chat.text_encoding import encoded
+from headway.agents.interface.program_messages import Message, ToolSchema, calls_made, said, tool_result
+from headway.errors import ConfigError, DataError, boundary, cut
+from headway.models.tokenizer import eos_ids, text_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+NUMBERED_ID = "call{number:05d}"
+"""Ids of calls that most templates take: Mistral's want nine letters and digits."""
+CALL_ID = NUMBERED_ID.format(number=0)
+KIMI_ID = "functions.{name}:{number}"
+"""Ids of Kimi's calls, which its template writes in place of their names."""
+
+
+class ChatRenderer:
+    """A tokenizer's chat template, and how it ends an assistant's turn.
+
+    Args:
+        tokenizer: with a chat template.
+        options: further variables of the template, as ``{"enable_thinking": False}``.
+        stop_ids: tokens that end a turn beside the template's own and the end of sequence.
+        most_tokens: most tokens that a context may have; of text that has more not all is encoded.
+
+    Raises:
+        ConfigError: the tokenizer has no chat template, or one that cannot render a question and its answer.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        options: Mapping[str, Any] | None = None,
+        stop_ids: Collection[int] = (),
+        most_tokens: int | None = None,
+    ) -> None:
+        if not tokenizer.chat_template:
+            raise ConfigError(
+                "the model's tokenizer has no chat template, and turns of chat messages need one; use an instruct "
+                "model, or give the tokenizer a template (tokenizer.chat_template, chat_template.jinja in its folder)"
+            )
+        self.tokenizer = tokenizer
+        self._most_tokens = most_tokens
+        self._options = dict(options or {})
+        self._turn_end, self._turn_end_id = self._find_turn_end()
+        turn_end = [] if self._turn_end_id is None else [self._turn_end_id]
+        self.end_ids: frozenset[int] = frozenset((*turn_end, *eos_ids(tokenizer), *stop_ids))
+        """Tokens that end a turn: one of them, sampled last, stands for the template's own end of the turn."""
+
+    def with_options(self, options: Mapping[str, Any]) -> ChatRenderer:
+        """The renderer with further variables of the template, on top of those that there are."""
+        return ChatRenderer(self.tokenizer, {**self._options, **options}, self.end_ids, self._most_tokens)
+
+    def render(
+        self, messages: Sequence[Message], tools: Sequence[ToolSchema] | None = None, generation_prompt: bool = True
+    ) -> str:
+        """The text that the template makes of the whole chat.
+
+        Raises:
+            DataError: the template refuses the messages; the message has its reason.
+        """
+        roles = ", ".join(str(message.get("role")) for message in messages)
+        with boundary(f"the tokenizer's chat template fails on messages of {cut(roles)}", DataError):
+            return str(
+                self.tokenizer.apply_chat_template(
+                    list(messages),
+                    tools=list(tools) if tools else None,
+                    tokenize=False,
+                    add_generation_prompt=generation_prompt,
+                    **self._options,
+                )
+            )
+
+    def encode(self, text: str) -> NDArray[np.int32]:
+        """The ids [N] of rendered text; nothing is added to it, and what UTF-8 has no bytes for is spelled out.
+
+        Of text that cannot fit in ``most_tokens`` they are those of its beginning, more than fit.
+
+        Raises:
+            DataError: the tokenizer has no tokens for the text.
+        """
+        return encoded(self.tokenizer, text, self._most_tokens)
+
+    def ended(self, ids: Sequence[int] | NDArray[np.int32]) -> bool:
+        """Tell whether sampled ``ids`` [T] end their turn; False where they were cut off."""
+        return len(ids) > 0 and int(ids[-1]) in self.end_ids
+
+    def text(self, ids: Sequence[int] | NDArray[np.int32]) -> str:
+        """The text of sampled ``ids`` [T], special tokens and all, without the token that ends the turn."""
+        return self.decode(ids[:-1] if self.ended(ids) else ids)
+
+    def decode(self, ids: Sequence[int] | NDArray[np.int32]) -> str:
+        """The text of all of ``ids`` [N], special tokens and all."""
+        kept = [int(id) for id in ids]
+        return str(self.tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    def text_before(
+        self, ids: Sequence[int] | NDArray[np.int32], stop: Sequence[str], stop_ids: Collection[int] = ()
+    ) -> str:
+        """The text of sampled ``ids`` [T] up to the string of ``stop``, or the last token, of ``stop_ids``, that ended
+        them, if one did.
+        """
+        if len(ids) and not self.ended(ids) and int(ids[-1]) in stop_ids:
+            return self.text(ids[:-1])
+        text = self.text(ids)
+        if not stop or self.ended(ids):
+            return text
+        before = len(self.text(ids[:-1]))
+        found = [at for one in stop if (at := text.find(one, max(0, before - len(one)))) >= 0]
+        return text[: min(found)] if found else text
+
+    def checked(self, ids: Sequence[int]) -> NDArray[np.int32]:
+        """The context ``ids`` [P], given from outside.
+
+        Raises:
+            DataError: there are none, or one that the tokenizer does not have.
+        """
+        size = len(self.tokenizer)
+        if (wrong := next((id for id in ids if not 0 <= id < size), None)) is not None:
+            raise DataError(f"token {wrong} is none of the model's tokenizer, whose tokens are 0 to {size - 1}")
+        if not ids:
+            raise DataError("there are no token ids to continue; give at least one")
+        return np.asarray(ids, np.int32)
+
+    @cached_property
+    def generation_prompt(self) -> str:
+        """The text that the template opens an answer with; empty where it writes nothing."""
+        question = [said("user", "x")]
+        before = self.render(question, generation_prompt=False)
+        text = self.render(question)
+        return text[len(before) :] if text.startswith(before) else ""
+
+    @cached_property
+    def shows_tools(self) -> bool:
+        """The template tells the model of its tools, and of their results."""
+        name = f"{MARK}tool"
+        call = calls_made("", [(CALL_ID, name, {})])
+        try:
+            text = self.render(
+                [said("user", "x"), call, tool_result(CALL_ID, name, f"{MARK}result")], [probe_tool(name)]
+            )
+        except DataError:
+            return False
+        return text.count(name) > 1 and f"{MARK}result" in text
+
+    def demand_tools(self) -> None:
+        """Raise `ConfigError` if the template does not show tools, with what to do about it."""
+        if not self.shows_tools:
+            raise ConfigError(
+                "there are tools, but the model's chat template does not show them to the model, or has no place for "
+                "their results; use a model that was trained with tools, give its tokenizer a template for them, or "
+                "describe the tools in the prompt and leave rollout.tools and chat.turn(tools=…) out"
+            )
+
+    def example_call(self, name: str, arguments: Mapping[str, Any]) -> str | None:
+        """A call as the template writes it in an answer; None where it writes none."""
+        return self._example_call(name, arguments, CALL_ID) or self._example_call(
+            name, arguments, KIMI_ID.format(name=name, number=0)
+        )
+
+    def _example_call(self, name: str, arguments: Mapping[str, Any], id: str) -> str | None:
+        question, call = [said("user", "x")], calls_made("", [(id, name, arguments)])
+        tools = [probe_tool(name)]
+        try:
+            text = self.render([*question, call], tools, generation_prompt=False)
+            openings = [self.render(question, tools), self.render(question, tools, generation_prompt=False)]
+        except DataError:
+            return None
+        answer = next((text[len(opening) :] for opening in openings if text.startswith(opening)), text)
+        if name not in answer:
+            return None
+        return answer.partition(self._turn_end)[0] if self._turn_end_id is not None else answer
+
+    def tail(self, start: int, chat: str, answer: Message, marks: Marked) -> str | None:
+        """The part of a rendered ``chat`` after an answer; None where what stands at ``start`` is not the answer.
+
+        Args:
+            start: where the answer begins: after the generation prompt.
+            chat: the chat with the answer, marked, and all that follows.
+            answer: the answer's message, without marks.
+            marks: those of the answer.
+        """
+        if not marks.marks:
+            return None
+        at = start
+        for n, mark in enumerate(marks.marks):
+            if (found := chat.find(mark, at)) < 0:
+                return None
+            if n == 0 and not _says(chat[start:found], answer, alone=marks.text is not None):
+                return None
+            at = found + len(mark)
+        end = chat.find(self._turn_end, at) if self._turn_end_id is not None else at
+        if marks.calls and self._turn_end_id is None:  # where a call ends cannot be told from text alone
+            return None
+        if end < 0 or (not marks.calls and chat[at:end].strip()) or MARK in chat[end:]:
+            return None
+        return chat[end:]
+
+    def behind(self, tail: NDArray[np.int32], answer: NDArray[np.int32]) -> NDArray[np.int32]:
+        """The ids of a tail behind the sampled ids of ``answer``, which has the end of its turn, or was cut off."""
+        return tail[1:] if self._turn_end_id is not None and self.ended(answer) else tail
+
+    def _find_turn_end(self) -> tuple[str, int | None]:
+        """The text that ends an answer: that of a special token, with its id, or what the template writes, if any."""
+        chat = [said("user", "x"), said("assistant", MARK)]
+        try:
+            alone = self.render(chat, generation_prompt=False)
+            followed = self.render([*chat, said("user", "y")])
+        except DataError as error:
+            raise ConfigError(f"{error}; turns of chat messages need a template that renders these") from error
+        if MARK not in alone or MARK not in followed:
+            raise ConfigError(
+                "the tokenizer's chat template leaves an answer out of the chat; turns of chat messages need a "
+                "template that renders them"
+            )
+        text = _common(alone.partition(MARK)[2], followed.partition(MARK)[2])
+        first = int(ids[0]) if len(ids := self.encode(text)) else None
+        if first is not None and first in self.tokenizer.added_tokens_decoder:
+            token = str(self.tokenizer.added_tokens_decoder[first].content)
+            if text.startswith(token):
+                return token, first
+        return text, None
+
+
+def answer_decoder(
+    tokenizer: PreTrainedTokenizerBase, *, skip_special_tokens: bool = False
+) -> Callable[[Sequence[int]], str]:
+    """Return a function from an answer's ids to its text, as rewards and samples have it.
+
+    Special tokens are kept, except those that end an answer: the end of sequence, and the template's end of a turn.
+    ``skip_special_tokens``: leave all of them out.
+    """
+    if skip_special_tokens:
+        return text_of(tokenizer, skip_special_tokens=True)
+    try:
+        ends = ChatRenderer(tokenizer).end_ids
+    except ConfigError:  # no template, or none for turns
+        ends = eos_ids(tokenizer)
+    return text_of(tokenizer, ends)
+
+
+def _common(one: str, other: str) -> str:
+    """The text that both begin with."""
+    length = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    return one[:length]
+
+
+def probe_tool(name: str) -> ToolSchema:
+    """A tool of that name, to try a template with."""
+    parameters = {"type": "object", "properties": {"x": {"type": "string", "description": "x"}}, "required": ["x"]}
+    return {"type": "function", "function": {"name": name, "description": "x", "parameters": parameters}}
+
+
+def _says(region: str, answer: Message, *, alone: bool) -> bool:
+    """Tell whether ``region``, written by a template, has all that ``answer`` says, white space aside.
+
+    ``alone``: and nothing else, but what goes with thinking that the message has apart from its text.
+    """
+    written, text, reasoning = (_squeezed(part) for part in (region, answer.get("content", ""), reasoning_of(answer)))
+    if not alone:
+        return reasoning in written
+    return written == text if not reasoning else written.endswith(text) and reasoning in written
+
+
+def _squeezed(text: str) -> str:
+    return "".join(text.split())

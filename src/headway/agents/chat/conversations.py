@@ -1,0 +1,215 @@
+"""Chat messages to token ids, turn by turn: the prompt of a turn is the ids that were there and the rendered tail.
+
+    messages ──template──▶  [ what was there ][ the answer ][ end of turn, new messages, generation prompt ]
+                                                             └──────────── tail: rendered, tokenised ─────┘
+    ids      ────────────▶  [ the prompt's ids + the sampled ids, as stored ][ the tail's ids ]
+
+If the template writes anything before the end of the answer (`ChatRenderer.tail`) otherwise than it did when the answer
+was sampled, or leaves a part of the answer out, the chat is rendered whole instead, and the transcript forks. Sampled
+ids are never made of text again.
+
+    renderer = ChatRenderer(tokenizer)                  # one for a run
+    chats = Conversations(renderer)                     # one for each episode
+    prompt = chats.prompt(messages)                     # prompt.ids is the context of the turn
+    sampled = ...                                       # the ids that the engine sampled after it
+    chats.answered(prompt, sampled)
+    messages.append({"role": "assistant", "content": renderer.text(sampled)})
+    messages.append({"role": "user", "content": "Go on."})
+    prompt = chats.prompt(messages)                     # begins with the first prompt's ids and ``sampled``
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.agents.chat.chat_messages import (
+    digest_of,
+    marked,
+    message_key,
+    normalise,
+    plain_messages,
+    without_reasoning,
+)
+from headway.agents.chat.chat_template import ChatRenderer
+from headway.agents.interface.program_messages import Message, ToolSchema, said
+
+
+class PromptKind(StrEnum):
+    """The way in which a prompt's ids were made."""
+
+    NEW = "new"
+    """Rendered whole: the messages go on with no answer of this episode, or with an edited one."""
+    EXTENDED = "extended"
+    """The ids of an earlier prompt, those sampled after it, and the rendered tail."""
+    REWRITTEN = "rewritten"
+    """Rendered whole: the messages go on with an answer, but the template writes what came before differently."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """The prompt of one turn."""
+
+    ids: NDArray[np.int32]
+    """[P] the context to call the policy with."""
+    kind: PromptKind
+    tail: int
+    """Number of ids at the end that were made of text for this prompt; all of them unless it extends another."""
+    digest: bytes = field(repr=False)
+    """Digest of the messages and the tools."""
+    parts: tuple[NDArray[np.int32], ...] = field(repr=False)
+    """The stretches that ``ids`` are made of. Prompts share them, so that an episode's memory grows with its tokens."""
+    answers: Mapping[int, Message] = field(repr=False)
+    """The answers of this episode among the messages, by their indices, in the form in which they were rendered."""
+    text: tuple[int, bytes] = field(repr=False)
+    """Length and digest of the rendered chat, with marks in ``answers``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A prompt whose text is written, and not encoded."""
+
+    text: str
+    prompt: Callable[[NDArray[np.int32]], ChatPrompt]
+    """Makes the prompt of the ids [N] of the text."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """An answer of the episode: its prompt, less the ids in one piece, and its sampled ids."""
+
+    parts: tuple[NDArray[np.int32], ...]
+    answers: Mapping[int, Message]
+    text: tuple[int, bytes]
+    sampled: NDArray[np.int32]
+    message: Message
+    """The answer as a plain message that has all of it."""
+
+
+class Conversations:
+    """The chat turns of one episode, however many conversations it holds.
+
+    Messages go on with an earlier answer if they begin with the messages of its prompt and the answer, under the same
+    tools. Of several answers with the same text to the same messages, they go on with the last.
+    """
+
+    def __init__(self, renderer: ChatRenderer) -> None:
+        self._renderer = renderer
+        self._answers: dict[bytes, _Stored] = {}
+        """Answers by the digest of the messages up to them."""
+        self._known: dict[int, tuple[Mapping[str, Any], Message, bytes]] = {}
+        """The messages of the last turn by their identity: as they were given, plain, and the digest of their keys."""
+
+    def prompt(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[ToolSchema] | None = None) -> ChatPrompt:
+        """The prompt of the turn that answers ``messages``. Raises as `draft` and `ChatRenderer.encode` do."""
+        draft = self.draft(messages, tools)
+        return draft.prompt(self._renderer.encode(draft.text))
+
+    def draft(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[ToolSchema] | None = None) -> Draft:
+        """The prompt of the turn that answers ``messages``, whose text is not encoded yet.
+
+        Raises:
+            UserCodeError: ``messages`` are no chat messages.
+            ConfigError: there are ``tools``, and the template does not show them.
+            DataError: the template refuses the messages.
+        """
+        if tools:
+            self._renderer.demand_tools()
+        answered = self._answers.copy()  # this may be called in a thread
+        chat, keys = self._compared(messages)
+        digests = [digest_of(json.dumps(list(tools or ()), sort_keys=True, default=str))]
+        for key in keys:
+            digests.append(digest_of(key, digests[-1]))
+        last = next((i for i in reversed(range(len(chat))) if digests[i + 1] in answered), None)
+        if last is None:
+            return self._whole(PromptKind.NEW, chat, tools, digests[-1])
+        stored = answered[digests[last + 1]]
+        # The answer as the client has it; then as it was made, since a template may show it in one of its forms alone.
+        tail, text, answers = self._behind(stored, chat, tools, last, chat[last])
+        if tail is None and chat[last] != stored.message:
+            tail, text, answers = self._behind(stored, chat, tools, last, stored.message)
+        if tail is None:
+            return self._whole(PromptKind.REWRITTEN, chat, tools, digests[-1], text, answers)
+
+        def extended(ids: NDArray[np.int32]) -> ChatPrompt:
+            behind = self._renderer.behind(ids, stored.sampled)
+            parts, kind = (*stored.parts, stored.sampled, behind), PromptKind.EXTENDED
+            return ChatPrompt(np.concatenate(parts), kind, len(behind), digests[-1], parts, answers, _extent(text))
+
+        return Draft(tail, extended)
+
+    def answered(
+        self,
+        prompt: ChatPrompt,
+        sampled: Sequence[int] | NDArray[np.int32],
+        *messages: Mapping[str, Any],
+    ) -> None:
+        """Store what was sampled after ``prompt``.
+
+        Args:
+            sampled: the ids [T].
+            messages: the answer in the forms that its program or its agent may have in its messages, the one to go on
+                with first. Its whole text as ``content`` is known without saying, and so is each without its thinking.
+        """
+        ids = np.array(sampled, np.int32)
+        forms = plain_messages([*messages, said("assistant", self._renderer.text(ids))])
+        stored = _Stored(prompt.parts, prompt.answers, prompt.text, ids, forms[0])
+        for form in map(normalise, forms):
+            for sent in (form, without_reasoning(form)):  # clients may keep what they show alone
+                self._answers[digest_of(digest_of(message_key(sent)), prompt.digest)] = stored
+
+    def _behind(
+        self,
+        stored: _Stored,
+        chat: Sequence[Message],
+        tools: Sequence[ToolSchema] | None,
+        last: int,
+        form: Message,
+    ) -> tuple[str | None, str, Mapping[int, Message]]:
+        """The tail behind a stored answer, the message ``last`` of ``chat``, in one form; None where the template
+        writes what came before differently. And the rendered chat, with marks in the answers, and these."""
+        answers = {**stored.answers, last: form}
+        marks = {i: marked(answer, i) for i, answer in answers.items()}
+        text = self._renderer.render([marks[i].message if i in marks else one for i, one in enumerate(chat)], tools)
+        start = stored.text[0]
+        same = _extent(text[:start]) == stored.text
+        return (self._renderer.tail(start, text, form, marks[last]) if same else None), text, answers
+
+    def _compared(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[Message], list[bytes]]:
+        """The messages, plain, and the digests of their keys. Of those that the last turn had nothing is made anew."""
+        before, known = self._known, {}
+        for message in messages:
+            if (found := before.get(id(message))) is None or found[0] is not message:
+                (plain,) = plain_messages([message])
+                found = message, plain, digest_of(message_key(plain))
+            known[id(message)] = found
+        self._known = known
+        chat = [known[id(message)] for message in messages]
+        if not chat:
+            plain_messages(messages)
+        return [plain for _, plain, _ in chat], [digest for _, _, digest in chat]
+
+    def _whole(
+        self,
+        kind: PromptKind,
+        chat: Sequence[Message],
+        tools: Sequence[ToolSchema] | None,
+        digest: bytes,
+        text: str | None = None,
+        answers: Mapping[int, Message] = MappingProxyType({}),
+    ) -> Draft:
+        whole = self._renderer.render(chat, tools)
+        extent = _extent(whole if text is None else text)
+        return Draft(whole, lambda ids: ChatPrompt(ids, kind, len(ids), digest, (ids,), answers, extent))
+
+
+def _extent(text: str) -> tuple[int, bytes]:
+    """The length and the digest of ``text``."""
+    return len(text), digest_of(text)

@@ -1,0 +1,172 @@
+"""Tool calls of an answer: read from its text, checked against the tools, never an exception.
+
+    parser = choose_parser(renderer, "auto")            # one for a run; raises ConfigError where none fits
+    answer = parser.parse(renderer.text(sampled), tools)
+    chats.answered(prompt, sampled, answer.message)
+    texts = [call.error or (await by_name[call.name].call(call.arguments)).text for call in answer.calls]
+    messages += [answer.message, *answer.results(texts)]
+
+A call that cannot be made has a ``problem``, to be counted, and an ``error``, the message for the model.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from headway.agents.chat.chat_messages import reasoning_of, split_thinking
+from headway.agents.chat.chat_template import KIMI_ID, NUMBERED_ID, ChatRenderer, probe_tool
+from headway.agents.chat.tool_arguments import Misfit, fitted
+from headway.agents.chat.tool_call_formats import FORMATS, Written, WrittenCall, read_call
+from headway.agents.interface.program_messages import CallProblem, ToolCall, ToolSchema, TurnAnswer, calls_made, said
+from headway.errors import ConfigError, said_by
+
+AUTO, TEMPLATE = "auto", "template"
+PARSER_NAMES = (TEMPLATE, *FORMATS)
+"""Names of the parsers: the tokenizer's response template, and the known forms."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolParser:
+    """A reader of answers."""
+
+    name: str
+    read: Callable[[str, Sequence[ToolSchema]], Written] = field(repr=False)
+    """Called with an answer's text and the tools."""
+    opening: str = ""
+    """The text that the template opens an answer with; thinking may begin there."""
+    call_id: str = NUMBERED_ID
+    """The ids of calls, by their number and name."""
+
+    def parse(self, text: str, tools: Sequence[ToolSchema], first_id: int = 0) -> TurnAnswer:
+        """Read the answer ``text``, calls to ``tools`` in it; without tools all of it is text.
+
+        ``first_id`` numbers its first call: give the number of calls so far, so that ids differ in a conversation.
+        """
+        if not tools:
+            return TurnAnswer(text, text, said("assistant", text))
+        thinking, rest = ("", text) if self.name == TEMPLATE else split_thinking(text, self.opening)
+        written = self.read(rest, tools)
+        ids = [self.call_id.format(number=first_id + n, name=call.name) for n, call in enumerate(written.calls)]
+        calls = tuple(_checked(call, id, tools) for id, call in zip(ids, written.calls, strict=True))
+        if any(call.problem is CallProblem.UNREADABLE for call in calls):
+            return TurnAnswer(text, text, said("assistant", text), calls)
+        content = thinking + written.content
+        message = said("assistant", content)
+        if calls:
+            content = content.rstrip()
+            message = calls_made(content, [(call.id, call.name, call.arguments) for call in calls])
+        if written.reasoning:
+            message["reasoning_content"] = written.reasoning
+        return TurnAnswer(text, content, message, calls)
+
+
+def choose_parser(renderer: ChatRenderer, choice: str = AUTO) -> ToolParser:
+    """The parser named ``choice``, or for ``auto`` the one that fits the tokenizer.
+
+    That is its response template where it has one, else the form that reads a call which its chat template wrote.
+
+    Raises:
+        ConfigError: there is no parser of that name, or none fits.
+    """
+    names = ", ".join(PARSER_NAMES)
+    if choice not in (AUTO, *PARSER_NAMES):
+        raise ConfigError(f"rollout.tool_parser={choice}: there is no such parser; there are {names}, and auto")
+    has_template = getattr(renderer.tokenizer, "response_template", None) is not None
+    if choice == TEMPLATE and not has_template:
+        raise ConfigError(
+            "rollout.tool_parser=template: the model's tokenizer has no response template (response_template in "
+            f"tokenizer_config.json); give it one, or name one of {', '.join(FORMATS)}"
+        )
+    if choice == TEMPLATE or (choice == AUTO and has_template):
+        return ToolParser(TEMPLATE, _by_template(renderer), renderer.generation_prompt)
+    if choice != AUTO:
+        return _by_form(choice, renderer)
+    arguments = {"x": "seven", "n": 7}
+    written = renderer.example_call("look_up", arguments)
+    for name in FORMATS if written is not None else ():
+        parser = _by_form(name, renderer)
+        found = parser.read(split_thinking(written or "", parser.opening)[1], [probe_tool("look_up")]).calls
+        as_text = any(call.as_text for call in found)
+        expected = {name: str(value) if as_text else value for name, value in arguments.items()}
+        if [(call.name, call.arguments) for call in found] == [("look_up", expected)]:
+            return parser
+    raise ConfigError(
+        "there are tools, but no parser reads the calls that the model's chat template writes"
+        + (f", such as {written.strip()!r}" if written else "")
+        + f"; name one in rollout.tool_parser ({names}), or give the tokenizer a response template"
+    )
+
+
+def _by_form(name: str, renderer: ChatRenderer) -> ToolParser:
+    form = FORMATS[name]
+    call_id = KIMI_ID if name == "kimi" else NUMBERED_ID
+    return ToolParser(name, lambda text, tools: form(text), renderer.generation_prompt, call_id)
+
+
+def _by_template(renderer: ChatRenderer) -> Callable[[str, Sequence[ToolSchema]], Written]:
+    """A reader by the tokenizer's own response template."""
+
+    def read(text: str, tools: Sequence[ToolSchema]) -> Written:
+        try:
+            message = renderer.tokenizer.parse_response(
+                text, prefix=renderer.generation_prompt, tools=[dict(tool) for tool in tools]
+            )
+            calls = tuple(read_call(call) for call in _flat(message.get("tool_calls")))
+            content = message.get("content")
+            return Written(content if isinstance(content, str) else "", calls, reasoning_of(message))
+        except Exception as cause:  # templates are the user's, and raise whatever their parts do
+            return Written(text, (WrittenCall(problem=f"the answer cannot be read: {said_by(cause)}"),))
+
+    return read
+
+
+def _flat(calls: Any) -> list[Any]:
+    """Calls one by one: a field of a response template may repeat, hold a list, or both."""
+    if not isinstance(calls, list):
+        return [] if calls is None else [calls]
+    return [one for call in calls for one in _flat(call)]
+
+
+_CONSTANTS = {"True": True, "False": False, "None": None}
+
+
+def _typed(arguments: Mapping[str, str], schema: Any) -> dict[str, Any]:
+    """Arguments that were written as texts, with the types that ``schema`` gives them: text where it may be text."""
+    properties = schema.get("properties") if isinstance(schema, Mapping) else None
+    typed: dict[str, Any] = dict(arguments)
+    for name, text in arguments.items():
+        kind = properties.get(name) if isinstance(properties, Mapping) else None
+        if isinstance(kind, Mapping) and not any("string" in _types(one) for one in (kind, *kind.get("anyOf", ()))):
+            try:
+                typed[name] = json.loads(text)
+            except (ValueError, RecursionError):  # what is none of the type is told to the model
+                typed[name] = _CONSTANTS.get(text, text)
+    return typed
+
+
+def _types(kind: Any) -> Any:
+    types = kind.get("type", ()) if isinstance(kind, Mapping) else ()
+    return types if isinstance(types, list) else [types]
+
+
+def _checked(call: WrittenCall, id: str, tools: Sequence[ToolSchema]) -> ToolCall:
+    """The call as it can be made, or why it cannot be."""
+    if call.arguments is None:
+        return ToolCall(
+            id, call.name, {}, CallProblem.UNREADABLE, f"Error: the tool call cannot be read: {call.problem}"
+        )
+    parameters = {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools}
+    arguments = _typed(call.arguments, parameters.get(call.name)) if call.as_text else call.arguments
+    if call.name not in parameters:
+        error = f"Error: there is no tool {call.name!r}; there are: {', '.join(parameters)}"
+        return ToolCall(id, call.name, arguments, CallProblem.UNKNOWN_TOOL, error)
+    try:
+        return ToolCall(id, call.name, fitted(arguments, parameters[call.name] or {}))
+    except Misfit as misfit:
+        error = f"Error: the arguments of {call.name} do not fit: {misfit}"
+        return ToolCall(id, call.name, arguments, CallProblem.BAD_ARGUMENTS, error)
+    except Exception:  # a schema that an agent made up, and is none: nothing can be said of the arguments
+        return ToolCall(id, call.name, arguments)

@@ -1,0 +1,227 @@
+"""Anthropic's messages: ``POST /v1/messages``, with tools, streamed or not.
+
+Fields: https://docs.anthropic.com/en/api/messages
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from pydantic import Field
+
+from headway.agents.endpoint.answer_parts import event
+from headway.agents.endpoint.dialect import Body, Positive, Refused, Setting, Texts, Wanted, ends, read_body
+from headway.agents.endpoint.normalise import call, function_tools, name_of, named, role_of, text_of, wrong
+from headway.agents.endpoint.turns import MadeTurn
+from headway.agents.interface.program_messages import Message, ToolSchema, TurnRequest, finite, said
+
+_ERRORS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    503: "overloaded_error",
+}
+_UNTHREADED = "thread_unsupported_request"
+"""Code of the error at which Anthropic's clients send all messages of a conversation, not a thread's new ones."""
+_SIGNATURE = "headway"
+"""Signature of thinking: clients send it back, and nobody looks at it."""
+
+
+class _Messages(Body):
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    system: str | list[Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: dict[str, Any] | None = None
+    max_tokens: int | None = Positive
+    stop_sequences: list[str] | None = None
+    output_config: dict[str, Any] | None = None
+    output_format: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
+    context_management: Setting = None
+    container: Setting = None
+    thread: Any = None
+    mcp_servers: Any = None
+    compaction: Any = None
+
+
+class Messages:
+    """`headway.agents.endpoint.dialect.Dialect` of messages."""
+
+    path = "/v1/messages"
+    counts: str | None = "/v1/messages/count_tokens"
+
+    def error(self, status: int, code: str, message: str) -> dict[str, Any]:
+        details = {"details": {"error_code": code}} if code == _UNTHREADED else {}
+        return {"type": "error", "error": {"type": _ERRORS.get(status, "api_error"), "message": message, **details}}
+
+    def read(self, body: bytes, texts: Texts) -> Wanted:
+        asked = read_body(_Messages, body)
+        if asked.thread is not None:
+            raise Refused(
+                400, _UNTHREADED, "the request's body: thread: threads are not kept here; send all messages, without it"
+            )
+        for name in ("mcp_servers", "compaction"):
+            if getattr(asked, name):
+                raise wrong(name, getattr(asked, name), "none: the policy answers, and the server does nothing besides")
+        choice = (asked.tool_choice or {}).get("type", "auto")
+        sampling = asked.sampling()
+        if choice not in ("auto", "none"):
+            sampling["tool_choice"] = asked.tool_choice
+        if (asked.tool_choice or {}).get("disable_parallel_tool_use") is True:
+            sampling["parallel_tool_calls"] = False
+        if asked.thinking is not None:
+            sampling["thinking"] = asked.thinking.get("type")
+        if (effort := (asked.output_config or {}).get("effort")) is not None:
+            sampling["output_config.effort"] = effort
+        form = asked.output_format or (asked.output_config or {}).get("format")
+        if form is not None:
+            sampling["output_format"] = form.get("type") if isinstance(form, dict) else form
+        messages = [said("system", system)] if (system := text_of(asked.system, "system")) else []
+        for n, message in enumerate(asked.messages):
+            messages += _plain(message, f"messages.{n}")
+        if messages[-1]["role"] == "assistant":
+            where = f"messages.{len(asked.messages) - 1}.role"
+            raise wrong(where, "assistant", "user: the policy begins its answers, and does not go on with yours")
+        tools = _tools(asked.tools)
+        request = TurnRequest(
+            named(messages),
+            None if choice == "none" else tools,
+            asked.max_tokens,
+            **ends(asked.stop_sequences),
+        )
+        return Wanted(request, asked.model, bool(asked.stream), sampling, asked, texts)
+
+    def answer(self, wanted: Wanted, turn: MadeTurn, id: str) -> dict[str, Any]:
+        return {
+            **_head(wanted, id),
+            "content": _blocks(turn),
+            **_stop(wanted, turn),
+            "usage": {"input_tokens": turn.prompt_tokens, "output_tokens": len(turn.sampled.ids)},
+        }
+
+    def events(self, wanted: Wanted, turn: MadeTurn, id: str) -> Iterator[bytes]:
+        begun = {"input_tokens": turn.prompt_tokens, "output_tokens": 1}
+        head = {**_head(wanted, id), "content": [], "stop_reason": None, "stop_sequence": None, "usage": begun}
+        yield _event("message_start", message=head)
+        for n, block in enumerate(_blocks(turn)):
+            empty, deltas = _pieces(block)
+            yield _event("content_block_start", index=n, content_block=empty)
+            for kind, delta in deltas:
+                yield _event("content_block_delta", index=n, delta={"type": kind, **delta})
+            yield _event("content_block_stop", index=n)
+        yield _event(
+            "message_delta", delta=_stop(wanted, turn), usage={**begun, "output_tokens": len(turn.sampled.ids)}
+        )
+        yield _event("message_stop")
+
+
+# ------------------------------------------------------------------------------------------------- requests
+
+
+def _plain(message: dict[str, Any], where: str) -> list[Message]:
+    """The chat messages of one message: results of tools are messages of their own."""
+    role, content = role_of(message, where), message.get("content")
+    if not isinstance(content, list):
+        return [said(role, text_of(content, f"{where}.content"))]
+    if role == "assistant":
+        return [_answer(content, f"{where}.content")]
+    plain: list[Message] = []
+    for n, block in enumerate(content):
+        at = f"{where}.content.{n}"
+        if isinstance(block, dict) and block.get("type") == "tool_result":
+            text = text_of(block.get("content"), f"{at}.content")
+            if block.get("is_error") is True and not text.lower().startswith("error"):
+                text = f"Error: {text}"
+            plain.append({**said("tool", text), "tool_call_id": name_of(block, "tool_use_id", at)})
+            continue
+        text = text_of([block], at)
+        if plain and plain[-1]["role"] == role:
+            plain[-1]["content"] += text
+        else:
+            plain.append(said(role, text))
+    return plain or [said(role, "")]
+
+
+def _answer(content: list[Any], where: str) -> Message:
+    """The message of an answer's blocks."""
+    texts, thoughts, calls = [], [], []
+    for n, block in enumerate(content):
+        at, kind = f"{where}.{n}", block.get("type") if isinstance(block, dict) else None
+        if kind == "thinking":
+            thoughts.append(name_of(block, "thinking", at) if block.get("thinking") else "")
+        elif kind == "tool_use":
+            if not isinstance(block.get("input"), dict):
+                raise wrong(f"{at}.input", block.get("input"), "an object")
+            calls.append(call(name_of(block, "id", at), name_of(block, "name", at), block["input"]))
+        elif kind != "redacted_thinking":
+            texts.append(text_of([block], at))
+    message = said("assistant", "".join(texts))
+    if any(thoughts):
+        message["reasoning_content"] = "".join(thoughts)
+    return {**message, "tool_calls": calls} if calls else message
+
+
+def _tools(tools: Sequence[dict[str, Any]] | None) -> list[ToolSchema] | None:
+    for n, tool in enumerate(tools or ()):
+        if tool.get("type") not in (None, "custom"):
+            raise wrong(f"tools.{n}", tool, '{"name": …, "input_schema": …}: there are no tools of the server here')
+    return function_tools(
+        (f"tools.{n}", tool.get("name"), tool.get("description"), tool.get("input_schema"))
+        for n, tool in enumerate(tools or ())
+    )
+
+
+# ------------------------------------------------------------------------------------------------- answers
+
+
+def _head(wanted: Wanted, id: str) -> dict[str, Any]:
+    return {"id": f"msg-{id}", "type": "message", "role": "assistant", "model": wanted.model or "policy"}
+
+
+def _blocks(turn: MadeTurn) -> list[dict[str, Any]]:
+    """The content of a turn; at least a block of text, if only an empty one."""
+    message, blocks = turn.answer.with_reasoning_apart, []
+    calls = message.get("tool_calls", [])
+    if thoughts := message.get("reasoning_content"):
+        blocks.append({"type": "thinking", "thinking": thoughts, "signature": _SIGNATURE})
+    if message["content"] or not calls:
+        blocks.append({"type": "text", "text": message["content"]})
+    for one in calls:
+        function = one["function"]
+        blocks.append(
+            {"type": "tool_use", "id": one["id"], "name": function["name"], "input": finite(function["arguments"])}
+        )
+    return blocks
+
+
+def _stop(wanted: Wanted, turn: MadeTurn) -> dict[str, Any]:
+    """Why the turn ended."""
+    if turn.answer.message.get("tool_calls"):
+        return {"stop_reason": "tool_use", "stop_sequence": None}
+    if turn.answer.finish_reason == "length":
+        return {"stop_reason": "max_tokens", "stop_sequence": None}
+    behind = wanted.texts.decode(turn.sampled.ids.tolist())[len(turn.answer.text) :] if wanted.request.stop else ""
+    found = next((one for one in wanted.request.stop if behind.startswith(one)), None)
+    return {"stop_reason": "end_turn" if found is None else "stop_sequence", "stop_sequence": found}
+
+
+def _pieces(block: dict[str, Any]) -> tuple[dict[str, Any], list[tuple[str, dict[str, Any]]]]:
+    """A block as it begins in a stream, and what comes to it."""
+    match block["type"]:
+        case "text":
+            return {**block, "text": ""}, [("text_delta", {"text": block["text"]})]
+        case "thinking":
+            thinking = ("thinking_delta", {"thinking": block["thinking"]})
+            signature = ("signature_delta", {"signature": block["signature"]})
+            return {**block, "thinking": "", "signature": ""}, [thinking, signature]
+        case _:
+            return {**block, "input": {}}, [("input_json_delta", {"partial_json": json.dumps(block["input"])})]
+
+
+def _event(kind: str, **fields: Any) -> bytes:
+    return event({"type": kind, **fields}, kind)

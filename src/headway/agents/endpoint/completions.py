@@ -1,0 +1,112 @@
+"""OpenAI's completions: ``POST /v1/completions``, of a prompt as text or as token ids, streamed or not.
+
+Nothing is added to a prompt: no template, and no token at its beginning.
+
+Fields: https://platform.openai.com/docs/api-reference/completions
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import Any
+
+from pydantic import Field
+
+from headway.agents.endpoint.answer_parts import DONE, event, token_logprobs, usage, with_usage
+from headway.agents.endpoint.dialect import (
+    Body,
+    Positive,
+    Setting,
+    Texts,
+    TokenId,
+    Wanted,
+    alternatives,
+    ends,
+    openai_error,
+    read_body,
+)
+from headway.agents.endpoint.normalise import wrong
+from headway.agents.endpoint.turns import MadeTurn
+from headway.agents.interface.program_messages import TurnRequest
+
+
+class _Completion(Body):
+    prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
+    max_tokens: int | None = Positive
+    stop: str | list[str] | None = None
+    stop_token_ids: list[TokenId] | None = None
+    logprobs: int | None = Field(default=None, ge=0)
+    echo: bool | None = None
+    suffix: str | None = None
+    stream_options: dict[str, Any] | None = None
+    return_token_ids: bool | None = None
+    response_format: Setting = None
+
+
+class Completions:
+    """`headway.agents.endpoint.dialect.Dialect` of completions."""
+
+    path = "/v1/completions"
+    counts: str | None = None
+    error = staticmethod(openai_error)
+
+    def read(self, body: bytes, texts: Texts) -> Wanted:
+        asked = read_body(_Completion, body)
+        if asked.echo:
+            raise wrong("echo", True, "false: an answer is what the policy sampled; put the prompt before it yourself")
+        if asked.suffix:
+            raise wrong("suffix", asked.suffix, "none: the policy writes on, and does not fill in")
+        request = TurnRequest(
+            [],
+            max_tokens=asked.max_tokens,
+            token_ids=_one_prompt(asked.prompt, texts),
+            **ends(asked.stop, asked.stop_token_ids),
+        )
+        sampling = asked.sampling() | alternatives("logprobs", asked.logprobs)
+        return Wanted(request, asked.model, bool(asked.stream), sampling, asked, texts)
+
+    def answer(self, wanted: Wanted, turn: MadeTurn, id: str) -> dict[str, Any]:
+        return {
+            **_head(wanted, id),
+            "choices": [_choice(wanted, turn, turn.answer.text, turn.answer.finish_reason)],
+            "usage": usage(turn),
+        }
+
+    def events(self, wanted: Wanted, turn: MadeTurn, id: str) -> Iterator[bytes]:
+        head = _head(wanted, id)
+        yield event({**head, "choices": [_choice(wanted, turn, turn.answer.text, turn.answer.finish_reason)]})
+        if with_usage(wanted.body.stream_options):
+            yield event({**head, "choices": [], "usage": usage(turn)})
+        yield DONE
+
+
+def _one_prompt(prompt: str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]], texts: Texts) -> tuple[int, ...]:
+    """The token ids of the prompt: one, though a list of prompts is a request, too."""
+    if not isinstance(prompt, str) and prompt and not isinstance(prompt[0], int):
+        if len(prompt) > 1:
+            raise wrong("prompt", prompt, "one prompt: an answer is one turn; send the others by themselves")
+        return _one_prompt(prompt[0], texts)
+    return tuple(texts.encode(prompt) if isinstance(prompt, str) else prompt)  # type: ignore[arg-type]
+
+
+def _choice(wanted: Wanted, turn: MadeTurn, text: str, finish_reason: str) -> dict[str, Any]:
+    choice: dict[str, Any] = {"index": 0, "text": text, "logprobs": None, "finish_reason": finish_reason}
+    if wanted.body.logprobs is not None:
+        tokens = token_logprobs(wanted, turn)
+        choice["logprobs"] = {
+            "tokens": [one["token"] for one in tokens],
+            "token_logprobs": [one["logprob"] for one in tokens],
+            "top_logprobs": [{one["token"]: one["logprob"]} for one in tokens],
+            "text_offset": list(accumulate((len(one["token"]) for one in tokens[:-1]), initial=0))[: len(tokens)],
+        }
+    if wanted.body.return_token_ids:
+        choice["token_ids"] = turn.sampled.ids.tolist()
+        choice["prompt_token_ids"] = list(wanted.request.token_ids or ())
+    return choice
+
+
+def _head(wanted: Wanted, id: str) -> dict[str, Any]:
+    model = wanted.model or "policy"
+    return {"id": f"cmpl-{id}", "object": "text_completion", "created": int(time.time()), "model": model}

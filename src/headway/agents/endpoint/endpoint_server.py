@@ -1,0 +1,355 @@
+"""The endpoint: an HTTP server beside the keeper, at which the agents of its episodes ask for turns.
+
+    agent ──POST, its key──▶ Endpoint ▶ Dialect.read ▶ sampling: the run's ▶ Session ▶ a turn of that episode
+      ▲                                                                                        │
+      └──────────────── Dialect.answer, or its events ◀────────────────────────────────────────┘
+
+A key is made for one try of one episode, and nobody takes it afterwards. Nothing that came in with one key is seen with
+another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import xxhash
+from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
+
+from headway.agents.endpoint.dialect import Dialect, Refused, Texts, Wanted, openai_error
+from headway.agents.endpoint.endpoint_address import cannot_listen
+from headway.agents.endpoint.requested_sampling import differences
+from headway.agents.endpoint.sessions import OVER, Session
+from headway.agents.endpoint.turns import MadeTurn, Note, Turns
+from headway.agents.interface.program_messages import Access
+from headway.errors import EpisodeOver, HeadwayError, UserError, said_by, shown, writable
+from headway.runtime.task_groups import off_loop
+
+MOST_BYTES = 32 * 2**20
+"""Most bytes of a request: a context of a million tokens as text has less."""
+BODY_TIMEOUT_S = 60.0
+"""Seconds for a request's body to come, of `MOST_BYTES` at most."""
+CLOSE_TIMEOUT_S = 2.0
+"""Seconds for which requests under way are waited for when the endpoint closes: their episodes are over by then."""
+MOST_FORGOTTEN = 10_000
+"""Number of keys of episodes that are over which are told from keys that never were."""
+MOST_TOLD = 20
+"""Number of different refusals of requests without an episode's key that are told in the log."""
+ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+"""Hosts that stand for all addresses of a machine, and that at which it reaches itself."""
+SETTINGS = {
+    "turns": "rollout.max_turns",
+    "tokens": "data.max_prompt_length + data.max_response_length",
+    "time": "rollout.episode_timeout_s",
+    "step": "rollout.step_timeout_s",
+}
+"""The setting of each limit of an episode."""
+logger = logging.getLogger(__name__)
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Answering = Callable[[Dialect, web.Request, Session], Awaitable[web.StreamResponse]]
+ErrorForm = Callable[[int, str, str], dict[str, Any]]
+_FORMS: web.AppKey[dict[str, ErrorForm]] = web.AppKey("forms")
+"""How errors look at each path that has a form of its own."""
+
+
+class Endpoint:
+    """`headway.agents.endpoint.turns.Doors` over HTTP, on the running event loop.
+
+    Args:
+        dialects: forms of requests that are understood.
+        texts: the policy's tokenizer.
+        models: names under which the policy is asked for, the first of which agents are told.
+        tokenizer: where the policy's tokenizer is, which agents are told.
+        strict: requests for other sampling than the run's are refused, not overridden.
+        max_length: most tokens of a context with its answer, as clients are told; None where nothing bounds them.
+        host: address to listen at.
+        node: address of this machine for others, which agents are told where ``host`` is all of its addresses.
+        port: 0 for any that is free.
+    """
+
+    def __init__(
+        self,
+        dialects: Sequence[Dialect],
+        texts: Texts,
+        *,
+        models: Sequence[str] = ("policy",),
+        tokenizer: str = "",
+        strict: bool = False,
+        max_length: int | None = None,
+        host: str = "127.0.0.1",
+        node: str = "127.0.0.1",
+        port: int = 0,
+    ) -> None:
+        self._texts = texts
+        self._models = tuple(models)
+        self._tokenizer = tokenizer
+        self._strict = strict
+        self._max_length = max_length
+        self._host, self._port = host, port
+        reached = node if (":" in node) == (":" in host) else ANY_ADDRESS.get(host, host)
+        self._reached = reached if host in ANY_ADDRESS else host
+        self._sessions: dict[str, Session] = {}
+        self._forgotten: OrderedDict[str, None] = OrderedDict()
+        """Keys of episodes that are over, the oldest first."""
+        self._told: set[str] = set()
+        self._runner: web.AppRunner | None = None
+        self._app = web.Application(client_max_size=MOST_BYTES, middlewares=[_told_as_json])
+        self._app[_FORMS] = forms = {}
+        for dialect in dialects:
+            for prefix in ("", "/v1"):  # clients add their own path to base_url with or without /v1
+                for path, answer in ((dialect.path, self._answer), (dialect.counts, self._count)):
+                    if path is not None:
+                        self._app.router.add_post(prefix + path, self._handler(dialect, answer))
+                        forms[prefix + path] = dialect.error
+        self._app.router.add_get("/v1/models", self._list_models)
+        self._app.router.add_get("/v1/models/{name:.+}", self._show_model)
+        self._app.router.add_get("/health", self._health)
+
+    # ------------------------------------------------------------------------------------- for the keeper
+
+    async def start(self) -> None:
+        """Listen.
+
+        Raises:
+            ConfigError: the port is in use, or the address is none of this machine's.
+        """
+        own = logging.getLogger(f"{__name__}.own")
+        own.addFilter(_is_own)
+        self._runner = web.AppRunner(
+            self._app, access_log=None, logger=own, handler_cancellation=True, shutdown_timeout=CLOSE_TIMEOUT_S
+        )
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, self._host, self._port, backlog=1024)
+        try:
+            await site.start()
+        except (OSError, UnicodeError) as cause:
+            await self.close()
+            raise cannot_listen(self._host, self._port, cause) from cause
+        self._port = self._runner.addresses[0][1]
+
+    @property
+    def base_url(self) -> str:
+        """The address as OpenAI's clients take it."""
+        host = f"[{self._reached}]" if ":" in self._reached else self._reached
+        return f"http://{host}:{self._port}/v1"
+
+    @contextmanager
+    def open(self, turns: Turns) -> Iterator[Access]:
+        """See `headway.agents.endpoint.turns.Doors.open`."""
+        key = f"hw-{secrets.token_urlsafe(24)}"
+        access = Access(self.base_url, key, self._models[0], self._tokenizer)
+        session = self._sessions[key] = Session(turns, access.tag)
+        try:
+            yield access
+        finally:
+            del self._sessions[key]
+            self._forgotten[key] = None
+            if len(self._forgotten) > MOST_FORGOTTEN:
+                self._forgotten.popitem(last=False)
+            session.close()
+
+    async def close(self) -> None:
+        """Stop listening."""
+        runner, self._runner = self._runner, None
+        if runner is not None:
+            await runner.cleanup()
+
+    # ------------------------------------------------------------------------------------- for agents
+
+    def _handler(self, dialect: Dialect, answer: Answering) -> Handler:
+        async def handle(request: web.Request) -> web.StreamResponse:
+            try:
+                session = self._session(request)
+            except Refused as refused:
+                self._tell(request, refused)
+                return _error(dialect.error, refused)
+            try:
+                return await answer(dialect, request, session)
+            except Refused as refused:
+                told = refused
+            except EpisodeOver as over:
+                told = _over(over)
+            except UserError as error:
+                told = Refused(400, "invalid_request", str(error))
+            except HeadwayError as error:
+                told = Refused(503, "unavailable", str(error))
+            session.turns.note(Note.REFUSED, f"{request.path}: {told}")
+            return _error(dialect.error, told)
+
+        return handle
+
+    async def _answer(self, dialect: Dialect, request: web.Request, session: Session) -> web.StreamResponse:
+        body = await _body(request)
+        wanted = await off_loop(len(body), dialect.read, body, self._texts)
+        self._check(wanted, session.turns)
+        digest = xxhash.xxh3_128(body)
+        digest.update(request.path.encode())
+        digest.update((repeated := request.headers.get("Idempotency-Key", "")).encode(errors="replace"))
+        again = request.headers.get("x-stainless-retry-count", "0") not in ("", "0") or bool(repeated)
+        async with session.turn(wanted.request, digest.digest(), again=again) as turn:
+            id = f"{turn.number}-{session.tag}"
+            if wanted.stream:
+                return await _stream(request, dialect, wanted, turn, id)
+            response = _json(dialect.answer(wanted, turn, id))
+            await response.prepare(request)
+            await response.write_eof()
+            return response
+
+    async def _count(self, dialect: Dialect, request: web.Request, session: Session) -> web.StreamResponse:
+        body = await _body(request)
+        wanted = await off_loop(len(body), dialect.read, body, self._texts)
+        self._check_model(wanted)
+        return _json({"object": "response.input_tokens", "input_tokens": await session.turns.count(wanted.request)})
+
+    def _session(self, request: web.Request) -> Session:
+        """The session of the request's key. Raises `Refused` where there is none."""
+        kind, _, bearer = request.headers.get("Authorization", "").partition(" ")
+        given = [bearer.strip() if kind.lower() == "bearer" else "", request.headers.get("x-api-key", "")]
+        for key in given:  # clients of Anthropic's may send both, one of which is made up
+            if (session := self._sessions.get(key)) is not None:
+                return session
+        if any(key in self._forgotten for key in given):
+            raise Refused(401, "episode_over", f"{OVER}; a key is good while its episode is made")
+        what = "with a key that is none of this endpoint's" if any(given) else "without a key"
+        raise Refused(
+            401, "invalid_api_key", f"a request {what}; give the api_key of the episode: Authorization: Bearer KEY"
+        )
+
+    def _tell(self, request: web.Request, refused: Refused) -> None:
+        """Write in the keeper's log what belongs to no episode, the first times."""
+        said = f"{request.method} {request.path} was refused: {refused}"
+        if said not in self._told and len(self._told) < MOST_TOLD:
+            self._told.add(said)
+            logger.warning("%s", said)
+
+    def _check(self, wanted: Wanted, turns: Turns) -> None:
+        """Check the model and the sampling that are asked for."""
+        self._check_model(wanted)
+        if turns.trains and (differ := differences(wanted.sampling, turns.sampling)):
+            said = f"sampling that training does not follow: {', '.join(differ)}"
+            if self._strict:
+                raise Refused(
+                    400,
+                    "sampling_refused",
+                    f"{said}; leave it out, or set rollout.agent_sampling=override, with which the run's holds",
+                )
+            turns.note(Note.OVERRIDDEN, said)
+
+    def _check_model(self, wanted: Wanted) -> None:
+        if wanted.model is not None and wanted.model not in self._models:
+            raise Refused(404, "model_not_found", self._no_model(wanted.model))
+
+    def _no_model(self, name: str) -> str:
+        return (
+            f"there is no model {shown(name)} here, only the policy: {', '.join(self._models)}; ask for that, or add "
+            "the name to rollout.agent_models"
+        )
+
+    async def _list_models(self, request: web.Request) -> web.Response:
+        try:
+            self._session(request)
+        except Refused as refused:
+            return _error(openai_error, refused)
+        return _json({"object": "list", "data": [self._model(name) for name in self._models], "has_more": False})
+
+    async def _show_model(self, request: web.Request) -> web.Response:
+        try:
+            self._session(request)
+            if (name := request.match_info["name"]) not in self._models:
+                raise Refused(404, "model_not_found", self._no_model(name))
+        except Refused as refused:
+            return _error(openai_error, refused)
+        return _json(self._model(name))
+
+    def _model(self, name: str) -> dict[str, object]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": int(time.time()),
+            "owned_by": "headway",
+            "type": "model",
+            "display_name": name,
+            "max_model_len": self._max_length,
+        }
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return _json({"status": "ok"})
+
+
+def _is_own(record: logging.LogRecord) -> bool:
+    """Tell whether a fault is this server's own. What is no HTTP is answered, and quoting it might tell keys."""
+    error = record.exc_info[1] if record.exc_info else None
+    return not isinstance(error, HttpProcessingError | web.RequestPayloadError)
+
+
+async def _body(request: web.Request) -> bytes:
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            return await request.read()
+    except TimeoutError:
+        raise Refused(
+            408, "timeout", f"the request's body did not come within {BODY_TIMEOUT_S:g} s; send it again"
+        ) from None
+    except web.RequestPayloadError as error:
+        raise Refused(
+            400, "invalid_request", f"the request's body cannot be read: {said_by(error)}; send it as JSON, whole"
+        ) from None
+    except web.HTTPRequestEntityTooLarge:
+        raise Refused(
+            413,
+            "too_large",
+            f"the request's body has more than {MOST_BYTES >> 20} MiB, more than any context",
+        ) from None
+
+
+async def _stream(
+    request: web.Request, dialect: Dialect, wanted: Wanted, turn: MadeTurn, id: str
+) -> web.StreamResponse:
+    response = web.StreamResponse(
+        headers={"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
+    )
+    await response.prepare(request)
+    for piece in dialect.events(wanted, turn, id):
+        await response.write(piece)
+    await response.write_eof()
+    return response
+
+
+@web.middleware
+async def _told_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Tell of wrong paths and methods in the clients' own form."""
+    try:
+        return await handler(request)
+    except web.HTTPException as error:
+        message = (
+            f"{request.method} {request.path}: {error.reason}; the endpoint has POST /v1/chat/completions and others"
+        )
+        form = request.app[_FORMS].get(request.path, openai_error)
+        return _error(form, Refused(error.status, "not_found", message))
+    except ConnectionError:  # the client hung up while it was answered; nobody hears of this
+        return web.Response(status=499)
+
+
+def _over(over: EpisodeOver) -> Refused:
+    """The error of a turn that a limit refuses. Clients know a context that is too long by words of its message."""
+    if over.limit == "tokens":
+        said = f"prompt is too long for the maximum context length, {SETTINGS['tokens']}; go on with a shorter one"
+        return Refused(400, "context_length_exceeded", said)
+    return Refused(400, "episode_over", f"{over} ({SETTINGS[over.limit]})")
+
+
+def _error(form: ErrorForm, refused: Refused) -> web.Response:
+    return _json(form(refused.status, refused.code, writable(str(refused))), refused.status)
+
+
+def _json(body: dict[str, object], status: int = 200) -> web.Response:
+    return web.Response(body=json.dumps(body).encode(), status=status, content_type="application/json")

@@ -1,0 +1,240 @@
+"""OpenAI's responses: ``POST /v1/responses``, with function tools, streamed or not.
+
+A response is not kept: clients send the items of a conversation with each request, as agents do.
+
+Fields: https://platform.openai.com/docs/api-reference/responses
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from headway.agents.endpoint.answer_parts import event, token_logprobs
+from headway.agents.endpoint.dialect import Body, Positive, Setting, Texts, Wanted, openai_error, read_body
+from headway.agents.endpoint.normalise import call, function_tools, name_of, named, role_of, text_of, wrong
+from headway.agents.endpoint.turns import MadeTurn
+from headway.agents.interface.program_messages import Message, ToolSchema, TurnRequest, finite, said
+
+_NOT_KEPT = "none: responses are not kept here; send all items of the conversation as input"
+_LOGPROBS = "message.output_text.logprobs"
+
+
+class _Responses(Body):
+    input: str | list[dict[str, Any]]
+    instructions: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    max_output_tokens: int | None = Positive
+    text: dict[str, Any] | None = None
+    include: list[Any] | None = None
+    reasoning: dict[str, Any] | None = None
+    top_logprobs: Setting = None
+    truncation: Setting = None
+    context_management: Setting = None
+    previous_response_id: Any = None
+    conversation: Any = None
+    prompt: Any = None
+    background: bool | None = None
+
+
+class Responses:
+    """`headway.agents.endpoint.dialect.Dialect` of responses."""
+
+    path = "/v1/responses"
+    counts: str | None = "/v1/responses/input_tokens"
+    error = staticmethod(openai_error)
+
+    def read(self, body: bytes, texts: Texts) -> Wanted:
+        asked = read_body(_Responses, body)
+        for name in ("previous_response_id", "conversation", "prompt", "background"):
+            if (given := getattr(asked, name)) not in (None, False):
+                raise wrong(name, given, _NOT_KEPT)
+        sampling = asked.sampling()
+        form = (asked.text or {}).get("format")
+        if isinstance(form, dict) and form.get("type") != "text":
+            sampling["text.format"] = form.get("type")
+        for within, name in (("text", "verbosity"), ("reasoning", "effort")):
+            if (value := (getattr(asked, within) or {}).get(name)) is not None:
+                sampling[f"{within}.{name}"] = value
+        if asked.tool_choice is not None and asked.tool_choice != "none":
+            sampling["tool_choice"] = asked.tool_choice
+        tools = _tools(asked.tools)
+        messages = [said("system", asked.instructions)] if asked.instructions else []
+        messages += [said("user", asked.input)] if isinstance(asked.input, str) else _messages(asked.input)
+        request = TurnRequest(named(messages), None if asked.tool_choice == "none" else tools, asked.max_output_tokens)
+        return Wanted(request, asked.model, bool(asked.stream), sampling, asked, texts)
+
+    def answer(self, wanted: Wanted, turn: MadeTurn, id: str) -> dict[str, Any]:
+        return _response(wanted, turn, id, int(time.time()), _items(wanted, turn, id))
+
+    def events(self, wanted: Wanted, turn: MadeTurn, id: str) -> Iterator[bytes]:
+        created = int(time.time())
+        items = _items(wanted, turn, id)
+        begun = _response(wanted, turn, id, created, None)
+        whole = _response(wanted, turn, id, created, items)
+        told: list[tuple[str, dict[str, Any]]] = [
+            ("created", {"response": begun}),
+            ("in_progress", {"response": begun}),
+        ]
+        for n, item in enumerate(items):
+            told += [(kind, {"output_index": n, **fields}) for kind, fields in _told(item)]
+        told.append(("completed" if whole["status"] == "completed" else "incomplete", {"response": whole}))
+        for n, (kind, fields) in enumerate(told):
+            name = f"response.{kind}"
+            yield event({"type": name, "sequence_number": n, **fields}, name)
+
+
+# ------------------------------------------------------------------------------------------------- requests
+
+
+def _messages(items: Sequence[dict[str, Any]]) -> list[Message]:
+    """The chat messages of input items: those of one answer, its thinking, text and calls, are one message."""
+    messages: list[Message] = []
+    begun = False  # the last message is an answer that further items may belong to
+    for n, item in enumerate(items):
+        where, kind = f"input.{n}", item.get("type") or "message"
+        if kind == "message":
+            role, text = role_of(item, where), text_of(item.get("content"), f"{where}.content")
+            if begun and role == "assistant" and not messages[-1]["content"] and "tool_calls" not in messages[-1]:
+                messages[-1]["content"] = text
+            else:
+                messages.append(said(role, text))
+            begun = role == "assistant"
+        elif kind == "reasoning":
+            messages.append({**said("assistant", ""), "reasoning_content": _thoughts(item, where)})
+            begun = True
+        elif kind == "function_call":
+            if not begun:
+                messages.append(said("assistant", ""))
+            arguments = name_of(item, "arguments", where) if item.get("arguments") != "" else "{}"
+            made = call(name_of(item, "call_id", where), name_of(item, "name", where), arguments)
+            messages[-1].setdefault("tool_calls", []).append(made)
+            begun = True
+        elif kind == "function_call_output":
+            text = text_of(item.get("output"), f"{where}.output")
+            messages.append({**said("tool", text), "tool_call_id": name_of(item, "call_id", where)})
+            begun = False
+        else:
+            raise wrong(
+                f"{where}.type", kind, "message, function_call, function_call_output or reasoning: no others are read"
+            )
+    return messages
+
+
+def _thoughts(item: dict[str, Any], where: str) -> str:
+    parts = item.get("content") or []
+    if not isinstance(parts, list) or not all(
+        isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts
+    ):
+        raise wrong(f"{where}.content", parts, 'a list of {"type": "reasoning_text", "text": …}')
+    return "".join(part["text"] for part in parts)
+
+
+def _tools(tools: Sequence[dict[str, Any]] | None) -> list[ToolSchema] | None:
+    for n, tool in enumerate(tools or ()):
+        if tool.get("type") != "function":
+            raise wrong(
+                f"tools.{n}", tool, '{"type": "function", "name": …, "parameters": …}: there are no others here'
+            )
+    return function_tools(
+        (f"tools.{n}", tool.get("name"), tool.get("description"), tool.get("parameters"))
+        for n, tool in enumerate(tools or ())
+    )
+
+
+# ------------------------------------------------------------------------------------------------- answers
+
+
+def _items(wanted: Wanted, turn: MadeTurn, id: str) -> list[dict[str, Any]]:
+    """The output of a turn."""
+    message = turn.answer.with_reasoning_apart
+    calls = message.get("tool_calls", [])
+    status = "incomplete" if turn.answer.finish_reason == "length" else "completed"
+    items: list[dict[str, Any]] = []
+    if thoughts := message.get("reasoning_content"):
+        content = [{"type": "reasoning_text", "text": thoughts}]
+        items.append({"type": "reasoning", "id": f"rs-{id}", "summary": [], "content": content, "status": status})
+    if message["content"] or not calls:
+        part = {"type": "output_text", "text": message["content"], "annotations": [], "logprobs": []}
+        if _LOGPROBS in (wanted.body.include or ()):
+            part["logprobs"] = token_logprobs(wanted, turn)
+        items.append({"type": "message", "id": f"msg-{id}", "role": "assistant", "content": [part], "status": status})
+    for n, one in enumerate(calls):
+        function = one["function"]
+        items.append(
+            {
+                "type": "function_call",
+                "id": f"fc-{id}-{n}",
+                "call_id": one["id"],
+                "name": function["name"],
+                "arguments": json.dumps(finite(function["arguments"])),
+                "status": "completed",
+            }
+        )
+    return items
+
+
+def _response(
+    wanted: Wanted, turn: MadeTurn, id: str, created: int, items: list[dict[str, Any]] | None
+) -> dict[str, Any]:
+    """The response with ``items``, or as it is when it begins."""
+    asked: _Responses = wanted.body
+    sampled = len(turn.sampled.ids)
+    cut_off = items is not None and turn.answer.finish_reason == "length"
+    return {
+        "id": f"resp-{id}",
+        "object": "response",
+        "created_at": created,
+        "status": "in_progress" if items is None else "incomplete" if cut_off else "completed",
+        "error": None,
+        "incomplete_details": {"reason": "max_output_tokens"} if cut_off else None,
+        "instructions": asked.instructions,
+        "max_output_tokens": asked.max_output_tokens,
+        "metadata": {},
+        "model": wanted.model or "policy",
+        "output": items or [],
+        "parallel_tool_calls": True,
+        "previous_response_id": None,
+        "store": False,
+        "text": {"format": {"type": "text"}},
+        "tool_choice": "none" if asked.tool_choice == "none" else "auto",
+        "tools": [{"strict": None, **tool} for tool in asked.tools or ()],
+        "truncation": "disabled",
+        "usage": None
+        if items is None
+        else {
+            "input_tokens": turn.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "output_tokens": sampled,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": turn.prompt_tokens + sampled,
+        },
+    }
+
+
+def _told(item: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """What a stream tells of an item of the output: kinds of events, and their fields."""
+    of = {"item_id": item["id"]}
+    if item["type"] == "function_call":
+        begun = {**item, "arguments": "", "status": "in_progress"}
+        pieces = [
+            ("function_call_arguments.delta", {**of, "delta": item["arguments"]}),
+            ("function_call_arguments.done", {**of, "name": item["name"], "arguments": item["arguments"]}),
+        ]
+    else:
+        (part,) = item["content"]
+        of |= {"content_index": 0}
+        begun = {**item, "content": [], "status": "in_progress"}
+        kind, logprobs = "reasoning_text", {}
+        if item["type"] == "message":
+            kind, logprobs = "output_text", {"logprobs": part["logprobs"]}
+        pieces = [
+            ("content_part.added", {**of, "part": {**part, "text": ""}}),
+            (f"{kind}.delta", {**of, "delta": part["text"], **logprobs}),
+            (f"{kind}.done", {**of, "text": part["text"], **logprobs}),
+            ("content_part.done", {**of, "part": part}),
+        ]
+    return [("output_item.added", {"item": begun}), *pieces, ("output_item.done", {"item": item})]

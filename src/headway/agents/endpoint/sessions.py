@@ -1,0 +1,115 @@
+"""The requests of one episode's agent: each is a turn, and one that is sent again is the same turn.
+
+    request ─▶ sent before, and its answer did not arrive? ─no──▶ a turn of the episode ─▶ its answer
+                                  └──yes──▶ that turn, finished or under way
+
+A client that repeats a request says so in a header (OpenAI's and Anthropic's do), or repeats one whose answer was cut
+off: only requests tell of that, so that it is known here. One that hangs up before gives its turn up, which is the
+episode's matter (`headway.agents.endpoint.turns.Turns.turn`): the policy goes on with the call, and whoever asks for
+the same again gets it. What nobody asks for again is not trained.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from headway.agents.endpoint.dialect import Refused
+from headway.agents.endpoint.turns import MadeTurn, Note, Turns
+from headway.agents.interface.program_messages import TurnRequest
+
+OVER = "the episode of this key is over"
+
+
+@dataclass(slots=True, eq=False)
+class _Request:
+    """A request for a turn, however often it was sent."""
+
+    turn: asyncio.Task[MadeTurn]
+    clients: int = 0
+    """Clients that wait for the answer, or are getting it."""
+    delivered: bool = False
+    """A client has got the whole answer."""
+    sent: int = 1
+    """Number of times that it was sent."""
+
+    @property
+    def given_up(self) -> bool:
+        """Its client hung up before there was an answer."""
+        return self.turn.cancelling() > 0 or self.turn.cancelled()
+
+
+class Session:
+    """The requests with one key."""
+
+    def __init__(self, turns: Turns, tag: str) -> None:
+        """``tag``: the end of the ids of its answers."""
+        self.turns, self.tag = turns, tag
+        self._requests: dict[bytes, list[_Request]] = {}
+        """Requests by their digests, in order."""
+        self._turns: set[asyncio.Task[MadeTurn]] = set()
+        """All turns that are under way."""
+        self._closed = False
+
+    @asynccontextmanager
+    async def turn(self, wanted: TurnRequest, digest: bytes, *, again: bool) -> AsyncIterator[MadeTurn]:
+        """The turn ``wanted``, a new one or the one that was asked for before. Its answer is sent within the context.
+
+        Cancelled with nobody else waiting, the turn is given up.
+
+        Args:
+            wanted: what the policy is asked for.
+            digest: of all that the client has sent.
+            again: the client says that it has sent this before.
+
+        Raises:
+            Refused: the episode is over.
+            HeadwayError: as `Turns.turn` does.
+        """
+        request = self._request(wanted, digest, again=again)
+        request.clients += 1
+        try:
+            yield await asyncio.shield(request.turn)
+            request.delivered = True
+        except asyncio.CancelledError:
+            if request.turn.cancelled() and self._closed:
+                raise Refused(401, "episode_over", OVER) from None
+            if request.clients == 1 and not request.turn.done():
+                self.turns.note(Note.HUNG_UP, "")
+                request.turn.cancel()
+            raise
+        finally:
+            request.clients -= 1
+
+    def close(self) -> None:
+        """End what is under way: the episode is over."""
+        self._closed = True
+        for turn in self._turns:
+            turn.cancel()
+        self._requests.clear()
+
+    def _request(self, wanted: TurnRequest, digest: bytes, *, again: bool) -> _Request:
+        if self._closed:
+            raise Refused(401, "episode_over", OVER)
+        known = [one for one in self._requests.get(digest, ()) if one.given_up or not _failed(one.turn)]
+        # Equal requests may be sent side by side: one that is repeated is the one whose answer was lost, else the one
+        # that was repeated least.
+        lost = [one for one in known if not (one.clients or one.delivered)]
+        candidates = lost or (known if again else [])
+        found = min(reversed(candidates), key=lambda one: (one.given_up, one.delivered, one.sent), default=None)
+        if found is not None and not found.given_up:
+            found.sent += 1
+            self.turns.note(Note.REPEATED, "")
+            return found
+        turn = asyncio.get_running_loop().create_task(self.turns.turn(wanted))
+        self._turns.add(turn)
+        turn.add_done_callback(self._turns.discard)
+        request = _Request(turn)
+        self._requests[digest] = [*(one for one in known if one is not found), request]
+        return request
+
+
+def _failed(turn: asyncio.Task[MadeTurn]) -> bool:
+    return turn.done() and not turn.cancelled() and turn.exception() is not None

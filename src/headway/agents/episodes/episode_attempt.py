@@ -1,0 +1,234 @@
+"""One try of an episode's program: the turns that it asks for, by its chat or over HTTP, and what they came to.
+
+    TurnRequest ─▶ limits ▶ record.prompt: context, key ▶ CallLog: the call with that key ▶ record.answered ─▶ MadeTurn
+
+A context has a first key, a second one and so on, and others with another limit or stop of the turn's own. A turn takes
+the first that no other turn of its try has, and leaves it when it is given up: who asks for the same again has the same
+call. A program that is run again has another try, with turns, a transcript and steps of its own, and the same log of
+calls: it takes the same keys again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from headway.agents.endpoint.turns import MadeTurn, Note
+from headway.agents.episodes.call_cache import CallLog
+from headway.agents.episodes.episode_limits import EpisodeTime, Limits, Steps
+from headway.agents.episodes.episode_tokens import Prompted, Record
+from headway.agents.interface.program_messages import EpisodeEnd, Message, TurnRequest
+from headway.data.interfaces.generation import FinishedCall, SamplingParams
+from headway.data.types import Conversation, FinishReason, RowAt, RowTokens, SampledTokens
+from headway.errors import EpisodeOver, ProgramFailed, UserCodeError, boundary
+
+
+class Try:
+    """`headway.agents.endpoint.turns.Turns`: one run of the program."""
+
+    def __init__(
+        self,
+        name: str,
+        sampling: SamplingParams,
+        record: Record,
+        log: CallLog,
+        limits: Limits,
+        time: EpisodeTime,
+        *,
+        trains: bool,
+        keeps_conversation: bool,
+    ) -> None:
+        """``keeps_conversation``: the last conversation is wanted in the end."""
+        self.name, self.sampling, self.trains, self.record = name, sampling, trains, record
+        self.steps = Steps(time, self._end_step)
+        self.asked = 0
+        """Turns that the program asked for, refused ones and those that it gave up included."""
+        self.calls: list[FinishedCall] = []
+        self.numbers: list[int] = []
+        """Numbers of the answered turns, among all that were asked for."""
+        self.text = ""
+        """Text of the last answer."""
+        self.cut_off = False
+        """The last answer has as many tokens as the run allows, and not only as its turn was to have."""
+        self.limit: str | None = None
+        """The limit that has ended the episode; None before."""
+        self.rewards: tuple[float, ...] = ()
+        """Rewards of turns, as the program told them with its last request."""
+        self.noted: Counter[Note] = Counter()
+        """What the program asked the endpoint for and did not get."""
+        self.notes: dict[Note, str] = {}
+        """The first reason of each kind that has one."""
+        self.running: asyncio.Task[EpisodeEnd] | None = None
+        self.over = False
+        self._log, self._limits, self._time = log, limits, time
+        self._turns: set[int] = set()
+        """Keys of all turns, those that were given up included."""
+        self._taken: set[int] = set()
+        """Keys of the turns that are answered or waited for."""
+        self._asking = asyncio.Lock()
+        """Calls are made in the order in which their turns were asked for, however long their texts are encoded."""
+        self._waiting = 0
+        """Turns that the program waits for."""
+        self._keeps_conversation = keeps_conversation
+        self._prompt: list[Message] = []
+        """The messages that the first turn of the last conversation was asked with; empty without conversations."""
+        self._said: list[Message] = []
+        """The messages of the last conversation, up to its last answer."""
+        self._opened = ""
+        """The tag of a thought with which the prompt of the last answer ends."""
+
+    async def turn(self, request: TurnRequest) -> MadeTurn:
+        """See `headway.agents.endpoint.turns.Turns.turn`."""
+        self.steps.end()
+        self._waiting += 1
+        self.rewards = request.rewards
+        number, self.asked = self.asked, self.asked + 1
+        try:
+            return await self._made(request, number)
+        finally:
+            self._waiting -= 1
+            if self._waiting == 0 and not self.over:
+                self.steps.begin()
+
+    async def count(self, request: TurnRequest) -> int:
+        """See `headway.agents.endpoint.turns.Turns.count`."""
+        with boundary("the messages of a turn cannot be used", UserCodeError):
+            return len((await self.record.prompt(request)).ids)
+
+    def note(self, kind: Note, reason: str) -> None:
+        """See `headway.agents.endpoint.turns.Turns.note`."""
+        self.noted[kind] += 1
+        if reason:
+            self.notes.setdefault(kind, reason)
+
+    # ------------------------------------------------------------------------------------- the end
+
+    @property
+    def conversation(self) -> Conversation | None:
+        """The last conversation; None where it was not wanted, or there was none."""
+        behind = self._said[len(self._prompt) :]
+        return Conversation(self._prompt, behind, self._opened) if self._prompt else None
+
+    def rewarded(self, end: EpisodeEnd) -> EpisodeEnd:
+        """Give the turns of an agent the rewards that it has for its answers.
+
+        Raises:
+            ProgramFailed: there are more or fewer than answers, or one for an answer that there was not.
+        """
+        rewards, numbers = end.answer_rewards, sorted(self.numbers)
+        if rewards is None:
+            return end
+        if not isinstance(rewards, Mapping):
+            if len(rewards) != len(numbers):
+                raise ProgramFailed(
+                    f"the agent returned a list of {len(rewards)} rewards for {len(numbers)} turns; return one for each"
+                )
+            rewards = dict(zip(numbers, rewards, strict=True))
+        if unknown := sorted(set(rewards) - set(numbers)):
+            raise ProgramFailed(
+                f"the agent returned a reward for the answer of turn {unknown[0]}, and it had answers of the turns "
+                f"{', '.join(map(str, numbers)) or '(none)'}; give rewards by the ids of answers that it has got"
+            )
+        given = tuple(rewards.get(number, 0.0) for number in range(max(rewards, default=-1) + 1))
+        return replace(end, turn_rewards=given)
+
+    def rows(
+        self, turn_rewards: tuple[float, ...], *, failed: bool
+    ) -> tuple[list[RowTokens | RowAt], tuple[float, ...]]:
+        """The rows to train on, none where the episode ``failed``, and the rewards of turns, by numbers that count
+        answered turns alone."""
+        rows = [] if failed else list(self.record.rows())
+        numbers = sorted(self.numbers)
+        if self.numbers != list(range(len(numbers))):  # a turn that was given up has no tokens, and no number
+            return _renumbered(rows, turn_rewards, numbers)
+        return rows, turn_rewards
+
+    # ------------------------------------------------------------------------------------- turns
+
+    async def _made(self, request: TurnRequest, number: int) -> MadeTurn:
+        async with self._asking:
+            prompted, call, own = await self._asked(request)
+        try:
+            finished = await call
+        except asyncio.CancelledError:  # the turn is given up
+            self._taken.remove(prompted.key)
+            raise
+        if self.limit == "tokens":
+            self.limit = None
+            self.steps.forgive()
+        self.calls.append(finished)
+        self.numbers.append(number)
+        self.cut_off = finished.finish_reason is FinishReason.LENGTH and finished.length != own
+        with boundary("the answer of a turn cannot be read", UserCodeError):
+            stops = (*request.stop_token_ids, *self.sampling.stop_token_ids)
+            answer = self.record.answered(prompted, replace(request, stop_token_ids=stops), finished, number)
+        self.text = answer.text
+        if self._keeps_conversation:
+            self._opened = prompted.opened
+            self._answered(request.messages, answer.message)
+        return MadeTurn(number, answer, len(prompted.ids), finished.tokens or SampledTokens.nothing())
+
+    async def _asked(self, request: TurnRequest) -> tuple[Prompted, asyncio.Future[FinishedCall], int | None]:
+        """The context of a turn, the result of its call, and the turn's own limit where the run has room for more.
+
+        Raises `EpisodeOver` where a limit refuses the turn.
+        """
+        if self._time.is_over:
+            self.limit = self.limit or "time"
+        if self.limit is None and len(self._taken) >= self._limits.max_turns:
+            self.limit = "turns"
+        if self.limit not in (None, "tokens"):  # a conversation that is too long may go on as a shorter one
+            raise self._refused(self.limit)
+        with boundary("the messages of a turn cannot be used", UserCodeError):
+            prompted = await self.record.prompt(request, self._taken)
+        room = self._limits.max_length - len(prompted.ids)
+        if room < 1:
+            raise self._refused("tokens")
+        if prompted.key not in self._turns and len(self._turns) >= self._limits.max_turns:
+            raise self._refused("turns")
+        self._turns.add(prompted.key)
+        self._taken.add(prompted.key)
+        room = min(room, self.sampling.max_tokens)
+        own = (self._limits.max_turn_tokens, request.max_tokens)
+        most = min([room, *(tokens for tokens in own if tokens is not None)])
+        return (
+            prompted,
+            self._log.call(prompted, most, request.stop, request.stop_token_ids),
+            most if most < room else None,
+        )
+
+    def _refused(self, limit: str) -> EpisodeOver:
+        self.limit = limit
+        self.steps.refuse()
+        return EpisodeOver(limit)
+
+    def _end_step(self) -> None:
+        """End the program where it is. One that was refused a turn and only asked again has that turn's limit."""
+        if self.steps.refused < 2:
+            self.limit = "step"
+        if self.running is not None:
+            self.running.cancel()
+
+    def _answered(self, messages: list[Message], answer: Message) -> None:
+        """Note a turn. It goes on with the last conversation if it begins with what that began with."""
+        if not self._prompt or messages[: len(self._prompt)] != self._prompt:
+            self._prompt = list(messages)
+        self._said = [*messages, answer]
+
+
+def _renumbered(
+    rows: Sequence[RowTokens | RowAt], turn_rewards: tuple[float, ...], numbers: Sequence[int]
+) -> tuple[list[RowTokens | RowAt], tuple[float, ...]]:
+    """Count turns anew, in the order in which they were asked for: those with ``numbers`` are all that there are."""
+    order = {number: new for new, number in enumerate(numbers)}
+    renumbered: list[RowTokens | RowAt] = []
+    for row in rows:
+        if isinstance(row, RowTokens):
+            turns = tuple(span._replace(number=order[span.number]) for span in row.turns)
+            renumbered.append(replace(row, turns=turns))
+        else:
+            renumbered.append(row)
+    given = [turn_rewards[number] if number < len(turn_rewards) else 0.0 for number in numbers]
+    return renumbered, tuple(given) if turn_rewards else ()

@@ -1,0 +1,234 @@
+"""The record of one episode: what its turns are called with, and what was sampled.
+
+TurnRequest ─▶ Record.prompt ─▶ Prompted (ids, key) ─▶ a call ─▶ Record.answered ─▶ TurnAnswer
+                                                                        └──▶ rows to train on, in the end
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.agents.chat.chat_messages import message_key, plain_messages, reasoning_of, split_thinking, untagged
+from headway.agents.chat.chat_template import ChatRenderer
+from headway.agents.chat.conversations import ChatPrompt, Conversations, Draft
+from headway.agents.chat.template_checks import try_template
+from headway.agents.chat.tool_call_formats import HARMONY_MARK, harmony
+from headway.agents.chat.tool_calls import AUTO, ToolParser, choose_parser
+from headway.agents.episodes.token_tree import Row, Transcript, call_key, state_key
+from headway.agents.interface.program_messages import TurnAnswer, TurnRequest, said
+from headway.data.interfaces.generation import FinishedCall
+from headway.data.thoughts import opened_thought
+from headway.data.types import FinishReason, RowAt, RowTokens
+from headway.errors import RunError
+from headway.runtime.task_groups import off_loop
+
+
+@dataclass(frozen=True, slots=True)
+class Prompted:
+    """The context of one turn."""
+
+    ids: NDArray[np.int32]
+    """[P] the token ids to call the policy with."""
+    key: int
+    """Key of the call within its episode: never 0, and the same at each try of the program."""
+    chat: Any = None
+    """Whatever the record wants back with the answer."""
+    state: int | None = None
+    """The state that the turn is taken in (`headway.data.types.TurnSpan`); None for what the ids say."""
+    opened: str = ""
+    """The tag of a thought with which it ends; empty for none."""
+
+
+class Record(Protocol):
+    """What a keeper asks of the record of an episode."""
+
+    async def prompt(self, request: TurnRequest, taken: Container[int] = ()) -> Prompted:
+        """Make the context of the turn that ``request`` asks for. Nothing is stored.
+
+        Long texts are encoded in a thread. What the context goes on with is what is there when this is called.
+
+        ``taken``: keys of calls that other turns have. A context that is asked for again, with the same limits and
+        stops, has the first of its keys that is free.
+
+        Raises:
+            HeadwayError: the messages are none, or the template refuses them.
+        """
+
+    def answered(self, prompted: Prompted, request: TurnRequest, finished: FinishedCall, number: int) -> TurnAnswer:
+        """Store the result of a call, the turn ``number`` of the episode, and read it for the program."""
+
+    def rows(self) -> Sequence[RowTokens | RowAt]:
+        """Return the rows to train on; where tokens are only simulated, what would be known of them."""
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """Numbers to report of the episode, by name."""
+
+
+class Chats:
+    """The chat template and the tool parser of a run, from which episodes get their records."""
+
+    def __init__(self, renderer: ChatRenderer, parser: str = AUTO) -> None:
+        """``parser``: name of the parser of tool calls, ``rollout.tool_parser``; it is looked up at the first tool."""
+        self.renderer = renderer
+        self._parser = parser
+        self._others: dict[str, Chats] = {}
+        """Chats with further variables of the template, by these."""
+
+    @cached_property
+    def for_tools(self) -> tuple[ToolParser, str]:
+        """The parser of tool calls, and the role of the message that answers a call which cannot be read.
+
+        Raises:
+            ConfigError: the template does not show tools, or no parser reads its calls.
+        """
+        report = try_template(self.renderer, tools=True)
+        return choose_parser(self.renderer, self._parser), report.error_role
+
+    def with_options(self, options: Mapping[str, Any] | None) -> Chats:
+        """Return the chats whose template gets ``options`` on top of the run's."""
+        if not options:
+            return self
+        key = repr(sorted(options.items()))
+        if key not in self._others:
+            self._others[key] = Chats(self.renderer.with_options(options), self._parser)
+        return self._others[key]
+
+    def record(self, options: Mapping[str, Any] | None = None) -> ChatRecord:
+        """Make the record of an episode, whose template gets ``options`` on top of the run's."""
+        return ChatRecord(self.with_options(options))
+
+
+class ChatRecord:
+    """`Record` of chat messages, by a tokenizer's template. Its tokens are those that were sampled, never realigned."""
+
+    def __init__(self, run: Chats) -> None:
+        self._run = run
+        self._chats = Conversations(run.renderer)
+        self._transcript = Transcript()
+        self._calls = 0
+        self._problems = 0
+
+    async def prompt(self, request: TurnRequest, taken: Container[int] = ()) -> Prompted:
+        """See `Record.prompt`."""
+        renderer = self._run.renderer
+        if request.token_ids is not None:
+            ids = renderer.checked(request.token_ids)
+            return Prompted(ids, call_key(ids, taken, request.ends))
+        size = sum(len(text) for one in request.messages if isinstance(text := one.get("content"), str))
+        draft = await off_loop(size, self.draft, request)
+        return self.prompted(request, draft, await off_loop(len(draft.text), renderer.encode, draft.text), taken)
+
+    def draft(self, request: TurnRequest) -> Draft:
+        """The text of a turn's messages, as far as it has no ids yet. Raises as `prompt` does."""
+        if request.tools:
+            self._run.for_tools  # noqa: B018 - raises before the call, not after it
+        return self._chats.draft(request.messages, request.tools)
+
+    def prompted(
+        self, request: TurnRequest, draft: Draft, ids: NDArray[np.int32], taken: Container[int] = ()
+    ) -> Prompted:
+        """The context of a turn, from the ids [N] of its draft's text."""
+        chat = draft.prompt(ids)
+        key = call_key(chat.ids, taken, request.ends)
+        return Prompted(chat.ids, key, chat, _state(request), opened_thought(draft.text))
+
+    def answered(self, prompted: Prompted, request: TurnRequest, finished: FinishedCall, number: int) -> TurnAnswer:
+        """See `Record.answered`."""
+        chat, tokens = prompted.chat, finished.tokens
+        if tokens is None:
+            raise RunError("a chat needs tokens, and this engine only simulates them")
+        self._transcript.add(prompted.ids, tokens, number, prompted.state)
+        renderer = self._run.renderer
+        text = renderer.text_before(tokens.ids, request.stop, request.stop_token_ids)
+        error_role = "tool"
+        cut_off = finished.finish_reason is not FinishReason.STOP
+        finish_reason = "length" if cut_off else "stop"
+        if chat is None:
+            return TurnAnswer(
+                text,
+                text,
+                said("assistant", text),
+                finish_reason=finish_reason,
+                token_ids=tuple(tokens.ids.tolist()),
+                logprobs=tuple(tokens.logprobs.tolist()),
+            )
+        assert isinstance(chat, ChatPrompt)
+        if request.tools:
+            parser, error_role = self._run.for_tools
+            answer = parser.parse(text, request.tools, self._calls)
+        elif HARMONY_MARK in text:  # gpt-oss's template refuses channels in a message
+            written = harmony(text)
+            answer = TurnAnswer(text, written.content, said("assistant", written.content), reasoning=written.reasoning)
+            answer = replace(answer, message=answer.with_reasoning_apart)
+        else:
+            answer = TurnAnswer(text, text, said("assistant", text))
+        self._calls += len(answer.calls)
+        self._problems += sum(call.problem is not None for call in answer.calls)
+        answer = replace(_with_reasoning(answer, renderer), finish_reason=finish_reason, error_role=error_role)
+        self._chats.answered(chat, tokens.ids, answer.message, answer.with_reasoning_apart)
+        return answer
+
+    def rows(self) -> list[RowTokens]:
+        """See `Record.rows`."""
+        return [row_tokens(row) for row in self._transcript.rows()]
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """Forks and calls that could not be made."""
+        return {"forks": self._transcript.forks, "tool_call_problems": self._problems}
+
+
+def _with_reasoning(answer: TurnAnswer, renderer: ChatRenderer) -> TurnAnswer:
+    """Find the thinking of ``answer``, unless its parser has."""
+    if reasoning := reasoning_of(answer.message):
+        return replace(answer, reasoning=reasoning)
+    thinking, rest = split_thinking(answer.content, renderer.generation_prompt)
+    return replace(answer, reasoning=untagged(thinking), reply=rest.strip()) if thinking else answer
+
+
+def _state(request: TurnRequest) -> int:
+    """The state of a turn: the one that its program names, or what the policy is told since the last answer.
+
+    By what messages say, not by ids: a template may write the past anew at each turn, and calls of tools have ids that
+    number them.
+    """
+    if request.state is not None:
+        return state_key(request.state.encode(errors="surrogatepass"))
+    messages = request.messages
+    new = next((n for n in range(len(messages), 0, -1) if messages[n - 1].get("role") == "assistant"), 0)
+    told = plain_messages(messages[new:] or messages)
+    texts = [message_key({name: value for name, value in one.items() if name != "tool_call_id"}) for one in told]
+    return state_key("\n".join(texts).encode(errors="surrogatepass"))
+
+
+def row_tokens(row: Row) -> RowTokens:
+    """Cut a row of a transcript before its first trained token: what comes before is its prompt."""
+    start = row.turns[0].start
+    spans = tuple(turn._replace(start=turn.start - start, stop=turn.stop - start) for turn in row.turns)
+    return RowTokens(
+        prompt_ids=row.ids[:start],
+        ids=row.ids[start:],
+        logprobs=row.logprobs[start:],
+        versions=row.versions[start:],
+        loss_mask=row.loss_mask[start:],
+        turns=spans,
+    )
+
+
+def spans_of(calls: Sequence[FinishedCall]) -> list[list[int]]:
+    """``[[start, version], …]`` of the tokens of several calls, one after the other."""
+    spans: list[list[int]] = []
+    offset = 0
+    for call in calls:
+        for start, version in call.version_spans:
+            if not spans or spans[-1][1] != version:
+                spans.append([offset + start, version])
+        offset += call.length
+    return spans

@@ -1,0 +1,381 @@
+"""The keeper of groups: it makes their episodes with calls to replicas, and hands each group on when it is whole.
+
+    generate ─▶ group ─▶ n episodes ─call─▶ Calls ─▶ a replica
+                  ▲            ▲                       │
+      FinishedGroup            └────── FinishedCall ◀──┘
+
+An episode of the program of one turn is one call with the prompt's ids; one of a user's program is a
+`headway.agents.episodes.program_episode.ProgramEpisode`. All of it runs on one event loop: the driver's where roles run
+in its process, else that of an actor beside the replicas, so that tokens stay away from the driver.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+
+from headway.agents.episodes.call_cache import CallLog
+from headway.agents.episodes.deadlines import Clock
+from headway.agents.episodes.program_episode import Hosting, MadeEpisode, ProgramEpisode
+from headway.agents.episodes.replica_clients import CallEngine
+from headway.agents.episodes.request_dispatcher import Asked, Calls, Home, nothing_sampled
+from headway.data.interfaces.episode_groups import FinishedGroup, GroupRequest
+from headway.data.interfaces.generation import FinishedCall, Priority, SamplingParams
+from headway.data.types import (
+    FinishReason,
+    GroupTokens,
+    RowAt,
+    RowTokens,
+    Trajectory,
+)
+from headway.errors import HeadwayError, RunError, WorkerDied, boundary
+
+
+@dataclass(slots=True, eq=False)
+class _Group:
+    """One group on its way."""
+
+    request: GroupRequest
+    inbox: asyncio.Queue[FinishedGroup | HeadwayError]
+    """The queue of the `generate` call that asked for the group."""
+    home: Home
+    missing: int
+    """Episodes that are not over."""
+    done: dict[int, MadeEpisode] = field(default_factory=dict)
+    """Finished episodes of programs, by k."""
+    answers: dict[int, tuple[Asked, FinishedCall]] = field(default_factory=dict)
+    """Finished episodes of one turn, by k."""
+    calls: dict[int, Asked] = field(default_factory=dict)
+    """Calls of episodes of one turn, by k."""
+    programs: dict[int, tuple[ProgramEpisode, asyncio.Task[None]]] = field(default_factory=dict)
+    """Episodes of programs that are not over, by k."""
+    aborted: bool = False
+
+    def sampling(self, k: int) -> SamplingParams:
+        """Sampling of episode ``k``: the baseline's is its own."""
+        baseline = self.request.baseline
+        return baseline if baseline is not None and k == self.request.n else self.request.sampling
+
+    @property
+    def oldest_version(self) -> int | None:
+        """The oldest version in a finished call; None before the first token."""
+        versions = [made.trajectory.oldest_version for made in self.done.values()]
+        versions += [episode.oldest_version for episode, _ in self.programs.values()]
+        versions += [version for _, finished in self.answers.values() for _, version in finished.version_spans]
+        return min((version for version in versions if version is not None), default=None)
+
+
+class GroupKeeper:
+    """`headway.data.interfaces.episode_groups.Keeper` on the running event loop.
+
+    Args:
+        name: of the keeper, under which replicas know its calls.
+        decode: an answer's token ids, less the stop token that ended it, to its text; None where tokens are only
+            simulated.
+        hosting: what makes episodes by a user's program; None for the program of one turn.
+        gather_s: seconds from when groups were handed on until the next ones are, unless none is being made any more.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        decode: Callable[[Sequence[int]], str] | None = None,
+        hosting: Hosting | None = None,
+        *,
+        gather_s: float = 0.0,
+    ) -> None:
+        self.name = name
+        self._decode = decode
+        self._hosting = hosting
+        most = None if hosting is None else hosting.held_out_at_once
+        self._room = None if most is None else asyncio.Semaphore(most)
+        """Room for held-out episodes of programs; None for any number."""
+        self._calls = Calls(name)
+        self._clock = Clock()
+        self._groups: dict[_Group, None] = {}
+        """Groups that were started and are not over."""
+        self._held: dict[_Group, None] | None = None
+        """Groups that wait for `go_on`; None while none has to."""
+        self._changed = asyncio.Event()
+        """Set when a group is over."""
+        self._gather_s = gather_s
+        self._whole: dict[_Group, None] = {}
+        """Groups that are over, and were not handed on."""
+        self._hands_on_at = 0.0
+        """Time on the loop's clock before which whole groups are gathered."""
+        self._handing_on: asyncio.TimerHandle | None = None
+        self._ended: HeadwayError | None = None
+
+    # ------------------------------------------------------------------------------------- groups
+
+    async def generate(
+        self, requests: Sequence[GroupRequest], *, on: str | None = None
+    ) -> AsyncGenerator[FinishedGroup, None]:
+        """See `headway.data.interfaces.episode_groups.Keeper.generate`."""
+        if self._ended is not None:
+            raise self._ended
+        if on is not None and not self._calls.knows(on):
+            raise WorkerDied(f"{on} is gone")
+        inbox: asyncio.Queue[FinishedGroup | HeadwayError] = asyncio.Queue()
+        groups = [_Group(request, inbox, Home(on), request.episodes) for request in requests]
+        missing = len(groups)
+        for group in groups:
+            if self._held is not None and _trains(group):
+                self._held[group] = None
+            else:
+                self._start(group)
+        try:
+            while missing:
+                finished = await inbox.get()
+                if isinstance(finished, HeadwayError):
+                    raise finished
+                missing -= 1
+                yield finished
+        finally:
+            self._drop(groups)
+
+    async def abort_older_than(self, version: int) -> None:
+        """See `headway.data.interfaces.episode_groups.Keeper.abort_older_than`."""
+        self._abort(
+            group
+            for group in self._groups
+            if _trains(group) and (oldest := group.oldest_version) is not None and oldest < version
+        )
+
+    # ------------------------------------------------------------------------------------- replicas
+
+    async def join(self, replica: CallEngine) -> None:
+        """See `headway.data.interfaces.episode_groups.Keeper.join`."""
+        self._calls.join(replica)
+
+    async def leave(self, replica: str) -> None:
+        """See `headway.data.interfaces.episode_groups.Keeper.leave`."""
+        await self._calls.leave(replica)
+
+    async def route(self, replicas: Sequence[str], *, halted: bool = False) -> None:
+        """See `headway.data.interfaces.episode_groups.Keeper.route`."""
+        if halted:
+            self._clock.stop()
+        else:
+            self._clock.go_on()
+        self._calls.route(replicas)
+
+    async def hold(self) -> None:
+        """See `headway.data.interfaces.episode_groups.Keeper.hold`."""
+        self._held = {} if self._held is None else self._held
+        while self._held is not None and any(_trains(group) for group in self._groups):
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def go_on(self) -> None:
+        """See `headway.data.interfaces.episode_groups.Keeper.go_on`."""
+        held, self._held = self._held or {}, None
+        self._changed.set()
+        for group in held:
+            self._start(group)
+
+    async def answer(self) -> None:
+        """See `headway.data.interfaces.episode_groups.Keeper.answer`."""
+
+    def failures(self) -> AsyncGenerator[tuple[str, HeadwayError], None]:
+        """See `headway.data.interfaces.episode_groups.Keeper.failures`."""
+        return self._calls.failures()
+
+    def end(self, error: HeadwayError) -> None:
+        """Raise ``error`` from `generate` from now on, calls under way included."""
+        self._ended = error
+        self._hand_on()
+        groups = [*self._groups, *(self._held or ())]
+        for inbox in dict.fromkeys(group.inbox for group in groups):
+            inbox.put_nowait(error)
+        self._drop(groups)
+
+    async def close(self) -> None:
+        """Leave all replicas, and end all programs."""
+        self._drop([*self._groups, *self._whole])
+        if self._handing_on is not None:
+            self._handing_on.cancel()
+        await self._calls.close()
+        if self._hosting is not None:
+            await self._hosting.close()
+
+    # ------------------------------------------------------------------------------------- episodes
+
+    def _start(self, group: _Group) -> None:
+        self._groups[group] = None
+        for k in range(group.request.episodes):
+            if self._hosting is not None:
+                self._begin(group, k, self._hosting)
+            else:
+                self._ask(group, k)
+
+    def _ask(self, group: _Group, k: int) -> None:
+        """Make episode ``k`` by the program of one turn: one call."""
+        request = group.request
+        group.calls[k] = asked = Asked(
+            request.prompt.trajectory_id(k),
+            request.prompt.token_ids,
+            group.sampling(k),
+            group.home,
+            done=lambda asked, finished: self._on_finished(group, k, asked, finished),
+            failed=lambda asked, error: self._on_failed(group, error),
+            priority=request.priority,
+            together=request.episodes,
+        )
+        self._calls.ask(asked)
+
+    def _on_finished(self, group: _Group, k: int, asked: Asked, finished: FinishedCall) -> None:
+        del group.calls[k]
+        if finished.finish_reason is FinishReason.ABORTED:
+            self._abort([group])
+        if group in self._groups:
+            group.answers[k] = asked, finished
+            self._over(group)
+
+    def _on_failed(self, group: _Group, error: HeadwayError) -> None:
+        group.inbox.put_nowait(error)
+        self._drop([group])
+
+    def _begin(self, group: _Group, k: int, hosting: Hosting) -> None:
+        """Begin episode ``k`` of a user's program."""
+        log = CallLog(
+            group.request.prompt.trajectory_id(k),
+            hosting.sampling(group.sampling(k)),
+            group.request.priority,
+            self._calls,
+            group.home,
+            on_aborted=lambda: self._abort([group]),
+            on_failed=lambda error: self._on_failed(group, error),
+        )
+        episode = ProgramEpisode(group.request, log, hosting, self._clock)
+        room = nullcontext() if self._room is None or _trains(group) else self._room
+
+        async def make() -> None:
+            try:
+                async with room:
+                    with boundary(name, RunError):
+                        made = await episode.make()
+            except HeadwayError as error:
+                self._on_failed(group, error)
+                return
+            group.programs.pop(k, None)
+            self._made(group, k, made)
+
+        name = f"{self.name}, episode {tuple(episode.id)}"
+        group.programs[k] = episode, asyncio.get_running_loop().create_task(make(), name=name)
+
+    def _made(self, group: _Group, k: int, made: MadeEpisode) -> None:
+        if group in self._groups:
+            group.done[k] = made
+            self._over(group)
+
+    def _over(self, group: _Group) -> None:
+        """End an episode, and with the last one the group."""
+        group.missing -= 1
+        if group.missing == 0:
+            del self._groups[group]
+            self._changed.set()
+            self._whole[group] = None
+            loop = asyncio.get_running_loop()
+            if not self._groups or loop.time() >= self._hands_on_at:
+                self._hand_on()
+            elif self._handing_on is None:
+                self._handing_on = loop.call_at(self._hands_on_at, self._hand_on)
+
+    def _hand_on(self) -> None:
+        """Hand on all groups that are whole: whoever waits for them is woken up once."""
+        if self._handing_on is not None:
+            self._handing_on.cancel()
+            self._handing_on = None
+        whole, self._whole = self._whole, {}
+        for group in whole:
+            try:
+                with boundary(f"{self.name}, group {group.request.number}", RunError):
+                    finished = _of_programs(group) if group.done else _of_answers(group, self._decode)
+            except HeadwayError as error:
+                group.inbox.put_nowait(error)
+            else:
+                group.inbox.put_nowait(finished)
+        self._hands_on_at = asyncio.get_running_loop().time() + self._gather_s
+
+    def _abort(self, groups: Iterable[_Group]) -> None:
+        """End ``groups`` as they are: what replicas have of them comes back."""
+        for group in [group for group in groups if not group.aborted and group in self._groups]:
+            group.aborted = True
+            for asked in self._calls.abort(list(group.calls.values())):
+                self._on_finished(group, asked.trajectory.k, asked, nothing_sampled())
+            for k, (episode, task) in list(group.programs.items()):
+                task.cancel()
+                del group.programs[k]
+                self._made(group, k, episode.aborted())
+
+    def _drop(self, groups: Iterable[_Group]) -> None:
+        """Forget ``groups``: nobody waits for them any more."""
+        for group in groups:
+            if self._held is not None:
+                self._held.pop(group, None)
+            self._whole.pop(group, None)
+            if self._groups.pop(group, self) is self:
+                continue
+            self._changed.set()
+            self._calls.drop(group.calls.values())
+            for _, task in group.programs.values():
+                task.cancel()
+
+
+def _trains(group: _Group) -> bool:
+    return group.request.priority is Priority.TRAINING
+
+
+def _of_answers(group: _Group, decode: Callable[[Sequence[int]], str] | None) -> FinishedGroup:
+    """Put the episodes of one turn together, in order of k: once for the whole group, so that an answer that comes
+    alone costs no more than a look."""
+    prompt_ids = group.request.prompt.token_ids
+    trajectories: list[Trajectory] = []
+    rows: list[RowTokens] = []
+    count, simulated = 0, False
+    for k in range(group.request.episodes):
+        asked, finished = group.answers[k]
+        tokens, length = finished.tokens, finished.length
+        ids = [] if tokens is None or decode is None else tokens.ids.tolist()
+        if ids and ids[-1] in group.sampling(k).stop_token_ids:
+            ids.pop()
+        trajectories.append(
+            Trajectory(
+                id=asked.trajectory,
+                replica=asked.replica,
+                text="" if decode is None or not ids else decode(ids),
+                prompt_length=len(prompt_ids),
+                length=length,
+                finish_reason=finished.finish_reason,
+                version_spans=finished.version_spans,
+                started=finished.started,
+                finished=finished.finished,
+                rows=(RowAt(count, len(prompt_ids), length),) if length else (),
+            )
+        )
+        if length:
+            count += 1
+            if tokens is None:
+                simulated = True
+            else:
+                rows.append(RowTokens.answer(prompt_ids, tokens))
+    return FinishedGroup(group.request.number, tuple(trajectories), None if simulated else GroupTokens(tuple(rows)))
+
+
+def _of_programs(group: _Group) -> FinishedGroup:
+    """Put the episodes of ``group`` together, in order of k, and number their rows."""
+    trajectories: list[Trajectory] = []
+    rows: list[RowTokens] = []
+    count, simulated = 0, False
+    for k in range(group.request.episodes):
+        made = group.done[k]
+        simulated |= len(made.rows) < len(made.trajectory.rows)
+        numbered = tuple(replace(at, index=count + n) for n, at in enumerate(made.trajectory.rows))
+        trajectories.append(replace(made.trajectory, rows=numbered) if count else made.trajectory)
+        count += len(numbered)
+        rows += made.rows
+    tokens = None if simulated else GroupTokens(tuple(rows))
+    return FinishedGroup(group.request.number, tuple(trajectories), tokens)

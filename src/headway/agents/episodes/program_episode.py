@@ -1,0 +1,364 @@
+"""One episode that a program makes: turns, limits, and the log by which it can be made again.
+
+    program ──TurnRequest──▶ limits ▶ record.prompt ▶ known in the log? ─no─▶ a call of the policy
+       ▲                                                   │ yes                     │
+       └────────────── TurnAnswer ◀── record.answered ◀────┴─────────────────────────┘
+
+A runner that dies has its programs run again from the beginning. The log answers the calls that it knows; what is asked
+otherwise than before is sampled anew, and what is not asked again is not trained.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import numpy as np
+from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, wait_exponential
+
+from headway.agents.endpoint.turns import Doors
+from headway.agents.episodes.call_cache import CallLog
+from headway.agents.episodes.deadlines import Clock
+from headway.agents.episodes.episode_attempt import Try
+from headway.agents.episodes.episode_limits import EpisodeTime, Limits
+from headway.agents.episodes.episode_tokens import Record, spans_of
+from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart, TurnAnswer, TurnRequest
+from headway.data.interfaces.episode_groups import GroupRequest
+from headway.data.interfaces.generation import FinishedCall, Priority, SamplingParams
+from headway.data.tokenize import template_kwargs
+from headway.data.types import FinishReason, RowAt, RowTokens, Trajectory, TrajectoryId
+from headway.errors import (
+    EpisodeOver,
+    HeadwayError,
+    ProgramAway,
+    ProgramFailed,
+    RunError,
+    RunnerLost,
+)
+
+Turn = Callable[[TurnRequest], Awaitable[TurnAnswer]]
+
+AWAY = wait_exponential(multiplier=0.5, max=30.0)
+"""Seconds before a program is run again for something that was away."""
+LOST = wait_exponential(multiplier=0.05, max=1.0)
+"""Seconds before a program is run again whose runner was lost."""
+_TOLD = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Settings of sampling that programs are told."""
+MOST_LOSSES = 200
+"""Number of runners that an episode may lose to other episodes' doing."""
+
+
+class Programs(Protocol):
+    """Host of programs: `headway.agents.episodes.program_workers.ProgramRunners`, or a simulation."""
+
+    async def start(self) -> Any:
+        """Start the processes of user code, if there are any. Raises as `Hosting.start` says."""
+
+    async def run(self, job: EpisodeStart, on_ask: Turn, *, on_begin: Callable[[], object] | None = None) -> EpisodeEnd:
+        """Run a program to its end; its turns are ``on_ask``'s. ``on_begin`` is called when it begins.
+
+        Raises:
+            RunnerLost: its process ended.
+            ProgramAway: something that it needs is away for a time.
+            HeadwayError: it failed.
+        """
+
+    async def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Hosting:
+    """What a keeper needs in order to have programs make its episodes."""
+
+    programs: Programs
+    record: Callable[..., Record]
+    """Makes the record of an episode. It is given the row's variables of the chat template, where there are any."""
+    limits: Limits
+    seed: int = 0
+    """Seed of the run."""
+    stop_ids: tuple[int, ...] = ()
+    """Tokens that end a turn, beside those of the sampling."""
+    gives_reward: bool = False
+    """Programs have to give rewards: no reward function does."""
+    keeps_conversations: bool = False
+    """Episodes come with their last conversation, for a reward function."""
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Variables that the run gives to the chat template."""
+    held_out_at_once: int | None = None
+    """Most held-out episodes of a keeper that are open at once; None for any number."""
+    endpoint: Doors | None = None
+    """The endpoint at which agents ask for turns; None where programs do so by their chat alone."""
+
+    def sampling(self, asked: SamplingParams) -> SamplingParams:
+        """The sampling of the turns of an episode for which ``asked`` is."""
+        return replace(asked, stop_token_ids=tuple(dict.fromkeys((*asked.stop_token_ids, *self.stop_ids))))
+
+    async def start(self) -> None:
+        """Start the programs' processes, and then the endpoint that they ask.
+
+        Raises:
+            UserError: the user's code cannot be used, or the endpoint's port is in use.
+            WorkerDied: a process ended while it loaded the code.
+        """
+        await self.programs.start()
+        if self.endpoint is not None:
+            try:
+                await self.endpoint.start()
+            except BaseException:
+                await self.programs.close()
+                raise
+
+    async def close(self) -> None:
+        """End all programs, and then the endpoint that they may be asking."""
+        await self.programs.close()
+        if self.endpoint is not None:
+            await self.endpoint.close()
+
+
+@dataclass(frozen=True, slots=True)
+class MadeEpisode:
+    """An episode that is over."""
+
+    trajectory: Trajectory
+    """Metadata, with rows numbered from 0."""
+    rows: list[RowTokens]
+    """Tokens of the rows; none where they are only simulated."""
+
+
+class ProgramEpisode:
+    """An episode on its way. `make` makes it; `oldest_version` says how old its tokens are meanwhile."""
+
+    def __init__(self, request: GroupRequest, log: CallLog, hosting: Hosting, clock: Clock) -> None:
+        """``log``: of the episode's calls, none of which was made so far."""
+        self.id: TrajectoryId = log.id
+        self._request, self._log, self._hosting, self._limits = request, log, hosting, hosting.limits
+        self._losses = 0
+        self._tries = 0
+        self._again: str | None = None
+        """Why the program was run again, the last time."""
+        self._time = EpisodeTime(clock, self._limits)
+        self._one = self._try()
+        """The try under way, or the last one."""
+
+    @property
+    def oldest_version(self) -> int | None:
+        """The oldest version in an answer that this try of the program has got; None before the first token.
+
+        What only an earlier try had asked for is not trained, however old it is.
+        """
+        return min((version for call in self._one.calls for _, version in call.version_spans), default=None)
+
+    async def make(self) -> MadeEpisode:
+        """Run the program to its end. A failure is the episode's, and never raised."""
+        end, failure = EpisodeEnd(), None
+        retrying = AsyncRetrying(
+            retry=retry_if_exception(_may_pass),
+            stop=self._given_up,
+            wait=lambda state: (LOST if isinstance(_error(state), RunnerLost) else AWAY)(state),
+            reraise=True,
+        )
+        try:
+            async for attempt in retrying:
+                with attempt:
+                    if self._tries:
+                        self._one = self._try()
+                    self._tries += 1
+                    end = await self._run(self._one)
+        except HeadwayError as error:
+            failure = str(error)
+        finally:
+            self._time.close()
+            self._log.close()
+        return self._made(self._one, end, failure or self._failure_of(self._one, end))
+
+    def _failure_of(self, one: Try, end: EpisodeEnd) -> str | None:
+        """Why an episode has failed whose program ended; None if it has not."""
+        if one.limit is not None and (one.limit not in self._limits.train_on or not one.calls):
+            before = "" if self._again is None else f"; before, its program was run again: {self._again}"
+            return self._limits.text(one.limit) + before
+        if not one.calls:
+            if self._hosting.endpoint is not None:
+                return (
+                    "the agent made no turn: it ended without an answer of the model, so there is nothing to train on; "
+                    "give its client the base_url and the api_key of the episode"
+                )
+            return (
+                "the program made no turn: it ended without an answer of the model, so there is nothing to train on; "
+                "call chat.turn(messages) at least once"
+            )
+        if self._hosting.gives_reward and end.reward is None and not end.turn_rewards and one.limit is None:
+            return (
+                "the program gave no reward; return one from it (a command prints it as its last line), or name a "
+                "reward.function that scores answers"
+            )
+        return None
+
+    def aborted(self) -> MadeEpisode:
+        """The episode as it is where its group was aborted: without rows.
+
+        What an engine returned of a call that it ended itself counts, like the answers of this try of the program. What
+        was sampled of calls that are still in flight does not: they are dropped, for a group that is thrown away should
+        not keep its place until the last replica has said how far it came.
+        """
+        cut = [call for call in self._log.cut if call.length]
+        return MadeEpisode(self._trajectory([*self._one.calls, *cut], FinishReason.ABORTED), [])
+
+    # ------------------------------------------------------------------------------------- the program
+
+    def _try(self) -> Try:
+        return Try(
+            f"episode {tuple(self.id)}",
+            self._log.sampling,
+            self._hosting.record(*([of_row] if (of_row := template_kwargs({}, self._request.prompt.extra)) else [])),
+            self._log,
+            self._limits,
+            self._time,
+            trains=self._request.priority is Priority.TRAINING,
+            keeps_conversation=self._hosting.keeps_conversations or self._request.shown,
+        )
+
+    async def _run(self, one: Try) -> EpisodeEnd:
+        """Run the program once."""
+
+        def begin() -> None:
+            self._time.begin()
+            one.steps.begin()
+
+        async def answer(request: TurnRequest) -> TurnAnswer:
+            return (await one.turn(request)).answer
+
+        with nullcontext() if self._hosting.endpoint is None else self._hosting.endpoint.open(one) as access:
+            start = EpisodeStart(
+                one.name,
+                self._messages(),
+                self._row(),
+                _seed(self._hosting.seed, self.id),
+                access,
+                {name: getattr(self._log.sampling, name) for name in _TOLD},
+                self._limits.max_length,
+                template_kwargs(self._hosting.template_kwargs, self._request.prompt.extra),
+                self._request.prompt.data_text,
+            )
+            one.running = asyncio.get_running_loop().create_task(
+                self._hosting.programs.run(start, answer, on_begin=begin)
+            )
+            return await self._end_of(one, one.running)
+
+    async def _end_of(self, one: Try, running: asyncio.Task[EpisodeEnd]) -> EpisodeEnd:
+        try:
+            end = await running
+        except asyncio.CancelledError:
+            if (task := asyncio.current_task()) is None or task.cancelling():
+                raise
+            if one.limit is None:
+                raise ProgramFailed("the program ended with CancelledError, and nobody has cancelled it") from None
+            return EpisodeEnd(turn_rewards=one.rewards)  # it was ended by a limit, not from outside
+        except EpisodeOver:
+            return EpisodeEnd(turn_rewards=one.rewards)
+        except ProgramFailed:
+            if one.limit is None or self._hosting.endpoint is None:
+                raise
+            return EpisodeEnd(turn_rewards=one.rewards)  # an agent raises what its client made of the refused request
+        finally:
+            one.over = True
+            running.cancel()
+            one.steps.end()
+        if not isinstance(end, EpisodeEnd):
+            raise RunError(f"a program ended with {end!r} in place of its end")
+        return one.rewarded(end)
+
+    def _messages(self) -> list[dict[str, Any]]:
+        prompt = self._request.prompt
+        return prompt.messages if prompt.messages is not None else [{"role": "user", "content": prompt.data_text}]
+
+    def _row(self) -> Mapping[str, Any]:
+        prompt = self._request.prompt
+        return {**prompt.extra, "answer": prompt.answer, "source": prompt.source}
+
+    def _given_up(self, state: RetryCallState) -> bool:
+        """Tell whether the last failure was one too many. Those that other episodes caused are hardly counted."""
+        error = _error(state)
+        if isinstance(error, RunnerLost) and error.culprit is False:
+            self._losses += 1
+            given_up = self._time.is_over or self._losses > MOST_LOSSES
+        else:
+            given_up = self._tries - self._losses > self._limits.retries
+        if not given_up:
+            self._again = str(error)
+        return given_up
+
+    # ------------------------------------------------------------------------------------- the end
+
+    def _made(self, one: Try, end: EpisodeEnd, failure: str | None) -> MadeEpisode:
+        rows, turn_rewards = one.rows(end.turn_rewards, failed=failure is not None)
+        places = tuple(_place(index, row) for index, row in enumerate(rows))
+        last = one.calls[-1] if one.calls else None
+        episode = self._trajectory(one.calls, FinishReason.LENGTH if one.cut_off else FinishReason.STOP)
+        trajectory = replace(
+            episode,
+            text=one.text,
+            prompt_length=places[0].prompt_length if places else episode.prompt_length,
+            finished=last.finished if last is not None else episode.finished,
+            rows=places,
+            conversation=one.conversation,
+            reward=end.reward,
+            turn_rewards=turn_rewards,
+            failure=failure,
+            again=self._again,
+            limit=one.limit,
+            steps=tuple(self._time.spans.steps),
+            waits=tuple(self._time.spans.waits),
+            metrics={
+                **end.metrics,
+                "environment_s": self._time.environment_s,
+                "step_tokens": max(0, sum(at.length for at in places) - episode.length),
+                "tool_errors": end.tool_errors,
+                "tries": self._tries,
+                "cached_tokens": sum(call.cached for call in one.calls),
+                **{str(note): count for note, count in one.noted.items()},
+                **one.record.metrics,
+            },
+            notes={str(note): reason for note, reason in one.notes.items()},
+        )
+        return MadeEpisode(trajectory, [row for row in rows if isinstance(row, RowTokens)])
+
+    def _trajectory(self, calls: Sequence[FinishedCall], finish_reason: FinishReason) -> Trajectory:
+        """What ``calls`` say of the episode, as of now: it has no rows yet."""
+        now = asyncio.get_running_loop().time()
+        return Trajectory(
+            id=self.id,
+            replica=self._log.replica,
+            text="",
+            prompt_length=len(self._request.prompt.token_ids),
+            length=sum(call.length for call in calls),
+            finish_reason=finish_reason,
+            version_spans=spans_of(calls),
+            started=calls[0].started if calls else self._time.started,
+            finished=now,
+            rows=(),
+            turns=len(calls),
+        )
+
+
+def _place(index: int, row: RowTokens | RowAt) -> RowAt:
+    return row if isinstance(row, RowAt) else RowAt(index, len(row.prompt_ids), len(row.ids))
+
+
+def _error(state: RetryCallState) -> BaseException | None:
+    return state.outcome.exception() if state.outcome is not None else None
+
+
+def _may_pass(error: BaseException) -> bool:
+    """Tell whether a failure may not come again. A program that held its runner's event loop would do so again."""
+    if isinstance(error, RunnerLost):
+        return not (error.culprit and error.timed_out)
+    return isinstance(error, ProgramAway)
+
+
+def _seed(seed: int, id: TrajectoryId) -> int:
+    """Seed below 2^32 of one episode."""
+    parts = [part % 2**32 for part in id]  # held-out prompts may have a negative epoch, which numpy refuses
+    return int(np.random.SeedSequence([seed, *parts]).generate_state(1)[0])

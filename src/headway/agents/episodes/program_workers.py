@@ -1,0 +1,140 @@
+"""The runners of one keeper's programs: shared by asynchronous ones, a process for each episode of synchronous ones."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from headway.agents.episodes.program_episode import Turn
+from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart, TurnAnswer, TurnRequest
+from headway.agents.interface.sent_messages import ReceivedMessages
+from headway.agents.programs.program import ProgramDescription, ProgramSpec
+from headway.agents.tools.mcp_servers import McpServerSpec
+from headway.config.schema import Config
+from headway.config.sections.program_section import AgentCommand
+from headway.errors import ConfigError, RunError
+from headway.runtime.workers.worker_pool import START_TIMEOUT_S, Runners
+
+CLOSE_S = 10.0
+"""Seconds for environments to be closed when a run ends."""
+
+
+class ProgramRunners:
+    """`headway.agents.episodes.program_episode.Programs` in processes of their own."""
+
+    def __init__(self, name: str, config: Config, logs: Path | None, model_path: str | None = None) -> None:
+        """
+        Args:
+            name: of the keeper, for messages.
+            logs: the directory for what programs print; None for this process's stderr.
+            model_path: folder of the policy's tokenizer; None where there is none yet.
+        """
+        self._name = name
+        self._rollout = config.rollout
+        self._spec = replace(program_spec(config), model_path=model_path)
+        self._log = None if logs is None else logs / f"{name}-programs.log"
+        self._runners: Runners | None = None
+
+    @property
+    def waits_s(self) -> float:
+        """Seconds for which loading may wait for servers, beside what the user's code takes."""
+        return self._spec.waits_s
+
+    async def describe(self) -> ProgramDescription:
+        """Load the user's code, in the first process, and return what it turned out to be.
+
+        Raises:
+            UserError: the code cannot be used; says why.
+            WorkerDied: a process ended while it loaded the code.
+        """
+        self._runners = Runners(
+            f"environment process of {self._name}",
+            self._spec,
+            processes=self._rollout.environment_processes,
+            at_once=1,
+            forked=True,
+            stall_s=None,
+            log_path=self._log,
+            env=variables(self._rollout.env),
+            start_timeout_s=START_TIMEOUT_S + self.waits_s,
+            close_s=CLOSE_S,
+        )
+        described: ProgramDescription = await self._runners.start()
+        return described
+
+    async def start(self) -> ProgramDescription:
+        """Load the user's code, and start the processes that its episodes need. Returns and raises as `describe`."""
+        described = await self.describe()
+        await self.get_ready(described)
+        return described
+
+    async def get_ready(self, described: ProgramDescription) -> None:
+        """Start the processes that the episodes of code need that was ``described`` so. Raises as `describe`."""
+        rollout = self._rollout
+        if not described.is_async:
+            return
+        await self.close()
+        self._runners = Runners(
+            f"runner of {self._name}",
+            self._spec,
+            processes=rollout.runners,
+            at_once=None,
+            forked=False,
+            stall_s=rollout.stall_s,
+            log_path=self._log,
+            env=variables(rollout.env),
+            start_timeout_s=START_TIMEOUT_S + self.waits_s,
+            close_s=CLOSE_S,
+        )
+        await self._runners.start()
+
+    async def run(self, job: EpisodeStart, on_ask: Turn, *, on_begin: Callable[[], object] | None = None) -> EpisodeEnd:
+        """See `headway.agents.episodes.program_episode.Programs.run`."""
+        if self._runners is None:
+            raise RunError(f"{self._name}: the runners were not started")
+        received = ReceivedMessages()
+
+        async def answer(request: TurnRequest) -> TurnAnswer:
+            return await on_ask(received.whole(request))
+
+        kept = replace(job, messages_are_kept=True)
+        end: EpisodeEnd = await self._runners.run(kept, answer, on_begin=on_begin)
+        return end
+
+    async def close(self) -> None:
+        """End all processes."""
+        if self._runners is not None:
+            await self._runners.close()
+
+
+def program_spec(config: Config) -> ProgramSpec:
+    """The program of ``config``, with absolute paths."""
+    rollout = config.rollout
+    return ProgramSpec(
+        tools=rollout.tools,
+        mcp=tuple(McpServerSpec(name=name, **dict(server)) for name, server in rollout.mcp.items()),
+        environment=rollout.environment,
+        program=rollout.program,
+        agent=rollout.agent_function,
+        command=rollout.agent.command if isinstance(rollout.agent, AgentCommand) else (),
+        params=rollout.params,
+        max_turns=rollout.max_turns,
+        prompt_length=config.data.max_prompt_length,
+        sandbox=config.sandbox.spec,
+    ).resolved()
+
+
+def variables(names: dict[str, str]) -> dict[str, str]:
+    """Values of ``rollout.env``, from this process's environment.
+
+    Raises:
+        ConfigError: one of them is not set.
+    """
+    missing = [name for name in names.values() if name not in os.environ]
+    if missing:
+        raise ConfigError(
+            f"rollout.env: {', '.join(missing)} is not set in the environment; export it before the run, or drop it"
+        )
+    return {name: os.environ[theirs] for name, theirs in names.items()}

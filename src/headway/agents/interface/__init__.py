@@ -1,0 +1,1 @@
+"""What a program and its episode say to each other."""

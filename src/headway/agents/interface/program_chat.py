@@ -1,0 +1,301 @@
+"""The chat that a program has with the policy.
+
+async def run(row, chat):
+    messages = [*row["messages"]]
+    answer = await chat.turn(messages, tools=[look_up])         # a function, or a schema
+    while answer.calls:
+        messages += [answer.message, *await chat.call_tools(answer)]
+        answer = await chat.turn(messages, tools=[look_up])
+    return float(answer.content == row["answer"])
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from headway.agents.interface.awaiting import awaited, is_in_a_loop
+from headway.agents.interface.failures import Insisted, number
+from headway.agents.interface.program_messages import (
+    EpisodeStart,
+    Message,
+    ToolCall,
+    ToolSchema,
+    TurnAnswer,
+    TurnRequest,
+    content_problem,
+    too_much_ends,
+)
+from headway.agents.interface.tool import NAME, Tool, ToolResult
+from headway.agents.tools.python_tools import make_tool
+from headway.errors import EpisodeOver, ProgramFailed, shown
+from headway.runtime.task_groups import concurrently
+
+Ask = Callable[[TurnRequest], Awaitable[TurnAnswer]]
+"""Asks the keeper for a turn. Raises `EpisodeOver` where a limit has ended the episode."""
+MOST_REFUSALS = 100
+"""Number of turns that a program may ask for after its episode is over. It has caught `EpisodeOver` so often then that
+it will for ever, as ``while True`` around ``except Exception`` does, and would hold its process."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    number: int
+    """Place among the turns that were asked for, from 0."""
+    answer: TurnAnswer
+    tools: Mapping[str, Tool | None]
+
+
+@dataclass(slots=True)
+class Tally:
+    """The record of one episode that its chat keeps: turns, their rewards, what went wrong."""
+
+    asked: int = 0
+    turns: list[_Turn] = field(default_factory=list)
+    rewards: dict[int, float] = field(default_factory=dict)
+    tool_errors: int = 0
+    over: EpisodeOver | None = None
+    refusals: int = 0
+    closed: bool = False
+
+    def reward(self, turn: _Turn, value: float) -> None:
+        """Add to a turn's reward."""
+        self.rewards[turn.number] = self.rewards.get(turn.number, 0.0) + value
+
+    def give(self, values: Sequence[float], who: str) -> None:
+        """Give each turn its reward, in the order in which turns were asked for.
+
+        Raises:
+            ProgramFailed: there are more or fewer rewards than turns, or turns were given some already.
+        """
+        if self.rewards:
+            raise ProgramFailed(
+                f"{who} gave rewards of turns by chat.reward() and returned a list, too; do one of both"
+            )
+        if len(values) != len(self.turns):
+            raise ProgramFailed(
+                f"{who} returned a list of {len(values)} rewards for {len(self.turns)} turns; return one for each turn"
+            )
+        turns = sorted(self.turns, key=lambda turn: turn.number)
+        self.rewards = {turn.number: value for turn, value in zip(turns, values, strict=True)}
+
+    @property
+    def turn_rewards(self) -> tuple[float, ...]:
+        """Rewards by the number of the turn; empty where no turn was given one."""
+        turns = max((turn.number for turn in self.turns), default=-1) + 1
+        return tuple(self.rewards.get(n, 0.0) for n in range(turns)) if self.rewards else ()
+
+
+class Chat:
+    """The policy, as a program asks it for turns.
+
+    An episode may have several conversations, and several turns at once: what a turn goes on from is told by its
+    messages alone. Where they extend an earlier conversation, its tokens are kept as they were sampled.
+    """
+
+    def __init__(self, ask: Ask, start: EpisodeStart, tally: Tally, who: str) -> None:
+        self._ask, self._tally, self._who = ask, tally, who
+        self._made: dict[Any, Tool] = {}
+        self.seed = start.seed
+        """Seed of the episode, below 2^32: the same where it is run again. Seed your own generators with it."""
+
+    @property
+    def turns(self) -> int:
+        """Number of turns that the policy has made in this episode."""
+        return len(self._tally.turns)
+
+    async def turn(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Callable[..., Any] | ToolSchema] | None = None,
+        *,
+        max_tokens: int | None = None,
+        state: str | None = None,
+    ) -> TurnAnswer:
+        """Have the policy answer ``messages``.
+
+        Args:
+            messages: the conversation so far, as chat messages; begin with ``row["messages"]`` or with your own. Go on
+                with ``[*messages, answer.message, …]``, the answer unchanged.
+            tools: functions with types and a docstring, or their schemas, that the model may call in this turn.
+            max_tokens: most tokens to sample; the run's own limits hold in any case.
+            state: name of the state that this turn is taken in, which ``gigpo`` compares turns by. Default: what
+                ``messages`` have since the last answer.
+
+        Raises:
+            EpisodeOver: a limit has ended the episode; there will be no further turn.
+            ProgramFailed: the arguments cannot be used; says which, and what is expected.
+        """
+        by_name = self._tools(tools or ())
+        request = TurnRequest(
+            self._plain(messages),
+            [schema for _, schema in by_name.values()] or None,
+            self._most(max_tokens),
+            state=self._state(state),
+        )
+        return await self._answer(request, {name: tool for name, (tool, _) in by_name.items()})
+
+    async def _answer(self, request: TurnRequest, tools: Mapping[str, Tool | None]) -> TurnAnswer:
+        tally = self._tally
+        if tally.closed:
+            raise ProgramFailed(f"{self._who} asked for a turn after it had ended; await every turn before you return")
+        if tally.over is not None:
+            await self._refuse(tally.over)
+        place = tally.asked
+        tally.asked += 1
+        try:
+            answer = await self._ask(replace(request, rewards=tally.turn_rewards))
+        except EpisodeOver as over:
+            tally.over = over
+            raise
+        tally.turns.append(_Turn(place, answer, tools))
+        return answer
+
+    async def continued(
+        self,
+        token_ids: Sequence[int],
+        *,
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+        stop_token_ids: Sequence[int] = (),
+    ) -> TurnAnswer:
+        """Have the policy continue ``token_ids`` [P]: a turn without chat messages.
+
+        Args:
+            max_tokens: most tokens to sample; the run's own limits hold in any case.
+            stop: strings that end the turn.
+            stop_token_ids: tokens that end it.
+
+        Raises:
+            EpisodeOver: a limit has ended the episode; there will be no further turn.
+            ProgramFailed: there are more of ``stop`` and ``stop_token_ids`` than are looked for.
+        """
+        if (problem := too_much_ends(stop, stop_token_ids)) is not None:
+            raise ProgramFailed(f"{self._who}: {problem}")
+        request = TurnRequest(
+            [],
+            max_tokens=self._most(max_tokens),
+            token_ids=tuple(token_ids),
+            stop=tuple(stop),
+            stop_token_ids=tuple(stop_token_ids),
+        )
+        return await self._answer(request, {})
+
+    def reward(self, value: float, answer: TurnAnswer | None = None) -> None:
+        """Give a turn a reward: the one that made ``answer``, or the last one. Given twice, they add up.
+
+        What the program returns is the episode's reward, beside those of turns.
+
+        Raises:
+            ProgramFailed: the value is no finite number, or there was no such turn.
+        """
+        self._tally.reward(self._turn(answer, "reward"), number(value, f"{self._who}: the reward of a turn"))
+
+    async def call_tools(self, answer: TurnAnswer) -> list[Message]:
+        """Call the tools that ``answer`` calls, and return the messages that tell the model what came of it.
+
+        They were given to that turn as functions. A call that cannot be made, and a tool that raises, is a message to
+        the model. Calls of asynchronous tools alone run side by side, others one after the other.
+
+        Raises:
+            ProgramFailed: the turn was given the schema of a tool instead of the function.
+            Unavailable: a tool raised it.
+        """
+        turn = self._turn(answer, "call_tools")
+        tools = turn.tools
+        makeable = [call for call in answer.calls if call.problem is None]
+        for call in makeable:
+            if tools.get(call.name) is None:
+                raise ProgramFailed(
+                    f"{self._who}: call_tools() cannot call {call.name!r}, whose schema was given to chat.turn(tools=…)"
+                    "; give the function, or call it yourself and make the messages with answer.results([text, …])"
+                )
+        if makeable and all(tools[call.name].is_async for call in makeable):  # type: ignore[union-attr]  # refused above
+            results = await awaited(concurrently([self._result(call, tools) for call in answer.calls]))
+        else:
+            results = [await self._result(call, tools) for call in answer.calls]
+        self._tally.tool_errors += sum(result.failed for result in results)
+        for result in results:
+            if result.reward is not None:
+                self._tally.reward(turn, result.reward)
+        return answer.results([result.text for result in results])
+
+    async def _result(self, call: ToolCall, tools: Mapping[str, Tool | None]) -> ToolResult:
+        tool = tools.get(call.name)
+        if call.problem is not None or tool is None:
+            return ToolResult(call.error)
+        return await tool.call(call.arguments)
+
+    async def _refuse(self, over: EpisodeOver) -> None:
+        self._tally.refusals += 1
+        if self._tally.refusals > MOST_REFUSALS:
+            raise Insisted(f"{self._who} asked for {MOST_REFUSALS} turns after its episode was over")
+        if is_in_a_loop():
+            await asyncio.sleep(0)  # a program that asks again at once leaves others of its loop their turn
+        raise EpisodeOver(over.limit)
+
+    def _turn(self, answer: TurnAnswer | None, method: str) -> _Turn:
+        for turn in reversed(self._tally.turns):
+            if answer is None or turn.answer is answer:
+                return turn
+        what = f"{shown(answer)} is no answer of this chat" if self._tally.turns else "there was no turn yet"
+        raise ProgramFailed(f"{self._who}: chat.{method}(): {what}; give it what chat.turn() returned")
+
+    def _plain(self, messages: Any) -> list[Message]:
+        expected = 'expected a list of dicts like {"role": "user", "content": "…"}'
+        if isinstance(messages, str):
+            expected += '; the prompt as chat messages is row["messages"]'
+        if not isinstance(messages, list | tuple) or not messages:
+            raise ProgramFailed(f"{self._who}: chat.turn() was given {shown(messages)} for messages; {expected}")
+        for message in messages:
+            if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+                raise ProgramFailed(f"{self._who}: chat.turn() was given {shown(message)} for a message; {expected}")
+            if (problem := content_problem(message)) is not None:
+                raise ProgramFailed(
+                    f"{self._who}: chat.turn() was given a message of {message['role']} whose {problem}"
+                )
+        return [dict(message) for message in messages]
+
+    def _most(self, max_tokens: Any) -> int | None:
+        if max_tokens is None or (isinstance(max_tokens, int) and max_tokens >= 1):
+            return max_tokens
+        raise ProgramFailed(
+            f"{self._who}: chat.turn() was given max_tokens={shown(max_tokens)}; expected a whole number from 1"
+        )
+
+    def _state(self, state: Any) -> str | None:
+        if state is None or isinstance(state, str):
+            return state
+        raise ProgramFailed(f"{self._who}: chat.turn() was given state={shown(state)}; expected text, or None")
+
+    def _tools(self, tools: Any) -> dict[str, tuple[Tool | None, ToolSchema]]:
+        """Each tool's function, where it was given, and its schema, by name."""
+        found: dict[str, tuple[Tool | None, ToolSchema]] = {}
+        for given in [tools] if callable(tools) or isinstance(tools, Mapping) else tools:
+            tool = None if isinstance(given, Mapping) else self._tool(given)
+            schema = given if tool is None else tool.schema
+            name = tool.name if tool is not None else self._name(given)
+            if name in found:
+                raise ProgramFailed(f"{self._who}: chat.turn() was given two tools named {name!r}; rename one")
+            found[name] = (tool, schema)
+        return found
+
+    def _tool(self, given: Any) -> Tool:
+        if isinstance(given, Tool):
+            return given
+        if given not in self._made:
+            self._made[given] = make_tool(given, f"{self._who}: chat.turn(tools=…)")
+        return self._made[given]
+
+    def _name(self, schema: Mapping[str, Any]) -> str:
+        function = schema.get("function")
+        name = function.get("name") if isinstance(function, Mapping) else None
+        if isinstance(name, str) and NAME.fullmatch(name):
+            return name
+        raise ProgramFailed(
+            f"{self._who}: chat.turn() was given {shown(schema)} for a tool; expected a function with types and a "
+            'docstring, or a schema {"type": "function", "function": {"name": …, …}}, with a name of 1 to 128 of a-z, '
+            "A-Z, 0-9, _, . and -"
+        )

@@ -1,0 +1,124 @@
+"""A tool that the model may call, and where tools come from that have something of their own for each episode."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from headway.agents.interface.awaiting import awaited
+from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart
+from headway.errors import ProgramFailed, Unavailable, UserCodeError, said_by, shown, writable
+
+NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
+"""Pattern for the name of a tool, as APIs and MCP take it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolResult:
+    """The outcome of one call of a tool."""
+
+    text: str
+    """Text for the model: what the tool returned, or what it raised."""
+    failed: bool = False
+    """The tool raised, or said that it failed."""
+    reward: float | None = None
+    """Reward of the turn that made the call; None where the tool gives none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function that the model may call."""
+
+    name: str
+    schema: dict[str, Any] = field(repr=False)
+    """``{"type": "function", "function": {"name": …, "description": …, "parameters": …}}``."""
+    function: Callable[..., Any] = field(repr=False)
+    """Returns a value that is shown to the model, or a `ToolResult`."""
+    show: Callable[[Any], str] = field(default_factory=lambda: shown_to_model, repr=False)
+    """Turns what the function returns into the text that the model is told."""
+    blocks: bool | None = None
+    """The function runs, and blocks, where it is called. Default: unless it is a coroutine function."""
+    origin: str = ""
+    """The setting that names the tool, for messages."""
+
+    def __post_init__(self) -> None:
+        """
+        Raises:
+            UserCodeError: the name is none that APIs take.
+        """
+        if NAME.fullmatch(self.name) is None:
+            left_out = f", or leave it out ({self.origin}.tools)" if self.origin.startswith("rollout.mcp.") else ""
+            raise UserCodeError(
+                f"{self.origin}: a tool has the name {shown(self.name)}; expected 1 to 128 of a-z, A-Z, 0-9, _, . and -"
+                f", as APIs take them; rename it{left_out}"
+            )
+
+    @property
+    def is_async(self) -> bool:
+        """The function shares an event loop with others; any other one runs, and blocks, where it is called."""
+        return inspect.iscoroutinefunction(self.function) if self.blocks is None else not self.blocks
+
+    async def call(self, arguments: Mapping[str, Any]) -> ToolResult:
+        """Call the tool with ``arguments`` that fit its schema. What it raises becomes a message to the model.
+
+        Cancellation and interrupts pass through, and so does `Unavailable`: the model has no part in that.
+        """
+        try:
+            value = self.function(**arguments)
+            if inspect.isawaitable(value):
+                # What blocks awaits nothing but what runs without a loop: in one it could not run its own.
+                value = await (value if self.blocks else awaited(value))
+            if isinstance(value, ToolResult):
+                return ToolResult(writable(value.text), value.failed, value.reward)
+            return ToolResult(writable(self.show(value)))
+        except (Unavailable, ProgramFailed):
+            raise
+        except (Exception, SystemExit) as cause:  # a tool that calls sys.exit() ends no process of ours
+            return ToolResult(f"Error: {self.name} failed: {said_by(cause)}", failed=True)
+
+
+class EpisodeTools(Protocol):
+    """The tools of one source in one episode."""
+
+    @property
+    def tools(self) -> Sequence[Tool]: ...
+
+    async def end(self) -> EpisodeEnd:
+        """Return the reward and the numbers to report that the tools give at the episode's end."""
+        ...
+
+    async def close(self) -> None:
+        """Give back what the episode held, whatever came of it."""
+        ...
+
+
+class ToolSource(Protocol):
+    """Tools that hold something for each episode: an object, a connection, rewards."""
+
+    @property
+    def tools(self) -> Sequence[Tool]:
+        """The tools as they are known before the first episode; calls are made of those that `begin` gives."""
+        ...
+
+    @property
+    def gives_reward(self) -> bool:
+        """The tools may give rewards."""
+        ...
+
+    def begin(self, start: EpisodeStart) -> EpisodeTools:
+        """Return the tools of an episode; what they hold is made at their first call."""
+        ...
+
+
+def shown_to_model(value: Any) -> str:
+    """Text of what a tool returned, for the model: text as it is, plain data as JSON, anything else as it prints."""
+    if isinstance(value, str):
+        return value
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError):
+        return str(value)

@@ -1,0 +1,164 @@
+"""Rewards that need no file: each a function of one response, made from ``reward.params``.
+
+What stands in a thought is never scored, and a response whose thought never ended gets 0 (`make_rule`).
+
+`BUILT_IN` names them. A maker's keyword arguments are the parameters; what it makes is called once for each response.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from headway.agents.rewards.code_reward import code
+from headway.agents.rewards.score_request import Response, ScoreRequest
+from headway.errors import ConfigError, ScoringFailed
+
+Rule = Callable[[ScoreRequest, Response], float]
+"""A function of a request and one of the group's responses that returns the response's value."""
+AnswerRule = Callable[[ScoreRequest, str], float]
+"""The same of what follows the response's thought."""
+
+
+def exact_match() -> AnswerRule:
+    """Make the rule: 1 where the response behind its thought is the answer's text, surrounding space aside."""
+    return lambda request, response: float(response.strip() == _answer_of(request).strip())
+
+
+def regex(pattern: str, group: int | str | None = None, answer_pattern: str | None = None) -> Rule:
+    """Make the rule: 1 where the last match of ``pattern`` in the response is the answer, space aside; else 0.
+
+    The match may begin in the response's thought, and has to end behind it.
+
+    ``group`` of the match is compared: a number or a name. Default: 1 where the pattern has groups, else all of it.
+    ``answer_pattern`` finds the ground truth within the answer in the same way, such as GSM8K's after ``####``.
+    """
+    find = _finder("pattern", pattern, group)
+    find_answer = _finder("answer_pattern", answer_pattern, None) if answer_pattern is not None else None
+
+    def rule(request: ScoreRequest, response: Response) -> float:
+        answer: str | None = _answer_of(request)
+        if answer is not None and find_answer is not None:
+            answer = find_answer(answer, 0)
+        if answer is None:
+            raise ScoringFailed(f"reward.params.answer_pattern finds nothing in the answer {request.answer!r}")
+        found = find(response.text, response.begin or 0)
+        return float(found is not None and found.strip() == answer.strip())
+
+    return rule
+
+
+def format_reward(tags: Sequence[str] = ("think", "answer"), pattern: str | None = None) -> Rule:
+    """Make the rule: 1 where the response has the form, each of ``tags`` opened and closed once, in order; else 0.
+
+    Nothing but space may stand between the tags: ``<think>…</think> <answer>…</answer>``. With ``pattern``, a regular
+    expression, the whole response has to match that instead; its ``.`` matches line ends, too. Where the prompt opens
+    a thought, its tag counts as opened by the response.
+    """
+    listed = isinstance(tags, Sequence) and not isinstance(tags, str) and len(tags) > 0
+    if pattern is None and not (listed and all(isinstance(tag, str) and tag for tag in tags)):
+        raise ConfigError(f"reward.params.tags: expected a list of names, such as [think, answer], not {tags!r}")
+    form = _compiled("pattern", pattern if pattern is not None else _tagged(tags), re.DOTALL)
+
+    def rule(request: ScoreRequest, response: Response) -> float:
+        text = response.text if pattern is not None else response.opened + response.text
+        return float(form.fullmatch(text.strip()) is not None)
+
+    return rule
+
+
+def math_verify(float_rounding: int = 6, strict: bool = True) -> AnswerRule:
+    """Make the rule: 1 where response and answer are equal as mathematics (`headway.agents.rewards.mathematics`)."""
+    from headway.agents.rewards.mathematics import equals  # here, so that only its users pay for importing SymPy
+
+    for name, value, kind in (("float_rounding", float_rounding, int), ("strict", strict, bool)):
+        if type(value) is not kind:
+            raise ConfigError(f"reward.params.{name}: expected {kind.__name__}, not {value!r}")
+
+    def rule(request: ScoreRequest, response: str) -> float:
+        return float(equals(request.answer, response, float_rounding=float_rounding, strict=strict))
+
+    return rule
+
+
+BUILT_IN: Mapping[str, Callable[..., Callable[..., float]]] = {
+    "code": code,
+    "exact_match": exact_match,
+    "format": format_reward,
+    "math_verify": math_verify,
+    "regex": regex,
+}
+
+
+WHOLE = ("format", "regex")
+"""Names of those that get a whole response; others get what follows its thought."""
+
+
+def make_rule(name: str, params: Mapping[str, Any], **surroundings: Any) -> Rule:
+    """The rule of `BUILT_IN` called ``name``. Raises `ConfigError` for parameters that it does not take, or lacks.
+
+    ``surroundings``: what is no parameter of the user's, by name; a rule gets what it names.
+    """
+    maker = BUILT_IN[name]
+    taken = inspect.signature(maker).parameters
+    known = {param: parameter for param, parameter in taken.items() if param not in surroundings}
+    for param in params:
+        if param not in known:
+            close = difflib.get_close_matches(param, known, n=1)
+            hint = f" (did you mean {close[0]!r}?)" if close else ""
+            raise ConfigError(
+                f"reward.params: {name} has no parameter {param!r}{hint}; it takes {', '.join(known) or 'none'}"
+            )
+    for param, parameter in known.items():
+        if parameter.default is parameter.empty and param not in params:
+            raise ConfigError(f"reward.params: {name} needs {param!r}; it takes {', '.join(known)}")
+    rule = maker(**params, **{key: value for key, value in surroundings.items() if key in taken})
+
+    def behind_thought(request: ScoreRequest, response: Response) -> float:
+        return 0.0 if response.begin is None else rule(request, response if name in WHOLE else response.answer)
+
+    return behind_thought
+
+
+def _answer_of(request: ScoreRequest) -> str:
+    if request.answer is None:
+        raise ScoringFailed("the row has no answer (null) to compare with; leave such rows out, or score without it")
+    return str(request.answer)
+
+
+def _finder(name: str, pattern: str, group: int | str | None) -> Callable[[str, int], str | None]:
+    """Make a function that finds ``group`` of the last match of ``pattern`` that ends behind a place in a text."""
+    compiled = _compiled(name, pattern)
+    if group is None:
+        group = 1 if compiled.groups else 0
+    if isinstance(group, bool) or not isinstance(group, int | str):
+        raise ConfigError(f"reward.params.group: expected the number or the name of a group, not {group!r}")
+    if group not in {*range(compiled.groups + 1), *compiled.groupindex}:
+        raise ConfigError(f"reward.params.group: {pattern!r} has no group {group!r}")
+
+    def find(text: str, behind: int) -> str | None:
+        last = None
+        for match in compiled.finditer(text):
+            last = match if match.end() > behind or behind == 0 else last
+        return last.group(group) if last is not None else None
+
+    return find
+
+
+def _compiled(name: str, pattern: Any, flags: int = 0) -> re.Pattern[str]:
+    if not isinstance(pattern, str):
+        raise ConfigError(f"reward.params.{name}: expected a regular expression, not {pattern!r}")
+    try:
+        return re.compile(pattern, flags)
+    except (re.error, OverflowError, RecursionError) as cause:  # of a{99999999999}, of endless nesting
+        raise ConfigError(f"reward.params.{name}: {pattern!r} is no regular expression: {cause}") from cause
+
+
+def _tagged(tags: Sequence[str]) -> str:
+    """Pattern of ``<a>…</a> <b>…</b>``, where no … holds any of these tags. It matches in linear time."""
+    names = "|".join(map(re.escape, tags))
+    inside = rf"(?:(?!</?(?:{names})>).)*"
+    return r"\s*".join(rf"<{re.escape(tag)}>{inside}</{re.escape(tag)}>" for tag in tags)

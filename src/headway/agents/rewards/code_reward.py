@@ -1,0 +1,162 @@
+"""A reward that runs a row's unit tests on the code of a response, in the sandbox.
+
+response ─▶ its last block of code ─┬▶ a program for standard input ─▶ what it prints ─┐
+answer   ─▶ tests                  ─┼▶ a function, called           ─▶ its value      ─┼▶ compared here, outside
+                                    └▶ asserts, run behind it       ─▶ a secret word  ─┘
+
+Expected outputs never enter the sandbox. Asserts do: they have passed where the process says a word that it was told.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from headway.agents.rewards.code_driver import ANSWER, DRIVER, JOB
+from headway.agents.rewards.code_tests import AssertTest, CallTest, StdinTest, Test, unit_tests_of
+from headway.agents.rewards.output_comparison import same_text, same_value
+from headway.agents.rewards.score_request import ScoreRequest
+from headway.data.thoughts import end_of_thought
+from headway.errors import ConfigError, SandboxFailed, ScoringFailed, shown
+from headway.runtime.sandbox.sandbox import Sandbox
+from headway.runtime.sandbox.sandbox_limits import Limits, SandboxSpec
+
+BLOCK = re.compile(
+    r"^[ \t]*(`{3,}|~{3,})[ \t]*([\w+#.-]*)[^\n]*\n(.*?)(?:^[ \t]*\1[ \t]*$|\Z)", re.DOTALL | re.MULTILINE
+)
+CATCHING = ("except", "suppress")
+"""Words of tests that may swallow the failure of their asserts."""
+MOST_KNOWN = 10_000
+"""Rows of which a process knows that their tests can fail."""
+PYTHONS = ("python", "py", "python3")
+
+
+def code(
+    *,
+    sandbox: SandboxSpec,
+    within_s: float,
+    partial: bool = False,
+    most_tests: int | None = 20,
+    timeout_s: float = 5.0,
+) -> Callable[[ScoreRequest, str], float]:
+    """Make the rule: 1 where the code of the response passes the row's tests, else 0. Threads may call it side by side.
+
+    Args:
+        sandbox: where it runs.
+        within_s: seconds for all tests of a response; what has not run by then has not passed. A trial of the row's
+            tests has as long.
+        partial: give the share of tests that pass instead.
+        most_tests: most tests of a row that are run, those with the longest inputs; null for all.
+        timeout_s: most seconds of one test.
+
+    Raises:
+        ConfigError: a parameter that cannot be, or a machine without such a sandbox.
+    """
+    _check(partial, most_tests, timeout_s)
+    runs = Sandbox(sandbox)
+    runs.probe()
+    known: dict[int, str] = {}
+    trying = threading.Lock()  # of responses side by side the first one tries the tests
+
+    def passes(test: Test, answer: str, end: float, wrong: bool = False) -> bool:
+        left = min(timeout_s, end - time.monotonic())
+        return left > 0 and _passes(runs, test, answer, replace(sandbox.limits, wall_s=left), wrong)
+
+    def passed_by_none(tests: Sequence[Test]) -> str:
+        """Name an answer without a solution that passes all ``tests``; empty for none. Each row is tried once."""
+        if not all(isinstance(test, AssertTest) for test in tests):
+            nothing = all(isinstance(test, StdinTest) and same_text("", test.expected) for test in tests)
+            return "an empty answer" if nothing else ""
+        key = hash(tuple(tests))  # the tests of many rows take much memory
+        if key not in known:
+            if len(known) >= MOST_KNOWN:
+                known.clear()
+            catches = any(word in test.size for test in tests for word in CATCHING)
+            tried = [("an empty answer", False), ("an answer with nothing but wrong values", True)][: 1 + catches]
+            end = time.monotonic() + within_s
+            known[key] = next((name for name, wrong in tried if all(passes(t, "", end, wrong) for t in tests)), "")
+        return known[key]
+
+    def rule(request: ScoreRequest, response: str) -> float:
+        tests = _longest(unit_tests_of(request.answer, request.extra), most_tests)
+        with trying:
+            passed_by = passed_by_none(tests)
+        if passed_by:
+            raise ScoringFailed(
+                f"the tests in the answer {shown(request.answer)} are passed by {passed_by}, so that any answer would "
+                "be; give tests that call what they test, or leave the row out"
+            )
+        end = time.monotonic() + within_s
+        answer, passed = code_of(response), 0
+        for test in tests:
+            ok = passes(test, answer, end)
+            passed += ok
+            if not ok and not partial:
+                return 0.0
+        return passed / len(tests)
+
+    return rule
+
+
+def code_of(response: str) -> str:
+    """The code of a response: its last block that is marked as Python, else its last block, else all of the text.
+
+    Of what follows its thought, and empty where that never ended; a block that never ends goes to the end.
+    """
+    begin = end_of_thought(response)
+    if begin is None:
+        return ""
+    response = response[begin:]
+    blocks = [(found[2].lower(), found[3]) for found in BLOCK.finditer(response)]
+    marked = [content for mark, content in blocks if mark in PYTHONS]
+    return (marked or [content for _, content in blocks] or [response])[-1]
+
+
+def _passes(sandbox: Sandbox, test: Test, answer: str, limits: Limits, wrong: bool) -> bool:
+    """Tell whether ``answer`` passes ``test``. ``wrong``: names that asserts lack are there, with useless values."""
+    try:
+        match test:
+            case StdinTest(given, expected):
+                ran = sandbox.run_blocking(sandbox.python(ANSWER), stdin=given, files={ANSWER: answer}, limits=limits)
+                return ran.limit is None and ran.code == 0 and same_text(ran.stdout, expected)
+            case CallTest(function, arguments, expected):
+                told = _told(sandbox, answer, {"function": function, "arguments": arguments}, limits)
+                return told is not None and same_value(told, expected)
+            case AssertTest(tests):
+                return _told(sandbox, answer, {"tests": tests, "wrong": wrong}, limits) is not None
+    except SandboxFailed as cause:
+        raise ScoringFailed(str(cause)) from cause
+
+
+def _told(sandbox: Sandbox, answer: str, job: dict[str, Any], limits: Limits) -> str | None:
+    """Run a job behind the answer; returns what it tells behind the secret word, None where it does not get so far."""
+    word = secrets.token_hex(16)
+    files = {ANSWER: answer, JOB: json.dumps(job | {"word": word})}
+    ran = sandbox.run_blocking(sandbox.python("-c", DRIVER), files=files, limits=limits)
+    said, found, told = ran.stdout.rpartition(word)
+    return told if ran.limit is None and ran.code == 0 and found and not said else None
+
+
+def _longest(tests: Sequence[Test], most: int | None) -> Sequence[Test]:
+    """The ``most`` tests with the longest inputs, in their order."""
+    if most is None or len(tests) <= most:
+        return tests
+    places = sorted(range(len(tests)), key=lambda place: -len(repr(tests[place].size)))[:most]
+    return [tests[place] for place in sorted(places)]
+
+
+def _check(partial: Any, most_tests: Any, timeout_s: Any) -> None:
+    if not isinstance(partial, bool):
+        raise ConfigError(f"reward.params.partial: expected true or false, not {partial!r}")
+    whole = isinstance(most_tests, int) and not isinstance(most_tests, bool)
+    if most_tests is not None and not (whole and most_tests > 0):
+        raise ConfigError(f"reward.params.most_tests: expected a number from 1, or null for all, not {most_tests!r}")
+    number = isinstance(timeout_s, int | float) and not isinstance(timeout_s, bool)
+    if not (number and 0 < timeout_s < 3600):
+        raise ConfigError(f"reward.params.timeout_s: expected a number of seconds above 0, not {timeout_s!r}")

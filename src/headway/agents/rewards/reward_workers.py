@@ -1,0 +1,219 @@
+"""The runners that score, behind `data.interfaces.rewards.RewardFn`.
+
+    score(prompt, responses) ─▶ one job per group ─▶ runner ─▶ n floats, and each part's values
+           ▲                          │ exception, time-out, nonsense, death of the runner
+           └── retry, then ScoringFailed(reason) ◀─┘
+
+A call that takes too long ends its process (`runtime.workers.alarm.killed_after`); an asynchronous one is cancelled. A
+second, longer limit on the whole group catches what the first one missed. Where all functions are asynchronous, groups
+share processes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from headway.agents.rewards.score_request import RewardSpec, ScoreRequest
+from headway.data.interfaces.rewards import Scores
+from headway.errors import RunnerLost, ScoringFailed, ScoringTimedOut, UserCodeFailed
+from headway.runtime.workers.worker_pool import Runners
+
+if TYPE_CHECKING:
+    from headway.data.types import Conversation, Prompt
+
+START_TIMEOUT_S = 120.0
+"""Seconds for a runner to start and to load the reward; ``reward.timeout_s`` where that is longer."""
+GRACE_S = 1.0
+"""Seconds by which the limit on a group exceeds the sum of its calls' limits."""
+AT_ONCE = 16
+"""Most groups at once in a process, where all functions are asynchronous."""
+MOST_LOSSES = 8
+"""Most times that a group is tried again, beyond its retries, because another one ended the process of both."""
+HOPELESS = 8
+"""Time-outs before any answer after which what waits is not tried any more: it would take as long for each of them."""
+
+
+class _NoFurtherTry(ScoringFailed):
+    """The reward has done nothing but time out so far."""
+
+
+class RewardRunners:
+    """Scores groups in ``workers`` processes. Use from one event loop.
+
+    Making one is free; `start` or the first `score` starts the processes.
+    """
+
+    def __init__(
+        self,
+        spec: RewardSpec,
+        *,
+        workers: int,
+        retries: int,
+        log_path: Path | None,
+        on_timeout: Callable[[int], object] | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        """Make runners whose output goes to ``log_path`` (None: to this process's stderr). ``on_timeout`` is called at
+        each try that took too long, with how many there were so far. ``env``: further environment variables.
+        """
+        self._spec = replace(spec, workers=workers)
+        self._log_path, self._env = log_path, env
+        self._runners = self._make_runners()
+        self._retries = retries
+        self._on_timeout = on_timeout
+        self._timeouts = 0
+        self._began: float | None = None
+        """The time, on the event loop's clock, at which the first group was submitted; None before."""
+        self._answered = False
+        """Some try ended otherwise than by a time-out."""
+        self._awaited: set[asyncio.Task[Scores]] = set()
+        self._not_tried: set[asyncio.Task[Scores]] = set()
+        self._closed = False
+
+    async def start(self) -> None:
+        """Have one runner load the reward; the others follow. Where all functions are asynchronous, runners that groups
+        share take its place.
+
+        Raises:
+            ConfigError: unknown reward or task, or parameters that it does not take.
+            UserCodeError: the user's file does not import, lacks the function, or the function's parameters do not fit.
+            WorkerDied: the process ended, or did not get ready in time.
+        """
+        if await self._runners.start():
+            await self._runners.close()
+            self._spec = replace(self._spec, shared=True)
+            self._runners = self._make_runners()
+            await self._runners.start()
+
+    def _make_runners(self) -> Runners:
+        return Runners(
+            "reward worker",
+            self._spec,
+            processes=self._spec.workers,
+            at_once=AT_ONCE if self._spec.shared else 1,
+            stall_s=self._spec.timeout_s + GRACE_S,
+            log_path=self._log_path,
+            env=self._env,
+            start_timeout_s=max(START_TIMEOUT_S, self._spec.timeout_s),
+        )
+
+    async def score(
+        self, prompt: Prompt, responses: Sequence[str], conversations: Sequence[Conversation] | None = None
+    ) -> Scores:
+        """The rewards, and what each part of them gave.
+
+        ``conversations``: see `headway.data.interfaces.rewards.RewardFn.score`.
+
+        Raises `ScoringFailed` with a short reason when every try failed: ``exception: ValueError: …``,
+        ``timeout after 10 s``, ``returned nan for response 3, …``, ``worker ended with exit code 1``. Where there are
+        several parts, the name of the one that failed comes first, if its process lived to tell.
+
+        Where the first `HOPELESS` tries of all, and every group's chance of a second one, end in time-outs, all groups
+        that wait then fail without being tried.
+        """
+        if not responses:
+            return Scores(np.zeros(0, np.float32), {part.name: [] for part in self._spec.parts})
+        request = ScoreRequest(
+            prompt.text,
+            list(responses),
+            prompt.answer,
+            prompt.source,
+            dict(prompt.extra),
+            messages=prompt.messages,
+            conversations=None if conversations is None else list(conversations),
+        )
+        tries_left, losses_left = self._retries, MOST_LOSSES
+        while True:
+            try:
+                return await self._try(request)
+            except _NoFurtherTry:
+                raise
+            except ScoringFailed as failure:
+                if losses_left and self._is_anothers(failure.__cause__):
+                    losses_left -= 1
+                elif tries_left:
+                    tries_left -= 1
+                else:
+                    raise
+
+    def _is_anothers(self, cause: BaseException | None) -> bool:
+        """Tell whether a try failed because another group ended the process that both shared."""
+        if not isinstance(cause, RunnerLost) or not self._spec.shared:
+            return False
+        return cause.culprit is False and not cause.timed_out
+
+    async def close(self) -> None:
+        """End all processes, busy or not. Scores still awaited fail."""
+        self._closed = True
+        for task in self._awaited:
+            task.cancel()
+        await self._runners.close()
+
+    async def _try(self, request: ScoreRequest) -> Scores:
+        if self._began is None:
+            self._began = asyncio.get_running_loop().time()
+        try:
+            scores = await self._run(request)
+            self._answered = True
+            return scores
+        except RunnerLost as lost:
+            if lost.timed_out:
+                raise self._timed_out(self._timeout_reason) from lost
+            self._answered |= lost.culprit is True
+            raise ScoringFailed(f"worker ended with {lost.end}" if lost.end else f"worker: {lost}") from lost
+        except ScoringTimedOut as late:
+            raise self._timed_out(str(late)) from late
+        except UserCodeFailed as failure:  # such as a reward that has closed what its process answers through
+            raise ScoringFailed(f"worker: {failure}") from failure
+        except ScoringFailed as failure:
+            self._answered |= not isinstance(failure, _NoFurtherTry)
+            raise
+
+    def _timed_out(self, reason: str) -> ScoringFailed:
+        self._timeouts += 1
+        if self._on_timeout is not None:
+            self._on_timeout(self._timeouts)
+        if not self._is_hopeless():
+            return ScoringFailed(reason)
+        self._not_tried.update(self._awaited)
+        for task in self._awaited:
+            task.cancel()
+        return _NoFurtherTry(reason)
+
+    def _is_hopeless(self) -> bool:
+        """True if only time-outs came, for as long as all tries of a group take: a slow service may need to wake up."""
+        took = asyncio.get_running_loop().time() - (self._began or 0.0)
+        tries = 1 + self._retries
+        return not self._answered and self._timeouts >= HOPELESS and took >= tries * self._spec.timeout_s
+
+    @property
+    def _timeout_reason(self) -> str:
+        return f"timeout after {min(map(self._spec.limit_s, self._spec.parts)):g} s"
+
+    async def _run(self, request: ScoreRequest) -> Scores:
+        """Score in a runner, in a task that can be given up without its caller. Cancelling this ends it."""
+        if self._closed:
+            raise ScoringFailed("the reward is closed")
+        # One call more where groups share a process: whose call holds its event loop is to be found before.
+        calls = len(request.responses) + (1 if self._spec.shared else 0)
+        limit = calls * sum(map(self._spec.limit_s, self._spec.parts)) + GRACE_S
+        task: asyncio.Task[Scores] = asyncio.create_task(self._runners.run(request, timeout_s=limit))
+        self._awaited.add(task)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            caller = asyncio.current_task()
+            if caller is not None and caller.cancelling():
+                raise
+            if task in self._not_tried:
+                raise _NoFurtherTry(f"not tried, for all before had {self._timeout_reason}") from None
+            raise ScoringFailed("the reward was closed") from None  # by `close`, not by the caller
+        finally:
+            self._awaited.discard(task)
+            self._not_tried.discard(task)

@@ -1,0 +1,243 @@
+"""A group's scores: each reward of the sum by its kind, checked, then added up. Runs in a runner, without torch.
+
+ScoreRequest ─▶ part: built-in | task | user's function ─▶ n values, None where it does not apply ─┐
+             └▶ part: …                                                                           ─┴▶ Σ weight · value
+
+What a user's function tells beside its scores is kept under names of its own, with the parts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import numbers
+import os
+import re
+import traceback
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from decimal import Decimal
+from inspect import iscoroutinefunction
+from typing import Any
+
+import numpy as np
+
+from headway.agents.rewards.built_in import BUILT_IN, Rule, make_rule
+from headway.agents.rewards.reward_metrics import FurtherNumbers, plain
+from headway.agents.rewards.score_request import RewardPart, RewardSpec, ScoreRequest
+from headway.agents.rewards.user_function import UserFunction
+from headway.data.interfaces.rewards import Scores
+from headway.data.tasks import make_task
+from headway.errors import ConfigError, HeadwayError, ScoringFailed, cut, raised_by, writable
+from headway.runtime.user_code import load_function, names_a_file
+from headway.runtime.workers.alarm import killed_after
+
+Values = list[float | None]
+"""Values of one part of the reward, [n]: finite, or None where the part does not apply."""
+
+LARGEST = float(np.finfo(np.float32).max)
+"""Largest reward, positive or negative: rewards are float32, and anything larger would become infinite there."""
+REASON_LENGTH = 200
+MOST_NAMES = 50
+"""Most names of further numbers that a process keeps: each is a metric."""
+CANCELS_S = 0.5
+"""Seconds for asynchronous calls to end that are cancelled after their time limit, before their process is killed."""
+MOST_CALLS = 8
+"""Most responses whose code runs side by side in a process: a container may have fewer processors than it shows."""
+PartScorer = Callable[[ScoreRequest, FurtherNumbers], Values | Coroutine[Any, Any, Values]]
+"""One part of the reward. What it tells beside its values goes to the second argument."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scorer:
+    """The rewards of a run, loaded."""
+
+    score: Callable[[ScoreRequest], Coroutine[Any, Any, Scores]]
+    """Return the scores of a group. Awaits something only where `RewardSpec.shared` says so."""
+    is_async: bool
+    """All parts are asynchronous."""
+
+
+def make_scorer(spec: RewardSpec) -> Scorer:
+    """Load the rewards that ``spec`` asks for.
+
+    Raises:
+        ConfigError: unknown reward or task, parameters that it does not take, or no sandbox for the model's code here.
+        UserCodeError: the user's file does not load, or its function needs what it is not given.
+    """
+    parts = [(part, _make_part(part, spec)) for part in spec.parts]
+    known: set[str] = set()
+    # One loop for the worker's life: a user's client sessions belong to the loop that they were made on.
+    runner = asyncio.Runner()
+
+    def admitted(part: str, name: str) -> str | None:
+        """Return under which name a part's further number is kept, None for one name too many."""
+        full = writable(f"{part}/{name}" if len(parts) > 1 or name == part else name)
+        if full not in known and len(known) >= MOST_NAMES:
+            return None
+        known.add(full)
+        return full
+
+    async def score(request: ScoreRequest) -> Scores:
+        values: dict[str, Values] = {}
+        others = {}
+        for part, scorer in parts:
+            further = FurtherNumbers(len(request.responses))
+            with _attributed(part.name if len(parts) > 1 else None):
+                found = scorer(request, further)
+                if not isinstance(found, Coroutine):
+                    values[part.name] = found
+                elif spec.shared:
+                    values[part.name] = await found
+                else:
+                    with killed_after(spec.timeout_s + CANCELS_S):
+                        values[part.name] = runner.run(found)
+            for name, told in further.values.items():
+                if (full := admitted(part.name, name)) is not None:
+                    others[full] = told
+        weighted = [(part.weight, values[part.name]) for part, _ in parts]
+        rewards = [_sum(weighted, k) for k in range(len(request.responses))]
+        return Scores(np.array(rewards, np.float32), others | values)
+
+    return Scorer(score, all(iscoroutinefunction(scorer) for _, scorer in parts))
+
+
+def _make_part(part: RewardPart, spec: RewardSpec) -> PartScorer:
+    match part.function:
+        case name if name in BUILT_IN:
+            rule = make_rule(name, part.params, sandbox=spec.sandbox, within_s=spec.timeout_s)
+            if name == "code":
+                cores = len(os.sched_getaffinity(0)) // spec.workers
+                return _side_by_side(rule, spec.limit_s(part), max(1, min(cores, MOST_CALLS)))
+            return _one_by_one(lambda request, k, _: rule(request, request.response(k)), spec.limit_s(part))
+        case "task":
+            if spec.task_name is None:
+                raise ConfigError("reward.function=task needs data.task; for files: exact_match or file.py:function")
+            if part.params:
+                raise ConfigError("reward.params: task takes none; the task's own are data.task.params")
+            task = make_task(spec.task_name, spec.task_params, seed=spec.seed)
+
+            def verify(request: ScoreRequest, k: int, _: FurtherNumbers) -> float:
+                response = request.response(k)
+                return 0.0 if response.begin is None else task.score(response.answer, request.answer, request.extra)
+
+            return _one_by_one(verify, spec.timeout_s)
+        case name if names_a_file(name):
+            function = UserFunction(load_function(name), name, part.params, spec.answer_keys)
+            if spec.columns is not None:
+                function.check_columns(spec.columns, spec.lacked)
+            return _user_scorer(function, spec.timeout_s)
+        case name:
+            raise ConfigError(
+                f"reward.function: unknown reward {name!r}; "
+                f"known: {', '.join(sorted([*BUILT_IN, 'task']))}, or file.py:function for your own"
+            )
+
+
+def _one_by_one(score: Callable[[ScoreRequest, int, FurtherNumbers], Any], timeout_s: float) -> PartScorer:
+    def scorer(request: ScoreRequest, further: FurtherNumbers) -> Values:
+        values = []
+        for k in range(len(request.responses)):
+            with killed_after(timeout_s):
+                values.append(score(request, k, further))
+        return checked(values, len(request.responses))
+
+    return scorer
+
+
+def _side_by_side(rule: Rule, limit_s: float, at_once: int) -> PartScorer:
+    """Score with ``at_once`` threads, for a rule that waits for processes. A call takes at most ``limit_s``."""
+
+    def scorer(request: ScoreRequest, _: FurtherNumbers) -> Values:
+        n = len(request.responses)
+        with killed_after(limit_s * math.ceil(n / at_once)), ThreadPoolExecutor(at_once) as threads:
+            return checked(list(threads.map(lambda k: rule(request, request.response(k)), range(n))), n)
+
+    return scorer
+
+
+def _user_scorer(function: UserFunction, timeout_s: float) -> PartScorer:
+    if function.is_async:
+
+        async def awaiting(request: ScoreRequest, further: FurtherNumbers) -> Values:
+            values = await function.score_async(request, further, timeout_s)
+            return checked(values, len(request.responses), optional=function.may_not_apply)
+
+        return awaiting
+    if not function.dialect.per_group:
+        return _one_by_one(
+            lambda request, k, further: function.score_one(request, request.responses[k], k, further), timeout_s
+        )
+
+    def scorer(request: ScoreRequest, further: FurtherNumbers) -> Values:
+        with killed_after(timeout_s):
+            values = function.score_all(request, further)
+        return checked(values, len(request.responses), optional=function.may_not_apply)
+
+    return scorer
+
+
+@contextmanager
+def _attributed(name: str | None) -> Iterator[None]:
+    """Turn an exception in the block into `ScoringFailed` under the part's ``name``, and print the traceback."""
+    where = f"{name}: " if name is not None else ""
+    try:
+        yield
+    except ScoringFailed as error:
+        raise type(error)(writable(f"{where}{error}")) from error
+    except HeadwayError:
+        raise
+    except BaseException as error:  # an interrupt, too: runners ignore Ctrl-C, so that the function itself raised it
+        if isinstance(error, asyncio.CancelledError) and _is_cancelled():
+            raise
+        with suppress(OSError):  # it may also have closed what this process prints to
+            traceback.print_exc()
+        # As text: the user's exception may not survive pickling, or need modules that the driver lacks.
+        raise ScoringFailed(cut(f"{where}exception: {raised_by(error)}", REASON_LENGTH)) from None
+
+
+def _is_cancelled() -> bool:
+    """Tell whether the group is to be scored no more, rather than that user code has cancelled something of its own."""
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:  # there is no event loop
+        return False
+    return task is not None and task.cancelling() > 0
+
+
+def checked(values: Any, n: int, *, optional: bool = False) -> Values:
+    """``values`` as n finite floats, or None if ``optional``. Raises `ScoringFailed` with what was returned instead."""
+    items = plain(values)
+    if isinstance(items, str | bytes) or not isinstance(items, Sequence):
+        raise ScoringFailed(f"returned {_shown(values)} for {n} responses, expected a list of {n} numbers")
+    if len(items) != n:
+        raise ScoringFailed(f"returned {len(items)} values for {n} responses")
+    return [None if optional and value is None else _number(value, k) for k, value in enumerate(items)]
+
+
+def _number(value: Any, k: int) -> float:
+    number = plain(value)
+    while number is not value and isinstance(number, list) and len(number) == 1:  # an array of one element
+        number = number[0]
+    if not isinstance(number, numbers.Real | Decimal) or not math.isfinite(float(number)):
+        raise ScoringFailed(f"returned {_shown(value)} for response {k}, expected a finite number")
+    if abs(float(number)) > LARGEST:
+        raise ScoringFailed(f"returned {_shown(value)} for response {k}, expected at most {LARGEST:.2g} either way")
+    return float(number)
+
+
+def _sum(weighted: Sequence[tuple[float, Values]], k: int) -> float:
+    """Weighted sum of the values of response ``k`` over the parts that apply to it."""
+    terms = [weight * value for weight, values in weighted if (value := values[k]) is not None]
+    if not terms:
+        raise ScoringFailed(f"no reward applies to response {k}: None was returned for it")
+    total = sum(terms)
+    if not abs(total) <= LARGEST:
+        raise ScoringFailed(f"the weighted sum for response {k} is {total:g}, which is no finite float32")
+    return total
+
+
+def _shown(value: Any) -> str:
+    return cut(re.sub(r" at 0x[0-9a-f]+", "", repr(value)))  # an address would make each failure another one

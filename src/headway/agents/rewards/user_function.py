@@ -1,0 +1,310 @@
+"""Calling a user's reward function. The rule is its signature. All arguments are passed by keyword; of those that
+there are, a function gets the ones that it names, and with ``**kwargs`` all of them.
+
+| a parameter | makes it | which is given |
+|---|---|---|
+| ``response`` | Headway's, called per response | ``prompt``, ``response``, ``answer``, ``source``, ``extra``, columns |
+| ``responses`` | Headway's, called per group | the same, with ``responses``, a list of n texts |
+| ``completions`` or ``prompts`` | TRL's, called per group | ``prompts``, ``completions``, columns: each a list of n |
+| ``solution_str`` | verl's, called per response | ``data_source``, ``solution_str``, ``ground_truth``, ``extra_info`` |
+| ``solution_strs`` | verl's, called per group | the same four in the plural, each a list of n |
+| ``**kwargs`` alone | as ``response`` | |
+
+- The row's columns go by their own names; the one that is the ground truth is there as ``answer``, too.
+  ``prompt`` is the text that the model read, ``extra`` a dictionary of the columns but prompt and ground truth.
+- It returns a number per response, or a dictionary with ``score`` or ``reward`` whose other numbers become metrics: a
+  list of n where it is called per group. One of TRL's may give None for a response that it does not apply to.
+- TRL's get ``log_metric`` and ``log_extra``, too (`headway.agents.rewards.reward_metrics`).
+- ``reward.params`` are further arguments (verl's ``reward_kwargs``); they stand before columns of the same name.
+- Where prompts are chat messages, TRL's functions get messages: each prompt a list of them, each completion a list of
+  one. Where a program makes the episodes, a completion is all of the episode's last conversation behind the prompt, and
+  the prompt is what that conversation began with; functions that are not TRL's get the last answer. verl's
+  ``extra_info`` is the row's column of that name, else a dictionary of all other columns.
+- ``async def`` works for all; one-response calls of a group are then awaited together, each with its own time limit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable, Collection, Mapping
+from enum import Enum
+from typing import Any
+
+from headway.agents.rewards.reward_metrics import FurtherNumbers
+from headway.agents.rewards.score_request import ScoreRequest
+from headway.errors import ScoringFailed, ScoringTimedOut, UserCodeError
+
+NEVER_GIVEN: Mapping[str, str] = {
+    "completion_ids": "rewards read text, not token ids",
+    "completions_ids": "rewards read text, not token ids",
+    "environments": "rewards run in processes of their own, and read what an episode said and did",
+    "trainer_state": "rewards run beside the trainer and know nothing of its state",
+}
+"""Arguments that TRL's trainer gives and Headway does not, and why."""
+
+
+LOGGERS = ("log_metric", "log_extra")
+"""Functions that TRL's trainer gives."""
+
+
+class Dialect(Enum):
+    """Calling convention of a reward function: parameters that show it, what is always given, whether per group."""
+
+    RESPONSE = (("response",), ("prompt", "response", "answer", "source", "extra"), False)
+    RESPONSES = (("responses",), ("prompt", "responses", "answer", "source", "extra"), True)
+    TRL = (
+        ("completions", "prompts", "completion_ids", "completions_ids"),
+        ("prompts", "completions", "answer", *LOGGERS),
+        True,
+    )
+    VERL = (("solution_str",), ("data_source", "solution_str", "ground_truth", "extra_info"), False)
+    VERL_BATCH = (("solution_strs",), ("data_sources", "solution_strs", "ground_truths", "extra_infos"), True)
+
+    def __init__(self, markers: tuple[str, ...], given: tuple[str, ...], per_group: bool) -> None:
+        self.markers = markers
+        self.given = given
+        self.per_group = per_group
+
+    @property
+    def of_verl(self) -> bool:
+        return self in (Dialect.VERL, Dialect.VERL_BATCH)
+
+
+class _Left(Exception):
+    """Exception for a call that `sys.exit` or an interrupt of its own, ``by``, ended."""
+
+    def __init__(self, by: BaseException) -> None:
+        super().__init__()
+        self.by = by
+
+
+class UserFunction:
+    """A reward function of the user's own, called by what its signature asks for. ``spec`` is how the user named it."""
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        spec: str,
+        params: Mapping[str, Any] | None = None,
+        answer_keys: Collection[str] = (),
+    ) -> None:
+        """Check the function's signature. ``answer_keys``: further names of the ground truth.
+
+        Raises `UserCodeError` where the signature does not fit the rule, or does not take ``params``.
+        """
+        self._function = function
+        self._name = spec.rpartition(":")[2]
+        self._params = dict(params or {})
+        self._answer_keys = tuple(answer_keys)
+        self._parameters = _keyword_parameters(function, spec)
+        self._takes_all = any(p.kind is p.VAR_KEYWORD for p in self._parameters.values())
+        self.dialect = _dialect_of(self._parameters, self._takes_all, spec)
+        self._check_params()
+        self.is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+            getattr(function, "__call__", None)  # noqa: B004 - an object whose __call__ is asynchronous
+        )
+
+    @property
+    def may_not_apply(self) -> bool:
+        """Tell whether the function may return None: it does not apply to that response."""
+        return self.dialect is Dialect.TRL
+
+    def check_columns(self, columns: Collection[str], lacked: Mapping[str, str] | None = None) -> None:
+        """Check that every required parameter is always given or one of ``columns``. Raises `UserCodeError` otherwise.
+
+        ``lacked``: columns that some rows have → the first row that does not, for the message.
+        """
+        given = {*self.dialect.given, *self._params}
+        if not self.dialect.of_verl:
+            given |= {*columns, *self._answer_keys}
+        for name in self._required():
+            if name in given:
+                continue
+            if self.dialect.of_verl:
+                raise UserCodeError(
+                    f"reward.function: {self._name} needs {name!r}, and a function with solution_str is given "
+                    f"{', '.join(self.dialect.given)}; give the parameter a default, or a value in reward.params"
+                )
+            if lacked and name in lacked:
+                raise UserCodeError(
+                    f"reward.function: {self._name} needs {name!r}, which is not in all rows: {lacked[name]} lacks it; "
+                    "give the parameter a default, or every row that column"
+                )
+            raise UserCodeError(
+                f"reward.function: {self._name} needs {name!r}, but the rows have "
+                f"{', '.join(sorted(columns)) or 'nothing'} beside prompt and answer; give the "
+                "parameter a default, or the rows that column"
+            )
+
+    def score_one(self, request: ScoreRequest, response: str, k: int, further: FurtherNumbers) -> Any:
+        """Score response ``k``. What the function tells beside it goes to ``further``."""
+        return further.take_from(self._call(self._arguments(request, [response])), k)
+
+    def score_all(self, request: ScoreRequest, further: FurtherNumbers) -> Any:
+        """Score the group. What the function tells beside it goes to ``further``."""
+        return _scores_of(self._call(self._group_arguments(request, further)), request, further)
+
+    async def score_async(self, request: ScoreRequest, further: FurtherNumbers, timeout_s: float | None = None) -> Any:
+        """Score the group by an asynchronous function, its responses side by side. What it tells beside it goes to
+        ``further``.
+
+        Raises `ScoringTimedOut` where a call takes longer than ``timeout_s`` seconds.
+        """
+        if self.dialect.per_group:
+            values = await self._call_async(self._group_arguments(request, further), timeout_s)
+        else:
+            values = await self._score_each_async(request, timeout_s)
+        return _scores_of(values, request, further)
+
+    def _group_arguments(self, request: ScoreRequest, further: FurtherNumbers) -> dict[str, Any]:
+        arguments = self._arguments(request, request.responses)
+        if self.dialect is Dialect.TRL:
+            arguments |= {name: getattr(further, name) for name in LOGGERS}
+        return arguments
+
+    async def _score_each_async(self, request: ScoreRequest, timeout_s: float | None) -> Any:
+        tasks = [
+            asyncio.create_task(self._score_one_async(request, k, timeout_s)) for k in range(len(request.responses))
+        ]
+        try:
+            return await asyncio.gather(*tasks)
+        except _Left as left:
+            raise left.by from None
+        finally:  # the loop lives on: nothing of a group that failed may run in it
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _score_one_async(self, request: ScoreRequest, k: int, timeout_s: float | None) -> Any:
+        try:
+            return await self._call_async(
+                self._arguments(request, [request.responses[k]]), timeout_s, f" for response {k}"
+            )
+        except (SystemExit, KeyboardInterrupt) as end:  # out of a task these stop the loop, with all others left in it
+            raise _Left(end) from None
+
+    async def _call_async(self, arguments: Mapping[str, Any], timeout_s: float | None, of: str = "") -> Any:
+        try:
+            async with asyncio.timeout(timeout_s) as limit:
+                return await self._call(arguments)
+        except Exception as error:
+            if not limit.expired():  # a time limit of the function's own, among others
+                raise
+            raise ScoringTimedOut(f"timeout after {timeout_s:g} s{of}") from error
+
+    def _arguments(self, request: ScoreRequest, responses: list[str]) -> dict[str, Any]:
+        """Return all arguments that there are for a call over ``responses``: the group's, or one of them."""
+        match self.dialect:
+            case Dialect.RESPONSE:
+                return self._headways_arguments(request) | {"response": responses[0]}
+            case Dialect.RESPONSES:
+                return self._headways_arguments(request) | {"responses": list(responses)}
+            case Dialect.TRL:
+                return self._trls_arguments(request, responses)
+            case Dialect.VERL:
+                return self._params | _verls_arguments(request) | {"solution_str": responses[0]}
+            case Dialect.VERL_BATCH:
+                lists = {f"{name}s": [value] * len(responses) for name, value in _verls_arguments(request).items()}
+                return self._params | lists | {"solution_strs": list(responses)}
+
+    def _headways_arguments(self, request: ScoreRequest) -> dict[str, Any]:
+        return {
+            **dict.fromkeys(self._answer_keys, request.answer),
+            **request.extra,
+            **self._params,
+            "prompt": request.prompt,
+            "answer": request.answer,
+            "source": request.source,
+            "extra": dict(request.extra),
+        }
+
+    def _trls_arguments(self, request: ScoreRequest, responses: list[str]) -> dict[str, Any]:
+        columns = {**dict.fromkeys(("answer", *self._answer_keys), request.answer), **request.extra}
+        chat = request.messages
+        prompts: list[Any] = [request.prompt if chat is None else list(chat) for _ in responses]
+        completions: list[Any] = [
+            text if chat is None else [{"role": "assistant", "content": text}] for text in responses
+        ]
+        if request.conversations is not None:
+            prompts = [list(conversation.prompt) for conversation in request.conversations]
+            completions = [list(conversation.completion) for conversation in request.conversations]
+        return {
+            **{name: [value] * len(responses) for name, value in columns.items()},
+            **self._params,
+            "prompts": prompts,
+            "completions": completions,
+        }
+
+    def _call(self, available: Mapping[str, Any]) -> Any:
+        if self._takes_all:
+            return self._function(**available)
+        for name in self._required():
+            if name not in available:
+                raise ScoringFailed(
+                    f"{self._name} needs {name!r}, and the row has {', '.join(sorted(available))}; "
+                    "give the parameter a default or the row that column"
+                )
+        return self._function(**{name: available[name] for name in self._parameters if name in available})
+
+    def _required(self) -> list[str]:
+        return [n for n, p in self._parameters.items() if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
+
+    def _check_params(self) -> None:
+        for name in self._params:
+            if name in self.dialect.given:
+                raise UserCodeError(f"reward.params: {name!r} is given to {self._name} anyway; drop it")
+            if name not in self._parameters and not self._takes_all:
+                raise UserCodeError(
+                    f"reward.params: {self._name} takes ({', '.join(self._parameters)}), not {name!r}; drop it"
+                )
+        for name in self._required():
+            if name in NEVER_GIVEN and self.dialect is Dialect.TRL and name not in self._params:
+                raise UserCodeError(
+                    f"reward.function: {self._name} needs {name!r}, which Headway does not give: {NEVER_GIVEN[name]}; "
+                    "give the parameter a default"
+                )
+
+
+def _scores_of(values: Any, request: ScoreRequest, further: FurtherNumbers) -> Any:
+    """Return the scores of what a function returned for a group, and keep what it tells beside them."""
+    if not isinstance(values, list | tuple) or len(values) != len(request.responses):
+        return values
+    return [further.take_from(value, k) for k, value in enumerate(values)]
+
+
+def _verls_arguments(request: ScoreRequest) -> dict[str, Any]:
+    info = request.extra.get("extra_info")
+    return {
+        "data_source": request.source,
+        "ground_truth": request.answer,
+        "extra_info": dict(info if isinstance(info, Mapping) else request.extra),
+    }
+
+
+def _keyword_parameters(function: Callable[..., Any], spec: str) -> dict[str, inspect.Parameter]:
+    try:
+        parameters = dict(inspect.signature(function).parameters)
+    except (TypeError, ValueError) as cause:
+        raise UserCodeError(
+            f"{spec}: its parameters cannot be read ({cause}); wrap it in a function with def"
+        ) from cause
+    for name, parameter in parameters.items():
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.VAR_POSITIONAL):
+            raise UserCodeError(f"{spec}: parameter {name!r} is positional; rewards are called with keyword arguments")
+    return parameters
+
+
+def _dialect_of(parameters: Collection[str], takes_all: bool, spec: str) -> Dialect:
+    matching = [dialect for dialect in Dialect if set(dialect.markers) & set(parameters)]
+    if Dialect.RESPONSE in matching or Dialect.RESPONSES in matching:
+        matching = [dialect for dialect in matching if dialect is not Dialect.TRL or "completions" in parameters]
+    if not matching and takes_all:
+        return Dialect.RESPONSE
+    if len(matching) != 1:
+        raise UserCodeError(
+            f"{spec}: takes ({', '.join(parameters)}); a reward has a parameter response (one text) or responses "
+            "(all texts of a group), for example score(response, answer); or completions, as for TRL; or solution_str, "
+            "as for verl"
+        )
+    return matching[0]

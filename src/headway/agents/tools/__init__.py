@@ -1,0 +1,1 @@
+"""Tools that a model may call: Python functions, MCP servers, verl's tools."""

@@ -1,0 +1,257 @@
+"""Tools in the form of verl: objects with ``create``, ``execute``, ``calc_reward`` and ``release``.
+
+class Checks:                                            # or a subclass of verl's BaseTool, unchanged
+    def __init__(self, config, tool_schema): ...
+    async def create(self, instance_id, **create_kwargs): return instance_id, None
+    async def execute(self, instance_id, parameters, **kwargs): return "right", 1.0, {}
+    async def calc_reward(self, instance_id, **kwargs): return 0.5
+    async def release(self, instance_id, **kwargs): ...
+
+Read from verl's ``tools/base_tool.py``, ``tools/schemas.py`` and ``experimental/agent_loop/tool_agent_loop.py`` of
+January 2026, which make an instance for each call, and from its earlier rollouts, which make one for each episode: so
+it is here. Only ``execute`` has to be there. Nothing of verl is imported.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import inspect
+import sys
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from headway.agents.interface.awaiting import are_coroutines, called
+from headway.agents.interface.failures import failing, number
+from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart
+from headway.agents.interface.tool import Tool, ToolResult
+from headway.errors import ProgramFailed, UserCodeError, boundary, shown
+from headway.runtime.user_code import load_object, names_a_file
+
+EXPECTED_SCHEMA = (
+    'expected a tool_schema {"type": "function", "function": {"name": …, "description": …, "parameters": …}}: an '
+    "attribute of the object, what its get_openai_tool_schema() returns, or a key of verl's tools.yaml"
+)
+RETURNS = "expected (text or a ToolResponse, the step's reward or None, a dict)"
+
+
+class Attributes(dict[str, Any]):
+    """A tool's schema as verl gives it to constructors: ``schema.function.name``, ``schema.model_dump()``."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return _attributes(self[name])
+        except KeyError:
+            raise AttributeError(name) from None
+
+    def model_dump(self, **_: Any) -> dict[str, Any]:
+        """Return the schema as a plain dict."""
+        return dict(self)
+
+
+class VerlTool:
+    """A tool object of verl's, which serves all episodes of its process, each by an instance id."""
+
+    gives_reward = True
+
+    def __init__(self, of: Any, who: str) -> None:
+        """Make the tool of the object ``of``, which messages name ``who``. Raises `UserCodeError` without a schema."""
+        self.object, self.who = of, who
+        self.schema = _schema_of(of, who)
+        self.name: str = self.schema["function"]["name"]
+        methods = [self.method(name) for name in ("create", "execute", "calc_reward", "release")]
+        self.blocks = not are_coroutines(*[method for method in methods if method is not None])
+        self.tools: Sequence[Tool] = (Tool(self.name, self.schema, of.execute, blocks=self.blocks, origin=who),)
+
+    def method(self, name: str) -> Any:
+        """A method of the object; None where it has none of that name."""
+        found = getattr(self.object, name, None)
+        return found if callable(found) else None
+
+    def begin(self, start: EpisodeStart) -> _Instance:
+        return _Instance(self, _kwargs_of(start.row, self.name))
+
+
+class _Instance:
+    """The instance of a tool for one episode, made before its first call."""
+
+    def __init__(self, tool: VerlTool, kwargs: Mapping[str, Any]) -> None:
+        self._tool, self._kwargs = tool, kwargs
+        self._id: str | None = None
+        self._making = asyncio.Lock()
+        self._metrics: dict[str, float] = {}
+        self.tools = (Tool(tool.name, tool.schema, self._execute, blocks=tool.blocks, origin=tool.who),)
+
+    async def _execute(self, /, **parameters: Any) -> ToolResult:
+        async with self._making:  # calls of one answer run side by side
+            if self._id is None:
+                self._id = await self._create()
+        more = self._given("execute_kwargs")
+        value = await called(self._tool.object.execute, self._id, parameters, **more)
+        who = f"{self._tool.who}: execute()"
+        if not isinstance(value, tuple | list) or len(value) != 3:
+            raise ProgramFailed(f"{who} returned {shown(value)}, {RETURNS}")
+        response, reward, metrics = value
+        for name, one in metrics.items() if isinstance(metrics, Mapping) else ():
+            if isinstance(one, bool | int | float) or hasattr(one, "dtype"):
+                self._metrics[name] = self._metrics.get(name, 0.0) + number(one, f"{who}: its metric {name}")
+        step = None if reward is None else number(reward, f"{who}: the reward of the step")
+        return ToolResult(_text_of(response, who), reward=step)
+
+    async def _create(self) -> str:
+        id, create = uuid.uuid4().hex, self._tool.method("create")
+        if create is None:
+            return id
+        kwargs = self._given("create_kwargs")
+        takes = inspect.signature(create).parameters
+        # verl's tools take these one by one, or all of them in create_kwargs, or in either way.
+        if "create_kwargs" in takes or any(one.kind is one.VAR_KEYWORD for one in takes.values()):
+            kwargs = {**kwargs, "create_kwargs": dict(kwargs)} if kwargs else {}
+        if "create_kwargs" in takes and not any(one.kind is one.VAR_KEYWORD for one in takes.values()):
+            kwargs = {name: value for name, value in kwargs.items() if name in takes}
+        with failing(f"{self._tool.who}: create()"):
+            value = await called(create, id, **kwargs)
+        given = value[0] if isinstance(value, tuple) and value else value
+        return given if isinstance(given, str) and given else id
+
+    async def end(self) -> EpisodeEnd:
+        calc_reward = self._tool.method("calc_reward")
+        if self._id is None:  # it was not called: that is worth nothing, and no failure of whoever gives rewards
+            return EpisodeEnd(reward=0.0)
+        if calc_reward is None:
+            return EpisodeEnd(metrics=self._metrics)
+        with failing(f"{self._tool.who}: calc_reward()"):
+            value = await called(calc_reward, self._id, **self._given("calc_reward_kwargs"))
+        if value is None or (isinstance(value, str | list | tuple | dict) and not value):  # as those without one return
+            return EpisodeEnd(metrics=self._metrics)
+        return EpisodeEnd(number(value, f"{self._tool.who}: what calc_reward() returned"), metrics=self._metrics)
+
+    async def close(self) -> None:
+        release = self._tool.method("release")
+        if self._id is not None and release is not None:
+            await called(release, self._id, **self._given("release_kwargs"))
+
+    def _given(self, name: str) -> dict[str, Any]:
+        """Arguments that the row has for this tool."""
+        given = self._kwargs.get(name) or {}
+        if not isinstance(given, Mapping):
+            raise ProgramFailed(f"{self._tool.who}: the row has {shown(given)} for its {name}, expected a dict")
+        return dict(given)
+
+
+def is_tool_object(found: Any) -> bool:
+    """Tell whether ``found``, a class or an object, is a tool in verl's form."""
+    return callable(getattr(found, "execute", None)) and not inspect.isfunction(found)
+
+
+def make_verl_tool(
+    found: Any, who: str, config: Mapping[str, Any] | None = None, schema: Mapping[str, Any] | None = None
+) -> VerlTool:
+    """The tool of a class, constructed as verl does it, or of an object; messages name it ``who``.
+
+    Raises:
+        UserCodeError: the constructor raises, or there is no schema.
+    """
+    if not inspect.isclass(found):
+        return VerlTool(found, who)
+    arguments: dict[str, Any] = {
+        "config": dict(config or {}),
+        "tool_schema": None if schema is None else _attributes(schema),
+    }
+    try:
+        inspect.signature(found).bind(**arguments)
+    except TypeError:  # a class that stands alone may take nothing
+        arguments = {}
+    with boundary(f"{who}: making it, as {found.__name__}(config={{…}}, tool_schema=…)", UserCodeError):
+        made: Any = found(**arguments)
+    if schema is not None and getattr(made, "tool_schema", None) is None:
+        made.tool_schema = _attributes(schema)
+    return VerlTool(made, who)
+
+
+def names_a_tool_config(spec: str) -> bool:
+    """Tell whether an entry of ``rollout.tools`` is a file with the configuration of tools, as verl has it."""
+    return spec.endswith((".yaml", ".yml"))
+
+
+def load_tool_config(path: str) -> list[VerlTool]:
+    """The tools of verl's ``tools.yaml``: ``tools: [{class_name, config, tool_schema}]``.
+
+    Raises:
+        UserCodeError: the file cannot be read, or has something else; a class is not found or cannot be made.
+    """
+    from omegaconf import OmegaConf  # as verl reads it, with its interpolations
+
+    with boundary(f"rollout.tools: {path} cannot be read", UserCodeError):
+        read = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+    entries = read.get("tools") if isinstance(read, dict) else None
+    expected = "expected verl's form: tools: [{class_name: package.module.Class, config: {…}, tool_schema: {…}}]"
+    if not isinstance(entries, list) or not entries:
+        raise UserCodeError(f"rollout.tools: {path} has no list of tools; {expected}")
+    tools = []
+    for entry in entries:
+        if not isinstance(entry, dict) or not isinstance(entry.get("class_name"), str):
+            raise UserCodeError(f"rollout.tools: {path} has the entry {shown(entry)}; {expected}")
+        config, who = entry.get("config") or {}, f"{Path(path).name}: {entry['class_name']}"
+        if isinstance(config, dict) and config.get("type") == "mcp":
+            raise UserCodeError(f"{who}: config.type=mcp; name the server in rollout.mcp instead")
+        found = _class_of(entry["class_name"], Path(path), who)
+        if not is_tool_object(found):
+            raise UserCodeError(f"{who}: it has no execute(), as a tool of verl's has")
+        tools.append(make_verl_tool(found, who, config, entry.get("tool_schema")))
+    return tools
+
+
+def _class_of(name: str, path: Path, who: str) -> Any:
+    if names_a_file(name):
+        file = Path(name.rpartition(":")[0])
+        return load_object(name if file.is_absolute() else f"{path.parent / file}:{name.rpartition(':')[2]}")
+    module, _, of = name.rpartition(".")
+    for folder in (path.parent.resolve(), Path.cwd()):
+        if str(folder) not in sys.path:
+            sys.path.append(str(folder))
+    with boundary(f"{who} cannot be imported; install its package, or write file.py:Class", UserCodeError):
+        return getattr(importlib.import_module(module), of)
+
+
+def _schema_of(of: Any, who: str) -> dict[str, Any]:
+    """A tool's schema as plain data, without what was left unset, as verl shows it to models."""
+    schema = getattr(of, "tool_schema", None)
+    if schema is None and callable(getattr(of, "get_openai_tool_schema", None)):
+        with boundary(f"{who}: get_openai_tool_schema()", UserCodeError):
+            schema = of.get_openai_tool_schema()
+    if callable(getattr(schema, "model_dump", None)):
+        schema = schema.model_dump(exclude_unset=True, exclude_none=True)  # type: ignore[union-attr]  # checked above
+    function = schema.get("function") if isinstance(schema, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise UserCodeError(f"{who}: its schema is {shown(schema)}; {EXPECTED_SCHEMA}")
+    return {"type": "function", **dict(schema or {})}
+
+
+def _kwargs_of(row: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """What the row has for a tool: ``extra_info.tools_kwargs[NAME]``, or a column ``tools_kwargs``."""
+    extra = row.get("extra_info")
+    given = row.get("tools_kwargs") or (extra.get("tools_kwargs") if isinstance(extra, Mapping) else None)
+    mine = given.get(name) if isinstance(given, Mapping) else None
+    return mine if isinstance(mine, Mapping) else {}
+
+
+def _text_of(response: Any, who: str) -> str:
+    if isinstance(response, str):
+        return response
+    parts = response if isinstance(response, Mapping) else getattr(response, "__dict__", {})
+    for kind in ("image", "video"):
+        if parts.get(kind):
+            raise ProgramFailed(f"{who} returned an {kind}, and Headway trains models of text alone")
+    text = parts.get("text", getattr(response, "text", response))
+    if text is None or isinstance(text, str):
+        return text or ""
+    raise ProgramFailed(f"{who} returned {shown(response)} for the model, {RETURNS}")
+
+
+def _attributes(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return Attributes(value)
+    return [_attributes(one) for one in value] if isinstance(value, list) else value

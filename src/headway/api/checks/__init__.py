@@ -1,0 +1,1 @@
+"""Checks before a run: inputs, the model, the user's code."""

@@ -1,0 +1,337 @@
+"""Checks of a run's inputs before its directory is made, a model warmed up or a worker started.
+
+`check_inputs` ─▶ the rows to train on        the model's files and its mesh, data, reward: no torch, so that
+                                              ``--dry-run`` and the doctor can ask, too, by `check_prompts`, too
+`check_model`  ─▶ prompts                     the algorithm's names, what the model's files say, prompts as tokens
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import urllib.request
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+from urllib.parse import urlsplit
+
+from headway.agents.endpoint.endpoint_address import check_address
+from headway.agents.episodes.episode_settings import chats_of
+from headway.agents.episodes.program_workers import ProgramRunners, program_spec, variables
+from headway.agents.programs.program import ProgramDescription
+from headway.agents.rewards.code_tests import unit_tests_of
+from headway.agents.rewards.reward_workers import RewardRunners
+from headway.agents.rewards.score_request import RewardSpec
+from headway.agents.rewards.scorers import make_scorer
+from headway.api.checks.model_checks import (
+    check_biases,
+    check_built,
+    check_engine,
+    check_family_plans,
+    check_kv_cache,
+    check_mesh,
+    check_numbers,
+    check_positions,
+    check_unknown_family,
+    check_vocabulary,
+)
+from headway.cluster.calls.address_check import check_listens
+from headway.config.doctor.machine_advice import check_vllm_installed
+from headway.config.schema import Config
+from headway.config.sections.sandbox_section import CODE
+from headway.data.files import Record
+from headway.data.row_checks import check_rows
+from headway.data.rows import by_source
+from headway.data.sources import DataBundle, Rows, build_sources, read_rows
+from headway.devices import chosen
+from headway.errors import ConfigError, DataError, ModelError, ScoringFailed, UserCodeError, WorkerDied, boundary, shown
+from headway.models.logits import is_known
+from headway.models.model_folder import check_folder, find_folder, read_object, text_config
+from headway.runtime.user_code import check_call, load_function, names_a_file
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+CONNECT_TIMEOUT_S = 10.0
+"""Seconds for the address of a cluster to accept a connection."""
+D = TypeVar("D")
+
+LOAD_TIMEOUT_S = 30.0
+"""Seconds for a process to start and import the reward's file: long enough for torch and transformers, too."""
+LOWER = "lower the lengths"
+LOSS_PARAMETERS = ("inputs", "params")
+"""Names of the parameters of a policy loss, and of a rollout correction."""
+ESTIMATOR_PARAMETERS = ("normalize_by_std", "gamma", "lam", "k")
+"""Names of the parameters that an advantage estimator gets after its inputs, where it has them."""
+TESTS_TRIED = 32
+"""Rows of a source that are looked at for unit tests."""
+NEEDS_ANSWERS = (CODE, "exact_match", "math_verify", "regex")
+"""Names of built-in rewards that cannot score a row whose answer is null."""
+
+
+def check_inputs(config: Config, *, user_code: bool = True) -> Rows:
+    """Return the run's rows, with the reward tried on their columns. A user's own reward is loaded in its own process,
+    if ``user_code`` is to be loaded.
+
+    Raises:
+        ConfigError: no such reward or task, or parameters that the task does not take; vLLM is not installed here; the
+            endpoint for agents cannot listen at its address; or ``actor.parallel`` divides what the model does not
+            have, or has in another number.
+        DataError: a data file is missing, or holds something else than it should.
+        ModelError: the folder of ``model.path`` is missing, or lacks a file, or has one that is damaged; or its logits
+            are made in a way that is not supported.
+        UserCodeError: the reward's file does not import, or its function needs what the rows lack.
+    """
+    if config.rollout.name == "vllm" and config.cluster.address is None:  # workers will all be here
+        check_vllm_installed()
+    go_offline_without_a_hub(config)
+    model_type = None if config.model.path is None else check_folder(config.model.path)
+    check_numbers(config)
+    if model_type is not None and not is_known(model_type):
+        check_unknown_family(config)
+    rows = read_rows(config)
+    _check_answers(config, rows)
+    rollout = config.rollout
+    if rollout.agent is not None and rollout.endpoint_host != "node" and config.cluster.address is None:
+        asyncio.run(check_address(rollout.endpoint_host, rollout.endpoint_port))  # keepers will all be here
+    if config.rollout.has_program and user_code:
+        programs = ProgramRunners("preflight", config, None)
+        asyncio.run(_closed_after(load_program(config, rows, programs), programs.close))
+    if config.reward.by_program:
+        return rows
+    spec = reward_spec(config, rows)
+    if names_a_file(spec.function):
+        if not user_code:
+            return rows
+        reward = one_reward_runner(config, spec)
+        asyncio.run(_closed_after(load_reward(reward, spec), reward.close))
+    else:
+        make_scorer(spec)
+    return rows
+
+
+def check_prompts(config: Config, rows: Rows) -> tuple[PreTrainedTokenizerBase | None, DataBundle | None]:
+    """Check without torch more of a model's folder, and the first prompts of ``rows`` as tokens. Returns the model's
+    tokenizer and the sources of prompts; neither for a model that has to be downloaded first, and for one to make
+    without a program.
+
+    For ``--dry-run`` and the doctor, which end soon: transformers takes it for good that there is no torch.
+
+    Raises:
+        ConfigError: more tokens may come than the model has positions; transformers has no plan for
+            ``actor.parallel``; or as `headway.agents.episodes.episode_settings.chat_hosting` does of a program's chats.
+        DataError: as `check_model`.
+        ModelError: the tokenizer, which is to render chats, cannot be opened or made.
+    """
+    model, programs = config.model, config.rollout.has_program
+    folder = None if model.path is None else find_folder(model.path)
+    if folder is None and not (programs and model.make is not None):
+        return None, None
+    if folder is not None:
+        limit = read_object(folder / "config.json").get("max_position_embeddings")
+        check_positions(config, limit if isinstance(limit, int) else None, LOWER)  # `check_model` tells of odd values
+    from headway.models.tokenizer import load_tokenizer, torch_hidden
+
+    with torch_hidden():
+        if folder is not None and (config.actor.parallel.tp > 1 or config.actor.parallel.ep > 1):
+            check_family_plans(config, text_config(folder / "config.json"))
+        if model.path is not None:
+            tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
+        else:
+            from headway.models.made_model import make_tokenizer
+
+            assert model.make is not None
+            tokenizer = make_tokenizer(model.make)
+        return tokenizer, _prompts(config, tokenizer, rows)
+
+
+def check_model(config: Config, rows: Rows, *, when_too_long: str = LOWER) -> DataBundle | None:
+    """Open all of the model but its weights, and tokenize the first prompts of ``rows``. Returns the sources of
+    prompts; None where there is no model yet, only one to make.
+
+    ``when_too_long``: advice in the message where the model has fewer positions than tokens may come.
+
+    Raises:
+        ConfigError: no such algorithm, more tokens than the model has positions, a bias for a token that it does not
+            have, a mesh that it cannot be divided over, or a KV cache without room for one context.
+        DataError: prompts that the tokenizer cannot render, or that are all too long.
+        ModelError: the folder is missing or incomplete, holds no causal language model, or weights of another one; or
+            the model is of a kind that trainer or rollout engine cannot run.
+        UserCodeError: an own loss, estimator or correction cannot be called as it will be.
+    """
+    from headway.engines.train.batch_advantages import FetchAdvantages
+    from headway.engines.train.fsdp.objective import Objective
+
+    _check_own_functions(config)
+    FetchAdvantages(config.algorithm)
+    Objective(config)
+    if config.cluster.address is not None:
+        timeout_s = min(config.cluster.start_timeout_s, CONNECT_TIMEOUT_S)
+        asyncio.run(check_listens(config.cluster.address, timeout_s))
+    device = _device(config)  # refused where it is not here
+    if config.model.path is None:
+        return None
+    from headway.models.pretrained import load_config
+    from headway.models.tokenizer import load_tokenizer
+
+    trust_remote_code = config.model.trust_remote_code
+    model_config = load_config(config.model.path, trust_remote_code=trust_remote_code)
+    tokenizer = load_tokenizer(config.model.path, trust_remote_code=trust_remote_code)
+    with boundary(f"{config.model.path}: cannot build the model that config.json describes", ModelError):
+        check_positions(config, getattr(model_config, "max_position_embeddings", None), when_too_long)
+        check_vocabulary(config.model.path, model_config, tokenizer)
+        check_biases(config, model_config)
+        check_mesh(config, model_config)
+        check_engine(config, model_config)
+        check_built(config, model_config)  # after the others: odd values may keep a model from being built
+        check_kv_cache(config, model_config, device)
+    return _prompts(config, tokenizer, rows)
+
+
+def _prompts(config: Config, tokenizer: PreTrainedTokenizerBase, rows: Rows) -> DataBundle:
+    """Check the chats of programs, all rows by their form, and the first ones as they are."""
+    if config.rollout.has_program:
+        chats_of(config, tokenizer)
+    notes = check_rows(config, tokenizer, rows)
+    sources = build_sources(config, tokenizer, rows)
+    return replace(sources, notes=tuple(dict.fromkeys([*notes, *sources.notes])))
+
+
+def go_offline_without_a_hub(config: Config) -> None:
+    """Make libraries look at their cache alone, here and in all workers, where the hub's host cannot be resolved and a
+    model or dataset is named: otherwise they would retry for half a minute each time.
+
+    Call it before the libraries are imported: they read this setting once.
+    """
+    datasets = any(source.dataset is not None for source in config.data.sources + config.data.val_sources)
+    model = config.model.path is not None and find_folder(config.model.path) is None
+    if not (datasets or model) or urllib.request.getproxies():
+        return
+    host = urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co")).hostname
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError:
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+def reward_spec(config: Config, rows: Rows) -> RewardSpec:
+    """The reward of ``config``, with the columns that its rows have."""
+    return replace(RewardSpec.of(config), columns=rows.columns, lacked=rows.lacked)
+
+
+def one_reward_runner(config: Config, spec: RewardSpec, log_path: Path | None = None) -> RewardRunners:
+    """A process for the reward, which prints to ``log_path``, or this one's stderr. Nothing is started."""
+    return RewardRunners(spec, workers=1, retries=0, log_path=log_path, env=variables(config.rollout.env))
+
+
+async def load_reward(reward: RewardRunners, spec: RewardSpec) -> None:
+    """Load the user's reward in a process of its own. Raises `UserCodeError` where it cannot be used."""
+    advice = "raise reward.timeout_s above the time that it needs"
+    await _in_time(reward.start(), spec.function, max(LOAD_TIMEOUT_S, spec.timeout_s), advice)
+
+
+async def load_program(config: Config, rows: Rows, programs: ProgramRunners) -> ProgramDescription:
+    """Load the program in a process of its own, check that rows have the columns that it needs, and describe it."""
+    shown = program_spec(config).shown
+    limit = LOAD_TIMEOUT_S + programs.waits_s  # a server that is late says so itself
+    described = await _in_time(programs.describe(), shown, limit, "load what takes long at the first episode")
+    if rows.columns is not None and (missing := [name for name in described.columns if name not in rows.columns]):
+        raise UserCodeError(
+            f"{shown} needs {', '.join(missing)}, and the rows have {', '.join(sorted(rows.columns)) or 'nothing'} "
+            "beside prompt and answer; give the rows that column, or the parameter a default"
+        )
+    if config.reward.by_program and described.gives_reward is False:
+        raise ConfigError(f"reward.function=program, and {shown} gives no reward; name a function that scores answers")
+    return described
+
+
+async def _closed_after(loading: Awaitable[object], close: Callable[[], Awaitable[None]]) -> None:
+    try:
+        await loading
+    finally:
+        await close()
+
+
+async def _in_time(loading: Awaitable[D], shown: str, limit: float, advice: str) -> D:
+    """Wait for user code that a process loads, and return what it is."""
+    try:
+        return await asyncio.wait_for(loading, limit)
+    except TimeoutError:
+        raise UserCodeError(
+            f"{shown} was not imported within {limit:g} s; see to it that the file imports quickly, or {advice}"
+        ) from None
+    except WorkerDied as cause:  # an end of that process, or its silence, is only ever the user's code's doing
+        raise UserCodeError(
+            f"{cause}; see to it that the file imports, quickly and without ending its process"
+        ) from cause
+
+
+def _device(config: Config) -> str:
+    """Return the kind of the workers' devices. Raises `ConfigError` where they will all be here, and it is not.
+
+    A cluster that is joined is taken to have any kind.
+    """
+    joins = config.cluster.address is not None
+    return chosen(config.cluster.device, lambda kind: joins or kind.is_there())
+
+
+def _check_answers(config: Config, rows: Rows) -> None:
+    """Check that rows from files have the answers that the reward needs; a task's problems always have answers."""
+    needing = [one.function for one in config.reward.all if one.function in NEEDS_ANSWERS]
+    if not needing:
+        return
+    files = list(by_source(rows.train, rows.parts)) if config.data.train_sources else []
+    files += [(f"data.val ({name})", records) for name, records in by_source(rows.val, rows.val_parts)]
+    for what, records in files:
+        if records and all(record.answer is None for record in records):
+            raise DataError(
+                f"{what}: the answer of all {len(records)} rows is null, and reward.function={needing[0]} compares "
+                "with it; set data.answer_key to the column that holds it, or give a reward that needs none"
+            )
+        _check_comparable(what, records, needing)
+        if CODE in needing:
+            _check_tests(records)
+
+
+def _check_comparable(what: str, records: Sequence[Record], needing: Sequence[str]) -> None:
+    """Check that no answer is a list or a dictionary where a reward compares it as text or as a number."""
+    if (function := next((name for name in needing if name != CODE), None)) is None:
+        return
+    odd = [record for record in records if isinstance(record.answer, list | dict)]
+    if odd:
+        raise DataError(
+            f"{what}: answers are lists or dictionaries ({len(odd)} of {len(records)}), such as {shown(odd[0].answer)} "
+            f"({odd[0].where}), and reward.function={function} compares with one text or number; set data.answer_key "
+            "to the column, or by dots the value in one, that holds it, or give a function of your own"
+        )
+
+
+def _check_tests(records: Sequence[Record]) -> None:
+    """Check that one of the first ``records`` has unit tests. A row without any fails its group while the run goes on,
+    which ends where all of them do."""
+    refused: DataError | None = None
+    for record in (record for record in records[:TESTS_TRIED] if record.answer is not None):
+        try:
+            unit_tests_of(record.answer, record.extra)
+            return
+        except ScoringFailed as cause:
+            refused = refused or DataError(f"{record.where}: reward.function={CODE} cannot read its tests: {cause}")
+    if refused is not None:
+        raise refused
+
+
+def _check_own_functions(config: Config) -> None:
+    """Check that own losses, estimators, corrections and demonstrations can be called, before anything needs them."""
+    algorithm = config.algorithm
+    for spec, positional, named in (
+        (algorithm.policy_loss.loss_mode, LOSS_PARAMETERS, ()),
+        (algorithm.adv_estimator, ("inputs",), ESTIMATOR_PARAMETERS),
+        *((one.name or "", LOSS_PARAMETERS, ()) for one in algorithm.rollout_correction.all),
+    ):
+        if names_a_file(spec):
+            check_call(spec, load_function(spec), positional, named)
+    warmup = config.model.warmup
+    if warmup is not None and warmup.demonstrations is not None:
+        check_call(warmup.demonstrations, load_function(warmup.demonstrations), ("rng",))

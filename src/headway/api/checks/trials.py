@@ -1,0 +1,338 @@
+"""What ``--dry-run`` checks: trials of the user's code before a run. Each part is called once, as the run will call it.
+
+    reward             a real and an empty answer to the first rows of each source, in the processes of a run
+    loss, correction,  a batch of two rows of three tokens, forward and backward
+    estimator
+    program, agent     its first turn, rendered by the model's own chat template, and not answered
+
+Nothing loads weights. What cannot be tried is told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack
+from functools import partial
+from pathlib import Path
+from shutil import rmtree
+from tempfile import mkdtemp
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from headway.agents.episodes.episode_settings import chat_hosting, limits_of
+from headway.agents.episodes.local_episodes import keeping
+from headway.agents.episodes.program_episode import Hosting
+from headway.agents.episodes.program_workers import ProgramRunners, program_spec
+from headway.agents.programs.program import ProgramDescription
+from headway.agents.rewards.reward_workers import RewardRunners
+from headway.api.checks.preflight import (
+    check_inputs,
+    check_prompts,
+    load_program,
+    load_reward,
+    one_reward_runner,
+    reward_spec,
+)
+from headway.config.schema import Config
+from headway.data.files import Record
+from headway.data.interfaces.episode_groups import GroupRequest
+from headway.data.interfaces.generation import Call, FinishedCall
+from headway.data.rows import by_source
+from headway.data.sources import DataBundle, Rows
+from headway.data.types import Outcomes, Prompt, TrajectoryId
+from headway.errors import HeadwayError, RunError, ScoringFailed, UserCodeError, shown
+from headway.pipeline.wiring import training_sampling
+from headway.reports.trackers.tracker_checks import check_trackers
+from headway.runtime.user_code import names_a_file
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+LIMIT_S = 60.0
+"""Seconds that rewards and programs take together, at most, and losses and advantages."""
+ROWS_TRIED = 4
+"""Rows of each source that the reward is tried on."""
+
+
+def check_dry(config: Config, *, model_there: bool = True, loads: bool = True, calls: bool = False) -> list[str]:
+    """Check what ``--dry-run`` checks: trackers and, unless the model's files are still to come, all of
+    `check_inputs` and `check_prompts`, and return notes. Raises as these do.
+
+    ``loads``: load user code; ``calls``: load it and call it.
+    """
+    check_trackers(config)
+    if not model_there:
+        return []
+    task = config.data.task
+    if not loads and task is not None and names_a_file(task.name):
+        return [f"not checked: data and reward, for {task.name} makes the problems, and no user code is run"]
+    rows = check_inputs(config, user_code=loads and not calls)  # what is called is loaded for that
+    if calls:
+        return try_user_code(config, rows)
+    _, data = check_prompts(config, rows)
+    return [] if data is None else list(data.notes)
+
+
+def try_user_code(config: Config, rows: Rows) -> list[str]:
+    """Load and call what the user has given, and check prompts in between. Returns notes on these, what was tried and
+    what was not, a line each.
+
+    Raises:
+        UserCodeError: something of it fails, with its file and line, or returns what does not fit.
+        DataError, ConfigError: as the run would.
+    """
+    told = asyncio.run(_tried(config, rows))
+    specs = list(_own_functions(config))
+    if specs:
+        _within_thread(partial(_try_algorithm, config), ", ".join(specs))
+        told.append(f"tried: {', '.join(specs)}, forward and backward, on a batch of two rows")
+    told.append("not tried: weights, devices, and what user code asks of other machines later")
+    return told
+
+
+def _within_thread(trial: Callable[[], None], named: str) -> None:
+    """Run a trial that computes, in a thread that ends with the process if it hangs."""
+    failed: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            trial()
+        except BaseException as failure:
+            failed.append(failure)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(LIMIT_S)
+    if thread.is_alive():
+        raise UserCodeError(f"{named}: no end within {LIMIT_S:g} s of trials; --dry-run=static calls no user code")
+    for failure in failed:
+        raise failure
+
+
+async def _tried(config: Config, rows: Rows) -> list[str]:
+    logs, named = Path(mkdtemp(prefix="headway-dry-run-")), False
+    try:
+        async with asyncio.timeout(LIMIT_S) as limit, AsyncExitStack() as stack:
+            told = await _call(config, rows, logs, stack)
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        raise UserCodeError(
+            f"the trials of --dry-run did not end within {LIMIT_S:g} s: a reward or a program does not return. "
+            "--dry-run=static runs no user code"
+        ) from None
+    except HeadwayError as error:
+        named = str(logs) in "\n".join([str(error), *getattr(error, "__notes__", ())])
+        raise
+    finally:
+        if not named:
+            rmtree(logs, ignore_errors=True)
+    return told
+
+
+async def _call(config: Config, rows: Rows, logs: Path, stack: AsyncExitStack) -> list[str]:
+    """Load all user code of processes, look at the prompts, and call it, in the order in which a run would."""
+    trials: list[Callable[[], Awaitable[str]]] = []
+    if config.rollout.has_program:
+        rollout = config.rollout.model_copy(update={"runners": 1})  # one episode needs no more
+        programs = ProgramRunners("trial", config.model_copy(update={"rollout": rollout}), logs)
+        stack.push_async_callback(programs.close)
+        described = await load_program(config, rows, programs)
+    if not config.reward.by_program:
+        spec = reward_spec(config, rows)
+        reward = one_reward_runner(config, spec, logs / "reward.log")
+        stack.push_async_callback(reward.close)
+        await load_reward(reward, spec)
+        trials.append(partial(_try_reward, config, rows, reward))
+    tokenizer, data = check_prompts(config, rows)
+    if config.rollout.has_program:
+        trials.append(partial(_try_program, config, rows, programs, described, tokenizer, data))
+    try:
+        told = [await trial() for trial in trials]
+    except HeadwayError as error:
+        error.add_note(f"Its traceback, and what user code printed, are in {logs}")
+        raise
+    return [*(() if data is None else data.notes), *told]
+
+
+# ---------------------------------------------------------------------------------------------- rewards
+
+
+async def _try_reward(config: Config, rows: Rows, reward: RewardRunners) -> str:
+    names = ", ".join(one.function for one in config.reward.all)
+    firsts = [record for _, records in by_source(rows.train, rows.parts) for record in records[:ROWS_TRIED]]
+    scores = [await _score(reward, record, names) for record in firsts]
+    truths, empties = zip(*scores, strict=True)
+    return (
+        f"tried: the reward {names} gives {_range(truths)} for ground truths and {_range(empties)} for empty answers "
+        f"({len(firsts)} rows)"
+    )
+
+
+def _range(values: Sequence[float]) -> str:
+    low, high = min(values), max(values)
+    return f"{low:g}" if low == high else f"{low:g} to {high:g}"
+
+
+async def _score(reward: RewardRunners, record: Record, names: str) -> Sequence[float]:
+    truth = record.answer if isinstance(record.answer, str) else "" if record.answer is None else str(record.answer)
+    try:
+        scores: list[float] = (await reward.score(_prompt(record), [truth, ""])).rewards.tolist()
+        return scores
+    except ScoringFailed as cause:
+        raise UserCodeError(
+            f"the reward {names} fails for {record.where or record.source}, with the answers {shown(truth)} and '': "
+            f"{cause}; expected a number for each answer, also for an empty one"
+        ) from cause
+
+
+def _prompt(record: Record) -> Prompt:
+    """The row as the reward and the program get it; no token of it is looked at."""
+    chat = record.prompt if isinstance(record.prompt, list) else None
+    text = record.prompt if isinstance(record.prompt, str) else str(record.prompt[-1]["content"])
+    return Prompt(0, 0, 0, record.source, text, np.zeros(1, np.int32), record.answer, record.extra, messages=chat)
+
+
+# ---------------------------------------------------------------------------------------------- programs
+
+
+async def _try_program(
+    config: Config,
+    rows: Rows,
+    programs: ProgramRunners,
+    described: ProgramDescription,
+    tokenizer: PreTrainedTokenizerBase | None,
+    data: DataBundle | None,
+) -> str:
+    """Make an episode of the first prompt up to its first call of the policy, which nothing answers."""
+    named = program_spec(config).shown
+    if tokenizer is None or data is None or (prompt := data.train.next()) is None:
+        return f"not tried: {named}, for the model's tokenizer is not here yet"
+    await programs.get_ready(described)
+    tokens, failure = await _first_turn(config, prompt, chat_hosting(config, tokenizer, programs))
+    if tokens is None:
+        where = rows.train[rows.train_rows.index(prompt.row)].where or prompt.source
+        raise UserCodeError(f"{named} fails in its first turn ({where}): {failure}")
+    return f"tried: {named} begins an episode, and its first turn has {tokens} of {limits_of(config).max_length} tokens"
+
+
+async def _first_turn(config: Config, prompt: Prompt, hosting: Hosting) -> tuple[int | None, str | None]:
+    """The tokens of an episode's first call of the policy, or why there is none."""
+    replica = _Unanswered()
+    request = GroupRequest(0, prompt, 1, training_sampling(config, hosting.stop_ids))
+    async with keeping(replica, hosting=hosting, name="the trial") as keeper:
+        if hosting.endpoint is not None:
+            await hosting.endpoint.start()
+        ending = asyncio.ensure_future(anext(keeper.generate([request])))
+        either: list[asyncio.Future[Any]] = [ending, replica.asked]
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if replica.asked.done():
+            ending.cancel()
+            return replica.asked.result(), None
+        return None, (await ending).trajectories[0].failure
+
+
+class _Unanswered:
+    """A replica that notes the length of the first call's context, and answers none."""
+
+    name, slots = "the policy", 1
+
+    def __init__(self) -> None:
+        self.asked: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    async def submit(self, client: str, calls: Sequence[Call]) -> None:
+        if not self.asked.done():
+            self.asked.set_result(len(calls[0].input_ids))
+
+    async def finished(self, client: str) -> AsyncIterator[Sequence[FinishedCall]]:
+        await asyncio.Event().wait()
+        yield ()
+
+    async def abort(self, client: str, numbers: Sequence[int]) -> None: ...
+
+    async def release(self, trajectories: Sequence[TrajectoryId]) -> None: ...
+
+
+# ---------------------------------------------------------------------------------------------- losses
+
+
+def _own_functions(config: Config) -> Iterator[str]:
+    algorithm = config.algorithm
+    specs = [algorithm.policy_loss.loss_mode, algorithm.adv_estimator]
+    specs += [one.name or "" for one in algorithm.rollout_correction.all]
+    return (spec for spec in specs if names_a_file(spec))
+
+
+def _try_algorithm(config: Config) -> None:
+    """Compute advantages of four episodes of two prompts, and the loss of two of them with its gradient."""
+    import torch
+
+    from headway.algorithms.corrections import CORRECTIONS, CorrectionParams
+    from headway.algorithms.losses import POLICY_LOSSES, LossInputs, PolicyLossParams
+    from headway.data.collate import Row
+    from headway.engines.train.batch_advantages import FetchAdvantages
+
+    algorithm, own = config.algorithm, set(_own_functions(config))
+    if algorithm.adv_estimator in own:
+        ids = tuple(TrajectoryId(0, row, 0, k) for row in range(2) for k in range(2))
+        lengths, numbers = [3, 2, 3, 1], np.arange(4)
+        rows = [_row(Row, length, id) for length, id in zip(lengths, ids, strict=True)]
+        outcomes = Outcomes(
+            ids,
+            np.array([1, 0, 0, 1], np.float32),
+            np.array([0, 0, 1, 1]),
+            numbers,
+            np.zeros(4, np.float32),
+            lengths=np.array(lengths),
+        )
+        estimator = FetchAdvantages(algorithm)
+        try:
+            if estimator.of_outcomes(outcomes) is None:
+                estimator(rows, outcomes)
+        except RunError as cause:
+            raise UserCodeError(f"{algorithm.adv_estimator}: {cause}") from cause
+    generator = torch.Generator().manual_seed(0)
+    logprobs = -torch.rand(2, 3, generator=generator)
+    inputs = LossInputs(
+        logprobs=logprobs.clone().requires_grad_(),
+        old_logprobs=logprobs - 0.1,
+        behaviour_logprobs=logprobs - 0.2,
+        advantages=torch.tensor([[1.0, 1.0, 1.0], [-1.0, -1.0, 0.0]]),
+        mask=torch.tensor([[True, True, True], [True, True, False]]),
+        ref_logprobs=logprobs - 0.3,
+        entropy=torch.rand(2, 3, generator=generator),
+        finished=torch.tensor([True, False]),
+    )
+    for one in algorithm.rollout_correction.all:
+        if one.name in own:
+            CORRECTIONS.get(one.name)(inputs, CorrectionParams(one.bound, one.lower, one.level, one.veto, one.delta))
+    spec = algorithm.policy_loss.loss_mode
+    if spec in own:
+        params = PolicyLossParams(algorithm.policy_loss, *config.actor.clip_range)
+        losses, _ = POLICY_LOSSES.get(spec)(inputs, params)
+        (gradient,) = (
+            torch.autograd.grad(losses.sum(), inputs.logprobs, allow_unused=True) if losses.requires_grad else (None,)
+        )
+        if gradient is None or not torch.isfinite(gradient[inputs.mask]).all():
+            found = "no gradient" if gradient is None else "a gradient that is not finite"
+            raise UserCodeError(
+                f"{spec}: its loss has {found} with respect to inputs.logprobs, so that nothing would be learned; "
+                "compute it from inputs.logprobs, without detach()"
+            )
+
+
+def _row(kind: Any, length: int, episode: TrajectoryId) -> Any:
+    column = np.full(length, -0.5, np.float32)
+    names = ("ref_logprobs", "prox_logprobs", "values")
+    return kind(
+        np.zeros(2 + length, np.int32),
+        2,
+        column,
+        np.zeros(length, np.int32),
+        np.ones(length, np.bool_),
+        columns=dict.fromkeys(names, column),
+        episode=episode,
+    )

@@ -1,0 +1,251 @@
+"""Settings of an evaluation: from MODEL, DATA and ``a.b=c`` to its configuration.
+
+RUN's config.yaml, or --config, or nothing ─▶ what DATA means ─▶ a.b=c ─▶ less what only trains ─▶ doctor ─▶ Job
+    (beneath)                                                   (on top)
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from headway.config.doctor.doctor import diagnose
+from headway.config.layers import Layer, lies_in, overlay, read_overrides, settings_of
+from headway.config.loading import LoadedConfig, load
+from headway.config.schema import (
+    AsyncTrainingConfig,
+    ClusterConfig,
+    Config,
+    OverlongBufferConfig,
+    RunConfig,
+)
+from headway.config.sections.learning import AlgorithmConfig
+from headway.config.sections.model_section import ModelConfig
+from headway.config.sections.program_section import ProgramKeys
+from headway.config.sections.rollout_section import RolloutConfig
+from headway.config.settings_without_effect import without_effect
+from headway.config.sizing.placement import needs_critic
+from headway.data.naming import FILE_ENDINGS, settings_named
+from headway.data.problems import REASONING_GYM
+from headway.data.saved import is_saved, splits_of
+from headway.data.tasks import TASKS, is_task
+from headway.errors import ConfigError, ModelError, UserError
+from headway.reports.checkpoint_folders import Checkpoints
+from headway.reports.exported_version import version_of
+from headway.reports.run_directory import RunDirectory
+
+DATA_FILES = "a .jsonl, .csv or .parquet file, or a dataset by folder or name on the hub"
+SAID_OTHERWISE = {"model.path": "MODEL", "rollout.n": "--n", "rollout.temperature": "--temperature"}
+OF_A_FILE = ("data.train", "data.sources", "data.val", "data.val_sources", "data.val_size", "data.task")
+OF_A_TASK = ("data.train", "data.sources", "data.val", "data.val_sources", "data.val_size", "data.task.name")
+"""Settings that DATA determines where it names a task."""
+OF_THE_ENGINE = (
+    "name",
+    "val_n",
+    "val_temperature",
+    "stop",
+    "dtype",
+    "max_concurrent",
+    "max_batched_tokens",
+    "kv_cache_gib",
+    "enforce_eager",
+    "threads",
+    "tensor_model_parallel_size",
+    "vllm",
+)
+"""Settings of ``rollout`` that an evaluation takes from a run, too."""
+OF_PROGRAMS = tuple(key for key in ProgramKeys.model_fields if key != "min_episodes")
+"""Settings of ``rollout`` for episodes that a program makes; they are the same in an evaluation."""
+FILTERS = ("top_p", "top_k", "min_p", "repetition_penalty", "logit_bias", "min_tokens")
+"""Filters of sampling while training; validation has none of them."""
+MEANINGFUL = (
+    "run.seed",
+    "model.dtype",
+    "model.trust_remote_code",
+    "data",
+    "reward",
+    *(f"rollout.{key}" for key in (*OF_THE_ENGINE, *OF_PROGRAMS, *FILTERS)),
+    "cluster.device",
+)
+"""Settings, and whole sections, that change an evaluation, except those in `IDLE`."""
+IDLE = ("data.epochs", "data.shuffle", "data.prefetch", "reward.overlong_buffer")
+"""Settings within `MEANINGFUL` that belong to training alone."""
+NEVER_S = 1e9
+"""Seconds of a limit on stalls that is never reached: nothing watches an evaluation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """An evaluation. ``config`` has ``model.path``; its ``rollout.val_n`` and ``rollout.val_temperature`` apply."""
+
+    config: Config
+    held_out: bool
+    """True if the configuration's held-out problems are asked; else all rows of ``data.train`` are."""
+    data: str
+    """The data, in words for people."""
+    notes: tuple[str, ...]
+    by_default: bool
+    """True if what is not given has its default, as there is neither a run nor ``--config``."""
+    version: int | None = None
+    """The version of the model, where a run exported it."""
+    newer: int | None = None
+    """The newest complete checkpoint of the run, where that is newer than its model."""
+
+
+def settle(
+    model: str,
+    data: str | None,
+    overrides: Sequence[str] | Layer,
+    *,
+    config_file: Path | None = None,
+    n: int | None = None,
+    temperature: float | None = None,
+) -> Job:
+    """Settle what is to be evaluated, checked as far as settings can be without the model and the data.
+
+    Raises:
+        UserError: MODEL is a run's directory without a model, or a path where nothing is.
+        ConfigError: unknown settings, settings without effect here, no DATA where nothing else names any, or several
+            greedy answers.
+    """
+    path, run_config = _model(model)
+    if run_config is not None and config_file is not None:
+        raise ConfigError(
+            f"--config {config_file}: {model} is a run with a config.yaml of its own; drop one of the two"
+        )
+    base = config_file if config_file is not None else run_config
+    if data is None and base is None:
+        if model.startswith(("/", "./", "../")) and not Path(path).exists():
+            raise ModelError(
+                f"MODEL: got {model}, which does not exist; expected a Hugging Face folder, a name on the hub, or a "
+                "run's directory"
+            )
+        raise ConfigError(
+            f"expected DATA: {DATA_FILES}, or a task ({_tasks()}). It may be left out where MODEL is a "
+            "run's directory or --config is given: their held-out problems are asked then"
+        )
+    settings = settings_of(overrides)
+    given = frozenset(settings.values)
+    _refuse({key: "DATA says what is read; drop one of the two" for key in given if lies_in(key, *_made_by(data))})
+    by_option = {"rollout.val_n": ("--n", n), "rollout.val_temperature": ("--temperature", temperature)}
+    _refuse(
+        {
+            key: f"{option} {value} says that, too; drop one of the two"
+            for key, (option, value) in by_option.items()
+            if key in given and value is not None
+        }
+    )
+    options = [f"rollout.val_n={n}"] if n is not None else []
+    options += [f"rollout.val_temperature={temperature}"] if temperature is not None else []
+    meant = read_overrides([*_meaning(data), *options])
+    loaded = load(base, Layer(settings.origin, overlay(meant.values, settings.values)))
+    # After loading, which knows better what an unknown key is.
+    _refuse({key: f"{SAID_OTHERWISE[key]} says that here" for key in given if key in SAID_OTHERWISE})
+    _refuse(
+        {
+            key: "no effect on an evaluation; drop it"
+            for key in given
+            if lies_in(key, *IDLE) or not lies_in(key, *MEANINGFUL)
+        }
+    )
+    other_task = data is not None and is_task(data) and (base is None or _task_of(base) != data)
+    own_verifier = other_task and not any(lies_in(key, "reward.function", "reward.functions") for key in given)
+    config = _less_training(loaded.config, path, given, own_verifier=own_verifier)
+    if config.rollout.val_n > 1 and config.rollout.val_temperature == 0:
+        raise ConfigError(
+            f"--n {config.rollout.val_n}: greedy answers (--temperature 0) are all equal; give a --temperature above "
+            "0, such as 1.0, or --n 1"
+        )
+    _refuse({key: f"has no effect: {why}" for key, why in without_effect(config).items() if key in given})
+    diagnose(LoadedConfig(config))
+    held_out = data is None or is_task(data)
+    sources = ", ".join(source.label for source in config.data.held_out_sources)
+    named = data or f"held-out problems of {sources or config.data.label}"
+    version, newer = version_of(Path(path)), None
+    if run_config is not None and version is not None:
+        checkpoints = Checkpoints(RunDirectory(run_config.parent).checkpoints)
+        newest = max(checkpoints.complete(with_critic=needs_critic(load(run_config).config)), default=version)
+        newer = newest if newest > version else None
+    return Job(config, held_out, named, tuple(loaded.notes), by_default=base is None, version=version, newer=newer)
+
+
+def _model(model: str) -> tuple[str, Path | None]:
+    """The model's folder (or its name on the hub), and the configuration of the run that it is of."""
+    directory = RunDirectory(Path(model).expanduser())
+    if not directory.config.is_file() or (directory.path / "config.json").is_file():
+        return model, None
+    if not directory.model.is_dir():
+        raise UserError(
+            f"{model}: this run has no {directory.model.name}/, which is written at its end; wait for that, or give a "
+            "Hugging Face folder"
+        )
+    return str(directory.model), directory.config
+
+
+def _task_of(base: Path) -> str | None:
+    task = load(base).config.data.task
+    return task.name if task is not None else None
+
+
+def _tasks() -> str:
+    return f"{', '.join(TASKS.names())}, {REASONING_GYM}<dataset>, or file.py:function"
+
+
+def _meaning(data: str | None) -> list[str]:
+    """Translate DATA into settings, which take the place of whatever data there were."""
+    if data is None:
+        return []
+    nothing_else = ["data.sources=[]", "data.val=null", "data.val_sources=[]"]
+    ((key, source),) = settings_named(data, "test", "validation").items()
+    if key != "data.train":
+        return [*nothing_else, f"{key}={json.dumps(source)}", "data.train=null"]
+    file = Path(data).expanduser()
+    if isinstance(source, str) and file.suffix.lower() not in FILE_ENDINGS:
+        raise ConfigError(f"DATA: got {data}, expected {DATA_FILES}, or a task: {_tasks()}")
+    if isinstance(source, str) and not file.is_file():
+        what = "is not a file" if file.exists() else "does not exist"
+        raise ConfigError(f"DATA: got {data}, which {what}; expected {DATA_FILES}")
+    if "split" not in source and is_saved(file) and (splits := splits_of(file)):
+        raise ConfigError(
+            f"DATA: got {data}, which has the splits {', '.join(splits)}; give one's folder, like {file / splits[0]}"
+        )
+    return [*nothing_else, f"{key}={json.dumps(source)}", "data.val_size=0"]
+
+
+def _made_by(data: str | None) -> tuple[str, ...]:
+    if data is None:
+        return ()
+    return OF_A_TASK if is_task(data) else OF_A_FILE
+
+
+def _refuse(problems: Mapping[str, str]) -> None:
+    """Refuse settings that have ``problems``: raise `ConfigError` with a line for each key."""
+    if problems:
+        raise ConfigError("\n".join(f"{key}: {problems[key]}" for key in sorted(problems)))
+
+
+def _less_training(config: Config, model: str, given: frozenset[str], *, own_verifier: bool) -> Config:
+    """Return ``config`` for an evaluation by one replica, with the defaults of all that only training uses.
+
+    Filters of sampling that the run trained with are left out, except those that are ``given``. A correction is set
+    only since the doctor asks for one where there are filters.
+    """
+    kept = [*OF_THE_ENGINE, *OF_PROGRAMS, *(key for key in FILTERS if any(lies_in(g, f"rollout.{key}") for g in given))]
+    rollout = {key: getattr(config.rollout, key) for key in kept}
+    rollout["n_gpus_per_node"] = rollout["tensor_model_parallel_size"]
+    reward = config.reward.model_copy(update={"overlong_buffer": OverlongBufferConfig()})
+    if own_verifier:
+        reward = reward.model_copy(update={"function": "task", "params": {}, "functions": None})
+    return Config(
+        mode="on_policy",
+        run=RunConfig(seed=config.run.seed),
+        model=ModelConfig(path=model, dtype=config.model.dtype, trust_remote_code=config.model.trust_remote_code),
+        data=config.data.model_copy(update={"epochs": 1, "shuffle": False}),
+        reward=reward,
+        rollout=RolloutConfig().model_copy(update=rollout),
+        algorithm=AlgorithmConfig.model_validate({"rollout_correction": {"name": "truncate"}}),
+        async_training=AsyncTrainingConfig(use_rollout_log_probs=False),
+        cluster=ClusterConfig(backend="inline", device=config.cluster.device, stall_timeout_s=NEVER_S),
+    )

@@ -1,0 +1,148 @@
+"""Figures of an evaluation: accuracy, pass@k, lengths, each over problems, with its standard error."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean, stdev
+
+import numpy as np
+
+from headway.data.interfaces.rewards import means_of_parts
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One answer to a problem, scored."""
+
+    k: int
+    text: str
+    tokens: int
+    """Number of tokens, end-of-sequence included."""
+    cut_off: bool
+    """True if the answer reached the length limit."""
+    finish_reason: str
+    reward: float
+    """Reward of the answer; 0 where it could not be scored."""
+    parts: dict[str, float | None]
+    """Part of the reward, or further number that one told → its value for this answer, before its weight."""
+    failure: str | None = None
+    """Why the episode failed that was to give the answer; None where it did not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Solved:
+    """A problem with its answers, in order of k."""
+
+    row: int
+    source: str
+    prompt: str
+    """The prompt as the model read it, chat template included."""
+    truth: object
+    answers: tuple[Answer, ...]
+    question: str = ""
+    """The prompt without the chat template, as `headway.data.types.Prompt.question` is."""
+    failure: str | None = None
+    """Why the problem has no score; None where it has: some episodes did not fail, and these are scored."""
+
+    @property
+    def counted(self) -> tuple[Answer, ...]:
+        """The answers that figures are of: of episodes that did not fail. All of them where the problem has no score,
+        so that it counts as 0."""
+        if self.failure is not None:
+            return self.answers
+        return tuple(answer for answer in self.answers if answer.failure is None)
+
+    def correct(self, threshold: float) -> int:
+        """Number of counted answers with a reward of at least ``threshold``; 0 where the problem has no score."""
+        if self.failure is not None:
+            return 0
+        # As float32, which rewards are: 0.9 of a reward is not below a threshold of 0.9.
+        return sum(bool(np.float32(answer.reward) >= np.float32(threshold)) for answer in self.counted)
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A mean over problems and its standard error, which is None for a single problem."""
+
+    value: float
+    error: float | None
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Estimate:
+        """Mean and standard error s/√N (s of N − 1) of problems' ``values``: answers to one problem are dependent."""
+        return cls(fmean(values), stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None)
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """The figures of the problems of one source, or of all."""
+
+    problems: int
+    answers: int
+    failed: int
+    """Problems without a score; they count as 0, and as wrong."""
+    failed_episodes: int
+    """Answers that are missing since their episodes failed, of problems with and without a score."""
+    accuracy: Estimate
+    """Mean reward, as validation during training has it: of each problem over the episodes that did not fail."""
+    of_right_and_wrong: bool
+    """Whether each reward is 1 or 0, so that their mean may be called an accuracy."""
+    pass_at: dict[int, Estimate]
+    """k → pass@k over the problems that have k answers which count; without those k that no problem has."""
+    too_few: dict[int, int]
+    """k → number of problems that pass@k is not of: no estimate from fewer answers is unbiased."""
+    mean_tokens: float
+    max_tokens: int
+    cut_off: float
+    """Share of the answers that reached the length limit."""
+    parts: dict[str, float] = field(default_factory=dict)
+    """Means of the reward's parts and of further numbers that they told, where there are several."""
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """Unbiased estimate, from ``n`` answers of which ``c`` are correct, that one of ``k`` answers is correct.
+
+    1 − C(n−c, k)/C(n, k), as the product 1 − ∏_{i=n−c+1…n} (1 − k/i), in which nothing overflows: Chen et al. 2021,
+    arXiv:2107.03374, equation 1. Raises `ValueError` unless 0 ≤ c ≤ n and 1 ≤ k ≤ n.
+    """
+    if not (0 <= c <= n and 1 <= k <= n):
+        raise ValueError(f"expected 0 <= c <= n and 1 <= k <= n, not n={n}, c={c}, k={k}")
+    if n - c < k:
+        return 1.0
+    return 1.0 - math.prod(1.0 - k / i for i in range(n - c + 1, n + 1))
+
+
+def usual_ks(n: int) -> tuple[int, ...]:
+    """Usual values of k for pass@k: 1, 2, 4, … up to ``n``, and ``n``."""
+    return tuple(sorted({2**i for i in range(n.bit_length())} | {n}))
+
+
+def figures(solved: Sequence[Solved], ks: Iterable[int], threshold: float) -> Figures:
+    """Compute the figures of at least one problem."""
+    answers = [answer for problem in solved for answer in problem.answers]
+    correct = [(len(problem.counted), problem.correct(threshold)) for problem in solved]
+    passed = {k: [pass_at_k(n, c, k) for n, c in correct if n >= k] for k in ks}
+    return Figures(
+        problems=len(solved),
+        answers=len(answers),
+        failed=sum(problem.failure is not None for problem in solved),
+        failed_episodes=sum(answer.failure is not None for answer in answers),
+        accuracy=Estimate.of([fmean(answer.reward for answer in problem.counted) for problem in solved]),
+        of_right_and_wrong=all(answer.reward in (0, 1) for problem in solved for answer in problem.counted),
+        pass_at={k: Estimate.of(values) for k, values in passed.items() if values},
+        too_few={k: len(solved) - len(values) for k, values in passed.items()},
+        mean_tokens=fmean(answer.tokens for answer in answers),
+        max_tokens=max(answer.tokens for answer in answers),
+        cut_off=fmean(answer.cut_off for answer in answers),
+        parts=means_of_parts({name: [value] for name, value in answer.parts.items()} for answer in answers),
+    )
+
+
+def by_source(solved: Sequence[Solved]) -> dict[str, list[Solved]]:
+    """Problems by their source, in the order in which sources come."""
+    found: dict[str, list[Solved]] = {}
+    for problem in solved:
+        found.setdefault(problem.source, []).append(problem)
+    return found

@@ -1,0 +1,229 @@
+"""Prompts to scored answers, by the tokenizing, the engine and the reward processes of training.
+
+prompts ─▶ engine, all at once ─▶ a finished group ─▶ reward, beside what still decodes ─▶ Solved, in order of prompts
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, aclosing
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from headway.agents.chat.chat_template import answer_decoder
+from headway.agents.episodes.episode_settings import chat_hosting
+from headway.agents.episodes.local_episodes import keeping
+from headway.agents.episodes.program_episode import Hosting
+from headway.agents.episodes.program_workers import ProgramRunners, variables
+from headway.agents.rewards.program_reward import own_scores
+from headway.agents.rewards.reward_workers import RewardRunners
+from headway.agents.rewards.score_request import RewardSpec
+from headway.api.eval.evaluation_settings import Job
+from headway.api.eval.figures import Answer, Solved
+from headway.data.interfaces.episode_groups import FinishedGroup, GroupRequest
+from headway.data.interfaces.generation import Priority, SamplingParams
+from headway.data.interfaces.rollout import RolloutEngine
+from headway.data.left_out import Counts
+from headway.data.types import FinishReason, Prompt, Trajectory, conversations_of
+from headway.errors import DataError, ScoringFailed
+from headway.pipeline.admission.nothing_to_train import EPISODE_FAILED
+from headway.runtime.task_groups import Tasks, failing_as_one
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from headway.config.schema import Config
+
+FROM_A_RECIPE = "lower the lengths, or take them from the recipe that the model is trained by: --config RECIPE"
+"""Advice for the case that lengths do not fit, and are the defaults."""
+
+
+@dataclass(frozen=True, slots=True)
+class Questions:
+    """The problems that are asked, and the tokenizer and settings with which they were read."""
+
+    prompts: tuple[Prompt, ...]
+    left_out: Counts
+    """Rows met on the way that are left out."""
+    tokenizer: PreTrainedTokenizerBase
+    notes: tuple[str, ...] = ()
+    """What is to be told of the data."""
+
+
+def read_questions(job: Job, limit: int | None) -> Questions:
+    """Read the first ``limit`` prompts of the job's data (None: all), and check the model as before a run.
+
+    Raises:
+        UserError: as `headway.api.checks.preflight.check_inputs` and `check_model` do; also where nothing is left to
+        ask.
+    """
+    from headway.api.checks.preflight import LOWER, check_inputs, check_model
+    from headway.models.tokenizer import load_tokenizer
+
+    config = job.config
+    rows = check_inputs(config)
+    sources = check_model(config, rows, when_too_long=FROM_A_RECIPE if job.by_default else LOWER)
+    if sources is None:
+        raise AssertionError("unreachable: an evaluation has a model")
+    tokenizer = load_tokenizer(str(config.model.path), trust_remote_code=config.model.trust_remote_code)
+    if job.held_out:
+        prompts, left_out = sources.val[:limit], sources.val_left_out.counts
+    else:
+        prompts = list(islice(iter(sources.train.next, None), limit))
+        left_out = sources.train.left_out_by_source
+    if not prompts:
+        raise DataError(
+            f"{job.data}: nothing to ask; the configuration holds no problems out (data.val_size=0), give DATA"
+        )
+    return Questions(tuple(prompts), left_out, tokenizer, sources.notes)
+
+
+async def solve(
+    config: Config, questions: Questions, ready: Callable[[], None], solved: Callable[[Solved], None]
+) -> list[Solved]:
+    """Answer and score all questions. ``ready`` is called when decoding begins, ``solved`` with each question in order.
+
+    Raises:
+        UserError: a reward or a model that does not load.
+        WorkerDied: the reward's processes, or the engine's, ended.
+    """
+    from headway.models.pretrained import stop_token_ids
+
+    prompts = questions.prompts
+    # The columns that a reward may ask for: every row has them.
+    columns = tuple(name for name in prompts[0].extra if all(name in prompt.extra for prompt in prompts))
+    spec = replace(RewardSpec.of(config), columns=columns)
+    async with AsyncExitStack() as stack:
+        reward = hosting = None
+        if not config.reward.by_program:
+            reward = RewardRunners(
+                spec,
+                workers=config.reward.workers,
+                retries=config.reward.retries,
+                log_path=None,
+                env=variables(config.rollout.env),
+            )
+            stack.push_async_callback(reward.close)
+            await reward.start()
+        if config.rollout.has_program:
+            programs = ProgramRunners("eval", config, None, str(config.model.path))
+            hosting = chat_hosting(config, questions.tokenizer, programs)
+            stack.push_async_callback(hosting.close)
+            await hosting.start()
+        engine = await _start_engine(config, questions.tokenizer)
+        stack.push_async_callback(engine.close)
+        ready()
+        sampling = _sampling(config, stop_token_ids(str(config.model.path), questions.tokenizer))
+        decode = answer_decoder(questions.tokenizer, skip_special_tokens=config.rollout.skip_special_tokens)
+        ask = partial(_ask, engine, decode, hosting, reward, prompts, config.rollout.val_n, sampling, solved)
+        found = await failing_as_one(ask)
+    return [found[i] for i in range(len(prompts))]
+
+
+def _sampling(config: Config, stop: tuple[int, ...]) -> SamplingParams:
+    rollout = config.rollout
+    return SamplingParams(
+        max_tokens=config.data.max_response_length,
+        temperature=rollout.val_temperature,
+        stop_token_ids=stop,
+        stop=rollout.stop,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        min_p=rollout.min_p,
+        repetition_penalty=rollout.repetition_penalty,
+        logit_bias=tuple(rollout.logit_bias.items()),
+        min_tokens=rollout.min_tokens,
+    )
+
+
+async def _start_engine(config: Config, tokenizer: PreTrainedTokenizerBase) -> RolloutEngine:
+    """Start the engine of ``rollout.name`` as a replica does, except for updates: no weights ever come."""
+    import torch
+
+    from headway.cluster.inline_cluster import InlineCluster
+    from headway.cluster.roles.engine_registry import ReplicaSpec, start_engine
+    from headway.models.pretrained import served_dtype
+    from headway.models.tokenizer import text_of
+
+    device = await InlineCluster(config).connect()
+    replica = ReplicaSpec(
+        config=config,
+        model_path=str(config.model.path),
+        name="eval",
+        device=device,
+        decode=text_of(tokenizer),
+        dtype=str(served_dtype(config, torch.device(device))).removeprefix("torch."),
+        receive=None,
+        manifest=None,
+        clock=time.monotonic,
+    )
+    engine: RolloutEngine = await start_engine(replica)
+    return engine
+
+
+async def _ask(
+    engine: RolloutEngine,
+    decode: Callable[[Sequence[int]], str],
+    hosting: Hosting | None,
+    reward: RewardRunners | None,
+    prompts: Sequence[Prompt],
+    n: int,
+    sampling: SamplingParams,
+    solved: Callable[[Solved], None],
+    tasks: Tasks,
+) -> dict[int, Solved]:
+    """Have ``prompts`` answered: prompt's number → its scored answers, complete when all of ``tasks`` have ended."""
+    requests = [GroupRequest(i, prompt, n, sampling, priority=Priority.VALIDATION) for i, prompt in enumerate(prompts)]
+    found: dict[int, Solved] = {}
+    told = 0
+
+    async def score(finished: FinishedGroup) -> None:
+        nonlocal told
+        found[finished.number] = await _scored(reward, prompts[finished.number], finished)
+        while told in found:
+            solved(found[told])
+            told += 1
+
+    keeping_here = keeping(engine, decode=decode, hosting=hosting)
+    async with keeping_here as keeper, aclosing(keeper.generate(requests)) as groups:
+        async for finished in groups:
+            tasks.start(score(finished))
+    return found
+
+
+async def _scored(reward: RewardRunners | None, prompt: Prompt, finished: FinishedGroup) -> Solved:
+    """Score the episodes that did not fail. A problem of which all failed has no score."""
+    trajectories, failure = finished.trajectories, None
+    made = [t for t in trajectories if t.failure is None]
+    rewards = [0.0] * len(made)
+    parts: Mapping[str, Sequence[float | None]] = {}
+    try:
+        if not made:
+            raise ScoringFailed(f"{EPISODE_FAILED}: {trajectories[0].failure}")
+        if reward is None:
+            scores = own_scores(made)
+        else:
+            scores = await reward.score(prompt, [t.text for t in made], conversations_of(made))
+        rewards, parts = scores.rewards.tolist(), scores.parts
+    except ScoringFailed as failed:
+        failure = str(failed)
+    place = {t.id: i for i, t in enumerate(made)}
+
+    def answer(k: int, t: Trajectory) -> Answer:
+        at = place.get(t.id)
+        return Answer(
+            k=k,
+            text=t.text,
+            tokens=t.length,
+            cut_off=t.finish_reason is FinishReason.LENGTH,
+            finish_reason=str(t.finish_reason),
+            reward=0.0 if at is None else rewards[at],
+            parts={} if at is None else {name: values[at] for name, values in parts.items()},
+            failure=t.failure,
+        )
+
+    answers = tuple(answer(k, t) for k, t in enumerate(trajectories))
+    return Solved(prompt.row, prompt.source, prompt.text, prompt.answer, answers, prompt.question, failure)

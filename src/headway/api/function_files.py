@@ -1,0 +1,148 @@
+"""Functions that are given as objects: pickled by value into a folder, where a file of each stands for it.
+
+    reward=score ─▶ FOLDER/score.pkl, FOLDER/score.py ─▶ reward.function=FOLDER/score.py:score
+
+So settings stay plain text, every process finds the function as it finds one in a file of the user's own, and
+``headway train --resume`` goes on with it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import keyword
+import pickle
+import sys
+import textwrap
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from headway.api.serialisation import pickled
+from headway.config.layers import lies_in
+from headway.errors import ConfigError
+
+TAKE_FUNCTIONS = (
+    "reward.function",
+    "reward.functions",
+    "data.task.name",
+    "algorithm.policy_loss.loss_mode",
+    "algorithm.adv_estimator",
+    "algorithm.rollout_correction.name",
+    "algorithm.rollout_correction.also",
+    "model.warmup.demonstrations",
+    "rollout.tools",
+    "rollout.environment",
+    "rollout.program",
+    "rollout.agent",
+)
+"""Settings that name functions of the user's own."""
+MOST_OF_SOURCE = 10_000
+"""Most characters of a function's source that are written down with it."""
+
+_FILE = '''"""{name}: given to Headway as an object, by {shown}.
+
+It is in {name}.pkl beside this file, pickled by Python {python}, and is the same in every process.{source}
+"""
+
+from headway.runtime.user_code import pickled_beside
+
+{name} = pickled_beside(__file__)
+'''
+
+
+class Functions:
+    """The functions among some settings. ``settings``: by dotted key, as the user gave them."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        """Find the functions. Raises `ConfigError` for one at a setting that takes none."""
+        self._settings = settings
+        self._found: list[tuple[str, Any]] = []
+        """Name of a function, unique among them, and the function; none is there twice."""
+        for key, value in settings.items():
+            self._replaced(key, value, partial(self._find, key))
+
+    def __bool__(self) -> bool:
+        return bool(self._found)
+
+    def settings(self, folder: Path) -> dict[str, Any]:
+        """Return the settings with ``FOLDER/name.py:name`` in the place of each function."""
+
+        def named(function: Any) -> str:
+            name = next(name for name, other in self._found if other is function)
+            return f"{folder / name}.py:{name}"
+
+        return {key: self._replaced(key, value, named) for key, value in self._settings.items()}
+
+    def move_away(self, folder: Path) -> None:
+        """Rename functions whose names are taken in ``folder``: another run's functions stay as they are there."""
+        taken = {file.stem for file in folder.glob("*")}
+        self._found = [(_free(name, taken), function) for name, function in self._found]
+
+    def write(self, folder: Path) -> list[Path]:
+        """Write the functions, and return the files. Raises `UserCodeError` where one cannot be pickled."""
+        pickles = {name: pickled(function, name) for name, function in self._found}
+        python, path = list(sys.version_info[:2]), [str(Path(entry or ".").absolute()) for entry in sys.path]
+        written = []
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, function in self._found:
+            whole = pickle.dumps({"python": python, "path": path, "pickled": pickles[name]})
+            text = _FILE.format(
+                name=name, shown=_shown(function), python=".".join(map(str, python)), source=_source(function)
+            )
+            (folder / f"{name}.pkl").write_bytes(whole)
+            (folder / f"{name}.py").write_text(text, encoding="utf-8")
+            written += [folder / f"{name}.pkl", folder / f"{name}.py"]
+        return written
+
+    def _find(self, key: str, function: Any) -> str:
+        if not lies_in(key, *TAKE_FUNCTIONS):
+            kind = "a class" if isinstance(function, type) else "a function"
+            raise ConfigError(
+                f"{key}: got {_shown(function)}, {kind}; the settings that take functions are "
+                f"{', '.join(TAKE_FUNCTIONS)}"
+            )
+        if not any(other is function for _, other in self._found):
+            self._found.append((_free(_name(function, key), {name for name, _ in self._found}), function))
+        return ""
+
+    def _replaced(self, key: str, value: Any, replace: Callable[[Any], str]) -> Any:
+        match value:
+            case Mapping():
+                return {name: self._replaced(key, inner, replace) for name, inner in value.items()}
+            case list():
+                return [self._replaced(key, inner, replace) for inner in value]
+        return replace(value) if callable(value) else value
+
+
+def _name(function: Any, key: str) -> str:
+    name = str(getattr(function, "__name__", type(function).__name__))
+    if name.isidentifier() and not keyword.iskeyword(name):
+        return name
+    *_, section, last = key.split(".")
+    return section if last in ("function", "functions", "name") else last
+
+
+def _free(name: str, taken: set[str]) -> str:
+    number, free = 1, name
+    while free in taken:
+        number += 1
+        free = f"{name}_{number}"
+    taken.add(free)
+    return free
+
+
+def _shown(function: Any) -> str:
+    """Return where a function is defined, as ``__main__.score``."""
+    named = function if hasattr(function, "__qualname__") else type(function)
+    return f"{named.__module__}.{named.__qualname__}"
+
+
+def _source(function: Any) -> str:
+    """Return the source of a function as part of a docstring; nothing where there is none to be found."""
+    try:
+        source = textwrap.dedent(inspect.getsource(function))
+    except (OSError, TypeError):
+        return ""
+    quoted = source[:MOST_OF_SOURCE].replace("\\", "\\\\").replace('"""', '\\"\\"\\"')
+    return f" Its source was\n\n{textwrap.indent(quoted.rstrip(), '    ')}"

@@ -1,0 +1,142 @@
+"""The choices against the memory of whole processes: what is left for keys and values, and what is too much.
+
+The layout was chosen for training; here the run as it is configured is added up, with its slots and buffers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from headway.api.init.available_devices import Machine
+from headway.api.init.choices import GIVEN, Choice
+from headway.api.init.model_summary import ModelFacts
+from headway.config.layers import Layer
+from headway.config.loading import load
+from headway.config.schema import Config
+from headway.config.sizing.memory_fitting import BF16, room
+from headway.config.sizing.model_shape import FLOAT
+from headway.config.sizing.process_memory import Line
+from headway.config.sizing.run_memory import GIB, OF_REPLICA, REPLICA, Process, processes
+from headway.errors import ConfigError
+
+CACHE = "rollout.kv_cache_gib"
+KEYS_AND_VALUES, GENERATION = "keys and values", "generation"
+RECOMPUTE, WHY_RECOMPUTE = (
+    "model.enable_gradient_checkpointing",
+    "activations do not fit otherwise; a third more compute",
+)
+TRIES = 3
+"""Times that the cache is measured: with a limit there are more slots, whose logits take room in turn."""
+LEAST_ANSWERS = 4
+"""Whole answers that a replica on a CPU has room for at the least."""
+SAVERS = (
+    Choice(RECOMPUTE, True, WHY_RECOMPUTE, main=True),
+    Choice("rollout.enable_dual_buffer", False, "there is no room for a second copy of the served weights"),
+)
+"""What saves memory on CPUs, in the order of what it costs."""
+
+
+def config_of(choices: Sequence[Choice]) -> Config:
+    """Return the configuration that the choices are."""
+    return load(None, Layer("by what was chosen", {choice.key: choice.value for choice in choices})).config
+
+
+def within_memory(choices: Sequence[Choice], model: ModelFacts, machine: Machine) -> list[Choice]:
+    """Return the choices, with a limit on keys and values where they would not fit otherwise, or with recomputation.
+
+    Raises:
+        ConfigError: the run takes more than there is.
+    """
+    if machine.on_cpu:
+        return _on_cpu(list(choices), model, machine)
+    return _on_gpus(list(choices), model, machine)
+
+
+def taken(choices: Sequence[Choice], model: ModelFacts, machine: Machine) -> list[Process]:
+    """Return the processes of the run with their memory on devices, but those that take what they find: vLLM's."""
+    device_bytes = None if machine.on_cpu else machine.device_bytes
+    config = config_of(choices)
+    found = processes(config, model.shape, on_cpu=machine.on_cpu, device_bytes=device_bytes)
+    left_out = () if config.rollout.name == "native" else (REPLICA, OF_REPLICA)
+    return [one for one in found if one.memory.device and one.name not in left_out]
+
+
+def _on_cpu(choices: list[Choice], model: ModelFacts, machine: Machine) -> list[Choice]:
+    """Take less and less memory: a smaller cache costs least."""
+    most = room(machine.device_bytes)
+    chosen = {choice.key for choice in choices}
+    for further in (None, *(choice for choice in SAVERS if choice.key not in chosen)):
+        choices = choices if further is None else [*choices, further]
+        fits = _with_cache(choices, model, machine, lambda found: _sum(found) - most, LEAST_ANSWERS)
+        if fits is not None:
+            return fits
+    found = taken(choices, model, machine)
+    least = _sum(found) - sum(_cache(one) or 0 for one in found) + LEAST_ANSWERS * _of_answer(choices, model, machine)
+    raise ConfigError(
+        f"{model.path} has {model.size} parameters, and a run on this machine's CPU takes {least / 1e9:.1f} GB at the "
+        f"least, of which there are {machine.device_bytes / 1e9:.1f}, and the system needs a tenth; give GPUs "
+        "(--gpus N), a smaller model, or a smaller data.max_response_length"
+    )
+
+
+def _on_gpus(choices: list[Choice], model: ModelFacts, machine: Machine) -> list[Choice]:
+    most = room(machine.device_bytes)
+    fits = _with_cache(choices, model, machine, lambda found: max(_taken(one) for one in found) - most, 1)
+    if fits is not None:
+        return fits
+    process = max(taken(choices, model, machine), key=_taken)
+    raise ConfigError(
+        f"{model.path}: with these settings a {process.name} takes {_taken(process) / 1e9:.0f} of "
+        f"{machine.device_bytes / 1e9:.0f} GB; give more GPUs (--gpus N), or a smaller data.max_response_length or "
+        "actor.ppo_max_token_len_per_gpu"
+    )
+
+
+def _with_cache(
+    choices: list[Choice],
+    model: ModelFacts,
+    machine: Machine,
+    over: Callable[[Sequence[Process]], int],
+    least: int,
+) -> list[Choice] | None:
+    """Return the choices with a limit on keys and values where they need one, None where none helps.
+
+    ``over``: bytes that processes take too much; ``least``: whole answers that there has to be room for.
+    """
+    answer = _of_answer(choices, model, machine)
+    for _ in range(TRIES + 1):  # the last limit is looked at, too
+        found = taken(choices, model, machine)
+        if (excess := over(found)) <= 0:
+            return choices
+        held = next((nbytes for one in found if (nbytes := _cache(one)) is not None), 0)
+        gib = math.floor((held - excess) / GIB * 100) / 100
+        if gib * GIB < least * answer or any(choice.key == CACHE and choice.reason == GIVEN for choice in choices):
+            return None
+        limit = Choice(CACHE, gib, "GiB of keys and values: what there is left for them")
+        choices = [*(choice for choice in choices if choice.key != CACHE), limit]
+    return None
+
+
+def _of_answer(choices: Sequence[Choice], model: ModelFacts, machine: Machine) -> int:
+    """Return the bytes of keys and values of the longest prompt with the longest answer."""
+    data = config_of(choices).data
+    return (data.max_prompt_length + data.max_response_length) * model.shape.cache(FLOAT if machine.on_cpu else BF16)
+
+
+def _taken(process: Process) -> int:
+    """Return the bytes that a process takes when it generates, or, where it does not, at any moment."""
+    memory = process.memory
+    if GENERATION not in memory.moments:
+        return memory.device
+    lines = (*memory.held, *memory.moments[GENERATION])
+    return sum(line.nbytes for line in lines if not line.on_host)
+
+
+def _cache(process: Process) -> int | None:
+    lines: tuple[Line, ...] = process.memory.held + tuple(process.memory.moments.get(GENERATION, ()))
+    return next((line.nbytes for line in lines if line.name == KEYS_AND_VALUES), None)
+
+
+def _sum(found: Sequence[Process]) -> int:
+    return sum(one.count * one.memory.device for one in found)

@@ -1,0 +1,154 @@
+"""What a model's files say of it: its sizes, its longest context, how it is spoken to. No weights are read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from headway.config.sizing.model_shape import ModelShape
+from headway.errors import ModelError, boundary
+from headway.models.logits import is_known
+from headway.models.model_folder import OTHER_WEIGHTS, TOKENIZERS, find_folder, needs_own_code, read_object
+from headway.models.tokenizer import load_tokenizer, torch_hidden
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "seq_length")
+"""Names of the longest context, in the ``config.json`` of one family or another."""
+SPELLED: Mapping[str, Sequence[str]] = {
+    "hidden_size": ("n_embd", "d_model", "n_embed"),
+    "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
+    "num_attention_heads": ("n_head", "n_heads", "num_heads", "attention_heads"),
+    "intermediate_size": ("n_inner", "ffn_dim", "d_inner"),
+    "num_experts_per_tok": ("moe_k", "num_experts_per_token", "moe_topk", "top_k"),
+    "num_experts": ("num_local_experts", "n_routed_experts", "moe_num_experts"),
+}
+"""Llama's names of sizes, and those of other families."""
+USUAL_EXPERTS = 2
+"""Experts of a token, where a mixture's files do not say."""
+THINKING = ("<think>", "enable_thinking", "reasoning_content")
+"""Words of which the chat template of a model that thinks before it answers has one."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What is known of a model before it is loaded."""
+
+    path: str
+    """Folder, or name on the hub, as the user gave it."""
+    config: Mapping[str, Any]
+    """Its ``config.json``, that of its text part where it has more."""
+    shape: ModelShape
+    estimated: bool = False
+    """True where the family's memory is not known, and its sizes are read as those of a Llama."""
+    chats: bool = False
+    """True where the tokenizer has a chat template."""
+    thinks: bool = False
+    """True where that template has a place for thoughts before the answer."""
+    marks: tuple[str, ...] = ()
+    """Special tokens of the tokenizer, as they are written."""
+    lacks: tuple[str, ...] = ()
+    """Parts that the folder does not have: ``weights``, ``tokenizer``."""
+    tokenizer: PreTrainedTokenizerBase | None = field(default=None, compare=False)
+
+    @property
+    def family(self) -> str:
+        return str(self.config.get("model_type"))
+
+    @property
+    def positions(self) -> int | None:
+        """Longest context; None where the files do not say."""
+        known = (self.config.get(name) for name in POSITIONS)
+        return next((number for number in known if isinstance(number, int) and number > 0), None)
+
+    @property
+    def size(self) -> str:
+        """Number of parameters, in words."""
+        number = self.shape.parameters
+        about = "about " if self.estimated else ""
+        unit, letter = next((pair for pair in ((10**9, "B"), (10**6, "M")) if number >= pair[0]), (1000, "K"))
+        return f"{about}{number / unit:.3g} {letter}"
+
+
+def look_at_model(path: str, *, trust_remote_code: bool = False) -> ModelFacts:
+    """Read what there is to know of the model at ``path``, a folder or a name on the hub.
+
+    Raises:
+        ModelError: no such folder, no ``config.json``, a tokenizer that cannot be opened, sizes that are not told, or
+            code of the model's own that the user has not allowed.
+    """
+    folder, lacks = find_folder(path), []
+    if folder is None:
+        config = _of_the_hub(path)
+    elif not (folder / "config.json").is_file():
+        raise ModelError(f"{path}: the folder has no config.json; give a Hugging Face model folder")
+    else:
+        config = read_object(folder / "config.json")
+        if not any(folder.glob("*.safetensors")) and not any((folder / name).exists() for name in OTHER_WEIGHTS):
+            lacks.append("weights")
+        if "auto_map" not in config and not any((folder / name).exists() for name in TOKENIZERS):
+            lacks.append("tokenizer")
+    tokenizer = None
+    # A family that only transformers knows is built to be checked: with torch hidden now, there would be none then.
+    with torch_hidden() if is_known(str(config.get("model_type"))) else nullcontext():
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+        if "auto_map" in config and config.get("model_type") not in CONFIG_MAPPING and not trust_remote_code:
+            raise needs_own_code(path)
+        if "tokenizer" not in lacks:
+            tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
+    text = config.get("text_config")
+    config = {**config, **text} if isinstance(text, Mapping) else config
+    if (shape := shape_of(config)) is None:
+        raise ModelError(
+            f"{path}: config.json does not tell the sizes of a decoder (hidden_size, num_hidden_layers, "
+            "num_attention_heads, vocab_size); give the folder of a causal language model"
+        )
+    template = str(tokenizer.chat_template or "") if tokenizer is not None else ""
+    return ModelFacts(
+        path=path,
+        config=config,
+        shape=shape,
+        estimated=ModelShape.of(config) is None,
+        chats=bool(template),
+        thinks=any(word in template for word in THINKING),
+        marks=tuple(tokenizer.all_special_tokens) if tokenizer is not None else (),
+        lacks=tuple(lacks),
+        tokenizer=tokenizer,
+    )
+
+
+def shape_of(config: Mapping[str, Any]) -> ModelShape | None:
+    """Return the sizes of a model of any family: where its memory is not known, as if it were a Llama or a Mixtral.
+
+    None where ``config`` does not tell them.
+    """
+    if (known := ModelShape.of(config)) is not None:
+        return known
+    sizes = {key: value[0] if isinstance(value, list) and value else value for key, value in config.items()}
+    for name, others in SPELLED.items():
+        found = (sizes[key] for key in (name, *others) if isinstance(sizes.get(key), int))
+        if (number := next(found, None)) is not None:
+            sizes[name] = number
+    if not sizes.get("num_experts_per_tok"):
+        sizes["num_experts_per_tok"] = USUAL_EXPERTS
+    if isinstance(hidden := sizes.get("hidden_size"), int):
+        sizes.setdefault("intermediate_size", 4 * hidden)
+    unusual = ("mlp_only_layers", "decoder_sparse_step")
+    family = "mixtral" if sizes.get("num_experts") else "llama"
+    return ModelShape.of({**{key: sizes[key] for key in sizes if key not in unusual}, "model_type": family})
+
+
+def _of_the_hub(name: str) -> dict[str, Any]:
+    with torch_hidden():
+        from transformers import PreTrainedConfig
+
+        doing = f"{name}: no such folder here, and no such model can be had from the hub; give a Hugging Face folder"
+        with boundary(doing, ModelError):
+            config, _ = PreTrainedConfig.get_config_dict(name)
+    if not config:
+        raise ModelError(f"{name}: the hub's model has no config.json; give a model of transformers")
+    return dict(config)

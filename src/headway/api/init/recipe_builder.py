@@ -1,0 +1,312 @@
+"""The choices of a first recipe, each with its reason.
+
+    facts ─▶ lengths ─▶ devices and mesh, by memory ─▶ batch ─▶ learning rate, length of the run ─▶ `Choice`s
+
+What the user has set is taken as it is, and all else follows from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from headway.api.init.available_devices import Machine
+from headway.api.init.choices import Choice, Choices
+from headway.api.init.data_summary import PROGRAMS, DataFacts
+from headway.api.init.device_layout import REPLICA_SIZE, WHY_MESH, Layout, layout_of
+from headway.api.init.memory_choices import RECOMPUTE, WHY_RECOMPUTE, within_memory
+from headway.api.init.model_summary import ModelFacts
+from headway.config.layers import lies_in
+from headway.config.presets import preset
+from headway.config.sections.rollout_section import RolloutConfig
+from headway.config.sizing.memory_fitting import PER_MACHINE
+from headway.devices import ACCELERATORS, CPU
+from headway.errors import ConfigError
+
+SMALL = 50_000_000
+"""Parameters below which a model answers at once, as it cannot reason."""
+LEAST_ANSWER = 16
+"""Fewest tokens that an answer is given room for."""
+ANSWERS = {"math": 1024, "code": 2048, "choice": 512, "own": 1024}
+"""Tokens in which a model of some size answers, with its reasoning, by the kind of the reward."""
+TURN, TOLD = 256, 128
+"""Tokens of each turn before the last one, at most, and of what an environment or a tool says after it."""
+THOUGHTS = 8192
+"""Tokens of an answer of a model that thinks first."""
+RATES = ((300_000_000, 1e-6), (50_000_000, 5e-6), (5_000_000, 5e-5), (0, 2e-4))
+"""Learning rates by the least number of parameters."""
+LENGTHS = ("data.max_prompt_length", "data.max_response_length")
+TRIGGER = "async_training.trigger_parameter_sync_step"
+GROUP = 8
+STEPS_ON_GPUS, STEPS_ON_CPU = 200, 100
+"""Optimizer steps of a first run."""
+WARMUP = 10
+"""Optimizer steps of warm-up, a tenth of the run at most."""
+MOST_PASSES = 15
+HELD_OUT = 128
+
+
+def choose(
+    model: ModelFacts, data: DataFacts, machine: Machine, given: Mapping[str, Any], *, name: str
+) -> list[Choice]:
+    """Return the choices for a run called ``name``. ``given``: flat settings of the user's.
+
+    Raises:
+        ConfigError: the model and its answers do not fit on these devices; says what would.
+    """
+    prompt, response = _lengths(model, data, machine, given)
+    while True:
+        try:
+            return _choose(model, data, machine, given, name, prompt, response)
+        except ConfigError:
+            if "data.max_response_length" in given or response[0] < 2 * ANSWERS["own"]:
+                raise
+            half = _up(response[0] // 2)
+            response = (half, f"longer answers do not fit on these devices; {response[0]} would be room to reason")
+
+
+def _choose(
+    model: ModelFacts,
+    data: DataFacts,
+    machine: Machine,
+    given: Mapping[str, Any],
+    name: str,
+    prompt: tuple[int, str],
+    response: tuple[int, str],
+) -> list[Choice]:
+    """Return the choices for answers of so many tokens. Raises `ConfigError` where they do not fit."""
+    made = Choices({key: value for key, value in given.items() if key != "mode"})
+    layout = layout_of(model, machine, prompt[0] + response[0], given)
+
+    made.add("mode", layout.mode, layout.why_mode, main=True)
+    made.add("run.name", name)
+    made.add("model.path", model.path, _describe(model))
+    if layout.recompute:
+        made.add(RECOMPUTE, True, WHY_RECOMPUTE, main=True)
+    _data(made, data, prompt, response)
+    _reward(made, data, machine)
+    batch = _batch(data, machine, layout, given)
+    _rollout(made, data, layout, batch, given)
+    _actor(made, model, layout, batch)
+    _devices(made, model, layout, machine)
+    return within_memory(made.finished(), model, machine)
+
+
+# ------------------------------------------------------------------------------------------ lengths
+
+
+def _lengths(
+    model: ModelFacts, data: DataFacts, machine: Machine, given: Mapping[str, Any]
+) -> tuple[tuple[int, str], tuple[int, str]]:
+    """Return the most tokens of prompts and of answers, each with the reason."""
+    prompts, positions = data.prompts, model.positions
+    how = "" if data.measured else ", guessed by characters as there is no tokenizer"
+    longest = prompts.longest <= max(512, 3 * prompts.p99 // 2)
+    most = _up(prompts.longest if longest else prompts.p99)
+    response, why = _wanted(model, data, machine)
+    if any(lies_in(key, *PROGRAMS) for key in given):
+        turns = int(given.get("rollout.max_turns", RolloutConfig.model_fields["max_turns"].default))
+        turn, last = min(TURN, response), response
+        response = last + (turns - 1) * (turn + TOLD)
+        why = f"{turns} turns: {turn} tokens and {TOLD} told after each, and {last} for the last one"
+    response = int(given.get("data.max_response_length", _up(response)))
+    if positions is not None:
+        limit = positions - (response if "data.max_response_length" in given else min(positions // 4, response))
+        most = min(most, limit) if limit > 0 else most
+    most = int(given.get("data.max_prompt_length", most))
+    left_out = sum(tokens > most for tokens in data.tokens) / len(data.tokens)
+    told = f"median {prompts.median}, 99% {prompts.p99}, longest {prompts.longest} tokens{how}"
+    if left_out > 0.5:
+        if "data.max_prompt_length" in given:
+            raise ConfigError(
+                f"data.max_prompt_length={most} leaves out {left_out:.0%} of the prompts ({told}); raise it"
+            )
+        raise ConfigError(
+            f"{data.given}: prompts have {prompts.median} tokens in the median, and {most} is all that a prompt may "
+            f"have: {model.path} has {positions} positions for prompt and answer. Give shorter prompts, or a model "
+            "with more positions"
+        )
+    few = "few are left out" if prompts.longest > most else "none is left out"
+    reason = f"{told}; {f'{left_out:.1%} are left out' if left_out else few}"
+    if positions is not None and most + response > positions and "data.max_response_length" not in given:
+        response, why = positions - most, f"what the model's {positions} positions leave"
+        if response < 1:
+            raise ConfigError(
+                f"data.max_prompt_length={most} leaves no room for an answer in the {positions} positions of "
+                f"{model.path}; lower it"
+            )
+    return (most, reason), (response, why)
+
+
+def _wanted(model: ModelFacts, data: DataFacts, machine: Machine) -> tuple[int, str]:
+    """Return the tokens that an answer should have room for, and why."""
+    answers, kind = data.answers, data.reward.kind
+    twice = 2 * answers.p99 if answers is not None else 0
+    told = (
+        f"ground truths have {answers.longest} tokens at most" if answers is not None else "there are no ground truths"
+    )
+    if model.shape.parameters < SMALL and answers is not None:
+        return max(LEAST_ANSWER, twice), f"{told}, and so small a model answers at once"
+    if machine.on_cpu and kind != "text":
+        return max(ANSWERS["choice"], twice), "CPUs take long for longer answers; raise it if many are cut off"
+    if model.thinks and kind != "text":
+        return max(THOUGHTS, twice), "the chat template has a place for thoughts, which take most of it"
+    if kind == "text":
+        return max(LEAST_ANSWER, twice), f"{told}, and an answer is just that"
+    usual = ANSWERS[kind]
+    return max(usual, twice), (
+        f"twice the longest ground truths ({told})" if twice > usual else "room to reason; raise it if many are cut off"
+    )
+
+
+def _up(number: int) -> int:
+    """Round up to a number that is easily read."""
+    step = 8 if number <= 64 else 32 if number <= 512 else 128
+    return -(-number // step) * step
+
+
+# ------------------------------------------------------------------------------------------ sections
+
+
+def _describe(model: ModelFacts) -> str:
+    chats = "a chat template" if model.chats else "no chat template: a base model"
+    positions = f", {model.positions} positions" if model.positions is not None else ""
+    return f"{model.family}, {model.size} parameters{positions}, {chats}"
+
+
+def _data(made: Choices, data: DataFacts, prompt: tuple[int, str], response: tuple[int, str]) -> None:
+    for key, value in data.settings.items():
+        if key in LENGTHS:
+            continue
+        reason = {
+            "data.prompt_key": _prompts(data),
+            "data.answer_key": "unit tests" if data.reward.kind == "code" else "the ground truth",
+        }.get(key, f"{data.rows} rows" if key in ("data.train", "data.train.dataset") else "")
+        if value == data.settings.get("data.prompt_key", "prompt") and key == "data.answer_key":
+            reason = "there is no ground truth, and the reward needs none"
+        made.add(key, value, reason, main=key in ("data.prompt_key", "data.answer_key"))
+    if data.template == "always":
+        made.add("data.chat_template", "always", "prompts are text, and the model was trained on chats")
+    if data.is_task:
+        made.add("data.task.val_size", HELD_OUT, "held-out problems")
+    elif not _has_val(data) and "data.val_size" not in data.settings:
+        made.add("data.val_size", held_out(data), "rows held out; or val: a file of its own")
+    made.add("data.max_prompt_length", *prompt, main=True)
+    made.add("data.max_response_length", *response, main=True)
+
+
+def _prompts(data: DataFacts) -> str:
+    if data.answers_within:
+        return "chat messages; what the assistant says in the last is the ground truth"
+    return "chat messages" if data.chats else "text"
+
+
+def held_out(data: DataFacts) -> int:
+    """Return how many of the rows validation gets, a tenth at most unless given; 0 where it has data of its own."""
+    if data.is_task or _has_val(data):
+        return 0
+    return int(data.settings.get("data.val_size", min(HELD_OUT, data.rows // 10 or min(1, data.rows - 1))))
+
+
+def _has_val(data: DataFacts) -> bool:
+    return any(lies_in(key, "data.val") for key in data.settings)
+
+
+def _reward(made: Choices, data: DataFacts, machine: Machine) -> None:
+    made.add("reward.function", data.reward.function, data.reward.reason, main=True)
+    for name, value in data.reward.params.items():
+        made.add(f"reward.params.{name}", value)
+    workers = min(8, machine.cores // 4)
+    if workers > 1:
+        made.add("reward.workers", workers, f"processes; there are {machine.cores} cores")
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Sizes of a run in groups."""
+
+    mini: int
+    why: str
+    steps: int
+    """Optimizer steps."""
+    total: int
+    """Groups of the run."""
+    passes: float
+    """How often it sees the data."""
+
+
+def _batch(data: DataFacts, machine: Machine, layout: Layout, given: Mapping[str, Any]) -> Batch:
+    trigger = int(given.get(TRIGGER, preset(layout.mode)[TRIGGER]))
+    rows = max(1, data.rows - held_out(data))
+    usual = 16 if machine.on_cpu else 32
+    mini, why = max(usual, layout.data_ranks), ""
+    if mini * trigger > rows:
+        mini, why = max(1, rows // trigger), f", all that {rows} {'row' if rows == 1 else 'rows'} allow"
+    elif mini > usual:
+        why = f"; a group for each of {mini} ranks"
+    if mini < layout.data_ranks:
+        why += f"; {layout.data_ranks} ranks are more than have use for that"
+    mini = int(given.get("actor.ppo_mini_batch_size", mini))
+    answers = mini * int(given.get("rollout.n", GROUP))
+    version = mini * trigger * int(given.get("async_training.require_batches", 1))
+    most = STEPS_ON_CPU if machine.on_cpu else STEPS_ON_GPUS
+    versions = min(most // trigger, MOST_PASSES * rows // version)
+    if "rollout.total_rollout_steps" in given:
+        versions = int(given["rollout.total_rollout_steps"]) // version
+    elif "data.epochs" in given:
+        versions = int(float(given["data.epochs"]) * rows) // version
+    versions = max(1, versions)
+    return Batch(
+        mini=mini,
+        why=f"groups of an optimizer step: {answers} answers; {_steps(trigger)} a version{why}",
+        steps=versions * version // mini,
+        total=versions * version,
+        passes=versions * version / rows,
+    )
+
+
+def _steps(trigger: int) -> str:
+    return "one such step is" if trigger == 1 else f"{trigger} such steps are"
+
+
+def _rollout(made: Choices, data: DataFacts, layout: Layout, batch: Batch, given: Mapping[str, Any]) -> None:
+    made.add("rollout.name", layout.engine, layout.why_engine, main=True)
+    made.add("rollout.n", GROUP, "answers to each prompt, compared with each other")
+    if "data.epochs" not in given:
+        why = f"groups of the run: {batch.steps} optimizer steps, {batch.passes:.2g} passes over the data"
+        made.add("rollout.total_rollout_steps", batch.total, why, main=True)
+    if data.is_task or _has_val(data) or held_out(data):
+        made.add("rollout.test_freq", 5, "versions between two validations")
+
+
+def _actor(made: Choices, model: ModelFacts, layout: Layout, batch: Batch) -> None:
+    made.add("actor.ppo_mini_batch_size", batch.mini, batch.why, main=True)
+    made.add("actor.ppo_max_token_len_per_gpu", layout.tokens, layout.why_tokens)
+    rate = next(rate for least, rate in RATES if model.shape.parameters >= least)
+    made.add("actor.optim.lr", rate, f"usual for {model.size} parameters", main=True)
+    if warmup := min(WARMUP, batch.steps // 10):
+        made.add("actor.optim.lr_warmup_steps", warmup, "optimizer steps")
+    for name, size in layout.mesh.items():
+        made.add(f"actor.parallel.{name}", size, WHY_MESH[name], main=True)
+    if layout.offload:
+        made.add("actor.fsdp_config.param_offload", True, layout.why_offload, main=True)
+
+
+def _devices(made: Choices, model: ModelFacts, layout: Layout, machine: Machine) -> None:
+    for role, nodes, each, why in (
+        ("trainer", *layout.trainer, layout.why_trainer),
+        ("rollout", *layout.rollout, layout.why_rollout),
+    ):
+        if nodes > 1:
+            made.add(f"{role}.nnodes", nodes, f"machines of {PER_MACHINE}", main=True)
+        made.add(f"{role}.n_gpus_per_node", each, why, main=True)
+    if layout.replica > 1:
+        made.add(REPLICA_SIZE, layout.replica, "GPUs of one replica", main=True)
+    made.add("trainer.save_freq", 10, "versions between two checkpoints; two are kept")
+    slow = f"; slow for {model.size} parameters" if machine.on_cpu and model.shape.parameters >= SMALL else ""
+    made.add("cluster.device", (CPU if machine.on_cpu else ACCELERATORS[0]).name, machine.words + slow)
+    if layout.inline:
+        made.add("cluster.backend", "inline", "one process does it all: there is one core")
+    if machine.nodes > 1:
+        made.add("cluster.address", "auto", "a Ray cluster of these machines, joined from one of them")

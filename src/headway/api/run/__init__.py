@@ -1,0 +1,14 @@
+"""Composition root: turns a configuration into a run. Wiring happens here and nowhere else.
+
+begin, resume ─▶ carry_out ─▶ run
+
+preflight ─▶ reports ─▶ model (the user's, or made and warmed up) ─▶ data, reward, workers ─▶ Pipeline ─▶ export
+                └──────────────── closed last, after pipeline, workers and reward, whatever happened ◀──────┘
+
+A run that is resumed finds its reports and its model, and loads a checkpoint between workers and Pipeline.
+"""
+
+from headway.api.run.new_run import train
+from headway.api.run.resumed_run import resume
+
+__all__ = ["resume", "train"]

@@ -1,0 +1,366 @@
+"""A training run: wires data, reward, workers and pipeline together, and exports the trained model."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import asdict, dataclass
+from functools import partial
+from math import ceil
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.agents.episodes.program_workers import variables
+from headway.agents.rewards.reward_workers import HOPELESS, RewardRunners
+from headway.agents.rewards.score_request import RewardSpec
+from headway.api.control_socket import listening
+from headway.api.run.interrupts import Interrupts
+from headway.api.run.run_control import Control
+from headway.config.schema import Config
+from headway.config.sizing.placement import CRITIC, LOGP, REF, needs_critic, needs_greedy_baseline
+from headway.data.left_out import LeftOutRows
+from headway.data.sources import Rows, build_sources
+from headway.errors import HeadwayError, RunError, StallError, boundary, said_by
+from headway.events import Note, PromptsLeftOut, WorkerDescribed
+from headway.pipeline.admission.sample_collector import SampleOutlet
+from headway.pipeline.observing.profile_window import ProfileWindow
+from headway.pipeline.parts import Parts
+from headway.pipeline.recovery.driver_state import Taken
+from headway.pipeline.run import Pipeline, Status
+from headway.pipeline.stages.reward import GroupFilter, Shaping
+from headway.reports.checkpoint_folders import Checkpoints, Retention
+from headway.reports.exported_version import version_of, write_version
+from headway.reports.report_manager import Reports
+from headway.reports.run_directory import RunDirectory
+from headway.runtime.task_groups import end, failure_ignored
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from headway.cluster.backend import Workers
+
+
+STARTING = "starting workers"
+"""Phase of a run, as its view shows it."""
+WARMING = f"warming the model up, {STARTING}"
+"""Phase of a run whose model is warmed up while its workers start."""
+LEAVING_S = 3.0
+"""Seconds in which a warm-up may end once its run is left."""
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Start of a resumed run: what it resumes from."""
+
+    version: int
+    """Version of the checkpoint that the run resumes from."""
+
+
+@dataclass(frozen=True, slots=True)
+class StartingModel:
+    """Model that a run starts from."""
+
+    path: str
+    """Folder of the model, or its name on the hub."""
+    warm_up: Callable[[Callable[[], None]], None] | None = None
+    """Function that warms the model in its folder up, and calls what it is given after each step and answer, which
+    raises when the run is left; None for a model that is ready."""
+
+
+@asynccontextmanager
+async def _warming_up(
+    model: StartingModel, stall_s: float, reports: Reports
+) -> AsyncIterator[asyncio.Future[None] | None]:
+    """Warm ``model`` up beside the block, and give its end; None where nothing is to be done."""
+    if model.warm_up is None:
+        yield None
+        return
+    warm = asyncio.create_task(_warmed(model.warm_up, stall_s, reports))
+    try:
+        yield failure_ignored(warm)
+    finally:
+        await end([warm])
+
+
+async def _warmed(warm_up: Callable[[Callable[[], None]], None], stall_s: float, reports: Reports) -> None:
+    """Warm a model up in a thread, which is left alone where it does not end soon after a cancellation.
+
+    Raises:
+        StallError: for ``stall_s`` seconds there was neither a step nor an answer.
+    """
+    loop, moved, left = asyncio.get_running_loop(), time.monotonic(), False
+    ended: asyncio.Future[None] = failure_ignored(loop.create_future())
+
+    def go_on() -> None:
+        nonlocal moved
+        moved = time.monotonic()
+        if left:
+            raise asyncio.InvalidStateError("the run ended while its model was warmed up")
+
+    def work() -> None:
+        try:
+            warm_up(go_on)
+        except BaseException as failure:
+            tell = partial(ended.set_exception, failure)
+        else:
+            tell = partial(ended.set_result, None)
+        with suppress(RuntimeError):  # nobody waits any more, and the loop is closed
+            loop.call_soon_threadsafe(tell)
+
+    # User code may hang in it: a thread of the loop's executor would be waited for when the process ends.
+    threading.Thread(target=work, name="headway-warm-up", daemon=True).start()
+    try:
+        while not ended.done():
+            if (patience := moved + stall_s - time.monotonic()) <= 0:
+                raise StallError(
+                    f"the warm-up made no step and had no answer for {stall_s:g} s (cluster.stall_timeout_s): the "
+                    "workers wait for its model. Where nothing hangs in the task, raise the limit"
+                )
+            await asyncio.wait([ended], timeout=patience)
+        ended.result()
+    finally:
+        left = True
+        if not (await asyncio.wait([ended], timeout=LEAVING_S))[0]:
+            text = f"the warm-up did not end within {LEAVING_S:g} s, and was left: its task, or a step, takes longer"
+            reports.emit(Note(time=time.monotonic(), level="warning", text=text))
+
+
+class Run:
+    """Training run, from a model to a better one. Opens what the pipeline needs, and closes it in the reverse order."""
+
+    def __init__(
+        self, config: Config, rows: Rows, model: StartingModel, reports: Reports, start: Start | None = None
+    ) -> None:
+        """Prepare a run. ``start``: None for a run that begins anew."""
+        self._config = config
+        self._rows = rows
+        self._model = model
+        self._model_path = model.path
+        self._reports = reports
+        self._start = start
+        self.stop_reason: str | None = None
+        """Reason why the run stopped itself; None where it did not."""
+
+    async def run(self) -> Status:
+        with Interrupts(self._reports) as interrupts:
+            async with AsyncExitStack() as stack:
+                try:
+                    return await self._open_and_run(stack, interrupts)
+                finally:
+                    interrupts.leave_undisturbed()
+
+    async def _open_and_run(self, stack: AsyncExitStack, interrupts: Interrupts) -> Status:
+        """Open everything and run the pipeline. What has to be closed is left on ``stack``."""
+        from headway.cluster.backend import start_backend
+        from headway.cluster.machine.worker_setup import collecting_seldom
+        from headway.models.pretrained import stop_token_ids
+        from headway.models.token_texts import TokenTexts
+        from headway.models.tokenizer import load_tokenizer
+
+        config, reports = self._config, self._reports
+        control = Control()
+        try:
+            await stack.enter_async_context(listening(reports.directory.control, control.answer))
+        except OSError as cause:
+            text = f"this run cannot be asked for profiles (headway ctl): {reports.directory.control}: {said_by(cause)}"
+            reports.emit(Note(time=time.monotonic(), level="warning", text=text))
+        reports.phase(STARTING if self._model.warm_up is None else WARMING)
+        tokenizer = load_tokenizer(self._model_path, trust_remote_code=config.model.trust_remote_code)
+        data = build_sources(config, tokenizer, self._rows)
+        self._report_left_out("held-out", data.val_left_out)
+        if (note := template_note(config, tokenizer)) is not None:
+            reports.emit(Note(time=time.monotonic(), level="info", text=note))
+        async with _warming_up(self._model, config.cluster.stall_timeout_s, reports) as warm:
+            reward = None
+            if not config.reward.by_program:
+                reward = RewardRunners(
+                    RewardSpec.of(config),
+                    workers=config.reward.workers,
+                    retries=config.reward.retries,
+                    log_path=reports.directory.logs / "reward.log",
+                    on_timeout=self._report_timeout,
+                    env=variables(config.rollout.env),
+                )
+                stack.push_async_callback(reward.close)
+                await reward.start()
+
+            def tell(what: str) -> None:
+                reports.phase(STARTING if warm is None or warm.done() else WARMING, what)
+
+            workers = await start_backend(
+                config,
+                model_path=self._model_path,
+                run_dir=reports.directory.path,
+                total_optimizer_steps=_optimizer_steps(config, data.rows),
+                warm=warm,
+                tell=tell,
+            )
+        stack.push_async_callback(workers.close)
+        for name, hardware in workers.hardware.items():
+            reports.emit(WorkerDescribed(time=time.monotonic(), worker=name, **asdict(hardware)))
+        if workers.padded is not None and config.model.packing != "padded":
+            text = f"the rows of {self._model_path} are padded in training, and prompts computed for each answer: "
+            reports.emit(Note(time=time.monotonic(), level="warning", text=text + workers.padded))
+        parts = Parts(
+            source=data.train,
+            validation=data.val,
+            rollouts=workers.rollouts,
+            keepers=workers.keepers,
+            trainer=workers.train,
+            reward=reward,
+            advantages=workers.train.advantages,
+            group_filter=_group_filter(config),
+            shaping=_shaping(config),
+            greedy_baseline=needs_greedy_baseline(config),
+            reference=workers.ref,
+            reference_inside_fetch=REF in workers.inside_fetch,
+            proximal=workers.proximal,
+            proximal_inside_fetch=LOGP in workers.inside_fetch,
+            critic=workers.critic,
+            critic_inside_fetch=CRITIC in workers.inside_fetch,
+            receivers=workers.receivers,
+            stop_token_ids=stop_token_ids(self._model_path, tokenizer),
+            watch=workers.watch,
+            watch_replica=workers.watch_replica,
+            replace_replica=workers.replace_replica if workers.replaces else None,
+            watch_keeper=workers.watch_keeper,
+            replace_keeper=workers.replace_keeper if workers.replaces_keepers else None,
+            timeouts=workers.timeouts,
+            workers=workers.living,
+            samples=SampleOutlet(reports.on_sample, TokenTexts(tokenizer)) if config.reports.samples else None,
+            probe_tolerance=workers.rounding.tolerance,
+        )
+        taken = None if self._start is None else await self._load(workers, self._start)
+        checkpoints = Checkpoints(reports.directory.checkpoints)
+        retention = Retention(checkpoints, keep=config.trainer.max_actor_ckpt_to_keep, told=lambda: reports.resumable)
+        control.window = window = await stack.enter_async_context(self._profile_window(workers))
+        pipeline = Pipeline(config, parts, [reports, retention, window], reports.directory.checkpoints, taken)
+        if config.cluster.backend == "ray":  # else the trainer computes in this process
+            stack.enter_context(collecting_seldom())
+        try:
+            with interrupts.asking(pipeline):
+                status = await pipeline.run()
+        finally:  # training meets prompts that are left out only as it reads
+            self._report_left_out("training", data.train.left_out_rows)
+        self.stop_reason = pipeline.stop_reason
+        reports.phase("exporting the model")
+        exporting = f"could not export the model to {reports.directory.model}"
+        with boundary(exporting, RunError):
+            try:
+                await workers.train.export(reports.directory.model)
+            except HeadwayError as cause:  # a worker that ended, or the user's folder, which was whole at the start
+                raise RunError(f"{exporting}: {cause}") from cause
+            if not pipeline.unfinished:
+                for newest in checkpoints.complete(with_critic=needs_critic(config))[-1:]:
+                    write_version(reports.directory.model, newest)
+        return status
+
+    def _profile_window(self, workers: Workers) -> ProfileWindow:
+        engine, reports = self._config.rollout.name, self._reports
+        ours = engine == "native"
+        return ProfileWindow(
+            lambda: workers.profiled(replicas=ours),
+            reports.directory.profiles,
+            reports.emit,
+            reports.since_first,
+            version=0 if self._start is None else self._start.version,
+            remark=None if ours else f"replicas are not profiled: {engine} computes in processes of its own",
+        )
+
+    def _report_timeout(self, count: int) -> None:
+        """Warn of the reward's first time-outs, and of its tenth, hundredth and so on."""
+        if count > HOPELESS and count != 10 ** (len(str(count)) - 1):
+            return
+        reward = self._config.reward
+        names = ", ".join(one.function for one in reward.all)
+        text = (
+            f"the reward {names} took longer than reward.timeout_s={reward.timeout_s:g} s and was ended, "
+            f"{'for the first time' if count == 1 else f'{count} times so far'}; what it printed is in logs/reward.log"
+        )
+        self._reports.emit(Note(time=time.monotonic(), level="warning", text=text))
+
+    def _report_left_out(self, part: str, rows: LeftOutRows) -> None:
+        limit = self._config.data.max_prompt_length
+        for source, reasons in sorted(rows.counts.items()):
+            for reason, count in reasons.items():
+                why = rows.examples.get(reason, "")
+                event = PromptsLeftOut(
+                    time=time.monotonic(),
+                    part=part,
+                    source=source,
+                    count=count,
+                    max_tokens=limit,
+                    reason=reason,
+                    why=why,
+                )
+                self._reports.emit(event)
+
+    async def _load(self, workers: Workers, start: Start) -> Taken:
+        """Load the checkpoint into trainer and critic. Returns the driver's part of it."""
+        self._reports.phase("loading the checkpoint", f"version {start.version}")
+        checkpoints = Checkpoints(self._reports.directory.checkpoints)
+        taken = await workers.train.load(checkpoints.actor(start.version))
+        if workers.critic is not None:
+            await workers.critic.load(checkpoints.critic(start.version))
+        return taken
+
+
+def is_of_the_end(directory: RunDirectory, newest: Sequence[int]) -> bool:
+    """Tell whether the model's folder is there and belongs to the newest checkpoint, not to an earlier end of the run.
+
+    ``newest``: that checkpoint's version, or nothing. A folder that does not tell its version belongs to the last end:
+    an export replaces the whole folder before it writes the version down.
+    """
+    version = version_of(directory.model)
+    return directory.model.is_dir() if version is None else list(newest) == [version]
+
+
+def template_note(config: Config, tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Return what the chat template changes in the history of an agent; None where it changes nothing, or there are
+    single answers alone. Tools are tried where the configuration has some: of others only the episodes tell.
+    """
+    from headway.agents.chat.template_checks import try_template
+    from headway.agents.episodes.episode_settings import chats_of
+
+    if not config.rollout.has_program:
+        return None
+    return try_template(
+        chats_of(config, tokenizer).renderer, tools=bool(config.rollout.tools or config.rollout.mcp)
+    ).note
+
+
+def _optimizer_steps(config: Config, rows: int) -> int:
+    """Return the number of optimizer steps of the learning-rate schedule."""
+    groups = config.rollout.total_rollout_steps or rows * (config.data.epochs or 1)
+    return ceil(groups / config.actor.ppo_mini_batch_size) * config.actor.ppo_epochs
+
+
+def _group_filter(config: Config) -> GroupFilter | None:
+    from headway.algorithms.filters import has_variance
+
+    if not config.algorithm.filter_groups.enable:
+        return None
+
+    def no_variance(rewards: NDArray[np.float32]) -> str | None:
+        return None if has_variance(rewards) else f"all rewards are {rewards[0]:g}"
+
+    return no_variance
+
+
+def _shaping(config: Config) -> Shaping | None:
+    from headway.algorithms.overlong import soft_overlong_penalty
+
+    overlong, limit = config.reward.overlong_buffer, config.data.max_response_length
+    if not overlong.enable:
+        return None
+
+    def shaped(rewards: NDArray[np.float32], lengths: NDArray[np.int64]) -> NDArray[np.float32]:
+        penalty = soft_overlong_penalty(lengths, max_length=limit, buffer=overlong.len, factor=overlong.penalty_factor)
+        return rewards + penalty
+
+    return shaped

@@ -1,0 +1,160 @@
+"""A run as Python has it: its directory, read whenever something is asked, while it trains and afterwards."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from headway.api.table import Table, table
+from headway.config.loading import load as load_config
+from headway.config.schema import Config
+from headway.errors import DataError, UserError, shown
+from headway.reports import human
+from headway.reports.run_directory import RunDirectory, RunLock
+from headway.reports.samples.samples_file import read_samples
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+_ANSWER = ("source", "prompt", "answer", "k", "response", "reward", "length", "finish")
+LEFT_AT_ONCE = "left at once"
+"""Reason of a run that was interrupted in the middle of a version."""
+
+
+class Run:
+    """A run. ``path`` is its directory, absolute; everything else is read from its files when it is asked for."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        """Look at the run in the directory ``path``. Raises `UserError` where there is none."""
+        self.path = Path(path).expanduser().absolute()
+        self._directory = RunDirectory.existing(self.path)
+
+    @property
+    def config(self) -> Config:
+        """The configuration that the run has, resolved. Raises `ConfigError` where its file was damaged."""
+        return load_config(self._directory.config).config
+
+    @property
+    def status(self) -> str:
+        """``completed``, ``interrupted`` or ``failed``; ``running``; ``killed`` for a run that ended without a word.
+
+        Raises `DataError` for files that cannot be read.
+        """
+        if (told := self.summary.get("status")) is not None:
+            return str(told)
+        try:
+            return "running" if RunLock(self._directory.lock).is_held() else "killed"
+        except OSError as cause:
+            raise DataError(f"{self._directory.lock} cannot be read: {cause}") from cause
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """The run in one object, ``summary.json``; empty before it has ended. Raises `DataError` for a damaged one."""
+        try:
+            found: dict[str, Any] = json.loads(self._directory.summary.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError) as cause:
+            raise DataError(f"{self._directory.summary} cannot be read: {cause}") from cause
+        return found
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """The metrics, a dictionary for each version, as in ``metrics.jsonl`` (docs/metrics.md has their names).
+
+        Raises `DataError` for a damaged file.
+        """
+        rows: dict[int, dict[str, Any]] = {}
+        for row in _lines(self._directory.metrics):
+            rows.setdefault(int(row["version"]), {}).update(row)  # what comes late for a version has a line of its own
+        return [rows[version] for version in sorted(rows)]
+
+    @property
+    def metrics(self) -> pd.DataFrame | Table:
+        """The metrics, a row for each version: a ``DataFrame`` where pandas is installed, else a `Table`.
+
+        Raises `DataError` for a damaged file.
+        """
+        return table(self.rows)
+
+    def samples(self, *, validation: bool = False) -> pd.DataFrame | Table:
+        """Return what the run's drawn groups said, or its held-out problems: a row for each answer.
+
+        A ``DataFrame`` where pandas is installed, else a `Table`. Columns: ``version``; ``group`` and ``fate``, or
+        ``problem``; ``source``, ``prompt``, ``answer``, ``k``, ``response``, ``reward``, ``length`` in tokens and
+        ``finish``. Tokens and their numbers are in ``samples.jsonl`` (docs/samples.md).
+
+        Raises `DataError` for a damaged file.
+        """
+        path = self._directory.samples
+        what = "validation" if validation else "group"
+        samples = read_samples(path, what=what) if path.is_file() else ()
+        last = {(sample[what], sample.get("problem")): sample for sample in samples}  # a resume may have undone others
+        columns = ("version", "problem", *_ANSWER) if validation else ("version", "group", "fate", *_ANSWER)
+        return table([row for sample in last.values() for row in _answers(sample)], columns)
+
+    @property
+    def model(self) -> Path | None:
+        """Folder of the exported model, which `transformers` opens; None before there is one."""
+        return self._directory.model if self._directory.model.is_dir() else None
+
+    def __repr__(self) -> str:
+        return f"<Run {_short(self.path)}: {', '.join(f'{name} {value}' for name, value in self._told().items())}>"
+
+    def _repr_html_(self) -> str:
+        told = {"run": _short(self.path), **self._told()}
+        rows = "".join(
+            f"<tr><th style='text-align:left'>{escape(name)}</th><td style='text-align:left'>{escape(value)}</td></tr>"
+            for name, value in told.items()
+        )
+        return f"<table>{rows}</table>"
+
+    def _told(self) -> dict[str, str]:
+        summary, rows = self.summary, self.rows
+        told = {"status": self.status, "version": str(summary.get("version", rows[-1]["version"] if rows else 0))}
+        if evaluations := summary.get("eval"):
+            scores = [human.score(evaluations[at]["accuracy"]) for at in (0, -1)]
+            told["validation reward"] = scores[0] if len(evaluations) == 1 else " → ".join(scores)
+        if self.model is not None:
+            told["model"] = _short(self.model)
+        return told
+
+
+def load(run: str | os.PathLike[str] | Run) -> Run:
+    """Return the run in a directory: one that trains, or one that has ended, however. Raises `UserError` for none."""
+    if isinstance(run, Run):
+        return run
+    if not isinstance(run, str | os.PathLike):
+        raise UserError(f"RUN: got {shown(run)}, expected a run, or its directory, the run.dir of a headway train")
+    return Run(run)
+
+
+def _short(path: Path) -> str:
+    """Return the path as it is to be shown: relative where it is below the working directory."""
+    here = Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the objects of a file of JSON lines; none where it is missing, nor one that is still being written."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            yield from (json.loads(line) for line in file if line.endswith("\n"))
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError) as cause:
+        raise DataError(f"{path} cannot be read: {cause}") from cause
+
+
+def _answers(sample: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    if "group" in sample:
+        head = {"version": sample["version"], "group": sample["group"], "fate": sample["fate"]}
+    else:
+        head = {"version": sample["validation"], "problem": sample["problem"]}
+    head |= {name: sample[name] for name in _ANSWER[:3]}
+    for episode in sample["episodes"]:
+        yield head | {name: episode["text" if name == "response" else name] for name in _ANSWER[3:]}

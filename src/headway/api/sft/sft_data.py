@@ -1,0 +1,283 @@
+"""Conversations to learn from, as rows of tokens of which the assistant's are trained.
+
+rows of files and datasets    ─▶ `Conversations`      (``headway sft``)
+a task and its own solutions  ─▶ `solutions`      ┐
+a function of the user's      ─▶ `demonstrations` ┴   (``model.warmup``, without end, never a held-out prompt)
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from headway.agents.episodes.episode_tokens import Chats
+from headway.agents.interface.program_messages import ToolSchema
+from headway.api.sft.demonstrations import demonstrated
+from headway.config.schema import Config, TaskConfig
+from headway.config.sections.model_section import GiveUpConfig, WarmupConfig
+from headway.data.files import Messages, Record, Row, checked_prompt, read_chat, without_nulls
+from headway.data.left_out import LeftOut, LeftOutRows, Reason
+from headway.data.tasks import COLLISION_TRIES, make_task
+from headway.data.tokenize import PromptTokenizer, template_kwargs, tools_of
+from headway.data.types import RowTokens, SampledTokens
+from headway.errors import DataError, UserCodeError, boundary, shown
+from headway.runtime.user_code import load_function
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Example = tuple[RowTokens, ...]
+"""One conversation: a row, or several where the chat template changes what was said before."""
+
+CHATS = ("messages", "conversations")
+"""Columns of whole conversations; the second is ShareGPT's."""
+COMPLETIONS = ("completion", "response", "output")
+"""Columns of completions with ``sft.completion_key=auto``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """One row of data: chat messages, or a text prompt and its completion."""
+
+    where: str
+    """Place that the row was read from."""
+    messages: Sequence[Mapping[str, Any]] = ()
+    tools: Sequence[ToolSchema] = ()
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """The row's own variables of the chat template."""
+    text: tuple[str, str] | None = None
+    """Prompt and completion, where both are text that no chat template renders."""
+
+
+class Conversations:
+    """Rows of a data set as examples. Rows that cannot be used are left out and counted by reason.
+
+    Example:
+        conversations = Conversations(rows, config, tokenizer, chats)
+        examples = conversations.examples([4, 0, 2])    # those of three rows, or fewer
+        conversations.left_out.counts                   # {"a": {"too_long": 1}}
+    """
+
+    def __init__(
+        self, rows: Sequence[Row], config: Config, tokenizer: PreTrainedTokenizerBase, chats: Chats | None
+    ) -> None:
+        """Read the rows' columns. ``chats``: None where the tokenizer has no chat template.
+
+        Raises:
+            DataError: there are no rows, or more than ``data.max_bad_rows`` of them have no conversation.
+        """
+        self._tokenizer, self._chats, self._source = tokenizer, chats, config.data.label
+        data = config.data
+        self._longest = config.sft.max_length or data.max_prompt_length + data.max_response_length
+        self._prompts = PromptTokenizer(tokenizer, data.chat_template, self._longest, kwargs=data.chat_template_kwargs)
+        self._read, self._max_bad_rows = len(rows), data.max_bad_rows
+        self.left_out = LeftOutRows()
+        """The rows that were left out so far."""
+        self._met: set[str] = set()
+        """Places of the rows that were left out."""
+        completions = COMPLETIONS if config.sft.completion_key == "auto" else (config.sft.completion_key,)
+        self._rows: list[Conversation] = []
+        for where, row in rows:
+            try:
+                self._rows.append(_conversation(where, row, data.prompt_key, completions, data.chat_template))
+            except DataError as cause:
+                self._leave_out(Reason.CONVERSATION, where, f"{where}: {cause}")
+        self.left_out.check(self._read, self._max_bad_rows)
+        if not self._rows:
+            raise DataError(f"{self._source}: there are no rows to learn from")
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @property
+    def has_text(self) -> bool:
+        """Whether some rows are text that no chat template renders."""
+        return any(row.text is not None for row in self._rows)
+
+    def examples(self, indices: Iterable[int]) -> list[Example]:
+        """Return the examples of these rows, without those that are left out.
+
+        Raises:
+            DataError: more than ``data.max_bad_rows`` of all rows cannot be used.
+        """
+        found = [example for index in indices if (example := self._example(self._rows[index])) is not None]
+        self.left_out.check(self._read, self._max_bad_rows)
+        return found
+
+    def _example(self, conversation: Conversation) -> Example | None:
+        where = conversation.where
+        if conversation.text is not None:
+            prompt, completion = conversation.text
+            [rendered] = self._prompts([Record(prompt, None, self._source, where=where)])
+            if isinstance(rendered, LeftOut):
+                self._leave_out(rendered.reason, where, rendered.why)
+                return None
+            try:
+                with boundary(f"{where}: the model's tokenizer cannot read {shown(completion)}", DataError):
+                    example: Example = (_answered(self._tokenizer, rendered[1], completion),)
+            except DataError as cause:
+                self._leave_out(Reason.TOKENIZER, where, str(cause))
+                return None
+        elif self._chats is None:
+            raise DataError(f"{where}: chat messages need a chat template, and the model's tokenizer has none")
+        else:
+            try:
+                chats = self._chats.with_options(conversation.template_kwargs)
+                example = tuple(demonstrated(chats, conversation.messages, conversation.tools))
+            except (DataError, UserCodeError) as cause:
+                reason = Reason.TEMPLATE if isinstance(cause, DataError) else Reason.CONVERSATION
+                self._leave_out(reason, where, f"{where}: {cause}")
+                return None
+        if any(len(row.prompt_ids) + len(row.ids) > self._longest for row in example):
+            self._leave_out(Reason.TOO_LONG, where, "")
+            return None
+        return example
+
+    def _leave_out(self, reason: Reason, where: str, why: str) -> None:
+        if where not in self._met:
+            self._met.add(where)
+            self.left_out.add(LeftOut(reason, self._source, why))
+
+
+def _conversation(
+    where: str, row: Any, prompt_key: str, completions: Sequence[str], chat_template: str
+) -> Conversation:
+    """Read a row. Raises `DataError` for one without a conversation."""
+    if not isinstance(row, Mapping):
+        raise DataError(f"a row is an object with columns, not {type(row).__name__}")
+    tools, kwargs = tools_of(row, "the row") or (), template_kwargs({}, row)
+    if (column := next((name for name in CHATS if row.get(name)), None)) is not None:
+        if isinstance(chat := _read(row[column], column), str):
+            raise DataError(f"{column}: expected a list of chat messages, not {shown(chat)}")
+        return Conversation(where, chat, tools, kwargs)
+    completion_key = next((name for name in completions if row.get(name) is not None), None)
+    if row.get(prompt_key) is None or completion_key is None:
+        raise DataError(
+            f"columns {', '.join(map(str, row))}: expected {' or '.join(CHATS)}, or {prompt_key} with "
+            f"{' or '.join(completions)} (data.prompt_key, sft.completion_key)"
+        )
+    asked, said = _read(row[prompt_key], prompt_key), _read(row[completion_key], completion_key)
+    if isinstance(asked, str) and isinstance(said, str) and chat_template != "always":
+        return Conversation(where, text=(asked, said))
+    asked = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
+    said = [{"role": "assistant", "content": said}] if isinstance(said, str) else said
+    return Conversation(where, [*asked, *said], tools, kwargs)
+
+
+def _read(value: Any, column: str) -> str | Messages:
+    return checked_prompt(read_chat(value, column), column, without_nulls)
+
+
+def _answered(tokenizer: PreTrainedTokenizerBase, prompt: Any, text: str) -> RowTokens:
+    """The row of a prompt's ids [P] and an answer, which ends with the end of sequence."""
+    ids = np.array([*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id], np.int32)
+    return RowTokens.answer(prompt, SampledTokens(ids, np.zeros(len(ids), np.float32), np.zeros(len(ids), np.int32)))
+
+
+# ---------------------------------------------------------------------------------------------- a task's solutions
+
+
+def solutions(
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: PromptTokenizer,
+    task: TaskConfig,
+    config: WarmupConfig,
+    held_out: Set[str],
+    seed: int,
+) -> Iterator[Example]:
+    """Yield the task's problems, with ``config.params`` on top of its own, and the answers that a teacher gives.
+
+    ``held_out``: texts of prompts that are left out.
+    """
+    problems = make_task(task.name, {**task.params, **config.params}, seed=seed)
+    rng = random.Random(seed)
+    for index in count():
+        problem = problems.problem(index)
+        [rendered] = prompts([Record(problem.prompt, problem.answer, task.name)])
+        if isinstance(rendered, LeftOut) or rendered[0] in held_out:
+            continue
+        yield (_answered(tokenizer, rendered[1], _solution(problem.answer, config.give_up, rng)),)
+
+
+def _solution(answer: str, give_up: GiveUpConfig | None, rng: random.Random) -> str:
+    """Return the solution that the model is to learn: the answer or, for a long one, sometimes that it gives up."""
+    if give_up is not None and len(answer) > give_up.above and rng.random() < give_up.rate:
+        return give_up.answer
+    return answer
+
+
+# ---------------------------------------------------------------------------------------------- demonstrations
+
+
+def demonstrations(
+    chats: Chats,
+    spec: str,
+    tools: Sequence[ToolSchema],
+    held_out: Set[str],
+    *,
+    seed: int,
+    conversations: int,
+    longest: int,
+) -> Iterator[Example]:
+    """Yield ``conversations`` that the function ``spec`` makes, each when it is asked for, and then again and again,
+    each time in another order.
+
+    Args:
+        chats: renders them, and makes rows of them as of an episode's.
+        tools: what the assistant may call.
+        held_out: texts of prompts that are left out.
+        longest: most tokens of a row.
+
+    Raises:
+        UserCodeError: the function fails, or what it returns is no conversation, is too long, or is always held out.
+    """
+    function, rng = load_function(spec), random.Random(seed)
+    made: list[Example] = []
+    for _ in range(conversations):
+        rows = _demonstrated(chats, spec, function, tools, held_out, rng)
+        for length in (len(row.prompt_ids) + len(row.ids) for row in rows):
+            if length > longest:
+                raise UserCodeError(
+                    f"{spec}: a conversation has {length} tokens, more than the model's {longest} positions; make it "
+                    "shorter, or raise model.make.max_position_embeddings"
+                )
+        made.append(tuple(rows))
+        yield made[-1]
+    while True:
+        rng.shuffle(made)
+        yield from made
+
+
+def _demonstrated(
+    chats: Chats,
+    spec: str,
+    function: Callable[[random.Random], Any],
+    tools: Sequence[ToolSchema],
+    held_out: Set[str],
+    rng: random.Random,
+) -> list[RowTokens]:
+    """The rows of the next conversation that ``function`` makes whose first prompt is not ``held_out``."""
+    for _ in range(COLLISION_TRIES):
+        with boundary(f"{spec} failed", UserCodeError):
+            messages = function(rng)
+        if not isinstance(messages, list | tuple):
+            raise UserCodeError(f"{spec} returned {shown(messages)}, expected a list of chat messages")
+        with boundary(f"{spec}: a conversation that it returned cannot be learned from", UserCodeError):
+            rows = demonstrated(chats, messages, tools)
+        if held_out.isdisjoint(_first_prompt(chats, messages)):
+            return rows
+    raise UserCodeError(
+        f"{spec}: {COLLISION_TRIES} conversations in a row began with a held-out prompt; draw from more prompts"
+    )
+
+
+def _first_prompt(chats: Chats, messages: Sequence[Any]) -> set[str]:
+    """The spellings that a held-out prompt like the conversation's first one may have: rendered, or its text alone."""
+    first = next(n for n, message in enumerate(messages) if message["role"] == "assistant")
+    alone = {str(messages[0]["content"])} if first == 1 else set()
+    return {chats.renderer.render(messages[:first])} | alone

@@ -1,0 +1,180 @@
+"""Supervised warm-up of a made model: on a task's solutions until held-out greedy accuracy is in a window, or on
+demonstrations for a fixed number of steps.
+
+model ─▶ [ eval_every steps ─▶ greedy accuracy ]* ─▶ model, in its folder
+                ▲                  │ above the window: back to the last weights not above it, with a quarter of the
+                └──────────────────┘                   learning rate and of the steps between evaluations
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from shutil import copytree, rmtree
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from headway.agents.chat.chat_template import answer_decoder
+from headway.agents.episodes.local_episodes import keeping
+from headway.api.sft.sft_data import Example
+from headway.api.sft.sft_steps import Steps, trainer_of
+from headway.config.schema import Config, TaskConfig
+from headway.config.sections.learning import OptimConfig
+from headway.config.sections.model_section import WarmupConfig
+from headway.config.sections.parallel import ParallelConfig
+from headway.data.interfaces.episode_groups import GroupRequest
+from headway.data.interfaces.generation import SamplingParams
+from headway.data.tasks import make_task
+from headway.data.types import Prompt
+from headway.engines.rollout.native.engine import NativeEngine
+from headway.errors import ModelError, UserCodeError, boundary
+from headway.models.pretrained import load_model
+from headway.models.tokenizer import text_of
+
+EVALUATION_SLOTS = 128
+Evaluate = Callable[[Path], Awaitable[float]]
+"""Function that returns the held-out accuracy of the model in a folder."""
+
+
+@dataclass(frozen=True, slots=True)
+class WarmupResult:
+    accuracy: float | None
+    """Held-out greedy accuracy; None where there is no evaluation."""
+    steps: int
+
+
+async def warm_up(
+    path: Path,
+    config: Config,
+    warmup: WarmupConfig,
+    examples: Iterator[Example],
+    evaluate: Evaluate | None,
+    report: Callable[[str], None],
+    go_on: Callable[[], None] = lambda: None,
+) -> WarmupResult:
+    """Train the model at ``path`` on ``examples`` until what ``evaluate`` says of it lies in ``warmup.target``.
+
+    Where accuracy leaves the window again and does not come back, the last weights inside count. Without ``evaluate``
+    it trains for ``warmup.max_steps`` steps, and the loss is reported instead. ``go_on`` is called after each step.
+
+    Raises:
+        ModelError: ``warmup.max_steps`` never led into the window.
+    """
+    low, high = warmup.target
+    lr, interval, steps, accuracy = warmup.lr, warmup.eval_every, 0, 0.0
+    tried, inside_folder = path.with_name(f".{path.name}.tried"), path.with_name(f".{path.name}.inside")
+    inside: WarmupResult | None = None
+    try:
+        while steps < warmup.max_steps:
+            left = warmup.max_steps - steps
+            async with _trainer(path, config, lr * left / warmup.max_steps, left) as trainer:
+                above = False
+                while steps < warmup.max_steps and not above:
+                    losses = []
+                    for _ in range(min(interval, warmup.max_steps - steps)):
+                        batch = list(islice(examples, warmup.batch_size))
+                        losses.append((await trainer.step(steps, batch)).metrics["loss"])
+                        steps += 1
+                        go_on()
+                    if evaluate is None:
+                        report(f"{steps} supervised steps, loss {sum(losses) / len(losses):.3f}")
+                        continue
+                    await trainer.engine.export(tried)
+                    accuracy = await evaluate(tried)
+                    report(f"{steps} supervised steps, held-out accuracy {accuracy:.3f}")
+                    if above := accuracy > high:
+                        continue
+                    _move(tried, path)
+                    if accuracy >= low:
+                        inside = WarmupResult(accuracy, steps)
+                        if steps >= warmup.min_steps:
+                            return inside
+                        rmtree(inside_folder, ignore_errors=True)
+                        copytree(path, inside_folder)
+                if evaluate is None:
+                    await trainer.engine.export(path)
+            lr, interval = lr / 4, max(1, interval // 4)
+        if evaluate is None:
+            return WarmupResult(None, steps)
+        if inside is not None:
+            _move(inside_folder, path)
+            return inside
+    finally:
+        for folder in (tried, inside_folder):
+            rmtree(folder, ignore_errors=True)
+    raise ModelError(
+        f"after model.warmup.max_steps={warmup.max_steps} supervised steps held-out accuracy is {accuracy:.3f}, "
+        f"outside model.warmup.target=[{low}, {high}]: raise max_steps, change lr, or make the task easier"
+    )
+
+
+def _trainer(path: Path, config: Config, lr: float, steps: int) -> AbstractAsyncContextManager[Steps]:
+    """The trainer in this process, whose learning rate falls to zero behind ``steps`` steps."""
+    device = config.cluster.device if config.cluster.backend == "inline" else "cpu"  # the devices are the workers'
+    trainer = config.trainer.model_copy(update={"nnodes": 1, "n_gpus_per_node": 1, "use_nodes_ratios": None})
+    alone = config.model_copy(
+        update={
+            "trainer": trainer,
+            "actor": config.actor.model_copy(update={"parallel": ParallelConfig(), "grad_clip": 1.0}),
+            "cluster": config.cluster.model_copy(update={"backend": "inline", "device": device, "address": None}),
+            "model": config.model.model_copy(update={"dtype": "float32"}),
+        }
+    )
+    optim = OptimConfig(lr=lr, lr_scheduler_type="linear", betas=(0.9, 0.99))
+    return trainer_of(alone, optim, model_path=str(path), run_dir=path.parent, total_steps=steps + 1)
+
+
+def _move(folder: Path, path: Path) -> None:
+    rmtree(path)
+    folder.rename(path)
+
+
+class Evaluation:
+    """Greedy accuracy on the held-out problems, by the task's own verifier, through the native engine."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        task: TaskConfig,
+        held_out: Sequence[Prompt],
+        seed: int,
+        max_response_length: int,
+        go_on: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Prepare an evaluation. ``go_on`` is called after each answer, and may raise."""
+        self._tokenizer = tokenizer
+        self._task = make_task(task.name, task.params, seed=seed)
+        self._held_out = held_out
+        self._seed = seed
+        self._go_on = go_on
+        self._sampling = SamplingParams(max_response_length, temperature=0.0, stop_token_ids=(tokenizer.eos_token_id,))
+        self._max_context = max(len(p.token_ids) for p in held_out) + max_response_length
+
+    async def __call__(self, folder: Path) -> float:
+        """Return the accuracy of the model in ``folder``, in [0, 1]."""
+        decode = answer_decoder(self._tokenizer)
+        engine = NativeEngine(
+            load_model(str(folder), dtype=torch.float32),
+            name="warm-up",
+            seed=self._seed,
+            slots=EVALUATION_SLOTS,
+            max_context=self._max_context,
+            max_batched_tokens=4096,
+            decode=text_of(self._tokenizer),
+        )
+        right = 0.0
+        requests = [GroupRequest(i, prompt, 1, self._sampling) for i, prompt in enumerate(self._held_out)]
+        try:
+            async with keeping(engine, decode=decode) as keeper:
+                async for finished in keeper.generate(requests):
+                    prompt = self._held_out[finished.number]
+                    with boundary(f"{prompt.source}: its score()", UserCodeError):
+                        right += self._task.score(finished.trajectories[0].text, prompt.answer, prompt.extra)
+                    self._go_on()
+        finally:
+            await engine.close()
+        return right / len(self._held_out)

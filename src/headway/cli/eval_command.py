@@ -1,0 +1,319 @@
+"""Command ``headway eval``: a model's answers to questions, counted."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from headway.cli.answers_file import AnswersFile
+from headway.cli.common import EXIT_FAILED, Debug, Overrides, errors_as_messages
+from headway.cli.output_files import check_writable, files_of_run
+from headway.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from headway.api.eval.evaluation_settings import Job
+    from headway.api.eval.figures import Estimate, Figures, Solved
+    from headway.api.eval.scored_answers import Questions
+    from headway.data.left_out import Counts
+
+MOST_CHARACTERS = 300
+"""Maximum length in characters of a prompt or response in the table, of which the end is shown."""
+
+FEWEST_FOR_A_LINE = 10
+"""Minimum number of problems between two lines of progress."""
+
+Model = Annotated[
+    str, typer.Argument(metavar="MODEL", help="A Hugging Face folder or name on the hub, or a run's directory.")
+]
+Data = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[DATA]",
+        help="A data file, a dataset's folder or name on the hub, or a task like reasoning_gym/leg_counting. "
+        "Default: what the run held out.",
+    ),
+]
+
+
+def evaluate(
+    model: Model,
+    data: Data = None,
+    overrides: Overrides = None,
+    config: Annotated[
+        Path | None, typer.Option("--config", metavar="CONFIG", help="Take data, reward and engine from this recipe.")
+    ] = None,
+    n: Annotated[int | None, typer.Option("--n", min=1, help="Answers per problem; default: rollout.val_n, 1.")] = None,
+    temperature: Annotated[
+        float | None, typer.Option(min=0.0, help="0 is greedy; default: rollout.val_temperature, 0.")
+    ] = None,
+    k: Annotated[
+        str | None, typer.Option("--k", metavar="LIST", help="Of pass@k, like 1,4,16; default: 1,2,4,…,n.")
+    ] = None,
+    threshold: Annotated[float, typer.Option(help="An answer is correct, for pass@k, from this reward on.")] = 1.0,
+    limit: Annotated[int | None, typer.Option(min=1, help="Ask only so many problems, the first ones.")] = None,
+    samples: Annotated[int, typer.Option(min=0, help="Problems to show, with their first answer.")] = 4,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "-o", "--output", metavar="FILE", help="Write every answer as a line of JSON; never over an input."
+        ),
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Measure a model: mean reward, pass@k, lengths, and a table of samples."""
+    with errors_as_messages(debug):
+        from rich.console import Console
+
+        from headway.api.eval.evaluation_settings import settle
+
+        if not math.isfinite(threshold):
+            raise ConfigError(f"--threshold {threshold}: expected a finite number, like 1")
+        given = list(overrides or [])
+        if data is not None and "=" in data and not Path(data).exists():
+            given, data = [data, *given], None
+        job = settle(model, data, given, config_file=config, n=n, temperature=temperature)
+        ks = _ks(k, job.config.rollout.val_n)
+        check_writable("--output", output, _inputs(job, model, config))
+        questions, solved, whole = _solve(job, limit, output)
+        console = Console(markup=False, highlight=False)
+        print_figures(console, job, questions.left_out, solved, ks, threshold)
+        if samples:
+            print_samples(console, solved, samples)
+        if not whole:  # the refusal was told when it happened
+            raise typer.Exit(EXIT_FAILED)
+        if output is not None:
+            typer.echo(f"answers: {output}")
+
+
+def _inputs(job: Job, model: str, recipe: Path | None) -> Iterator[Path]:
+    """Return the files that an evaluation reads, and every file that its settings name, those of the run or recipe
+    included.
+    """
+    from headway.config.layers import read_file
+    from headway.reports.run_directory import RunDirectory
+    from headway.runtime.user_code import names_a_file
+
+    run = Path(os.path.expanduser(model))  # noqa: PTH111  # Path's raises where there is no such user
+    yield from files_of_run(run)
+    settings: list[Any] = [job.config.model_dump()]
+    beneath = recipe or RunDirectory(run).config
+    if not job.by_default and beneath.is_file():  # a pipe has been read already, and is no file to be replaced
+        for layer in read_file(beneath):
+            if layer.file is not None:
+                yield layer.file
+            settings.append(layer.values)
+    sources = (*job.config.data.train_sources, *job.config.data.held_out_sources)
+    folders = {job.config.model.path, *(source.label for source in sources)}
+    for text in _texts(settings):
+        path = Path(os.path.expanduser(text.rpartition(":")[0] if names_a_file(text) else text))  # noqa: PTH111
+        with suppress(OSError):  # a text may be too long for a path
+            if text in folders or path.is_file():
+                yield path
+
+
+def _texts(values: Any) -> Iterator[str]:
+    """Yield all strings in ``values``, however deeply nested."""
+    match values:
+        case str():
+            yield values
+        case Mapping():
+            yield from _texts(list(values.values()))
+        case list() | tuple():
+            for value in values:
+                yield from _texts(value)
+
+
+def _ks(given: str | None, n: int) -> tuple[int, ...]:
+    from headway.api.eval.figures import usual_ks
+
+    if given is None:
+        return usual_ks(n)
+    words = given.split(",")
+    if not all(word.strip().isdecimal() and 1 <= int(word) <= n for word in words):
+        raise ConfigError(f"--k {given}: expected numbers from 1 to --n, which is {n}, like 1,4")
+    return tuple(sorted({int(word) for word in words}))
+
+
+def _solve(job: Job, limit: int | None, output: Path | None) -> tuple[Questions, list[Solved], bool]:
+    """Answer the questions. Returns them, their answers, and whether ``output`` has all of the answers."""
+    from rich.console import Console
+
+    from headway.api.eval.evaluation_run import carry_out
+
+    console = Console(stderr=True, markup=False, highlight=False)
+    if output is None:
+        return *carry_out(job, limit, console), True
+    file = AnswersFile(output, partial(console.print, soft_wrap=True))
+    with ExitStack() as files:
+        # Opened last: what fails to load leaves the answers of another time as they are.
+        found = carry_out(job, limit, console, ready=lambda: files.enter_context(file), solved=file.write)
+    return *found, file.whole
+
+
+# ---------------------------------------------------------------------------------------------- tables
+
+
+def print_figures(
+    console: Console,
+    job: Job,
+    left_out: Counts,
+    solved: Sequence[Solved],
+    ks: Sequence[int],
+    threshold: float,
+) -> None:
+    """Print the evaluation's figures and how they were measured, then by source where there are several."""
+    from headway.api.eval.figures import by_source, figures
+    from headway.data.left_out import bad_rows, reasons_told, total
+    from headway.reports import human
+
+    config, every = job.config, figures(solved, ks, threshold)
+    rollout, limit = config.rollout, config.data.max_response_length
+    how = "greedy" if rollout.val_temperature == 0 else f"temperature {rollout.val_temperature:g}"
+    several = f"{rollout.val_n} answers each, " if rollout.val_n > 1 else ""
+    own = config.rollout.has_program or any(":" in one.function for one in config.reward.all)
+    called = "accuracy" if every.of_right_and_wrong and not own else "mean reward"
+    meaning = f"{'mean reward ' if called == 'accuracy' else ''}± standard error over problems"
+    lines = {
+        "model": str(config.model.path),
+        **({"version": str(job.version)} if job.version is not None else {}),
+        "data": f"{job.data}: {human.count(every.problems)} problems, {several}{how}",
+        "reward": " + ".join(one.label for one in config.reward.all),
+        called: f"{_estimate(every.accuracy)}  {meaning}",
+    }
+    lines |= {f"reward {name}": human.number(mean) for name, mean in every.parts.items()}
+    correct = f"a reward of at least {threshold:g} is correct"
+    for k in ks:
+        lines[f"pass@{k}"] = _pass(every, k) + (f"  {correct}" if k == ks[0] else "")
+    lines["length"] = f"mean {every.mean_tokens:.1f}, longest {human.count(every.max_tokens)} tokens"
+    lines["cut off"] = f"{human.share(every.cut_off)} of the answers, at {human.count(limit)} tokens"
+    table = _grid(lines)
+    if unusable := bad_rows(left_out):
+        table.add_row("left out", f"{human.count(unusable)} rows that cannot be used: {reasons_told(left_out)}")
+    if too_long := total(left_out) - unusable:
+        table.add_row(
+            "left out", f"{human.count(too_long)} prompts of more than {config.data.max_prompt_length} tokens"
+        )
+    if every.failed:
+        why = _reasons(problem.failure for problem in solved)
+        table.add_row("failed", f"{human.count(every.failed)} problems, which count as 0: {why}")
+    if every.failed_episodes:
+        why = _reasons(answer.failure for problem in solved for answer in problem.answers)
+        count = f"{human.count(every.failed_episodes)} of {human.count(every.answers)}"
+        table.add_row("episodes failed", f"{count}, which do not count where others of their problem did not: {why}")
+    console.print(table)
+    sources = by_source(solved)
+    if len(sources) > 1:
+        console.print()
+        _print_by_source(console, {name: figures(of, ks, threshold) for name, of in sources.items()}, ks, called)
+
+
+def _pass(figures: Figures, k: int) -> str:
+    from headway.reports import human
+
+    if k not in figures.pass_at:
+        return f"no problem has {k} answers that count"
+    some = f"{human.count(figures.too_few[k])} of {human.count(figures.problems)} problems"
+    without = f"  without {some}: too few answers count" if figures.too_few[k] else ""
+    return _estimate(figures.pass_at[k]) + without
+
+
+def _reasons(failures: Iterable[str | None]) -> str:
+    """The first of some reasons, one at least, and how many others there are."""
+    reasons = list(dict.fromkeys(failure for failure in failures if failure is not None))
+    more = f", and {len(reasons) - 1} other reasons" if len(reasons) > 1 else ""
+    return f"{reasons[0]}{more}"
+
+
+def _grid(lines: Mapping[str, str]) -> Table:
+    from rich.table import Table
+
+    table = Table.grid(padding=(0, 2))
+    for name, value in lines.items():
+        table.add_row(name, value)
+    return table
+
+
+def _print_by_source(console: Console, found: Mapping[str, Figures], ks: Sequence[int], called: str) -> None:
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    from headway.reports import human
+    from headway.reports.table_fitting import print_fitting
+
+    names = ["source", "problems", called, *(f"pass@{k}" for k in ks), "tokens", "cut off"]
+    lines = []
+    for source, of in found.items():
+        shares = [_share(of, k) for k in ks]
+        rest = (f"{of.mean_tokens:.1f}", human.share(of.cut_off))
+        lines.append([Text(c) for c in (source, human.count(of.problems), _estimate(of.accuracy), *shares, *rest)])
+
+    def table_of(numbers: Sequence[int]) -> Table:
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        for number in numbers:
+            table.add_column(names[number], justify="right" if number else "left", no_wrap=number > 0, overflow="fold")
+        for line in lines:
+            table.add_row(*(line[number] for number in numbers))
+        return table
+
+    print_fitting(console, len(names), table_of)
+    if any(of.too_few[k] for of in found.values() for k in of.pass_at):
+        console.print("* without problems of which too few answers count")
+
+
+def _share(figures: Figures, k: int) -> str:
+    """pass@k of a source, with a mark where it is not over all of its problems."""
+    from headway.reports import human
+
+    if k not in figures.pass_at:
+        return ""
+    return human.score(figures.pass_at[k].value) + ("*" if figures.too_few[k] else "")
+
+
+def print_samples(console: Console, solved: Sequence[Solved], count: int) -> None:
+    """Print ``count`` problems at even distances (all where there are fewer), each with its first answer."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    from headway.reports import human
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_lines=True)
+    table.add_column("row", justify="right")
+    for name in ("prompt", "answer", "response"):
+        table.add_column(name, overflow="fold", ratio=1 if name == "answer" else 3)
+    table.add_column("reward", justify="right")
+    table.add_column("tokens", justify="right")
+    shown = min(count, len(solved))
+    for problem in [solved[i * len(solved) // shown] for i in range(shown)]:
+        answer = problem.answers[0]
+        table.add_row(
+            str(problem.row),
+            *(Text(_end_of(text)) for text in (problem.question, str(problem.truth), answer.text)),
+            "failed" if (problem.failure or answer.failure) is not None else human.number(answer.reward),
+            human.count(answer.tokens) + ("+" if answer.cut_off else ""),
+        )
+    console.print()
+    console.print(table)
+
+
+def _end_of(text: Any) -> str:
+    stripped = str(text).strip()
+    return stripped if len(stripped) <= MOST_CHARACTERS else "…" + stripped[1 - MOST_CHARACTERS :]
+
+
+def _estimate(estimate: Estimate) -> str:
+    from headway.reports import human
+
+    error = "" if estimate.error is None else f" ± {human.score(estimate.error)}"
+    return human.score(estimate.value) + error

@@ -1,0 +1,201 @@
+"""Command ``headway init``: a first recipe for a model and data."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from headway.cli.common import Debug, Overrides, errors_as_messages
+from headway.cli.output_files import check_writable, writing
+from headway.errors import ConfigError, DataError, ModelError, boundary
+
+if TYPE_CHECKING:
+    from headway.api.init.available_devices import Machine
+    from headway.api.init.choices import Choice
+    from headway.api.init.data_summary import DataFacts
+    from headway.api.init.model_summary import ModelFacts
+
+WIDTH = 80
+
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="A Hugging Face folder, or a name on the hub.")]
+Data = Annotated[
+    str,
+    typer.Argument(
+        metavar="DATA",
+        help="A data file, a dataset's folder or name on the hub, or a task like reasoning_gym/chain_sum.",
+    ),
+]
+
+
+def init(
+    model: Model,
+    data: Data,
+    overrides: Overrides = None,
+    reward: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="file.py:function, or a built-in reward. Default: by the data's answers."),
+    ] = None,
+    gpus: Annotated[
+        int | None, typer.Option(min=0, help="GPUs of the run; default: those of this machine. 0: CPUs.")
+    ] = None,
+    gpu_gb: Annotated[
+        float | None,
+        typer.Option("--gpu-gb", min=1, metavar="GB", help="Memory of a GPU; default: of those here, or 80."),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="FILE", help="Default: MODEL-DATA.yaml in this folder.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace FILE where it is there already.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Look at a model and data, and write a recipe for them: lengths, reward, devices, batch, each with its reason."""
+    with errors_as_messages(debug):
+        name = _name(model, data)
+        path = output or Path(f"{name}.yaml")
+        if path.exists() and not force:
+            raise ConfigError(f"{path} is there already; give --force to replace it, or another file with -o")
+        read_here = [] if path.suffix == ".yaml" else [Path(model).expanduser(), Path(data).expanduser()]
+        check_writable("--output", path, read_here)  # no model and no data is YAML
+        given, function = _given(model, data, overrides or [], reward)
+
+        from headway.api.init.available_devices import look_here
+        from headway.api.init.data_summary import look_at_data
+        from headway.api.init.memory_choices import taken
+        from headway.api.init.model_summary import look_at_model
+        from headway.api.init.recipe_builder import choose
+        from headway.api.init.recipe_text import render
+        from headway.cli.memory_table import size
+
+        machine = look_here(gpus, gpu_gb)
+        with boundary(f"{model} cannot be read", ModelError):
+            looked = look_at_model(model, trust_remote_code=bool(given.get("model.trust_remote_code", False)))
+        read = look_at_data(data, looked, function, given)
+        choices = choose(looked, read, machine, given, name=name)
+        memory = [f"{one.name} {size(one.memory.device)}" for one in taken(choices, looked, machine)]
+        vllm = any((one.key, one.value) == ("rollout.name", "vllm") for one in choices)
+        options = {"--reward": reward, "--gpus": gpus, "--gpu-gb": gpu_gb, "--output": output}
+        words = [
+            model,
+            data,
+            *(overrides or []),
+            *(f"{key}={value}" for key, value in options.items() if value is not None),
+        ]
+        text = render(
+            choices,
+            _header(
+                words,
+                path,
+                machine,
+                f"Memory{' of a Llama of its size' * looked.estimated}, at most: {', '.join(memory)}"
+                + ("; vLLM takes what it finds." if vllm else "."),
+            ),
+        )
+        _check(text, looked)
+        with writing("--output", path):
+            path.write_text(text, encoding="utf-8")
+        _say(path, text, choices, looked, read, machine)
+
+
+def _name(model: str, data: str) -> str:
+    """Return a name for the run and its recipe: that of the model and that of the data."""
+    parts = (Path(model).name, Path(data.partition(":")[0]).stem if Path(data).suffix else Path(data).name)
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", "-".join(parts)).strip("-.").lower() or "recipe"
+
+
+def _given(model: str, data: str, overrides: Sequence[str], reward: str | None) -> tuple[dict[str, Any], str | None]:
+    """Return the user's settings, flat, and the reward's function, which may be one of them.
+
+    Raises:
+        ConfigError: settings that cannot be, or that MODEL and DATA say.
+    """
+    from headway.api.checks.preflight import go_offline_without_a_hub
+    from headway.api.init.data_summary import source_of
+    from headway.config.layers import Layer, lies_in, read_overrides
+    from headway.config.loading import load, resolved
+    from headway.config.schema import PROGRAM, Config
+
+    typed = read_overrides(overrides)
+    with boundary(f"{data} cannot be read", DataError):
+        source = source_of(data)
+    given = dict(typed.values)
+    for key in given:
+        if lies_in(key, "model.path", "model.make", "model.warmup"):
+            raise ConfigError(f"{key}: MODEL says which model is trained; drop it")
+        if (
+            key in ("data.train", "data.train.dataset", "data.train.path", "data.task.name")
+            or lies_in(key, "data.sources")
+            or ("data.train" in source and lies_in(key, "data.train"))
+        ):
+            raise ConfigError(f"{key}: DATA says what is read; drop it")
+        if lies_in(key, "reward.functions"):
+            raise ConfigError("reward.functions: give one reward here, and write the others into the recipe")
+    loaded: Config = load(None, Layer(typed.origin, {"model.path": model, **source, **given})).config
+    given = resolved(loaded, given)
+    go_offline_without_a_hub(loaded)
+    if "reward.function" in given:
+        if reward is not None:
+            raise ConfigError("reward.function and --reward are both given; drop one of them")
+        reward = str(given.pop("reward.function"))
+    return given, PROGRAM if reward is None and loaded.reward.by_program else reward
+
+
+def _header(words: Sequence[str], path: Path, machine: Machine, memory: str) -> list[str]:
+    return [
+        f"A first recipe, for {machine.words}:",
+        f"  {shlex.join(['headway', 'init', *words])}",
+        "To check it, and to train:",
+        *(f"  {command}" for command in _next(path)),
+        memory,
+    ]
+
+
+def _next(path: Path) -> list[str]:
+    return [f"headway train {shlex.quote(str(path))} --dry-run", f"headway train {shlex.quote(str(path))}"]
+
+
+def _check(text: str, model: ModelFacts) -> None:
+    """Check the recipe as a dry run does. A model without its weights or tokenizer is left alone."""
+    from headway.api.checks.trials import check_dry
+    from headway.cli.train_command import load_checked
+
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "recipe.yaml"
+        file.write_text(text, encoding="utf-8")
+        config = load_checked(file, []).config
+    check_dry(config, model_there=not model.lacks)
+
+
+def _say(
+    path: Path, text: str, choices: Sequence[Choice], model: ModelFacts, data: DataFacts, machine: Machine
+) -> None:
+    """Print the main choices, and what to do next."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from headway.api.init.recipe_text import scalar
+
+    table = Table.grid(padding=(0, 2))
+    for wraps in (False, False, True):
+        table.add_column(no_wrap=not wraps)
+    for choice in choices:
+        if choice.main:
+            table.add_row(choice.key, scalar(choice.value), choice.reason)
+    console = Console(width=WIDTH, markup=False, highlight=False)
+    typer.echo(f"{model.family}, {model.size} parameters; {data.rows} rows; {machine.words}")
+    with console.capture() as printed:
+        console.print(table)
+    typer.echo("\n".join(line.rstrip() for line in printed.get().rstrip("\n").split("\n")))
+    typer.echo(f"recipe: {path} ({len(text.splitlines())} lines, each choice with its reason)")
+    if model.lacks:
+        typer.echo(f"{model.path} has no {' and no '.join(model.lacks)} yet: until then, a dry run refuses the recipe")
+    elif not machine.here:
+        typer.echo("not checked: whether there are such GPUs where it will run")
+    typer.echo("now:")
+    for command in _next(path):
+        typer.echo(f"  {command}")

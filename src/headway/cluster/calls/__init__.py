@@ -1,0 +1,1 @@
+"""Calls between workers over sockets."""

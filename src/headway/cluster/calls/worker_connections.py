@@ -1,0 +1,470 @@
+"""Calls from one worker to another over a socket: a message costs microseconds, and half a millisecond over Ray.
+
+caller ─▶ worker: CALL, EACH (method and arguments) · LEAVE (a call)
+worker ─▶ caller: RESULT (of a call) · ITEM, END (of an iteration) · ERROR (of either)
+
+A caller first sends the worker's key, which it has from Ray; the worker reads nothing else before. Then it names its
+session, which outlives a TCP connection. When that breaks, the caller opens another one for `RECONNECT_S`. Each end
+tells how many frames it has received, and the other sends the rest again: each call is executed once, and each result
+arrives once. Only frames of the newest connection count.
+
+A caller that does not come back is not told from one that is late: the worker cancels its calls after `SESSION_S`. Each
+end keeps what it sent until the other has received it: a caller the arguments of its open calls, a worker their results
+and `KEPT_BYTES` of iterations, which wait there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import itertools
+import os
+import pickle
+import secrets
+import socket
+import struct
+from collections import deque
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, field
+from enum import IntEnum, auto
+from typing import Any
+
+from headway.cluster.role_host import RoleHost
+from headway.config.sizing.timeouts import RECONNECT_S, SESSION_S
+from headway.errors import HeadwayError, said_by
+from headway.runtime.frames import HEADER, Channel, Frame
+
+KEY_BYTES = 32
+GREETING_S = 30.0
+"""Seconds for a connection to be made, and for its caller to send the key: some bytes, whatever the run's size."""
+
+
+class Kind(IntEnum):
+    """Kind of a frame. A frame's number is that of the caller's call."""
+
+    CALL = auto()
+    EACH = auto()
+    LEAVE = auto()
+    RESULT = auto()
+    ITEM = auto()
+    END = auto()
+    ERROR = auto()
+    GONE = auto()
+    """The caller has closed its session. A caller's own calls get it when the worker is gone."""
+    RECEIVED = auto()
+    """Number of the session's frames that were received, as detail. It is not one of them."""
+    REFUSED = auto()
+    """The worker does not know the key or the session."""
+
+
+GREETING = struct.Struct(f"!{KEY_BYTES}s16sIQ")
+"""Key, session, number of the connection within it (from 1), number of frames received."""
+RECEIVED_FRAMES, RECEIVED_BYTES = 64, 1 << 20
+"""Frames and bytes after which an end tells the other that it has received them."""
+KEPT_BYTES = 1 << 26
+"""Bytes kept for the other end from which on iterations wait: more than a fast network has under way."""
+
+
+class Session:
+    """One end of a session: numbered, acknowledged frames over one TCP connection after another."""
+
+    def __init__(self, on_frame: Callable[[Frame], object], on_break: Callable[[], object]) -> None:
+        """``on_break`` is called when the connection has broken."""
+        self.received = 0
+        """Number of frames received so far."""
+        self.has_room = asyncio.Event()
+        """Set while at most `KEPT_BYTES` are kept."""
+        self.has_room.set()
+        self._on_frame, self._on_break = on_frame, on_break
+        self._channel: Channel | None = None
+        self._kept: deque[Frame] = deque()
+        self._kept_nbytes = 0
+        self._acknowledged = 0
+        self._told = 0
+        self._untold_nbytes = 0
+
+    def attach(self, sock: socket.socket, received: int) -> None:
+        """Go on over ``sock``, whose other end has ``received`` so many frames. Close the connection before it."""
+        self.detach()
+        self._forget(received)
+        self._channel = Channel(sock, self._read, self._broken)
+        for frame in self._kept:
+            self._channel.send_soon(frame)
+
+    def detach(self) -> None:
+        """Close the connection, if there is one. None of its further frames counts."""
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+
+    def send(self, frame: Frame, *, soon: bool = True) -> None:
+        """Send ``frame``, now or over a later connection. ``soon``: see `Channel.send_soon`."""
+        self._kept.append(frame)
+        self._kept_nbytes += len(frame.payload) + HEADER.size
+        if self._channel is not None:
+            (self._channel.send_soon if soon else self._channel.send)(frame)
+        if self._kept_nbytes > KEPT_BYTES:
+            self.has_room.clear()
+
+    def _read(self, frame: Frame) -> None:
+        if frame.kind == Kind.RECEIVED:
+            self._forget(frame.detail)
+            return
+        self.received += 1
+        self._untold_nbytes += len(frame.payload)
+        self._on_frame(frame)
+        if self.received - self._told >= RECEIVED_FRAMES or self._untold_nbytes >= RECEIVED_BYTES:
+            self._told, self._untold_nbytes = self.received, 0
+            if self._channel is not None:
+                self._channel.send_soon(Frame(Kind.RECEIVED, detail=self.received))
+
+    def _forget(self, received: int) -> None:
+        while self._acknowledged < received and self._kept:
+            self._kept_nbytes -= len(self._kept.popleft().payload) + HEADER.size
+            self._acknowledged += 1
+        if self._kept_nbytes <= KEPT_BYTES:
+            self.has_room.set()
+
+    def _broken(self) -> None:
+        self._channel = None
+        self._on_break()
+
+
+@dataclass(frozen=True, slots=True)
+class CallAddress:
+    """Address at which a worker takes calls, with the key that a caller has to send."""
+
+    host: str
+    port: int
+    key: bytes = field(repr=False)
+
+
+class CallServer:
+    """The worker's end. Runs the methods of a hosted role on the running event loop."""
+
+    def __init__(self, host: RoleHost, interface: str) -> None:
+        """Listen at ``interface``, this machine's address for callers."""
+        self._host = host
+        self._listening = socket.create_server((interface, 0), family=_family(interface), backlog=128)
+        self._listening.setblocking(False)
+        self.address = CallAddress(interface, self._listening.getsockname()[1], secrets.token_bytes(KEY_BYTES))
+        self._greeting: set[asyncio.Task[None]] = set()
+        self._callers: dict[bytes, _Caller] = {}
+        """Callers by session."""
+        asyncio.get_running_loop().add_reader(self._listening, self._accept)
+
+    def close(self) -> None:
+        """Accept no more callers. Those that are connected stay."""
+        asyncio.get_running_loop().remove_reader(self._listening)
+        self._listening.close()
+
+    def _accept(self) -> None:
+        try:
+            sock, _ = self._listening.accept()
+        except (BlockingIOError, ConnectionAbortedError):  # the caller has gone already
+            return
+        task = asyncio.get_running_loop().create_task(self._greet(sock))
+        self._greeting.add(task)
+        task.add_done_callback(self._greeting.discard)
+
+    async def _greet(self, sock: socket.socket) -> None:
+        """Serve a caller that has the key and a session that is new or known; refuse any other."""
+        sock.setblocking(False)
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(GREETING_S):
+                told = await _exactly(sock, KEY_BYTES)
+                known = hmac.compare_digest(told, self.address.key)
+                if known:
+                    told += await _exactly(sock, GREETING.size - KEY_BYTES)
+                    _, session, connection, received = GREETING.unpack(told)
+                    caller = self._caller(session, connection)
+                if not known or caller is None:
+                    await loop.sock_sendall(sock, Frame(Kind.REFUSED).packed())
+                    sock.close()
+                    return
+        except (OSError, EOFError):  # a time-out, too
+            sock.close()
+            return
+        _set_up(sock)
+        caller.attach(sock, received)
+
+    def _caller(self, session: bytes, connection: int) -> _Caller | None:
+        """Return the caller of a session: a new one for the first connection, None for an unknown session."""
+        caller = self._callers.get(session)
+        if caller is None and connection == 1:
+            caller = self._callers[session] = _Caller(self._host, lambda: self._callers.pop(session, None))
+        if caller is None or connection <= caller.connection:
+            return None  # the session has ended, or a later connection has been opened
+        caller.connection = connection
+        return caller
+
+
+class _Caller:
+    """One caller, as the worker sees it. Its open calls are cancelled when its session ends."""
+
+    def __init__(self, host: RoleHost, on_end: Callable[[], object]) -> None:
+        self.connection = 0
+        """Number of the caller's newest connection."""
+        self._host = host
+        self._on_end = on_end
+        self._open: dict[int, asyncio.Task[None]] = {}
+        self._session = Session(self._on_frame, self._on_break)
+        self._ending: asyncio.TimerHandle | None = None
+
+    def attach(self, sock: socket.socket, received: int) -> None:
+        """Go on over a new connection."""
+        if self._ending is not None:
+            self._ending.cancel()
+            self._ending = None
+        self._session.detach()
+        with suppress(OSError):  # an empty socket takes so few bytes; a broken one is noticed by the session
+            sock.send(Frame(Kind.RECEIVED, detail=self._session.received).packed())
+        self._session.attach(sock, received)
+
+    def _on_break(self) -> None:
+        if self._ending is None:
+            self._ending = asyncio.get_running_loop().call_later(SESSION_S, self._end)
+
+    def _end(self) -> None:
+        if self._ending is not None:
+            self._ending.cancel()
+        self._session.detach()
+        self._on_end()
+        for task in list(self._open.values()):
+            task.cancel()
+
+    def _on_frame(self, frame: Frame) -> None:
+        if frame.kind == Kind.GONE:
+            self._end()
+            return
+        if frame.kind == Kind.LEAVE:
+            if (task := self._open.get(frame.number)) is not None:
+                task.cancel()
+            return
+        task = asyncio.get_running_loop().create_task(self._serve(frame))
+        self._open[frame.number] = task
+        task.add_done_callback(lambda _: self._open.pop(frame.number, None))
+
+    async def _serve(self, frame: Frame) -> None:
+        try:
+            method, args = pickle.loads(frame.payload)
+            if frame.kind == Kind.CALL:
+                result = await self._host.call(method, *args)
+                self._send(Kind.RESULT, frame.number, result)
+                return
+            async with aclosing(self._host.stream(method, *args)) as items:
+                async for item in items:
+                    self._send(Kind.ITEM, frame.number, item)
+                    await self._session.has_room.wait()
+                    if frame.detail:
+                        await asyncio.sleep(frame.detail / 1e6)
+            self._send(Kind.END, frame.number, None)
+        except BaseException as error:  # whatever it is: the caller would wait for ever
+            self._session.send(Frame(Kind.ERROR, frame.number, 0, _told(error)), soon=False)
+            if not isinstance(error, Exception):
+                raise
+
+    def _send(self, kind: Kind, number: int, what: Any) -> None:
+        self._session.send(Frame(kind, number, 0, pickle.dumps(what, pickle.HIGHEST_PROTOCOL)))
+
+
+class Connection:
+    """The caller's end, on the running event loop. Make it with `connected`."""
+
+    def __init__(self, address: CallAddress) -> None:
+        self._address = address
+        self._id = secrets.token_bytes(16)
+        self._session = Session(self._on_frame, self._on_break)
+        self._connections = itertools.count(1)
+        self._opening: asyncio.Task[None] | None = None
+        self._open: dict[int, asyncio.Queue[Frame]] = {}
+        self._last = 0
+        self._why = "it has ended before"
+        self.ended = False
+
+    async def call(self, method: str, *args: Any) -> Any:
+        """Return the method's result.
+
+        Raises:
+            HeadwayError: the method raised it.
+            Failed: the method raised something else.
+            ConnectionEnded: the worker is gone.
+        """
+        async with aclosing(self._answers(Kind.CALL, method, args)) as answers:
+            return await anext(answers)
+
+    def each(self, method: str, *args: Any, apart_s: float = 0.0) -> AsyncGenerator[Any, None]:
+        """Yield the items of an asynchronous generator of the worker's, at least ``apart_s`` seconds apart. Leaving
+        this one closes that one. Raises as `call` does.
+        """
+        return self._answers(Kind.EACH, method, args, round(apart_s * 1e6))
+
+    def close(self) -> None:
+        """Leave the worker, which cancels the open calls."""
+        if self._opening is not None:
+            self._opening.cancel()
+        self._session.send(Frame(Kind.GONE), soon=False)
+        self._end("this end was closed")
+
+    async def open(self) -> None:
+        """Open a TCP connection of the session.
+
+        Raises `ConnectionEnded` when another process answers, and `OSError` or `EOFError` when none does.
+        """
+        address = self._address
+        sock = socket.socket(_family(address.host), socket.SOCK_STREAM)
+        sock.setblocking(False)
+        loop = asyncio.get_running_loop()
+        greeting = GREETING.pack(address.key, self._id, next(self._connections), self._session.received)
+        try:
+            async with asyncio.timeout(GREETING_S):
+                await loop.sock_connect(sock, (address.host, address.port))
+                await loop.sock_sendall(sock, greeting)
+                _, kind, _, received = HEADER.unpack(await _exactly(sock, HEADER.size))
+            if kind != Kind.RECEIVED:
+                raise ConnectionEnded(f"{_place(address)} does not know this caller: another process listens there")
+        except BaseException:
+            sock.close()
+            raise
+        _set_up(sock)
+        self._session.attach(sock, received)
+
+    async def _open_again(self) -> None:
+        """Try to open the broken connection again, until the worker is known to be gone or `RECONNECT_S` are over."""
+        place, why, wait_s = _place(self._address), "", 0.05
+        try:
+            async with asyncio.timeout(RECONNECT_S):
+                while True:
+                    try:
+                        return await self.open()
+                    except ConnectionRefusedError:
+                        return self._end(f"the connection to {place} broke, and nothing listens there any more")
+                    except ConnectionEnded as error:
+                        return self._end(f"the connection to {place} broke: {error}")
+                    except (OSError, EOFError) as error:
+                        why = f": {said_by(error)}"
+                    await asyncio.sleep(wait_s)
+                    wait_s = min(2 * wait_s, 1.0)
+        except TimeoutError:
+            self._end(
+                f"the connection to {place} broke, and process {os.getpid()} on {socket.gethostname()} could not open "
+                f"it again within {RECONNECT_S:g} s{why}"
+            )
+
+    async def _answers(
+        self, kind: Kind, method: str, args: tuple[Any, ...], detail: int = 0
+    ) -> AsyncGenerator[Any, None]:
+        if self.ended:
+            raise ConnectionEnded(self._why)
+        asked = pickle.dumps((method, args), pickle.HIGHEST_PROTOCOL)
+        self._last += 1
+        number = self._last
+        frames = self._open[number] = asyncio.Queue()
+        self._session.send(Frame(kind, number, detail, asked))
+        over = False
+        try:
+            while True:
+                frame = await frames.get()
+                over = frame.kind != Kind.ITEM
+                match frame.kind:
+                    case Kind.END:
+                        return
+                    case Kind.GONE:
+                        raise ConnectionEnded(self._why)
+                    case Kind.ERROR:
+                        error = _unpickled(frame.payload)
+                        raise error if isinstance(error, HeadwayError) else Failed(error)
+                yield _unpickled(frame.payload)
+                if over:
+                    return
+        finally:
+            del self._open[number]
+            if not over and not self.ended:
+                self._session.send(Frame(Kind.LEAVE, number), soon=False)
+
+    def _on_frame(self, frame: Frame) -> None:
+        if (frames := self._open.get(frame.number)) is not None:  # else it was left
+            frames.put_nowait(frame)
+
+    def _on_break(self) -> None:
+        self._opening = asyncio.get_running_loop().create_task(self._open_again())
+
+    def _end(self, why: str) -> None:
+        self.ended, self._why = True, why
+        self._session.detach()
+        for frames in self._open.values():
+            frames.put_nowait(Frame(Kind.GONE))
+
+
+class ConnectionEnded(Exception):
+    """Error for a connection to a worker that has ended or cannot be made."""
+
+
+class Failed(Exception):
+    """Error for a method that raised another error than Headway's; it has that error's text."""
+
+
+async def connected(address: CallAddress) -> Connection:
+    """Connect to the worker at ``address``. Raises `ConnectionEnded` where nothing answers there."""
+    connection = Connection(address)
+    try:
+        await connection.open()
+    except (OSError, EOFError) as error:  # a time-out, too
+        number = getattr(error, "errno", None)
+        why = os.strerror(number) if number else said_by(error) or f"no answer within {GREETING_S:g} s"
+        if isinstance(error, TimeoutError) and not number:
+            why = f"no answer within {GREETING_S:g} s"
+        raise ConnectionEnded(
+            f"no connection to {_place(address)}: {why}. The run's processes call each other on ports that the system "
+            "chooses; a firewall between its machines must let them through"
+        ) from error
+    return connection
+
+
+async def _exactly(sock: socket.socket, nbytes: int) -> bytes:
+    """Return the next ``nbytes``. Raises `EOFError` when the other end closes before."""
+    read = b""
+    while len(read) < nbytes:
+        more = await asyncio.get_running_loop().sock_recv(sock, nbytes - len(read))
+        if not more:
+            raise EOFError("the other end was closed")
+        read += more
+    return read
+
+
+def _place(address: CallAddress) -> str:
+    return f"{address.host}, port {address.port}"
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def _set_up(sock: socket.socket) -> None:
+    """Send small messages at once. Notice within a minute that the other end of an idle connection is gone: one that is
+    sent something is retried by TCP for many minutes, and the driver's watch of machines finds it first.
+    """
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3)):
+        if hasattr(socket, name):  # not everywhere
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def _told(error: BaseException) -> bytes:
+    """Pickle ``error`` if it is Headway's and can be unpickled, and otherwise its text."""
+    if isinstance(error, HeadwayError):
+        with suppress(Exception):
+            pickled = pickle.dumps(error)
+            pickle.loads(pickled)
+            return pickled
+    return pickle.dumps(said_by(error))
+
+
+def _unpickled(payload: bytes) -> Any:
+    try:
+        return pickle.loads(payload)
+    except Exception as error:
+        raise Failed(f"its answer cannot be read here: {said_by(error)}") from error

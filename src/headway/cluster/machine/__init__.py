@@ -1,0 +1,1 @@
+"""What workers of one machine share: processes, memory files, token files, batches."""

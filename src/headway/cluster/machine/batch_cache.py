@@ -1,0 +1,85 @@
+"""Rows that a rank holds while its role works on a fetch: what several calls ask for is fetched once.
+
+begin ─▶ rows, rows, …: each row and column is fetched when it is first asked for ─▶ end: all are forgotten
+
+Held are the rank's own rows of one fetch, and no more. Without a fetch a call's rows are forgotten with the call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any
+
+from headway.cluster.machine.token_files import TokenFile, TokenPart
+from headway.data.collate import Row, row_of, with_columns
+from headway.data.types import Handle, Sample
+
+Fetch = Callable[[Sequence[Handle[Any]]], list[Any]]
+"""Function that returns the objects of handles, side by side."""
+
+
+class HeldRows:
+    def __init__(self, fetch: Fetch) -> None:
+        self._fetch = fetch
+        self._holds = False
+        # Each value has its handle beside it: the key of some is their address, which must not become another's.
+        self._rows: dict[tuple[Hashable, int], tuple[Handle[Any], Row]] = {}
+        self._columns: dict[Hashable, tuple[Handle[Any], Any]] = {}
+        """Lists of columns by handle."""
+        self._borrowed: dict[Hashable, Handle[Any]] = {}
+        """Handles of all columns that the fetch's calls asked for, those asked for once as well: once in a while Ray
+        never delivered an object whose reference had been given back and borrowed again."""
+
+    def begin(self) -> None:
+        """Hold from now on what is asked for; forget what was held."""
+        self.end()
+        self._holds = True
+
+    def end(self) -> None:
+        """Forget everything, and hold no more."""
+        self._holds = False
+        self._rows, self._columns, self._borrowed = {}, {}, {}
+
+    def rows(self, samples: Sequence[Sample], *, once: bool = False) -> list[Row]:
+        """Return the samples with their arrays. What is not held is fetched at once; ``once``: and not held then."""
+        rows, columns = self._rows, self._columns
+        if once or not self._holds:
+            rows, columns = dict(rows), dict(columns)
+        tokens: dict[Hashable, tuple[Handle[Any], dict[int, Sample]]] = {}
+        handles: dict[Hashable, Handle[Any]] = {}
+        for sample in samples:
+            key = _key(sample.tokens)
+            if (key, sample.index) not in rows:
+                tokens.setdefault(key, (sample.tokens, {}))[1][sample.index] = sample
+            for column in sample.columns.values():
+                if not isinstance(column, float) and _key(column.handle) not in columns:
+                    handles[_key(column.handle)] = column.handle
+        if self._holds:
+            self._borrowed |= handles
+        wanted = [_part(handle, tuple(missing)) for handle, missing in tokens.values()]
+        fetched: Iterator[Any] = iter(self._fetch([*wanted, *handles.values()]) if wanted or handles else ())
+        for (key, (handle, missing)), group in zip(tokens.items(), fetched, strict=False):
+            rows.update(((key, i), (handle, row_of(sample, group.rows[i]))) for i, sample in missing.items())
+        columns.update((key, (handle, next(fetched))) for key, handle in handles.items())
+        return [
+            with_columns(
+                rows[_key(sample.tokens), sample.index][1],
+                sample,
+                lambda column: columns[_key(column.handle)][1][column.index],
+            )
+            for sample in samples
+        ]
+
+
+def _part(handle: Handle[Any], rows: tuple[int, ...]) -> Handle[Any]:
+    """Return a handle of no more than these rows, where there can be one."""
+    return TokenPart(handle, rows) if isinstance(handle, TokenFile) else handle
+
+
+def _key(handle: Handle[Any]) -> Hashable:
+    """Return the handle itself, or its address where it is the object, as within one process."""
+    try:
+        hash(handle)
+    except TypeError:
+        return id(handle)
+    return handle

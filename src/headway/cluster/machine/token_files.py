@@ -1,0 +1,251 @@
+"""Tokens of finished groups, as files in memory: they stay on the machine that made them until a rank reads them.
+
+keeper ──write──▶ file ◀──read── ranks of the same machine; others have a task on that machine read for them
+                   └ removed when the driver has forgotten the group
+
+size of the index │ index │ each prompt: ids │ each row: ids, log-probs, versions, mask
+
+The index says where everything is, so that a rank reads the rows that it trains on and nothing else.
+
+A file outlives the keeper that wrote it, so that a keeper's death costs no finished group. Few tokens travel with their
+handle where the keeper is on another machine than the driver, so that the loss of that machine costs nothing either.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+from pathlib import Path
+from shutil import rmtree
+from tempfile import gettempdir
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.cluster.machine.memory_directory import SHARED_MEMORY, directory_in_memory, held_directory
+from headway.config.schema import Config
+from headway.data.types import GroupTokens, RowTokens, TurnSpan
+from headway.errors import RunError
+from headway.runtime.pickling import pickled_by_fields
+
+SMALL = 100_000
+"""Most bytes of tokens that travel with their handle."""
+BYTES_PER_TOKEN = 4 + 4 + 4 + 1
+"""Bytes of a token's id, log-prob, version and mask."""
+
+
+@pickled_by_fields
+@dataclass(frozen=True, slots=True, weakref_slot=True)
+class TokenFile:
+    """Handle of one group's `GroupTokens`."""
+
+    host: str
+    """Address of the machine that has the file."""
+    path: str
+    data: bytes | None = field(default=None, compare=False)
+    """What the file would have, where that travels with the handle; there is no file then."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPart:
+    """Handle of some rows of a group: those with the indices ``rows``."""
+
+    file: TokenFile
+    rows: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SomeRows:
+    """Rows of a group by their indices in `GroupTokens.rows`. Those with one prompt share its array."""
+
+    rows: Mapping[int, RowTokens]
+
+
+class _PromptAt(NamedTuple):
+    offset: int
+    """Bytes behind the index; so in `_RowAt`."""
+    length: int
+
+
+class _RowAt(NamedTuple):
+    prompt: int
+    offset: int
+    length: int
+    turns: tuple[TurnSpan, ...]
+
+
+class _Index(NamedTuple):
+    prompts: list[_PromptAt]
+    rows: list[_RowAt]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPlace:
+    """Place of a run's token files: one path, the same on each machine."""
+
+    host: str
+    """Address of the driver's machine, which has made the directory, and removes it."""
+    directory: Path
+
+
+class TokenFiles:
+    """The files of one keeper."""
+
+    def __init__(self, keeper: str, place: TokenPlace, host: str) -> None:
+        """Use the directory of this machine, which has the address ``host``. ``keeper``: its name in this run."""
+        self._host = host
+        self._beside_driver = host == place.host
+        self._directory = place.directory
+        if not self._beside_driver:
+            held_directory(place.directory)
+        self._prefix = f"{place.directory}/{keeper}-"
+        self._numbers = count()
+
+    def write(self, tokens: GroupTokens) -> TokenFile:
+        """Keep ``tokens``, in a new file unless they are few. Raises `RunError` where there is no room."""
+        path = f"{self._prefix}{next(self._numbers)}"
+        parts = _laid_out(tokens)
+        size = sum(len(part) for part in parts)
+        if not self._beside_driver and size <= SMALL:
+            return TokenFile(self._host, path, b"".join(parts))
+        try:
+            with open(path, "wb") as file:  # noqa: PTH123 - a Path takes as long to make as the file
+                file.writelines(parts)
+        except OSError as error:
+            Path(path).unlink(missing_ok=True)
+            raise RunError(
+                f"the tokens of a group cannot be written to {path} ({size} bytes): {error.strerror}. They wait "
+                "there for the trainer: make room, or let fewer groups wait (async_training.staleness_threshold)"
+            ) from error
+        return TokenFile(self._host, path)
+
+    def remove(self, files: Iterable[TokenFile]) -> None:
+        """Remove files that nobody will read any more."""
+        for file in files:
+            Path(file.path).unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Remove the directory, unless that is the driver's to do."""
+        if not self._beside_driver:
+            rmtree(self._directory, ignore_errors=True)
+
+
+def carried(tokens: GroupTokens, name: str) -> TokenFile:
+    """Return a handle that has all of ``tokens`` with it. ``name`` is one that no other handle has."""
+    return TokenFile("", name, b"".join(_laid_out(tokens)))
+
+
+def token_directory(config: Config) -> AbstractContextManager[Path]:
+    """Make a directory for token files until the block ends: in memory, or where that has too little room on disk."""
+    parent = SHARED_MEMORY
+    if not parent.is_dir() or _free(parent) < token_bytes(config):
+        parent = Path(gettempdir())
+    return directory_in_memory(parent)
+
+
+def token_bytes(config: Config) -> int:
+    """Return the bytes of all tokens that may wait at once, one row for an episode."""
+    group = (config.rollout.n + 1) * (config.data.max_prompt_length + config.data.max_response_length)
+    ahead = (1 + config.async_training.staleness_threshold) * config.groups_per_version
+    return int((ahead + config.groups_per_fetch) * group * BYTES_PER_TOKEN)
+
+
+def read_here(file: TokenFile) -> GroupTokens | None:
+    """Return the tokens; None where this machine does not have the file."""
+    read = _read(file, None)
+    return None if read is None else GroupTokens(tuple(read.values()))
+
+
+def read_part(part: TokenPart) -> SomeRows | None:
+    """Return the rows that ``part`` names; reads no others. None where this machine does not have the file."""
+    read = _read(part.file, part.rows)
+    return None if read is None else SomeRows(read)
+
+
+Read = Callable[[int, int], bytearray]
+"""Function that returns the bytes of a file from an offset on, as many as asked for."""
+
+
+def _read(file: TokenFile, indices: Iterable[int] | None) -> dict[int, RowTokens] | None:
+    if (data := file.data) is not None:
+        return _rows(lambda offset, size: bytearray(data[offset : offset + size]), indices)
+    try:
+        # Without a buffer, which would read ahead: what a rank reads is what it asked for.
+        with Path(file.path).open("rb", buffering=0) as opened:
+            return _rows(partial(_bytes_of, opened), indices)
+    except FileNotFoundError:
+        return None
+
+
+def _bytes_of(file: io.FileIO, offset: int, size: int) -> bytearray:
+    data = bytearray(size)
+    left = memoryview(data)
+    file.seek(offset)
+    while left:
+        if not (read := file.readinto(left)):
+            raise RunError(f"{file.name!r} ends {len(left)} bytes too early: the tokens of a group are cut short")
+        left = left[read:]
+    return data
+
+
+def _laid_out(tokens: GroupTokens) -> list[bytes]:
+    """The parts of a file, in order. A prompt that rows share is there once."""
+    index, blobs, offset = _Index([], []), list[bytes](), 0
+
+    def add(*arrays: tuple[NDArray[Any], type[np.generic]]) -> int:
+        nonlocal offset
+        start = offset
+        blobs.extend(np.ascontiguousarray(array, dtype).tobytes() for array, dtype in arrays)
+        offset += sum(len(array) * np.dtype(dtype).itemsize for array, dtype in arrays)
+        return start
+
+    prompts: dict[int, int] = {}
+    """Identity of a prompt's array → its number."""
+    for row in tokens.rows:
+        if id(row.prompt_ids) not in prompts:
+            prompts[id(row.prompt_ids)] = len(index.prompts)
+            index.prompts.append(_PromptAt(add((row.prompt_ids, np.int32)), len(row.prompt_ids)))
+        start = add(
+            (row.ids, np.int32), (row.logprobs, np.float32), (row.versions, np.int32), (row.loss_mask, np.bool_)
+        )
+        index.rows.append(_RowAt(prompts[id(row.prompt_ids)], start, len(row.ids), row.turns))
+    packed = pickle.dumps(index, pickle.HIGHEST_PROTOCOL)
+    return [len(packed).to_bytes(8, "little"), packed, *blobs]
+
+
+def _rows(read: Read, indices: Iterable[int] | None) -> dict[int, RowTokens]:
+    """The rows with these indices, or all of them."""
+    size = int.from_bytes(read(0, 8), "little")
+    index: _Index = pickle.loads(read(8, size))
+    data = 8 + size
+    prompts: dict[int, NDArray[np.int32]] = {}
+    rows: dict[int, RowTokens] = {}
+    for number in range(len(index.rows)) if indices is None else indices:
+        at = index.rows[number]
+        if at.prompt not in prompts:
+            prompt = index.prompts[at.prompt]
+            prompts[at.prompt] = np.frombuffer(read(data + prompt.offset, 4 * prompt.length), np.int32)
+        n = at.length
+        # Ids apart from the rest: whoever joins them to their prompt need not keep them.
+        ids, rest = read(data + at.offset, 4 * n), read(data + at.offset + 4 * n, (BYTES_PER_TOKEN - 4) * n)
+        rows[number] = RowTokens(
+            prompt_ids=prompts[at.prompt],
+            ids=np.frombuffer(ids, np.int32, n),
+            logprobs=np.frombuffer(rest, np.float32, n),
+            versions=np.frombuffer(rest, np.int32, n, 4 * n),
+            loss_mask=np.frombuffer(rest, np.bool_, n, 8 * n),
+            turns=at.turns,
+        )
+    return rows
+
+
+def _free(directory: Path) -> int:
+    there = os.statvfs(directory)
+    return there.f_bavail * there.f_frsize

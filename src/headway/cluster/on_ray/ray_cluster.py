@@ -1,0 +1,245 @@
+"""Ray cluster of a run: started when no address is given, joined when one is, and shut down only by who started it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NoReturn
+
+import ray
+
+from headway.cluster.calls.address_check import check_listens
+from headway.cluster.hardware import available_cores
+from headway.cluster.machine.worker_setup import ProcessSettings
+from headway.cluster.on_ray.ray_messages import messages_in
+from headway.cluster.on_ray.ray_node import RayNode
+from headway.cluster.on_ray.ray_signals import sessions_of_their_own, sigterm_kept
+from headway.cluster.on_ray.ray_worker import RayWorker
+from headway.cluster.on_ray.resource_pool import ResourcePool
+from headway.cluster.worker_plan import ClusterPlan, WorkerSpec
+from headway.config.schema import Config
+from headway.config.sizing.timeouts import KILLED_S
+from headway.data.types import ColumnName
+from headway.devices import chosen, kind_of
+from headway.errors import ConfigError, RunError, boundary
+
+WORKER_BYTES = 128 * 2**20
+"""Minimum number of bytes that a process takes for torch and Ray, whatever its model."""
+MIN_OBJECT_STORE = 256 * 2**20
+VERSIONS_STORED = 3
+"""Number of versions in the object store: the one being sent, the one before, which the driver holds, and a spare."""
+RESERVING_SHARE = ANSWERING_SHARE = 0.95
+"""Shares of the start's remaining time that Ray has to reserve or to answer, which leaves time for a message."""
+
+
+class RayCluster:
+    """Implementation of `Cluster` on Ray."""
+
+    separate_processes = True
+
+    def __init__(self, config: Config, run_dir: Path, weights_bytes: int = 0) -> None:
+        """Prepare to use Ray. ``weights_bytes``: bytes of one version, where versions go through the object store."""
+        self._config = config
+        self._run_dir = run_dir
+        self._weights_bytes = weights_bytes
+        self._entered = False
+        self._messages = ExitStack()
+        """Context that redirects what Ray reports to a log of the run, until it is closed."""
+        self._node: RayNode | None = None
+        """Ray node that this run started; None where the run joined a cluster."""
+        self._launched: list[RayWorker] = []
+        self._deadline: float | None = None
+        """Time on the event loop's clock by which the whole start has to be over."""
+        self._pool: ResourcePool | None = None
+        self._device = "cpu"
+
+    @property
+    def address(self) -> str:
+        here: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+        return here
+
+    async def connect(self) -> str:
+        """Start Ray or join it. Returns the device of workers. Raises `ConfigError` without an answer or a device."""
+        self._deadline = asyncio.get_running_loop().time() + self._config.cluster.start_timeout_s
+        if not ray.is_initialized():
+            if self._config.cluster.address is not None:
+                timeout_s = ANSWERING_SHARE * self._config.cluster.start_timeout_s
+                await check_answers(self._config.cluster.address, timeout_s)
+            # Not in a thread of a pool: Ray's processes die with the very thread that started them.
+            self._entered = True
+            self._messages.enter_context(messages_in(self._run_dir / "logs" / "ray.log"))
+            with sigterm_kept(), sessions_of_their_own():
+                self._init()
+        self._device = self._choose_device()
+        return self._device
+
+    async def reserve(self, plan: ClusterPlan) -> None:
+        self._check_enough_gpus(plan)
+        self._check_enough_memory(plan)
+        if self._deadline is None:
+            raise RunError("devices can be reserved only after the cluster has answered")
+        left = max(0.0, self._deadline - asyncio.get_running_loop().time())
+        self._pool = await ResourcePool.reserve(
+            plan.shares,
+            [spec.group for spec in plan.workers if spec.further],
+            on_gpus=kind_of(self._device).ray_resource is not None,
+            timeout_s=left * RESERVING_SHARE,
+            may_grow=self._config.cluster.address is not None,
+        )
+
+    async def find_place(self, spec: WorkerSpec, others: Sequence[int] = ()) -> int:
+        """Wait as `Cluster.find_place` does. A device of a lost machine moves to another that has room."""
+        if self._pool is None:
+            return spec.device
+        return await self._pool.find_place(spec.device, others, move=not spec.beside)
+
+    def launch(self, spec: WorkerSpec) -> RayWorker:
+        if self._pool is None:
+            raise RunError("workers can be launched only after devices were reserved for them")
+        log_file = (self._run_dir / "logs" / f"{spec.name}.log").absolute()
+        settings = ProcessSettings(spec.name, spec.threads, log_file, sharing=self._pool.sharing(spec.device))
+        options = self._pool.options(spec.device, beside=spec.beside)
+        worker = RayWorker(settings, spec, self._device, options, self._node)
+        self._launched.append(worker)
+        return worker
+
+    async def died(self) -> NoReturn:
+        """Wait until the Ray that was started here is lost, and raise `WorkerDied`; for ever where Ray was joined."""
+        if self._node is not None:
+            await self._node.died()
+        await asyncio.Event().wait()
+        raise AssertionError("unreachable")
+
+    async def stop(self) -> None:
+        """Release the devices and disconnect from Ray. A Ray that this run started ends then."""
+        if self._pool is not None:
+            if self._node is None or self._node.lost is None:  # otherwise no Ray is there to take the devices
+                self._pool.release()
+            self._pool = None
+        if self._entered:
+            self._entered = False
+            # One call of one thread: a cancellation meanwhile cuts nothing short.
+            await asyncio.to_thread(self._leave)
+
+    def _leave(self) -> None:
+        """Leave Ray. When it was started here, returns when nothing of it is left."""
+        node, self._node = self._node, None
+        try:
+            if node is None:
+                ray.shutdown()
+                return
+            if any(worker.pid is None for worker in self._launched):  # one process did not start
+                node.keep_logs()
+            node.leave(max((worker.killed_s for worker in self._launched), default=KILLED_S))
+        finally:
+            self._messages.close()
+
+    def _init(self) -> None:
+        # Ray's processes inherit these: no reports to its makers; devices hidden from no worker that asked for none;
+        # workers that do not yield to all else on the machine: niced by 15, as Ray has it, they take minutes to start
+        # beside a few busy processes.
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        os.environ.setdefault("RAY_worker_niceness", "0")
+        address = self._config.cluster.address
+        if address is not None:
+            with boundary(f"cluster.address={address}: cannot join Ray there", ConfigError):
+                ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+            return
+        with boundary("Ray does not start on this machine", RunError):
+            context: Any = ray.init(
+                address="local",
+                num_cpus=available_cores(),
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                object_store_memory=object_store_bytes(self._config) + VERSIONS_STORED * self._weights_bytes,
+            )
+        self._node = RayNode(Path(context.address_info["session_dir"]), self._run_dir.absolute() / "logs" / "ray")
+
+    def _check_enough_gpus(self, plan: ClusterPlan) -> None:
+        """Raise `ConfigError` if this machine has too few GPUs for ``plan``. A joined cluster may grow: not checked."""
+        needed, there = sum(len(share.devices) for share in plan.shares), _gpus()
+        if kind_of(self._device).ray_resource and self._config.cluster.address is None and needed > there:
+            raise ConfigError(
+                f"the run needs {needed} GPUs, for {', '.join(spec.name for spec in plan.workers)}, and this machine "
+                f"has {there:g}. Set cluster.device=cpu, or ask for fewer "
+                "(trainer.n_gpus_per_node, rollout.n_gpus_per_node)"
+            )
+
+    def _check_enough_memory(self, plan: ClusterPlan) -> None:
+        """Check that memory is enough: nothing else bounds processes on the CPU, and a full machine is silent."""
+        there = _resource("memory")
+        if self._config.cluster.address is None and len(plan.workers) * WORKER_BYTES > there:
+            raise ConfigError(
+                f"the run needs {len(plan.workers)} processes, each with {WORKER_BYTES / 2**20:g} MiB or more, and Ray "
+                f"has {there / 2**30:.1f} GiB on this machine; ask for fewer (trainer.n_gpus_per_node, "
+                "rollout.n_gpus_per_node), or join a cluster (cluster.address)"
+            )
+
+    def _choose_device(self) -> str:
+        return chosen(
+            self._config.cluster.device,
+            lambda kind: kind.ray_resource is None or _resource(kind.ray_resource) > 0,
+            "Ray sees no {}",
+        )
+
+
+def _gpus() -> float:
+    return _resource("GPU")
+
+
+def _resource(name: str) -> float:
+    resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    return resources.get(name, 0)
+
+
+_PROBE = "import sys, ray; ray.init(address=sys.argv[1], log_to_driver=False); ray.shutdown()"
+
+
+async def check_answers(address: str, timeout_s: float) -> None:
+    """Raise `ConfigError` unless a Ray cluster answers at ``address`` in time.
+
+    Joining cannot be cancelled, and Ray ends the process when nobody answers for a minute: so it is tried in a process
+    of its own first.
+    """
+    deadline = asyncio.get_running_loop().time() + timeout_s
+    listens = await check_listens(address, timeout_s)
+    probe = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", _PROBE, address, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE
+    )
+    try:
+        async with asyncio.timeout_at(deadline):
+            _, errors = await probe.communicate()
+    except TimeoutError:
+        but = "something listens there, but " if listens else ""
+        raise ConfigError(
+            f"cluster.address={address}: {but}no Ray cluster answered within {timeout_s:g} s "
+            "(cluster.start_timeout_s). Give the address that `ray start --head` printed"
+        ) from None
+    finally:
+        if probe.returncode is None:
+            probe.kill()
+            await probe.wait()
+    if probe.returncode:
+        said = errors.decode(errors="replace").strip()
+        reason = said.rpartition("\n")[2]
+        if "InvalidAuthToken" in said:
+            reason += (
+                ". It wants an authentication token: set RAY_AUTH_MODE=token (the token of `ray start` on this machine "
+                "is found in ~/.ray/auth_token; that of another one goes into RAY_AUTH_TOKEN)"
+            )
+        raise ConfigError(f"cluster.address={address}: cannot join the Ray cluster there: {reason}")
+
+
+def object_store_bytes(config: Config) -> int:
+    """Return the bytes for all columns of all groups that may be in flight, twice over."""
+    bytes_per_token = 4 * len(ColumnName)
+    group = config.rollout.n * (config.data.max_prompt_length + config.data.max_response_length) * bytes_per_token
+    groups = (1 + config.async_training.staleness_threshold) * config.groups_per_version + config.groups_per_fetch
+    return max(MIN_OBJECT_STORE, int(2 * groups * group))

@@ -1,0 +1,106 @@
+"""Ray node that this process has started: tells whether it still lives, and leaves nothing of it behind.
+
+Ray itself leaves a folder of logs and sockets behind for each start, in its temporary directory. It is removed here
+after the last of its processes; where something went wrong in Ray, logs that may explain it go to the run's first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+from contextlib import suppress
+from pathlib import Path
+from typing import NoReturn
+
+import ray
+
+from headway.cluster.machine.child_processes import Family, Watched, named
+from headway.errors import RunError, WorkerDied
+
+LATEST = "session_latest"
+"""Name of the link, beside the sessions' folders, to the session that was started last."""
+TELLING = ("raylet.out", "raylet.err", "gcs_server.out", "gcs_server.err")
+"""Names of the logs that explain why Ray's own processes, or workers, ended."""
+MOST_BYTES = 4 * 2**20
+"""Number of bytes that are kept of the end of each log."""
+
+
+class RayNode:
+    """Ray node that this process starts, until `leave`. Each run has its own session, in its own folder."""
+
+    def __init__(self, session: Path, logs: Path) -> None:
+        """Prepare a node. ``session``: the folder of its session; ``logs``: where logs worth keeping are copied."""
+        self._session = session
+        self._kept_logs = logs
+        # The session's name stands in the command line of all that this process started for it.
+        self._family = Family(session.name)
+        self._servers = {name: Watched(pid) for name, pid in named(("raylet", "gcs_server"), session.name).items()}
+        self._keeps_logs = False
+
+    @property
+    def lost(self) -> str | None:
+        """Return a message when a process of Ray that workers need has ended; None while all of them live."""
+        for name, process in self._servers.items():
+            if process.has_ended:
+                return (
+                    f"Ray's {name} on this machine (pid {process.pid}) ended, and the run's workers with it. If its "
+                    f"log, {self._kept_logs / f'{name}.out'}, does not tell why, it was killed from outside: by "
+                    "somebody's `ray stop`, or by the kernel because memory had run out (`dmesg` tells)"
+                )
+        return None
+
+    async def died(self) -> NoReturn:
+        """Wait until a process of Ray that workers need has ended, and raise `WorkerDied`."""
+        ends = [asyncio.ensure_future(process.ended()) for process in self._servers.values() if process.can_be_watched]
+        try:
+            if ends:
+                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            else:
+                await asyncio.Event().wait()
+        finally:
+            for end in ends:
+                end.cancel()
+        raise WorkerDied(self.lost or "Ray on this machine ended")
+
+    def keep_logs(self) -> None:
+        """Have Ray's logs copied before their folder is removed: they may explain what went wrong."""
+        self._keeps_logs = True
+
+    def leave(self, killed_s: float) -> None:
+        """Leave Ray, end its processes, some of which outlive it, and remove its session's folder. Blocks.
+
+        Raises `RunError` when some of its processes are there ``killed_s`` after they were killed.
+        """
+        if self.lost:
+            self._keeps_logs = True
+        for process in self._servers.values():
+            process.close()
+        self._family.update()
+        try:
+            ray.shutdown()
+        finally:
+            if left := self._family.end(killed_s=killed_s):
+                raise RunError(f"processes of Ray are still there after they were killed: {left}")
+            if self._keeps_logs:
+                keep_ends(self._session / "logs", self._kept_logs)
+            remove_session(self._session)
+
+
+def keep_ends(logs: Path, kept: Path) -> None:
+    """Copy the ends of the logs that may explain something into ``kept``. A failure costs the copies alone."""
+    for name in TELLING:
+        with suppress(OSError), (logs / name).open("rb") as source:
+            source.seek(max(0, os.fstat(source.fileno()).st_size - MOST_BYTES))
+            if end := source.read():
+                kept.mkdir(parents=True, exist_ok=True)
+                (kept / name).write_bytes(end)
+
+
+def remove_session(session: Path) -> None:
+    """Remove a session's folder, and the link to the latest one where it leads there. A missing folder is no error."""
+    shutil.rmtree(session, ignore_errors=True)
+    latest = session.with_name(LATEST)
+    with suppress(OSError):
+        if latest.readlink().name == session.name:
+            latest.unlink()

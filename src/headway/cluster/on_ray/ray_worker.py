@@ -1,0 +1,299 @@
+"""Worker on Ray: the actor that runs a role in its own process, and the driver's end of it.
+
+driver: RayWorker ──actor calls──▶ WorkerActor ──▶ RoleHost ──▶ role
+                   ◀── results, or references to them ──
+        RayPeer ──frames, where calls are many──▶ CallServer ──▶ RoleHost
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from importlib import import_module
+from typing import Any, NoReturn
+
+import ray
+from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError
+
+from headway.cluster.calls.address_check import ATTEMPTS, stops_answering
+from headway.cluster.calls.network_interface import network_environment
+from headway.cluster.calls.worker_connections import CallAddress, CallServer
+from headway.cluster.machine.child_processes import Watched
+from headway.cluster.machine.token_files import SomeRows, TokenPart, read_part
+from headway.cluster.machine.worker_setup import ProcessSettings, importing, set_up_process
+from headway.cluster.on_ray.ray_deaths import death
+from headway.cluster.on_ray.ray_node import RayNode
+from headway.cluster.on_ray.ray_peer import RayPeer
+from headway.cluster.role_host import RoleHost
+from headway.cluster.roles.file_probe import place
+from headway.cluster.worker_plan import WorkerSpec
+from headway.config.sizing.timeouts import Timeouts, model_nbytes
+from headway.data.types import Handle
+from headway.errors import HeadwayError, RunError, StallError, WorkerDied
+from headway.runtime.progress import Heartbeat
+from headway.runtime.task_groups import concurrently
+
+MAX_CALLS = 100_000
+"""Maximum number of calls at once on one actor: a pause must get through, whatever else is open."""
+
+
+class WorkerActor:
+    """The actor that runs in the worker's process, which is set up before the role's own modules are imported."""
+
+    def __init__(self, settings: ProcessSettings, spec: WorkerSpec, device: str) -> None:
+        set_up_process(settings)
+        host: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+        os.environ.update(network_environment(host, os.environ))
+        with importing():
+            for module in spec.modules:
+                import_module(module)
+        role = spec.role(
+            **spec.arguments,
+            name=spec.name,
+            device=device,
+            threads=settings.threads_here(),
+            fetch=self._fetch,
+            put=ray.put,
+            host=host,
+        )
+        self._host = RoleHost(role, spec.name)
+        self._address = host
+        self._server: CallServer | None = None
+        self._objects_s = Timeouts.of(spec.arguments["config"]).objects_s
+        self._place = place(host)
+
+    async def process(self) -> tuple[int, str, str]:
+        """Return the process id, the node, and the node's name for messages. An answer means that the worker is up."""
+        self._loop = asyncio.get_running_loop()
+        return os.getpid(), _node(), self._place
+
+    async def call(self, method: str, *args: Any) -> Any:
+        return await self._host.call(method, *args)
+
+    async def keep(self, method: str, parts: Sequence[Sequence[int]], *args: Any) -> tuple[Any, ...]:
+        """Run the method and return one result that reports its end, and one for each of the parts that are kept."""
+        result = await self._host.call(method, *args)
+        return None, *([result[place] for place in part] for part in parts)
+
+    async def address(self) -> CallAddress:
+        """Return where other processes of the run call this worker without Ray."""
+        if self._server is None:
+            self._server = CallServer(self._host, self._address)
+        return self._server.address
+
+    async def heartbeat(self) -> Heartbeat:
+        """Return the role's heartbeat, on the event loop's thread, while the role's own thread computes."""
+        return self._host.heartbeat()
+
+    async def forever(self) -> None:
+        """Wait for ever: the call fails when the process ends."""
+        await asyncio.Event().wait()
+
+    def _fetch(self, handles: Sequence[Handle[Any]]) -> list[Any]:
+        """Fetch all objects side by side: those in files of this machine are read, all others come by Ray.
+
+        Called on the role's thread, so that the event loop is free for it.
+        """
+        objects = {handle: read_part(handle) for handle in handles if isinstance(handle, TokenPart)}
+        elsewhere: dict[str, list[TokenPart]] = defaultdict(list)
+        for part, tokens in objects.items():
+            if tokens is None:
+                elsewhere[part.file.host].append(part)
+        references = [handle for handle in handles if handle not in objects]
+        if elsewhere:
+            _check_alive(elsewhere)
+        references += [_read_on(host, parts) for host, parts in elsewhere.items()]
+        brought = iter(self._awaited(references) if references else ())
+        objects |= {handle: next(brought) for handle in handles if handle not in objects}
+        for parts in elsewhere.values():
+            objects |= zip(parts, next(brought), strict=True)
+        return [objects[handle] for handle in handles]
+
+    def _awaited(self, handles: Sequence[Handle[Any]]) -> list[Any]:
+        async def fetch() -> list[Any]:
+            return await asyncio.gather(*handles)
+
+        fetching = asyncio.run_coroutine_threadsafe(fetch(), self._loop)
+        try:
+            return fetching.result(self._objects_s)
+        except TimeoutError:
+            fetching.cancel()
+            _, missing = ray.wait(list(handles), num_returns=len(handles), timeout=0)
+            which = ", ".join(handle.hex() for handle in missing[:3])
+            raise StallError(
+                f"{len(missing)} of {len(handles)} objects did not come from Ray's object store within "
+                f"{self._objects_s:g} s ({which})"
+            ) from None
+
+
+class RayWorker:
+    """Implementation of `Worker` by a Ray actor."""
+
+    def __init__(
+        self,
+        settings: ProcessSettings,
+        spec: WorkerSpec,
+        device: str,
+        options: dict[str, Any],
+        ray_here: RayNode | None = None,
+    ) -> None:
+        """Create the driver's end of a worker. ``ray_here``: the Ray node that this process started, if it did."""
+        self.name = spec.name
+        self._ray = ray_here
+        self._killed = False
+        self.log_file = settings.log_file
+        self.pid: int | None = None
+        """Id of the worker's process, once it is up."""
+        weights = model_nbytes(spec.arguments.get("model_path", ""))
+        self.killed_s = Timeouts.of(spec.arguments["config"], weights).killed_s
+        """Seconds for the process to be gone once it was killed."""
+        self._process: Watched | None = None
+        """Watched process of the worker, where it runs on this machine."""
+        self._elsewhere: str | None = None
+        """Address of the machine that the process runs on, where that is another one."""
+        self._node: dict[str, Any] | None = None
+        """Description of the worker's machine by `ray.nodes`, where that is another machine than the driver's."""
+        self._unreachable = False
+        """True once the worker's machine, another one, no longer answers."""
+        # Ray calls a process by its actor's class, in ps and in the dashboard: each worker is of one that has its name.
+        named = type(f"{spec.name} {settings.log_file.parent.parent.name}", (WorkerActor,), {})
+        actor: Any = ray.remote(named).options(max_concurrency=MAX_CALLS, max_restarts=0, **options)
+        self._actor: Any = actor.remote(settings, spec, device)
+
+    async def up(self) -> None:
+        with self._failures("starting"):
+            self.pid, node, place = await self._actor.process.remote()
+        if node == _node():
+            self._process = Watched(self.pid)
+        else:
+            self._elsewhere = place
+            self._node = await asyncio.to_thread(_described, node)
+
+    async def call(self, method: str, *args: Any) -> Any:
+        with self._failures(method):
+            return await self._actor.call.remote(method, *args)
+
+    async def keep(self, method: str, parts: Sequence[Sequence[int]], *args: Any) -> list[Handle[Any]]:
+        with self._failures(method):
+            # With one result Ray returns its reference, not a list of one.
+            returned = self._actor.keep.options(num_returns=1 + len(parts)).remote(method, parts, *args)
+            done, *kept = returned if parts else [returned]
+            await done
+            return kept
+
+    def peer(self) -> RayPeer:
+        return RayPeer(self.name, self.pid, self._log, self._actor)
+
+    async def heartbeat(self) -> Heartbeat:
+        with self._failures("heartbeat"):
+            beat: Heartbeat = await self._actor.heartbeat.remote()
+            return beat
+
+    async def died(self) -> NoReturn:
+        with self._failures("supervision"):
+            await self._actor.forever.remote()
+        raise WorkerDied(f"worker {self.name} stopped")
+
+    async def lost(self) -> NoReturn:
+        """Wait for a loss as `Worker.lost` does. Ray takes a minute or more to notice that a machine is silent."""
+        if self._node is None:
+            await self.died()
+        await concurrently([self.died(), self._machine_lost(self._node)])
+        raise AssertionError("unreachable: died() never returns")
+
+    async def _machine_lost(self, node: dict[str, Any]) -> NoReturn:
+        await stops_answering(node["NodeManagerAddress"], node["NodeManagerPort"])
+        self._unreachable = True
+        raise WorkerDied(
+            f"worker {self.name} is lost: its machine, {self._elsewhere}, does not answer any more: Ray's process "
+            f"there took no connection, {ATTEMPTS} times in a row. Its log: {self._log}"
+        )
+
+    async def kill(self) -> None:
+        if self._ray is not None and self._ray.lost is not None:
+            return  # nobody is there to kill it; it ends with Ray's other processes (`RayNode.leave`)
+        self._killed = True
+        ray.kill(self._actor, no_restart=True)
+        if self._unreachable:
+            return  # nobody could tell when it is gone
+        try:
+            async with asyncio.timeout(self.killed_s):
+                await self._gone()
+        except TimeoutError:
+            raise RunError(f"worker {self.name} was killed and is still there after {self.killed_s:.0f} s") from None
+
+    async def _gone(self) -> None:
+        """Wait until Ray reports the process's end, and then for the end itself: Ray reports some ends early."""
+        with suppress(WorkerDied):
+            await self.died()
+        if self._process is not None:
+            await self._process.ended()
+
+    @property
+    def _log(self) -> str:
+        """Describe where the worker's log is: on its machine, unless the driver sees the same run directory."""
+        if self._elsewhere is None or self.log_file.exists():
+            return str(self.log_file)
+        return f"{self.log_file} on {self._elsewhere}"
+
+    @contextmanager
+    def _failures(self, doing: str) -> Iterator[None]:
+        """Turn Ray's errors in the block into Headway's. A role's own error passes as it was raised there."""
+        try:
+            yield
+        except RayError as error:
+            raise self._translated(doing, error) from error
+
+    def _translated(self, doing: str, error: RayError) -> HeadwayError:
+        """Return the error to raise for Ray's ``error``. A lost Ray is checked first: it makes workers end, or fail."""
+        ray_here = None if self._killed else self._ray
+        if ray_here is not None and (lost := ray_here.lost) is not None:
+            return WorkerDied(f"worker {self.name} died during {doing!r}: {lost}")
+        if isinstance(error, RayTaskError):
+            cause = error.cause
+            if isinstance(cause, HeadwayError):
+                return cause
+            return RunError(
+                f"worker {self.name} failed in {doing!r}: {type(cause).__name__}: {cause}. Its log: {self._log}"
+            )
+        if isinstance(error, RayActorError | OutOfMemoryError):
+            if ray_here is not None:
+                ray_here.keep_logs()
+            return death(self.name, self.pid, self._log, doing, error)
+        return RunError(f"worker {self.name}, {doing!r}: {type(error).__name__}: {error}")
+
+
+def _read_on(host: str, parts: Sequence[TokenPart]) -> Handle[list[SomeRows]]:
+    """Start reading ``parts`` on the machine ``host``, which has their files."""
+    return _read.options(resources={f"node:{host}": 0.001}).remote(parts)
+
+
+def _check_alive(elsewhere: Mapping[str, Sequence[TokenPart]]) -> None:
+    """Raise `RunError` where tokens are on a machine that Ray has no more: nobody can read them."""
+    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+    alive = {node["NodeManagerAddress"] for node in nodes if node["Alive"]}
+    for host, parts in elsewhere.items():
+        if host not in alive:
+            raise RunError(f"the tokens of {len(parts)} groups were on {host}, a machine that Ray has no more")
+
+
+@ray.remote(num_cpus=0)
+def _read(parts: Sequence[TokenPart]) -> list[SomeRows]:
+    read = [read_part(part) for part in parts]
+    missing = [part.file for part, rows in zip(parts, read, strict=True) if rows is None]
+    if missing:
+        raise RunError(f"the tokens of {len(missing)} groups are no longer on {missing[0].host} ({missing[0].path})")
+    return [rows for rows in read if rows is not None]
+
+
+def _node() -> str:
+    node: str = ray.get_runtime_context().get_node_id()
+    return node
+
+
+def _described(node: str) -> dict[str, Any] | None:
+    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+    return next((known for known in nodes if known["NodeID"] == node), None)

@@ -1,0 +1,221 @@
+"""Devices of a Ray cluster, reserved for a run: a bundle for each worker's, all in one placement group, on nodes chosen
+here.
+
+node shares ─▶ free devices of the living nodes ─▶ an assignment ─▶ one group, each bundle pinned to its node
+
+A placement group is reserved as a whole or not at all, so two runs cannot wait for each other's halves. Ray's own
+strategies know nothing of roles, so that bundles are pinned by their nodes' labels. Ray gives a node's GPUs to bundles
+in their order, so that ranks are in the node's order, and a replica's devices are neighbours. A worker whose node is
+gone gets a bundle of its own on another one, as Ray does not move what is pinned.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import floor
+from typing import Any
+
+import ray
+from ray._private.state import available_resources_per_node
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    remove_placement_group,
+)
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from headway.cluster.calls.address_check import ATTEMPTS, answers
+from headway.cluster.on_ray.node_assignment import Node, assign_nodes, lacking
+from headway.config.sizing.device_groups import DeviceGroup, NodeShare
+from headway.errors import ConfigError, StallError
+
+CPU_SHARE = 0.01
+"""Number of CPUs that a worker asks Ray for. Headway itself sets threads; a whole CPU per worker would leave a small
+machine waiting for ever."""
+LOOK_AGAIN_S = 0.5
+"""Seconds between two looks at Ray's nodes: Ray does not report what becomes free."""
+RESERVE_S = 5
+"""Seconds for Ray to reserve what a look found free. Whole ones: Ray waits for no fractions."""
+JOIN_S = 20.0
+"""Seconds for further nodes to join a cluster that is too small for a run."""
+NODE_ID = "ray.io/node-id"
+"""Label that Ray gives each node."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Place of a worker: a bundle on a node."""
+
+    group: PlacementGroup
+    bundle: int
+    node: str
+    """Id that Ray has for the node."""
+    devices: tuple[int, ...]
+    """The run's devices that are in the bundle."""
+
+
+class ResourcePool:
+    """Pool of a run's devices, reserved together. A worker takes a whole device, or a whole group of them."""
+
+    def __init__(self, places: Iterable[_Place], *, on_gpus: bool) -> None:
+        self._places = {device: place for place in places for device in place.devices}
+        self._on_gpus = on_gpus
+
+    @classmethod
+    async def reserve(
+        cls,
+        shares: Sequence[NodeShare],
+        groups: Sequence[DeviceGroup] = (),
+        *,
+        on_gpus: bool,
+        timeout_s: float,
+        may_grow: bool = False,
+    ) -> ResourcePool:
+        """Wait until Ray has reserved all devices of ``shares``. ``groups``: those that one worker takes together.
+        ``may_grow``: further nodes may join the cluster.
+
+        Raises:
+            ConfigError: the nodes could not hold the run even if they were free; what it asks for, and what there is.
+            StallError: they could, but had no room within ``timeout_s``.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        joined_by = min(deadline, loop.time() + (JOIN_S if may_grow else 0.0))
+        while True:
+            nodes = await asyncio.to_thread(_nodes, on_gpus)
+            found = assign_nodes(shares, nodes)
+            if found is not None:
+                together = {device: group.devices for group in groups for device in group.devices}
+                # In this order Ray fills a node's GPUs.
+                bundles = list(dict.fromkeys(together.get(device, (device,)) for device in sorted(found)))
+                nodes_of = [found[devices[0]] for devices in bundles]
+                group = await _reserved(nodes_of, [len(devices) for devices in bundles], on_gpus)
+                if group is not None:
+                    places = zip(nodes_of, bundles, strict=True)
+                    return cls((_Place(group, at, *place) for at, place in enumerate(places)), on_gpus=on_gpus)
+            empty = [Node(node.id, node.total, node.total) for node in nodes]
+            if loop.time() >= joined_by and assign_nodes(shares, empty) is None:
+                raise ConfigError(
+                    f"{lacking(shares, empty, on_gpus=on_gpus)}. All devices of a role on one node are on one machine, "
+                    "and its nodes are different machines: lower nnodes or n_gpus_per_node, or start Ray on further "
+                    "machines (`ray start --address=…`). More devices of one machine are n_gpus_per_node"
+                )
+            if loop.time() >= deadline:
+                raise StallError(
+                    f"{lacking(shares, nodes, on_gpus=on_gpus)}; there was no room within {timeout_s:.3g} s. Ask for "
+                    "fewer devices (trainer.n_gpus_per_node, rollout.n_gpus_per_node), or free some"
+                )
+            await asyncio.sleep(min(LOOK_AGAIN_S, max(0.0, deadline - loop.time())))
+
+    def node(self, device: int) -> str:
+        """Return the id that Ray has for the node of ``device``."""
+        return self._places[device].node
+
+    def sharing(self, device: int) -> int:
+        """Return how many of the run's devices are on the node of ``device``, itself included."""
+        node = self._places[device].node
+        return sum(place.node == node for place in self._places.values())
+
+    async def find_place(self, device: int, others: Sequence[int] = (), *, move: bool = True) -> int:
+        """Wait, for ever if need be, until a device is on a node on which Ray answers. Returns the first such device.
+
+        With ``move`` the ``device`` is moved to any node that has room where its own is gone. Ray takes some seconds to
+        notice that a machine is gone, and would start a worker there meanwhile: each node is asked itself.
+        """
+        failed = 0
+        while True:
+            for one in (device, *others):
+                alive = await asyncio.to_thread(_described, self._places[one].node)
+                if await self._answers(alive):
+                    return one
+                if one == device:
+                    failed = ATTEMPTS if alive is None else failed + 1
+            if move and failed >= ATTEMPTS and await self._moved(device):
+                return device
+            await asyncio.sleep(LOOK_AGAIN_S)
+
+    async def _moved(self, device: int) -> bool:
+        """Give the worker of ``device`` a bundle on any node that has room and answers. Tell whether there was one."""
+        devices = self._places[device].devices
+        for node in await asyncio.to_thread(_nodes, self._on_gpus):
+            has_room = node.free >= len(devices)
+            if has_room and await self._answers(await asyncio.to_thread(_described, node.id)):
+                group = await _reserved([node.id], [len(devices)], self._on_gpus)
+                if group is not None:
+                    self._give_up(devices)
+                    self._places |= dict.fromkeys(devices, _Place(group, 0, node.id, devices))
+                    return True
+        return False
+
+    def _give_up(self, devices: Sequence[int]) -> None:
+        """Release the bundle of ``devices``, where it is in no group with others."""
+        group = self._places[devices[0]].group
+        if all(place.group.id != group.id for other, place in self._places.items() if other not in devices):
+            remove_placement_group(group)
+
+    async def _answers(self, node: dict[str, Any] | None) -> bool:
+        return node is not None and await answers(node["NodeManagerAddress"], node["NodeManagerPort"])
+
+    def options(self, device: int, *, beside: bool = False) -> dict[str, Any]:
+        """Return Ray's options that put a worker on the bundle of ``device``, or ``beside`` the one that has it."""
+        place = self._places[device]
+        return {
+            "num_cpus": 0 if beside else CPU_SHARE,
+            "num_gpus": len(place.devices) if self._on_gpus and not beside else 0,
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                placement_group=place.group, placement_group_bundle_index=place.bundle
+            ),
+        }
+
+    def release(self) -> None:
+        """Release the devices; Ray kills whatever still runs on them."""
+        for group in {place.group.id: place.group for place in self._places.values()}.values():
+            remove_placement_group(group)
+
+
+async def _reserved(nodes: Sequence[str], sizes: Sequence[int], on_gpus: bool) -> PlacementGroup | None:
+    """Reserve a bundle on each of ``nodes``, of so many devices, all or none. Returns None where somebody else was
+    faster.
+    """
+    bundle = {"CPU": CPU_SHARE, "GPU": 1.0} if on_gpus else {"CPU": CPU_SHARE}
+    group = placement_group(
+        [{resource: size * each for resource, each in bundle.items()} for size in sizes],
+        strategy="PACK",
+        bundle_label_selector=[{NODE_ID: node} for node in nodes],
+    )
+    reserved = False
+    try:
+        reserved = await asyncio.to_thread(group.wait, RESERVE_S)
+    finally:
+        if not reserved:
+            remove_placement_group(group)  # otherwise it would take the devices as soon as they are free
+    return group if reserved else None
+
+
+def _nodes(on_gpus: bool) -> list[Node]:
+    """Return the living nodes and their devices, the driver's first."""
+    free: dict[str, dict[str, float]] = available_resources_per_node()  # type: ignore[no-untyped-call]
+    here: str = ray.get_runtime_context().get_node_id()
+    alive = sorted((node for node in _described_nodes() if node["Alive"]), key=lambda node: node["NodeID"] != here)
+    return [
+        Node(node["NodeID"], _devices(node["Resources"], on_gpus), _devices(free.get(node["NodeID"], {}), on_gpus))
+        for node in alive
+    ]
+
+
+def _devices(resources: dict[str, float], on_gpus: bool) -> int:
+    """Return how many devices these resources are: GPUs, or processes on the CPU."""
+    cpus = floor(resources.get("CPU", 0.0) / CPU_SHARE + 1e-6)
+    return min(cpus, floor(resources.get("GPU", 0.0))) if on_gpus else cpus
+
+
+def _described(node: str) -> dict[str, Any] | None:
+    """Return the living node of this id, as `ray.nodes` describes it; None where Ray has none."""
+    return next((one for one in _described_nodes() if one["NodeID"] == node and one["Alive"]), None)
+
+
+def _described_nodes() -> list[dict[str, Any]]:
+    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+    return nodes

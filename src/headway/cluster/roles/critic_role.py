@@ -1,0 +1,75 @@
+"""Role of the critic: on ranks of its own, or on the trainer's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.cluster.roles.role import Role
+from headway.cluster.worker_group import Collect, Dispatch, register
+from headway.data.interfaces.steps import StepReport
+from headway.data.types import Sample
+from headway.engines.weights.transports.links import Address
+from headway.errors import RunError
+
+if TYPE_CHECKING:
+    from headway.engines.train.fsdp.critic_engine import FsdpCritic
+
+
+class WithCritic(Role):
+    """Base of roles whose ranks hold the critic, once it is built. Registered methods are collective over the ranks."""
+
+    _critic: FsdpCritic | None = None
+
+    def _build_critic(self, total_optimizer_steps: int) -> None:
+        from headway.engines.train.fsdp.critic_engine import FsdpCritic
+
+        self._critic = FsdpCritic(
+            model_path=self._model_path,
+            config=self._config,
+            total_optimizer_steps=total_optimizer_steps,
+            mesh=self._mesh,
+        )
+
+    @register(Dispatch.SPLIT, Collect.COLUMNS)
+    def forward_values(self, samples: Sequence[Sample]) -> list[NDArray[np.float32]]:
+        return self._the_critic.forward_values(self._rows(samples))
+
+    @register(Dispatch.SPLIT)
+    def critic_step(self, samples: Sequence[Sample]) -> StepReport:
+        return self._the_critic.train_step(self._rows(samples))
+
+    @register(Dispatch.ONE_TO_ALL, files="saving the critic's checkpoint")
+    def save_critic(self, path: Path) -> None:
+        self._the_critic.save(path)
+
+    @register(Dispatch.ONE_TO_ALL, files="loading the critic's checkpoint")
+    def load_critic(self, path: Path) -> None:
+        self._the_critic.load(path)
+
+    @property
+    def _the_critic(self) -> FsdpCritic:
+        if self._critic is None:
+            raise RunError("this run has no critic: nothing in its algorithm asks for one")
+        return self._critic
+
+
+class CriticRole(WithCritic):
+    """Role of one rank of a critic that has ranks of its own."""
+
+    def __init__(self, *, rank: int, world_size: int, total_critic_steps: int, **common: Any) -> None:
+        super().__init__(**common)
+        self._rank = rank
+        self._world_size = world_size
+        self._total_critic_steps = total_critic_steps
+
+    @register(Dispatch.ONE_TO_ALL)
+    def build(self, store: Address | None) -> None:
+        """Join the ranks that meet at ``store``, and load the critic's model."""
+        self._set_threads()
+        self._join_ranks(store, "critic", self._rank, self._world_size)
+        self._build_critic(self._total_critic_steps)

@@ -1,0 +1,128 @@
+"""The keeper of a node's groups, in a process of its own: neither torch nor code of the user's."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import ExitStack, aclosing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from headway.agents.chat.chat_template import answer_decoder
+from headway.agents.episodes.episode_settings import chat_hosting
+from headway.agents.episodes.episode_worker import GroupKeeper
+from headway.agents.episodes.program_workers import ProgramRunners
+from headway.cluster.machine.token_files import TokenFile, TokenFiles, TokenPlace
+from headway.cluster.machine.worker_setup import collecting_seldom
+from headway.cluster.replica_calls import ReplicaCalls
+from headway.cluster.roles.role import Role
+from headway.cluster.worker_group import Dispatch, register
+from headway.data.interfaces.episode_groups import FinishedGroup, GroupRequest
+from headway.data.interfaces.generation import Priority
+from headway.errors import HeadwayError
+from headway.models.tokenizer import load_tokenizer, torch_hidden
+
+GATHER_S = 0.03
+"""Seconds for which finished groups are gathered. Waking up for each of them costs keeper and driver as much as what
+they do for it, on cores that trainer and engine share with them; a fetch of groups takes far longer."""
+
+
+class KeeperRole(Role):
+    """A `GroupKeeper`, its tokenizer and, where a program makes the episodes, the runners of that."""
+
+    def __init__(self, *, logs: Path | None = None, tokens: TokenPlace | None = None, **arguments: Any) -> None:
+        """
+        Args:
+            logs: the directory for what programs print; None for the worker's own output.
+            tokens: where tokens of finished groups are left; None where they stay in this process.
+        """
+        super().__init__(**arguments)
+        self._logs = logs
+        self._process = ExitStack()
+        """Settings of the process, where it is the keeper's own."""
+        self._files = None if tokens is None else TokenFiles(self.name, tokens, self._host)
+
+    @register(Dispatch.RANK_ZERO)
+    def build(self) -> None:
+        """Load the tokenizer."""
+        with torch_hidden():
+            self._tokenizer = load_tokenizer(self._model_path, trust_remote_code=self._config.model.trust_remote_code)
+
+    @register(Dispatch.RANK_ZERO)
+    async def serve(self) -> None:
+        """Begin to keep groups, on the running loop. Starts the runners of the program, where there is one."""
+        hosting = None
+        if self._config.rollout.has_program:
+            programs = ProgramRunners(self.name, self._config, self._logs, self._model_path)
+            with torch_hidden():
+                hosting = chat_hosting(self._config, self._tokenizer, programs, self._host)
+            await hosting.start()
+        with torch_hidden():
+            decode = answer_decoder(self._tokenizer, skip_special_tokens=self._config.rollout.skip_special_tokens)
+        if self._files is None:  # the process is the driver's, which nobody has to wake up
+            self._keeper = GroupKeeper(self.name, decode, hosting)
+        else:
+            self._process.enter_context(collecting_seldom())
+            self._keeper = GroupKeeper(self.name, decode, hosting, gather_s=GATHER_S)
+
+    async def generate(
+        self, requests: Sequence[GroupRequest], on: str | None, forgotten: Sequence[TokenFile]
+    ) -> AsyncGenerator[FinishedGroup, None]:
+        """Yield each group, its tokens behind a handle, without any where they are not for training. ``forgotten``:
+        handles that nobody has any more.
+        """
+        files = self._files
+        if files is not None:
+            files.remove(forgotten)
+        trained = {request.number for request in requests if request.priority is Priority.TRAINING}
+        async with aclosing(self._keeper.generate(requests, on=on)) as groups:
+            async for group in groups:
+                if files is None:
+                    yield group
+                elif group.tokens is None or group.number not in trained:
+                    yield replace(group, tokens=None)
+                else:
+                    yield replace(group, tokens=files.write(group.tokens))
+
+    async def answer(self) -> None:
+        """Return at once: the keeper is there."""
+
+    async def join(self, replica: ReplicaCalls) -> None:
+        """Have the keeper connect to ``replica``."""
+        await self._keeper.join(replica)
+
+    async def leave(self, replica: str) -> None:
+        """Have the keeper ask the calls of ``replica`` again of others."""
+        await self._keeper.leave(replica)
+
+    async def route(self, replicas: Sequence[str], halted: bool) -> None:
+        """Have the keeper send new calls to these replicas alone."""
+        await self._keeper.route(replicas, halted=halted)
+
+    async def hold(self) -> None:
+        """Have the keeper start no training group any more, and wait until those that it has are done."""
+        await self._keeper.hold()
+
+    async def go_on(self) -> None:
+        """Have the keeper start groups again."""
+        await self._keeper.go_on()
+
+    async def abort_older_than(self, version: int) -> None:
+        """Have the keeper end the training groups with an older token in a finished call."""
+        await self._keeper.abort_older_than(version)
+
+    def failures(self) -> AsyncIterator[tuple[str, HeadwayError]]:
+        """Yield the replicas that failed, and why."""
+        return self._keeper.failures()
+
+    async def leave_all(self) -> None:
+        """Have the keeper leave all replicas: the run is over."""
+        await self._keeper.close()
+        if self._files is not None:
+            self._files.close()
+
+    async def close(self) -> None:  # type: ignore[override]
+        """Leave all replicas."""
+        if hasattr(self, "_keeper"):
+            await self.leave_all()
+        self._process.close()

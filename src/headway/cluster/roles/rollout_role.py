@@ -1,0 +1,121 @@
+"""Role of one replica: the engine that generates, and the receiver of its weights."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from headway.cluster.roles.engine_registry import ReplicaSpec, start_engine
+from headway.cluster.roles.role import Role
+from headway.cluster.roles.weight_receive_role import Left, WeightInbox
+from headway.cluster.worker_group import Dispatch, register
+from headway.data.interfaces.rollout import Capabilities, RolloutEngine
+from headway.data.interfaces.weights import ReceiveReport
+from headway.engines.weights.transports.links import Address, Link
+from headway.engines.weights.weight_layout import Manifest
+from headway.models.tokenizer import text_of
+
+
+class RolloutRole(Role):
+    """Role of one replica. ``engine`` has a thread of its own; its coroutines are called by name (``engine.pause``)."""
+
+    def __init__(self, *, shares_device: bool = False, **common: Any) -> None:
+        """Create the role. ``shares_device``: a training rank of this process uses the device, too, in turns."""
+        super().__init__(**common)
+        self._shares_device = shares_device
+        self._offset = 0.0
+        self._inbox = WeightInbox(self.name)
+
+    @register(Dispatch.RANK_ZERO)
+    def build(self, store: Address | None) -> None:
+        """Load the tokenizer. A replica is one rank, and does not connect to ``store``."""
+        import torch
+
+        from headway.models.pretrained import served_dtype
+        from headway.models.tokenizer import load_tokenizer
+
+        self._set_threads()
+        self._dtype = str(served_dtype(self._config, torch.device(self._device))).removeprefix("torch.")
+        self._tokenizer = load_tokenizer(self._model_path, trust_remote_code=self._config.model.trust_remote_code)
+
+    @register(Dispatch.RANK_ZERO)
+    def served_dtype(self) -> str:
+        """Dtype in which the replica receives weights, as torch spells it without the prefix."""
+        return self._dtype
+
+    @register(Dispatch.RANK_ZERO)
+    async def connect(self, links: Sequence[Link]) -> None:
+        """Open the receiver's end of ``links``, in place of the previous ones. May wait for senders and receivers."""
+        await self._inbox.connect(links, self._here())
+
+    def open_link(self, link: Link) -> None:
+        """Open the receiver's end of ``link`` directly, for a link within this process."""
+        self._inbox.open([link], self._here())
+
+    @register(Dispatch.RANK_ZERO)
+    async def serve(self, manifest: Manifest, clock_offset: float) -> Capabilities:
+        """Load the model and start the engine, which receives weights in the layout ``manifest``.
+
+        ``clock_offset`` brings this machine's monotonic clock to the driver's.
+        """
+        self._offset = clock_offset
+        replica = ReplicaSpec(
+            config=self._config,
+            model_path=self._model_path,
+            name=self.name,
+            device=self._device,
+            decode=text_of(self._tokenizer),
+            dtype=self._dtype,
+            receive=self._inbox.receive,
+            manifest=manifest,
+            clock=self.clock,
+        )
+        self.engine: RolloutEngine = await start_engine(replica)
+        capabilities: Capabilities = self.engine.capabilities
+        return capabilities
+
+    async def stage_weights(self, version: int, left: Left) -> ReceiveReport:
+        """Stage ``version`` in the engine. ``left``: what senders left, or where another process has the version."""
+        with self._inbox.holding(version, left):
+            return await self.engine.stage_weights(version)
+
+    async def sleep(self, keep_weights: bool) -> None:
+        """Free the engine's memory on the device, as `RolloutEngine.sleep` does."""
+        await self.engine.sleep(keep_weights=keep_weights)
+
+    async def activate(self, version: int) -> float:
+        """Serve a staged version, as `PolicyReceiver.activate` does."""
+        self._make_room()
+        return await self.engine.activate(version)
+
+    async def wake(self) -> None:
+        """Wake the engine, as `RolloutEngine.wake` does."""
+        self._make_room()
+        await self.engine.wake()
+
+    def _make_room(self) -> None:
+        """Free what a training rank of this process has cached on the device: the engine may be another process.
+
+        Called before the engine takes memory, when the rank has done its part.
+        """
+        if self._shares_device:
+            import torch
+
+            from headway.engines.weights.served.served_memory import release_cached
+
+            release_cached(torch.device(self._device))
+
+    async def monotonic(self) -> float:
+        """Return this machine's monotonic time in seconds, to be compared with the driver's."""
+        return time.monotonic()
+
+    def clock(self) -> float:
+        """Return the time in seconds on the driver's clock."""
+        return time.monotonic() + self._offset
+
+    async def close(self) -> None:  # type: ignore[override]
+        """Stop the engine's thread and leave the receivers' group."""
+        self._inbox.close()  # first: the engine may be waiting for a bucket
+        if hasattr(self, "engine"):
+            await self.engine.close()

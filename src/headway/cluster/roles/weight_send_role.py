@@ -1,0 +1,215 @@
+"""Sender's end of a training rank's share of the weights: one route per served dtype, one sender per link.
+
+    synchronous, full     gather ─bucket─▶ send                                  (Stream; two buckets of extra memory)
+    delta, or overlapped  gather ─▶ copy of the share in host memory ─▶ send …   (Staged)
+
+The driver's requests are plain data (`Send`), and so are the results (`Sent`): one of each rank that sends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.config.schema import Config
+from headway.data.interfaces.weights import GatherReport, SendReport, changed_of_all
+from headway.engines.weights.digests import combined
+from headway.engines.weights.protocols import Outgoing, Parcel, WeightSender
+from headway.engines.weights.transports.links import EndContext, Link, open_sender
+from headway.engines.weights.weight_layout import Manifest, bucket_bytes
+from headway.errors import UpdateFailed
+
+if TYPE_CHECKING:
+    from headway.engines.weights.outgoing_version import Staged, Window
+
+Gather = Callable[[Manifest, int], "Iterator[Window]"]
+"""Function that gathers this rank's share of a layout, bucket by bucket. Collective over the ranks."""
+
+MOST_SENDS = 64
+"""Maximum number of sends at once, beside training."""
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Request to send a version to all receivers at the other end of ``key``'s link."""
+
+    dtype: str
+    key: str
+    base: int | None
+    """Version that all receivers are known to hold, for a delta; None: all bytes are sent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """Result of sending a version: by one rank, or (`joined`) by all that send."""
+
+    report: SendReport
+    digests: tuple[int, ...]
+    """Digests of the tensors that were sent, in the layout's order."""
+    parcels: tuple[Parcel | None, ...]
+    """Parcels for receivers of a stored transport, one of each rank."""
+
+    def joined(self, others: Sequence[Sent]) -> Sent:
+        """Return the result of all ranks: those after this one sent the ``others``."""
+        digests = tuple(digest for sent in (self, *others) for digest in sent.digests)
+        parcels = tuple(parcel for sent in (self, *others) for parcel in sent.parcels)
+        reports = [self.report, *(sent.report for sent in others)]
+        # The others wait for it where they gather, which is none of the work.
+        slowest = max(reports, key=lambda report: report.send_s)
+        report = replace(
+            slowest,
+            nbytes=sum(report.nbytes for report in reports),
+            checksum=combined(digests),
+            full_nbytes=sum(report.full_nbytes or report.nbytes for report in reports),
+            changed=changed_of_all([(report.changed, report.full_nbytes or report.nbytes) for report in reports]),
+        )
+        return Sent(report, digests, parcels)
+
+
+@dataclass(frozen=True, slots=True)
+class SentWeights:
+    """Report of one rank, or of all, on a version that was sent to all its receivers."""
+
+    sent: tuple[Sent | None, ...]
+    """Results of the sends, one per `Send`; None of a rank that sends nothing."""
+    probe: NDArray[np.float32] | None
+    """Log-probs [N] of the probe's sequences, as in `GatherReport`."""
+
+    def joined(self, others: Sequence[SentWeights]) -> SentWeights:
+        """Return the report of all ranks: of this one, which sends, and those after it."""
+        by_send = zip(self.sent, *(other.sent for other in others), strict=True)
+        return SentWeights(tuple(_joined([one for one in sent if one is not None]) for sent in by_send), self.probe)
+
+
+def _joined(sent: Sequence[Sent]) -> Sent | None:
+    return sent[0].joined(sent[1:]) if sent else None
+
+
+@dataclass(slots=True)
+class _Route:
+    manifest: Manifest
+    share: Manifest | None
+    """Layout of what this rank sends; None where it sends nothing."""
+    staged: Staged | None
+    """Copy of the share; None where none is made."""
+
+
+class Outbox:
+    """Outbox of one rank. Ranks without a share take part in gathering and send nothing."""
+
+    def __init__(self, config: Config, *, rank: int) -> None:
+        """Create the outbox of rank number ``rank``, which sends the share of that number, if there is one."""
+        self._rank = rank
+        self._bucket_bytes = bucket_bytes(config.rollout.param_update_preduce_bucket_size_mb)
+        self._with_delta = config.param_update.encoding == "delta"
+        self._copies = self._with_delta or config.param_update.schedule == "overlapped"
+        self._routes: dict[str, _Route] = {}
+        self._senders: dict[str, WeightSender] = {}
+        self._beside_training = ThreadPoolExecutor(MOST_SENDS, thread_name_prefix="headway-send")
+
+    def open_route(self, dtype: str, manifest: Manifest, *, pinned: bool) -> None:
+        """Prepare for sending weights in the layout ``manifest`` to receivers that hold them in ``dtype``."""
+        from headway.engines.weights.outgoing_version import Staged
+
+        shares = manifest.shares()
+        share = shares[self._rank] if self._rank < len(shares) else None
+        staged = None
+        if self._copies and share is not None:
+            staged = Staged(share, self._bucket_bytes, with_delta=self._with_delta, pinned=pinned)
+        self._routes[dtype] = _Route(manifest, share, staged)
+
+    async def connect(self, key: str, link: Link, here: EndContext) -> None:
+        """Open a link as `open_link` does, on another thread than the caller's."""
+        await asyncio.get_running_loop().run_in_executor(self._beside_training, self.open_link, key, link, here)
+
+    def open_link(self, key: str, link: Link, here: EndContext) -> None:
+        """Open the sender's end of ``link``, in place of the previous one under ``key``."""
+        if (old := self._senders.pop(key, None)) is not None:
+            old.close()
+        self._senders[key] = open_sender(link, here)
+
+    def send(self, version: int, send: Send, gather: Gather) -> Sent | None:
+        """Gather the weights and send this rank's share. Returns None on a rank that has none, or nobody to send to.
+
+        Gathering goes on to its end even if sending fails: the other ranks take part in it.
+        """
+        from headway.engines.weights.outgoing_version import Stream
+
+        route = self._routes[send.dtype]
+        windows = gather(route.manifest, self._bucket_bytes)
+        try:
+            share = route.share
+            if send.key in self._senders and share is None:  # on shared devices each rank gets all, for its own replica
+                share = route.manifest
+            if share is None:
+                return None
+            self._check_connected(version, send)
+            if route.staged is not None:
+                gathered = route.staged.gather(version, windows)
+                sent = self._send(version, send, route.staged.outgoing(version, to=send.base), share)
+                return replace(sent, report=replace(sent.report, gather_s=gathered.seconds, changed=gathered.changed))
+            stream = Stream(share, windows)
+            sent = self._send(version, send, stream, share)
+            # Gathering took place between two buckets that were sent: its time is taken off.
+            send_s = sent.report.send_s - stream.gather_s
+            return replace(sent, report=replace(sent.report, gather_s=stream.gather_s, send_s=send_s))
+        finally:
+            deque(windows, maxlen=0)
+
+    def gather(self, version: int, gather: Gather) -> GatherReport:
+        """Gather this rank's share of the weights into its copies."""
+        seconds, nbytes, changed = 0.0, 0, None
+        for route in self._routes.values():
+            windows = gather(route.manifest, self._bucket_bytes)
+            if route.staged is None:
+                deque(windows, maxlen=0)
+                continue
+            try:
+                gathered = route.staged.gather(version, windows)
+            finally:
+                deque(windows, maxlen=0)
+            seconds, nbytes, changed = seconds + gathered.seconds, nbytes + gathered.nbytes, gathered.changed
+        return GatherReport(seconds, nbytes, changed)
+
+    async def send_gathered(self, version: int, send: Send) -> Sent:
+        """Send the copy of this rank's share, on another thread than the caller's."""
+        return await asyncio.get_running_loop().run_in_executor(
+            self._beside_training, self._send_gathered, version, send
+        )
+
+    def close(self) -> None:
+        for sender in self._senders.values():
+            sender.close()
+        self._beside_training.shutdown(wait=False)
+
+    def _send_gathered(self, version: int, send: Send) -> Sent:
+        route = self._routes[send.dtype]
+        if route.staged is None or route.share is None:
+            raise UpdateFailed(f"version {version} was to be sent from a copy, and none is made with these settings")
+        self._check_connected(version, send)
+        return self._send(version, send, route.staged.outgoing(version, to=send.base), route.share)
+
+    def _check_connected(self, version: int, send: Send) -> None:
+        if send.key not in self._senders:
+            raise UpdateFailed(f"version {version}: the trainer is not connected to {send.key}; reach it first")
+
+    def _send(self, version: int, send: Send, weights: Outgoing, share: Manifest) -> Sent:
+        started = time.perf_counter()
+        parcel = self._senders[send.key].send(version, weights)
+        seconds = time.perf_counter() - started
+        report = SendReport(
+            gather_s=0.0,
+            send_s=seconds,
+            nbytes=weights.nbytes,
+            checksum=combined(weights.digests),
+            full_nbytes=share.nbytes,
+        )
+        return Sent(report, tuple(weights.digests), (parcel,))

@@ -1,0 +1,118 @@
+"""New weights on a machine: one of its workers receives a version, and the others map the memory that it has.
+
+begin ─▶ stage, asked of each worker ─┬─ the owner ─▶ receives ──────────────────────┐
+                                      └─ another ───▶ waits for it ─▶ maps its memory ┴▶ staged
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from headway.cluster.worker_group import Worker
+from headway.data.interfaces.weights import ReceiveReport
+from headway.engines.weights.protocols import HostCopy, Parcel
+from headway.errors import UpdateFailed, UpdateMissed
+from headway.runtime.task_groups import failure_ignored
+
+
+class MachineCopy:
+    """Weights that come once, into the memory of one worker, for all workers of a machine that can map it.
+
+    A worker that receives in place, or can share with nobody, has a copy to itself.
+    """
+
+    def __init__(
+        self, key: str, dtype: str, *, streamed: bool, mapping_s: float, on_failure: Callable[[Worker], None]
+    ) -> None:
+        """Create a copy that nobody has yet.
+
+        Args:
+            key: name of the copy.
+            dtype: of its weights.
+            streamed: sender and receivers run at the same time; else whoever receives waits for what senders left.
+            mapping_s: seconds for which workers wait for the one that receives for them.
+            on_failure: is called with a worker that did not receive what it was to.
+        """
+        self.key, self.dtype = key, dtype
+        self._streamed = streamed
+        self._mapping_s = mapping_s
+        self._on_failure = on_failure
+        self.owner: Worker | None = None
+        """Worker that receives; None before anybody was reached."""
+        self.link: str | None = None
+        """Key of the link that the owner is connected to."""
+        self.holds: int | None = None
+        """Version that is known to be there, as a whole."""
+        self.trusted = True
+        """True while a stored version may be used for this copy as for others."""
+        self._parcels: asyncio.Future[tuple[Parcel | None, ...]] | None = None
+        """Parcels of the transfer that is under way."""
+        self._arrival: tuple[int, asyncio.Task[ReceiveReport]] | None = None
+        """Version that the owner was last told to receive, and its report."""
+
+    def begin(self, workers: Sequence[Worker]) -> None:
+        """Prepare for a version that ``workers`` load, one of which takes over if the owner is not among them."""
+        if self._arrival is not None:
+            self._arrival[1].cancel()
+        self._parcels, self._arrival = asyncio.get_running_loop().create_future(), None
+        if self.owner not in workers:
+            self.owner = workers[0]
+            self.holds, self.link = None, None
+
+    def sent(self, parcels: tuple[Parcel | None, ...]) -> None:
+        """Say that a version was sent, and what its senders left of it."""
+        if self._parcels is not None and not self._parcels.done():
+            self._parcels.set_result(parcels)
+
+    def not_sent(self, failure: BaseException) -> None:
+        """Say that sending failed: whoever waits for parcels fails, and what is here is not known any more."""
+        self.distrust(self.owner)
+        if self._parcels is not None and not self._parcels.done():
+            self._parcels.set_exception(UpdateFailed(f"{self.key} got nothing: sending failed: {failure}"))
+            self._parcels.exception()  # retrieved here: nobody may be waiting for it
+
+    def distrust(self, owner: Worker | None) -> None:
+        """Have the next version come whole: ``owner`` did not get the last one."""
+        self.holds, self.trusted = None, False
+        if owner is not None:
+            self._on_failure(owner)
+
+    async def stage(self, worker: Worker, version: int) -> ReceiveReport:
+        """Have the owner receive, or another worker map what the owner has received."""
+        assert self.owner is not None and self._parcels is not None, "staging comes after `begin`"
+        if self._arrival is None:
+            self._arrival = version, asyncio.create_task(self._receive(self.owner, self._parcels, version))
+        arrived_version, arrival = self._arrival
+        assert arrived_version == version, "each transfer is of one version"
+        return await (arrival if worker is self.owner else self._map(worker, self.owner, version, arrival))
+
+    async def _receive(
+        self, owner: Worker, parcels: asyncio.Future[tuple[Parcel | None, ...]], version: int
+    ) -> ReceiveReport:
+        try:
+            left = () if self._streamed else await parcels
+            report: ReceiveReport = await owner.call("stage_weights", version, left)
+        except BaseException:
+            self.distrust(owner)
+            raise
+        self.holds = version
+        return report
+
+    async def _map(
+        self, worker: Worker, owner: Worker, version: int, arrival: asyncio.Task[ReceiveReport]
+    ) -> ReceiveReport:
+        """Let ``worker`` map what ``owner`` receives. Whatever happens to the owner is no fault of it."""
+        await asyncio.wait([failure_ignored(arrival)], timeout=self._mapping_s)
+        why: BaseException | str | None
+        if not arrival.done():
+            why = f"it did not receive that within {self._mapping_s:g} s"
+        else:
+            why = "it was left out" if arrival.cancelled() else arrival.exception()
+        if why is not None:
+            raise UpdateMissed(f"{worker.name} was to map the copy of version {version} that {owner.name} has: {why}")
+        report = arrival.result()
+        assert report.path is not None, f"{owner.name} has a copy that can be mapped"
+        copy = HostCopy(version, report.path, report.checksum)
+        mapped: ReceiveReport = await worker.call("stage_weights", version, copy)
+        return mapped

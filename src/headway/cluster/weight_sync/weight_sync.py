@@ -1,0 +1,377 @@
+"""Driver's view of a transfer: who is connected to whom, what each copy holds, and where a version is stored.
+
+    reach(names)             makes missing or broken links, or those made for others, anew, all ends side by side
+    send / gather            asked of the trainer's ranks, each for its share
+    stage(name)              asked of a receiver's workers, each of which loads from its machine's copy (`MachineCopy`)
+
+A delta is sent to copies that are all known to hold the version before; one that failed is assumed to hold nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+from headway.cluster.roles.weight_send_role import Send, Sent, SentWeights
+from headway.cluster.weight_sync.host_weights import MachineCopy
+from headway.cluster.worker_group import Worker, WorkerGroup
+from headway.config.schema import Config
+from headway.config.sizing.timeouts import Timeouts
+from headway.config.transport_facts import TRANSPORTS, transport_of
+from headway.data.interfaces.weights import GatherReport, ReceiveReport, SendReport
+from headway.devices import CPU, kind_of
+from headway.engines.weights.transports.links import Address, Link, Meeting, make_link, through_devices
+from headway.engines.weights.weight_layout import Manifest
+from headway.errors import ConfigError, UpdateFailed, WorkerDied
+from headway.runtime.task_groups import both, concurrently, failure_ignored
+
+
+class WeightPaths(Protocol):
+    """Transfer of weights from the trainer's ranks to receivers."""
+
+    async def reach(self, names: Sequence[str]) -> None:
+        """Connect to the receivers, as `TrainEngine.reach` does."""
+
+    async def send(self, version: int, names: Sequence[str]) -> SendReport:
+        """Gather and send a version, as `TrainEngine.send_weights` does."""
+
+    async def gather(self, version: int) -> GatherReport:
+        """Gather a version into a copy, as `OverlappingTrainEngine.gather_weights` does."""
+
+    async def send_gathered(self, version: int, names: Sequence[str]) -> SendReport:
+        """Send the ranks' copies, as `OverlappingTrainEngine.send_gathered` does."""
+
+    def copy_of(self, name: str) -> str:
+        """Return what `PolicyReceiver.copy` of a receiver is."""
+
+    async def stage(self, name: str, version: int) -> ReceiveReport:
+        """Let a receiver stage a version, as `PolicyReceiver.stage_weights` does."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeSettings:
+    transport: str
+    streamed: bool
+    """True where sender and receivers run at the same time."""
+    apart: bool
+    """True where each receiver gets weights by itself, from a copy."""
+    with_delta: bool
+    verify: bool
+    """True where the trainer's log-probs of the probe come with each version."""
+    timeouts: Timeouts
+    address: Address | None
+    device: str
+    directory: Path | None
+
+
+def exchange_settings(
+    config: Config, address: Address | None, device: str, directory: Path | None, timeouts: Timeouts
+) -> ExchangeSettings:
+    """Return the settings for ``param_update.*``. ``address``: the trainer's store; ``device``: that of the workers."""
+    update = config.param_update
+    transport = transport_of(update.transport, backend=config.cluster.backend, shared=False)
+    apart = update.schedule == "overlapped"
+    kind = kind_of(device)
+    if update.backend not in ("auto", "gloo", kind.collectives):
+        raise ConfigError(
+            f"param_update.backend={update.backend}: the workers compute on {kind.called}s; set it to gloo, or to auto"
+        )
+    return ExchangeSettings(
+        transport=transport,
+        streamed=TRANSPORTS[transport].streamed,
+        apart=apart,
+        with_delta=update.encoding == "delta",
+        verify=update.verify,
+        timeouts=timeouts,
+        address=address,
+        device=device if through_devices(config, device) else CPU.name,
+        directory=directory,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Receiver:
+    name: str
+    members: tuple[tuple[Worker, MachineCopy], ...]
+    """Its workers, each with the copy that it loads from: several hold the policy together."""
+
+    @property
+    def dtype(self) -> str:
+        return self.members[0][1].dtype
+
+
+@dataclass(slots=True)
+class _Connection:
+    links: list[Link]
+    """Link of each rank that sends."""
+    owners: list[Worker]
+    broken: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Published:
+    """Stored version, for all copies of a dtype."""
+
+    base: int | None
+    sending: asyncio.Task[Sent]
+
+    @property
+    def failed(self) -> bool:
+        return self.sending.done() and (self.sending.cancelled() or self.sending.exception() is not None)
+
+    def is_of_no_use_to(self, copies: Sequence[MachineCopy]) -> bool:
+        return self.base is not None and any(copy.holds != self.base for copy in copies)
+
+
+class Exchange:
+    """Transfers from the trainer's ranks to every receiver, by transports to other processes (and ``local``)."""
+
+    def __init__(self, actor: WorkerGroup, settings: ExchangeSettings, manifests: Mapping[str, Manifest]) -> None:
+        """Create the exchange, without receivers. ``manifests``: layout of the weights by served dtype."""
+        self._actor = actor
+        self._settings = settings
+        self._manifests = manifests
+        self._receivers: dict[str, _Receiver] = {}
+        self._copies: dict[str, MachineCopy] = {}
+        self._connections: dict[str, _Connection] = {}
+        self._published: dict[str, _Published] = {}
+        """Published versions by dtype: a stored version is sent once for all copies."""
+        self._turns: dict[str, asyncio.Lock] = {}
+        """Locks by link key, held while a link is opened, or used to send where several copies share it."""
+        self._generation = 0
+
+    def add(self, name: str, workers: Sequence[Worker], dtype: str, copies: Sequence[str]) -> None:
+        """Add a receiver that may be reached from now on, with weights in ``dtype``: one worker, or several that hold a
+        copy of the policy together.
+
+        ``copies``: name of the copy that each worker loads from; workers of a machine share one by giving it one name.
+        """
+        keys = [f"{dtype}/{copy}" for copy in copies]
+        self._receivers[name] = _Receiver(
+            name,
+            tuple(
+                (worker, self._copies.setdefault(key, self._copy(key, dtype)))
+                for worker, key in zip(workers, keys, strict=True)
+            ),
+        )
+
+    def _copy(self, key: str, dtype: str) -> MachineCopy:
+        streamed, mapping_s = self._settings.streamed, self._settings.timeouts.mapping_s
+        return MachineCopy(key, dtype, streamed=streamed, mapping_s=mapping_s, on_failure=self._broke)
+
+    def copy_of(self, name: str) -> str:
+        """Return what `PolicyReceiver.copy` of a receiver is."""
+        return ", ".join(dict.fromkeys(copy.key for _, copy in self._receivers[name].members))
+
+    # ------------------------------------------------------------------------------------------ meeting
+
+    async def reach(self, names: Sequence[str]) -> None:
+        """Connect to the receivers, as `TrainEngine.reach` does."""
+        there: dict[str, list[Worker]] = {}
+        for name in names:
+            for worker, copy in self._receivers[name].members:
+                there.setdefault(copy.key, []).append(worker)
+        for key, workers in there.items():
+            self._copies[key].begin(workers)
+        await concurrently(self._connect(key, members) for key, members in self._by_link(names).items())
+
+    def _copies_of(self, names: Sequence[str]) -> list[MachineCopy]:
+        return list({copy.key: copy for name in names for _, copy in self._receivers[name].members}.values())
+
+    def _by_link(self, names: Sequence[str]) -> dict[str, list[MachineCopy]]:
+        """Return the copies by key of their link: one per copy with a stream to itself, else one for all of a dtype."""
+        found: dict[str, list[MachineCopy]] = {}
+        for copy in self._copies_of(names):
+            key = copy.key if self._settings.streamed and self._settings.apart else copy.dtype
+            found.setdefault(key, []).append(copy)
+        return found
+
+    async def _connect(self, key: str, copies: Sequence[MachineCopy]) -> None:
+        async with self._turn(key):
+            connection = self._connections.get(key)
+            owners = [copy.owner for copy in copies if copy.owner is not None]
+            if self._settings.streamed:
+                if connection is None or connection.broken or connection.owners != owners:
+                    await self._meet(key, copies, owners)
+            elif connection is None:
+                await self._meet(key, copies, owners)
+            else:  # a stored version's place does not depend on who receives
+                await self._open_owners(key, connection.links, [copy for copy in copies if copy.link != key])
+
+    async def _meet(self, key: str, copies: Sequence[MachineCopy], owners: Sequence[Worker]) -> None:
+        """Open all ends of new links side by side, as those of some transports wait for each other."""
+        links = self._links(copies[0].dtype, owners)
+        self._connections[key] = connection = _Connection(links, list(owners), broken=True)  # until all have met
+        senders = zip(self._actor.workers, links, strict=False)
+        await both(
+            concurrently(rank.call("connect", key, link) for rank, link in senders),
+            self._open_owners(key, links, copies),
+        )
+        connection.broken = False
+
+    async def _open_owners(self, key: str, links: Sequence[Link], copies: Sequence[MachineCopy]) -> None:
+        await concurrently(self._open_owner(copy.owner, links) for copy in copies if copy.owner is not None)
+        for copy in copies:
+            copy.link = key
+
+    async def _open_owner(self, worker: Worker, links: Sequence[Link]) -> None:
+        try:
+            await worker.call("connect", links)
+        except WorkerDied as death:  # the others are met without a receiver that failed
+            raise UpdateFailed(f"{worker.name} died before it met the trainer: {death}") from death
+
+    def _turn(self, key: str) -> asyncio.Lock:
+        return self._turns.setdefault(key, asyncio.Lock())
+
+    def _links(self, dtype: str, owners: Sequence[Worker]) -> list[Link]:
+        """Make a link for each rank that sends a share."""
+        settings = self._settings
+        links = []
+        for rank, share in zip(self._actor.workers, self._manifests[dtype].shares(), strict=False):
+            self._generation += 1
+            meeting = Meeting(
+                manifest=share,
+                receivers=tuple(worker.name for worker in owners),
+                timeout_s=settings.timeouts.transport_s,
+                sender=rank.name,
+                address=settings.address,
+                generation=self._generation,
+                device=settings.device,
+                directory=settings.directory,
+            )
+            links.append(make_link(settings.transport, meeting))
+        return links
+
+    # ------------------------------------------------------------------------------------------ sending
+
+    async def send(self, version: int, names: Sequence[str]) -> SendReport:
+        """Gather and send a version, as `TrainEngine.send_weights` does."""
+        by_link = self._by_link(names)
+        sends = [Send(copies[0].dtype, key, self._base(copies)) for key, copies in by_link.items()]
+        with self._failing([copy for copies in by_link.values() for copy in copies]):
+            weights: SentWeights = await self._actor.send_weights(version, sends, False, self._settings.verify)
+        results = [sent for sent in weights.sent if sent is not None]
+        for sent, copies in zip(results, by_link.values(), strict=True):
+            _tell(copies, sent)
+        by_dtype = {copies[0].dtype: sent.report for copies, sent in zip(by_link.values(), results, strict=True)}
+        checksums = {name: by_dtype[self._receivers[name].dtype].checksum for name in names}
+        return replace(_together([sent.report for sent in results], checksums), probe=weights.probe)
+
+    async def gather(self, version: int) -> GatherReport:
+        """Gather a version into the ranks' copies, as `OverlappingTrainEngine.gather_weights` does."""
+        report: GatherReport = await self._actor.gather_weights(version, self._settings.verify)
+        self._published.clear()
+        return report
+
+    async def send_gathered(self, version: int, names: Sequence[str]) -> SendReport:
+        """Send the ranks' copies, as `OverlappingTrainEngine.send_gathered` does."""
+        copies = self._copies_of(names)
+        with self._failing(copies):
+            if self._settings.streamed:
+                by_link = self._by_link(names).items()
+                sent = await concurrently(self._send_copies(version, key, of_link) for key, of_link in by_link)
+            else:
+                sent = [await self._publish(version, copies)]
+        return _together([one.report for one in sent], dict.fromkeys(names, sent[0].report.checksum))
+
+    async def _send_copies(self, version: int, key: str, copies: Sequence[MachineCopy]) -> Sent:
+        sent = await self._from_all_ranks(version, Send(copies[0].dtype, key, self._base(copies)))
+        _tell(copies, sent)
+        return sent
+
+    async def _from_all_ranks(self, version: int, send: Send) -> Sent:
+        ranks = zip(self._actor.workers, self._manifests[send.dtype].shares(), strict=False)
+        sending = [asyncio.ensure_future(rank.call("send_gathered", version, send)) for rank, _ in ranks]
+        try:
+            await asyncio.wait(sending)  # all of them, also after a failure: the next version is gathered over theirs
+        finally:
+            for one in sending:
+                failure_ignored(one).cancel()
+        first, *others = [one.result() for one in sending]
+        sent: Sent = first.joined(others)
+        return sent
+
+    async def _publish(self, version: int, copies: Sequence[MachineCopy]) -> Sent:
+        """Send a version once for all copies of a dtype; once more, whole, for those that cannot use what was sent."""
+        dtype = copies[0].dtype
+        async with self._turn(dtype):
+            published = self._published.get(dtype)
+            first = (
+                published is None
+                or published.failed
+                or not all(copy.trusted for copy in copies)
+                or published.is_of_no_use_to(copies)
+            )
+            if first:
+                if published is not None:
+                    await asyncio.wait([published.sending])  # one sending at a time
+                base = self._base(copies) if published is None else None
+                sending = asyncio.create_task(self._from_all_ranks(version, Send(dtype, dtype, base)))
+                published = self._published[dtype] = _Published(base, sending)
+        assert published is not None
+        # Shielded: whoever asked first may be left out before it is done, and the others need it, too.
+        sent: Sent = await asyncio.shield(failure_ignored(published.sending))
+        for copy in copies:
+            copy.trusted = True
+        _tell(copies, sent)
+        # A sending for several receivers counts once.
+        return sent if first else replace(sent, report=replace(sent.report, send_s=0.0, nbytes=0))
+
+    def _base(self, copies: Sequence[MachineCopy]) -> int | None:
+        """Return the version that all ``copies`` hold, where a delta may be sent to them; None otherwise."""
+        held = {copy.holds for copy in copies}
+        return held.pop() if self._settings.with_delta and len(held) == 1 else None
+
+    @contextmanager
+    def _failing(self, copies: Sequence[MachineCopy]) -> Iterator[None]:
+        """Distrust ``copies``, and fail their pending parcels, when the block, which sends to them, fails."""
+        try:
+            yield
+        except BaseException as failure:
+            for copy in copies:
+                copy.not_sent(failure)
+            raise
+
+    # ------------------------------------------------------------------------------------------ receiving
+
+    async def stage(self, name: str, version: int) -> ReceiveReport:
+        """Let a receiver stage a version, as `PolicyReceiver.stage_weights` does."""
+        members = self._receivers[name].members
+        reports = await concurrently(copy.stage(worker, version) for worker, copy in members)
+        return _slowest(reports)
+
+    def _broke(self, owner: Worker) -> None:
+        """Have links at which ``owner`` failed made anew, where the ends depend on each other."""
+        if self._settings.streamed:
+            for connection in self._connections.values():
+                connection.broken |= owner in connection.owners
+
+
+def _tell(copies: Sequence[MachineCopy], sent: Sent) -> None:
+    for copy in copies:
+        copy.sent(sent.parcels)
+
+
+def _slowest(reports: Sequence[ReceiveReport]) -> ReceiveReport:
+    """Combine the reports of ranks that hold a copy together, and have all received the same. Raises `UpdateFailed`."""
+    first = max(reports, key=lambda report: report.recv_s)
+    if len({report.checksum for report in reports}) > 1:
+        raise UpdateFailed("ranks that hold a copy of the policy together have received different weights")
+    return first
+
+
+def _together(reports: Sequence[SendReport], checksums: Mapping[str, int]) -> SendReport:
+    """Combine the reports of all sends: times and bytes add up, and each receiver has its own dtype's checksum."""
+    return SendReport(
+        gather_s=sum(report.gather_s for report in reports),
+        send_s=sum(report.send_s for report in reports),
+        nbytes=sum(report.nbytes for report in reports),
+        checksum=reports[0].checksum,
+        checksums=checksums,
+        full_nbytes=sum(report.full_nbytes or report.nbytes for report in reports),
+        changed=reports[0].changed,
+    )

@@ -1,0 +1,157 @@
+"""Engines for the pipeline, made of workers: the same on Ray and in one process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.cluster.proxy import proxy
+from headway.cluster.replica_calls import ReplicaCalls
+from headway.cluster.roles.rollout_role import RolloutRole
+from headway.cluster.weight_sync.weight_sync import WeightPaths
+from headway.cluster.worker_group import Worker, WorkerGroup
+from headway.config.sizing.placement import LOGP
+from headway.data.interfaces.rollout import Capabilities, RolloutEngine
+from headway.data.interfaces.training import CriticEngine, LogProbEngine, TrainEngine
+from headway.data.interfaces.weights import GatherReport, ReceiveReport, SendReport
+from headway.data.types import AnyColumn, ColumnName, Outcomes, Sample
+from headway.runtime.task_groups import concurrently
+
+
+class TrainGroup:
+    """Implementation of `OverlappingTrainEngine` over the ranks of `ActorRole`."""
+
+    def __init__(self, ranks: WorkerGroup, paths: WeightPaths, *, with_returns: bool = False) -> None:
+        """Create the engine. ``with_returns``: the advantage estimator has a critic."""
+        self._ranks = ranks
+        self._engine = engine = proxy(ranks, TrainEngine)
+        self.forward_logprobs, self.proximal_logprobs = engine.forward_logprobs, engine.proximal_logprobs
+        self.train_step, self.save, self.load = engine.train_step, engine.save, engine.load
+        self.begin_fetch, self.end_fetch = engine.begin_fetch, engine.end_fetch
+        self._paths = paths
+        self._with_returns = with_returns
+
+    async def advantages(self, samples: Sequence[Sample], outcomes: Outcomes) -> dict[str, Sequence[AnyColumn]]:
+        """Return advantages as an `AdvantageFn` does, computed on rank zero: no token comes to the driver, nor to rank
+        zero where outcomes are enough.
+        """
+        if self._with_returns:
+            advantages = await self._ranks.advantages(samples, outcomes)
+            return {ColumnName.ADVANTAGES: advantages, ColumnName.RETURNS: await self._ranks.returns(samples)}
+        numbers: NDArray[np.float32] | None = await self._ranks.outcome_advantages(outcomes)
+        if numbers is None:
+            return {ColumnName.ADVANTAGES: await self._ranks.advantages(samples, outcomes)}
+        return {ColumnName.ADVANTAGES: numbers[outcomes.episode_of].tolist()}
+
+    async def reach(self, receivers: Sequence[str]) -> None:
+        await self._paths.reach(receivers)
+
+    async def send_weights(self, version: int, receivers: Sequence[str]) -> SendReport:
+        return await self._paths.send(version, receivers)
+
+    async def gather_weights(self, version: int) -> GatherReport:
+        return await self._paths.gather(version)
+
+    async def send_gathered(self, version: int, receivers: Sequence[str]) -> SendReport:
+        return await self._paths.send_gathered(version, receivers)
+
+    async def export(self, path: Path) -> None:
+        await self._engine.export(path)
+
+    async def close(self) -> None:
+        """Do nothing: whoever started the workers closes them."""
+
+
+def reference_of(ranks: WorkerGroup) -> LogProbEngine:
+    """Return the reference policy on ranks of `RefRole`, or on the trainer's own: both register the method."""
+    return proxy(ranks, LogProbEngine, forward_logprobs="reference_logprobs")
+
+
+def critic_of(ranks: WorkerGroup) -> CriticEngine:
+    """Return the critic on ranks of `CriticRole`, or on the trainer's own: both register the methods."""
+    return proxy(ranks, CriticEngine, train_step="critic_step", save="save_critic", load="load_critic")
+
+
+class LogpReceiver:
+    """Implementation of `PolicyReceiver` over all ranks of `LogpRole`, which hold a copy of the policy together."""
+
+    name = LOGP
+
+    def __init__(self, ranks: WorkerGroup, paths: WeightPaths, verify: bool) -> None:
+        self._ranks = ranks
+        self._paths = paths
+        self._verify = verify
+        self.copy = paths.copy_of(LOGP)
+
+    async def stage_weights(self, version: int) -> ReceiveReport:
+        return await self._paths.stage(self.name, version)
+
+    async def activate(self, version: int) -> float:
+        seconds: list[float] = await concurrently(worker.call("activate", version) for worker in self._ranks.workers)
+        return max(seconds)
+
+    async def probe(self) -> NDArray[np.float32] | None:
+        if not self._verify:
+            return None
+        served: NDArray[np.float32]
+        served, *_ = await concurrently(worker.call("probe") for worker in self._ranks.workers)
+        return served
+
+
+class RolloutReplica:
+    """Implementation of `RolloutEngine` over one worker that runs a `RolloutRole`. Keepers call it themselves."""
+
+    def __init__(
+        self, worker: Worker, capabilities: Capabilities, slots: int, paths: WeightPaths, verify: bool
+    ) -> None:
+        self.name = worker.name
+        self.copy = paths.copy_of(worker.name)
+        self._paths = paths
+        self._verify = verify
+        self.capabilities = capabilities
+        self.slots = slots
+        self.worker = worker
+        peer = worker.peer()  # whose calls cost tens of microseconds; each of Ray's takes the driver half a millisecond
+        self.calls = calls = ReplicaCalls(worker.name, slots, peer)
+        """The replica as keepers call it; can be sent to another process."""
+        self.submit, self.finished, self.abort, self.release = calls.submit, calls.finished, calls.abort, calls.release
+        self._engine = engine = proxy(peer, RolloutEngine, part="engine")
+        self.pause, self.resume, self.stats = engine.pause, engine.resume, engine.stats
+        self.abort_older_than, self.drop = engine.abort_older_than, engine.drop
+        self._role = role = proxy(peer, RolloutRole)
+        self.activate, self.wake = role.activate, role.wake
+        self.heartbeat = worker.heartbeat
+        self.died = worker.lost  # a replica on a silent machine is as good as dead; others go on without it
+
+    async def stage_weights(self, version: int) -> ReceiveReport:
+        return await self._paths.stage(self.name, version)
+
+    async def probe(self) -> NDArray[np.float32] | None:
+        return await self._engine.probe() if self._verify else None
+
+    async def sleep(self, *, keep_weights: bool = True) -> None:
+        await self._role.sleep(keep_weights)
+
+    async def close(self) -> None:
+        """Do nothing: whoever started the worker closes it."""
+
+
+async def clock_offset(worker: Worker, exchanges: int = 3) -> float:
+    """Return the seconds to add to the worker's monotonic clock to have this process's.
+
+    Half the round trip bounds the error, so an offset no larger than the fastest one counts as none: processes of one
+    machine share the clock.
+    """
+    role = proxy(worker, RolloutRole)
+    best_trip, best_offset = float("inf"), 0.0
+    for _ in range(exchanges):
+        sent = time.monotonic()
+        there = await role.monotonic()
+        trip = time.monotonic() - sent
+        if trip < best_trip:
+            best_trip, best_offset = trip, sent + trip / 2 - there
+    return best_offset if abs(best_offset) > best_trip else 0.0

@@ -1,0 +1,189 @@
+"""Plan of a run's workers, before any of them is started: names, roles, devices, threads.
+
+A worker is a process and has one role, or, on a device that actor and rollout share, both of them (`FusedRole`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from headway.cluster.machine.token_files import TokenPlace
+from headway.cluster.roles.actor_role import ActorRole
+from headway.cluster.roles.critic_role import CriticRole
+from headway.cluster.roles.episode_worker_role import KeeperRole
+from headway.cluster.roles.fused_role import FusedRole
+from headway.cluster.roles.logprob_role import LogpRole
+from headway.cluster.roles.reference_role import RefRole
+from headway.cluster.roles.rollout_role import RolloutRole
+from headway.config.schema import Config
+from headway.config.sizing.device_groups import DeviceGroup, NodeShare
+from headway.config.sizing.placement import ACTOR, CRITIC, LOGP, REF, ROLLOUT, Placement
+
+KEEPER = "keeper"
+"""The role's name, in the names of its workers."""
+TRAINING = ("headway.engines.train.fsdp.engine", "headway.models.pretrained")
+"""Modules that a training rank, or one that computes log-probs, is made of."""
+GENERATING = ("headway.engines.rollout.native.engine", "headway.models.pretrained")
+"""Modules that a replica of the native engine is made of."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpec:
+    """Specification of one worker, made as ``role(**arguments, **what the backend adds)``."""
+
+    name: str
+    role: type[Any]
+    device: int
+    """Index of the worker's device in the placement, or of the first one of several."""
+    threads: int
+    """Number of threads that the settings give it; 0: its share of the cores of the node that it lands on."""
+    arguments: dict[str, Any]
+    beside: bool = False
+    """True for a worker that computes on the CPU, beside the one that has the device."""
+    further: tuple[int, ...] = ()
+    """Devices that it has beside the first one, on the same machine."""
+    modules: tuple[str, ...] = ()
+    """Modules that its process imports first of all, while other workers start and the model is warmed up."""
+
+    @property
+    def group(self) -> DeviceGroup:
+        """All devices that the worker has."""
+        return DeviceGroup((self.device, *self.further))
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """Rank of a role, or a replica: a worker of its own, or a part of one."""
+
+    name: str
+    worker: str
+    part: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterPlan:
+    """Plan of all workers of a run, and of what runs on them."""
+
+    workers: tuple[WorkerSpec, ...]
+    actor: tuple[Rank, ...]
+    rollout: tuple[Rank, ...]
+    keepers: tuple[Rank, ...]
+    """Keepers, one for each node of the rollout role."""
+    ref: tuple[Rank, ...]
+    """Ranks of the reference; empty without one, or where it shares the trainer's ranks."""
+    logp: tuple[Rank, ...]
+    critic: tuple[Rank, ...]
+    inside_fetch: frozenset[str]
+    """Roles that share the trainer's ranks: ``ref``, ``logp``, ``critic``."""
+    shared: bool
+    """True where each replica shares the device, and the process, of a training rank."""
+    shares: tuple[NodeShare, ...]
+    """What has to be on one machine, of the devices that have a worker."""
+
+
+def plan_cluster(
+    config: Config,
+    placement: Placement,
+    *,
+    model_path: str,
+    total_optimizer_steps: int,
+    logs: Path | None = None,
+    tokens: TokenPlace | None = None,
+) -> ClusterPlan:
+    """Spread the roles over the placement's devices.
+
+    A role that shares a device with the trainer runs on all of the trainer's ranks. ``logs``: the directory for what
+    programs print; ``tokens``: where tokens of finished groups are left, None where all roles are in one process.
+    """
+    train, generate = placement.devices[ACTOR], placement.devices[ROLLOUT]
+    inside = frozenset(role for role in (REF, LOGP, CRITIC) if placement.shared(role, ACTOR))
+    own = {role: () if role in inside else placement.devices.get(role, ()) for role in (REF, LOGP, CRITIC)}
+    replicas = [(f"{ROLLOUT}-{index}", group.devices) for index, group in enumerate(placement.replicas)]
+    shared = placement.shared(ACTOR, ROLLOUT)
+    train_threads, rollout_threads = config.trainer.threads, config.rollout.threads
+    common = {"config": config, "model_path": model_path}
+    generating = GENERATING if config.rollout.name == "native" else ()
+    critic_steps = total_optimizer_steps // config.actor.ppo_epochs * config.critic.ppo_epochs
+
+    def actor(rank: int) -> dict[str, Any]:
+        return {
+            "rank": rank,
+            "world_size": len(train),
+            "total_optimizer_steps": total_optimizer_steps,
+            "with_reference": REF in inside,
+            "total_critic_steps": critic_steps if CRITIC in inside else None,
+        }
+
+    workers: list[WorkerSpec] = []
+    for rank, device in enumerate(train):
+        name = f"{ACTOR}-{rank}"
+        if shared and device in generate:
+            parts = {"actor": actor(rank), "rollout": {"name": f"{ROLLOUT}-{generate.index(device)}"}}
+            # Roles of one process take turns, so each may have all of its threads.
+            threads = max(train_threads, rollout_threads)
+            both = (*TRAINING, *generating)
+            workers.append(WorkerSpec(name, FusedRole, device, threads, {**common, **parts}, modules=both))
+        else:
+            arguments = {**common, **actor(rank)}
+            workers.append(WorkerSpec(name, ActorRole, device, train_threads, arguments, modules=TRAINING))
+    if not shared:
+        for name, devices in replicas:
+            first, others = devices[0], devices[1:]
+            workers.append(
+                WorkerSpec(name, RolloutRole, first, rollout_threads, common, further=others, modules=generating)
+            )
+    kinds: tuple[tuple[str, type[Any], dict[str, Any]], ...] = (
+        (REF, RefRole, {}),
+        (LOGP, LogpRole, {}),
+        (CRITIC, CriticRole, {"total_critic_steps": critic_steps}),
+    )
+    for role, kind, further in kinds:
+        for rank, device in enumerate(own[role]):
+            arguments = {**common, **further, "rank": rank, "world_size": len(own[role])}
+            workers.append(WorkerSpec(f"{role}-{rank}", kind, device, train_threads, arguments, modules=TRAINING))
+    keepers = [
+        WorkerSpec(
+            f"{KEEPER}-{index}",
+            KeeperRole,
+            share.devices[0],
+            1,
+            {**common, "logs": logs, "tokens": tokens},
+            beside=True,
+        )
+        for index, share in enumerate(placement.on_nodes(ROLLOUT))
+    ]
+    workers += keepers
+    used = {device for spec in workers for device in spec.group.devices}
+    hosts = {spec.device: spec.name for spec in workers if spec.role is FusedRole}
+
+    def ranks(role: str) -> tuple[Rank, ...]:
+        return tuple(Rank(f"{role}-{rank}", f"{role}-{rank}") for rank in range(len(own[role])))
+
+    return ClusterPlan(
+        workers=tuple(workers),
+        actor=tuple(
+            Rank(f"{ACTOR}-{rank}", f"{ACTOR}-{rank}", "actor" if device in hosts else None)
+            for rank, device in enumerate(train)
+        ),
+        rollout=tuple(
+            Rank(name, hosts.get(devices[0], name), "rollout" if devices[0] in hosts else None)
+            for name, devices in replicas
+        ),
+        keepers=tuple(Rank(spec.name, spec.name) for spec in keepers),
+        ref=ranks(REF),
+        logp=ranks(LOGP),
+        critic=ranks(CRITIC),
+        inside_fetch=inside,
+        shared=shared,
+        shares=tuple(part for share in placement.shares if (part := share.only(used)).devices),
+    )
+
+
+def trainer_alone(plan: ClusterPlan) -> ClusterPlan:
+    """Return the plan's training ranks without all else. None of them shares its process with a replica."""
+    workers = tuple(spec for spec in plan.workers if spec.role is ActorRole)
+    used = {device for spec in workers for device in spec.group.devices}
+    shares = tuple(part for share in plan.shares if (part := share.only(used)).devices)
+    return replace(plan, workers=workers, rollout=(), keepers=(), ref=(), logp=(), critic=(), shares=shares)

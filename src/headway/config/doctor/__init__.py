@@ -1,0 +1,1 @@
+"""Checks of a whole configuration, and what they say."""

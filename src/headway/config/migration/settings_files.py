@@ -1,0 +1,331 @@
+"""Reading of files: from a path, or a command line, to settings by dotted key as they are written."""
+
+from __future__ import annotations
+
+import re
+import sys
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from headway.config.migration.python_configs import read_code
+from headway.config.migration.shell_scripts import Script, read_script
+from headway.config.migration.unresolved import unresolved, written
+from headway.config.migration_tables.openrlhf import OPENRLHF
+from headway.config.migration_tables.trl import TRL
+from headway.config.migration_tables.trl_values import CONFIG, PROCESSES
+from headway.config.migration_tables.verl import VERL
+from headway.config.migration_tables.verl_values import FULLY_ASYNC, ONE_STEP_OFF, PPO, PROGRAM
+from headway.errors import ConfigError
+
+KINDS = "a shell script, a YAML, TOML or Python file, or a command line in quotes"
+_SETTING = re.compile(r"^([+~]*)([A-Za-z_][\w./@-]*)=(.*)$", re.DOTALL)
+_COMMAND = r"^[^\n#]*(?:\\\n[^\n]*)*{}(?:[^\n]*\\\n)*[^\n]*--[^\n]*$"
+"""Pattern of a command, with its continued lines, that has a script's name in it and options behind that."""
+_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
+_OF_ENVIRONMENT = re.compile(r"\$\{(oc\.env:[^${}]*)\}")
+_OPEN, _CLOSE = "\ue002", "\ue003"
+"""Marks for what `_OF_ENVIRONMENT` finds, so that resolving leaves it as it is written."""
+_PROGRAMS = (
+    ("fully_async", FULLY_ASYNC),
+    ("one_step_off", ONE_STEP_OFF),
+    ("verl.", PPO),
+    ("main_ppo", PPO),
+    ("main_dapo", PPO),
+)
+"""Parts of the name of a command's module → the program of verl's."""
+_TRAINS = ("ppo", "dapo", "fully_async", "one_step_off")
+"""Parts of a command that trains, beside others that prepare data or evaluate."""
+
+
+@dataclass(slots=True)
+class Source:
+    """One file: its name, its settings in order, the project where the file names it, remarks, and files it names."""
+
+    name: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    project: str = ""
+    remarks: list[str] = field(default_factory=list)
+    files: list[str] = field(default_factory=list)
+
+
+def read(given: str) -> Source:
+    """Read a file, ``-`` for standard input, or a command line.
+
+    Raises:
+        ConfigError: there is no such file, or it is not what its name says.
+    """
+    if given == "-":
+        return _of_whole_script(sys.stdin.read(), Source("standard input"))
+    path = Path(given).expanduser()
+    if " " in given.strip() and not _exists(path):
+        return _of_whole_script(given, Source("the command line"))
+    text, source = _text(path), Source(str(path))
+    match path.suffix.lower():
+        case ".yaml" | ".yml":
+            return _of_yaml(text, source)
+        case ".toml":
+            return _of_toml(text, source)
+        case ".py":
+            return _of_code(text, source, path)
+        case ".json" | ".jsonl" | ".parquet" | ".ipynb" | ".csv" | ".safetensors":
+            raise ConfigError(f"{path}: a {path.suffix} file; expected {KINDS}")
+    try:
+        return _of_whole_script(text, source)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # a long command line is no name of a file
+        return False
+
+
+def _text(path: Path) -> str:
+    try:
+        if not path.is_file():
+            what = "a directory" if path.is_dir() else "not a file" if path.exists() else "there is no such file"
+            raise ConfigError(f"{path}: {what}; expected {KINDS}")
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not a text file in UTF-8; expected {KINDS}") from error
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}; expected {KINDS}") from error
+
+
+def _of_yaml(text: str, source: Source) -> Source:
+    text = _OF_ENVIRONMENT.sub(rf"{_OPEN}\1{_CLOSE}", text)
+    try:
+        content = OmegaConf.create(text) if text.strip() else OmegaConf.create({})
+    except (yaml.YAMLError, OmegaConfBaseException, RecursionError, ValueError, AssertionError) as error:
+        raise ConfigError(f"{source.name}: not valid YAML: {_first_line(error)}") from error
+    if not isinstance(content, DictConfig):
+        raise ConfigError(f"{source.name}: expected a mapping of keys to values at the top")
+    source.settings = dict(_flat(_resolved(content)))
+    named = f"{source.settings.get('defaults')} {source.settings.get('hydra.searchpath')}"
+    if "ppo_trainer" in named or "ppo_megatron_trainer" in named or "verl/" in named:
+        source.project = VERL.name
+    return source
+
+
+def _resolved(content: DictConfig) -> dict[str, Any]:
+    """Return a YAML file's content with its references resolved, as far as it says what they refer to.
+
+    This machine's environment is not asked: ``${oc.env:NAME}`` stays, and a default that is no text takes its place.
+    """
+
+    def of(node: Any) -> Any:
+        if OmegaConf.is_dict(node):
+            return {str(key): child(node, key) for key in node}
+        if OmegaConf.is_list(node):
+            return [child(node, i) for i in range(len(node))]
+        return _as_written(node) if isinstance(node, str) else node
+
+    def child(node: Any, key: Any) -> Any:
+        raw: Any = OmegaConf.to_container(node, resolve=False)
+        raw = raw[key]
+        if raw == "???":
+            return unresolved("???")
+        try:
+            return of(node[key])
+        except (OmegaConfBaseException, RecursionError):
+            return unresolved(str(_as_written(str(raw))))
+
+    found = of(content)
+    assert isinstance(found, dict)
+    return found
+
+
+def _as_written(text: str) -> Any:
+    if alone := re.fullmatch(f"{_OPEN}oc.env:[^,{_CLOSE}]*,([^{_CLOSE}]*){_CLOSE}", text):
+        default = _value(alone[1].strip())
+        if isinstance(default, bool | int | float):
+            return default
+    return text.replace(_OPEN, "${").replace(_CLOSE, "}")
+
+
+def _of_toml(text: str, source: Source) -> Source:
+    try:
+        source.settings = dict(_flat(tomllib.loads(text), empty=True))
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise ConfigError(f"{source.name}: not valid TOML: {_first_line(error)}") from error
+    return source
+
+
+def _of_code(text: str, source: Source, path: Path) -> Source:
+    described = re.search(_COMMAND.format(re.escape(path.name)), text.replace("\\\\\n", "\\\n"), re.MULTILINE)
+    options: dict[str, Any] = {}
+    with suppress(ConfigError):  # what is described need not be a command
+        options = _of_script(described[0] if described else "", Source(source.name)).settings
+    code = read_code(text, path, options)
+    source.settings, source.remarks = options | code.settings, code.remarks
+    if not any(name in text for name in ("GRPO", "RLOO")) or not source.settings:
+        raise ConfigError(f"{path}: calls no GRPOConfig and no GRPOTrainer; of Python, files for TRL are read")
+    if options:
+        source.remarks.append("options of the first command that it describes are taken, too")
+    source.project = TRL.name
+    return source
+
+
+def _of_whole_script(text: str, source: Source) -> Source:
+    """Read a script that is all there is. Raises `ConfigError` where its settings are in another file alone."""
+    _of_script(text, source)
+    if source.files and set(source.settings) <= {CONFIG, PROCESSES}:
+        raise ConfigError(f"its settings are in {written(source.files[0])}; expected that file itself")
+    return source
+
+
+def _of_script(text: str, source: Source) -> Source:
+    script = read_script(text)
+    source.remarks += script.remarks
+    flagged = [settings for command in script.commands if (settings := dict(_flags(command, source)))]
+    if runs := list(_runs(script)):
+        trains = [run for run in runs if any(part in word for word in run for part in _TRAINS)]
+        if len(runs) > 1:
+            source.remarks.append(f"of {len(runs)} commands with settings the last one that trains counts")
+        command = (trains or runs)[-1]
+        _note_program(command, source)
+        source.settings |= _overrides(command)
+    if flagged:
+        source.settings |= flagged[-1]
+        if len(flagged) > 1:
+            source.remarks.append(f"of {len(flagged)} commands the last one counts")
+    _note_files(script, source)
+    return source
+
+
+def _runs(script: Script) -> Iterator[list[str]]:
+    """Yield the commands with settings, each with what stands behind a line that is not continued by oversight."""
+    run: list[str] = []
+    for command in script.commands:
+        if not _overrides(command):
+            continue
+        if run and not _SETTING.match(command[0]):
+            yield run
+            run = []
+        run = run + command
+    if run:
+        yield run
+
+
+def _overrides(command: Sequence[str]) -> dict[str, Any]:
+    """Return the settings of a command of verl's, as Hydra reads them.
+
+    A name without a section is one behind the program that the first setting with a section is for.
+    """
+    settings: dict[str, Any] = {}
+    found = [_SETTING.match(word) for word in command]
+    first = next((i for i, at in enumerate(found) if at and ("." in at[2] or "@" in at[2] or at[1])), len(command))
+    start = max((i for i in range(first) if not found[i]), default=-1)
+    for word in command[start + 1 :]:
+        if at := _SETTING.match(word):
+            settings[at[1] + at[2]] = _value(at[3])
+        elif word.startswith("~") and "." in word and "/" not in word:  # Hydra's for a key that is taken away
+            settings[word] = None
+    return settings
+
+
+def _note_program(command: Sequence[str], source: Source) -> None:
+    """Remember the program of verl's that a command starts."""
+    if any(_SETTING.match(word) and "." in word.partition("=")[0] for word in command):
+        for word in command:
+            program = next((program for part, program in _PROGRAMS if part in word and "=" not in word), None)
+            if program and PROGRAM not in source.settings:
+                source.settings[PROGRAM], source.project = program, VERL.name
+
+
+def _note_files(script: Script, source: Source) -> None:
+    for command in script.commands:
+        words = [part for word in command for part in (word.split("=") if word.startswith("--config=") else [word])]
+        for word, after in zip(words, [*words[1:], ""], strict=True):
+            if word in ("--config", "@", "--config-name") and after:
+                source.files.append(after)
+                source.remarks.append(
+                    f"{word} {after}: settings of that file are not read; give the file, too, before this"
+                )
+
+
+def _flags(command: Sequence[str], source: Source) -> Iterator[tuple[str, Any]]:
+    """Yield the options of a command of TRL, OpenRLHF or prime-rl, as settings."""
+    start = next(
+        (i for i, word in enumerate(command) if word.endswith(".py") or word.startswith("openrlhf.cli.train_ppo")), None
+    )
+    if "trl" in command and any(word in ("grpo", "rloo") for word in command):
+        start = next(i for i, word in enumerate(command) if word in ("grpo", "rloo"))
+        yield CONFIG, "RLOOConfig" if command[start] == "rloo" else "GRPOConfig"
+    elif "rl" in command[:4] and any(word in ("uv", "rl") for word in command[:2]):
+        start = command.index("rl")
+    if start is None or not any(word.startswith("--") for word in command[start:]):
+        return
+    if "openrlhf" in command[start]:
+        source.project = OPENRLHF.name
+    yield from _processes(command[:start])
+    words = [word for word in command[start + 1 :] if not (_SETTING.match(word) and not word.startswith("-"))]
+    for i, word in enumerate(words):
+        if not word.startswith("--"):
+            continue
+        name, equals, value = word[2:].partition("=")
+        values = []
+        for after in words[i + 1 :]:
+            if after.startswith("--"):
+                break
+            values.append(_value(after))
+        if name in ("config", "config_file"):
+            continue
+        yield name.replace("-", "_"), _value(value) if equals else (values[0] if len(values) == 1 else values or True)
+
+
+def _processes(launcher: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """Yield the number of processes that a launcher starts: of accelerate on all machines, of torchrun on each node."""
+    options = {}
+    for word, after in zip(launcher, [*launcher[1:], ""], strict=True):
+        name, equals, value = word.partition("=")
+        options[name.replace("_", "-")] = _value(value if equals else after)
+    if "--num-processes" in options:
+        yield PROCESSES, options["--num-processes"]
+    elif {"--nproc-per-node", "--nnodes"} & set(options):
+        counts = [options.get("--nnodes", 1), options.get("--nproc-per-node", 1)]
+        said = " × ".join(map(written, counts))
+        yield PROCESSES, prod(counts) if all(type(count) is int for count in counts) else unresolved(said)
+
+
+def _flat(values: Mapping[Any, Any], prefix: str = "", *, empty: bool = False) -> Iterator[tuple[str, Any]]:
+    """Flatten sections; lists of sections get an index, as in ``env[0].id``. Empty sections are values, or nothing."""
+    for name, value in values.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{key}.", empty=empty)
+        elif isinstance(value, list) and value and all(isinstance(one, Mapping) and one for one in value):
+            for i, one in enumerate(value):
+                yield from _flat(one, f"{key}[{i}].", empty=empty)
+        else:
+            yield key, _number(value)
+
+
+def _value(text: str) -> Any:
+    """Read a value of the command line: YAML's, but for numbers like ``1e-6``."""
+    try:
+        value = yaml.safe_load(text) if text else ""
+    except (yaml.YAMLError, ValueError, RecursionError):
+        return text
+    return text if isinstance(value, Mapping) and not text.lstrip().startswith("{") else _number(value)
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, str) and _NUMBER.fullmatch(value) and not value.isdigit():
+        return float(value)
+    return value
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

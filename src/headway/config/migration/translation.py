@@ -1,0 +1,325 @@
+"""Translation: settings of another project, by its table, to values here that load; what became of each setting."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from headway.config.aliases import canonical_key
+from headway.config.doctor.doctor import diagnose
+from headway.config.layers import flatten, lies_in
+from headway.config.loading import LoadedConfig, load, mode_config
+from headway.config.migration.recipe_writer import body
+from headway.config.migration.settings_files import Source
+from headway.config.migration.unresolved import missing, written
+from headway.config.migration_tables.openrlhf import OPENRLHF, with_new_names
+from headway.config.migration_tables.prime_rl import PRIME_RL, SECTIONS
+from headway.config.migration_tables.projects import PROJECTS
+from headway.config.migration_tables.table_rows import Answer, Part, Project, taken, without
+from headway.config.migration_tables.trl import TRL
+from headway.config.migration_tables.verl import RENAMED, VERL
+from headway.config.schema import Config
+from headway.config.schema_messages import known_keys
+from headway.config.settings_without_effect import without_effect
+from headway.errors import ConfigError
+
+_SECRET = re.compile(r"(key|token|password|secret|use_wandb)$", re.IGNORECASE)
+UNKNOWN = "unknown to Headway: look for it in docs/configuration.md"
+SIMILARITY = 0.88
+"""Likeness of a key to a known one, in [0, 1], from which on the known one is suggested."""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What became of one setting. ``given`` is False for a default of the project's that the file leaves as it is."""
+
+    key: str
+    value: Any
+    answer: Answer
+    given: bool = True
+    known: bool = True
+
+
+class _NotKnown(Exception):
+    """A conversion asked for a setting whose value the file does not say."""
+
+
+class _Settings(dict[str, Any]):
+    """Settings over the project's defaults. Raises `_NotKnown` for one whose value the file does not say."""
+
+    def __getitem__(self, key: str) -> Any:
+        value = super().__getitem__(key)
+        if missing(value):
+            raise _NotKnown(key)
+        return value
+
+    def get(self, key: str, default: Any = None) -> Any:
+        if key not in self:
+            return default
+        return self[key]
+
+
+@dataclass(slots=True)
+class Translation:
+    """A translated file: the values of the recipe, the settings' outcomes, the settings that the file does not say,
+    what the doctor still asks for, and the values with all others."""
+
+    project: Project
+    sources: Sequence[Source]
+    values: dict[str, Any] = field(default_factory=dict)
+    outcomes: list[Outcome] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
+    open: list[str] = field(default_factory=list)
+    config: Config = field(default_factory=Config)
+
+    def of(self, part: Part) -> list[Outcome]:
+        """Return the outcomes of one part of the report, defaults only where they give the recipe a value."""
+        return [one for one in self.outcomes if one.answer.part is part and (one.given or one.answer.values)]
+
+    def origins(self) -> dict[str, Outcome]:
+        """Return, for each key of the recipe, the setting that its value is from."""
+        return {key: one for one in self.outcomes for key in one.answer.values if key in self.values}
+
+
+def recognise(sources: Sequence[Source], asked: str | None = None) -> Project:
+    """Return the project that the files are of, by what they name and by their keys, or the one that is ``asked``.
+
+    Raises:
+        ConfigError: they are of none, of Headway itself, or of different projects.
+    """
+    if asked is not None:
+        if asked not in PROJECTS:
+            raise ConfigError(f"--from {asked}: expected one of {', '.join(PROJECTS)}")
+        return PROJECTS[asked]
+    found = {source.name: project for source in sources if (project := _project_of(source)) is not None}
+    projects = {project.name: project for project in found.values()}
+    if len(projects) > 1:
+        named = " and ".join(f"{name} is of {project.name}" for name, project in found.items())
+        raise ConfigError(f"{named}; expected files of one project: import them one by one, or say --from")
+    for source in sources:
+        if source.name not in found and not any(_knows(project, source) for project in projects.values()):
+            keys = list(source.settings)
+            what = (
+                f"its settings are {', '.join(keys[:3])}{' …' if len(keys) > 3 else ''}"
+                if keys
+                else "it has no settings"
+            )
+            names = ", ".join(project.name for project in PROJECTS.values())
+            raise ConfigError(
+                f"{source.name}: of no project that Headway knows ({names}): {what}; say --from where it is"
+            )
+    return next(iter(projects.values()))
+
+
+def _knows(project: Project, source: Source) -> int:
+    """Count the settings of a file that a project's table has."""
+    return sum(project.row(_without_index(key)) is not None for key in _canonical(project, source).values())
+
+
+def _project_of(source: Source) -> Project | None:
+    """Return the project that a file names, or of which it has keys that no other has."""
+    if source.project:
+        return next(project for project in PROJECTS.values() if project.name == source.project)
+    if "mode" in source.settings and set(source.settings) <= {*known_keys(), "data.train", "data.val"}:
+        raise ConfigError(f"{source.name}: is a recipe of Headway already; run it: headway train {source.name}")
+    best, most = None, (0, 0)
+    for project in PROJECTS.values():
+        marks = project.marked({*source.settings, *_canonical(project, source).values()})
+        known = _knows(project, source)
+        if project is PRIME_RL and source.name.endswith(".toml") and known * 2 >= len(source.settings):
+            marks += known
+        if (marks, known) > most and marks and known * 3 >= len(source.settings):
+            best, most = project, (marks, known)
+    return best
+
+
+def translate(project: Project, sources: Sequence[Source]) -> Translation:
+    """Translate the files' settings, later files over earlier ones, to values that load."""
+    settings: dict[str, tuple[str, Any]] = {}  # by the table's key: how it is written, and its value
+    for source in sources:
+        for written_key, key in _canonical(project, source).items():
+            settings.pop(key, None)
+            settings[key] = written_key, source.settings[written_key]
+    given = {
+        _without_index(key): value
+        for key, (name, value) in reversed(settings.items())
+        if not missing(value) and not name.startswith("~")
+    }
+    unknown = {_without_index(key): value for key, (_, value) in settings.items() if missing(value)}
+    if project is OPENRLHF:
+        given, unknown = with_new_names(given), with_new_names(unknown)
+    defaults = {key: value for key, value in project.defaults(given).items() if key not in given | unknown}
+    everything = _Settings(defaults | unknown | given)
+    result = Translation(project, sources)
+    for key, value in defaults.items():
+        result.outcomes.append(_outcome(project, key, key, value, everything, given=False))
+    for key, (name, value) in settings.items():
+        result.outcomes.append(_outcome(project, name, key, value, everything))
+        if missing(value) and (row := project.row(_without_index(key))) and row.here:
+            result.unknown.append(f"{row.here}: {name}={written(value)}")
+    _settle(result)
+    chosen = result.values.get("data.train")
+    if isinstance(chosen, Mapping) and "data.prompt_key" not in result.values:
+        result.unknown.append(
+            "data.prompt_key, data.answer_key: the columns of the prompt and the ground truth; default: prompt, answer"
+        )
+    _make_it_load(result)
+    return result
+
+
+def _canonical(project: Project, source: Source) -> dict[str, str]:
+    """Return, for each key as it is written, the table's: without prefixes, indices, and what stands for Hydra's."""
+    settings = source.settings
+    if project is VERL:
+        # a whole configuration has both spellings of the reward, one of them null: values last, so that they count
+        return {key: _plain(key) for key in sorted(settings, key=lambda key: settings[key] is not None)}
+    if project is TRL or project is OPENRLHF:
+        return {key: key.replace("-", "_") for key in settings}
+    plain = {key: key.lstrip("+") for key in settings}
+    if project is not PRIME_RL:
+        return plain
+
+    def known(section: str) -> int:
+        return sum(section + _without_index(key) in PRIME_RL.rows for key in plain.values())
+
+    section = max(SECTIONS, key=known)
+    return {key: section + name for key, name in plain.items()}
+
+
+def _plain(key: str) -> str:
+    key = key.lstrip("+~")
+    key = canonical_key(key.partition("@")[2] if "@" in key else key)
+    old = next((old for old in RENAMED if key.startswith(old)), "")
+    return RENAMED[old] + key.removeprefix(old) if old else key
+
+
+def _without_index(key: str) -> str:
+    return re.sub(r"\[\d+\]", "", key)
+
+
+def _outcome(
+    project: Project, name: str, key: str, value: Any, everything: Mapping[str, Any], *, given: bool = True
+) -> Outcome:
+    row = project.row(_without_index(key))
+    if name.startswith("~"):
+        return Outcome(name, value, taken(note="taken away there, and not set here"), given)
+    if row is None:
+        return Outcome(name, value, without(_unknown(project, key)), given, known=False)
+    if (lost := missing(value)) and row.here:
+        reason = f"{', '.join(dict.fromkeys(lost))} is not known from the file; set {row.here} yourself"
+        return Outcome(name, value, without(reason), given)
+    if value is None and row.here and not given:
+        return Outcome(name, value, row.answer(value, everything), given)
+    try:
+        return Outcome(name, value, row.answer(value, everything), given)
+    except _NotKnown as error:
+        reason = f"needs {error}, which is not known from the file{f'; set {row.here} yourself' if row.here else ''}"
+        return Outcome(name, value, without(reason), given)
+    except (TypeError, ValueError, KeyError, ArithmeticError, AttributeError) as error:
+        if value is None:
+            return Outcome(name, value, taken(note="not given, here either"), given)
+        reason = f"its value could not be read ({written(error)}){f'; set {row.here} yourself' if row.here else ''}"
+        return Outcome(name, value, without(reason), given)
+
+
+def _unknown(project: Project, key: str) -> str:
+    """Return the remark on a key without a row, with the nearest of the project's, else of Headway's own."""
+    theirs = {name: row.here for name, row in project.rows.items() if row.here and "*" not in name}
+    for names in (theirs, {name: name for name in known_keys()}):
+        if near := get_close_matches(_without_index(key), names, n=1, cutoff=SIMILARITY):
+            here = names[near[0]]
+            return f"{UNKNOWN}; the nearest is {near[0]}" + (f", here {here}" if here != near[0] else "")
+    return UNKNOWN
+
+
+def _settle(result: Translation) -> None:
+    """Make one value of each key: settings of the file over defaults, later ones over earlier ones."""
+    owners: dict[str, Outcome] = {}
+    for one in result.outcomes:
+        for key, value in one.answer.values.items():
+            before = owners.get(key)
+            if before is not None and before.given and result.values[key] != value:
+                note = f"{before.answer.note + '; ' if before.answer.note else ''}{one.key} replaces {key}"
+                kept = {name: old for name, old in before.answer.values.items() if name != key}
+                before.answer = Answer(Part.DIFFERS, kept, note)
+            elif before is not None and not before.given:
+                kept = {name: old for name, old in before.answer.values.items() if name != key}
+                before.answer = Answer(before.answer.part, kept, before.answer.note)
+            result.values[key], owners[key] = value, one
+
+
+def _make_it_load(result: Translation) -> None:
+    """Take away what the schema refuses, what has no effect, and defaults that are Headway's, until the rest loads."""
+    for _ in range(len(result.values) + 1):
+        try:
+            loaded = _load(result)
+        except ConfigError as error:
+            if not _drop_refused(result, str(error)):
+                raise
+            continue
+        chosen = loaded.user_keys - loaded.usual_keys
+        idle = {key: why for key, why in without_effect(loaded.config).items() if key in chosen}
+        if not idle:
+            break
+        for key, why in idle.items():
+            _drop(result, key, f"left out, as it has no effect: {why}")
+    usual = dict(flatten(mode_config(loaded.config.mode).model_dump(mode="json")))
+    for one in result.outcomes:
+        for key, value in list(one.answer.values.items()) if not one.given else []:
+            if key != "mode" and key in result.values and usual.get(key, result) == value:
+                del result.values[key]
+        if not one.given:
+            kept = {key: value for key, value in one.answer.values.items() if key in result.values}
+            one.answer = Answer(one.answer.part, kept, one.answer.note)
+    result.config = (loaded := _load(result)).config
+    try:
+        diagnose(loaded)
+    except ConfigError as error:
+        result.open = str(error).splitlines()
+
+
+def _load(result: Translation) -> LoadedConfig:
+    with TemporaryDirectory() as folder:
+        recipe = Path(folder) / "recipe.yaml"
+        recipe.write_text(body(result.values, {}), encoding="utf-8")
+        return load(recipe)
+
+
+def _drop_refused(result: Translation, message: str) -> bool:
+    """Take away the values that an error of loading names at the beginning of its lines; tell whether any was there."""
+    found = False
+    for line in message.splitlines():
+        for key in list(result.values):
+            if re.search(rf"(^|\s){re.escape(key)}(\.\w+)*(\[\d+\]\S*)?:", line) or line.startswith(f"{key} "):
+                reason = re.sub(r" \(in [^)]*\)", "", line.partition(f"{key}")[2].lstrip(": "))
+                _drop(result, key, f"set {key} yourself: {reason}", Part.WITHOUT)
+                found = True
+    return found
+
+
+def _drop(result: Translation, key: str, note: str, part: Part | None = None) -> None:
+    for name in [name for name in result.values if lies_in(name, key)]:
+        del result.values[name]
+    for one in result.outcomes:
+        if any(lies_in(name, key) for name in one.answer.values):
+            kept = {name: value for name, value in one.answer.values.items() if not lies_in(name, key)}
+            remark = note if not kept else "; ".join(filter(None, (one.answer.note, f"{key} is {note}")))
+            one.answer = Answer(part or one.answer.part, kept, remark)
+
+
+def shown_value(one: Outcome) -> str:
+    """Return a setting's value for people, shortened. What its name says is a secret is `…`."""
+    text = " ".join(written(_without_secrets(one.key, one.value, one.answer.values)).split())
+    return text if len(text) <= 60 else f"{text[:57]}…"
+
+
+def _without_secrets(key: str, value: Any, here: Mapping[str, Any]) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _without_secrets(str(name), part, here) for name, part in value.items()}
+    hidden = isinstance(value, str) and _SECRET.search(key) and value not in here.values()  # columns are keys, too
+    return "…" if hidden else value

@@ -1,0 +1,269 @@
+"""Schema errors in the user's terms: which key, what was given and where, what was expected or probably meant."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any, get_origin
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from headway.config.aliases import canonical_key
+from headway.config.layers import lies_in
+from headway.config.migration_tables.common_names import USUAL
+from headway.config.schema import Config
+from headway.config.sections.section import Section, sections_in, told_apart_by
+from headway.errors import shown
+
+SIMILARITY = 0.75
+"""Likeness of two keys, in [0, 1], from which on one is suggested instead of the other."""
+NEARLY_EQUAL = 0.9
+"""Likeness of two whole keys that end in the same name, from which on other keys of that name are not suggested."""
+
+NUMBERS = ("a number", "a whole number")
+"""Beginnings of expectations of numbers."""
+
+_MISSING = object()
+_NO_ALTERNATIVE = ("union_tag_not_found", "union_tag_invalid")
+"""Pydantic's error types for a value of a union whose choosing key is missing or names no alternative."""
+
+
+def explain(error: ValidationError, origins: dict[str, str], root: type[Section] = Config) -> str:
+    """Describe all errors in a ``root``, one line each. ``origins``: where each key was written; "" is not shown.
+
+    The alternatives of a union are reported one by one; they become one line, joined by "or".
+    """
+    expected: dict[str, list[str]] = {}
+    given: dict[str, str] = {}
+    lines: list[str] = []
+    for detail in error.errors():
+        key, sections = _find(detail, root)
+        if detail["type"] == "extra_forbidden":
+            written = [written for written in reversed(origins) if lies_in(written, key)] or [key]
+            if reason := _of_another_alternative(detail, key, sections):
+                lines.append(f"{key}{_where(key, origins)} has no effect: {reason}")
+            else:
+                lines += [f"{one}: unknown key{_where(one, origins)}{_suggest(one, root)}" for one in written]
+            continue
+        value = _MISSING if detail["type"] == "missing" else detail["input"]
+        if detail["type"] in _NO_ALTERNATIVE and isinstance(value, Mapping):
+            choice, values = told_apart_by(sections)
+            key, value = f"{key}.{choice}", value.get(choice, _MISSING)
+            expectation = _one_of(list(chain(*values)), value)
+        else:
+            expectation = _expectation(detail)
+        expected.setdefault(key, []).append(expectation)
+        given[key] = "nothing" if value is _MISSING else "null" if value is None else shown(value, 60)
+    for key, expectations in expected.items():
+        what = " or ".join(dict.fromkeys(expectations))
+        if what.startswith(NUMBERS) and re.sub(r"\[\d+\]\.", ".", key) in _null_by_default(root):
+            what += ", or null, as where it is left out"
+        lines.append(f"{key}: got {given[key]}{_where(key, origins)}, expected {what}")
+    return "\n".join(lines)
+
+
+def known_keys(section: type[Section] = Config, prefix: str = "") -> Iterator[str]:
+    """Every dotted key of the schema that holds a value, in its order; those below a list are written without index.
+
+    A key that several alternatives of a union have comes once.
+    """
+    for key, inner in _keys_of(section).items():
+        if not inner:
+            yield f"{prefix}{key}"
+        inside = f"{prefix}{key}.NAME." if key in _by_name(section) else f"{prefix}{key}."
+        yield from dict.fromkeys(chain(*(known_keys(alternative, inside) for alternative in inner)))
+
+
+def _keys_of(section: type[Section]) -> dict[str, list[type[Section]]]:
+    """Return the keys of a section, as they are written, with the sections that each value may be, or be a list of."""
+    return {field.alias or name: sections_in(field.annotation) for name, field in section.model_fields.items()}
+
+
+def _by_name(section: type[Section]) -> list[str]:
+    """Return the keys of a section whose values are sections by names that the user gives."""
+    return [
+        field.alias or name
+        for name, field in section.model_fields.items()
+        if get_origin(field.annotation) is dict and sections_in(field.annotation)
+    ]
+
+
+def _null_by_default(section: type[Section], prefix: str = "") -> Iterator[str]:
+    """Dotted keys that may be null, and are where nobody gives them a value."""
+    for name, field in section.model_fields.items():
+        key = f"{prefix}{field.alias or name}"
+        if field.default is None:
+            yield key
+        for inner in sections_in(field.annotation):
+            yield from _null_by_default(inner, f"{key}.")
+
+
+def _find(detail: ErrorDetails, root: type[Section]) -> tuple[str, list[type[Section]]]:
+    """Return the dotted key of a validation error, and the sections that its value may be.
+
+    For an unknown key they are the sections that lack it. Alternatives of unions, which the error's location also
+    names, are left out of the key.
+    """
+    key = ""
+    sections = [root]
+    named = False
+    location = detail["loc"]
+    for position, part in enumerate(location):
+        if named:
+            key, named = f"{key}.{part}", False
+            continue
+        named = any(part in _by_name(section) for section in sections)
+        at_unknown = detail["type"] == "extra_forbidden" and position == len(location) - 1
+        known = {name: inner for section in sections for name, inner in _keys_of(section).items()}
+        if isinstance(part, int):
+            key += f"[{part}]"
+        elif at_unknown or part in known:
+            key = f"{key}.{part}" if key else part
+            sections = sections if at_unknown else known.get(part, [])
+    return key, sections
+
+
+def _of_another_alternative(detail: ErrorDetails, key: str, sections: Sequence[type[Section]]) -> str:
+    """Explain that an unknown key belongs to another alternative of the union; "" where none has it."""
+    section, _, name = key.rpartition(".")
+    if not any(name in _keys_of(other) for other in sections):
+        return ""
+    choice, values = told_apart_by(sections)
+    users = [value for other, names in zip(sections, values, strict=True) for value in names if name in _keys_of(other)]
+    return f"{section}.{choice} is {detail['loc'][-2]}, and this is a key of {_listed(users)}"
+
+
+def _expectation(detail: ErrorDetails) -> str:
+    match detail["type"]:
+        case "model_type" | "union_tag_not_found" | "union_tag_invalid":
+            return "a section with keys of its own"
+        case "value_error":
+            return str(detail["ctx"]["error"]).removeprefix("expected ")
+        case "missing":
+            return "a value"
+        case "tuple_type" | "list_type":
+            return "a list of values in brackets"
+        case "dict_type":
+            return "a section of names and values"
+        case "too_short":
+            return f"at least {detail['ctx']['min_length']} value{'s' * (detail['ctx']['min_length'] > 1)}"
+        case "too_long":
+            return f"at most {detail['ctx']['max_length']} values"
+        case "bool_parsing" | "bool_type":
+            return "true or false"
+        case "int_parsing" | "int_type" | "int_from_float":
+            return "a whole number"
+        case "float_parsing" | "float_type":
+            return "a number"
+        case "string_type":
+            return "text"
+        case "path_type":
+            return "a path, as text"
+        case "literal_error":
+            return _one_of(re.findall(r"'([^']*)'", detail["ctx"]["expected"]), detail["input"])
+        case "greater_than" | "greater_than_equal" | "less_than" | "less_than_equal":
+            return detail["msg"].replace("Input should be", "a number")
+        case _:
+            return detail["msg"].removeprefix("Input should be ")
+
+
+def _where(key: str, origins: Mapping[str, str]) -> str:
+    """Return " (origin)" of ``key``, or of a key below it, for a message; "" where that is unknown."""
+    origin = next((origin for written, origin in origins.items() if lies_in(written, key.split("[")[0])), "")
+    return f" ({origin})" if origin else ""
+
+
+def meant(key: str, root: type[Section] = Config) -> list[str]:
+    """Return the keys that ``key`` probably means: itself, where it is known; none, where nothing is similar.
+
+    None, either, for another project's key that has no counterpart. Candidates: a renamed key, the name that other
+    systems have for it or for its section, the same name in other sections, or the most similar spelling.
+    """
+    from headway.config.migration_tables.projects import last_part, whole_key  # large tables, for messages alone
+
+    keys = list(dict.fromkeys(known_keys(root)))
+    plain = canonical_key(re.sub(r"\[\d+\]", "", key))
+    if plain in keys:
+        return [plain]
+    if (found := whole_key(plain)) and any(lies_in(found[2].here, known) for known in keys):
+        return [found[2].here]
+    if found and found[1] == plain and found[2].note and not found[2].here and plain not in USUAL:
+        return []  # it is known to have no counterpart: what is spelled alike is something else
+    same_name = [known for known in keys if _name(known) == _name(plain)]
+    section = f"{plain.partition('.')[0]}."
+    return (
+        difflib.get_close_matches(plain, same_name, n=1, cutoff=NEARLY_EQUAL)
+        or [known for known in same_name if known.startswith(section)]
+        or _in_section(USUAL.get(plain) or USUAL.get(_name(plain), ()), section, keys)
+        or _in_section((found[2].here,) if (found := last_part(plain)) else (), section, keys)
+        or _other_section(plain, keys)
+        or same_name
+        or _similar(plain, keys)
+    )
+
+
+def _in_section(candidates: Sequence[str], section: str, keys: Sequence[str]) -> list[str]:
+    """Return the candidates that are keys here: those of ``section``, where there are any."""
+    found = [known for known in candidates if known in keys]
+    own = [f"{section}{known.partition('.')[2]}" for known in found]
+    return [known for known in own if known in keys] or found
+
+
+def _other_section(key: str, keys: Sequence[str]) -> list[str]:
+    """Return Headway's keys for another system's section (`USUAL`) that ``key`` lies in, like ``wandb.mode``."""
+    section, dot, _ = key.partition(".")
+    ours = {known.partition(".")[0] for known in keys}
+    return [known for known in USUAL.get(section, ()) if known in keys] if dot and section not in ours else []
+
+
+def _suggest(key: str, root: type[Section]) -> str:
+    candidates = meant(key, root)
+    if root is Config and (theirs := of_another_project(key, candidates)):
+        return f"; {theirs}"
+    return f"; did you mean {' or '.join(candidates)}?" if candidates else ""
+
+
+def of_another_project(key: str, candidates: Sequence[str]) -> str:
+    """Say what another project's ``key`` is here, where that is what ``candidates`` are; else nothing."""
+    from headway.config.migration_tables.projects import last_part, whole_key
+
+    plain = canonical_key(re.sub(r"\[\d+\]", "", key))
+    found = whole_key(plain)
+    if found and not found[2].here and not candidates:
+        return f"{found[0]}'s {found[1]} has no counterpart: {found[2].note.removeprefix('nothing to do: ')}"
+    if found is None or not found[2].here:
+        found = None if _name(plain) in USUAL else last_part(plain)
+    if found is None or found[1] == found[2].here or plain in USUAL or not candidates:
+        return ""
+    if _name(found[2].here) != _name(candidates[0]):
+        return ""
+    return f"{found[0]}'s {found[1]} is {' or '.join(candidates)} here"
+
+
+def _one_of(values: Sequence[str], given: Any) -> str:
+    """List the allowed ``values`` for a message, with the one that ``given`` was probably meant to be."""
+    close = difflib.get_close_matches(given, values, n=1) if isinstance(given, str) else []
+    return _listed([repr(value) for value in values]) + (f"; did you mean {close[0]!r}?" if close else "")
+
+
+def _listed(names: Sequence[str]) -> str:
+    *others, last = names
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+def _similar(key: str, keys: Sequence[str]) -> list[str]:
+    """Return the known key most like ``key``, if any: by name in its section, by whole path, or by name alone."""
+    siblings = [known for known in keys if known.rpartition(".")[0] == key.rpartition(".")[0]]
+    ways: list[tuple[Callable[[str], str], Sequence[str]]] = [(_name, siblings), (str, keys), (_name, keys)]
+    for spell, candidates in ways:
+        by_spelling = {spell(known): known for known in candidates}
+        if close := difflib.get_close_matches(spell(key), by_spelling, n=1, cutoff=SIMILARITY):
+            return [by_spelling[close[0]]]
+    return []
+
+
+def _name(key: str) -> str:
+    return key.rpartition(".")[2]

@@ -1,0 +1,200 @@
+"""The policy losses' sections: the settings of each loss, with defaults. ``loss_mode`` chooses one.
+
+A section is what its function in `headway.algorithms.losses` takes as ``params.own``: a parameter is a field here and
+is read there. Facts that other settings depend on, such as whether the loss clips, are class variables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Annotated, Any, ClassVar, Literal, get_args
+
+from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
+
+from headway.config.sections.section import NonNegative, Probability, Section
+from headway.runtime.user_code import names_a_file
+
+DEFAULT = "ppo_clip"
+OWN = "file.py:function"
+
+
+class PolicyLossConfig(Section):
+    """The policy loss, which ``loss_mode`` chooses. Each loss has keys of its own, and no other loss takes them."""
+
+    loss_mode: str
+    """The policy loss: a name (docs/algorithms), or ``file.py:function``."""
+
+    clips: ClassVar[bool] = True
+    """True where the loss looks at ``actor.clip_ratio``, ``clip_ratio_low`` and ``clip_ratio_high``."""
+    weighs_behaviour: ClassVar[bool] = False
+    """True where the loss weighs by π_θ/π_behav itself: then there is no need of π_prox, or of a correction."""
+    looks_at_sequences: ClassVar[bool] = False
+    """True where the loss looks at whole sequences, and not at single tokens alone."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_not_given(cls, values: Any) -> Any:
+        """Drop keys that are null: a null takes back what a file below gave."""
+        return {k: v for k, v in values.items() if v is not None} if isinstance(values, Mapping) else values
+
+
+class PpoClip(PolicyLossConfig):
+    """PPO, clipped by ``actor.clip_ratio`` (docs/algorithms/ppo.md)."""
+
+    loss_mode: Literal["ppo_clip"] = "ppo_clip"
+
+
+class DualClip(PolicyLossConfig):
+    """PPO with a bound on the loss where the advantage is negative (docs/algorithms/ppo.md)."""
+
+    loss_mode: Literal["dual_clip"] = "dual_clip"
+    clip_ratio_c: float = Field(3.0, gt=0)
+    """Largest ratio that counts where the advantage is negative; above 1 + ``actor.clip_ratio_high``."""
+
+
+class TPpo(PolicyLossConfig):
+    """Truncated PPO: the last tokens of unfinished answers are left out (docs/algorithms/t-ppo.md)."""
+
+    loss_mode: Literal["t_ppo"] = "t_ppo"
+    ignore_last: NonNegative = 0
+    """Number of last tokens of an unfinished answer that are left out; the doctor asks for at least 1."""
+
+
+class Gspo(PolicyLossConfig):
+    """GSPO: the geometric mean of an answer's ratios is clipped, to ranges of about 3e-4 (docs/algorithms/gspo.md)."""
+
+    loss_mode: Literal["gspo"] = "gspo"
+    looks_at_sequences: ClassVar[bool] = True
+
+
+class Gmpo(PolicyLossConfig):
+    """GMPO: the geometric mean of an answer's ratios, whose logarithms are clipped (docs/algorithms/gspo.md)."""
+
+    loss_mode: Literal["gmpo"] = "gmpo"
+    looks_at_sequences: ClassVar[bool] = True
+
+
+class Gpg(PolicyLossConfig):
+    """The plain policy gradient, without ratio or clip (docs/algorithms/gpg.md)."""
+
+    loss_mode: Literal["gpg"] = "gpg"
+    clips: ClassVar[bool] = False
+
+
+class Cispo(PolicyLossConfig):
+    """CISPO: the weight is clipped, and every token keeps a gradient (docs/algorithms/cispo.md)."""
+
+    loss_mode: Literal["cispo"] = "cispo"
+
+
+class TruncatedIs(PolicyLossConfig):
+    """REINFORCE with truncated importance sampling (docs/algorithms/truncated-is.md)."""
+
+    loss_mode: Literal["truncated_is"] = "truncated_is"
+    rollout_is_threshold: float = Field(2.0, gt=0)
+    """Largest π_θ/π_behav that counts in full."""
+    clips: ClassVar[bool] = False
+    weighs_behaviour: ClassVar[bool] = True
+
+
+class DppoTv(PolicyLossConfig):
+    """DPPO: ``actor.clip_ratio`` is the largest total variation of a token that counts (docs/algorithms/dppo.md)."""
+
+    loss_mode: Literal["dppo_tv"] = "dppo_tv"
+    clip_ratio_c: float = Field(20.0, gt=0)
+    """Largest ratio that a token is weighed by."""
+
+
+class DppoKl(PolicyLossConfig):
+    """DPPO with the KL divergence in the place of the total variation (docs/algorithms/dppo.md)."""
+
+    loss_mode: Literal["dppo_kl"] = "dppo_kl"
+    clip_ratio_c: float = Field(20.0, gt=0)
+    """Largest ratio that a token is weighed by."""
+
+
+class Sapo(PolicyLossConfig):
+    """SAPO: a smooth gate where others clip (docs/algorithms/sapo.md)."""
+
+    loss_mode: Literal["sapo"] = "sapo"
+    tau_pos: float = Field(1.0, gt=0)
+    """Temperature of the gate where the advantage is positive."""
+    tau_neg: float = Field(1.05, gt=0)
+    """Temperature of the gate elsewhere. Larger fades sooner."""
+    clips: ClassVar[bool] = False
+
+
+class ClipCov(PolicyLossConfig):
+    """PPO without a gradient at a few tokens of high covariance (docs/algorithms/cov.md)."""
+
+    loss_mode: Literal["clip_cov"] = "clip_cov"
+    clip_cov_ratio: Probability = 0.0002
+    """Share of the tokens that lose their gradient, at least one token."""
+    clip_cov_lb: float = 1.0
+    """Tokens lose their gradient only where their covariance is above this."""
+    clip_cov_ub: float = 5.0
+    """Tokens lose their gradient only where their covariance is below this."""
+
+
+class KlCov(PolicyLossConfig):
+    """A policy gradient with a KL penalty at the tokens of the highest covariance (docs/algorithms/cov.md)."""
+
+    loss_mode: Literal["kl_cov"] = "kl_cov"
+    kl_cov_ratio: Probability = 0.0002
+    """Share of the tokens, those of the largest covariance, that get the penalty, at least one token."""
+    ppo_kl_coef: float = Field(1.0, ge=0)
+    """Coefficient of the KL penalty."""
+    clips: ClassVar[bool] = False
+
+
+class OwnLoss(PolicyLossConfig):
+    """A loss of the user's own (docs/your-own.md). All further keys are its parameters, as ``params.own.KEY``."""
+
+    model_config = ConfigDict(extra="allow")
+    looks_at_sequences: ClassVar[bool] = True
+
+    loss_mode: str = Field(examples=[OWN])
+    """The user's own loss, as ``file.py:function``."""
+
+    @field_validator("loss_mode")
+    @classmethod
+    def _names_a_file(cls, loss_mode: str) -> str:
+        if not names_a_file(loss_mode):
+            raise ValueError("expected file.py:function")
+        return loss_mode
+
+
+def _loss_of(value: Any) -> Any:
+    """Return the tag that chooses the section of a policy loss, given as a mapping or built already."""
+    if not isinstance(value, Mapping):
+        mode = getattr(value, "loss_mode", None)
+    elif (mode := value.get("loss_mode")) is None:
+        return DEFAULT
+    return OWN if isinstance(mode, str) and names_a_file(mode) else mode
+
+
+ChosenLoss = Annotated[
+    Annotated[PpoClip, Tag("ppo_clip")]
+    | Annotated[DualClip, Tag("dual_clip")]
+    | Annotated[TPpo, Tag("t_ppo")]
+    | Annotated[Gspo, Tag("gspo")]
+    | Annotated[Gmpo, Tag("gmpo")]
+    | Annotated[Gpg, Tag("gpg")]
+    | Annotated[Cispo, Tag("cispo")]
+    | Annotated[TruncatedIs, Tag("truncated_is")]
+    | Annotated[DppoTv, Tag("dppo_tv")]
+    | Annotated[DppoKl, Tag("dppo_kl")]
+    | Annotated[Sapo, Tag("sapo")]
+    | Annotated[ClipCov, Tag("clip_cov")]
+    | Annotated[KlCov, Tag("kl_cov")]
+    | Annotated[OwnLoss, Tag(OWN)],
+    Discriminator(_loss_of),
+]
+"""Any loss's section, as ``loss_mode`` chooses it."""
+
+
+LOSSES: Mapping[str, type[PolicyLossConfig]] = MappingProxyType(
+    {tag.tag: section for section, tag in map(get_args, get_args(get_args(ChosenLoss)[0])) if tag.tag != OWN}
+)
+"""Names of Headway's policy losses → their sections."""

@@ -1,0 +1,186 @@
+"""Keys of the section ``rollout`` for programs, which make episodes of many turns, and their limits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag
+
+from headway.config.sections.mcp_section import McpServerConfig, mcp_problems
+from headway.config.sections.section import NonNegative, Positive, Section
+from headway.runtime.sandbox.python_tool import PYTHON
+from headway.runtime.user_code import names_a_file, names_a_server
+
+if TYPE_CHECKING:
+    from headway.config.sections.rollout_section import RolloutConfig
+
+_EXAMPLES = {"tools": "look_up", "environment": "Game", "program": "run", "agent": "run"}
+
+Limit = Literal["turns", "tokens", "step", "time"]
+"""A limit of an episode: ``max_turns``; the tokens of a conversation; ``step_timeout_s``; ``episode_timeout_s``."""
+
+
+class AgentCommand(Section):
+    """An agent that is a command (``rollout.agent: {command: […]}``)."""
+
+    command: tuple[str, ...] = Field(min_length=1)
+    """The program and its arguments. It is given the row as JSON on standard input, and the endpoint in the environment
+    (``OPENAI_BASE_URL``, ``OPENAI_API_KEY``); the reward is the last line that it prints."""
+
+
+def _text_or_section(value: Any) -> str:
+    """Tell which of its two forms an agent is meant to have, so that what is wrong is said of that one alone."""
+    return "section" if isinstance(value, Mapping | AgentCommand) else "text"
+
+
+class ProgramKeys(Section):
+    """Programs of episodes: user code that calls the policy, where it runs, and its limits (docs/agents.md)."""
+
+    tools: tuple[str, ...] = ()
+    """Tools that the model may call, each ``file.py:function`` with types and a docstring, a class of verl's form, or
+    verl's ``tools.yaml``; or ``python``, which runs the model's code in the sandbox."""
+    mcp: dict[str, McpServerConfig] = Field(default_factory=dict)
+    """MCP servers by name, whose tools are offered beside ``tools``."""
+    environment: str | None = None
+    """An environment, ``file.py:Class``, in the form of TRL, Gymnasium, GEM or SkyRL-gym, by which it is recognised; or
+    the address of a server of OpenEnv's, ``ws://host:8000``."""
+    program: str | None = None
+    """A program of one's own, ``file.py:function``: ``async def run(row, chat)``, which returns the reward."""
+    agent: (
+        Annotated[
+            Annotated[str, Tag("text")] | Annotated[AgentCommand, Tag("section")],
+            Discriminator(_text_or_section),
+        ]
+        | None
+    ) = None
+    """An agent that asks for turns over HTTP, with a client of its own: ``file.py:function``, which is ``async def
+    run(row, base_url, api_key)`` and returns the reward, or ``{command: [program, argument, …]}``."""
+    agent_sampling: Literal["override", "strict"] = "override"
+    """What becomes of requests of agents for other sampling than the run's, which training could not follow: the run's
+    holds, and they are counted, or they are refused."""
+    agent_models: tuple[str, ...] = Field(("policy", "default"), min_length=1)
+    """Names under which agents may ask for the policy."""
+    endpoint_host: str = "127.0.0.1"
+    """Address at which agents reach the endpoint: this one of each machine with replicas, or ``node`` for that by which
+    the cluster knows the machine, where agents start something on other machines that asks for turns."""
+    endpoint_port: int = Field(0, ge=0, lt=2**16)
+    """Port of the endpoint on each machine; 0 for any that is free."""
+    params: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the environment's constructor, or further ones of the program or agent, by name."""
+    tool_parser: str = "auto"
+    """Parser of tool calls: ``template``, ``hermes``, ``llama3_json``, ``mistral``, ``qwen3_coder``, ``glm``,
+    ``deepseek``, ``kimi``, ``harmony``, or ``auto`` for the one that reads what the model's chat template writes."""
+    runners: Positive = 2
+    """Number of processes that asynchronous programs share, on each machine that has replicas."""
+    environment_processes: Positive = 64
+    """Most processes of synchronous environments and tools, one for each episode that is open, on each machine that
+    has replicas. Further episodes wait before their first turn."""
+    stall_s: float = Field(2.0, gt=0)
+    """Seconds without a sign of a runner's event loop after which the runner is replaced."""
+    max_turns: Positive = 10
+    """Most turns of an episode."""
+    max_turn_tokens: Positive | None = None
+    """Most tokens of one turn; one that has as many is not cut off (``algorithm.overlong_filtering``). Default:
+    ``data.max_response_length``. A conversation, those of tools and environments included, has at most
+    ``data.max_prompt_length + data.max_response_length`` tokens."""
+    val_max_concurrent: Positive | None = None
+    """Most held-out episodes that are open at once for each replica; others begin, and their time with them, when one
+    is over. Default: twice as many as a replica decodes at once (``max_concurrent``)."""
+    step_timeout_s: float = Field(60.0, gt=0)
+    """Most seconds that a program may take between two turns."""
+    episode_timeout_s: float = Field(600.0, gt=0)
+    """Most seconds of an episode. Clocks of steps and episodes stop while the policy is halted or asleep."""
+    train_on_limit: tuple[Limit, ...] = ("turns", "tokens")
+    """Limits that leave an episode trained on, with the reward that it has by then. An episode that another one ends
+    has failed."""
+    min_episodes: Positive | None = None
+    """Fewest episodes of a group that must not have failed for the others to be trained on. Default: ``k`` for
+    estimators of pass@k, 2 for those that compare the episodes of a group, else 1."""
+    episode_retries: NonNegative = 2
+    """Number of times that a program is run again for what is away for a time: a lost runner, a connection."""
+    env: dict[str, str] = Field(default_factory=dict)
+    """Environment variables of the processes that hold user code: name there → name in your environment. Their values
+    are never written down, and are shown as ***. Of your other variables these processes get those of paths, language,
+    proxies, certificates and libraries' settings alone (``headway/runtime/workers/environment_variables.py``), and no
+    secret."""
+
+    @property
+    def has_program(self) -> bool:
+        """True where episodes are made by user code."""
+        return bool(self.tools or self.mcp or self.environment or self.program or self.agent)
+
+    @property
+    def agent_function(self) -> str | None:
+        """The agent's ``file.py:function``; None for a command, and where there is no agent."""
+        return self.agent if isinstance(self.agent, str) else None
+
+
+def program_problems(
+    rollout: RolloutConfig, *, by_program: bool, max_response_length: int, stall_timeout_s: float
+) -> Iterator[str]:
+    """What is wrong with programs and their limits. ``by_program``: the reward is the program's own."""
+    if rollout.has_program and rollout.step_timeout_s >= stall_timeout_s:
+        yield (
+            f"rollout.step_timeout_s={rollout.step_timeout_s:g} lets all episodes be in a step for longer than nothing "
+            f"may move, cluster.stall_timeout_s={stall_timeout_s:g}; lower the one or raise the other"
+        )
+    given = {
+        "tools": rollout.tools,
+        "mcp": rollout.mcp,
+        "environment": rollout.environment,
+        "program": rollout.program,
+        "agent": rollout.agent,
+    }
+    chosen = [f"rollout.{name}" for name, value in given.items() if value]
+    if len(chosen) > 1 and (rollout.program or rollout.agent):
+        yield f"{' and '.join(chosen)} are given, and each makes the episodes by itself; keep one of them"
+    yield from mcp_problems(rollout.mcp, rollout.step_timeout_s)
+    for name, example in _EXAMPLES.items():
+        value = getattr(rollout, name)
+        for spec in value if isinstance(value, tuple) else [value] if value else []:
+            if isinstance(spec, str) and not (names_a_file(spec) or _is_other_form(name, spec)):
+                built_in = f", or the built-in {PYTHON}" if name == "tools" else ""
+                yield f"rollout.{name}={spec}: expected file.py:name, such as {name}.py:{example}{built_in}"
+    if rollout.params and not (rollout.environment or rollout.program or rollout.agent_function):
+        yield "rollout.params are for an environment, a program or an agent in Python; nothing else has any; drop it"
+    # Tools of verl's form give rewards, too: whether these do is known when they are loaded.
+    if by_program and not (rollout.environment or rollout.program or rollout.agent or rollout.tools):
+        yield (
+            "reward.function=program is the reward of rollout.environment, program or agent, and none is given; name a "
+            "function that scores the last answer"
+        )
+    if rollout.step_timeout_s > rollout.episode_timeout_s:
+        yield (
+            f"rollout.step_timeout_s={rollout.step_timeout_s:g} is more than the whole episode may take, "
+            f"rollout.episode_timeout_s={rollout.episode_timeout_s:g}; lower the one or raise the other"
+        )
+    if rollout.max_turn_tokens is not None and rollout.max_turn_tokens > max_response_length:
+        yield (
+            f"rollout.max_turn_tokens={rollout.max_turn_tokens} is more than an answer may have, "
+            f"data.max_response_length={max_response_length}; lower the one or raise the other"
+        )
+    if rollout.min_episodes is not None and rollout.min_episodes > rollout.n:
+        yield f"rollout.min_episodes={rollout.min_episodes} is more than a group has, rollout.n={rollout.n}; lower it"
+
+
+def idle_program_keys(rollout: RolloutConfig) -> Iterator[tuple[str, str]]:
+    """Keys of programs that change nothing → why."""
+    if not rollout.has_program:
+        for key in ProgramKeys.model_fields:
+            if key not in ("tools", "mcp", "environment", "program", "agent", "env"):
+                yield (
+                    f"rollout.{key}",
+                    "answers have one turn: there is no rollout.tools, environment, program or agent",
+                )
+        return
+    if rollout.agent is None:
+        for key in ("agent_sampling", "agent_models", "endpoint_host", "endpoint_port"):
+            yield f"rollout.{key}", "no rollout.agent is given, and nothing else asks for turns over HTTP"
+
+
+def _is_other_form(name: str, spec: str) -> bool:
+    """Tell whether ``spec`` is a value of ``rollout.NAME`` that is no ``file.py:name``."""
+    if name == "environment":
+        return names_a_server(spec)
+    return name == "tools" and (spec == PYTHON or spec.endswith((".yaml", ".yml")))

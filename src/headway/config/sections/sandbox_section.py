@@ -1,0 +1,77 @@
+"""The section of the sandbox, in which code of the model's runs: the tool ``python`` and the reward ``code``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field
+
+from headway.config.sections.section import Positive, Section
+from headway.runtime.sandbox.process_limits import TELLS
+from headway.runtime.sandbox.python_tool import PYTHON
+from headway.runtime.sandbox.sandbox_limits import Limits, SandboxSpec
+
+if TYPE_CHECKING:
+    from headway.config.schema import Config
+
+CODE = "code"
+"""Name of the reward that runs a row's unit tests."""
+LEAST_MIB = 64
+"""Memory that an interpreter needs to start."""
+
+
+class SandboxConfig(Section):
+    """The sandbox of the tool ``python`` and the reward ``code`` (docs/sandbox.md). A bare name is ``{kind: …}``."""
+
+    kind: Literal["bubblewrap", "process_limits"] = "bubblewrap"
+    """The kind: ``bubblewrap`` puts each call into namespaces of its own; ``process_limits`` bounds what it takes, and
+    protects nothing else."""
+    wall_s: float = Field(10.0, gt=0, le=3600)
+    """Most seconds of a call. A test of the reward ``code`` has its own limit, ``reward.params.timeout_s``."""
+    cpu_s: float = Field(10.0, gt=0, le=3600)
+    """Most seconds of processor time, of all processes of a call together."""
+    memory_mib: int = Field(512, ge=LEAST_MIB)
+    """Most MiB of memory, of all processes of a call together, its files included."""
+    processes: Positive = 32
+    """Most processes and threads of a call at once."""
+    output_kib: Positive = 64
+    """Most KiB that a call may print."""
+    scratch_mib: Positive = 64
+    """Most MiB of files that a call may write."""
+
+    @property
+    def spec(self) -> SandboxSpec:
+        """The sandbox that the section asks for."""
+        limits = {name: getattr(self, name) for name in Limits.__dataclass_fields__}
+        return SandboxSpec(self.kind, Limits(**limits))
+
+
+def runs_code(config: Config) -> bool:
+    """Tell whether the run has a use for the sandbox."""
+    return PYTHON in config.rollout.tools or any(one.function == CODE for one in config.reward.all)
+
+
+def sandbox_problems(config: Config) -> Iterator[str]:
+    """What is wrong with the sandbox's limits."""
+    sandbox, rollout = config.sandbox, config.rollout
+    if PYTHON in rollout.tools and sandbox.wall_s >= rollout.step_timeout_s:
+        yield (
+            f"sandbox.wall_s={sandbox.wall_s:g} lets one call of the tool python take as long as a whole step, "
+            f"rollout.step_timeout_s={rollout.step_timeout_s:g}; lower the one or raise the other"
+        )
+
+
+def idle_sandbox_keys(config: Config) -> Iterator[tuple[str, str]]:
+    """Keys of the sandbox that change nothing → why."""
+    if not runs_code(config):
+        for key in SandboxConfig.model_fields:
+            yield f"sandbox.{key}", "nothing runs in it: rollout.tools has no python, and reward.function is not code"
+    elif PYTHON not in config.rollout.tools:
+        yield "sandbox.wall_s", "each test of the reward code has a limit of its own, reward.params.timeout_s"
+
+
+def sandbox_notes(config: Config) -> Iterator[str]:
+    """What the user is told of the sandbox at the start."""
+    if runs_code(config) and config.sandbox.kind == "process_limits":
+        yield TELLS

@@ -1,0 +1,1 @@
+"""Arithmetic over sizes: memory, devices, placement and time limits."""

@@ -1,0 +1,301 @@
+"""Memory of each process of a run, by what takes it. Arithmetic alone: no torch, so that doctor and ``--dry-run`` ask.
+
+    trainer rank   held: its shares of weights, gradients and moments (reference, critic)
+                   at a time: gathered weights + activations + what the moment needs; the largest moment counts
+    replica        held: served weights, keys and values; at a time: a bucket of an update
+    machine        held: one copy of new weights, for all replicas on it
+
+The moments of a training step follow each other: the log-probs begin the backward pass, each layer follows, and the
+embedding ends it. ``benchmarks/memory.py`` holds these numbers against measured peaks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from headway.config.sections.parallel import ParallelConfig
+from headway.config.sizing.model_shape import FLOAT, ModelShape
+
+CPU_ELEMENTS = 16_777_216
+"""Number of logits in a chunk on a CPU: 64 MiB in float32. More is no faster there (`benchmarks.chunks`)."""
+GPU_SHARE = 32
+"""Divisor of a GPU's memory that a chunk's logits may take; about three such matrices are held at once."""
+MOST_TOKENS = 4096
+"""Largest number of tokens in a chunk of logits: more make no matrix product of a GPU faster."""
+PACKED_FROM = 120_000
+"""Weights of a matrix from which on a replica on a CPU has a second copy, in the order that kernels read. Smaller ones
+stay in the caches, and the call itself costs more."""
+INDEX = 8
+"""Bytes of a token's id."""
+
+
+def chunk_tokens(vocabulary: int, device_bytes: int | None) -> int:
+    """Number of tokens in a chunk of [chunk × vocabulary] float32 logits on a device of ``device_bytes`` memory, None
+    for a CPU.
+
+    It depends on the device's whole memory and not on what is free, so that equal devices compute equal chunks.
+    """
+    elements = CPU_ELEMENTS if device_bytes is None else max(CPU_ELEMENTS, device_bytes // GPU_SHARE // FLOAT)
+    return max(1, min(MOST_TOKENS, elements // vocabulary))
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """Something that takes memory of a process."""
+
+    name: str
+    nbytes: int
+    on_host: bool = False
+    """True where it is in the host's memory, and the process computes on another device."""
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Memory of one process: what it holds all the time, and beside that at one moment or another."""
+
+    held: tuple[Line, ...]
+    moments: Mapping[str, tuple[Line, ...]]
+
+    @property
+    def busiest(self) -> str | None:
+        """Name of the moment that takes most of the device; None where nothing is held for a while only."""
+        return max(self.moments, key=lambda name: _sum(self.moments[name], on_host=False), default=None)
+
+    @property
+    def lines(self) -> tuple[Line, ...]:
+        """What is held all the time, and at the busiest moment."""
+        return self.held + (() if self.busiest is None else self.moments[self.busiest])
+
+    @property
+    def device(self) -> int:
+        """Most bytes of the device's memory."""
+        return _sum(self.lines, on_host=False)
+
+    @property
+    def host(self) -> int:
+        """Most bytes of host memory beside those of the device."""
+        others = [_sum(lines, on_host=True) for lines in self.moments.values()]
+        return _sum(self.held, on_host=True) + max(others, default=0)
+
+    def beside(self, other: Memory) -> Memory:
+        """Return the memory of both in one process, whose moments do not coincide."""
+        return Memory(self.held + other.held, {**self.moments, **other.moments})
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """A role's ranks, and how a model is divided over them."""
+
+    ranks: int
+    parallel: ParallelConfig
+
+    def share(self, shape: ModelShape) -> int:
+        """Parameters that each rank holds of the model."""
+        parallel, copy = self.parallel, self.ranks // self.parallel.replicate
+        dense = shape.layers * (_up(shape.divided, parallel.tp) + shape.kept) + self.root(shape)
+        return _up(dense, copy // parallel.tp) + _up(shape.layers * shape.of_experts, copy)
+
+    def root(self, shape: ModelShape) -> int:
+        """Parameters that stay gathered on each rank in a step: embedding, last norm and head."""
+        return _up(shape.embedding, self.parallel.tp) + shape.final + _up(shape.head, self.parallel.tp)
+
+    def layer(self, shape: ModelShape) -> int:
+        """Parameters of a gathered layer on each rank."""
+        parallel = self.parallel
+        return _up(shape.divided, parallel.tp) + shape.kept + _up(shape.of_experts, max(parallel.tp, parallel.ep))
+
+    def vocabulary(self, shape: ModelShape) -> int:
+        """Tokens whose logits each rank computes."""
+        return _up(shape.vocabulary, self.parallel.tp)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A training step on each rank."""
+
+    mesh: Mesh
+    tokens: int
+    """Most tokens of a micro-batch that the rank computes; all of them may be tokens of answers."""
+    itemsize: int
+    """Bytes of a number of the dtype that is computed in."""
+    recompute: bool = False
+    """``model.enable_gradient_checkpointing``"""
+    reshard: bool = True
+    """``actor.fsdp_config.reshard_after_forward``"""
+    offload: bool = False
+    """``actor.fsdp_config.param_offload``, on a device beside the host"""
+    device_bytes: int | None = None
+    """Memory of the device; None for a CPU."""
+    entropy: bool = False
+    """True where the loss has the entropy in it."""
+
+
+def trainer(shape: ModelShape, step: Step) -> Memory:
+    """Memory of a rank that trains the policy."""
+    share = FLOAT * step.mesh.share(shape)
+    held = [
+        Line("weights, float32", share, step.offload),
+        Line("gradients, float32", share, step.offload),
+        Line("two moments, float32", 2 * share, step.offload),
+    ]
+    return Memory(tuple(held), _moments(shape, step))
+
+
+def reference(shape: ModelShape, step: Step) -> Memory:
+    """Memory of a rank of the reference policy, or of one that recomputes log-probs: forward passes alone."""
+    mesh, c = step.mesh, step.itemsize
+    forward = (
+        Line("gathered embedding and head", c * mesh.root(shape)),
+        Line("gathered layers: two at a time", 2 * c * mesh.layer(shape)),
+        Line("activations of one layer", step.tokens * _passing(shape, step)),
+        Line("logits of a chunk", 3 * _chunk(shape, step)),
+    )
+    return Memory((Line("weights of the reference", c * mesh.share(shape), step.offload),), {"log-probs": forward})
+
+
+def critic(shape: ModelShape, step: Step) -> Memory:
+    """Memory of a rank that trains the critic: a decoder without a head."""
+    share = FLOAT * step.mesh.share(replace(shape, tied=True))
+    held = Line("weights and moments of the critic", 3 * share, step.offload)
+    gradients = Line("gradients of the critic", share, step.offload)
+    parts = _moments(replace(shape, tied=True), step, headless=True)
+    moments = {f"{name} of the critic": (gradients, *lines) for name, lines in parts.items()}
+    return Memory((held,), moments)
+
+
+def update(
+    shape: ModelShape, itemsize: int, bucket: int, *, senders: int, copy: bool, on_cpu: bool, shared: bool = False
+) -> Memory:
+    """Memory of an update on a trainer rank. ``senders``: ranks that send, each a share; 0 for one that does not.
+
+    ``copy``: what is sent is kept (overlapped, or deltas). ``shared``: each rank gets all, for a replica on its device.
+    """
+    share = _up(shape.parameters * itemsize, max(1, senders))
+    bucket = min(bucket, share)
+    lines = [Line("bucket of an update", bucket)]
+    if senders > 1 or shared:
+        lines.append(Line("bucket of another rank", bucket))
+    if senders and not on_cpu and not copy:
+        lines.append(Line("the bucket in host memory", bucket, on_host=True))
+    held = (Line("copy of what is sent", share, on_host=not on_cpu),) if copy and senders else ()
+    return Memory(held, {"update": tuple(lines)})
+
+
+def machine(shape: ModelShape, itemsize: int, *, on_cpu: bool) -> Memory:
+    """Memory that the processes of a machine share: the copy of new weights that they load from."""
+    return Memory((Line("new weights, for all who load them", shape.parameters * itemsize, on_host=not on_cpu),), {})
+
+
+def replica(
+    shape: ModelShape,
+    *,
+    itemsize: int,
+    cached_tokens: int,
+    slots: int,
+    prefill: int,
+    bucket: int,
+    in_place: bool,
+    on_cpu: bool,
+    cache_bytes: int | None = None,
+    devices: int = 1,
+) -> Memory:
+    """Memory of a replica of the native engine, which holds the whole model, or of each of the ``devices`` that vLLM
+    divides it over.
+
+    ``cached_tokens``: those that there is room for, unless ``cache_bytes`` is less; ``slots``: answers at once;
+    ``prefill``: tokens of prompts that are read at once; ``in_place``: updates are received over the served weights.
+    """
+    served, cache = shape.served(devices) * itemsize, cached_tokens * shape.cache(itemsize, devices)
+    held = [Line("served weights", served), Line("keys and values", min(cache, cache_bytes or cache))]
+    if on_cpu and shape.family.joined and shape.hidden * shape.intermediate >= PACKED_FROM:
+        read_once = 0 if shape.tied else shape.embedding
+        held.append(Line("the weights as a CPU's kernels read them", (shape.parameters - read_once) * itemsize))
+    divided = 2 * (shape.queries + 2 * shape.keys) + 3 * shape.intermediate * max(1, shape.experts_per_token)
+    row = 2 * shape.hidden + _up(divided, devices)
+    moments = {
+        "prefill": (Line("a layer of the prompts that are read", prefill * row * itemsize),),
+        "sampling": (Line("logits of a decode step", 3 * slots * shape.vocabulary * FLOAT),),
+        "update": (Line("bucket of an update", min(bucket, served), on_host=not on_cpu and in_place),),
+    }
+    return Memory(tuple(held), moments)
+
+
+# ------------------------------------------------------------------------------------------ a training step
+
+
+def activations(shape: ModelShape, step: Step) -> int:
+    """Bytes that a micro-batch's forward pass saves for its backward pass."""
+    c = step.itemsize
+    ends = INDEX + 2 * c * shape.head_dim + shape.saved_by_norm(c) + 5 * FLOAT
+    layer = c * shape.hidden if step.recompute else shape.saved_by_layer(c, step.mesh.parallel.tp)
+    return step.tokens * (ends + shape.layers * layer)
+
+
+def _moments(shape: ModelShape, step: Step, *, headless: bool = False) -> dict[str, tuple[Line, ...]]:
+    """Return what a step takes at each moment. ``headless``: of a decoder whose head is one number."""
+    mesh, c = step.mesh, step.itemsize
+    layer, root = mesh.layer(shape), mesh.root(shape)
+    own_embedding = mesh.vocabulary(shape) * shape.hidden
+    own_head = 0 if headless else own_embedding
+    gathered = Line("gathered embedding and head", c * root)
+    kept_layers = 0 if step.reshard else shape.layers * c * layer
+    saved = Line("activations", activations(shape, step))
+    of_layer = step.tokens * shape.saved_by_layer(c, mesh.parallel.tp)
+    # What a layer has saved is freed as its backward pass goes on, and was not there before where it is recomputed.
+    last, within = (0, of_layer) if step.recompute else (of_layer, step.tokens * _passing(shape, step))
+    logits = 0 if headless else _chunk(shape, step)
+    of_head = {
+        "logits of a chunk": (3 if step.entropy else 2) * logits,
+        "gradient of the head, and a chunk's": (FLOAT + c) * own_head,
+    }
+    hidden = Line("gradient of the hidden states", step.tokens * c * shape.hidden)
+    two = Line("gathered layers: two at a time", max(kept_layers, 2 * c * layer))
+    return {
+        "log-probs": (gathered, two, saved, Line("logits of a chunk", 3 * logits)),
+        "backward pass of the head": (
+            gathered,
+            Line("gathered layer", max(kept_layers, c * layer)),
+            saved,
+            hidden,
+            *(Line(name, nbytes) for name, nbytes in of_head.items()),
+        ),
+        "backward pass of a layer": (
+            gathered,
+            two,
+            replace(saved, nbytes=saved.nbytes - last),
+            hidden,
+            Line("gradient of the head", c * own_head),
+            Line("a layer's gradients, and sums over ranks", (c + FLOAT) * layer),
+            Line("a layer in work", within),
+        ),
+        "backward pass of the embedding": (
+            gathered,
+            Line("gradients of embedding and head", c * (own_embedding + own_head)),
+            Line("a layer's sums over ranks", FLOAT * layer),
+        ),
+        "sum of the last gradients over ranks": (
+            Line("gradients of embedding and head", c * root),
+            Line("the same, summed over ranks in float32", FLOAT * root),
+        ),
+    }
+
+
+def _passing(shape: ModelShape, step: Step) -> int:
+    """Bytes per token that come and go while a layer is computed."""
+    tp, chosen = step.mesh.parallel.tp, max(1, shape.experts_per_token)
+    return step.itemsize * (2 * shape.hidden + 2 * chosen * shape.intermediate // tp)
+
+
+def _chunk(shape: ModelShape, step: Step) -> int:
+    """Bytes of a chunk's logits in float32."""
+    vocabulary = step.mesh.vocabulary(shape)
+    return min(step.tokens, chunk_tokens(vocabulary, step.device_bytes)) * vocabulary * FLOAT
+
+
+def _sum(lines: Sequence[Line], *, on_host: bool) -> int:
+    return sum(line.nbytes for line in lines if line.on_host is on_host)
+
+
+def _up(number: int, parts: int) -> int:
+    return -(-number // parts)

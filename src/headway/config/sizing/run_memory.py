@@ -1,0 +1,168 @@
+"""Memory of the processes of a configured run: its roles, placed, with the sizes of its model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from headway.config.schema import Config
+from headway.config.sections.model_section import MakeModelConfig
+from headway.config.sizing.model_shape import FLOAT, ModelShape
+from headway.config.sizing.placement import ACTOR, CRITIC, LOGP, REF, ROLLOUT, Placement, concurrent, resolve_placement
+from headway.config.sizing.process_memory import (
+    Line,
+    Memory,
+    Mesh,
+    Step,
+    critic,
+    machine,
+    reference,
+    replica,
+    trainer,
+    update,
+)
+from headway.config.transport_facts import TRANSPORTS, transport_of
+
+MIB, GIB = 2**20, 2**30
+REPLICA, OF_REPLICA = "replica", "device of a replica"
+"""Names of processes that generate, alone or with others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """Equal processes of a run, each on a device of its own; or machines, by what processes share there."""
+
+    name: str
+    count: int
+    memory: Memory
+
+
+def made(make: MakeModelConfig) -> Mapping[str, Any]:
+    """Return what ``config.json`` of a made model says of its sizes."""
+    sizes = make.model_dump(exclude={"architecture", "vocabulary", "special_tokens", "chat_template"})
+    return {
+        **sizes,
+        "model_type": make.architecture,
+        "vocab_size": len(make.vocabulary) + len(make.special_tokens) + 2,
+    }
+
+
+def processes(config: Config, shape: ModelShape, *, on_cpu: bool, device_bytes: int | None = None) -> list[Process]:
+    """Return the processes of a run of a model of ``shape``. Those of one process each (``backend: inline``), too.
+
+    Micro-batches are as large as they may be, answers as long, and all slots in use.
+    """
+    placement = resolve_placement(config)
+    step = _step(config, placement, on_cpu=on_cpu, device_bytes=None if on_cpu else device_bytes)
+    roles: dict[str, Memory] = {ACTOR: _trainer(config, shape, step, placement, on_cpu=on_cpu, senders=0)}
+    for role, of in ((REF, reference), (LOGP, reference), (CRITIC, critic)):
+        if role in placement.devices and not placement.shared(role, ACTOR):
+            roles[role] = of(shape, _on(step, len(placement.devices[role])))
+    senders = _senders(config, len(placement.devices[ACTOR]), on_cpu=on_cpu)
+    generates = _replica(config, shape, senders, on_cpu=on_cpu)
+    if placement.shared(ROLLOUT, ACTOR):
+        roles[ACTOR] = roles[ACTOR].beside(Memory((), {"generation": generates.lines}))
+    else:
+        roles[ROLLOUT] = generates
+    counts = {role: len(placement.devices[role]) for role in roles}
+    names = {ACTOR: "trainer rank", REF: "reference rank", LOGP: "logp rank", CRITIC: "critic rank"}
+    names[ROLLOUT] = REPLICA if placement.per_replica == 1 else OF_REPLICA
+    found = [Process(names[role], counts[role], memory) for role, memory in roles.items()]
+    if not placement.shared(ROLLOUT, ACTOR):
+        sending = _trainer(config, shape, step, placement, on_cpu=on_cpu, senders=senders)
+        others = counts[ACTOR] - senders
+        found[:1] = [Process("trainer rank that sends" if others else names[ACTOR], senders, sending)]
+        if others:
+            found.insert(1, Process("trainer rank that does not", others, roles[ACTOR]))
+    shared = machine(shape, _served(config, on_cpu=on_cpu), on_cpu=on_cpu)
+    if ROLLOUT in roles and (config.rollout.enable_dual_buffer or config.rollout.name != "native"):
+        found.append(Process("machine with replicas", len(placement.on_nodes(ROLLOUT)), shared))
+    if LOGP in roles:
+        found.append(Process("machine with logp ranks", len(placement.on_nodes(LOGP)), shared))
+    return found
+
+
+def _senders(config: Config, ranks: int, *, on_cpu: bool) -> int:
+    """Number of the trainer's ranks that send weights to replicas on other devices."""
+    update = config.param_update
+    facts = TRANSPORTS[transport_of(update.transport, backend=config.cluster.backend, shared=False)]
+    if not on_cpu and facts.on_gpu and update.schedule == "synchronous" and update.backend != "gloo":
+        return 1  # from device to device
+    return min(facts.most_senders, ranks // config.actor.parallel.replicate)
+
+
+def _step(config: Config, placement: Placement, *, on_cpu: bool, device_bytes: int | None) -> Step:
+    actor, data = config.actor, config.data
+    mesh = Mesh(len(placement.devices[ACTOR]), actor.parallel)
+    longest = data.max_prompt_length + data.max_response_length
+    inner = actor.parallel.inner
+    groups = -(-actor.ppo_mini_batch_size * inner // mesh.ranks)  # of a mini-batch, on each data rank
+    all_rows = -(-groups * config.rollout.n * longest // actor.parallel.cp)
+    budget = max(actor.ppo_max_token_len_per_gpu, -(-longest // actor.parallel.cp))
+    return Step(
+        mesh=mesh,
+        tokens=min(budget, all_rows),
+        itemsize=_itemsize(config.model.dtype, on_cpu=on_cpu),
+        recompute=config.model.enable_gradient_checkpointing,
+        reshard=actor.fsdp_config.reshard_after_forward,
+        offload=actor.fsdp_config.param_offload and not on_cpu,
+        device_bytes=device_bytes,
+        entropy=actor.entropy_coeff > 0,
+    )
+
+
+def _on(step: Step, ranks: int) -> Step:
+    """Return ``step`` on another number of ranks."""
+    return replace(step, mesh=Mesh(ranks, step.mesh.parallel))
+
+
+def _trainer(
+    config: Config, shape: ModelShape, step: Step, placement: Placement, *, on_cpu: bool, senders: int
+) -> Memory:
+    """``senders``: number of ranks that send weights, of which this is one; 0 if it is not."""
+    memory = trainer(shape, step)
+    if placement.shared(REF, ACTOR):
+        memory = memory.beside(reference(shape, step))
+    if placement.shared(CRITIC, ACTOR):
+        memory = memory.beside(critic(shape, step))
+    if placement.shared(LOGP, ACTOR) and config.async_training.trigger_parameter_sync_step > 1:
+        share = FLOAT * step.mesh.share(shape)
+        copy = Line("weights at the version's start", share, on_host=not on_cpu)
+        now = Line("the present weights, meanwhile", share, on_host=not on_cpu)
+        memory = memory.beside(Memory((copy,), {"log-probs of the version's start": (now,)}))
+    bucket = int(config.rollout.param_update_preduce_bucket_size_mb * MIB)
+    served = _served(config, on_cpu=on_cpu)
+    keeps = config.param_update.schedule == "overlapped" or config.param_update.encoding == "delta"
+    shared = placement.shared(ROLLOUT, ACTOR) and len(placement.devices[ACTOR]) > 1
+    return memory.beside(update(shape, served, bucket, senders=senders, copy=keeps, on_cpu=on_cpu, shared=shared))
+
+
+def _replica(config: Config, shape: ModelShape, senders: int, *, on_cpu: bool) -> Memory:
+    rollout = config.rollout
+    context = config.data.max_prompt_length + config.data.max_response_length
+    slots = concurrent(config)
+    shared = config.placement.kind == "shared"
+    # A cut or parked answer is read again with all that it has; only vLLM on GPUs divides a context over steps.
+    undivided = context if on_cpu or rollout.name == "native" else 0
+    return replica(
+        shape,
+        itemsize=_served(config, on_cpu=on_cpu),
+        cached_tokens=slots * context,
+        cache_bytes=None if rollout.kv_cache_gib is None else int(rollout.kv_cache_gib * GIB),
+        slots=slots,
+        prefill=max(min(rollout.max_batched_tokens, slots * context), undivided),
+        bucket=(1 if shared else senders) * int(rollout.param_update_consume_bucket_size_mb * MIB),
+        in_place=shared or not rollout.enable_dual_buffer,
+        on_cpu=on_cpu,
+        devices=rollout.tensor_model_parallel_size,
+    )
+
+
+def _served(config: Config, *, on_cpu: bool) -> int:
+    dtype = config.rollout.dtype
+    return _itemsize(config.model.dtype if dtype == "auto" else dtype, on_cpu=on_cpu)
+
+
+def _itemsize(dtype: str, *, on_cpu: bool) -> int:
+    return FLOAT if dtype == "float32" or (dtype == "auto" and on_cpu) else FLOAT // 2

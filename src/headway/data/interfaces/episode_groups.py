@@ -1,0 +1,96 @@
+"""Groups of episodes, and the keepers that make them of calls to replicas."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from headway.data.interfaces.generation import Priority, SamplingParams
+from headway.data.interfaces.rollout import RolloutEngine
+from headway.data.types import GroupTokens, Handle, Prompt, Trajectory
+from headway.errors import HeadwayError
+from headway.runtime.pickling import pickled_by_fields
+
+
+@pickled_by_fields
+@dataclass(frozen=True, slots=True)
+class GroupRequest:
+    """A group to make: ``n`` episodes of one prompt, with ids ``prompt.trajectory_id(k)`` for k in 0 … n − 1."""
+
+    number: int
+    """The group's number; for validation, the problem's index (never mixed with groups: see ``priority``)."""
+    prompt: Prompt
+    n: int
+    sampling: SamplingParams
+    priority: Priority = Priority.TRAINING
+    baseline: SamplingParams | None = None
+    """Sampling of one more episode, k = n, which is not trained on; None without one."""
+    shown: bool = False
+    """True where the group leaves a sample: its episodes come with their conversations, whoever scores them."""
+
+    @property
+    def episodes(self) -> int:
+        """Number of the group's episodes, the baseline included."""
+        return self.n + (self.baseline is not None)
+
+
+@pickled_by_fields
+@dataclass(frozen=True, slots=True)
+class FinishedGroup:
+    """The group that a keeper hands on for one request."""
+
+    number: int
+    trajectories: tuple[Trajectory, ...]
+    """One for each episode, in order of k."""
+    tokens: Handle[GroupTokens]
+
+
+class Keeper(Protocol):
+    """A holder of groups: it makes their episodes with calls to replicas, and keeps what was sampled.
+
+        await keeper.join(replica)
+        await keeper.route([replica.name])              # new calls go to these
+        async for group in keeper.generate([GroupRequest(0, prompt, n=8, sampling=sampling)]):
+            ...                                         # each group when its last episode is over
+
+    The calls of a replica that `leave` are asked again of another one.
+    """
+
+    name: str
+
+    def generate(
+        self, requests: Sequence[GroupRequest], *, on: str | None = None
+    ) -> AsyncGenerator[FinishedGroup, None]:
+        """Start all groups in one step, in order, and yield each when it is done.
+
+        Leaving the iterator early drops the groups that it has not yielded. Aborted groups are yielded too, with finish
+        reason ``aborted``. ``on``: the one replica for all calls of these groups; raises `WorkerDied` when it leaves.
+        Raises `DataError` for a prompt that no engine takes.
+        """
+
+    async def join(self, replica: RolloutEngine) -> None:
+        """Connect to ``replica``, which gets calls once `route` names it."""
+
+    async def leave(self, replica: str) -> None:
+        """Ask the unfinished calls of ``replica`` again of others: it is gone."""
+
+    async def route(self, replicas: Sequence[str], *, halted: bool = False) -> None:
+        """Send new calls to these replicas alone. ``halted``: they wait there, and clocks of episodes stand still."""
+
+    async def hold(self) -> None:
+        """Start no training group any more; return when all that were started are done, or `go_on` was called."""
+
+    async def go_on(self) -> None:
+        """Start the groups that were held back, and new ones again."""
+
+    async def abort_older_than(self, version: int) -> None:
+        """End the training groups that have a token of an older version in a call that is finished."""
+
+    async def answer(self) -> None:
+        """Return at once: the keeper is there."""
+
+    def failures(self) -> AsyncGenerator[tuple[str, HeadwayError], None]:
+        """Yield a replica's name and why it failed, for each replica that ended or refused a call's transport."""
+
+    async def close(self) -> None: ...

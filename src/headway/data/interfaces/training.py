@@ -1,0 +1,141 @@
+"""Engines that compute with samples: trainer, critic, and those that recompute log-probs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from headway.data.interfaces.steps import StepContext, StepReport, TokenLoss
+from headway.data.interfaces.weights import GatherReport, SendReport
+from headway.data.types import Column, Sample
+
+
+class FetchEngine(Protocol):
+    """Engine that is asked several times about one fetch, which it divides over its ranks once.
+
+        await engine.begin_fetch(mini_batches)              # each rank gets groups that are its own from now on
+        values = await engine.forward_values(samples)       # it reads their tokens, and holds them
+        await engine.train_step(mini_batches[0])
+        await engine.end_fetch()                            # they are forgotten
+
+    Calls in between are about samples of that fetch alone.
+    """
+
+    async def begin_fetch(self, mini_batches: Sequence[Sequence[Sample]]) -> None:
+        """Assign the samples of a fetch to ranks. ``mini_batches``: those of each optimizer step."""
+
+    async def end_fetch(self) -> None:
+        """Forget the fetch, and what was read of it."""
+
+
+class LogProbEngine(Protocol):
+    """Engine that recomputes log-probs: a frozen or separately served copy of the policy."""
+
+    async def forward_logprobs(self, samples: Sequence[Sample]) -> list[Column]:
+        """Return the [T] float32 log-probs of each sample (nats, ``rollout.temperature`` applied)."""
+
+
+class ProximalEngine(Protocol):
+    """Engine for log π_prox: log-probs under the policy as it was before the first optimizer step of a version."""
+
+    async def proximal_logprobs(self, samples: Sequence[Sample], version: int) -> list[Column]:
+        """Return the [T] float32 log-probs of each sample under ``version`` (nats, ``rollout.temperature`` applied).
+
+        Raises `RunError` when the engine does not have exactly that version.
+        """
+
+
+class SupervisedEngine(FetchEngine, Protocol):
+    """Training engine, as supervised fine-tuning drives it: the trainer's ranks, driven as one."""
+
+    async def train_step(self, samples: Sequence[Sample], context: StepContext) -> StepReport:
+        """Make one optimizer step on a mini-batch. The gradient does not depend on how the mini-batch is split."""
+
+    async def token_loss(self, samples: Sequence[Sample]) -> TokenLoss:
+        """Return the loss of the tokens that the samples train, under the current weights."""
+
+    async def save(self, path: Path, driver_state: Mapping[str, Any]) -> None:
+        """Save a complete checkpoint: model, optimizer, schedule, and ``driver_state`` as JSON. Atomic, by a rename."""
+
+    async def load(self, path: Path) -> dict[str, Any]:
+        """Restore a checkpoint. Returns its ``driver_state``."""
+
+    async def export(self, path: Path) -> None:
+        """Write a Hugging Face folder that ``AutoModelForCausalLM.from_pretrained`` opens."""
+
+
+class TrainEngine(FetchEngine, LogProbEngine, ProximalEngine, Protocol):
+    """Training engine: the trainer's ranks, driven as one.
+
+        await trainer.begin_fetch(mini_batches)
+        for mini_batch in mini_batches:
+            await trainer.train_step(mini_batch, StepContext(version=2))
+        await trainer.end_fetch()
+        await trainer.reach(["rollout-0"])
+        await trainer.send_weights(3, ["rollout-0"])        # while rollout-0 stages version 3
+        await trainer.save(path, driver_state)
+
+    For log-probs under a version's weights, ask before the version's first step; the engine then keeps what it needs to
+    be asked again.
+    """
+
+    async def train_step(self, samples: Sequence[Sample], context: StepContext) -> StepReport:
+        """Make one optimizer step on a mini-batch. The gradient does not depend on how the mini-batch is split."""
+
+    async def reach(self, receivers: Sequence[str]) -> None:
+        """Make sure that the next version can be sent to exactly these receivers, none of which is receiving.
+
+        Call it before every transfer; it is quick when nothing changed. After a failure, or a receiver's death or join,
+        a transport whose members depend on each other meets anew. Raises `UpdateFailed` when one does not come.
+        """
+
+    async def send_weights(self, version: int, receivers: Sequence[str]) -> SendReport:
+        """Gather and send, bucket by bucket, to the receivers named, whose `stage_weights` must run at the same time.
+
+        They are those of the last `reach`. Raises `UpdateFailed` when one of them does not answer or gives up.
+        """
+
+    async def save(self, path: Path, driver_state: Mapping[str, Any]) -> None:
+        """Save a complete checkpoint: model, optimizer, schedule, and ``driver_state`` as JSON. Atomic, by a rename."""
+
+    async def load(self, path: Path) -> dict[str, Any]:
+        """Restore a checkpoint. Returns its ``driver_state``."""
+
+    async def export(self, path: Path) -> None:
+        """Write a Hugging Face folder that ``AutoModelForCausalLM.from_pretrained`` opens."""
+
+    async def close(self) -> None: ...
+
+
+@runtime_checkable
+class OverlappingTrainEngine(TrainEngine, Protocol):
+    """Trainer that can send weights while it trains on, as ``param_update.schedule: overlapped`` needs.
+
+    Its ranks keep a copy in host memory. `gather_weights` overwrites it: no `send_gathered` may be running then.
+    """
+
+    async def gather_weights(self, version: int) -> GatherReport:
+        """Gather the weights into the trainer's copy. The ranks are free again when this returns."""
+
+    async def send_gathered(self, version: int, receivers: Sequence[str]) -> SendReport:
+        """Send the copy, which must hold ``version``, to the receivers that load from one copy of theirs.
+
+        Their `stage_weights` must run at the same time. Takes no time of the ranks, and may run several times at once;
+        ``gather_s`` of the report is 0.
+        """
+
+
+class CriticEngine(FetchEngine, Protocol):
+    """Critic's ranks, driven as one: V(s_t), an estimate of the rewards from token t on, before token t."""
+
+    async def forward_values(self, samples: Sequence[Sample]) -> list[Column]:
+        """Return the [T] float32 values of each sample."""
+
+    async def train_step(self, samples: Sequence[Sample]) -> StepReport:
+        """Make one optimizer step towards the samples' ``returns``, from their ``values``."""
+
+    async def save(self, path: Path) -> None:
+        """Save a complete checkpoint: model, optimizer, schedule. Atomic, by a rename."""
+
+    async def load(self, path: Path) -> None: ...

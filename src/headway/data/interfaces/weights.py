@@ -1,0 +1,102 @@
+"""A version's way from the trainer to a copy of the policy: who receives it, and what both ends report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True)
+class GatherReport:
+    gather_s: float
+    nbytes: int
+    """Number of bytes of the complete weights, in the served dtype."""
+    changed: float | None = None
+    """Share of 16-bit units that differ from the version before; None where it was not measured."""
+    probe: NDArray[np.float32] | None = None
+    """Log-probs [N] of the probe's sequences under these weights, for `PolicyReceiver.probe` to match."""
+
+    def joined(self, others: Sequence[GatherReport]) -> GatherReport:
+        """Return the report of all ranks, each of which has gathered its share."""
+        reports = [self, *others]
+        return replace(
+            self,
+            gather_s=max(report.gather_s for report in reports),
+            nbytes=sum(report.nbytes for report in reports),
+            changed=changed_of_all([(report.changed, report.nbytes) for report in reports]),
+        )
+
+
+def changed_of_all(shares: Sequence[tuple[float | None, int]]) -> float | None:
+    """Return which part of the weights has changed, given that of each share and the share's bytes."""
+    known = [(changed, nbytes) for changed, nbytes in shares if changed is not None]
+    return sum(changed * nbytes for changed, nbytes in known) / sum(n for _, n in known) if known else None
+
+
+@dataclass(frozen=True, slots=True)
+class SendReport:
+    gather_s: float
+    send_s: float
+    nbytes: int
+    """Number of bytes sent: those of the weights, or fewer where only changes were sent."""
+    checksum: int
+    """Checksum of all weights, in order; equals that of every receiver not named in ``checksums``."""
+    checksums: Mapping[str, int] = field(default_factory=dict)
+    """Checksums by receiver, for those that hold the weights in another dtype."""
+    full_nbytes: int | None = None
+    """Number of bytes of the complete weights, in the served dtype; None: the same as ``nbytes``."""
+    changed: float | None = None
+    """Share of 16-bit units that differ from the version before, as in `GatherReport`; None after
+    `training.OverlappingTrainEngine.send_gathered`."""
+    probe: NDArray[np.float32] | None = None
+    """Log-probs [N] of the probe's sequences, as in `GatherReport`; None after
+    `training.OverlappingTrainEngine.send_gathered`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiveReport:
+    recv_s: float
+    register_s: float
+    nbytes: int
+    """Number of bytes received: those of the weights, or fewer where only changes were sent; 0 where the version was
+    found on the receiver's machine."""
+    checksum: int
+    path: str | None = None
+    """Path at which other receivers of the machine find the version (`headway.engines.weights.shared_bytes`); None
+    where it lies in no memory that could be shared."""
+
+
+class PolicyReceiver(Protocol):
+    """A holder of a copy of the policy: a rollout replica, or a role that recomputes log-probs.
+
+    report, sent = await both(receiver.stage_weights(3), trainer.send_weights(3, [receiver.name]))
+    assert report.checksum == sent.checksum     # version 3 is there, and version 2 is still served
+    await receiver.activate(3)                  # version 3 is served
+    served = await receiver.probe()             # log-probs to compare with the trainer's
+    """
+
+    name: str
+    copy: str
+    """Name of the copy in host memory that it loads new versions from. Receivers of one copy load a version before the
+    next one comes."""
+
+    async def stage_weights(self, version: int) -> ReceiveReport:
+        """Receive and register ``version``: it is then complete and checksummed, but not served yet.
+
+        The matching `training.TrainEngine.send_weights` must run at the same time. All-or-nothing: on an error nothing
+        is staged and, with a second buffer, the old version is still served; without one nothing is served any more
+        once it was written over in part, until a whole version has come. Raises `UpdateFailed`.
+        """
+
+    async def activate(self, version: int) -> float:
+        """Load the staged ``version``: serve it from now on. Returns the seconds it took."""
+
+    async def probe(self) -> NDArray[np.float32] | None:
+        """Return the log-probs [N] of a few fixed sequences under the served weights; None where they are unknown.
+
+        Call it only while nothing decodes.
+        """

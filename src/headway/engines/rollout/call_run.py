@@ -1,0 +1,154 @@
+"""The unit of work: one call of the policy while it is being answered.
+
+CallRun:  waiting ─▶ decoding ─▶ finished
+             ▲          │
+             └──────────┘  parked, by an interrupt or for want of memory: tokens kept, keys and values dropped
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.data.interfaces.generation import Call, FinishedCall, Priority, SamplingParams
+from headway.data.types import FinishReason, SampledTokens, version_spans
+from headway.engines.rollout.randomness import trajectory_key
+from headway.errors import DataError, NonFinite
+
+
+@dataclass(slots=True, eq=False)
+class CallRun:
+    """State of one call in the engine, from submission to its end."""
+
+    call: Call
+    client: str
+    """The name under which the call was submitted; results and commands go by it and the call's number."""
+    serial: int
+    """Place in the order of submission."""
+    key: int
+    """The key of the call's uniform numbers."""
+    limit: int
+    """Most tokens that may be sampled: ``max_tokens``, or what the context leaves."""
+    written: SampledTokens = field(default_factory=SampledTokens.nothing)
+    """Up to date only while the call is not decoding."""
+    started: float | None = None
+    """The time at which its first token was sampled."""
+    oldest_version: int | None = None
+    """The version that sampled its first token."""
+    cached: int = 0
+    """Tokens of the call's own context that were found in a prefix cache when it started."""
+
+    @classmethod
+    def of(
+        cls,
+        call: Call,
+        client: str,
+        *,
+        seed: int,
+        serial: int,
+        max_context: int,
+        vocabulary: int,
+        like: CallRun | None = None,
+    ) -> CallRun:
+        """Check a call, the ``serial``-th of an engine, and set it up. What it has in common with ``like`` is right.
+
+        Raises `DataError` for a context that is empty, leaves no room for a token or has tokens that the model does not
+        know, and for sampling parameters that make no sense.
+        """
+        sampling, ids = call.sampling, call.input_ids
+        if like is None or like.call.sampling is not sampling:
+            check_sampling(sampling, vocabulary)
+        room = max_context - len(ids)
+        if like is None or like.call.input_ids is not ids:
+            check_context(call, max_context, vocabulary)
+        key = trajectory_key(seed if sampling.seed is None else sampling.seed, call.trajectory, call.key)
+        return cls(call, client, serial, key, min(sampling.max_tokens, room))
+
+    @property
+    def fresh(self) -> bool:
+        """True before the first token is sampled."""
+        return len(self.written.ids) == 0
+
+    @property
+    def trains(self) -> bool:
+        """True for a call of training, false for one of validation."""
+        return self.call.priority is Priority.TRAINING
+
+    @property
+    def length(self) -> int:
+        """The length of its `context`, in tokens."""
+        return len(self.call.input_ids) + len(self.written.ids)
+
+    @property
+    def context(self) -> NDArray[np.int64]:
+        """[P + T] what its next token goes on from: the call's ids, and what was sampled since."""
+        given = self.call.input_ids.astype(np.int64)
+        return given if self.fresh else np.concatenate([given, self.written.ids.astype(np.int64)])
+
+    def begin(self, now: float, version: int) -> None:
+        """Note that a token is sampled ``now`` by ``version``: the first one counts."""
+        if self.started is None:
+            self.started, self.oldest_version = now, version
+
+    def finish(self, reason: FinishReason, finished: float) -> FinishedCall:
+        """The result of the call, whose ``written`` is up to date."""
+        return FinishedCall(
+            number=self.call.number,
+            length=len(self.written.ids),
+            version_spans=version_spans(self.written.versions),
+            finish_reason=reason,
+            started=finished if self.started is None else self.started,
+            finished=finished,
+            tokens=self.written,
+            cached=self.cached,
+        )
+
+
+def check_context(call: Call, max_context: int, vocabulary: int) -> None:
+    """Raise `DataError` if a model of so many tokens cannot go on from a call's context."""
+    ids = call.input_ids
+    if not 0 < len(ids) < max_context:
+        raise DataError(
+            f"row {call.trajectory.row} asks for an answer to a prompt of {len(ids)} tokens; the engine needs a "
+            f"prompt, and room for a token in its context of {max_context} (shorten the prompt, or raise "
+            "data.max_prompt_length or data.max_response_length)"
+        )
+    if (lowest := int(ids.min())) < 0 or int(ids.max()) >= vocabulary:
+        raise DataError(
+            f"the prompt of row {call.trajectory.row} has token ids from {lowest} to {ids.max()}, but the model "
+            f"knows 0 to {vocabulary - 1}; do tokenizer and model belong together?"
+        )
+
+
+def check_sampling(params: SamplingParams, vocabulary: int) -> None:
+    """Raise `DataError` if ``params`` cannot be sampled from by a model of so many tokens."""
+    if params.max_tokens < 1:
+        raise DataError(f"sampling needs max_tokens ≥ 1, got {params.max_tokens}")
+    if not 0 <= params.min_tokens <= params.max_tokens:
+        raise DataError(f"sampling needs 0 ≤ min_tokens ≤ max_tokens={params.max_tokens}, got {params.min_tokens}")
+    if params.temperature < 0 or not 0 < params.top_p <= 1 or params.top_k < 0 or not 0 <= params.min_p <= 1:
+        raise DataError(
+            "sampling needs temperature ≥ 0, 0 < top_p ≤ 1, top_k ≥ 0 and 0 ≤ min_p ≤ 1, got "
+            f"temperature {params.temperature}, top_p {params.top_p}, top_k {params.top_k}, min_p {params.min_p}"
+        )
+    if not 0 < params.repetition_penalty < math.inf:
+        raise DataError(f"sampling needs a repetition_penalty above 0, got {params.repetition_penalty}")
+    if unknown := [token for token, _ in params.logit_bias if not 0 <= token < vocabulary]:
+        raise DataError(f"logit_bias names token {unknown[0]}, but the model knows 0 to {vocabulary - 1}")
+    if not all(math.isfinite(bias) for _, bias in params.logit_bias):
+        raise DataError("logit_bias must be finite; to forbid a token, give it -1e4")
+    if any(not text for text in params.stop):
+        raise DataError("an empty stop string ends every answer before it begins; drop it")
+
+
+def not_finite(name: str, version: int) -> NonFinite:
+    """The error for logits that are not finite, which give no distribution to sample from."""
+    why = (
+        "the weights have diverged (lower actor.optim.lr, or look at the gradient norm)"
+        if version
+        else "look at the weights that it started from, and at rollout.dtype"
+    )
+    return NonFinite(f"rollout engine {name}: the model's logits are not finite under version {version}; {why}")

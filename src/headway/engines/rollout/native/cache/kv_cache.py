@@ -1,0 +1,218 @@
+"""The KV cache: one row per decoding slot, keys and values side by side, all rows as long as the longest needs.
+
+    [layers, rows, 2·kv_heads, room, head_dim]        heads 0..kv_heads-1 are keys, the rest are values
+    [layers, blocks, 2·kv_heads, BLOCK, head_dim]     the same memory from its end
+
+Rows 0..active-1 are in use, so that what attention reads is a view and finished rows cost nothing. The memory is taken
+once, for so many tokens; how they are divided into rows and room changes with what decodes: many short rows or few long
+ones. Rows move when it does, within that memory, once in ``room_step`` tokens at most. What rows leave of it holds
+blocks of contexts that do not decode (see `prefix_cache`), the first block at the memory's end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import PreTrainedConfig
+
+from headway.engines.rollout.native.cache.prefix_cache import BLOCK, Copy
+from headway.engines.rollout.native.supported_models import not_served
+from headway.errors import said_by
+
+ROOM_STEP = 64
+"""Number of positions by which rows are lengthened at a time, unless more is asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class KvGeometry:
+    """The sizes of a decoder's keys and values."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+
+    @classmethod
+    def of(cls, config: PreTrainedConfig) -> KvGeometry:
+        """Read the sizes off a Hugging Face config; raises `ModelError` where it does not state them."""
+        try:
+            heads = int(config.num_attention_heads)
+            kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
+            if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
+                kv_heads = 1  # Falcon, whose config gives no number
+            head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+            return cls(int(config.num_hidden_layers), kv_heads, head_dim)
+        except (
+            AttributeError,
+            RuntimeError,
+        ) as missing:  # the latter where layers differ: transformers' own kind of it
+            raise not_served(
+                config, f"its config does not state one size of attention heads for all layers ({said_by(missing, 80)})"
+            ) from missing
+
+
+def enough(slots: int, context: int) -> int:
+    """Tokens of a cache in which each of ``slots`` contexts has a place, be it in a row or in blocks."""
+    return slots * -(-context // BLOCK) * BLOCK
+
+
+class SlotCache:
+    """Owns the cache's memory and knows how rows are written, filled and moved."""
+
+    def __init__(
+        self,
+        geometry: KvGeometry,
+        *,
+        slots: int,
+        context: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        tokens: int | None = None,
+        room_step: int = ROOM_STEP,
+    ) -> None:
+        """``slots``, ``context``: most rows, most positions of one; ``tokens``: of all. Default: `enough`."""
+        self.geometry = geometry
+        self.slots = slots
+        self.context = context
+        self.tokens = enough(slots, context) if tokens is None else tokens
+        self.lent = 0
+        """Blocks that are in use, from the memory's end: `rows` do not reach them."""
+        self._room_step = room_step
+        self._dtype, self._device = dtype, device
+        self._heads = 2 * geometry.kv_heads
+        self.allocate()
+
+    def allocate(self) -> None:
+        # Zeros, not garbage: attention reads masked positions too, and 0 · NaN would not be 0. What rows leave behind
+        # when they move is finite.
+        g = self.geometry
+        shape = (g.layers, self.tokens * self._heads * g.head_dim)
+        rows = torch.arange(self.slots, device=self._device).unsqueeze(1)
+        # Made once: recorded steps read it, however the memory is divided when they are replayed.
+        self._places = rows * self._heads + torch.arange(self._heads, device=self._device)
+        self._kv = torch.zeros(shape, dtype=self._dtype, device=self._device)
+        blocks = self.tokens // BLOCK
+        of_blocks = self._kv[:, (self.tokens - blocks * BLOCK) * self._heads * g.head_dim :]
+        self._blocks = of_blocks.unflatten(1, (blocks, self._heads, BLOCK, g.head_dim))
+        self.lent = 0
+        self._divide(self._rounded(1))
+
+    def release(self) -> None:
+        """Give the memory back; every row and block is lost. `allocate` brings it back."""
+        del self._kv, self._rows, self._layers, self._flat, self._places, self._blocks
+
+    def scratch(self, slots: int, context: int) -> SlotCache:
+        """Another cache of the same geometry, for a few short rows beside those that decode."""
+        cache = SlotCache(self.geometry, slots=slots, context=context, dtype=self._dtype, device=self._device)
+        cache.reserve(slots, context, np.zeros(0, np.int64))
+        return cache
+
+    def fits(self, rows: int, positions: int) -> bool:
+        """Tell whether there is memory for so many rows, the longest of ``positions``."""
+        return rows * self._rounded(positions) <= self.tokens
+
+    @property
+    def rows(self) -> int:
+        """Rows that there are, as the memory is divided."""
+        return min(self.slots, (self.tokens - self.lent * BLOCK) // self.room)
+
+    def blocks_beside(self, rows: int, positions: int | None = None) -> int:
+        """Blocks that there is memory for beside so many rows: as `reserve` will divide it for them, else as it is."""
+        room = self.room if positions is None else self._room_for(rows, positions)
+        return max(0, (self.tokens - rows * room) // BLOCK)
+
+    def reserve(self, rows: int, positions: int, lengths: NDArray[np.int64]) -> None:
+        """Divide the memory so that ``rows`` rows have room for ``positions``, which `fits`.
+
+        The rows that are in use keep what they hold, ``lengths`` [A] positions each. No more blocks may be lent than
+        `blocks_beside` them.
+        """
+        needed = self._room_for(rows, positions)
+        if needed == self.room:
+            return
+        before, room = self._rows, self.room
+        self._divide(needed)
+        # Front to back if rows get shorter, else back to front: no row is written over before it has moved.
+        order = range(len(lengths)) if needed < room else reversed(range(len(lengths)))
+        for row in order:
+            length = int(lengths[row])
+            self._rows[:, row, :, :length] = before[:, row, :, :length].clone()
+
+    def addresses(self, lengths: torch.Tensor) -> torch.Tensor:
+        """[A, 2·kv_heads] where rows 0..A-1 store their next token, given ``lengths`` [A]; for `append`."""
+        return self._places[: len(lengths)] * self.room + lengths.unsqueeze(1)
+
+    def append(self, layer: int, addresses: torch.Tensor, kv: torch.Tensor) -> None:
+        """Store one token's keys and values [A, 2·kv_heads, head_dim] in rows 0..A-1."""
+        self._flat[layer][addresses] = kv
+
+    def view(self, layer: int, start: int, stop: int, span: int, first: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [stop - start, kv_heads, span, head_dim] of rows start..stop-1, from position ``first`` on.
+
+        They are views.
+        """
+        rows = self._layers[layer][start:stop, :, first : first + span]
+        return rows[:, : self.geometry.kv_heads], rows[:, self.geometry.kv_heads :]
+
+    def fill(self, rows: range, kv: torch.Tensor, start: int = 0) -> None:
+        """Copy keys and values [layers, 2·kv_heads, T, head_dim] to each of ``rows``, from position ``start`` on."""
+        self._rows[:, rows.start : rows.stop, :, start : start + kv.shape[2]] = kv.unsqueeze(1)
+
+    def move(self, source: int, target: int, length: int) -> None:
+        """Copy the first ``length`` positions of row ``source`` to row ``target``."""
+        self._rows[:, target, :, :length] = self._rows[:, source, :, :length]
+
+    def read(self, row: int, length: int) -> torch.Tensor:
+        """A copy of the keys and values [layers, 2·kv_heads, length, head_dim] at the start of ``row``."""
+        copy: torch.Tensor = self._rows[:, row, :, :length].clone()
+        return copy
+
+    def gather(self, blocks: Sequence[int], length: int) -> torch.Tensor:
+        """A copy of the first ``length`` tokens in ``blocks``: [layers, 2·kv_heads, length, head_dim]."""
+        copy: torch.Tensor = self._blocks[:, self._at(blocks)].transpose(1, 2).flatten(2, 3)[:, :, :length]
+        return copy
+
+    def store(self, copies: Sequence[Copy], kv: torch.Tensor) -> None:
+        """Copy parts of a context's keys and values [layers, 2·kv_heads, T, head_dim] into blocks."""
+        whole = [copy for copy in copies if copy.stop - copy.start == BLOCK]
+        if whole:  # neighbours: behind a block that is new, all are
+            parts = kv[:, :, whole[0].start : whole[-1].stop].unflatten(2, (len(whole), BLOCK))
+            self._blocks[:, self._at([copy.block for copy in whole])] = parts.transpose(1, 2)
+        for copy in copies:
+            count = copy.stop - copy.start
+            if count < BLOCK:
+                target = self._blocks[:, self._at([copy.block])[0], :, copy.offset : copy.offset + count]
+                target.copy_(kv[:, :, copy.start : copy.stop])
+
+    def shift(self, moves: Sequence[tuple[int, int]]) -> None:
+        """Copy blocks to other places: (from, to), no place twice."""
+        if moves:
+            sources, targets = zip(*moves, strict=True)
+            self._blocks[:, self._at(targets)] = self._blocks[:, self._at(sources)]
+
+    def _at(self, blocks: Sequence[int]) -> list[int]:
+        """Indices of blocks, which are counted from the memory's end."""
+        last = self._blocks.shape[1] - 1
+        return [last - block for block in blocks]
+
+    def _room_for(self, rows: int, positions: int) -> int:
+        """Positions of a row when ``rows`` are reserved with room for ``positions``: as now, unless that is unfit."""
+        needed = self._rounded(positions)
+        fits = needed <= self.room < 2 * needed and rows * self.room <= self.tokens
+        return self.room if fits else needed
+
+    def _divide(self, room: int) -> None:
+        """View the memory as rows of ``room`` positions."""
+        g, rows = self.geometry, min(self.slots, self.tokens // room)
+        self.room = room
+        self._rows = self._kv[:, : rows * self._heads * room * g.head_dim].unflatten(
+            1, (rows, self._heads, room, g.head_dim)
+        )
+        self._layers = list(self._rows.unbind(0))
+        self._flat = [layer.view(-1, g.head_dim) for layer in self._layers]
+
+    def _rounded(self, positions: int) -> int:
+        return min(-(-positions // self._room_step) * self._room_step, self.context)

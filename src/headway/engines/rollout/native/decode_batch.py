@@ -1,0 +1,205 @@
+"""The batch: the calls that decode, each in a row, and what a step does with them.
+
+    waiting calls ─StepAdmission─▶ run: one pass over rows and contexts ─▶ sample ─▶ ended ─▶ take_out
+                                        ▲                                                        │
+                      Siblings, Prefixes┘◀───────────── contexts that go on later ───────────────┘
+
+It decides nothing: who starts, who is parked and what becomes of a call is the core's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import torch
+
+from headway.data.types import FinishReason
+from headway.engines.rollout.call_run import CallRun
+from headway.engines.rollout.native.cache.context_prefixes import Prefixes
+from headway.engines.rollout.native.cache.shared_prompts import SharedPrompts
+from headway.engines.rollout.native.decode_rows import Rows
+from headway.engines.rollout.native.model_runner import Given, Runner
+from headway.engines.rollout.native.native_activity import Step
+from headway.engines.rollout.native.penalty_state import SeenTokens
+from headway.engines.rollout.native.prefix_sharing import Siblings
+from headway.engines.rollout.native.step_admission import Share, StepAdmission
+from headway.engines.rollout.native.stop_strings import completed, window
+
+KEPT_SHARE = 8
+"""One in so many tokens of the KV cache's memory may be taken beside it, for prefills that calls wait for."""
+
+
+class Batch:
+    """The rows, with all that belongs to them: keys and values, tokens seen, and contexts kept for other calls."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        *,
+        slots: int,
+        max_context: int,
+        max_batched_tokens: int,
+        decode: Callable[[Sequence[int]], str],
+    ) -> None:
+        self.rows = Rows(slots, max_context)
+        self.prefixes = Prefixes(runner.cache)
+        self.siblings = Siblings(max(max_context, runner.cache.tokens // KEPT_SHARE))
+        self._prompts = SharedPrompts(slots)
+        self._runner = runner
+        self._max_batched_tokens = max_batched_tokens
+        self._decode_text = decode
+        self._seen = SeenTokens(slots, runner.vocabulary, runner.device)
+        self._looks_for_text = False
+        """True once a call with stop strings has started."""
+
+    @property
+    def active(self) -> int:
+        """Rows that decode."""
+        return self.rows.active
+
+    # ------------------------------------------------------------------------------------- memory
+
+    @property
+    def fits(self) -> bool:
+        """There is memory for every row's next token."""
+        return self._runner.fits(self.active, self._longest + 1)
+
+    def reserve(self, rows: int | None = None, positions: int | None = None) -> None:
+        """Make room for ``rows`` rows, the longest of ``positions``; by default for every row's next token."""
+        rows = self.active if rows is None else rows
+        positions = self._longest + 1 if positions is None else positions
+        self.prefixes.reserve(self._runner.rows_of(rows), positions, self.rows.lengths[: self.active])
+
+    def renew(self, *, in_place: bool) -> None:
+        """New weights are served; ``in_place``: what goes on does so with what old ones computed."""
+        self.siblings.drop()
+        self._prompts.renew()
+        if in_place:
+            self.prefixes.renew()
+        else:
+            self.prefixes.clear()
+
+    def drop_kept(self) -> None:
+        """Drop all that was computed for calls to come."""
+        self.siblings.drop()
+        self.prefixes.clear()
+
+    @property
+    def _longest(self) -> int:
+        """Positions that the longest row has."""
+        return int(self.rows.lengths[: self.active].max(initial=0))
+
+    # ------------------------------------------------------------------------------------- a step
+
+    def admission(self) -> StepAdmission:
+        """Admission to the next step, as it is now."""
+        return StepAdmission(
+            rows=self.active,
+            longest=self._longest,
+            budget=self._max_batched_tokens,
+            fits=self._runner.fits,
+            kept=self.siblings.of,
+            find=self.prefixes.find,
+        )
+
+    def run(self, starting: Sequence[CallRun], admission: StepAdmission, step: Step) -> torch.Tensor:
+        """One forward pass over all rows and the contexts of the calls that start, which get the next rows.
+
+        Returns the logits [A, V] of all rows, those that start last.
+        """
+        decoding = self.active
+        missing = [share for share in admission.shares if share.missing]
+        contexts = [Given(share.ids[share.found.length :], self.prefixes.gather(share.found)) for share in missing]
+        tokens, lengths = self.rows.tokens[:decoding], self.rows.lengths[:decoding]
+        prompts = self._prompts.of(decoding) if self._runner.shares else ()
+        decoded, prefilled = self._runner.step(tokens, lengths, contexts, prompts)
+        lengths += 1
+        logits = [decoded] if decoding else []
+        if starting:
+            self.reserve(decoding + len(starting), admission.positions)
+            for share, result in zip(missing, prefilled, strict=True):
+                share.prefilled = result
+            logits.append(self._start(starting, admission.shares, step))
+        step.active, step.cached = self.active, self.rows.cached
+        return logits[0] if len(logits) == 1 else torch.cat(logits)
+
+    def sample(self, logits: torch.Tensor, version: int) -> bool:
+        """Sample from ``logits`` [A, V], one row each, and record the tokens. False where they are not finite."""
+        params = [run.call.sampling for run in self.rows.runs]
+        seen = self._seen.of(self.active)
+        tokens, logprobs = self._runner.sample(logits, params, self.rows.uniforms(), self.rows.written, seen)
+        if not np.isfinite(logprobs).all():
+            return False
+        self.rows.record(tokens, logprobs, version)
+        if seen is not None:
+            penalised = [row for row, p in enumerate(params) if p.repetition_penalty != 1]
+            self._seen.record(penalised, tokens[penalised])
+        return True
+
+    def ended(self) -> list[tuple[int, FinishReason]]:
+        """Rows that just got their last token, and why; the last row first."""
+        ended = dict(self.rows.ended())
+        for row, run in enumerate(self.rows.runs) if self._looks_for_text else ():
+            sampling = run.call.sampling
+            if not sampling.stop or self.rows.written[row] <= sampling.min_tokens:
+                continue
+            tail = self.rows.tail(row, window(sampling.stop)).tolist()
+            if completed(tail, sampling.stop, self._decode_text):
+                ended[row] = FinishReason.STOP
+        return sorted(ended.items(), reverse=True)
+
+    def take_out(self, row: int) -> CallRun:
+        """Free the row of a call that has ended by itself; its context is kept if the episode goes on."""
+        ending = self.prefixes.ending(self.rows, row)
+        run = self.remove(row)
+        if ending is not None:
+            self.prefixes.store(run, ending, self._runner.rows_of(self.active))
+        return run
+
+    def remove(self, row: int) -> CallRun:
+        """Free a row; the last one moves into its place, in the cache too."""
+        run, moved = self.rows.remove(row)
+        self._prompts.remove(row, moved)
+        self.prefixes.end(run)
+        if moved != row:
+            self._runner.cache.move(moved, row, int(self.rows.lengths[row]))
+            self._seen.move(moved, row)
+        return run
+
+    def _start(self, starting: Sequence[CallRun], shares: Sequence[Share], step: Step) -> torch.Tensor:
+        """Give the calls that start the next rows, their contexts in the cache; logits [S, V] of their next tokens."""
+        first = self.active
+        for row, run in enumerate(starting, first):
+            self.rows.add(run)
+            self._prompts.add(row, run)
+            sampling = run.call.sampling
+            if sampling.repetition_penalty != 1:
+                self._seen.add(row, run.context)
+            self._looks_for_text = self._looks_for_text or bool(sampling.stop)
+        logits: list[torch.Tensor | None] = [None] * len(starting)
+        for share in shares:
+            prefilled = share.prefilled
+            assert prefilled is not None
+            step.prefilled += share.missing
+            step.found += len(share.ids) * len(share.runs) - share.missing
+            for run, place in zip(share.runs, share.places, strict=True):
+                if run.fresh:
+                    run.cached = len(share.ids) - (share.missing if run is share.runs[0] else 0)
+                    self.siblings.started(run)
+                self.prefixes.begin(run, share.shared)
+                logits[place] = prefilled.logits
+            if share.shared == len(share.ids):
+                self.siblings.keep(share.runs[0], prefilled)
+            for rows in neighbours(share.places):
+                self._runner.fill(range(first + rows.start, first + rows.stop), prefilled)
+        return torch.stack([one for one in logits if one is not None])
+
+
+def neighbours(places: Sequence[int]) -> Iterator[range]:
+    """Cut increasing ``places`` into ranges without a gap."""
+    start = 0
+    for index, place in enumerate(places):
+        if index + 1 == len(places) or places[index + 1] != place + 1:
+            yield range(places[start], place + 1)
+            start = index + 1

@@ -1,0 +1,294 @@
+"""A faster forward pass for Llama, Mistral, Qwen2 and Qwen3: the same arithmetic in fewer, larger operations.
+
+At a few million parameters, a decoding step of the module spends a third of its time between operations. Here q, k, v
+and gate, up are one matrix product each, keys and values are stored in one write, and residuals are added by the
+product that makes them. The module's own parameters become views of the joined matrices. What is derived from them is
+derived again by `refresh`: on a CPU the larger matrices have a second copy, see `projection`.
+
+Shape suffixes: N tokens, A decoding rows, C contexts, H query heads, K key-value heads,
+D head_dim.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import PreTrainedModel
+
+from headway.engines.rollout.native.cache.kv_cache import KvGeometry, SlotCache
+from headway.engines.rollout.native.cache.sliding_windows import Windows
+from headway.engines.rollout.native.model.policy_forward import (
+    Context,
+    Decoding,
+    ModuleForward,
+    PolicyForward,
+    RowBlock,
+    block_masks,
+)
+from headway.engines.rollout.native.model.projection import Projection
+from headway.engines.rollout.native.model.rms_norm import RmsNorm
+from headway.engines.rollout.native.model.step_attention import (
+    AttentionShape,
+    DecodeAttention,
+    PrefillAttention,
+    places_do_not_matter,
+)
+from headway.engines.rollout.native.supported_models import check_kind, not_served
+from headway.errors import ModelError, said_by
+
+logger = logging.getLogger(__name__)
+
+FAMILY = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+_FIXED_ROPE = frozenset({"default", "dynamic", "linear", "llama3", "longrope", "yarn"})
+"""Kinds of rotary embedding whose angles depend on the position alone: within the contexts that `prepare` lets through.
+"""
+
+_TOLERANCE = {torch.float32: 1e-4}
+"""The difference of logits that is allowed, relative to the largest. In the 8 bits of bfloat16 the module itself is up
+to 2⁻⁶ from what its weights give in float32, and another order of the same operations differs from it by as much.
+"""
+
+Attend = Callable[[int, torch.Tensor], torch.Tensor]
+"""(layer, queries, keys and values [N, H + 2K, D]) → [N, H·D]."""
+
+
+def best_forward(model: PreTrainedModel, max_context: int) -> PolicyForward:
+    """The fused forward where it is known to equal the module, else the module itself."""
+    config = model.config
+    check_kind(config, max_context)
+    windows = Windows.of(config, max_context)
+    module = ModuleForward(model, max_context, windows)
+    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if config.model_type not in FAMILY or rope not in _FIXED_ROPE or config.hidden_act != "silu":
+        _try(module, model, windows, max_context)
+        return module
+    fused = FusedForward(model, max_context, windows)
+    difference, largest = _largest_difference(module, fused, model, windows, max_context)
+    if difference <= _TOLERANCE.get(model.dtype, 2**-5) * max(1.0, largest):
+        return fused
+    logger.warning(
+        "the fused forward of %s differs from the module by %.2g in logits of up to %.3g; decoding with the module "
+        "itself, slower",
+        config.model_type,
+        difference,
+        largest,
+    )
+    return module
+
+
+def _try(module: PolicyForward, model: PreTrainedModel, windows: Windows, max_context: int) -> None:
+    """Raise `ModelError` where the model's own code cannot be run with the engine's cache and masks."""
+    try:
+        _brief_logits(module, model, windows, max_context)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as cause:  # the model's own code, of any family
+        said = str(cause) if isinstance(cause, ModelError) else said_by(cause)
+        why = f"its code does not take the engine's cache or masks ({said})"
+        raise not_served(model.config, why) from cause
+
+
+def _largest_difference(
+    module: PolicyForward, fused: PolicyForward, model: PreTrainedModel, windows: Windows, max_context: int
+) -> tuple[float, float]:
+    """Between the logits of both over a short prefill and one decoded token, and the module's largest logit."""
+    expected, logits = (_brief_logits(forward, model, windows, max_context) for forward in (module, fused))
+    return float((expected - logits).abs().max()), float(expected.abs().max())
+
+
+def _brief_logits(forward: PolicyForward, model: PreTrainedModel, windows: Windows, max_context: int) -> torch.Tensor:
+    """Logits [4, V] of a short prefill of two contexts, and of one token decoded behind each."""
+    length = min(8, max_context - 1)
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    ids = (torch.arange(2 * length, device=model.device) * 7919 % vocabulary).view(2, length)
+    lengths = torch.tensor([length, max(length // 2, 1)], device=model.device)
+    contexts = [Context(row[:count]) for row, count in zip(ids, lengths.tolist(), strict=True)]
+    with torch.inference_mode():
+        cache = SlotCache(
+            KvGeometry.of(model.config), slots=2, context=length + 1, dtype=model.dtype, device=model.device
+        )
+        prefilled, kv = forward.step(None, contexts, 1)
+        for row in range(2):
+            cache.fill(range(row, row + 1), kv[row])
+        block = RowBlock.of(range(2), length + 1, lengths, windows.size, model.dtype)
+        decoded, _ = forward.step(Decoding(ids[:, 0], lengths, cache, [block]), (), 1)
+        return torch.cat([prefilled, decoded]).float()
+
+
+@dataclass(slots=True)
+class _HeadNorms:
+    """The norms of queries and keys, by one product."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    heads: int
+    kv_heads: int
+    joint: torch.Tensor = field(init=False)
+    """[H + K, D], of the weights at the last `refresh`, always in the same memory: recorded steps read it there."""
+
+    def __post_init__(self) -> None:
+        self.joint = self._of_each_head()
+
+    def refresh(self) -> None:
+        self.joint.copy_(self._of_each_head())
+
+    def _of_each_head(self) -> torch.Tensor:
+        return torch.cat([self.query.expand(self.heads, -1), self.key.expand(self.kv_heads, -1)]).detach()
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    input_norm: torch.Tensor
+    qkv: Projection
+    head_norms: _HeadNorms | None
+    out: Projection
+    mlp_norm: torch.Tensor
+    gate_up: Projection
+    down: Projection
+
+    def refresh(self) -> None:
+        for projection in self._projections():
+            projection.refresh()
+        if self.head_norms is not None:
+            self.head_norms.refresh()
+
+    def release(self) -> None:
+        for projection in self._projections():
+            projection.release()
+
+    def _projections(self) -> tuple[Projection, ...]:
+        return self.qkv, self.out, self.gate_up, self.down
+
+
+def _with_fillers(parts: Sequence[torch.Tensor], fillers: int) -> torch.Tensor:
+    """Concatenate ``parts``, followed by ``fillers`` zeros."""
+    joint = parts[0] if len(parts) == 1 else torch.cat(list(parts))
+    return F.pad(joint, (0, fillers)) if fillers else joint
+
+
+class FusedForward:
+    """`PolicyForward` of the Llama family. Repacks the module's parameters: its projections become views."""
+
+    recordable = True
+
+    def __init__(self, model: PreTrainedModel, max_context: int, windows: Windows) -> None:
+        config, decoder = model.config, model.get_decoder()
+        geometry = KvGeometry.of(config)
+        self.shape = AttentionShape(
+            int(config.num_attention_heads), geometry.kv_heads, geometry.head_dim, windows, model.dtype
+        )
+        self._masks = block_masks(windows, max_context, model.dtype, model.device)
+        no_window, on_cpu = windows.size is None, model.device.type == "cpu"
+        self.shares = no_window and on_cpu and places_do_not_matter(self.shape)
+        self._norm = RmsNorm(float(config.rms_norm_eps), model.device, model.dtype)
+        self._embedding = model.get_input_embeddings()
+        self._final_norm = decoder.norm
+        with torch.no_grad():
+            self._layers = [_pack(layer, self.shape.heads, self.shape.kv_heads) for layer in decoder.layers]
+            self._head = _joint(model.get_output_embeddings())
+            self._cos, self._sin = self._rotation(decoder.rotary_emb, max_context, model)
+
+    def step(
+        self, decoding: Decoding | None, contexts: Sequence[Context], least_rows: int
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        parts: list[DecodeAttention | PrefillAttention] = []
+        if decoding is not None:
+            parts.append(DecodeAttention(self.shape, decoding))
+        if contexts:
+            prefill = PrefillAttention(self.shape, contexts, self._masks)
+            parts.append(prefill)
+        counts = [part.count for part in parts]
+        fillers = max(0, least_rows - sum(counts))
+
+        def attend(layer: int, qkv: torch.Tensor) -> torch.Tensor:
+            if len(parts) == 1 and not fillers:
+                return parts[0].attend(layer, qkv)
+            pieces = qkv.split([*counts, fillers])
+            outputs = [part.attend(layer, piece) for part, piece in zip(parts, pieces, strict=False)]
+            outputs += [pieces[-1][:, : self.shape.heads].flatten(1)] if fillers else []
+            return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+        tokens = _with_fillers([part.tokens for part in parts], fillers)
+        positions = _with_fillers([part.positions for part in parts], fillers)
+        hidden = self._run(tokens, self._cos[positions], self._sin[positions], attend)
+        starts = accumulate(counts, initial=0)
+        last = _with_fillers([start + part.last for start, part in zip(starts, parts, strict=False)], 0)
+        wanted = len(last)
+        if contexts:  # else every row is wanted
+            hidden = hidden[_with_fillers([last], max(0, least_rows - wanted))]
+        logits = self._head(self._norm(hidden, self._final_norm.weight))[:wanted]
+        return logits, prefill.kv() if contexts else []
+
+    def refresh(self) -> None:
+        for layer in self._layers:
+            layer.refresh()
+        self._head.refresh()
+
+    def release(self) -> None:
+        for layer in self._layers:
+            layer.release()
+        self._head.release()
+
+    def _run(self, tokens: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attend: Attend) -> torch.Tensor:
+        """Hidden states [N, hidden] before the final norm, of ``tokens`` [N]; ``cos``, ``sin`` [N, 1, D]."""
+        x = F.embedding(tokens, self._embedding.weight)
+        rotated, half = self.shape.heads + self.shape.kv_heads, self.shape.head_dim // 2
+        for index, layer in enumerate(self._layers):
+            qkv = layer.qkv(self._norm(x, layer.input_norm)).view(len(tokens), -1, self.shape.head_dim)
+            to_rotate = qkv[:, :rotated]
+            qk = to_rotate if layer.head_norms is None else self._norm(to_rotate, layer.head_norms.joint)
+            # The right-hand side's operands are copies when the product is written over what they were made of.
+            torch.addcmul(qk * cos, qk.roll(half, -1), sin, out=to_rotate)
+            x = layer.out.added_to(x, attend(index, qkv))
+            gate, up = layer.gate_up(self._norm(x, layer.mlp_norm)).chunk(2, -1)
+            x = layer.down.added_to(x, F.silu(gate).mul_(up))
+        return x
+
+    def _rotation(
+        self, rotary: nn.Module, max_context: int, model: PreTrainedModel
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The module's own cosines and sines, [max_context, 1, D]; the sine signed for the swapped halves."""
+        like = torch.empty(1, dtype=model.dtype, device=model.device)
+        cos, sin = rotary(like, torch.arange(max_context, device=model.device).unsqueeze(0))
+        cos, sin = (table[0].unsqueeze(1).clone() for table in (cos, sin))
+        sin[:, :, : self.shape.head_dim // 2].neg_()
+        return cos, sin
+
+
+def _pack(layer: Any, heads: int, kv_heads: int) -> _Layer:
+    attention, mlp = layer.self_attn, layer.mlp
+    norms = None
+    if hasattr(attention, "q_norm"):
+        norms = _HeadNorms(attention.q_norm.weight, attention.k_norm.weight, heads, kv_heads)
+    return _Layer(
+        input_norm=layer.input_layernorm.weight,
+        qkv=_joint(attention.q_proj, attention.k_proj, attention.v_proj),
+        head_norms=norms,
+        out=_joint(attention.o_proj),
+        mlp_norm=layer.post_attention_layernorm.weight,
+        gate_up=_joint(mlp.gate_proj, mlp.up_proj),
+        down=_joint(mlp.down_proj),
+    )
+
+
+def _joint(*linears: nn.Linear) -> Projection:
+    """Several linear layers of the same input as one projection; their parameters become views of its own."""
+    weight = _share([linear.weight for linear in linears])
+    biases = [linear.bias for linear in linears if linear.bias is not None]
+    return Projection(weight, _share(biases) if biases else None)
+
+
+def _share(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
+    if len(parameters) == 1:
+        return parameters[0].detach()
+    joint = torch.cat([parameter.detach() for parameter in parameters])
+    for parameter, part in zip(parameters, joint.split([len(p) for p in parameters]), strict=True):
+        parameter.data = part
+    return joint

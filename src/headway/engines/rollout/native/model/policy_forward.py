@@ -1,0 +1,301 @@
+"""Running the policy: the interface, and the path that takes a Hugging Face module exactly as it is.
+
+`ModuleForward` works for any decoder whose attention goes through a `transformers` cache, and is the reference that the
+faster path (`fused`) is checked against.
+
+On a CPU the queries of a prefill attend block by block: `BLOCK` of them, at fixed places, over the keys up to the
+block's end, whatever part of it is to be computed. A token's keys and values are then the same bits whether its context
+is prefilled whole or from some token on, and however long it is: matrix products, the other part of it, do not depend
+on what is beside a row (see `invariance`). On a GPU, whose kernels of a step differ with its shape anyway, contexts
+attend in one call.
+
+Shape suffixes: A decoding rows, C contexts, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from transformers import Cache, PreTrainedModel
+
+from headway.engines.rollout.native.cache.kv_cache import KvGeometry, SlotCache
+from headway.engines.rollout.native.cache.prefix_cache import BLOCK
+from headway.engines.rollout.native.cache.shared_prompts import SharedPrompt
+from headway.engines.rollout.native.cache.sliding_windows import FULL, SLIDING, BlockMasks, Windows
+from headway.errors import ModelError
+
+
+@dataclass(frozen=True, slots=True)
+class RowBlock:
+    """Consecutive decoding rows that attend together: rows start..stop-1, over ``span`` positions from ``first`` on."""
+
+    start: int
+    stop: int
+    span: int
+    mask: torch.Tensor
+    """[stop - start, 1, 1, span], 0 where a row has a token (the new one included), else -inf."""
+    windowed: torch.Tensor
+    """Mask like ``mask`` for layers with a sliding window: 0 only for the last tokens of each row."""
+    first: int = 0
+    """Tokens of each row that come before: those of its prompt, which are attended to apart."""
+
+    @classmethod
+    def of(
+        cls, rows: range, span: int, lengths: torch.Tensor, window: int | None, dtype: torch.dtype, first: int = 0
+    ) -> RowBlock:
+        """Select ``rows`` of those whose new token is at ``lengths`` [A]."""
+        newest = lengths[rows.start : rows.stop, None]
+        positions = torch.arange(first, first + span, device=lengths.device)
+        zeros = torch.zeros(len(rows), span, dtype=dtype, device=lengths.device)
+        mask = zeros.masked_fill_(positions > newest, -torch.inf)
+        windowed = mask if window is None else mask.masked_fill(positions <= newest - window, -torch.inf)
+        return cls(rows.start, rows.stop, span, mask[:, None, None], windowed[:, None, None], first)
+
+
+@dataclass(frozen=True, slots=True)
+class Decoding:
+    """Rows 0..A-1 of a cache, which run one token each."""
+
+    tokens: torch.Tensor
+    """[A]"""
+    lengths: torch.Tensor
+    """[A] positions of the tokens."""
+    cache: SlotCache
+    """Cache that stores the rows' keys and values."""
+    blocks: list[RowBlock]
+    """Blocks that together have each row once."""
+    prompts: Sequence[SharedPrompt] = ()
+    """Prompts that rows attend to apart, where the forward pass `shares` them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """A context to prefill, or the rest of one."""
+
+    tokens: torch.Tensor
+    """[T], at least one."""
+    past: torch.Tensor | None = None
+    """[layers, 2·kv_heads, P, head_dim] keys and values of the P tokens before; None: there are none."""
+
+    @property
+    def start(self) -> int:
+        """P, the position of the first token."""
+        return 0 if self.past is None else self.past.shape[2]
+
+
+class PolicyForward(Protocol):
+    """A decoder's forward pass. It computes with the module's weights as of the last `refresh`."""
+
+    recordable: bool
+    """A step without contexts never waits for the device, and reads weights where they stay (see `graphs`)."""
+    shares: bool
+    """Rows can attend to their prompts apart (see `prompts`)."""
+
+    def step(
+        self, decoding: Decoding | None, contexts: Sequence[Context], least_rows: int
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Run one token for each row that is ``decoding``, and all tokens of ``contexts``.
+
+        Every matrix product has ``least_rows`` rows at least (see `invariance`), as many as ``decoding`` has, if there
+        is any: what comes out of a row or a context does not depend on those beside it.
+
+        Returns the logits [A + C, V], of the rows and then at each context's last token, and keys and values
+        [layers, 2·kv_heads, T, head_dim] of each context's tokens.
+        """
+
+    def refresh(self) -> None:
+        """The module's weights were written: derive from them again what is derived."""
+
+    def release(self) -> None:
+        """Give up what is derived from the weights, until `refresh`."""
+
+
+class ModuleForward:
+    """Runs the module itself, with a cache that writes into slots."""
+
+    recordable = False
+    shares = False
+
+    def __init__(self, model: PreTrainedModel, max_context: int, windows: Windows) -> None:
+        self._model = model
+        self._windows = windows
+        self._geometry = KvGeometry.of(model.config)
+        self._last_position = max_context - 1
+        self._masks = block_masks(windows, max_context, model.dtype, model.device)
+
+    def step(
+        self, decoding: Decoding | None, contexts: Sequence[Context], least_rows: int
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        logits = [] if decoding is None else [self._decode(decoding)]
+        kv: list[torch.Tensor] = []
+        if contexts:
+            prefilled, kv = self._prefill(contexts, least_rows)
+            logits.append(prefilled)
+        return logits[0] if len(logits) == 1 else torch.cat(logits), kv
+
+    def refresh(self) -> None:
+        """Do nothing: no copies are derived from the weights."""
+
+    def release(self) -> None:
+        """Do nothing: no memory is held beside the module's own."""
+
+    def _prefill(self, contexts: Sequence[Context], least_rows: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        logits: dict[int, torch.Tensor] = {}
+        kv: dict[int, torch.Tensor] = {}
+        for indices in alike(contexts, BLOCK if self._masks else None):
+            together = [contexts[index] for index in indices]
+            ends, stored = self._run_blocks(together, least_rows)
+            logits.update(zip(indices, ends, strict=True))
+            kv.update(
+                (index, of[:, :, one.start : one.start + len(one.tokens)])
+                for index, one, of in zip(indices, together, stored, strict=False)
+            )
+        return torch.stack([logits[i] for i in range(len(contexts))]), [kv[i] for i in range(len(contexts))]
+
+    def _run_blocks(
+        self, contexts: Sequence[Context], least_rows: int
+    ) -> tuple[list[torch.Tensor], Sequence[torch.Tensor]]:
+        """Run contexts that are `alike`, block after block.
+
+        Returns the logits [V] at each one's last token, and keys and values [layers, 2·kv_heads, ≥ P + T, head_dim].
+        """
+        start, device = contexts[0].start, contexts[0].tokens.device
+        lasts = [start + len(context.tokens) - 1 for context in contexts]
+        if self._masks is None:
+            blocks = [range(start, lasts[0] + 1)]
+        else:
+            firsts = range(start // BLOCK * BLOCK, lasts[0] + 1, BLOCK)
+            blocks = [range(first, first + BLOCK) for first in firsts]
+        contexts = [*contexts] * -(-least_rows // (len(contexts) * len(blocks[0])))  # some twice, if they are too few
+        pasts = [context.past for context in contexts if context.past is not None]
+        store = _PrefillStore(self._geometry, torch.stack(pasts) if pasts else None)
+        logits = torch.empty(0)
+        for block in blocks:
+            ids = torch.zeros(len(contexts), len(block), dtype=torch.int64, device=device)
+            for row, context in zip(ids, contexts, strict=True):
+                part = context.tokens[max(block.start - start, 0) : block.stop - start]
+                at = max(start - block.start, 0)
+                row[at : at + len(part)] = part
+            # No more logits than are wanted, and enough of them.
+            wanted = sorted({last - block.start for last in lasts}) if block is blocks[-1] else [0]
+            wanted += [at for at in range(len(block)) if at not in wanted][: max(0, least_rows - len(wanted))]
+            positions = torch.arange(block.start, block.stop, device=device).clamp_(max=self._last_position)
+            logits = self._run(
+                ids,
+                positions.expand(len(contexts), -1),
+                self._mask(block, windowed=False).expand(len(contexts), 1, -1, -1),
+                self._mask(block, windowed=True).expand(len(contexts), 1, -1, -1),
+                store.at(max(start - block.start, 0)),
+                torch.tensor(wanted, device=device),
+            )
+        ends = [row[wanted.index(last - blocks[-1].start)] for row, last in zip(logits, lasts, strict=False)]
+        return ends, torch.stack(store.stored).unbind(1)
+
+    def _mask(self, block: range, *, windowed: bool) -> torch.Tensor:
+        if self._masks is not None:
+            return self._masks.of(block.start // BLOCK)[windowed]
+        device = self._model.device
+        return self._windows.causal(block, block.stop, self._model.dtype, device, windowed=windowed)
+
+    def _decode(self, decoding: Decoding) -> torch.Tensor:
+        tokens, lengths = decoding.tokens, decoding.lengths
+        span = max(block.span for block in decoding.blocks)
+        mask = torch.full((len(tokens), 1, 1, span), -torch.inf, dtype=self._model.dtype, device=tokens.device)
+        windowed = mask.clone()
+        for block in decoding.blocks:
+            mask[block.start : block.stop, :, :, : block.span] = block.mask
+            windowed[block.start : block.stop, :, :, : block.span] = block.windowed
+        store = _DecodeStore(decoding.cache, decoding.cache.addresses(lengths), span)
+        one = torch.zeros(1, dtype=torch.int64, device=tokens.device)
+        return self._run(tokens.unsqueeze(1), lengths.unsqueeze(1), mask, windowed, store, one).squeeze(1)
+
+    def _run(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        mask: torch.Tensor,
+        windowed: torch.Tensor,
+        store: Cache,
+        kept: torch.Tensor,
+    ) -> torch.Tensor:
+        """Logits [B, len(kept), V] at the positions ``kept``. A model with layers of both kinds takes both masks."""
+        masks = {FULL: mask, SLIDING: windowed} if self._windows.mixed else windowed
+        # A four-dimensional mask is taken as it is, by every attention implementation that takes masks at all.
+        output = self._model(
+            input_ids=ids,
+            attention_mask=masks,
+            position_ids=positions,
+            past_key_values=store,
+            use_cache=True,
+            logits_to_keep=kept,
+        )
+        logits: torch.Tensor = output.logits
+        return logits
+
+
+def alike(contexts: Sequence[Context], block: int | None) -> list[list[int]]:
+    """Indices of contexts that begin at the same place and end in the same block, together; None: at the same place."""
+    groups: dict[tuple[int, int], list[int]] = {}
+    for index, context in enumerate(contexts):
+        stop = context.start + len(context.tokens)
+        groups.setdefault((context.start, stop if block is None else -(-stop // block)), []).append(index)
+    return list(groups.values())
+
+
+def block_masks(windows: Windows, max_context: int, dtype: torch.dtype, device: torch.device) -> BlockMasks | None:
+    """The masks of a prefill that is cut into blocks; None where it is not."""
+    if device.type != "cpu":
+        return None
+    return BlockMasks(windows, -(-max_context // BLOCK) * BLOCK, BLOCK, dtype, device)
+
+
+class _PrefillStore(Cache):
+    """Collects each layer's keys and values, behind those that are there."""
+
+    def __init__(self, geometry: KvGeometry, past: torch.Tensor | None) -> None:
+        """``past``: [C, layers, 2·kv_heads, P, head_dim]"""
+        super().__init__(layers=[])
+        self._geometry = geometry
+        self._known = 0
+        self.stored: list[torch.Tensor] = [] if past is None else list(past.unbind(1))
+        """[C, 2·kv_heads, T, head_dim] of each layer."""
+
+    def at(self, known: int) -> _PrefillStore:
+        """Take the next block, of which the first ``known`` tokens are there."""
+        self._known = known
+        return self
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        expected = (self._geometry.kv_heads, self._geometry.head_dim)
+        for states in (key_states, value_states):
+            if (states.shape[1], states.shape[3]) != expected:
+                raise ModelError(
+                    f"the native rollout engine expects keys and values of (heads, head_dim) {expected} in every "
+                    f"layer; layer {layer_idx} has {(states.shape[1], states.shape[3])}"
+                )
+        kv = torch.cat([key_states, value_states], dim=1)[:, :, self._known :]
+        if layer_idx == len(self.stored):
+            self.stored.append(kv)
+        else:
+            self.stored[layer_idx] = torch.cat([self.stored[layer_idx], kv], dim=2)
+        keys, values = self.stored[layer_idx].chunk(2, dim=1)
+        return keys, values
+
+
+class _DecodeStore(Cache):
+    """Appends one token per row to the slots, and gives attention a view of them."""
+
+    def __init__(self, cache: SlotCache, addresses: torch.Tensor, span: int) -> None:
+        super().__init__(layers=[])
+        self._cache, self._addresses, self._span = cache, addresses, span
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self._cache.append(layer_idx, self._addresses, torch.cat([key_states, value_states], dim=1).squeeze(2))
+        return self._cache.view(layer_idx, 0, len(self._addresses), self._span)

@@ -1,0 +1,251 @@
+"""Attention of a step's tokens in the fused forward: decoding rows to the cache, contexts to their past and themselves.
+
+Shape suffixes: A decoding rows, C contexts, N tokens, H query heads, K key-value heads, D head_dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from headway.engines.rollout.native.cache.prefix_cache import BLOCK
+from headway.engines.rollout.native.cache.shared_prompts import LEAST_TOKENS, TOGETHER
+from headway.engines.rollout.native.cache.sliding_windows import BlockMasks, Windows
+from headway.engines.rollout.native.model.policy_forward import Context, Decoding, alike
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """The dimensions of a model's attention."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    windows: Windows
+    dtype: torch.dtype
+
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+"""(queries [B, H, Q, D], keys, values [B, H, S, D]) → outputs, and the log-sum-exp [B, H, Q] of each one's scores."""
+
+
+VECTORS = 32
+"""Numbers in float32 that an elementwise operation computes at once, in the two largest vector registers there are."""
+
+
+def attend_to_prompt(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Let `TOGETHER` rows attend to all of one prompt, in one call of always the same shape.
+
+    ``queries`` [M ≤ TOGETHER, K, H/K, D], ``keys`` and ``values`` [K, P, D]. Returns the outputs like ``queries``, and
+    the log-sum-exp [M, K, H/K] of their scores.
+    """
+    rows, kv_heads, of_each, size = queries.shape
+    filled = F.pad(queries, (0, 0, 0, 0, 0, 0, 0, TOGETHER - rows)) if rows < TOGETHER else queries
+    side_by_side = filled.transpose(0, 1).reshape(1, kv_heads, TOGETHER * of_each, size)
+    output, total = _flash(side_by_side, keys[None], values[None])
+    output = output.view(kv_heads, TOGETHER, of_each, size).transpose(0, 1)
+    return output[:rows], total.view(kv_heads, TOGETHER, of_each).transpose(0, 1)[:rows]
+
+
+def _merged(own: torch.Tensor, total: torch.Tensor, other: torch.Tensor, of_other: torch.Tensor) -> torch.Tensor:
+    """Attention to two sets of keys, from the outputs [M, K, H/K, D] and log-sum-exps [M, K, H/K] for each of them.
+
+    Writes over ``own``.
+    """
+    # The sigmoid of what is left beside whole vector registers is computed in another way, to other bits: rows are
+    # filled up to whole ones. The rest is single operations: a fused one may round by its place, too.
+    difference = (total - of_other).flatten(1)
+    wide = F.pad(difference, (0, -difference.shape[1] % VECTORS))
+    share = torch.sigmoid(wide)[:, : difference.shape[1]].reshape(total.shape).unsqueeze(-1).to(own.dtype)
+    return own.sub_(other).mul_(share).add_(other)
+
+
+@torch.inference_mode()
+def places_do_not_matter(shape: AttentionShape) -> bool:
+    """Tell whether a row's attention to a prompt is the same bits in whichever place of the call it is."""
+    noise = torch.Generator().manual_seed(0)
+    for tokens in (LEAST_TOKENS, 513):  # 513: another cut of the keys than into whole blocks of the kernel's
+        sizes = ((TOGETHER, shape.kv_heads, shape.heads // shape.kv_heads), (shape.kv_heads, tokens))
+        queries, keys, values = (
+            torch.randn(*size, shape.head_dim, generator=noise).to(shape.dtype) for size in (*sizes, sizes[1])
+        )
+        output, total = attend_to_prompt(queries, keys, values)
+        merged = _merged(output, total, queries, total / 2)
+        for row in range(TOGETHER):
+            only = slice(row, row + 1)
+            alone, its = attend_to_prompt(queries[only], keys, values)
+            if not torch.equal(_merged(alone, its, queries[only], its / 2), merged[only]):
+                return False
+    return True
+
+
+class DecodeAttention:
+    """Rows that run one token each: where they are in a step, and how they attend."""
+
+    def __init__(self, shape: AttentionShape, decoding: Decoding) -> None:
+        self._shape = shape
+        self._cache, self._blocks = decoding.cache, decoding.blocks
+        self._addresses = decoding.cache.addresses(decoding.lengths)
+        self.tokens, self.positions = decoding.tokens, decoding.lengths
+        self.count = len(decoding.tokens)
+        self.last = torch.arange(self.count, device=decoding.tokens.device)
+        # Query heads that share keys attend as if they were query positions: no copy of the keys for each.
+        self._queries = (self.count, shape.kv_heads, shape.heads // shape.kv_heads, shape.head_dim)
+        self._prompts = [(torch.from_numpy(one.rows), int(one.rows[0]), one.length) for one in decoding.prompts]
+
+    def attend(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
+        """[A, H + 2K, D] → [A, H·D]"""
+        self._cache.append(layer, self._addresses, qkv[:, self._shape.heads :])
+        queries = qkv[:, : self._shape.heads].reshape(self._queries)
+        of_prompts, totals = self._to_prompts(layer, queries) if self._prompts else (queries, queries)
+        parts = []
+        for block in self._blocks:
+            rows = slice(block.start, block.stop)
+            keys, values = self._cache.view(layer, block.start, block.stop, block.span, block.first)
+            if block.first:
+                own, total = _flash(queries[rows], keys, values, attn_mask=block.mask)
+                part = _merged(own, total, of_prompts[rows], totals[rows])
+            else:
+                mask = block.windowed if self._shape.windows.layers[layer] else block.mask
+                part = F.scaled_dot_product_attention(queries[rows], keys, values, attn_mask=mask)
+            parts.append(part.reshape(block.stop - block.start, -1))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _to_prompts(self, layer: int, queries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Outputs [A, K, H/K, D] of attention to the prompts alone, and log-sum-exps [A, K, H/K]; else undefined."""
+        outputs, totals = torch.empty_like(queries), queries.new_empty(queries.shape[:3], dtype=torch.float32)
+        for rows, reads, length in self._prompts:
+            keys, values = self._cache.view(layer, reads, reads + 1, length)
+            output, total = attend_to_prompt(queries.index_select(0, rows), keys[0], values[0])
+            outputs.index_copy_(0, rows, output)
+            totals.index_copy_(0, rows, total)
+        return outputs, totals
+
+
+@dataclass(frozen=True, slots=True)
+class _Alike:
+    """Contexts that begin at the same place and end in the same block: they attend side by side.
+
+    Their queries and keys are laid out from a block's beginning to a block's end. Where a context has no token, that of
+    another place stands in: no token looks there, and what comes of it is dropped.
+    """
+
+    count: int
+    start: int
+    """Tokens of each that are there already."""
+    first: int
+    """The position at which the layout begins, ``start`` or before it."""
+    laid: torch.Tensor | None
+    """[C · span] the token of the step that is laid at each place; None: all tokens in their order."""
+    places: torch.Tensor | None
+    """[N] the place of each token."""
+    past: torch.Tensor | None
+    """[C, layers, 2K, start, D]"""
+    queries: tuple[tuple[slice, int, tuple[torch.Tensor | None, torch.Tensor | None]], ...]
+    """The calls of a layer: places of the queries, keys that they attend to, and their masks, full and windowed."""
+
+    def attend(self, layer: int, qkv: torch.Tensor, shape: AttentionShape) -> torch.Tensor:
+        """[N, H + 2K, D] → [N, H·D]"""
+        laid = qkv if self.laid is None else qkv.index_select(0, self.laid)
+        queries, kv = laid.unflatten(0, (self.count, -1)).transpose(1, 2).tensor_split([shape.heads], dim=1)
+        if self.past is not None:
+            kv = torch.cat([self.past[:, layer], kv[:, :, self.start - self.first :]], dim=2)
+        keys, values = kv.chunk(2, dim=1)
+        outputs = []
+        for places, stop, masks in self.queries:
+            mask = masks[shape.windows.layers[layer]]
+            outputs.append(
+                F.scaled_dot_product_attention(
+                    queries[:, :, places],
+                    keys[:, :, :stop],
+                    values[:, :, :stop],
+                    attn_mask=mask,
+                    is_causal=mask is None,
+                    enable_gqa=True,
+                )
+            )
+        output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
+        output = output.transpose(1, 2).reshape(-1, output.shape[1] * output.shape[3])
+        return output if self.places is None else output.index_select(0, self.places)
+
+
+class PrefillAttention:
+    """Contexts to prefill: where their tokens are in a step, and how they attend."""
+
+    def __init__(self, shape: AttentionShape, contexts: Sequence[Context], masks: BlockMasks | None) -> None:
+        """``masks``: cut the queries into these masks' blocks (see `forward`)."""
+        self._shape = shape
+        device = contexts[0].tokens.device
+        groups = alike(contexts, BLOCK if masks else None)
+        self._order = [index for indices in groups for index in indices]
+        ordered = [contexts[index] for index in self._order]
+        self._lengths = [len(context.tokens) for context in ordered]
+        self._groups = [self._lay([contexts[index] for index in indices], masks) for indices in groups]
+        self._sizes = [sum(len(contexts[index].tokens) for index in indices) for indices in groups]
+        self._stored: list[torch.Tensor] = []
+        self.tokens = torch.cat([context.tokens for context in ordered])
+        ends = np.cumsum(self._lengths)
+        self.count = int(ends[-1])
+        before = ends - self._lengths - [context.start for context in ordered]
+        self.positions = torch.from_numpy(np.arange(self.count) - np.repeat(before, self._lengths)).to(device)
+        self._places = np.argsort(self._order)
+        self.last = torch.from_numpy(ends[self._places] - 1).to(device)
+
+    def attend(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
+        """Attention outputs [N, H·D] of one layer, for its queries, keys and values ``qkv`` [N, H + 2K, D]."""
+        self._stored.append(qkv[:, self._shape.heads :])
+        if len(self._groups) == 1:
+            return self._groups[0].attend(layer, qkv, self._shape)
+        pieces = qkv.split(self._sizes)
+        return torch.cat(
+            [group.attend(layer, piece, self._shape) for group, piece in zip(self._groups, pieces, strict=True)]
+        )
+
+    def kv(self) -> list[torch.Tensor]:
+        """Keys and values [layers, 2K, T, D] of each context's tokens, in the order given."""
+        stored = torch.stack(self._stored).transpose(1, 2).split(self._lengths, dim=2)
+        return [stored[place] for place in self._places.tolist()]
+
+    def _lay(self, contexts: Sequence[Context], masks: BlockMasks | None) -> _Alike:
+        start, device = contexts[0].start, contexts[0].tokens.device
+        pasts = [context.past for context in contexts if context.past is not None]
+        past = torch.stack(pasts) if pasts else None
+        length = len(contexts[0].tokens)
+        if masks is None:
+            queries = (slice(None), start + length, self._whole(start, length, device))
+            return _Alike(len(contexts), start, start, None, None, past, (queries,))
+        blocks = range(start // BLOCK, -(-(start + length) // BLOCK))
+        first = blocks.start * BLOCK
+        lengths = np.array([[len(context.tokens)] for context in contexts])
+        at = np.arange(first - start, blocks.stop * BLOCK - start)  # in a context's tokens
+        own = (at >= 0) & (at < lengths)
+        calls = tuple(
+            (
+                slice(block * BLOCK - first, (block + 1) * BLOCK - first),
+                (block + 1) * BLOCK,
+                masks.of(block),
+            )
+            for block in blocks
+        )
+        if own.all():
+            return _Alike(len(contexts), start, first, None, None, past, calls)
+        places = torch.from_numpy(np.flatnonzero(own)).to(device)
+        nearest = np.minimum(np.maximum(at, 0), lengths - 1) + (np.cumsum(lengths)[:, None] - lengths)
+        laid = torch.from_numpy(nearest.reshape(-1)).to(device)
+        return _Alike(len(contexts), start, first, laid, places, past, calls)
+
+    def _whole(self, start: int, length: int, device: torch.device) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """The masks of contexts that attend in one call; None where SDPA's own causal one is meant."""
+        windows, queries = self._shape.windows, range(start, start + length)
+        kinds = (start > 0, start > 0 or (windows.size is not None and length > windows.size))
+        full, windowed = (
+            windows.causal(queries, queries.stop, self._shape.dtype, device, windowed=bool(index)) if masked else None
+            for index, masked in enumerate(kinds)
+        )
+        return full, windowed

@@ -1,0 +1,351 @@
+"""The model's side of a step: prefill, decode, sample. Mechanism only; who runs where is decided elsewhere.
+
+Shape suffixes: A decoding rows, B sequences, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import PreTrainedModel
+
+from headway.data.interfaces.generation import SamplingParams
+from headway.devices import Recorder
+from headway.engines.rollout.native.cache.kv_cache import ROOM_STEP, KvGeometry, SlotCache, enough
+from headway.engines.rollout.native.cache.shared_prompts import SharedPrompt
+from headway.engines.rollout.native.cache.sliding_windows import Windows
+from headway.engines.rollout.native.model import cuda_graphs
+from headway.engines.rollout.native.model.batch_invariance import TOGETHER, least_invariant_rows
+from headway.engines.rollout.native.model.policy_forward import Context, Decoding, PolicyForward, RowBlock
+from headway.engines.rollout.native.sampler import BatchSampling, behaviour_logprobs, sample
+from headway.engines.rollout.native.supported_models import has_experts
+from headway.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+SPAN_STEP = 16
+"""Attention spans are rounded up to a multiple of this, so that kernels see few and aligned shapes."""
+BLOCK_ROWS = 8
+"""Rows of the smallest block that attends on its own."""
+BLOCK_COST = 256
+"""The cost of one more attention call, in row-positions: about 10 µs, measured on a CPU core."""
+
+
+def blocks_of(spans: NDArray[np.int64]) -> list[tuple[int, int, int]]:
+    """Partition rows that need ``spans`` [A] positions into (start, stop, span), where splitting pays.
+
+    Rows are not moved: this relies on neighbours being of similar length.
+    """
+    blocks: list[tuple[int, int, int]] = []
+    for start in range(0, len(spans), BLOCK_ROWS):
+        stop = min(start + BLOCK_ROWS, len(spans))
+        span = int(spans[start:stop].max())
+        if blocks:
+            first, _, before = blocks[-1]
+            joint = max(before, span)
+            wasted = (start - first) * (joint - before) + (stop - start) * (joint - span)
+            if wasted <= BLOCK_COST:
+                blocks[-1] = (first, stop, joint)
+                continue
+        blocks.append((start, stop, span))
+    return blocks
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """A context to prefill, on the host; see `Context`."""
+
+    ids: NDArray[np.int64]
+    """[T] the tokens that are not there yet, at least one."""
+    past: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """The result of a prefill: enough to start any number of calls from its context."""
+
+    kv: torch.Tensor
+    """[layers, 2·kv_heads, T, head_dim]"""
+    logits: torch.Tensor
+    """[V], of the token that follows."""
+    past: torch.Tensor | None = None
+    """Keys and values like ``kv``, of the tokens before, if those were there."""
+
+    @property
+    def length(self) -> int:
+        """Tokens of the context."""
+        return self.kv.shape[2] + (0 if self.past is None else self.past.shape[2])
+
+    def copy(self) -> Prefilled:
+        """Copy it: this one is a view of what a whole step has prefilled."""
+        kv = self.kv.clone() if self.past is None else torch.cat([self.past, self.kv], dim=2)
+        return Prefilled(kv, self.logits.clone())
+
+
+class Runner:
+    """Owns the model and the KV cache."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        forward: PolicyForward,
+        *,
+        slots: int,
+        max_context: int,
+        kv_cache_bytes: int | None = None,
+        recorder: Recorder | None = None,
+    ) -> None:
+        """``recorder``: of decoding steps, which are then replayed (see `graphs`), where ``forward`` can be.
+
+        Raises `ConfigError` where ``kv_cache_bytes`` (default: enough for ``slots``) are too few for one context.
+        """
+        self._forward = forward
+        self.device, self._dtype = model.device, model.dtype
+        self._max_context = max_context
+        self._window = Windows.of(model.config, max_context).size
+        self._least_rows = 1
+        self._has_experts = has_experts(model.config)
+        self._geometry = KvGeometry.of(model.config)
+        self.vocabulary = len(model.get_input_embeddings().weight)
+        least_rows = self._least_invariant_rows()
+        self.invariant = least_rows is not None
+        """A row's logits do not depend on how many are beside it, or on which."""
+        self._least_rows = least_rows or self._fixed_rows(slots)
+        self._mixes = self.invariant or self.device.type != "cpu"
+        if not forward.recordable:
+            recorder = None
+        self.cache = SlotCache(
+            self._geometry,
+            slots=max(slots, self._least_rows),
+            context=max_context,
+            dtype=model.dtype,
+            device=model.device,
+            tokens=self._enough(slots) if kv_cache_bytes is None else self._tokens_in(kv_cache_bytes, slots),
+            room_step=ROOM_STEP
+            if recorder is None
+            else cuda_graphs.SPAN_STEP,  # another room is another shape to record
+        )
+        self.roomy = self.cache.tokens >= slots * max_context
+        """There is memory for a whole context in every slot."""
+        self._graphs: cuda_graphs.DecodeGraphs | None = None
+        if recorder is not None:
+            self._graphs = cuda_graphs.DecodeGraphs(forward, self.cache, recorder, self._window, self._dtype)
+
+    def rows_of(self, rows: int) -> int:
+        """Rows that a step of so many takes: fewer are filled up (see `invariance`)."""
+        return max(rows, self._least_rows)
+
+    def fits(self, rows: int, positions: int) -> bool:
+        """Tell whether the KV cache has memory for a step of so many rows, the longest of ``positions``."""
+        return self.cache.fits(self.rows_of(rows), positions)
+
+    def _tokens_in(self, kv_cache_bytes: int, slots: int) -> int:
+        geometry = self._geometry
+        of_token: int = geometry.layers * 2 * geometry.kv_heads * geometry.head_dim * self._dtype.itemsize
+        tokens, least = kv_cache_bytes // of_token, self._least_rows * self._max_context
+        if tokens < least:
+            raise ConfigError(
+                f"rollout.kv_cache_gib={kv_cache_bytes / 2**30:.3g} holds the keys and values of {tokens} tokens, of "
+                f"{of_token} bytes each, and a replica needs room for {least}: {self._least_rows} rows of "
+                f"{self._max_context} (fewer rows are filled up, so that none depends on those beside it); give it "
+                f"{least * of_token / 2**30:.3g} or more, or let answers be shorter (data.max_response_length)"
+            )
+        return min(tokens, self._enough(slots))
+
+    def _enough(self, slots: int) -> int:
+        """Tokens for ``slots`` contexts in rows or in blocks, beside the rows that fill a step up."""
+        return enough(slots + self._least_rows - 1, self._max_context)
+
+    @torch.inference_mode()
+    def _least_invariant_rows(self) -> int | None:
+        """See `invariance`. On a GPU the kernels of a step differ with its shape: not looked for."""
+        if self.device.type != "cpu":
+            return None
+        context = min(40, self._max_context)
+        lengths = 1 + 7 * np.arange(TOGETHER) % (context - 1) if context > 1 else np.zeros(TOGETHER, np.int64)
+        tokens = 11 * np.arange(TOGETHER) % self.vocabulary
+        noise = torch.Generator().manual_seed(0)
+
+        def decode(rows: int) -> torch.Tensor:
+            cache = SlotCache(self._geometry, slots=rows, context=context, dtype=self._dtype, device=self.device)
+            noise.manual_seed(0)
+            for row in range(rows):
+                shape = (self._geometry.layers, 2 * self._geometry.kv_heads, int(lengths[row]), self._geometry.head_dim)
+                cache.fill(range(row, row + 1), torch.randn(shape, generator=noise).to(self._dtype))
+            return self.decode(tokens[:rows], lengths[:rows], cache)
+
+        least = least_invariant_rows(decode)
+        # A product of an expert has as many rows as the router gives it: one, whatever a step has.
+        return None if self._has_experts and least != 1 else least
+
+    def _fixed_rows(self, slots: int) -> int:
+        """Rows of every call, where their number matters: then that is always the same."""
+        if self.device.type != "cpu":
+            return 1
+        if self._has_experts:
+            logger.warning(
+                "a row's logits depend on the number of rows beside it here, and an expert has as many as the router "
+                "gives it: the last bits of what is sampled depend on what decodes beside it"
+            )
+            return 1
+        logger.warning(
+            "a row's logits depend on the number of rows beside it here, so every decoding step is filled up to %d "
+            "rows; what is sampled then depends on rollout.max_concurrent, and on nothing else beside the seed",
+            slots,
+        )
+        return slots
+
+    @property
+    def shares(self) -> bool:
+        """Rows can attend to their prompts apart (see `prompts`)."""
+        return self._forward.shares
+
+    def step(
+        self,
+        tokens: NDArray[np.int64],
+        lengths: NDArray[np.int64],
+        contexts: Sequence[Given],
+        prompts: Sequence[SharedPrompt] = (),
+    ) -> tuple[torch.Tensor, list[Prefilled]]:
+        """One token for each of rows 0..A-1, ``tokens`` [A] at positions ``lengths`` [A], and all of ``contexts``.
+
+        ``prompts``: those that rows attend to apart. In one pass, except where a row's result depends on the number of
+        rows: then each context has one of its own.
+        Returns the rows' logits [A, V] and a result for each context.
+        """
+        if self._graphs is not None and len(tokens) and not contexts:
+            on_device, positions = (self._to_device(tokens), self._to_device(lengths)), int(lengths.max()) + 1
+            if (logits := self._graphs.step(*on_device, positions, self._least_rows)) is not None:
+                return logits, []
+        decoded = torch.empty(0)
+        prefilled: list[Prefilled] = []
+        rows = self._decoding(tokens, lengths, self.cache, prompts) if len(tokens) else None
+        if rows is not None and not self._mixes:
+            decoded, rows = self._forward.step(rows, (), self._least_rows)[0][: len(tokens)], None
+        given = [Context(self._to_device(context.ids), context.past) for context in contexts]
+        together = [given] if self._mixes and (given or rows is not None) else [[context] for context in given]
+        for batch in together:
+            logits, kv = self._forward.step(rows, batch, self._least_rows)
+            if rows is not None:
+                decoded, logits = logits[: len(tokens)], logits[len(rows.tokens) :]
+            prefilled += [
+                Prefilled(of, last, context.past) for of, last, context in zip(kv, logits, batch, strict=True)
+            ]
+        return decoded, prefilled
+
+    def fill(self, rows: range, prefilled: Prefilled) -> None:
+        """Let each of ``rows`` hold the context that was prefilled."""
+        past = prefilled.past
+        if past is not None:
+            self.cache.fill(rows, past)
+        self.cache.fill(rows, prefilled.kv, 0 if past is None else past.shape[2])
+
+    def decode(self, tokens: NDArray[np.int64], lengths: NDArray[np.int64], cache: SlotCache) -> torch.Tensor:
+        """Decode as `step` does, without contexts, and in another cache than the engine's own."""
+        logits, _ = self._forward.step(self._decoding(tokens, lengths, cache), (), self._least_rows)
+        return logits[: len(tokens)]
+
+    def _decoding(
+        self,
+        tokens: NDArray[np.int64],
+        lengths: NDArray[np.int64],
+        cache: SlotCache,
+        prompts: Sequence[SharedPrompt] = (),
+    ) -> Decoding:
+        if len(tokens) < self._least_rows:  # rows that nobody uses, with one token each
+            fillers = np.zeros(self._least_rows - len(tokens), np.int64)
+            tokens, lengths = np.concatenate([tokens, fillers]), np.concatenate([lengths, fillers])
+        on_device = self._to_device(lengths)
+        blocks = self._blocks(lengths, on_device, cache.room, prompts)
+        return Decoding(self._to_device(tokens), on_device, cache, blocks, prompts)
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """The model's weights were written."""
+        self._forward.refresh()
+
+    def release(self) -> None:
+        """Free the KV cache, every row of which is lost, and what the forward pass derived from the weights."""
+        if self._graphs is not None:
+            self._graphs.clear()
+        self.cache.release()
+        self._forward.release()
+
+    def restore(self) -> None:
+        """The weights are there again: take the memory that `release` gave up."""
+        self.cache.allocate()
+        self.refresh()
+
+    def score(self, ids: NDArray[np.int64], given: int, temperature: float) -> NDArray[np.float32]:
+        """Log-probs [B, S - given] of the tokens of ``ids`` [B, S] behind the first ``given``, at ``temperature``.
+
+        The first comes from a prefill, the others from decoding steps in a cache of their own: the paths that sampling
+        takes, but that no step is replayed. Nothing is kept, and no randomness is used.
+        """
+        rows, length = ids.shape
+        cache = self.cache.scratch(max(rows, self._least_rows), self._span(length, self.cache.context))
+        nothing = np.zeros(0, np.int64)
+        _, prefilled = self.step(nothing, nothing, [Given(row[:given]) for row in ids])
+        for row, context in enumerate(prefilled):
+            cache.fill(range(row, row + 1), context.kv)
+        step = torch.stack([context.logits for context in prefilled])
+        sampling = BatchSampling.of([SamplingParams(1, temperature)] * rows, step.shape[1], self.device)
+        scores = []
+        for at in range(given, length):
+            targets = self._to_device(ids[:, at])
+            scores.append(behaviour_logprobs(step, sampling).gather(1, targets[:, None]))
+            if at + 1 < length:
+                step = self.decode(ids[:, at], np.full(rows, at, np.int64), cache)
+        return torch.cat(scores, dim=1).cpu().numpy()
+
+    def sample(
+        self,
+        logits: torch.Tensor,
+        rows: Sequence[SamplingParams],
+        uniforms: NDArray[np.float64],
+        written: NDArray[np.int64],
+        seen: torch.Tensor | None,
+    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """One token per row of ``logits`` [A, V]: tokens [A] and their log-probs [A]. See `BatchSampling.of`."""
+        sampling = BatchSampling.of(rows, logits.shape[1], self.device, written, seen)
+        tokens, logprobs = sample(logits, sampling, self._to_device(uniforms))
+        return tokens.cpu().numpy(), logprobs.cpu().numpy()
+
+    def _blocks(
+        self, lengths: NDArray[np.int64], on_device: torch.Tensor, room: int, prompts: Sequence[SharedPrompt]
+    ) -> list[RowBlock]:
+        """Partition the rows into neighbours that attend together, each over its own longest row."""
+        if self.device.type != "cpu":  # on a GPU the time of a step is the number of its kernels: one block
+            span = self._span(int(lengths.max()) + 1, room)
+            return [RowBlock.of(range(len(lengths)), span, on_device, self._window, self._dtype)]
+        firsts = np.zeros(len(lengths), np.int64)
+        for prompt in prompts:
+            firsts[prompt.rows] = prompt.length
+        ends = [*(np.flatnonzero(np.diff(firsts)) + 1).tolist(), len(lengths)] if prompts else [len(lengths)]
+        blocks, begin = [], 0
+        for end in ends:
+            first = int(firsts[begin])
+            blocks += [
+                RowBlock.of(
+                    range(begin + start, begin + stop),
+                    self._span(span, room - first),
+                    on_device,
+                    self._window,
+                    self._dtype,
+                    first,
+                )
+                for start, stop, span in blocks_of(lengths[begin:end] + 1 - first)
+            ]
+            begin = end
+        return blocks
+
+    def _span(self, positions: int, most: int) -> int:
+        return min(-(-positions // SPAN_STEP) * SPAN_STEP, most)
+
+    def _to_device(self, array: NDArray[np.generic]) -> torch.Tensor:
+        return torch.from_numpy(array).to(self.device)

@@ -1,0 +1,298 @@
+"""The engine without its thread: commands and one decode step, synchronous and deterministic.
+
+    submit ─▶ Scheduler ─take─▶ Batch ◀─▶ Runner (prefill, decode, sample) ─▶ finished calls
+                  ▲               │
+                  └───────────────┘ put_back (an interrupt, or no memory)
+
+A step is schedule ▶ run ▶ postprocess, and gives every active row exactly one token: rows that were decoding run one
+position; rows that just started take theirs from their prefill. Which rows run in a step depends on what was submitted
+and on the steps made so far, never on the time. Commands run between two steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import PreTrainedModel
+
+from headway.data.interfaces.generation import Call, FinishedCall
+from headway.data.interfaces.rollout import EngineStats, OnUpdate, Paused
+from headway.data.types import FinishReason, TrajectoryId
+from headway.devices import Recorder
+from headway.engines.rollout.call_run import CallRun, not_finite
+from headway.engines.rollout.native.decode_batch import Batch
+from headway.engines.rollout.native.model.fused_forward import best_forward
+from headway.engines.rollout.native.model.model_preparation import prepare_model
+from headway.engines.rollout.native.model_runner import Runner
+from headway.engines.rollout.native.native_activity import Activity
+from headway.engines.rollout.open_calls import OpenCalls
+from headway.engines.rollout.scheduler import Mode, Scheduler
+from headway.engines.weights.served.served_weights import ServedWeights
+from headway.errors import RunError, UpdateFailed
+from headway.models.probe import PROBE_PREFILL, probe_sequences
+
+Finished = tuple[str, FinishedCall]
+"""A finished call and its client."""
+
+
+class EngineCore:
+    """Continuous batching over one model. Not thread-safe: one thread drives it."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        name: str,
+        seed: int,
+        slots: int,
+        max_context: int,
+        max_batched_tokens: int,
+        kv_cache_bytes: int | None = None,
+        recorder: Recorder | None = None,
+        decode: Callable[[Sequence[int]], str],
+        clock: Callable[[], float],
+        temperature: float = 1.0,
+    ) -> None:
+        self._name = name
+        self._seed = seed
+        self._max_context = max_context
+        self._vocabulary = len(model.get_input_embeddings().weight)
+        self._temperature = temperature
+        self._clock = clock
+        prepare_model(model, max_context)
+        self._scheduler = Scheduler()
+        self._runner = Runner(
+            model,
+            best_forward(model, max_context),
+            slots=slots,
+            max_context=max_context,
+            kv_cache_bytes=kv_cache_bytes,
+            recorder=recorder,
+        )
+        self._batch = Batch(
+            self._runner, slots=slots, max_context=max_context, max_batched_tokens=max_batched_tokens, decode=decode
+        )
+        self.weights = ServedWeights.of(model, f"rollout engine {name}")  # after the runner, which may repack them
+        self._activity = Activity(clock)
+        self._calls = OpenCalls()
+        self._in_place = True
+        """New weights find what goes on with the keys and values of old ones: nothing decodes at the end of a drain."""
+        self._asleep = False
+        self.version = 0
+
+    @property
+    def reproducible(self) -> bool:
+        """See `Capabilities`. What is parked for want of memory is prefilled again, which may change its last bits."""
+        return self._runner.invariant and self._runner.roomy
+
+    # ------------------------------------------------------------------------------------- commands
+
+    def submit(self, client: str, calls: Sequence[Call]) -> None:
+        """Queue all calls at once, or none: raises `DataError` for one that cannot be served."""
+
+        before: CallRun | None = None
+
+        def check(call: Call, serial: int) -> CallRun:
+            nonlocal before
+            before = CallRun.of(
+                call,
+                client,
+                seed=self._seed,
+                serial=serial,
+                max_context=self._max_context,
+                vocabulary=self._vocabulary,
+                like=before,
+            )
+            return before
+
+        runs = self._calls.submit(client, calls, check)
+        for run in runs:
+            self._batch.siblings.expect(run)
+        self._scheduler.submit(runs)
+
+    def pause(self, policy: OnUpdate) -> Paused:
+        """Start to drain, or stop now; `draining` says whether the former is still under way."""
+        if policy is not OnUpdate.DRAIN or self._scheduler.mode is not Mode.PAUSED:
+            self._in_place = policy is OnUpdate.KEEP
+        self._scheduler.pause(policy)
+        interrupted = self._park() if policy is OnUpdate.INTERRUPT else 0
+        self._settle()
+        return Paused(interrupted)
+
+    def resume(self) -> None:
+        """Go on. Raises `RunError` while asleep, and while there is no whole version to sample from."""
+        if self._asleep:
+            raise RunError(f"rollout engine {self._name} was told to resume while asleep; call wake() first")
+        self.weights.check("resume")
+        self._scheduler.resume()
+        self._in_place = True
+
+    def check_paused(self, doing: str) -> None:
+        """Raise `UpdateFailed` unless nothing decodes, nor will before `resume`."""
+        if self._scheduler.mode is not Mode.PAUSED:
+            raise UpdateFailed(
+                f"rollout engine {self._name} was told to {doing}, which writes over the weights that it decodes with, "
+                "while it is not paused; call pause() first and wait for it, or set rollout.enable_dual_buffer"
+            )
+
+    def activate(self, version: int, load: Callable[[], None]) -> float:
+        """``load`` it into the model and stamp ``version`` on what is sampled from now on; seconds taken.
+
+        Calls that are decoding go on with the keys and values that they have, and so do the further calls of their
+        episodes; after a drain or an interrupt there are none.
+        """
+        self._activity.stop()
+        start = self._clock()
+        load()
+        self._runner.refresh()
+        self._batch.renew(in_place=self._in_place)
+        self.version = version
+        return self._clock() - start
+
+    def abort(self, client: str, numbers: Iterable[int]) -> list[Finished]:
+        """End these calls as they are."""
+        return self._end(self._calls.find(client, numbers))
+
+    def abort_older_than(self, version: int) -> list[Finished]:
+        """End the unfinished training calls with a token of an older version."""
+        return self._end(self._calls.older_than(version))
+
+    def forget(self, client: str) -> None:
+        """Stop and drop everything that ``client`` submitted, and what is kept for its episodes."""
+        self._end(self._calls.of(client))
+        self._calls.forget(client)
+        self._batch.prefixes.leave(client)
+
+    def release(self, trajectories: Sequence[TrajectoryId]) -> None:
+        """Give up what is kept for further calls of these episodes."""
+        self._batch.prefixes.release(trajectories)
+
+    def sleep(self, *, keep_weights: bool = True) -> None:
+        """Free the KV cache and the weights' memory; what was decoding is parked. Raises `RunError` unless paused."""
+        if self._scheduler.mode is not Mode.PAUSED:
+            raise RunError(f"rollout engine {self._name} was told to sleep while decoding; pause it first")
+        self.weights.check_unwritten("sleep")
+        if not self._asleep:
+            self._park()
+            self._runner.release()
+            self._asleep = True
+        self.weights.sleep(keep=keep_weights)
+
+    def wake(self) -> None:
+        """Take the memory again: the weights', with what was kept of them, and the KV cache's."""
+        if self._asleep:
+            self.weights.memory.restore()
+            self._runner.restore()
+            self._asleep = False
+
+    def probe(self) -> NDArray[np.float32] | None:
+        """Log-probs [8] of `headway.models.probe`'s sequences; None where a context is too short for them.
+
+        Nothing that decodes is touched. Raises `RunError` while there is no whole version to compute with.
+        """
+        sequences = probe_sequences(self._vocabulary)
+        if sequences.shape[1] > self._max_context:
+            return None
+        self.weights.check("probe")
+        if not self.weights.memory.there:
+            raise RunError(f"rollout engine {self._name} was told to probe while its weights sleep; call wake() first")
+        self._activity.stop()
+        return self._runner.score(sequences, PROBE_PREFILL, self._temperature).reshape(-1)
+
+    def stats(self) -> EngineStats:
+        """The engine's activity since the last call of this method."""
+        self._activity.lost(self._batch.prefixes.lost)
+        return self._activity.take(self._batch.active, self._scheduler.waiting, self.version)
+
+    # ------------------------------------------------------------------------------------- stepping
+
+    @property
+    def has_work(self) -> bool:
+        """A step would sample something."""
+        if self._scheduler.mode is Mode.PAUSED or self.weights.problem is not None:
+            return False
+        return bool(self._batch.active or self._scheduler.queued)
+
+    @property
+    def draining(self) -> bool:
+        return self._scheduler.mode is Mode.DRAINING
+
+    def step(self) -> list[Finished]:
+        """Start what fits, sample one token for every active row, and return the calls that this finished."""
+        self.weights.check("decode")
+        with self._activity.step() as step:
+            step.preempted = self._preempt()
+            admission = self._batch.admission()
+            starting = self._scheduler.take(self._batch.rows.slots - self._batch.active, admission)
+            logits = self._batch.run(starting, admission, step)
+            finished = self._postprocess(starting, logits)
+        self._settle()
+        return finished
+
+    def _postprocess(self, starting: Sequence[CallRun], logits: torch.Tensor) -> list[Finished]:
+        """Sample a token for every row, and take out the rows that it ends."""
+        if not self._batch.sample(logits, self.version):
+            raise not_finite(self._name, self.version)
+        now = self._clock()
+        for run in starting:
+            run.begin(now, self.version)
+        return [self._finish(self._batch.take_out(row), reason, now) for row, reason in self._batch.ended()]
+
+    def _preempt(self) -> int:
+        """Make room for every row's next token; where there is not enough, the rows that came last are parked.
+
+        Those of validation only when no others are left. All keep what they wrote, and are the first to go on. Returns
+        how many were parked.
+        """
+        batch = self._batch
+        before = batch.active
+        while batch.active and not batch.fits:
+            latest = max(range(batch.active), key=lambda row: _later(batch.rows.runs[row]))
+            self._scheduler.put_back([batch.remove(latest)])
+        batch.reserve()
+        return before - batch.active
+
+    # ------------------------------------------------------------------------------------- endings
+
+    def _finish(self, run: CallRun, reason: FinishReason, now: float) -> Finished:
+        self._calls.remove(run)
+        return run.client, run.finish(reason, now)
+
+    def _end(self, runs: Collection[CallRun]) -> list[Finished]:
+        """Abort calls, wherever they are."""
+        wanted = frozenset(runs)
+        rows = [row for row, run in enumerate(self._batch.rows.runs) if run in wanted]
+        waiting = self._scheduler.remove(wanted)
+        for run in waiting:
+            if run.fresh:
+                self._batch.siblings.started(run)
+        ended = [self._batch.remove(row) for row in reversed(rows)] + waiting
+        now = self._clock()
+        finished = [self._finish(run, FinishReason.ABORTED, now) for run in ended]
+        self._settle()
+        return finished
+
+    def _park(self) -> int:
+        """Take every decoding call off its row, keeping its tokens, and drop all that was computed for those to come.
+
+        Returns how many there were.
+        """
+        parked = [self._batch.remove(row) for row in reversed(range(self._batch.active))]
+        self._scheduler.put_back(parked)
+        self._batch.drop_kept()
+        return len(parked)
+
+    def _settle(self) -> None:
+        """Close the busy span and end a drain, where nothing is left to compute."""
+        if self.draining and not self._batch.active and not self._scheduler.queued:
+            self._scheduler.drained()
+        if not self.has_work:
+            self._activity.stop()
+
+
+def _later(run: CallRun) -> tuple[bool, int]:
+    """Sorts by who has to give way: training before validation, then the younger."""
+    return run.trains, run.serial

@@ -1,0 +1,179 @@
+"""Sampling for a whole batch at once, with randomness from a row's key and position, never from time or batch.
+
+    logits [A, V] ─▶ biases, penalty, temperature, filters ─▶ log-probs ─▶ inverse CDF at one uniform per row ─▶ token
+
+The uniforms come from `headway.engines.rollout.randomness`.
+
+Shape suffixes: A rows of the batch, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from headway.data.interfaces.generation import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSampling:
+    """The sampling options of each row of a batch; None where no row asks for it, so that the common case costs
+    nothing.
+    """
+
+    temperature: torch.Tensor | None
+    """[A, 1] float32; 1 for greedy rows, whose log-prob is the unscaled softmax's."""
+    top_k: torch.Tensor | None
+    """[A, 1] int64."""
+    top_p: torch.Tensor | None
+    """[A, 1] float32."""
+    greedy: torch.Tensor | None
+    """[A] bool."""
+    min_p: torch.Tensor | None = None
+    """[A, 1] float32."""
+    penalty: torch.Tensor | None = None
+    """[A, 1] float32."""
+    seen: torch.Tensor | None = None
+    """[A, V] bool: what the penalty is for."""
+    bias: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+    """Rows [E], tokens [E], and what is added [E]; no pair of the first two comes twice."""
+
+    @classmethod
+    def of(
+        cls,
+        rows: Sequence[SamplingParams],
+        vocabulary: int,
+        device: torch.device,
+        written: NDArray[np.int64] | None = None,
+        seen: torch.Tensor | None = None,
+    ) -> BatchSampling:
+        """Gather the parameters of a batch's rows. Greedy rows are neither scaled nor filtered.
+
+        Args:
+            written: [A] tokens that each row has, for ``min_tokens``. Default: none yet.
+            seen: [A, V] bool, what each row's prompt and answer have, for ``repetition_penalty``.
+        """
+        kinds = {id(params): params for params in rows}.values()  # a batch has few, and hashing them all is slow
+        greedy = [p.temperature == 0 for p in rows] if any(p.temperature == 0 for p in kinds) else None
+        sampled = [p for p in kinds if p.temperature > 0]
+
+        def column(values: list[float] | list[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+            return torch.tensor(values, dtype=dtype, device=device).unsqueeze(1)
+
+        temperature = top_k = top_p = min_p = penalty = None
+        if any(p.temperature != 1 for p in sampled):
+            temperature = column([p.temperature or 1.0 for p in rows])
+        if any(0 < p.top_k < vocabulary for p in sampled):
+            limits = [p.top_k if p.top_k and p.temperature else vocabulary for p in rows]
+            top_k = column(limits, torch.int64)
+        if any(p.top_p < 1 for p in sampled):
+            top_p = column([p.top_p if p.temperature else 1.0 for p in rows])
+        if any(p.min_p > 0 for p in sampled):
+            min_p = column([p.min_p if p.temperature else 0.0 for p in rows])
+        if any(p.repetition_penalty != 1 for p in kinds):
+            penalty = column([p.repetition_penalty for p in rows])
+        return cls(
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            greedy=torch.tensor(greedy, device=device) if greedy is not None else None,
+            min_p=min_p,
+            penalty=penalty,
+            seen=seen if penalty is not None else None,
+            bias=_bias(rows, written, device) if any(p.logit_bias or p.min_tokens for p in kinds) else None,
+        )
+
+
+def _bias(
+    rows: Sequence[SamplingParams], written: NDArray[np.int64] | None, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    entries: dict[tuple[int, int], float] = {}
+    for row, params in enumerate(rows):
+        for token, bias in params.logit_bias:
+            entries[row, token] = entries.get((row, token), 0.0) + bias
+        if params.min_tokens > (0 if written is None else written[row]):
+            entries.update({(row, token): -math.inf for token in params.stop_token_ids})
+    if not entries:
+        return None
+    places = torch.tensor(list(entries), device=device)
+    return places[:, 0], places[:, 1], torch.tensor(list(entries.values()), dtype=torch.float32, device=device)
+
+
+def sample(logits: torch.Tensor, sampling: BatchSampling, uniform: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sample one token per row.
+
+    Args:
+        logits: [A, V], any floating dtype; computed on in float32.
+        sampling: how each row is sampled.
+        uniform: [A] float64 in [0, 1).
+
+    Returns:
+        Tokens [A] int64, and their log-probs [A] float32 (nats) under the distribution that they were sampled from:
+        after all that `SamplingParams` lists; for greedy rows, without temperature and filters.
+    """
+    logprobs = behaviour_logprobs(logits, sampling)
+    tokens = inverse_cdf(logprobs, uniform)
+    if sampling.greedy is not None:
+        tokens = torch.where(sampling.greedy, logprobs.argmax(-1), tokens)
+    return tokens, logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1)
+
+
+def behaviour_logprobs(logits: torch.Tensor, sampling: BatchSampling) -> torch.Tensor:
+    """float32 log-probs [A, V] of the distribution that tokens are drawn from; -inf for filtered tokens.
+
+    The steps that `SamplingParams` lists are applied in that order, each to the result of the one before.
+    """
+    logits = logits.float()
+    if sampling.bias is not None:
+        rows, tokens, bias = sampling.bias
+        logits = logits.index_put((rows, tokens), logits[rows, tokens] + bias)
+    if sampling.penalty is not None and sampling.seen is not None:
+        penalised = torch.where(logits > 0, logits / sampling.penalty, logits * sampling.penalty)
+        logits = torch.where(sampling.seen, penalised, logits)
+    if sampling.temperature is not None:
+        logits = logits / sampling.temperature
+    if sampling.min_p is not None:
+        # In logs: p ≥ min_p · p_max, and log 0 = -inf keeps all.
+        least = logits.amax(-1, keepdim=True) + sampling.min_p.log()
+        logits = logits.masked_fill(logits < least, -torch.inf)
+    if sampling.top_k is not None or sampling.top_p is not None:
+        logits = _filtered(logits, sampling.top_k, sampling.top_p)
+    return torch.log_softmax(logits, -1)
+
+
+def _filtered(logits: torch.Tensor, top_k: torch.Tensor | None, top_p: torch.Tensor | None) -> torch.Tensor:
+    """Logits with -inf outside the filters. The most likely token always stays; ties go to the lower index."""
+    ordered, order = logits.sort(dim=-1, descending=True, stable=True)
+    if top_k is not None:
+        ranks = torch.arange(logits.shape[1], device=logits.device)
+        ordered = ordered.masked_fill(ranks >= top_k, -torch.inf)
+    if top_p is not None:
+        probs = torch.softmax(ordered, -1)
+        mass_before = probs.cumsum(-1) - probs
+        outside = mass_before >= top_p
+        outside[:, 0] = False
+        # top_p = 1 is off: rounding in the cumulative sum must not cut the tail.
+        ordered = ordered.masked_fill(outside & (top_p < 1), -torch.inf)
+    return torch.empty_like(ordered).scatter_(1, order, ordered)
+
+
+def inverse_cdf(logprobs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """[A] the first token whose cumulative probability exceeds ``uniform``; never one of probability zero.
+
+    The cumulative sum is taken in float64 and scaled by its own end, so that it cannot stop short of the uniform. A
+    parallel scan, on GPUs, may still differ in the last bit between neighbours and land on a token of probability
+    zero; the most likely token stands in there.
+    """
+    probs = logprobs.exp()
+    cumulative = probs.cumsum(-1, dtype=torch.float64)
+    threshold = (uniform * cumulative[:, -1]).unsqueeze(1)
+    tokens = torch.searchsorted(cumulative, threshold, right=True).clamp_(max=logprobs.shape[1] - 1)
+    if probs.device.type == "cpu":
+        return tokens.squeeze(1)
+    possible = probs.gather(1, tokens) > 0
+    return torch.where(possible, tokens, probs.argmax(-1, keepdim=True)).squeeze(1)

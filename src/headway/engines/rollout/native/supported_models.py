@@ -1,0 +1,48 @@
+"""Kinds of models that the native engine cannot run, as far as a config tells: refused before anything starts.
+
+What no config tells is found when the engine starts, by a short trial
+(`headway.engines.rollout.native.model.fused_forward`).
+"""
+
+from __future__ import annotations
+
+from transformers import PreTrainedConfig
+
+from headway.errors import ModelError
+
+ALIBI = "biases of its attention (ALiBi), which its code makes from a mask of whole rows"
+LATENT = "latent attention, whose keys and values have heads of other sizes than the config's head_dim"
+STATES = "a recurrent state in place of keys and values"
+
+
+def check_kind(config: PreTrainedConfig, max_context: int) -> None:
+    """Raise `ModelError` for a model whose config says that the engine's cache or masks are not for it."""
+    text = config.get_text_config()
+    if text.model_type == "bloom" or (text.model_type == "falcon" and text.alibi):
+        raise not_served(config, f"it has {ALIBI}")
+    if text.model_type == "rwkv":
+        raise not_served(config, f"it has {STATES}")
+    if getattr(text, "kv_lora_rank", None):
+        raise not_served(config, f"it has {LATENT}")
+    if text.model_type == "gpt_neo" and set(text.attention_layers) != {"global"} and text.window_size < max_context:
+        raise not_served(
+            config,
+            f"its code makes windows of {text.window_size} tokens by itself, and prompt and response may take "
+            f"{max_context} together",
+        )
+
+
+def has_experts(config: PreTrainedConfig) -> bool:
+    """Tell whether a router gives each token to some of many experts."""
+    text = config.get_text_config()
+    return any(getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+
+
+def not_served(config: PreTrainedConfig, why: str) -> ModelError:
+    """Return the error for a model that only another engine might run: which it is, of what kind, and ``why``."""
+    path = getattr(config, "_name_or_path", "")
+    which = f"model.path={path}" if path else "the model"
+    return ModelError(
+        f"{which}: the native rollout engine cannot run this model (model_type {config.model_type}): {why}; set "
+        "rollout.name=vllm, if vLLM serves it"
+    )

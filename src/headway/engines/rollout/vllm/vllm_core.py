@@ -1,0 +1,340 @@
+"""The calls that vLLM answers, what an update does to them, and what becomes of them: everything here happens on
+vLLM's event loop.
+
+    submit ─▶ Scheduler ─take, as slots are free─▶ a request of vLLM's ─▶ finished calls, in batches
+                  ▲                                    │
+                  └── vLLM never has more than it runs ┘   so who waits, and in which order, is decided here
+
+vLLM's own pauses do the rest:
+
+    drain        nothing new is started; when the last one has ended: pause_generation(keep, clear the cache)
+    interrupt    pause_generation(keep, clear the cache): requests stay, keys and values are computed again on resume
+    keep         pause_generation(keep, leave the cache): requests go on in place
+
+A version is stamped by vLLM's engine core on the outputs of each step, and changes between pause and resume only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.data.interfaces.generation import Call, FinishedCall
+from headway.data.interfaces.rollout import EngineStats, OnUpdate, Paused
+from headway.data.types import FinishReason
+from headway.engines.rollout.call_run import CallRun
+from headway.engines.rollout.open_calls import OpenCalls
+from headway.engines.rollout.scheduler import Mode, Scheduler
+from headway.engines.rollout.vllm.vllm_activity import Activity
+from headway.engines.rollout.vllm.vllm_link import Link
+from headway.engines.rollout.vllm.vllm_request import has_tokens, prompt_of, reason_of, sampling_of, written_of
+from headway.engines.rollout.vllm.vllm_state import VllmState
+from headway.errors import HeadwayError, RunError
+from headway.models.probe import PROBE_PREFILL, probe_sequences
+
+Deliver = Callable[[str, Sequence[FinishedCall]], None]
+"""Takes the calls of a client that one step has finished."""
+
+
+class VllmCore:
+    """One engine of vLLM's. Driven from its loop alone."""
+
+    def __init__(
+        self,
+        llm: Any,
+        deliver: Deliver,
+        on_end: Callable[[HeadwayError], None],
+        *,
+        name: str,
+        seed: int,
+        slots: int,
+        max_context: int,
+        clock: Callable[[], float],
+        activity: Activity,
+        temperature: float,
+        can_sleep: bool,
+    ) -> None:
+        """
+        Args:
+            llm: an ``AsyncLLM`` of the running loop, whose steps are counted in ``activity``.
+            deliver: called with each batch of finished calls.
+            on_end: called with what the engine ended with, which all clients have to hear.
+            others: see `VllmEngine`.
+        """
+        self._llm = llm
+        self._hand_on, self._on_end = deliver, on_end
+        self._link = Link(llm, name, self._end)
+        self._state = VllmState(llm, self._link, name, on_halted=self._show, on_cleared=activity.interrupted)
+        self._name = name
+        self._seed = seed
+        self._slots = slots
+        self._max_context = max_context
+        self._vocabulary = int(llm.model_config.get_vocab_size())
+        self._clock = clock
+        self._activity = activity
+        self._temperature = temperature
+        self._can_sleep = can_sleep
+        self._scheduler = Scheduler()
+        self._calls = OpenCalls()
+        self._running: dict[str, CallRun] = {}
+        """The calls that vLLM has, by request id."""
+        self._following: dict[str, asyncio.Task[None]] = {}
+        self._done: dict[str, list[FinishedCall]] = {}
+        """Calls that have just been finished, by client: what vLLM tells in one turn of the loop is one step's."""
+        self._turn = asyncio.Lock()
+        """Held while vLLM is told to pause, to load or to go on."""
+        self._moved = asyncio.Event()
+        """Set, and replaced, when the scheduler's mode may have changed."""
+
+    # ------------------------------------------------------------------------------------- commands
+
+    async def begin(self) -> None:
+        """Serve the first weights as version 0. Raises `ModelError` for a model that vLLM cannot compute with."""
+        self._link.watch()
+        await self._state.begin()
+
+    async def connect(self, nbytes: int, slots: list[tuple[str, list[int], str, int, int]]) -> None:
+        """Tell the workers what lies where in the buffers that they will map."""
+        await self._state.connect(nbytes, slots)
+
+    async def submit(self, client: str, calls: Sequence[Call]) -> None:
+        """Queue all calls at once, or none: raises `DataError` for one that cannot be served."""
+        self.check()
+        runs = self._calls.submit(
+            client,
+            calls,
+            lambda call, serial: CallRun.of(
+                call,
+                client,
+                seed=self._seed,
+                serial=serial,
+                max_context=self._max_context,
+                vocabulary=self._vocabulary,
+            ),
+        )
+        self._scheduler.submit(runs)
+        self._fill()
+
+    async def pause(self, policy: OnUpdate) -> Paused:
+        """Returns when nothing decodes any more under ``policy``."""
+        self.check()
+        self._scheduler.pause(policy)
+        self._settle()
+        while self._scheduler.mode is Mode.DRAINING and self._link.over is None:
+            await self._moved.wait()
+        self.check()
+        async with self._alone():
+            if self._scheduler.mode is not Mode.PAUSED:  # resumed meanwhile
+                return Paused()
+            cut = policy is OnUpdate.INTERRUPT and not self._state.cleared
+            # A drain that another pause ended leaves what that one keeps as it is.
+            await self._state.halt(clear=cut or (policy is OnUpdate.DRAIN and not self._running))
+        return Paused(sum(run.started is not None for run in self._running.values()) if cut else 0)
+
+    async def resume(self) -> None:
+        """Go on. Raises `RunError` while asleep, and while there is no whole version to sample from."""
+        self.check()
+        async with self._alone():
+            self._state.check("resume")
+            await self._state.go_on()
+            self._scheduler.resume()
+        self._settle()
+        self._fill()
+
+    async def activate(self, version: int, load: Callable[[Callable[[str], None]], None]) -> float:
+        """Load the staged ``version`` and stamp it on what is sampled from now on; seconds taken.
+
+        ``load`` checks that it is there and calls its argument, blocking, on a thread of its own. Calls that are
+        decoding go on with the keys and values that they have. Raises `UpdateFailed`; the weights are then torn, if
+        vLLM was told to load them.
+        """
+        self.check()
+        async with self._alone():
+            start = self._clock()
+            await self._state.halt(clear=False)
+            loop = asyncio.get_running_loop()
+            try:
+                await asyncio.to_thread(
+                    load, lambda path: asyncio.run_coroutine_threadsafe(self._state.load(version, path), loop).result()
+                )
+            finally:
+                goes_on = self._scheduler.mode is not Mode.PAUSED and not self._state.asleep
+                if goes_on and self._state.whole and self._link.over is None:
+                    await self._state.go_on()
+            return self._clock() - start
+
+    async def abort(self, client: str, numbers: Sequence[int]) -> None:
+        """End these calls of ``client`` as they are."""
+        self.check()
+        await self._abort(self._calls.find(client, numbers))
+
+    async def abort_older_than(self, version: int) -> None:
+        """End the unfinished training calls with a token of an older version."""
+        self.check()
+        await self._abort(self._calls.older_than(version))
+
+    async def forget(self, client: str) -> None:
+        """Stop and drop everything that ``client`` submitted."""
+        if self._link.over is None:
+            runs = self._calls.of(client)
+            self._calls.forget(client)
+            self._done.pop(client, None)
+            await self._abort(runs)
+
+    async def sleep(self, keep_weights: bool) -> None:
+        """Free the device's memory. Raises `RunError` unless paused, and where the platform cannot."""
+        self.check()
+        if not self._can_sleep:
+            raise RunError(
+                f"rollout engine {self._name} cannot sleep: vLLM frees nothing on a CPU, elsewhere only when it was "
+                "started so; set placement.kind=split"
+            )
+        async with self._alone():
+            if self._scheduler.mode is not Mode.PAUSED:
+                raise RunError(f"rollout engine {self._name} was told to sleep while decoding; pause it first")
+            await self._state.sleep(keep_weights=keep_weights)
+
+    async def wake(self) -> None:
+        """Take the device's memory back; still paused."""
+        self.check()
+        async with self._alone():
+            await self._state.wake()
+
+    async def probe(self) -> NDArray[np.float32] | None:
+        """Log-probs [8] of `headway.models.probe`'s sequences; None where a context is too short for them."""
+        self.check()
+        sequences = probe_sequences(self._vocabulary)
+        if sequences.shape[1] > self._max_context:
+            return None
+        positions = range(PROBE_PREFILL, sequences.shape[1])
+        contexts = [ids[:position].tolist() for ids in sequences for position in positions]
+        tokens = [int(ids[position]) for ids in sequences for position in positions]
+        async with self._alone():
+            self._state.check("probe")
+            was_halted = self._state.halted
+            await self._state.halt(clear=False)
+            try:
+                return await self._state.score(contexts, tokens, self._temperature or 1.0)
+            finally:
+                if not was_halted and self._link.over is None:
+                    await self._state.go_on()
+
+    async def stats(self) -> EngineStats:
+        """Activity since the last call. vLLM's engine core is not asked: its tokens show whether it computes."""
+        self.check()
+        running = 0 if self._state.halted else len(self._running)
+        waiting = self._scheduler.waiting + len(self._running) - running
+        return self._activity.take(running, waiting, self._state.version)
+
+    async def close(self, error: HeadwayError) -> None:
+        """End everything; whoever still waits gets ``error``."""
+        self._link.end(error)
+        tasks = list(self._following.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def check(self) -> None:
+        """Raise what the engine ended with, if it did."""
+        self._link.check()
+
+    # ------------------------------------------------------------------------------------- running
+
+    def _fill(self) -> None:
+        """Submit waiting calls to vLLM while it has free slots."""
+        if self._link.over is not None:
+            return
+        for run in self._scheduler.take(self._slots - len(self._running)):
+            request = f"{self._name}-{run.serial}"
+            self._running[request] = run
+            self._following[request] = asyncio.create_task(self._follow(request, run))
+        self._show()
+
+    async def _follow(self, request: str, run: CallRun) -> None:
+        last = None
+        try:
+            outputs = self._llm.generate(
+                prompt_of(run, self._state.version), sampling_of(run), request, priority=int(run.trains)
+            )
+            async for output in outputs:
+                last = output
+                if run.started is None and has_tokens(output):
+                    run.begin(self._clock(), self._state.version)
+                    run.cached = output.num_cached_tokens or 0
+            reason = None if last is None else reason_of(last)
+            if last is None or reason is None:
+                ended = "without an output" if last is None else f"with {last.outputs[0].finish_reason!r}"
+                raise RunError(f"rollout engine {self._name}: vLLM ended {run.call.trajectory} {ended}")
+            run.written = written_of(last, self._name)
+        except HeadwayError as error:
+            self._link.end(error)
+        except Exception as cause:
+            self._link.end(self._link.attributed("generate", cause, RunError))
+        else:
+            self._ended(request, run, reason)
+
+    def _ended(self, request: str, run: CallRun, reason: FinishReason) -> None:
+        del self._running[request], self._following[request]
+        if self._link.over is not None:  # whoever waited was told so
+            return
+        self._activity.ended(0 if run.fresh else run.length)
+        self._finish(run, reason)
+        self._fill()
+        self._settle()
+
+    def _finish(self, run: CallRun, reason: FinishReason) -> None:
+        """Deliver ``run``, with all that is finished in this turn of the loop, unless its client has left."""
+        if self._calls.find(run.client, [run.call.number]) != [run]:
+            return
+        self._calls.remove(run)
+        if not self._done:
+            asyncio.get_running_loop().call_soon(self._deliver)
+        self._done.setdefault(run.client, []).append(run.finish(reason, self._clock()))
+
+    def _deliver(self) -> None:
+        done, self._done = self._done, {}
+        for client, batch in done.items():
+            self._hand_on(client, batch)
+
+    async def _abort(self, runs: Iterable[CallRun]) -> None:
+        """End ``runs`` as they are, wherever they are; return when they have ended."""
+        aborted = frozenset(runs)
+        for run in self._scheduler.remove(aborted):
+            self._finish(run, FinishReason.ABORTED)
+        await asyncio.sleep(0)  # requests that were just made have to be registered before they can be aborted
+        requests = [request for request, run in self._running.items() if run in aborted]
+        tasks = [self._following[request] for request in requests]
+        if requests:
+            await self._link.tell("abort", self._llm.abort(requests))
+            await asyncio.wait(tasks)
+        self._settle()
+
+    def _end(self, error: HeadwayError) -> None:
+        """Tell everybody that the engine has ended."""
+        self._deliver()
+        self._on_end(error)
+        self._calls.clear()
+        self._activity.running(0)
+        self._settle()
+
+    def _settle(self) -> None:
+        """End a drain where nothing is left to run, and tell those who wait for that."""
+        if self._scheduler.mode is Mode.DRAINING and not self._running and not self._scheduler.queued:
+            self._scheduler.drained()
+        self._moved.set()
+        self._moved = asyncio.Event()
+
+    def _show(self) -> None:
+        self._activity.running(len(self._running), halted=self._state.halted)
+
+    @contextlib.asynccontextmanager
+    async def _alone(self) -> AsyncIterator[None]:
+        """Context in which no other command runs. Raises the engine's error if it ended, also while this one waited."""
+        async with self._turn:
+            self.check()
+            yield

@@ -1,0 +1,162 @@
+"""The state of one vLLM: whether it stands still, what it has in its caches, and which weights it holds.
+
+           halt(clear: the cache is emptied, all is computed again)
+decoding ──────────────────▶ halted ──sleep──▶ asleep: no cache; weights kept elsewhere, or gone
+    ▲                         │  ▲               │
+    └──────────go_on──────────┘  └─────wake──────┘      load: while halted or asleep
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.engines.rollout.vllm.vllm_link import Link
+from headway.errors import ModelError, RunError, UpdateFailed
+
+WEIGHTS, KV_CACHE = "weights", "kv_cache"
+"""vLLM's tags of the memory that it gives up when it sleeps."""
+
+
+class Weights(StrEnum):
+    """The state of the weights that vLLM's workers hold."""
+
+    SERVED = "served"
+    """Exactly one whole version, with whose number tokens are stamped."""
+    TORN = "torn"
+    """Parts of two versions: a load failed half-way."""
+    GONE = "gone"
+    """No weights: their memory was given up in sleep."""
+
+
+class VllmState:
+    """What vLLM was told as a whole. Callers see to it that no two of these orders are under way at once.
+
+    Args:
+        llm: an ``AsyncLLM`` of the running loop.
+        link: through which it is told.
+        name: of the replica, in messages.
+        on_halted: called when vLLM stands still or goes on.
+        on_cleared: called when all keys and values are gone.
+    """
+
+    def __init__(
+        self, llm: Any, link: Link, name: str, *, on_halted: Callable[[], None], on_cleared: Callable[[], None]
+    ) -> None:
+        self._llm = llm
+        self._link = link
+        self._name = name
+        self._on_halted, self._on_cleared = on_halted, on_cleared
+        self.version = 0
+        """The version of the weights, stamped on what is sampled."""
+        self.halted = False
+        """vLLM is paused."""
+        self.cleared = False
+        """Paused, and all keys and values are gone."""
+        self._sleeping: list[str] = []
+        """The parts of its memory that sleep, by vLLM's tags: it wakes as a whole, or the weights first, when new ones
+        come."""
+        self._weights = Weights.SERVED
+
+    @property
+    def asleep(self) -> bool:
+        """True until `wake`: nothing is computed."""
+        return bool(self._sleeping)
+
+    @property
+    def whole(self) -> bool:
+        """True with a whole version to sample from."""
+        return self._weights is Weights.SERVED
+
+    async def begin(self) -> None:
+        """The first weights are version 0. Raises `ModelError` for a model that vLLM loads and cannot compute with."""
+        await self._link.tell("start", self._llm.get_supported_tasks())  # kept by vLLM: requests then register at once
+        await self._link.tell("start", self._llm.update_weight_version("0"))
+        first = self._llm.collective_rpc("headway_score", args=([[0, 0]], [0], 1.0))
+        await self._link.tell("compute with the model", first, ModelError)
+
+    async def connect(self, nbytes: int, slots: list[tuple[str, list[int], str, int, int]]) -> None:
+        """Tell the workers what lies where in the buffers that they will map."""
+        from vllm.distributed.weight_transfer.base import (  # type: ignore[import-not-found]
+            WeightTransferInitRequest,
+        )
+
+        request = WeightTransferInitRequest({"nbytes": nbytes, "slots": slots})
+        told = self._llm.init_weight_transfer_engine(request)
+        await self._link.tell("prepare for new weights", told, UpdateFailed)
+
+    async def halt(self, *, clear: bool) -> None:
+        """Pause vLLM and collect the outputs under way. ``clear`` also empties the cache: all is prefilled again."""
+        if self.halted and (self.cleared or not clear):
+            return
+        await self._link.tell("pause", self._llm.pause_generation(mode="keep", clear_cache=clear))
+        self.halted, self.cleared = True, clear
+        if clear:
+            self._on_cleared()
+        self._on_halted()
+
+    async def go_on(self) -> None:
+        """End a pause."""
+        if self.halted:
+            await self._link.tell("go on", self._llm.resume_generation())
+            self.halted = self.cleared = False
+            self._on_halted()
+
+    async def load(self, version: int, path: str) -> None:
+        """Have the workers load ``version`` from a buffer. Raises `UpdateFailed`; the weights are then torn."""
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        async def load() -> None:
+            if WEIGHTS in self._sleeping:
+                await self._llm.wake_up([WEIGHTS])
+                self._sleeping.remove(WEIGHTS)  # once: vLLM takes memory for whatever it is told to wake
+            await self._llm.start_weight_update()
+            await self._llm.update_weights(WeightTransferUpdateRequest({"version": version, "path": path}))
+            await self._llm.finish_weight_update(str(version))
+
+        self._weights = Weights.TORN  # until all of it is loaded
+        await self._link.tell(f"load version {version}", load(), UpdateFailed)
+        self._weights = Weights.SERVED
+        self.version = version
+
+    async def sleep(self, *, keep_weights: bool) -> None:
+        """Free the device's memory."""
+        if not self.asleep:
+            await self._link.tell("sleep", self._llm.sleep(level=1 if keep_weights else 2, mode="keep"))
+            self._on_cleared()
+            self._sleeping = [WEIGHTS, KV_CACHE]
+        if not keep_weights:
+            self._weights = Weights.GONE
+
+    async def wake(self) -> None:
+        """Take the device's memory back; still paused."""
+        if self.asleep:
+            await self._link.tell("wake", self._llm.wake_up(list(self._sleeping)))
+            # Waking lets it go on.
+            await self._link.tell("pause", self._llm.pause_generation(mode="keep", clear_cache=True))
+            self._sleeping, self.cleared = [], True
+
+    async def score(
+        self, contexts: Sequence[Sequence[int]], tokens: Sequence[int], temperature: float
+    ) -> NDArray[np.float32]:
+        """The log-prob of each of ``tokens`` behind its context, in steps of their own, while vLLM stands still."""
+        scoring = self._llm.collective_rpc("headway_score", args=(contexts, tokens, temperature))
+        scores = await self._link.tell("compute the probe's log-probs", scoring)
+        return np.array(next((s for s in scores if s), []), np.float32)
+
+    def check(self, doing: str) -> None:
+        """Raise `RunError` while asleep, and without a whole version: nothing can be computed for ``doing`` that."""
+        if self.asleep:
+            raise RunError(f"rollout engine {self._name} was told to {doing} while asleep; call wake() first")
+        match self._weights:
+            case Weights.TORN:
+                problem = "its weights are torn: loading a version failed half-way; activate a whole version first"
+            case Weights.GONE:
+                problem = "its weights were given up when it was put to sleep; stage and activate a version first"
+            case _:
+                return
+        raise RunError(f"rollout engine {self._name} cannot {doing}: {problem}")

@@ -1,0 +1,209 @@
+"""Advantages of a fetch: from its episodes and rewards to the estimators' tensors, and back to rows.
+
+rewards ──────────────────────────────────────▶ estimator ─▶ one number per episode, where outcomes are enough
+rewards ─▶ [− kl_coef · KL(π_prox‖π_ref) per token] ─▶ estimator ─▶ advantages, and a critic's returns
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from inspect import signature
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from headway.algorithms.advantages import (
+    ADVANTAGES,
+    AdvantageInputs,
+    Advantages,
+    looks_at_states,
+    looks_at_tokens,
+    per_token,
+)
+from headway.algorithms.kl import kl_in_reward
+from headway.config.sections.learning import AlgorithmConfig
+from headway.data.collate import Row
+from headway.data.types import ColumnName, Outcomes
+from headway.engines.train.episode_rows import Episodes, Get, turn_numbers, turn_states
+from headway.errors import ConfigError, RunError
+
+Arrays = list[NDArray[np.float32]]
+"""Float32 arrays, one [T] for each row, or one [L] for each episode."""
+
+
+class FetchAdvantages:
+    """Computes a fetch's advantages: the configured estimator, with the steps before and after it."""
+
+    def __init__(self, algorithm: AlgorithmConfig) -> None:
+        """Look up the configured estimator. Raises `ConfigError` or `UserCodeError` when it does not exist."""
+        self._estimator = ADVANTAGES.get(algorithm.adv_estimator)
+        self._params = _named(
+            self._estimator,
+            {
+                "normalize_by_std": algorithm.norm_adv_by_std_in_grpo,
+                "gamma": algorithm.gamma,
+                "lam": algorithm.lam,
+                "k": algorithm.pass_k,
+                "step_weight": algorithm.step_weight,
+            },
+        )
+        self._algorithm = algorithm
+
+    def __call__(self, rows: Sequence[Row], outcomes: Outcomes) -> dict[str, Arrays]:
+        """Compute the ``advantages`` of each row, and ``returns`` where the estimator has a critic.
+
+        ``rows`` have the columns that are asked for: ``values``; ``ref_logprobs`` and ``prox_logprobs``. Those of an
+        episode are looked at together.
+
+        Raises `RunError`, naming a trajectory, for a reward, a value or an advantage that is not finite.
+        """
+        episodes = Episodes(rows, outcomes.episode_of)
+        _check_finite("rewards", [np.atleast_1d(reward) for reward in outcomes.rewards], outcomes)
+        _check_finite("rewards of turns", [np.array(rewards) for rewards in outcomes.turn_rewards], outcomes)
+        inputs = self._inputs(episodes, outcomes)
+        estimate = self._estimator(inputs, **self._params)
+        columns: dict[str, Arrays] = {ColumnName.ADVANTAGES: _arrays(estimate, inputs)}
+        if isinstance(estimate, Advantages):
+            columns[ColumnName.RETURNS] = _arrays(estimate.returns, inputs)
+        for name, arrays in columns.items():
+            _check_finite(name, arrays, outcomes)
+        return {name: episodes.cut(arrays) for name, arrays in columns.items()}
+
+    def of_outcomes(self, outcomes: Outcomes) -> NDArray[np.float32] | None:
+        """Compute each episode's advantage, [E], which all tokens that it trains share, from ``outcomes`` alone.
+
+        The numbers are those that rows give. None where tokens have to be looked at: by the estimator, or for rewards
+        of turns or a KL penalty per token.
+
+        Raises:
+            RunError: a reward or an advantage is not finite; the message names the trajectory.
+            ConfigError: the estimator returned something else than one number for each trajectory.
+        """
+        algorithm = self._algorithm
+        per_token = algorithm.use_kl_in_reward or outcomes.turn_rewards or algorithm.turn_discount != 1.0
+        if per_token or outcomes.lengths is None or looks_at_tokens(self._estimator):
+            return None
+        _check_finite("rewards", [np.atleast_1d(reward) for reward in outcomes.rewards], outcomes)
+        inputs = AdvantageInputs(
+            rewards=torch.tensor(outcomes.rewards),
+            groups=torch.tensor(outcomes.groups),
+            lengths=torch.tensor(outcomes.lengths),
+            baselines=torch.tensor(outcomes.baselines) if outcomes.baselines is not None else None,
+        )
+        estimate = self._estimator(inputs, **self._params)
+        if not isinstance(estimate, torch.Tensor) or estimate.shape != inputs.rewards.shape:
+            said = list(estimate.shape) if isinstance(estimate, torch.Tensor) else type(estimate).__name__
+            raise ConfigError(
+                f"algorithm.adv_estimator: {algorithm.adv_estimator} is declared to look at outcomes alone, so it "
+                f"returns one number for each of {len(outcomes.ids)} trajectories, not {said}; return [S], or drop "
+                "from_outcomes_alone"
+            )
+        numbers: NDArray[np.float32] = estimate.numpy().astype(np.float32)
+        _check_finite(ColumnName.ADVANTAGES, [np.atleast_1d(number) for number in numbers], outcomes)
+        return numbers
+
+    def _inputs(self, episodes: Episodes, outcomes: Outcomes) -> AdvantageInputs:
+        masks = episodes.join(lambda row: row.loss_mask)
+
+        def known(name: str, get: Get) -> torch.Tensor:
+            arrays = episodes.join(get)
+            _check_finite(name, [array[mask] for array, mask in zip(arrays, masks, strict=True)], outcomes)
+            return _padded(arrays)
+
+        valued = all(ColumnName.VALUES in row.columns for row in episodes.rows)
+        inputs = AdvantageInputs(
+            rewards=torch.tensor(outcomes.rewards),
+            groups=torch.tensor(outcomes.groups),
+            lengths=torch.tensor([len(mask) for mask in masks]),
+            mask=None if all(mask.all() for mask in masks) else _padded(masks),
+            values=known("the critic's values", _values) if valued else None,
+            # Every answer was scored as it is, also one that was cut off: nothing comes after its last token.
+            finished=None,
+            baselines=torch.tensor(outcomes.baselines) if outcomes.baselines is not None else None,
+            turn_discount=self._algorithm.turn_discount,
+        )
+        by_state = looks_at_states(self._estimator)
+        if outcomes.turn_rewards or self._algorithm.turn_discount != 1.0 or by_state:
+            turns = episodes.join(turn_numbers)
+            token_rewards = inputs.rewards_of_tokens()
+            if outcomes.turn_rewards:
+                token_rewards += _padded(_rewards_of_turns(outcomes.turn_rewards, turns, masks))
+            inputs = replace(inputs, token_rewards=token_rewards, turns=_padded(turns))
+        if by_state:
+            inputs = replace(inputs, states=_padded(episodes.join(turn_states)))
+        if not self._algorithm.use_kl_in_reward:
+            return inputs
+        reference = known(ColumnName.REF_LOGPROBS, _ref_logprobs)
+        policy = known(ColumnName.PROX_LOGPROBS, _prox_logprobs)
+        rewards, _ = kl_in_reward(
+            inputs.rewards_of_tokens(),
+            policy,
+            reference,
+            inputs.counts(),
+            coef=self._algorithm.kl_ctrl.kl_coef,
+            kind=self._algorithm.kl_penalty,
+        )
+        return replace(inputs, token_rewards=rewards)
+
+
+def _rewards_of_turns(
+    rewards: Sequence[Sequence[float]], turns: Sequence[NDArray[np.int64]], masks: Sequence[NDArray[np.bool_]]
+) -> list[NDArray[np.float64]]:
+    """The rewards of each episode's turns, [L], each at the last trained token of its turn.
+
+    That of a turn without one is at the last token before it, or at the episode's first.
+    """
+    placed = []
+    for of_turns, turns_L, mask_L in zip(rewards, turns, masks, strict=True):
+        result_L = np.zeros(len(mask_L))
+        trained = np.flatnonzero(mask_L)
+        if len(trained) and of_turns:
+            last = np.searchsorted(turns_L[trained], np.arange(len(of_turns)), side="right") - 1
+            np.add.at(result_L, trained[last.clip(min=0)], np.asarray(of_turns, np.float64))
+        placed.append(result_L)
+    return placed
+
+
+def _values(row: Row) -> NDArray[np.float32]:
+    return row.columns[ColumnName.VALUES]
+
+
+def _ref_logprobs(row: Row) -> NDArray[np.float32]:
+    return row.columns[ColumnName.REF_LOGPROBS]
+
+
+def _prox_logprobs(row: Row) -> NDArray[np.float32]:
+    return row.columns.get(ColumnName.PROX_LOGPROBS, row.logprobs)
+
+
+def _padded(arrays: Sequence[NDArray[Any]]) -> torch.Tensor:
+    """The arrays, one [L] for each episode, as one tensor, zero-padded on the right."""
+    padded = np.zeros((len(arrays), max(map(len, arrays))), dtype=arrays[0].dtype)
+    for i, values in enumerate(arrays):
+        padded[i, : len(values)] = values
+    return torch.from_numpy(padded)
+
+
+def _arrays(estimate: torch.Tensor | Advantages, inputs: AdvantageInputs) -> Arrays:
+    return [row.numpy().astype(np.float32) for row in per_token(estimate, inputs.lengths, inputs.mask)]
+
+
+def _check_finite(name: str, arrays: Arrays, outcomes: Outcomes) -> None:
+    for index, array in enumerate(arrays):
+        if not np.isfinite(array).all():
+            group = outcomes.groups[index]
+            raise RunError(
+                f"{name} of trajectory {tuple(outcomes.ids[index])} (group {group}) are not finite; its group's "
+                f"rewards are {outcomes.rewards[outcomes.groups == group]}"
+            )
+
+
+def _named(estimator: Callable[..., Any], params: Mapping[str, Any]) -> dict[str, Any]:
+    """Select the ``params`` that the estimator has as parameters: all of them if it takes ``**`` arguments."""
+    names = signature(estimator).parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in names):
+        return dict(params)
+    return {p.name: params[p.name] for p in names if p.name in params}

@@ -1,0 +1,123 @@
+"""The ranks of a role as a mesh, and who of them shares what.
+
+    dense    (replicate, fsdp = shard × cp, tp)      weights are sharded over fsdp, divided over tp
+    experts  (replicate, efsdp, ep)                  the same ranks; experts are divided over ep, sharded over efsdp
+    rows     ranks of equal cp and tp place          each has rows of its own
+    inner    cp × tp neighbours                      compute the same rows, each a part of them
+
+tp is fastest, then cp: an inner mesh is a group of neighbours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
+
+from headway.config.sections.parallel import ParallelConfig
+from headway.models.attention.ulysses import SequenceRanks
+
+REPLICATE, FSDP, TP, EFSDP, EP = "dp_replicate", "fsdp", "tp", "efsdp", "ep"
+"""Names of the dimensions, those of `transformers`."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainMesh:
+    """All ranks of the default process group, as one of them sees them."""
+
+    device: torch.device
+    parallel: ParallelConfig
+    dense: DeviceMesh
+    experts: DeviceMesh
+    """The same ranks, as experts are divided over them; ``dense`` where they are not."""
+    copy: ProcessGroup
+    """Ranks that hold one copy of the model together with this one: all of them, or those of a replica (HSDP)."""
+    rows: ProcessGroup
+    """Ranks that have rows of their own, beside this one: one of each inner mesh."""
+    inner: ProcessGroup | None
+    """Ranks that compute the same rows as this one; None where it does so alone."""
+    sequence: SequenceRanks | None
+    """Ranks that divide lines of tokens with this one; None where it has them whole."""
+
+    @classmethod
+    def make(cls, parallel: ParallelConfig, device: torch.device, timeout: timedelta | None = None) -> TrainMesh:
+        """Arrange the ranks of the default process group. Collective; each call makes process groups.
+
+        ``timeout``: for which ranks wait for each other; None: torch's.
+
+        Raises:
+            ValueError: the dimensions do not divide the number of ranks.
+        """
+        ranks = dist.get_world_size()
+        fsdp, rest = divmod(ranks, parallel.replicate * parallel.tp)
+        if rest or fsdp % parallel.cp:
+            raise ValueError(f"{ranks} ranks do not make a mesh of {parallel}")
+        init = partial(init_device_mesh, device.type)
+        dense = init((1, parallel.replicate, fsdp, parallel.tp), mesh_dim_names=("pp", REPLICATE, FSDP, TP))
+        experts = dense
+        if parallel.ep > 1:
+            of_experts = (1, parallel.replicate, fsdp * parallel.tp // parallel.ep, parallel.ep)
+            experts = init(of_experts, mesh_dim_names=("pp", REPLICATE, EFSDP, EP))
+        of_copy = ranks // parallel.replicate
+        copy = _own_group([range(first, first + of_copy) for first in range(0, ranks, of_copy)])
+        rows, inner, sequence = _groups(parallel, ranks)
+        if timeout is not None:
+            made = [copy, rows, inner, None if sequence is None else sequence.group]
+            for group in (*dense.get_all_groups(), *experts.get_all_groups(), *made):
+                if group is not None:
+                    _set_pg_timeout(timeout, group)
+        return cls(device, parallel, dense, experts, copy, rows, inner, sequence)
+
+    def sharding(self, *, experts: bool = False) -> DeviceMesh:
+        """The dimensions over which weights are sharded: one, or two with copies (HSDP)."""
+        name = EFSDP if experts else FSDP
+        mesh = self.experts if experts else self.dense
+        return mesh[(REPLICATE, name)] if self.parallel.replicate > 1 else mesh[name]
+
+    def plan(self) -> Any:
+        """The sizes, as a `DistributedConfig` by which `transformers` looks for a model's plans."""
+        from transformers.distributed import DistributedConfig
+
+        parallel = self.parallel
+        plan = DistributedConfig(
+            tp_size=parallel.tp,
+            fsdp_size=dist.get_world_size() // (parallel.replicate * parallel.tp),
+            dp_replicate_size=parallel.replicate,
+            ep_size=parallel.ep,
+        )
+        # Checked above against ep. From here on it would ask for a plan of what FSDP2 shards: not its business.
+        plan.fsdp_size = plan.dp_replicate_size = 1
+        return plan
+
+
+def _groups(parallel: ParallelConfig, ranks: int) -> tuple[ProcessGroup, ProcessGroup | None, SequenceRanks | None]:
+    inner = parallel.inner
+    if inner == 1:
+        return _own_group([range(ranks)]), None, None
+    rows = _own_group([range(place, ranks, inner) for place in range(inner)])
+    shared = _own_group([range(start, start + inner) for start in range(0, ranks, inner)])
+    if parallel.cp == 1:
+        return rows, shared, None
+    lines = [range(s + t, s + inner, parallel.tp) for s in range(0, ranks, inner) for t in range(parallel.tp)]
+    group = _own_group(lines)
+    return rows, shared, SequenceRanks(group, dist.get_rank(group), parallel.cp)
+
+
+def _own_group(groups: Sequence[Sequence[int]]) -> ProcessGroup:
+    """Make all ``groups``, which partition the ranks, and return this rank's."""
+    if len(groups) == 1:
+        world = dist.group.WORLD
+        assert world is not None
+        return world
+    mine: ProcessGroup | None
+    mine, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in groups])
+    assert mine is not None
+    return mine

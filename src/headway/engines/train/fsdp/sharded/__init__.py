@@ -1,0 +1,1 @@
+"""Sharded tensors: placement on the mesh, gathering, export and checkpoints."""

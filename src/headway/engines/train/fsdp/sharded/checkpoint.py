@@ -1,0 +1,189 @@
+"""Checkpoints of model and optimizer, sharded: every rank writes its part, and any number of ranks can read them.
+
+    <path>/  *.distcp, .metadata   model and optimizer   (torch.distributed.checkpoint)
+             state.json            optimizer steps, what the driver gave, and the sizes of the other files
+
+A checkpoint is written beside its final path and renamed when every rank is done and every file that ``.metadata``
+names is there, so a folder of that name is complete: older checkpoints may go. With ranks on several machines the path
+must be on a file system that they share.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from shutil import rmtree
+from typing import Any
+
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from headway.engines.train.fsdp.sharded.collectives import from_rank_zero, on_rank_zero
+from headway.engines.train.state_file import REMOVE, STATE_FILE, files_of, read_state
+from headway.errors import ModelError, RunError, said_by
+from headway.models.model_export import replace_folder
+from headway.runtime.progress import progress_here
+
+OTHER_MODEL = "the checkpoint does not fit this model and optimizer"
+GIVE_ITS_OWN = "Give the model that it is a checkpoint of, or start another run"
+PROBE = 2**20
+"""Number of bytes that are written to find out whether a disk that has refused a checkpoint is full."""
+
+
+def save_checkpoint(tensors: dict[str, Any], path: Path, state: Mapping[str, Any]) -> None:
+    """Write a checkpoint to ``path``, ``state`` (JSON values) with it; one that is there is replaced. Collective.
+
+    ``tensors``: `Pieces`, or tensors that are the same on all ranks, in dictionaries.
+
+    Raises:
+        RunError: a rank could not write its part, or wrote it where rank zero does not see it; what was at ``path``
+            before is still there.
+    """
+    temporary = path.with_name(f".{path.name}.partial")
+
+    def prepare() -> None:
+        rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+
+    def finish() -> None:
+        if wrong := incomplete_part(temporary):
+            rmtree(temporary, ignore_errors=True)
+            raise RunError(
+                f"could not write the checkpoint {path}: {wrong} where rank zero looks, though every rank has written "
+                "its part. With training ranks on several machines, run.dir must be on a file system that they share"
+            )
+        written = {**state, "files": files_of(temporary)}
+        with (temporary / STATE_FILE).open("w", encoding="utf-8") as file:
+            file.write(json.dumps(written, indent=2) + "\n")
+            file.flush()
+            os.fsync(file.fileno())  # as the shards are: the rename must not outlive what it says is complete
+        replace_folder(temporary, path)
+
+    def told(step: Callable[[], None]) -> None:
+        try:
+            step()
+        except OSError as error:
+            rmtree(temporary, ignore_errors=True)  # where the disk was full, others need the space
+            raise RunError(f"could not write the checkpoint {path}: {type(error).__name__}: {error}") from error
+
+    on_rank_zero(partial(told, prepare))
+    try:
+        with progress_here().writing(temporary):
+            save(tensors, checkpoint_id=temporary)
+    except CheckpointException as error:  # raised on every rank: torch gathers who failed
+
+        def give_up() -> str:
+            why = _no_room(temporary)
+            if why and len(list(path.parent.glob("version_*"))) > 1:
+                why += ", or keep fewer checkpoints (trainer.max_actor_ckpt_to_keep)"
+            rmtree(temporary, ignore_errors=True)
+            return why
+
+        why = from_rank_zero(give_up) or _causes(error)
+        raise RunError(f"could not write the checkpoint {path}: {why}") from error
+    on_rank_zero(partial(told, finish))
+
+
+def _no_room(folder: Path) -> str:
+    """Return the message for a full disk, or too large a file, after torch failed to write to ``folder``; else nothing.
+
+    Torch itself says of a full disk no more than "enforce fail … unexpected pos 704 vs 598".
+    """
+    try:
+        with (folder / ".room").open("wb") as file:
+            file.write(bytes(PROBE))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return f"{error.strerror}; make room there"
+        if error.errno == errno.EFBIG:
+            return f"{error.strerror}; raise the limit on the size of files (ulimit -f)"
+    return ""
+
+
+def incomplete_part(folder: Path) -> str | None:
+    """Return what is wrong with the first file that ``.metadata`` names and that is missing or too short.
+
+    None when all are whole. Raises whatever reading a damaged ``.metadata`` raises.
+    """
+    needed: dict[str, int] = {}
+    for part in (FileSystemReader(folder).read_metadata().storage_data or {}).values():
+        needed[part.relative_path] = max(needed.get(part.relative_path, 0), part.offset + part.length)
+    for name, size in sorted(needed.items()):
+        try:
+            there = (folder / name).stat().st_size
+        except FileNotFoundError:
+            return f"{name} is missing"
+        if there < size:
+            return f"{name} has {there} bytes, and .metadata names {size}"
+    return None
+
+
+def _unfit(folder: Path, tensors: Mapping[str, Any]) -> str | None:
+    """Return how the names of a checkpoint's tensors differ from those that are wanted; None where they do not."""
+    there, wanted = set(FileSystemReader(folder).read_metadata().state_dict_metadata), set(_names(tensors))
+    for names, what in ((wanted - there, "it lacks {}"), (there - wanted, "it has {}, which the model lacks")):
+        if names:
+            return what.format(min(names) + (f" and {len(names) - 1} more" if len(names) > 1 else ""))
+    return None
+
+
+def _names(tensors: Mapping[str, Any]) -> Iterator[str]:
+    for name, of in tensors.items():
+        if isinstance(of, Mapping):
+            yield from (f"{name}.{inner}" for inner in _names(of))
+        else:
+            yield name
+
+
+def _causes(error: CheckpointException) -> str:
+    """The failures and their ranks, in one line: without tracebacks, and without the advice that torch adds."""
+    return "; ".join(
+        f"rank {rank}: {type(cause).__name__}: {_first_sentence(str(cause))}"
+        for rank, (cause, _) in sorted(error.failures.items())
+    )
+
+
+def _first_sentence(text: str) -> str:
+    first_line = text.strip().partition("\n")[0]
+    return re.split(r"\. (?=[A-Z])", first_line)[0].rstrip(". ")
+
+
+def load_checkpoint(tensors: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Restore ``tensors`` in place, on any mesh; returns ``state``. Collective.
+
+    Raises:
+        ModelError: no complete checkpoint at ``path``, one that is damaged, or one of another model.
+    """
+
+    def read() -> dict[str, Any]:
+        state = read_state(path)
+        try:
+            wrong = incomplete_part(path)  # here: `load` logs a traceback of what it finds
+        except Exception as cause:  # whatever unpickling raises
+            raise ModelError(
+                f"{path}: the checkpoint is damaged: .metadata cannot be read: {said_by(cause)}. {REMOVE}"
+            ) from cause
+        if wrong:
+            raise ModelError(f"{path}: the checkpoint is damaged: {wrong}. {REMOVE}")
+        if unfit := _unfit(path, tensors):  # torch itself passes over what nobody asks for
+            raise ModelError(f"{path}: {OTHER_MODEL}: {unfit}. {GIVE_ITS_OWN}")
+        return state
+
+    state = from_rank_zero(read)
+    try:
+        with progress_here().reading(path):
+            load(tensors, checkpoint_id=path)
+    except CheckpointException as error:
+        step = error.args[0]  # what there is has been compared with what is wanted before anything is read
+        wrong, remedy = (OTHER_MODEL, GIVE_ITS_OWN) if step == "plan" else ("the checkpoint is damaged", REMOVE)
+        raise ModelError(f"{path}: {wrong}: {_causes(error)}. {remedy}") from error
+    return state

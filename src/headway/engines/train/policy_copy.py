@@ -1,0 +1,104 @@
+"""A copy of the policy that receives every update, and computes log-probs under the version that it holds.
+
+proximal_logprobs (v) ─▶ stage (v + 1) ─▶ activate (v + 1) ─▶ proximal_logprobs (v + 1) ─▶ …
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.config.schema import Config
+from headway.data.collate import Row
+from headway.data.interfaces.weights import ReceiveReport
+from headway.engines.train.fsdp.device_mesh import TrainMesh
+from headway.engines.train.fsdp.forward_passes import forward_sharded
+from headway.engines.train.fsdp.sharded.shard_boxes import local
+from headway.engines.train.fsdp.sharded.sharding import sharded_policy
+from headway.engines.train.fsdp.sharded.weight_gather import parts_of_files
+from headway.engines.weights.protocols import Incoming
+from headway.engines.weights.served.served_memory import WeightMemory
+from headway.engines.weights.served.served_update import BufferedIntake, Updates, outcome
+from headway.engines.weights.served.served_weights import ServedWeights
+from headway.engines.weights.weight_layout import Manifest, bucket_bytes
+from headway.errors import RunError
+from headway.models.pretrained import compute_dtype
+from headway.models.probe import probe_rows, probe_vector
+from headway.models.weight_files import file_tensors
+
+
+class LogProbCopy:
+    """One rank of a copy of the policy, which lies on a mesh. Not thread-safe, but for `stage_weights`.
+
+    `proximal_logprobs` and `probe` are collective; each rank takes its own part of an update from its machine's copy.
+    """
+
+    def __init__(
+        self,
+        *,
+        model_path: str,
+        config: Config,
+        mesh: TrainMesh,
+        name: str,
+        manifest: Manifest,
+        receive: Callable[[int, Incoming], None],
+    ) -> None:
+        """Open the model at ``model_path``, which is version 0, in the dtype that the trainer computes in. Collective.
+
+        Args:
+            manifest: layout of the weights of an update.
+            receive: lets a version come in, blocking.
+
+        Raises:
+            ModelError: the model cannot be used, or ``manifest`` is not its.
+        """
+        self._name, self._device = name, mesh.device
+        self._policy = sharded_policy(model_path, config, mesh, compute_dtype(config, mesh.device))
+        self._policy.requires_grad_(False)
+        self._packing = self._policy.packing(config)
+        self._vocabulary = int(self._policy.lm.get_input_embeddings().weight.shape[0])
+        files, parameters = file_tensors(self._policy.lm), dict(self._policy.lm.named_parameters())
+        memory = WeightMemory(local(parameter) for parameter in parameters.values())
+        parts = parts_of_files(parameters, files)
+        self._weights = ServedWeights(files, parts, memory, mesh.device, name)
+        self._weights.check_layout(manifest)
+        window = bucket_bytes(config.rollout.param_update_consume_bucket_size_mb)
+        intake = BufferedIntake(name, self._weights, manifest, window)
+        self._updates = Updates(name, intake, receive, mesh.device)
+
+    @property
+    def padded(self) -> str | None:
+        """Reason why rows are padded and not packed; None where they are packed."""
+        return self._policy.padded
+
+    def proximal_logprobs(self, rows: Sequence[Row], version: int) -> list[NDArray[np.float32]]:
+        """The [T] float32 log-probs of each row (nats) under ``version``. Raises `RunError` when it serves another."""
+        self._weights.check("compute log-probs")
+        if self._weights.version != version:
+            raise RunError(
+                f"{self._name} serves version {self._weights.version} and was asked for log-probs under version "
+                f"{version}; it has every version for as long as the trainer trains it, and refuses any other"
+            )
+        return self._logprobs(rows)
+
+    def probe(self) -> NDArray[np.float32]:
+        """The log-probs [8] of the probe's sequences under the served version. Raises `RunError` if it is not whole."""
+        self._weights.check("probe")
+        return probe_vector(self._logprobs(probe_rows(self._vocabulary)))
+
+    async def stage_weights(self, version: int) -> ReceiveReport:
+        """Receive the weights of ``version``, to be served after `activate`. Raises `UpdateFailed`."""
+        return await outcome(self._updates.start(version))
+
+    def activate(self, version: int) -> None:
+        """Serve the staged ``version``. Raises `UpdateFailed` unless it is the version received last."""
+        self._updates.load(version)
+
+    def close(self) -> None:
+        """Stop receiving updates; one that is under way ends by itself."""
+        self._updates.close()
+
+    def _logprobs(self, rows: Sequence[Row]) -> list[NDArray[np.float32]]:
+        return forward_sharded(self._policy, rows, self._packing, self._device)

@@ -1,0 +1,370 @@
+"""One version on its way in: into a back buffer beside what is served, or straight into it while nothing decodes.
+
+    BackBuffer   empty ──fill──▶ filling ──all there, checked──▶ staged (version) ──load──▶ …     the old version serves
+                   │               └──────────any error────────▶ empty                           on after any error
+                   └─another process of this machine has it──────▶ staged (version)
+    InPlace      whole ──fill──▶ torn ─────all there, checked──▶ whole (version)                  torn weights serve
+                                   └──────────any error────────▶ torn                            nobody
+
+"Checked": every bucket came once and in order, and the digest of each tensor is the sender's.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cached_property, partial
+from threading import Lock
+from weakref import finalize
+
+import torch
+
+from headway.data.interfaces.weights import ReceiveReport
+from headway.engines.weights.buckets import Tensors
+from headway.engines.weights.delta import apply
+from headway.engines.weights.digests import RunningDigests, combined, digest
+from headway.engines.weights.protocols import Header, HostCopy, Incoming
+from headway.engines.weights.shared_bytes import NOTHING, SharedBytes
+from headway.engines.weights.weight_layout import ALIGNMENT, Manifest, buckets
+from headway.errors import UpdateFailed
+
+Receive = Callable[[Incoming], None]
+"""Function that lets one version come in, blocking."""
+Pin = Callable[[torch.Tensor], Callable[[], None]]
+"""Function that locks pages of memory, for copies to a device, and returns one that undoes it."""
+
+
+class BackBuffer:
+    """A complete copy of the weights in host memory, beside the engine, that is swapped in at a safe point.
+
+    A machine needs one: the process that receives a version has it, and others map it (`HostCopy`). The owner keeps
+    the last version after it was loaded, so that a delta can be applied to it. Whoever swaps waits for `fill` to
+    return.
+    """
+
+    def __init__(self, manifest: Manifest, *, pin: Pin | None = None) -> None:
+        """Take memory when the first version comes: ``manifest.nbytes`` here, or nothing where another process has it.
+
+        Args:
+            manifest: the layout of the weights.
+            pin: is called with the memory once it is mapped.
+        """
+        self.manifest = manifest
+        self._pin = pin
+        self._memory: SharedBytes | None = None
+        """The memory that is mapped: this process's own, or another's."""
+        self._owns = False
+        """True where the memory is this process's own."""
+        self._unpin: Callable[[], None] | None = None
+        self._holds: int | None = None
+        """The version that lies in memory of its own, complete."""
+        self._staged: int | None = None
+        self._turn = _Turn()
+        self._mapping = Lock()
+
+    @property
+    def version(self) -> int | None:
+        """The version that is staged, complete and checked; None while there is none, also once it was written over."""
+        whole = self._memory is not None and self._memory.stamp == self._staged
+        return self._staged if whole else None
+
+    @property
+    def path(self) -> str:
+        """The path at which other processes map the staged version. Raises `UpdateFailed` while there is none."""
+        return str(self._staged_memory().path)
+
+    def fill(self, version: int, receive: Receive) -> ReceiveReport:
+        """Let ``receive`` put ``version`` in; stage it, all of it or nothing.
+
+        ``recv_s`` is the time until everything was there, ``register_s`` the time spent on checks. Raises
+        `UpdateFailed` that says what is wrong, also when another `fill` is running; errors of ``receive`` itself pass
+        through.
+        """
+        with self._turn.of(version):
+            base, self._holds, self._staged = self._holds, None, None
+            arriving = _Version(
+                self.manifest, lambda share: _IntoBuffer(share, version, self._own, base), partial(self._adopt, version)
+            )
+            report = _arrive(arriving, receive)
+            assert self._memory is not None
+            if arriving.copy is None:
+                self._memory.stamp = version
+                self._holds = version
+            self._staged = version
+            return replace(report, path=self.path)
+
+    def windows(self, nbytes: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield ``(offset, bytes)`` of the staged version, at most ``nbytes`` at a time: views."""
+        flat = self._staged_memory().flat
+        for start, stop in buckets(self.manifest.nbytes, nbytes):
+            yield start, flat[start:stop]
+
+    def loaded(self) -> None:
+        """Unstage the version, which was loaded; its owner keeps it, so that a delta can be applied to it.
+
+        Raises `UpdateFailed` when another version was received over it meanwhile.
+        """
+        memory, version, self._staged = self._staged_memory(), self._staged, None
+        if memory.stamp != version:
+            raise UpdateFailed(f"version {version} was written over by another one while it was loaded")
+
+    def _own(self) -> torch.Tensor:
+        """Memory of this process's own, which holds no version from now on: [nbytes] uint8. Any thread may ask."""
+        with self._mapping:
+            if self._memory is None or not self._owns:
+                self._map(SharedBytes.reserve(self.manifest.nbytes), owns=True)
+            assert self._memory is not None
+            self._memory.stamp = NOTHING
+            return self._memory.flat
+
+    def _adopt(self, version: int, copy: HostCopy) -> None:
+        if self._memory is None or not self._memory.is_at(copy.path):
+            self._map(SharedBytes.at(copy.path, self.manifest.nbytes), owns=False)
+            assert self._memory is not None
+        if not copy.version == version == self._memory.stamp:
+            raise UpdateFailed(
+                f"version {version} was to be read from a copy on this machine, which holds "
+                f"{'none' if self._memory.stamp == NOTHING else f'version {self._memory.stamp}'}"
+            )
+
+    def _map(self, memory: SharedBytes, *, owns: bool) -> None:
+        if self._unpin is not None:
+            self._unpin()
+        self._memory, self._owns = memory, owns
+        self._unpin = None if self._pin is None else finalize(self, self._pin(memory.flat))
+
+    def _staged_memory(self) -> SharedBytes:
+        if self._staged is None or self._memory is None:
+            raise UpdateFailed("no version is staged: fill the buffer before its weights are read")
+        return self._memory
+
+
+class InPlace:
+    """Receives weights straight into the tensors that are served, while nothing decodes.
+
+    Memory: one bucket of each sender's. After a failure the tensors may be `torn`, until a whole version has come.
+    """
+
+    def __init__(self, manifest: Manifest, tensors: Tensors, *, window: int, pinned: bool = False) -> None:
+        """Write into ``tensors``. ``window``: bytes at a time (``rollout.param_update_consume_bucket_size_mb``)."""
+        self.manifest = manifest
+        self.torn = False
+        """True when part of a version was written, and the rest did not come or was not what was sent."""
+        self._tensors = tensors
+        self._window = window
+        self._pinned = pinned
+        self._turn = _Turn()
+
+    def fill(self, version: int, receive: Receive) -> ReceiveReport:
+        """Let ``receive`` write ``version`` into the tensors. Report and errors are those of `BackBuffer.fill`."""
+        with self._turn.of(version):
+            arriving = _Version(
+                self.manifest,
+                lambda share: _IntoTensors(share, version, self._write, pinned=self._pinned),
+                partial(self._adopt, version),
+            )
+            report = _arrive(arriving, receive)
+            self.torn = False
+            return report
+
+    def _adopt(self, version: int, copy: HostCopy) -> None:
+        raise UpdateFailed(f"version {version} was to be read from a copy, which needs rollout.enable_dual_buffer")
+
+    def _write(self, offset: int, data: torch.Tensor) -> None:
+        self.torn = True
+        for start, stop in buckets(data.numel(), self._window):
+            self._tensors.write(offset + start, data[start:stop])
+
+
+class _Turn:
+    """Lock for one update at a time: a second one would mix with the first."""
+
+    def __init__(self) -> None:
+        self._taken = Lock()
+
+    @contextmanager
+    def of(self, version: int) -> Iterator[None]:
+        if not self._taken.acquire(blocking=False):
+            raise UpdateFailed(f"version {version} was to be received while another one still arrives; end that first")
+        try:
+            yield
+        finally:
+            self._taken.release()
+
+
+class _Version:
+    """One version that is being received (`Incoming`)."""
+
+    def __init__(
+        self, manifest: Manifest, sink: Callable[[Manifest], _Arrival], adopt: Callable[[HostCopy], None]
+    ) -> None:
+        self.shares = [sink(share) for share in manifest.shares()]
+        self.copy: HostCopy | None = None
+        """Copy of the machine that the version was mapped from; None where it was received, share by share."""
+        self._adopt = adopt
+
+    def found(self, copy: HostCopy) -> None:
+        self._adopt(copy)
+        self.copy = copy
+
+    def check(self) -> int:
+        """Compare with the senders' digests; return all as one number. Raises `UpdateFailed`, naming a tensor."""
+        if self.copy is not None:
+            return self.copy.checksum
+        return combined([digest for share in self.shares for digest in share.check()])
+
+
+def _arrive(arriving: _Version, receive: Receive) -> ReceiveReport:
+    started = time.perf_counter()
+    receive(arriving)
+    arrived = time.perf_counter()
+    checksum = arriving.check()
+    nbytes = sum(share.nbytes for share in arriving.shares)
+    return ReceiveReport(arrived - started, time.perf_counter() - arrived, nbytes, checksum)
+
+
+class _Arrival(ABC):
+    """The part of a `WeightSink` that both ways in share: the order of buckets, the end, and the checks."""
+
+    def __init__(self, manifest: Manifest, version: int) -> None:
+        self._manifest = manifest
+        self._version = version
+        self._due = 0
+        """Index of the bucket that comes next."""
+        self._offset = manifest.start
+        """Offset at which the bytes of the next bucket begin."""
+        self._sent: tuple[int, ...] | None = None
+        """Digests that the sender computed; None until they arrive."""
+        self.nbytes = 0
+        """Number of bytes received so far."""
+
+    def room(self, header: Header) -> torch.Tensor:
+        self._expect(header)
+        return self._room(header)
+
+    def filled(self, header: Header) -> None:
+        self._take(header)
+        self._due += 1
+        self._offset += header.nbytes
+        self.nbytes += header.payload_nbytes
+
+    def ended(self, digests: Sequence[int]) -> None:
+        self._sent = tuple(digests)
+
+    def check(self) -> tuple[int, ...]:
+        """Compare with the sender's digests, and return them. Raises `UpdateFailed`, naming a tensor."""
+        if self._sent is None or self._offset != self._manifest.stop:
+            came = self._offset - self._manifest.start
+            raise self._wrong(f"ended after {came} of {self._manifest.nbytes} bytes")
+        digests = self._digests()
+        if len(digests) != len(self._sent):
+            raise self._wrong(f"came with {len(self._sent)} digests for {len(digests)} tensors")
+        pairs = zip(self._manifest.slots, digests, self._sent, strict=True)
+        wrong = [slot.name for slot, mine, theirs in pairs if mine != theirs]
+        if wrong:
+            more = f" (and of {len(wrong) - 1} more tensors)" if len(wrong) > 1 else ""
+            raise self._wrong(f"the bytes of {wrong[0]!r}{more} are not those that the trainer sent")
+        return digests
+
+    @abstractmethod
+    def _room(self, header: Header) -> torch.Tensor:
+        """Memory for a bucket that is due: [payload_nbytes] uint8."""
+
+    @abstractmethod
+    def _take(self, header: Header) -> None:
+        """Take in a bucket whose payload was written into its room."""
+
+    @abstractmethod
+    def _digests(self) -> tuple[int, ...]:
+        """Digests of each tensor's bytes, as they came."""
+
+    def _expect(self, header: Header) -> None:
+        if (header.index, header.offset) != (self._due, self._offset):
+            raise self._wrong(
+                f"bucket {header.index} came with the bytes from {header.offset} on, but bucket {self._due}, "
+                f"from {self._offset} on, is due: one was lost, sent twice or overtaken"
+            )
+        rest = self._manifest.stop - header.offset
+        # Only the last bucket may end inside an element.
+        if not 0 < header.nbytes <= rest or (header.nbytes < rest and header.nbytes % ALIGNMENT):
+            raise self._wrong(
+                f"bucket {header.index} has {header.nbytes} bytes from {header.offset} on; expected a multiple of "
+                f"{ALIGNMENT}, or all that are left of the {self._manifest.nbytes} bytes of the weights"
+            )
+        whole = header.base < 0
+        if not 0 < header.payload_nbytes <= header.nbytes or (whole and header.payload_nbytes != header.nbytes):
+            raise self._wrong(f"{header.payload_nbytes} bytes came for the {header.nbytes} of bucket {header.index}")
+
+    def _wrong(self, what: str) -> UpdateFailed:
+        return UpdateFailed(f"version {self._version}: {what}")
+
+
+class _IntoBuffer(_Arrival):
+    """Receives a version into a back buffer: whole buckets in their place, deltas beside it."""
+
+    def __init__(self, manifest: Manifest, version: int, memory: Callable[[], torch.Tensor], base: int | None) -> None:
+        """Receive into the bytes of all weights that ``memory`` gives when the first bucket comes."""
+        super().__init__(manifest, version)
+        self._memory = memory
+        self._base = base
+        self._delta = torch.empty(0, dtype=torch.uint8)
+
+    def _room(self, header: Header) -> torch.Tensor:
+        if header.base < 0:
+            return self._place(header)
+        if header.base != self._base:
+            held = "nothing complete" if self._base is None else f"version {self._base}"
+            raise self._wrong(f"came as a delta to version {header.base}, but what is here is {held}; send it whole")
+        self._delta = torch.empty(header.payload_nbytes, dtype=torch.uint8)
+        return self._delta
+
+    def _take(self, header: Header) -> None:
+        if header.base < 0:
+            return
+        if digest(self._delta) != header.checksum:
+            raise self._wrong(f"the delta of bucket {header.index} is not what the trainer sent")
+        apply(self._delta, self._place(header))
+
+    def _digests(self) -> tuple[int, ...]:
+        running = RunningDigests(self._manifest)
+        start, stop = self._manifest.start, self._manifest.stop
+        running.add(start, self._flat[start:stop])
+        return running.finished()
+
+    def _place(self, header: Header) -> torch.Tensor:
+        return self._flat[header.offset : header.offset + header.nbytes]
+
+    @cached_property
+    def _flat(self) -> torch.Tensor:
+        return self._memory()
+
+
+class _IntoTensors(_Arrival):
+    """Receives a version straight into the served tensors, by way of one bucket."""
+
+    def __init__(
+        self, manifest: Manifest, version: int, write: Callable[[int, torch.Tensor], None], *, pinned: bool
+    ) -> None:
+        super().__init__(manifest, version)
+        self._write = write
+        self._pinned = pinned
+        self._running = RunningDigests(manifest)
+        self._bucket = torch.empty(0, dtype=torch.uint8)
+
+    def _room(self, header: Header) -> torch.Tensor:
+        if header.base >= 0:
+            raise self._wrong("came as a delta, which needs rollout.enable_dual_buffer on the replica")
+        if self._bucket.numel() < header.nbytes:
+            self._bucket = torch.empty(header.nbytes, dtype=torch.uint8, pin_memory=self._pinned)
+        return self._bucket[: header.nbytes]
+
+    def _take(self, header: Header) -> None:
+        data = self._bucket[: header.nbytes]
+        self._running.add(header.offset, data)
+        self._write(header.offset, data)
+
+    def _digests(self) -> tuple[int, ...]:
+        return self._running.finished()

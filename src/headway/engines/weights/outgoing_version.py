@@ -1,0 +1,161 @@
+"""One version on its way out: as it is gathered, or from a complete copy that was made before.
+
+    windows of flat bytes, as the ranks gather them
+        ├─▶ Stream            one bucket at a time: the trainer is taken until the last one is sent
+        └─▶ Staged.gather     a copy of them in host memory ─▶ Staged.outgoing, any number of times, the trainer free
+
+The copy is also what a delta is computed against, as the next version is gathered over it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from headway.engines.weights.delta import encode
+from headway.engines.weights.digests import RunningDigests, digest
+from headway.engines.weights.protocols import Chunk, Header, Outgoing
+from headway.engines.weights.weight_layout import Manifest, buckets
+from headway.errors import UpdateFailed
+from headway.runtime.progress import advance
+
+Window = tuple[int, torch.Tensor]
+"""Offset in the flat bytes, and the bytes: [n] uint8, on any device, valid until the next window is drawn."""
+
+
+class Stream:
+    """A version sent while it is gathered. Memory besides a window's own: the same on the host, if on a device."""
+
+    def __init__(self, manifest: Manifest, windows: Iterable[Window]) -> None:
+        """Send ``windows`` in their order; drawing one raises `UpdateFailed` when they have gaps or end too early."""
+        self._windows = windows
+        self._digests = RunningDigests(manifest)
+        self.gather_s = 0.0
+        """Seconds that drawing the windows and taking their digests took."""
+        self.nbytes = 0
+        """Number of bytes drawn so far."""
+
+    @property
+    def digests(self) -> tuple[int, ...]:
+        return self._digests.finished()
+
+    def __iter__(self) -> Iterator[Chunk]:
+        began = time.perf_counter()
+        for index, (offset, data) in enumerate(self._windows):
+            self._digests.add(offset, data)
+            self.nbytes += data.numel()
+            self.gather_s += time.perf_counter() - began
+            yield Chunk(Header(index, offset, data.numel(), data.numel()), data)
+            began = time.perf_counter()
+            advance(f"{self.nbytes / 1e6:,.0f} MB sent")
+        self._digests.finished()  # raises here, where a sender can still tell the receivers
+        self.gather_s += time.perf_counter() - began
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """The cost of making a complete copy."""
+
+    seconds: float
+    nbytes: int
+    changed: float | None
+    """Share of the 16-bit units that differ from the version before; None where that was not asked for."""
+
+
+class Staged:
+    """A copy of a rank's share of one version in host memory: ``manifest.nbytes``, and what a delta to it takes.
+
+    With deltas that is, at the most, as much again, while nearly everything changes; a few per cent where little does.
+    """
+
+    def __init__(self, manifest: Manifest, bucket_bytes: int, *, with_delta: bool, pinned: bool = False) -> None:
+        """Allocate the copy. ``pinned``: in page-locked memory, for copies from a GPU."""
+        self._manifest = manifest
+        self._copy = torch.empty(manifest.nbytes, dtype=torch.uint8, pin_memory=pinned)
+        self._whole = [
+            Chunk(Header(index, manifest.start + start, stop - start, stop - start), self._copy[start:stop])
+            for index, (start, stop) in enumerate(buckets(manifest.nbytes, bucket_bytes))
+        ]
+        self._with_delta = with_delta
+        self._deltas: dict[int, Chunk] = {}
+        """Delta against the version before, by bucket, where that is smaller than the bucket."""
+        self._base: int | None = None
+        """The version that the deltas were computed against."""
+        self._digests: tuple[int, ...] = ()
+        self._gathered: Gathered | None = None
+        self.version: int | None = None
+        """The version in the copy; None before the first, and when gathering it failed half-way."""
+
+    def gather(self, version: int, windows: Iterable[Window]) -> Gathered:
+        """Overwrite the copy with ``version``, whose ``windows`` are this object's own buckets, in order.
+
+        Raises `UpdateFailed` for other windows; after any error the copy holds no version.
+        """
+        if version == self.version and self._gathered is not None:
+            deque(windows, maxlen=0)  # sent again: the copy is there, and so are the deltas to the version before
+            return self._gathered
+        started = time.perf_counter()
+        self._base = self.version if self._with_delta else None
+        self.version, self._deltas = None, {}
+        running, changed = RunningDigests(self._manifest), 0
+        for index, (offset, data) in enumerate(windows):
+            whole = self._chunk_of(index, offset, data)
+            if self._base is not None:
+                host = data.cpu()  # once: both read it
+                changed += self._encode(whole, host, self._base)
+                whole.payload.copy_(host)
+            else:
+                whole.payload.copy_(data)
+            running.add(offset, whole.payload)
+        self._digests = running.finished()
+        self.version = version
+        share = None if self._base is None else changed / max(1, -(-self._manifest.nbytes // 2))
+        self._gathered = Gathered(time.perf_counter() - started, self._manifest.nbytes, share)
+        return self._gathered
+
+    def outgoing(self, version: int, *, to: int | None) -> Outgoing:
+        """Return ``version`` as it is sent to receivers that all hold version ``to`` (None: nothing that is known).
+
+        Raises `UpdateFailed` when the copy holds another version.
+        """
+        if self.version != version:
+            raise UpdateFailed(f"version {version} was to be sent, but the trainer's copy holds version {self.version}")
+        deltas = self._deltas if to is not None and to == self._base else {}
+        return _Copy([deltas.get(whole.header.index, whole) for whole in self._whole], self._digests)
+
+    def _chunk_of(self, index: int, offset: int, data: torch.Tensor) -> Chunk:
+        if index >= len(self._whole) or (offset, data.numel()) != (
+            (whole := self._whole[index]).header.offset,
+            whole.header.nbytes,
+        ):
+            raise UpdateFailed(
+                f"window {index} has {data.numel()} bytes from {offset} on, which is no bucket of the trainer's copy"
+            )
+        return whole
+
+    def _encode(self, whole: Chunk, data: torch.Tensor, base: int) -> int:
+        """Keep the delta from the copy's bucket to ``data``, if it is small; return the number of units that differ."""
+        delta, header = encode(whole.payload, data), whole.header
+        if delta.payload is not None:
+            payload = delta.payload
+            self._deltas[header.index] = Chunk(
+                Header(header.index, header.offset, header.nbytes, payload.numel(), base, digest(payload)), payload
+            )
+        return delta.changed
+
+
+@dataclass(slots=True)
+class _Copy:
+    chunks: Sequence[Chunk]
+    digests: tuple[int, ...]
+    nbytes: int = 0
+
+    def __iter__(self) -> Iterator[Chunk]:
+        for chunk in self.chunks:
+            self.nbytes += chunk.header.payload_nbytes
+            yield chunk
+            advance(f"{self.nbytes / 1e6:,.0f} MB sent")

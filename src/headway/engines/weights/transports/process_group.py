@@ -1,0 +1,153 @@
+"""A process group made from a store, by and for its members alone: torch.distributed's default group is not touched.
+
+    rank 0 (the sender) hosts the store ─┐
+    every rank: connect(address, prefix, rank) ─▶ Gloo or NCCL group of ``size`` ranks
+
+A group in which a collective failed stays broken; a new one is made under another prefix (``generation``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
+
+from headway.devices import kind_of
+from headway.engines.weights.transports.gloo_connections import Endpoint, cut, device_and_listener
+from headway.errors import UpdateFailed, boundary
+
+
+class StoreGroup:
+    """One rank's membership in a process group of its own. Collectives block and raise torch's errors.
+
+    ``members`` names the ranks in order; ``device`` chooses the backend: NCCL for ``cuda``, Gloo for ``cpu``. ``host``
+    is the address under which the other members reach this one (Gloo only; default: this machine's own choice).
+    """
+
+    def __init__(
+        self,
+        address: tuple[str, int],
+        *,
+        prefix: str,
+        members: Sequence[str],
+        rank: int,
+        timeout_s: float,
+        device: str = "cpu",
+        host: str | None = None,
+    ) -> None:
+        self.members = tuple(members)
+        self.rank = rank
+        self.device = torch.device(device)
+        self._kind = kind_of(device)
+        self._timeout = timedelta(seconds=timeout_s)
+        self._listens: Endpoint | None = None
+        """The endpoint at which the others connect to this rank (Gloo only), as far as it is known."""
+        with boundary(f"{members[rank]} cannot reach the store at {address[0]}:{address[1]}", UpdateFailed):
+            self._store = join_store(address, prefix, timeout_s)
+        self._group = self._form(host)
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Broadcast from rank 0 to all others, in place; returns when this rank's part is done."""
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        self._finish(self._alive().broadcast([tensor], options))
+
+    def meet(self) -> None:
+        """Wait until every member has called this."""
+        self._finish(self._alive().allreduce([torch.ones(1, dtype=torch.int64, device=self.device)]))
+
+    def note(self, progress: str) -> None:
+        """Store in ``progress`` how far this rank is, for `behind`."""
+        self._store.set(f"progress/{self.rank}", progress)
+
+    def behind(self, progress: str) -> list[str]:
+        """Names of the members that have not noted ``progress``, as far as is known; rank 0 asks, after a failure."""
+        return [
+            name
+            for rank, name in enumerate(self.members)
+            if rank > 0 and (self._read(f"progress/{rank}") != progress.encode())
+        ]
+
+    def close(self) -> None:
+        """Leave the group: collectives that others have in flight fail at once."""
+        group, self._group = self._group, None
+        if group is not None:
+            self._cut()  # or a collective of its own that is under way would hold `abort` until its time is up
+            group.abort()
+
+    def _form(self, host: str | None) -> Any:
+        size = len(self.members)
+        self._store.set(f"joined/{self.rank}", "")
+        try:
+            if (group := self._kind.own_group(self._store, self.rank, size, self._timeout)) is not None:
+                return group
+            device, self._listens = device_and_listener(partial(_device, host))
+            self._store.set(f"listens/{self.rank}", " ".join(map(str, self._listens or ())))
+            return _gloo(self._store, self.rank, size, self._timeout, device)
+        except RuntimeError as cause:
+            missing = [name for rank, name in enumerate(self.members) if self._read(f"joined/{rank}") is None]
+            raise UpdateFailed(
+                f"{self.members[self.rank]} waited {self._timeout.total_seconds():g} s for "
+                f"{', '.join(missing) or 'the others'} to join the group that carries weights: {cause}"
+            ) from cause
+
+    def _cut(self) -> None:
+        """Cut the group's connections, as far as they are known."""
+        if self._listens is None:
+            return
+        others: set[Endpoint] = set()
+        with suppress(RuntimeError):  # the store is gone with its machine; then what came in here is cut alone
+            for rank in range(len(self.members)):
+                if rank != self.rank and (said := self._read(f"listens/{rank}")):
+                    address, _, port = said.decode().partition(" ")
+                    others.add((address, int(port)))
+        cut(self._listens, others)
+
+    def _alive(self) -> Any:
+        if self._group is None:
+            raise UpdateFailed("the group that carries weights was left after a failure; connect a new generation")
+        return self._group
+
+    def _finish(self, work: dist.Work) -> None:
+        # Gloo ends every operation itself when the group's time-out is over. A time-out given to `wait` would return
+        # while the operation still reads or writes the tensor. NCCL's `wait` returns at once unless it is given one.
+        if self._kind.collectives == "gloo":
+            work.wait()
+        else:
+            work.wait(self._timeout)
+
+    def _read(self, key: str) -> bytes | None:
+        value: bytes | None = self._store.get(key) if self._store.check([key]) else None
+        return value
+
+
+def _gloo(store: Any, rank: int, size: int, timeout: timedelta, device: Any) -> Any:
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._timeout = timeout
+    options._threads = 1
+    options._devices = [device]
+    return ProcessGroupGloo(store, rank, size, options)
+
+
+def _device(host: str | None) -> Any:
+    if host is None:
+        return ProcessGroupGloo.create_default_device()
+    return ProcessGroupGloo.create_device(hostname=host)
+
+
+def open_store(host: str, timeout_s: float) -> tuple[Any, int]:
+    """Host a store on a free port of ``host``, for as long as the object lives: ``(store, port)``."""
+    store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+    return store, int(store.port)
+
+
+def join_store(address: tuple[str, int], prefix: str, timeout_s: float) -> Any:
+    """Open a client of the store at ``address``, with keys of its own under ``prefix``."""
+    host, port = address
+    return PrefixStore(prefix, TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s)))

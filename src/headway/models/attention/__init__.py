@@ -1,0 +1,1 @@
+"""Attention over packed lines, on one rank and divided over ranks."""

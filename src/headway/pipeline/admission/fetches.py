@@ -1,0 +1,117 @@
+"""Fetches: what the trainer takes from the queue at once, on its way through the stages behind it.
+
+    MessageQueue ──▶ Fetches ──▶ [LogProb] ──▶ [Values] ──▶ ActorTrain
+
+A stage with ranks of its own may work on the next fetch while the trainer is busy with this one, but never on one of a
+version that the trainer has not reached: there is no such policy yet. Within a version taking earlier changes no lag.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Protocol
+
+import numpy as np
+
+from headway.data.types import AnyColumn, Group, Outcomes, Sample
+from headway.pipeline.admission.pipeline_state import RunState
+
+
+@dataclass(slots=True)
+class Fetch:
+    """Groups that the trainer takes from the queue at once. Fewer than usual, or none, when the data has ended."""
+
+    index: int
+    """Number of the fetch in the run, counted from 0."""
+    version: int
+    """Version of the trainer when it trains on the fetch."""
+    groups: list[Group]
+
+    def samples(self, columns: Collection[str] = ()) -> list[Sample]:
+        """Return a sample for each row of the fetch, in order, with these ``columns``."""
+        return samples_of(self.groups, columns)
+
+    def add(self, name: str, columns: Iterable[AnyColumn]) -> None:
+        """Set the column ``name`` of every row of the fetch, in order."""
+        add_column(self.groups, name, columns)
+
+
+def samples_of(groups: Sequence[Group], columns: Collection[str] = (), *, mask_cut_off: bool = False) -> list[Sample]:
+    """Return a sample for each row of ``groups``, in order. See `Group.samples`."""
+    return [sample for group in groups for sample in group.samples(columns, mask_cut_off=mask_cut_off)]
+
+
+def add_column(groups: Sequence[Group], name: str, columns: Iterable[AnyColumn]) -> None:
+    """Set the column ``name`` of every row of ``groups``, in order."""
+    following = iter(columns)
+    for group in groups:
+        group.columns[name] = tuple(islice(following, group.row_count))
+
+
+def outcomes(groups: Sequence[Group]) -> Outcomes:
+    """Return what advantages are computed from, beside tokens. Every group must have its rewards.
+
+    Episodes that failed are in no statistic: they are left out, and have no samples either.
+    """
+    kept = []
+    for group in groups:
+        assert group.rewards is not None, f"group {group.number} was not rewarded"
+        of_group = zip(group.trajectories, group.rewards, strict=True)
+        kept += [(group, trajectory, reward) for trajectory, reward in of_group if trajectory.failure is None]
+    baselines = [group.baseline for group, _, _ in kept if group.baseline is not None]
+    return Outcomes(
+        ids=tuple(t.id for _, t, _ in kept),
+        rewards=np.array([reward for _, _, reward in kept], dtype=np.float32),
+        groups=np.array([group.number for group, _, _ in kept], dtype=np.int64),
+        episode_of=np.repeat(np.arange(len(kept), dtype=np.int64), [len(t.rows) for _, t, _ in kept]),
+        baselines=np.array(baselines, dtype=np.float32) if baselines else None,
+        turn_rewards=tuple(t.turn_rewards for _, t, _ in kept) if any(t.turn_rewards for _, t, _ in kept) else (),
+        # Each sampled token is trained in one row.
+        lengths=np.array([t.length for _, t, _ in kept], dtype=np.int64),
+    )
+
+
+class FetchSource(Protocol):
+    async def get(self) -> Fetch | None:
+        """Return the next fetch, or None when there will be none."""
+
+
+class Fetches:
+    """Source of fetches that takes them from the message queue."""
+
+    def __init__(self, state: RunState, size: int, *, fill_first: bool = False) -> None:
+        """Take fetches of ``size`` groups. ``fill_first``: the first one waits for all groups that may run ahead."""
+        self._state = state
+        self._size = size
+        self._count = 0
+        self._fill_first = fill_first
+        self._ended = False
+
+    @property
+    def taken(self) -> int:
+        """Number of fetches that were taken, for the checkpoint."""
+        return self._count
+
+    def restore(self, taken: int) -> None:
+        """Continue the count of fetches after ``taken``. The queue is empty then; `fill_first` applies again."""
+        self._count = taken
+
+    async def get(self) -> Fetch | None:
+        state = self._state
+        await state.changed.until(lambda: not state.took_version)
+        if self._ended or not state.trains_more:
+            return None
+        if self._fill_first:
+            await state.queue.until_full()
+            self._fill_first = False
+        groups = await state.take(self._size)
+        if not state.trains_more:
+            return None  # a stop was asked for meanwhile, and this fetch, or the rest of the version, abandoned
+        # With a number of groups as the run's length every fetch is full; a short one means that the data gave out.
+        self._ended = len(groups) < self._size
+        if not groups and state.taken % state.staleness.groups_per_version == 0:
+            return None
+        self._count += 1
+        return Fetch(self._count - 1, state.version, groups)

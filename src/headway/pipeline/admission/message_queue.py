@@ -1,0 +1,164 @@
+"""Queue in which finished groups wait for the trainer.
+
+    Reward (or RefLogProb) ──put──▶ [ finished groups ] ──take(n) in order──▶ ActorTrain
+
+A group is *live* from its admission until it is taken or discarded. With a largest lag that is waited for, a
+group is taken only if whatever is due by any coming version still fits, and the fetch waits for what must go first;
+with one that drops, overdue groups are discarded when they would be taken.
+
+It needs no capacity setting: admission lets at most ⌊(1 + η)·B⌋ groups exist behind Generate, and the queue asserts it.
+Nothing is ever dropped to make room.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from math import floor
+from operator import itemgetter
+
+from headway.data.types import Group
+from headway.errors import LedgerImbalance
+from headway.pipeline.admission.staleness import Staleness, takeable
+from headway.pipeline.conditions import Signal
+
+
+class MessageQueue:
+    def __init__(self, staleness: Staleness) -> None:
+        self.name = "MessageQueue"
+        self._staleness = staleness
+        self._finished: dict[int, Group] = {}
+        """Finished groups by number, in the order of their completion."""
+        self._live: dict[int, int] = {}
+        """Map from the number of a live group to the oldest version that any of its tokens can have."""
+        self._live_of: Counter[int] = Counter()
+        """Number of live groups by that oldest version."""
+        self._finished_of: dict[int, dict[int, int]] = {}
+        """Finished groups by that oldest version: number → place in the order of completion, which it is in."""
+        self._sent = 0
+        self._admitted = 0
+        self._taken = 0
+        self._head = 0
+        """Number of the oldest live group, or of the next one to be admitted."""
+        self._closed = False
+        self._abandoned = False
+        self._signal = Signal()
+
+    def __len__(self) -> int:
+        return len(self._finished)
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._finished
+
+    def restore(self, admitted: int, taken: int) -> None:
+        """Begin with an empty queue after so many groups were ``admitted`` and ``taken``; none of them is live."""
+        self._admitted = self._head = admitted
+        self._taken = taken
+
+    def expect(self, number: int, version: int) -> None:
+        """Note that group ``number`` was admitted while ``version`` was the oldest version served."""
+        self._note(number, version)
+        self._admitted = number + 1
+
+    async def send(self, group: Group) -> bool:
+        capacity = floor((1 + self._staleness.eta) * self._staleness.groups_per_version)
+        if len(self._finished) >= capacity:
+            raise LedgerImbalance(f"the queue holds {len(self._finished)} groups, more than ⌊(1+η)·B⌋ = {capacity}")
+        if group.number not in self._live or group.number in self._finished:
+            raise LedgerImbalance(f"group {group.number} came to the queue a second time, or after it was discarded")
+        self._finished[group.number] = group
+        if self._staleness.max_lag is not None:
+            oldest = group.oldest_version
+            self._forget(group.number)
+            self._note(group.number, oldest)
+            self._finished_of.setdefault(oldest, {})[group.number] = self._sent
+            self._sent += 1
+        self._signal.changed()
+        return True
+
+    def discard(self, number: int) -> None:
+        """Remove a group that ended before it was taken; younger groups need not wait for it."""
+        self._finished.pop(number, None)
+        self._pass(number)
+        self._signal.changed()
+
+    async def take(self, count: int, version: int, drop: Callable[[Group], None]) -> list[Group]:
+        """Wait for the next ``count`` groups in the order of consumption that the trainer's ``version`` may train on.
+
+        ``drop`` is called with each group that is too old for that version, and must `discard` it. Returns fewer groups
+        only when the producer closed and nothing is left, and none when the queue is abandoned meanwhile.
+        """
+        taken: list[Group] = []
+        while len(taken) < count:
+            await self._signal.until(
+                lambda: self._closed or self._abandoned or bool(self._next(version) or self._overdue(version))
+            )
+            if self._abandoned:
+                return []
+            for group in self._overdue(version):
+                drop(group)
+            eligible = self._next(version)
+            if not eligible and self._closed:
+                break
+            for number in eligible[: count - len(taken)]:
+                taken.append(self._finished.pop(number))
+                self._taken += 1
+                self._pass(number)
+        return taken
+
+    async def until_full(self) -> None:
+        """Wait until all groups that may be admitted are in the queue. Returns at once when closed or abandoned."""
+        await self._signal.until(lambda: self._closed or self._abandoned or self._is_full)
+
+    @property
+    def _is_full(self) -> bool:
+        return self._staleness.room == 0 and len(self._finished) == len(self._live)
+
+    def close(self) -> None:
+        """Close the queue: no more groups will be put into it."""
+        self._closed = True
+        self._signal.changed()
+
+    def abandon(self) -> None:
+        """Note that the trainer takes no more groups; a pending `take` returns nothing."""
+        self._abandoned = True
+        self._signal.changed()
+
+    def _overdue(self, version: int) -> list[Group]:
+        oldest = self._staleness.oldest_trainable(version)
+        if oldest is None:
+            return []
+        overdue = [place for of, places in self._finished_of.items() if of < oldest for place in places.items()]
+        return [self._finished[number] for number, _ in sorted(overdue, key=itemgetter(1))]
+
+    def _next(self, version: int) -> list[int]:
+        """Return the numbers of the groups that may be taken together, first choice first."""
+        if self._staleness.max_lag is None:
+            return takeable(self._finished, self._head, self._staleness.window)
+        room = (version + 1) * self._staleness.groups_per_version - self._taken
+        due = self._staleness.must_go_first(self._live_of, version, room)
+        firsts = [
+            next(iter(places.items()))
+            for oldest, places in self._finished_of.items()
+            if places and (due is None or oldest <= due)
+        ]
+        # One at a time: each group that is taken leaves less room for those that are due.
+        return [min(firsts, key=itemgetter(1))[0]] if firsts else []
+
+    def _note(self, number: int, oldest: int) -> None:
+        self._live[number] = oldest
+        self._live_of[oldest] += 1
+
+    def _forget(self, number: int) -> None:
+        oldest = self._live.pop(number)
+        self._live_of[oldest] -= 1
+        if finished := self._finished_of.get(oldest):
+            finished.pop(number, None)
+        if not self._live_of[oldest]:
+            del self._live_of[oldest]
+            self._finished_of.pop(oldest, None)
+
+    def _pass(self, number: int) -> None:
+        self._forget(number)
+        while self._head < self._admitted and self._head not in self._live:
+            self._head += 1

@@ -1,0 +1,319 @@
+"""State that the stages share: the counters of admission, the ledger, and where the trainer stands.
+
+Every change of a group's life goes through here, so that counters, ledger and events cannot disagree.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from math import ceil
+from typing import Any
+
+from headway.data.types import Group, Prompt
+from headway.errors import LedgerImbalance
+from headway.events import Emit, GroupAdmitted, GroupSettled
+from headway.pipeline.admission.ledger import Fate, Ledger
+from headway.pipeline.admission.message_queue import MessageQueue
+from headway.pipeline.admission.nothing_to_train import (
+    DISCARDED_VERSIONS,
+    FAILED_AT_FIRST,
+    Ends,
+    all_discarded,
+    never_scored,
+)
+from headway.pipeline.admission.sample_collector import Samples
+from headway.pipeline.admission.staleness import Staleness
+from headway.pipeline.conditions import Signal
+
+
+@dataclass(slots=True)
+class RunState:
+    """Bookkeeping of one run. ``consumed`` counts groups taken into fetches that ended; version = ⌊consumed / B⌋."""
+
+    staleness: Staleness
+    ledger: Ledger
+    queue: MessageQueue
+    emit: Emit
+    consumed: int = 0
+    fetching: int = 0
+    """Number of groups that were taken into fetches which have not ended."""
+    data_ended: bool = False
+    """True once the data ended within a version; that version, though short of groups, counts as one."""
+    gave_up: bool = False
+    """True once a stop has given up the rest of the version that was begun, whose groups do not come in time."""
+    waiting_again: deque[Prompt] = field(default_factory=deque)
+    """Prompts whose groups a resumed run lost; admitted again, before any new one."""
+    validating: set[str] = field(default_factory=set)
+    """Names of the replicas whose validation is submitted or running."""
+    changed: Signal = field(default_factory=Signal)
+    """Signal that fires when anything changed that admission or an update may wait for."""
+    stopping: bool = False
+    """True once the run was asked to end at the next version boundary."""
+    hurried: bool = False
+    """True once the user asked for the end: nothing new is begun."""
+    admits: bool = True
+    """False once no further group is admitted, not even in the place of one that was discarded."""
+    stop_reason: str | None = None
+    """Reason why the run stops itself; None where the request came from outside."""
+    samples: Samples | None = None
+    """Keeper of what drawn groups say; None where nothing is drawn."""
+    _unrewarded: set[int] = field(default_factory=set)
+    _discarded_in_row: Ends = field(default_factory=Counter)
+    """Number of groups by (fate, reason) that were discarded since a group last passed Reward."""
+    _scored: bool = False
+    """True once the reward of some group could be computed."""
+
+    @property
+    def at_boundary(self) -> bool:
+        return self.consumed % self.staleness.groups_per_version == 0
+
+    @property
+    def version(self) -> int:
+        """Version of the policy that the trainer holds."""
+        return self.consumed // self.staleness.groups_per_version + (self.data_ended and not self.at_boundary)
+
+    @property
+    def taken(self) -> int:
+        """Number of groups that were taken into fetches, ended or not."""
+        return self.consumed + self.fetching
+
+    @property
+    def took_version(self) -> bool:
+        """True while all groups that the trainer's version trains on are taken, and not all of them consumed."""
+        return self.taken // self.staleness.groups_per_version > self.consumed // self.staleness.groups_per_version
+
+    @property
+    def unrewarded(self) -> int:
+        """Number of admitted groups that have not passed Reward."""
+        return len(self._unrewarded)
+
+    @property
+    def unfinished(self) -> bool:
+        """True when the run gave up between two versions: only some groups of a version were trained on."""
+        return self.gave_up and (self.fetching > 0 or not (self.at_boundary or self.data_ended))
+
+    @property
+    def trains_more(self) -> bool:
+        """False once all groups of the run are consumed, or the rest is given up."""
+        total = self.staleness.total
+        return not self.data_ended and not self.gave_up and (total is None or self.consumed < total)
+
+    @property
+    def all_admitted(self) -> bool:
+        """True when the run needs no further group, unless one is discarded."""
+        staleness = self.staleness
+        return staleness.total is not None and staleness.admitted - staleness.discarded >= staleness.total
+
+    def state(self) -> dict[str, Any]:
+        """Return the run state's part of a checkpoint, at a version boundary, where no group is in a fetch."""
+        return {
+            "version": self.version,
+            "consumed": self.consumed,
+            "data_ended": self.data_ended,
+            "admitted": self.staleness.admitted,
+            "discarded": self.staleness.discarded,
+            "eta_now": str(self.staleness.eta_now),
+            "ledger": self.ledger.state(),
+            "again": [[p.epoch, p.row, p.attempt] for p in self.waiting_again],
+        }
+
+    def restore(
+        self, state: Mapping[str, Any], *, open_prompts: Sequence[Prompt], again: Sequence[Prompt], eta_now: Fraction
+    ) -> None:
+        """Begin at the boundary where `state` was taken.
+
+        What was under way is lost: groups that were open then are ``dropped(resume)``. Their prompts come back in
+        order, behind those (``again``) that were waiting already.
+        """
+        numbers = [number for number, *_ in state["ledger"]["open"]]
+        self.consumed, self.data_ended = state["consumed"], state["data_ended"]
+        self.ledger.restore(state["ledger"], dict(zip(numbers, open_prompts, strict=True)))
+        self._scored = any(self.ledger.counts()[fate] for fate in (Fate.TRAINED, Fate.FILTERED))
+        self.staleness.restore(
+            version=state["version"],
+            admitted=state["admitted"],
+            discarded=state["discarded"] + len(numbers),
+            eta_now=eta_now,
+        )
+        self.queue.restore(admitted=state["admitted"], taken=self.consumed)
+        self.waiting_again.extend([*again, *open_prompts])
+        for number in numbers:
+            self._settle(number, Fate.DROPPED, "resume")
+        self.check_balance()
+
+    def admit(self, prompt: Prompt) -> int:
+        """Admit a group for ``prompt``, counted against the inequality. Returns its number."""
+        number = self.ledger.admit(prompt)
+        limit = self.staleness.limit
+        self.staleness.admit()
+        self.queue.expect(number, self.staleness.served_version)
+        self._unrewarded.add(number)
+        if self.samples is not None:
+            self.samples.admitted(number, prompt, now())
+        self.emit(
+            GroupAdmitted(
+                time=now(),
+                number=number,
+                epoch=prompt.epoch,
+                row=prompt.row,
+                attempt=prompt.attempt,
+                version=self.staleness.served_version,
+                admitted=self.staleness.admitted,
+                discarded=self.staleness.discarded,
+                limit=limit,
+                source=prompt.source,
+            )
+        )
+        return number
+
+    def rewarded(self, number: int) -> None:
+        """Note that a group passed Reward and goes on to the queue."""
+        self._scored = True
+        self._discarded_in_row.clear()
+        self._unrewarded.discard(number)
+        self._wake()
+
+    def discard(self, number: int, fate: Fate, reason: str) -> None:
+        """End a group that was not taken into a fetch; its place under the inequality is free again.
+
+        Raises `NothingToTrain` after 10·B discards in a row, and after 32 failures when the reward never worked.
+        """
+        self._end_early(number, fate, reason)
+        self._scored |= fate is Fate.FILTERED
+        self._discarded_in_row[fate, reason] += 1
+        if self._discarded_in_row.total() >= DISCARDED_VERSIONS * self.staleness.groups_per_version:
+            raise all_discarded(self._discarded_in_row)
+        failed = {why: count for (end, why), count in self._discarded_in_row.items() if end is Fate.FAILED}
+        if not self._scored and fate is Fate.FAILED and sum(failed.values()) >= FAILED_AT_FIRST:
+            raise never_scored(f"the first {FAILED_AT_FIRST} groups", Counter(failed).elements())
+
+    def drop_unscored(self, number: int, reason: str) -> None:
+        """Drop a group because its scores are no longer waited for. Does not count as a failure of the reward."""
+        self._end_early(number, Fate.DROPPED, reason)
+
+    def give_up_version(self) -> None:
+        """Give up the version after a stop, when no further group will be scored: nothing more is trained on, unless
+        the groups scored so far are enough.
+        """
+        scored = len(self.ledger.open_numbers) - self.unrewarded - self.fetching
+        missing = (self.staleness.total or 0) - self.taken
+        if missing > scored:
+            self.give_up()
+
+    def admit_no_more(self) -> None:
+        """Admit no further group, and give the version that was begun up where those on their way are not enough."""
+        self.admits = False
+        self._give_up_if_short()
+
+    def give_up(self) -> None:
+        """Train on nothing more."""
+        self.gave_up = True
+        self.queue.abandon()
+        self._wake()
+
+    def _give_up_if_short(self) -> None:
+        on_their_way = len(self.ledger.open_numbers) - self.fetching
+        if not self.admits and (self.staleness.total or 0) - self.taken > on_their_way:
+            self.give_up()
+
+    async def take(self, count: int) -> list[Group]:
+        """Wait for the next groups to train on, as `MessageQueue.take` does; groups that became too old are dropped."""
+        version = self.version
+
+        def drop(group: Group) -> None:
+            self.discard(group.number, Fate.DROPPED, "overdue")
+
+        groups = await self.queue.take(count, version, drop)
+        self.fetching += len(groups)
+        return groups
+
+    def consume(self, number: int, fate: Fate, reason: str | None = None, lag: int | None = None) -> None:
+        """End a group that was taken into a fetch; trained on or not, it counts as consumed."""
+        self._settle(number, fate, reason, lag)
+        self.fetching -= 1
+        self.consumed += 1
+        if self.at_boundary:
+            self._wake()
+
+    def load(self, replica: str, version: int) -> None:
+        """Note that ``replica`` serves ``version`` from now on."""
+        self.staleness.load(replica, version)
+        self._wake()
+
+    def admit_less_ahead(self) -> bool:
+        """Lower η for admission, as `Staleness.lower` does."""
+        return self.staleness.lower()
+
+    def admit_further_ahead(self) -> bool:
+        """Raise η for admission, as `Staleness.recover` does."""
+        changed = self.staleness.recover()
+        self._wake()
+        return changed
+
+    def unload(self, replica: str) -> None:
+        """Forget a ``replica`` that is gone: it validates nothing, and the oldest version served may grow."""
+        self.staleness.unload(replica)
+        self.validation(replica, running=False)
+
+    def validation(self, replica: str, *, running: bool) -> None:
+        if running:
+            self.validating.add(replica)
+        else:
+            self.validating.discard(replica)
+        self._wake()
+
+    def check_balance(self) -> None:
+        """Raise `LedgerImbalance` unless the ledger and the counters of admission agree."""
+        counts, staleness = self.ledger.counts(), self.staleness
+        settled = self.ledger.admitted - counts[Fate.IN_FLIGHT]
+        if self.ledger.admitted != staleness.admitted or settled != self.consumed + staleness.discarded:
+            raise LedgerImbalance(
+                f"the books do not balance: ledger {counts}; admission counted {staleness.admitted} admitted and "
+                f"{staleness.discarded} discarded, training {self.consumed} consumed. "
+                "This is a defect of Headway: please report it with the run's events.jsonl"
+            )
+
+    def leave_open_in_flight(self) -> None:
+        """Note that the run ends: groups without a fate count as ``in_flight``."""
+        for number in self.ledger.open_numbers:
+            self._settle(number, Fate.IN_FLIGHT, None)
+
+    def request_stop(self, reason: str | None = None) -> None:
+        """Request the end at the next version boundary, to which the run's total shrinks. A pending fetch is abandoned.
+
+        ``reason``: why the run stops itself; the first reason given is kept.
+        """
+        self.stopping = True
+        self.stop_reason = self.stop_reason or reason
+        taken, per_version = self.taken, self.staleness.groups_per_version
+        boundary = ceil(taken / per_version) * per_version
+        self.staleness.total = boundary if self.staleness.total is None else min(boundary, self.staleness.total)
+        if taken == boundary:
+            self.queue.abandon()
+        self._wake()
+
+    def _end_early(self, number: int, fate: Fate, reason: str) -> None:
+        self._settle(number, fate, reason)
+        self._unrewarded.discard(number)
+        self.queue.discard(number)
+        self.staleness.discard()
+        self._give_up_if_short()
+        self._wake()
+
+    def _settle(self, number: int, fate: Fate, reason: str | None, lag: int | None = None) -> None:
+        self.ledger.settle(number, fate)
+        self.emit(GroupSettled(time=now(), number=number, fate=fate.value, reason=reason, lag=lag))
+        if self.samples is not None:
+            self.samples.settled(number, fate.value, reason, lag, version=self.version, time=now())
+
+    def _wake(self) -> None:
+        self.changed.changed()
+
+
+def now() -> float:
+    """Seconds on the event clock, that of the running event loop, real or virtual."""
+    return asyncio.get_running_loop().time()

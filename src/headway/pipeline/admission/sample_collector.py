@@ -1,0 +1,319 @@
+"""Samples: what drawn groups and held-out problems said, kept until their fate is known, one record for each.
+
+    admitted ─▶ generated: texts ─▶ rewarded: scores ─▶ trained: rows ─▶ settled ─▶ record
+                    └───────────────────┴─────────────────────────────────▶┘        (filtered, dropped, failed)
+
+Held are drawn groups that are under way, and no others. The rows come from the ranks that trained them, as their first
+optimizer step saw them; texts, scores and times are the driver's own. docs/samples.md describes the records.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.data.assignment import GroupId
+from headway.data.draws import drawn_problems, place_of_group
+from headway.data.interfaces.rewards import Scores
+from headway.data.interfaces.steps import TrainedRow
+from headway.data.types import Group, Prompt, Trajectory
+from headway.errors import cut, writable_json
+
+DIGITS = 5
+"""Significant digits of the numbers in a record."""
+MOST_BYTES = 8 * 2**20
+"""Most bytes of a record as UTF-8: an eighth of the file's."""
+
+Record = dict[str, Any]
+
+
+class Texts(Protocol):
+    """Text of token ids, special tokens included."""
+
+    def text(self, ids: Sequence[int]) -> str:
+        """Return the text of all tokens together."""
+
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """Return the text of each token. Bytes that are no whole character are spelled, as ``<0xE2>``."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampleOutlet:
+    """Outlet of samples, and the means to make text of their tokens."""
+
+    keep: Callable[[Record], None]
+    """Function that takes a record, which is JSON. Must return at once and never raise."""
+    texts: Texts
+
+
+@dataclass(slots=True)
+class _Drawn:
+    """A drawn group that is under way. Times are seconds on the event clock."""
+
+    number: int
+    prompt: Prompt
+    admitted: float
+    generated: float | None = None
+    rewarded: float | None = None
+    episodes: tuple[Trajectory, ...] = ()
+    """Its episodes with their texts, failed ones included, the baseline not."""
+    scores: dict[int, tuple[float, dict[str, float | None]]] = field(default_factory=dict)
+    """k → reward of the episode, and the parts of it."""
+    baseline: float | None = None
+    rows: list[TrainedRow] = field(default_factory=list)
+
+
+class Samples:
+    """Keeps what drawn groups say, and hands on one record for each when its fate is settled."""
+
+    def __init__(self, outlet: SampleOutlet, *, seed: int, share: float, problems: int, n: int) -> None:
+        """
+        Args:
+            share: of groups to draw, in [0, 1].
+            problems: number of held-out problems to show at each validation.
+            n: trajectories of a group that are trained on; a further one is its baseline.
+        """
+        self._outlet = outlet
+        self._seed = seed
+        self._share = share
+        self._problems = problems
+        self._n = n
+        self._open: dict[int, _Drawn] = {}
+        self._numbers: dict[GroupId, int] = {}
+        """Numbers of the groups in `_open`, by identity."""
+
+    # ---------------------------------------------------------------------------------------- training groups
+
+    def draws(self, number: int) -> bool:
+        """Tell whether group ``number`` leaves a sample."""
+        return place_of_group(self._seed, number) < self._share
+
+    def admitted(self, number: int, prompt: Prompt, time: float) -> None:
+        """Note that a group was admitted for ``prompt``, drawn or not."""
+        if self.draws(number):
+            self._open[number] = _Drawn(number, prompt, time)
+            self._numbers[_identity(prompt)] = number
+
+    def generated(self, number: int, episodes: Sequence[Trajectory], time: float) -> None:
+        """Take the texts of a group's episodes, where it was drawn."""
+        if (drawn := self._open.get(number)) is not None:
+            drawn.generated = time
+            drawn.episodes = tuple(t for t in episodes if t.id.k < self._n)
+
+    def rewarded(self, group: Group, scores: Scores, time: float) -> None:
+        """Take the scores of a group's trajectories, in order, where it was drawn."""
+        if (drawn := self._open.get(group.number)) is not None:
+            drawn.rewarded, drawn.baseline = time, group.baseline
+            drawn.scores = _by_episode(group.trajectories, scores)
+
+    def of(self, groups: Iterable[Group]) -> frozenset[GroupId]:
+        """Return the identities of those of ``groups`` that were drawn."""
+        return frozenset(group.id for group in groups if group.number in self._open)
+
+    def trained(self, rows: Iterable[TrainedRow]) -> None:
+        """Take rows of drawn groups, as an optimizer step saw them."""
+        for row in rows:
+            if (number := self._numbers.get(row.episode[:3])) is not None:
+                self._open[number].rows.append(row)
+
+    def settled(
+        self, number: int, fate: str, reason: str | None, lag: int | None, *, version: int, time: float
+    ) -> None:
+        """Hand on the record of a group whose fate is settled, where it was drawn by this process."""
+        if (drawn := self._open.pop(number, None)) is not None:
+            del self._numbers[_identity(drawn.prompt)]
+            ended = {"fate": fate, "reason": reason, "lag": lag}
+            self._outlet.keep(storable(self._group(drawn, ended, version, time)))
+
+    # ---------------------------------------------------------------------------------------- held-out problems
+
+    def problems(self, prompts: Sequence[Prompt]) -> frozenset[int]:
+        """Return the indices of those held-out problems that are shown at each validation."""
+        return drawn_problems(self._seed, [prompt.row for prompt in prompts], self._problems)
+
+    def validated(
+        self,
+        version: int,
+        problem: int,
+        prompt: Prompt,
+        episodes: Sequence[Trajectory],
+        scores: Scores | None,
+        time: float,
+    ) -> None:
+        """Hand on the record of one problem at the validation of ``version``. ``scores``: of episodes that did not
+        fail, in order; None where they could not be scored.
+        """
+        given = _by_episode([t for t in episodes if t.failure is None], scores) if scores is not None else {}
+        answers = []
+        for t in episodes:
+            reward, parts = given.get(t.id.k, (None, {}))
+            answers.append({**_said(t, reward, parts), "failure": t.failure})
+        record = {"validation": version, "problem": problem, **_asked(prompt)}
+        self._outlet.keep(storable({**record, "time": _moment(time), "episodes": answers}))
+
+    # ---------------------------------------------------------------------------------------- records
+
+    def _group(self, drawn: _Drawn, ended: Mapping[str, Any], version: int, time: float) -> Record:
+        rows: dict[int, list[TrainedRow]] = {}
+        for row in drawn.rows:
+            rows.setdefault(row.episode.k, []).append(row)
+        times = {
+            "admitted": drawn.admitted,
+            "generated": drawn.generated,
+            "rewarded": drawn.rewarded,
+            "settled": time,
+        }
+        return {
+            "group": drawn.number,
+            "version": version,
+            **ended,
+            **_asked(drawn.prompt),
+            "messages": plain(drawn.prompt.messages),
+            "baseline": _number(drawn.baseline),
+            "times": {name: _moment(at) for name, at in times.items()},
+            "episodes": [self._episode(t, drawn, rows.get(t.id.k, [])) for t in drawn.episodes],
+        }
+
+    def _episode(self, t: Trajectory, drawn: _Drawn, rows: Sequence[TrainedRow]) -> Record:
+        reward, parts = drawn.scores.get(t.id.k, (None, {}))
+        return {
+            **_said(t, reward, parts),
+            "replica": t.replica,
+            "turn_rewards": [_number(one) for one in t.turn_rewards],
+            "limit": t.limit,
+            "failure": t.failure,
+            "notes": dict(t.notes),
+            "started": _moment(t.started),
+            "finished": _moment(t.finished),
+            "waited_s": _number(sum(end - start for start, end in t.waits)),
+            "worked_s": _number(sum(end - start for start, end in t.steps)),
+            "rows": [self._row(row, drawn.prompt) for row in rows],
+        }
+
+    def _row(self, row: TrainedRow, prompt: Prompt) -> Record:
+        texts, ids = self._outlet.texts, row.ids.tolist()
+        same = np.array_equal(row.prompt_ids, prompt.token_ids)
+        return {
+            "context": None if same else texts.text(row.prompt_ids.tolist()),
+            "prompt_length": len(row.prompt_ids),
+            "cut": row.cut,
+            "ids": ids,
+            "pieces": texts.pieces(ids),
+            "mask": row.mask.astype(np.int64).tolist(),
+            "versions": row.versions.tolist(),
+            "behaviour": rounded(row.behaviour),
+            "logprobs": rounded(row.logprobs),
+            "entropy": rounded(row.entropy),
+            "columns": {name: rounded(values) for name, values in row.columns.items()},
+        }
+
+
+def _identity(prompt: Prompt) -> GroupId:
+    return prompt.epoch, prompt.row, prompt.attempt
+
+
+def _by_episode(episodes: Sequence[Trajectory], scores: Scores) -> dict[int, tuple[float, dict[str, float | None]]]:
+    """Return k → reward and its parts. A further score, of a baseline, is left out."""
+    return {
+        t.id.k: (float(scores.rewards[place]), {name: values[place] for name, values in scores.parts.items()})
+        for place, t in enumerate(episodes)
+    }
+
+
+def _asked(prompt: Prompt) -> Record:
+    question = prompt.question if prompt.question != prompt.text else None
+    return {"source": prompt.source, "prompt": prompt.text, "question": question, "answer": plain(prompt.answer)}
+
+
+def _said(t: Trajectory, reward: float | None, parts: Mapping[str, float | None]) -> Record:
+    told = t.conversation
+    return {
+        "k": t.id.k,
+        "reward": _number(reward),
+        "parts": {name: _number(value) for name, value in parts.items()},
+        "turns": t.turns,
+        "length": t.length,
+        "finish": t.finish_reason.value,
+        "text": t.text,
+        "conversation": None if told is None else plain({"prompt": told.prompt, "completion": told.completion}),
+    }
+
+
+def storable(record: Record, most: int = MOST_BYTES) -> Record:
+    """Return ``record`` as a file can hold it: lone surrogates spelled, and of at most ``most`` bytes.
+
+    One that is larger loses the rows of its last episodes first, then the ends of long texts, and has ``shortened``.
+    """
+    text = json.dumps(record, ensure_ascii=False)
+    clean = writable_json(text)
+    if clean != text:
+        record = json.loads(clean)
+    return record if len(clean.encode()) <= most else _shortened(record, most)
+
+
+def _shortened(record: Record, most: int) -> Record:
+    record = {**record, "episodes": list(record["episodes"]), "shortened": True}
+    for place in reversed(range(len(record["episodes"]))):
+        if _size(record) <= most:
+            return record
+        if record["episodes"][place].get("rows"):
+            record["episodes"][place] = {**record["episodes"][place], "rows": []}
+    for longest in (2**16, 2**12, 2**8):
+        if _size(record) <= most:
+            return record
+        record = _with_short_texts(record, longest)
+    if _size(record) > most:
+        told = {name: cut(str(record[name]), 2**8) for name in ("answer", "messages") if record.get(name) is not None}
+        record = {**record, **told, "episodes": []}
+    return record
+
+
+def _size(record: Record) -> int:
+    return len(json.dumps(record, ensure_ascii=False).encode())
+
+
+def _with_short_texts(value: Any, longest: int) -> Any:
+    if isinstance(value, str):
+        return cut(value, longest)
+    if isinstance(value, dict):
+        return {name: _with_short_texts(one, longest) for name, one in value.items()}
+    return [_with_short_texts(one, longest) for one in value] if isinstance(value, list) else value
+
+
+def plain(value: Any) -> Any:
+    """Return ``value`` as JSON has it; its text where JSON cannot hold it."""
+    if value is None or isinstance(value, str):
+        return value
+    try:
+        return json.loads(json.dumps(value, default=_spelled))
+    except (TypeError, ValueError, RecursionError):  # keys that are no text, values that contain themselves
+        return str(value)
+
+
+def _spelled(value: Any) -> Any:
+    return value.tolist() if isinstance(value, np.generic | np.ndarray) else str(value)
+
+
+def rounded(values: NDArray[np.floating[Any]]) -> list[float]:
+    """Return ``values`` [T] with `DIGITS` significant digits. What is not finite stays as it is."""
+    wide = values.astype(np.float64)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        size = np.floor(np.log10(np.abs(wide)))
+        places = np.where(np.isfinite(size), DIGITS - 1 - size, 0.0)
+        # Powers of ten with a negative exponent are not exact, so that digits are cut off by a division either way.
+        up, down = 10.0 ** np.maximum(places, 0.0), 10.0 ** np.maximum(-places, 0.0)
+        result = np.where(places >= 0, np.round(wide * up) / up, np.round(wide / down) * down)
+    return np.where(np.isfinite(result), result, wide).tolist()  # type: ignore[no-any-return]
+
+
+def _number(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.{DIGITS}g}")
+
+
+def _moment(time: float | None) -> float | None:
+    return None if time is None else round(time, 4)

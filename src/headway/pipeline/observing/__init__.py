@@ -1,0 +1,1 @@
+"""Observers of a run: guards, troubles, the profile window."""

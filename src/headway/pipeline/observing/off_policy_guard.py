@@ -1,0 +1,117 @@
+"""Guard against data that is too far off policy to be learned from: what is done about it.
+
+    effective sample size of a step < min_ess ──▶ warn │ tighten the trust region │ lower η │ stop
+                                    ≥ min_ess ──▶ what was tightened or lowered comes back, step by step
+
+The effective sample size is (Σw)²/(N·Σw²) with w = π_θ/π_behav over the step's tokens: 1 on policy, 1/N when one token
+has all the weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from headway.data.interfaces.steps import StepReport
+from headway.events import GuardActed, Note
+from headway.pipeline.admission.pipeline_state import RunState, now
+
+ESS = "offpolicy/ess"
+TIGHTER = 0.5
+"""Factor by which one step of tightening shrinks the trust region."""
+TIGHTEST = 0.125
+"""Smallest share of the configured trust region that tightening leaves."""
+
+
+@dataclass(frozen=True, slots=True)
+class GuardSettings:
+    min_ess: float | None
+    """Smallest effective sample size that is accepted; None: nothing is guarded."""
+    action: str
+    """Action below ``min_ess``: ``warn``, ``tighten``, ``lower_eta`` or ``stop``."""
+
+
+class Guard:
+    def __init__(self, settings: GuardSettings, state: RunState, stop: Callable[[str], None]) -> None:
+        """Create the guard. ``stop`` is called with a reason, and ends the run after the current version."""
+        self.clip_scale = 1.0
+        """Width of the trust region, as a multiple of the configured one."""
+        self._settings = settings
+        self._state = state
+        self._stop = stop
+        self._acted_at: int | None = None
+        """Version for which the guard acted last."""
+        self._version: int | None = None
+        """Version of the last step that was looked at."""
+        self._was_low = False
+        """True once a step of the version looked at last had a low effective sample size."""
+
+    def state(self) -> dict[str, Any]:
+        """Return the guard's part of a checkpoint. The η that currently limits admission is in that of `RunState`."""
+        return {"clip_scale": self.clip_scale, "version": self._version, "was_low": self._was_low}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state` returned; a warning that was given before is given anew."""
+        if self._settings.action == "tighten":
+            self.clip_scale = state["clip_scale"]
+        self._version, self._was_low = state["version"], state["was_low"]
+
+    def look(self, report: StepReport, version: int) -> None:
+        """Act on the effective sample size of one optimizer step of the trainer's ``version``."""
+        ess, least = report.metrics.get(ESS), self._settings.min_ess
+        if ess is None or least is None or report.skipped:
+            return
+        low = ess < least
+        match self._settings.action:
+            case "warn" if low and self._acted_at != version:
+                self._acted_at = version
+                self._tell(version, ess, least, "warned")
+            case "tighten":
+                scale = max(TIGHTEST, self.clip_scale * TIGHTER) if low else min(1.0, self.clip_scale / TIGHTER)
+                if scale != self.clip_scale:
+                    self.clip_scale = scale
+                    self._tell(version, ess, least, "tightened" if low else "widened")
+            case "lower_eta":
+                self._lower_or_recover(low, version, ess, least)
+            case "stop" if low and self._acted_at is None:
+                self._acted_at = version
+                self._tell(version, ess, least, "stopped")
+                self._stop(
+                    f"offpolicy.guard: the effective sample size of a step of version {version} is {ess:.3g}, below "
+                    f"offpolicy.guard.min_ess={least:g}"
+                )
+
+    def _lower_or_recover(self, low: bool, version: int, ess: float, least: float) -> None:
+        """Lower or raise η, at most once per version.
+
+        η is lowered at a version's first low step, and raised at the first step of a version that follows one without
+        low steps. That step is the nearest to its version's data, and says nothing about the others.
+        """
+        if version != self._version:
+            recovers, self._version, self._was_low = self._version is not None and not self._was_low, version, False
+            if recovers and not low and self._state.admit_further_ahead():
+                self._tell(version, ess, least, "raised η")
+        if low and not self._was_low:
+            self._was_low = True
+            if self._state.admit_less_ahead():
+                self._tell(version, ess, least, "lowered η")
+
+    def _tell(self, version: int, ess: float, least: float, did: str) -> None:
+        clip_scale, eta = self.clip_scale, float(self._state.staleness.eta_now)
+        self._state.emit(
+            GuardActed(time=now(), version=version, ess=ess, min_ess=least, did=did, clip_scale=clip_scale, eta=eta)
+        )
+        what = {
+            "warned": "lower async_training.staleness_threshold, or add a correction",
+            "tightened": f"the clip range is {clip_scale:g} of what is configured",
+            "widened": f"the clip range is {clip_scale:g} of what is configured",
+            "lowered η": f"η is {eta:g}",
+            "raised η": f"η is {eta:g}",
+            "stopped": "the run ends with this version",
+        }[did]
+        is_low = "below" if ess < least else "not below"
+        text = (
+            f"version {version}: effective sample size {ess:.3g} is {is_low} offpolicy.guard.min_ess={least:g}; {what}"
+        )
+        self._state.emit(Note(time=now(), level="warning" if ess < least else "info", text=text))

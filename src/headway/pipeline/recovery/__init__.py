@@ -1,0 +1,1 @@
+"""Recovery: checkpoints, liveness, and replacements for workers that are gone."""

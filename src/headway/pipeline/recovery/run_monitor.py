@@ -1,0 +1,161 @@
+"""Monitoring of a run: reports what its replicas do, and ends a run in which nothing moves any more."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from headway.config.sizing.timeouts import HEARTBEAT_S, Timeouts, file_stall_s
+from headway.data.interfaces.rollout import EngineStats
+from headway.errors import StallError
+from headway.events import Emit, Event, ReplicaActivity
+from headway.pipeline.admission.pipeline_state import now
+from headway.pipeline.episode_workers import Keepers
+from headway.pipeline.recovery.liveness import SHORTEST_S, ask
+from headway.pipeline.stage import Stage, State
+from headway.pipeline.update.replica_pool import Fleet
+from headway.pipeline.weight_receiver import Gone, Replica
+from headway.runtime.progress import Living, OpenWork
+from headway.runtime.task_groups import concurrently
+
+
+class Movement:
+    """Observer that notes when anything in a run last moved."""
+
+    def __init__(self) -> None:
+        self.last = 0.0
+        """Time of the last event that counts as progress, in seconds on the event clock."""
+
+    def on_event(self, event: Event) -> None:
+        """Note the event's time as progress, unless the event reports a replica that was idle."""
+        if not isinstance(event, ReplicaActivity) or event.generated_tokens + event.prefilled_tokens > 0:
+            self.last = event.time
+
+    def close(self) -> None: ...
+
+
+class Monitor:
+    """Reports each replica's activity every ``interval_s``, fences off one that computes nothing of its open calls, and
+    ends a run in which nothing moved for too long.
+
+    What moves is an event, or the work of a worker, which tells of it in its heartbeat: an optimizer step may take
+    hours, as long as its micro-batches go by. Workers are asked only when there was no event for so long.
+
+    consumes        what replicas say of themselves; the time of the last event; workers' heartbeats
+    A replica is judged by its tokens: an engine's front end may answer while its core hangs. One that is idle, or that
+    stands for new weights, owes none.
+
+    waits for       the interval, and the time that is left until nothing moved for `Timeouts.stall_s`
+    is unblocked by time alone
+    produces        `ReplicaActivity`; the loss of a replica that is silent; `StallError`, which ends the run
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        keepers: Keepers,
+        stages: Sequence[Stage[Any, Any]],
+        movement: Movement,
+        emit: Emit,
+        *,
+        workers: Callable[[], Sequence[Living]] = tuple,
+        starts_until: Callable[[], float] = lambda: 0.0,
+        timeouts: Timeouts,
+        interval_s: float,
+        stands: Callable[[str], bool] = lambda replica: False,
+    ) -> None:
+        """Set up monitoring. ``starts_until`` returns the time by which a worker that is being started is up."""
+        self._fleet = fleet
+        self._keepers = keepers
+        self._stages = stages
+        self._emit = emit
+        self._workers = workers
+        self._starts_until = starts_until
+        self._timeouts = timeouts
+        self._interval_s = interval_s
+        self._stands = stands
+        self._work: dict[str, OpenWork] = {}
+        """Open work of each replica, by its name."""
+        self._movement = movement
+
+    async def run(self) -> None:
+        """Report and watch until cancelled. Raises `StallError` when nothing moved for `Timeouts.stall_s`."""
+        self._movement.last = now()
+        # Side by side: a replica that does not even answer `stats` must not keep the stall from being noticed.
+        await concurrently([self._report_always(), self._end_when_stalled()])
+
+    async def _report_always(self) -> None:
+        while True:
+            await asyncio.sleep(self._timeouts.look_s(self._interval_s))
+            await concurrently([self.report(), self._keepers.check()])
+
+    async def _end_when_stalled(self) -> None:
+        while True:
+            stall_s = self._timeouts.stall_s
+            deadline = max(self._movement.last, self._starts_until()) + stall_s
+            if now() >= deadline:
+                answers = await ask(self._workers(), within_s=min(HEARTBEAT_S, stall_s))
+                deadline = max(deadline, self._movement.last + stall_s, answers.deadline(stall_s, file_stall_s))
+                if now() >= deadline:
+                    said = f". Workers: {answers}" if answers.by_worker else ""
+                    raise StallError(
+                        f"nothing moved for {stall_s:g} s (cluster.stall_timeout_s): {self.who_waits()}{said}"
+                    )
+            await asyncio.sleep(max(SHORTEST_S, deadline - now()))
+
+    async def report(self) -> None:
+        """Emit one `ReplicaActivity` per serving replica, for the time since its last one."""
+        await concurrently(self._report_one(replica) for replica in self._fleet.serving)
+
+    async def _report_one(self, replica: Replica) -> None:
+        try:
+            stats = await replica.stats()
+        except Gone as gone:
+            await self._fleet.lose(gone)
+        else:
+            self._emit(activity(replica.name, stats))
+            await self._fence_silent(replica, stats)
+
+    async def _fence_silent(self, replica: Replica, stats: EngineStats) -> None:
+        """Give ``replica`` up where it computed no token of its open calls for too long."""
+        work = self._work.setdefault(replica.name, OpenWork())
+        calls = 0 if self._stands(replica.name) else stats.running + stats.waiting
+        moved = stats.generated_tokens + stats.prefilled_tokens > 0
+        silent_s = work.silent_s(now(), is_open=calls > 0, moved=moved)
+        if silent_s >= self._timeouts.seen_silence_s(self._interval_s, began=work.began):
+            why = (
+                f"{replica.name} answers, but computed no token for {silent_s:.0f} s while {calls} of its calls were "
+                "open: its engine hangs. Its log may say why; where a step takes so long, raise param_update.timeout_s"
+            )
+            await self._fleet.lose(Gone(replica, StallError(why)))
+
+    def who_waits(self) -> str:
+        """Describe the waits of all stages: ``ActorTrain waits for groups from the message queue; Generate …``."""
+        waits = [describe(stage) for stage in self._stages if stage.state is not State.STOPPED]
+        return "; ".join(waits) or "all stages have stopped; the replicas' last report or the checkpoint does not end"
+
+
+def describe(stage: Stage[Any, Any]) -> str:
+    """Describe what a stage waits for, by its state or, while it processes, by what it has declared."""
+    if stage.waiting_for:
+        return f"{stage.name} waits for {stage.waiting_for}"
+    if stage.inner_waits:
+        return f"{stage.name} waits for {', '.join(sorted(set(stage.inner_waits)))} ({stage.active} item(s))"
+    return f"{stage.name} processes {stage.active} item(s)"
+
+
+def activity(replica: str, stats: EngineStats) -> ReplicaActivity:
+    return ReplicaActivity(
+        time=now(),
+        replica=replica,
+        busy=stats.busy,
+        slot_seconds=stats.slot_seconds,
+        generated_tokens=stats.generated_tokens,
+        prefilled_tokens=stats.prefilled_tokens,
+        cached_tokens=stats.cached_tokens,
+        preempted=stats.preempted,
+        unpinned=stats.unpinned,
+        decode_steps=stats.decode_steps,
+        prefill_steps=stats.prefill_steps,
+    )

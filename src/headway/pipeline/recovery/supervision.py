@@ -1,0 +1,171 @@
+"""Supervision of replicas, and of keepers: watches their processes, and puts others in the place of lost ones.
+
+    watch(member) ──its process ended──▶ Members.died ──▶ Members.lost ──▶ start another ──▶ join
+
+A death is noticed also while nobody calls the one that died. A replica that is started joins as any late replica does:
+it gets the next version with the others, or the trainer's where no other one is left, and serves from then on. A keeper
+makes groups once it knows the replicas. The run ends when the last member is lost and none can take its place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Generic, Protocol, TypeVar
+
+from headway.config.sizing.timeouts import Timeouts
+from headway.errors import HeadwayError, RunError, WorkerDied
+from headway.events import Note
+from headway.pipeline.admission.pipeline_state import RunState, now
+from headway.pipeline.channel import Channel
+from headway.runtime.task_groups import Tasks
+
+
+class Named(Protocol):
+    """Something with a name of its own in the run."""
+
+    name: str
+
+
+M = TypeVar("M", bound=Named)
+
+Watch = Callable[[M], Coroutine[Any, Any, None]]
+"""Coroutine function that runs until cancelled, and raises `WorkerDied` as soon as the given member's process ends."""
+
+Replace = Callable[[str], Coroutine[Any, Any, M]]
+"""Coroutine function that starts a member in the place of the given one. Raises the errors of `headway.errors`."""
+
+
+class Members(Protocol[M]):
+    """Members of a run that come and go: its replicas (`Fleet`), or its keepers (`Keepers`)."""
+
+    lost: Channel[str]
+    """Names of those that are gone."""
+
+    @property
+    def present(self) -> Sequence[M]:
+        """Members that are not gone."""
+
+    async def died(self, member: M, death: WorkerDied) -> None:
+        """Forget a member."""
+
+    def join(self, newcomer: M) -> object:
+        """Add a late member. Raises `ValueError` when its name was taken before."""
+
+    def reason(self, lost: str) -> RunError:
+        """Return the error for which ``lost`` was given up."""
+
+
+class Supervision(Generic[M]):
+    """Supervises members from `start` to `stop`.
+
+    consumes        the deaths that ``watch`` tells of; names of members that are lost
+    waits for       a member's process to end; a replacement to be up
+    is unblocked by the operating system or the cluster, which tell of a process's end; `stop`
+    produces        losses and joins of the members
+    """
+
+    def __init__(
+        self,
+        state: RunState,
+        members: Members[M],
+        watch: Watch[M] | None,
+        replace: Replace[M] | None,
+        max_restarts: int,
+        *,
+        timeouts: Timeouts,
+        kind: str,
+        then: str,
+    ) -> None:
+        """Set up supervision. Without ``watch`` no member is watched; with ``replace``, which ends within
+        `Timeouts.start_s`, lost ones are replaced, ``max_restarts`` times in the run. ``kind`` names a member in
+        messages, ``then`` says what a new one does.
+        """
+        self._state = state
+        self._members = members
+        self._watch = watch
+        self._replace = replace
+        self._restarts_left = max_restarts
+        self._timeouts = timeouts
+        self._replacing = 0
+        """Number of lost members in whose place others are being started."""
+        self.starts_until = 0.0
+        """Time on the event clock by which the newest replacement has started or failed."""
+        self._kind = kind
+        self._then = then
+        self._tasks: Tasks | None = None
+        self._started: list[asyncio.Task[None]] = []
+
+    def start(self, tasks: Tasks) -> None:
+        self._tasks = tasks
+        for member in self._members.present:
+            self._add(member)
+        self._started.append(tasks.start(self._replace_lost(tasks)))
+
+    def join(self, newcomer: M) -> None:
+        """Let a late member join, and watch it. Raises `ValueError` when its name was taken before."""
+        self._members.join(newcomer)
+        self._add(newcomer)
+
+    def stop(self) -> None:
+        """Stop watching and replacing members."""
+        self._tasks = None
+        for task in self._started:
+            task.cancel()
+
+    def _add(self, member: M) -> None:
+        """Watch ``member``, unless supervision has not started: `start` does it then."""
+        if self._tasks is not None and self._watch is not None:
+            self._started.append(self._tasks.start(self._lose_dead(member, self._watch)))
+
+    async def _lose_dead(self, member: M, watch: Watch[M]) -> None:
+        try:
+            await watch(member)
+        except WorkerDied as death:
+            await self._members.died(member, death)
+
+    async def _replace_lost(self, tasks: Tasks) -> None:
+        while (lost := await self._members.lost.get()) is not None:
+            if self._replace is None:
+                self._go_on_without(lost, f"no {self._kind} can be started in its place")
+            else:
+                self._replacing += 1
+                self._started.append(tasks.start(self._replace_one(lost, self._replace)))
+
+    async def _replace_one(self, lost: str, replace: Replace[M]) -> None:
+        """Start a member in the place of ``lost``. A failure is reported, and does not end the run by itself."""
+        why = ""
+        while self._restarts_left > 0:
+            self._restarts_left -= 1
+            self.starts_until = now() + self._timeouts.start_s
+            if not self._members.present:
+                self._warn(
+                    lost,
+                    f"it was the last {self._kind}, and the run waits for another one to start in its place, for "
+                    f"{self._timeouts.start_limit()} at most",
+                )
+            try:
+                newcomer = await replace(lost)
+            except HeadwayError as failure:
+                why = f"no {self._kind} could be started in its place: {failure}"
+                self._warn(lost, why)
+                continue
+            self._replacing -= 1
+            self.join(newcomer)
+            self._warn(lost, f"{newcomer.name} takes its place, and {self._then}")
+            return
+        used_up = f"no further {self._kind} is started in its place: cluster.max_replica_restarts is used up"
+        self._warn(lost, used_up)
+        self._replacing -= 1
+        self._go_on_without(lost, f"{why}; {used_up}" if why else used_up)
+
+    def _go_on_without(self, lost: str, why: str) -> None:
+        """Go on with members that are left or being started. Raises the error of the loss if there are none."""
+        if not (self._members.present or self._replacing or len(self._members.lost)):
+            reason = self._members.reason(lost)
+            raise type(reason)(
+                f"{reason}. It was the last {self._kind}, without which no group is made, and {why}"
+            ) from reason
+
+    def _warn(self, lost: str, what: str) -> None:
+        self._state.emit(Note(time=now(), level="warning", text=f"{lost} is gone; {what}"))

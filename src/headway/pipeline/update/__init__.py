@@ -1,0 +1,1 @@
+"""The parameter update: transfer, loading, pauses, and who takes part."""

@@ -1,0 +1,174 @@
+"""Halting and resuming of replicas: for new weights, and for a trainer that shares their devices.
+
+    halt(replica, why):  wait for its validation ▶ [finish episodes] ▶ no new requests to it ▶ pause(policy)
+    release(replica, why):  what was to be checked first ▶ resume ▶ new requests again, once nobody else halts it
+
+``drain`` lets what was submitted finish, ``interrupt`` and ``keep`` cut it; the tokens so far stay.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Collection
+from dataclasses import dataclass, field
+from functools import partial
+
+from headway.data.interfaces.rollout import OnUpdate, RolloutEngine
+from headway.events import ReplicaHalted
+from headway.pipeline.admission.pipeline_state import RunState, now
+from headway.pipeline.conditions import Gate
+from headway.pipeline.episode_workers import Keepers
+from headway.pipeline.weight_receiver import Gone, Replica
+
+
+@dataclass(slots=True)
+class Halt:
+    """Halt of one replica, which may have several reasons."""
+
+    by: list[str] = field(default_factory=list)
+    """Reasons for the halt; the replica resumes when none is left."""
+    stopped: float | None = None
+    """Time on the event clock from which on the replica decoded nothing; None before that."""
+    interrupted: int = 0
+    validation_s: float = 0.0
+    """Seconds for which the halt waited for the replica's validation."""
+    check: Callable[[], Awaitable[object]] | None = None
+    """Check that must pass before the replica resumes; None for no check."""
+
+
+class Halts:
+    """Halts of the replicas of a run. Also a `FleetListener`, in order to know which replicas serve."""
+
+    def __init__(self, state: RunState, policy: OnUpdate, keepers: Keepers, *, by_episodes: bool = False) -> None:
+        """``keepers`` hear which replicas take new calls. ``by_episodes``: a drain finishes all episodes of the groups
+        that were started, whose next turns need the replica, before it pauses that."""
+        self.policy = policy
+        self._keepers = keepers
+        self._by_episodes = by_episodes and policy is OnUpdate.DRAIN
+        self.gate = Gate()
+        """Gate that is shut while every serving replica is halted."""
+        self._state = state
+        self._halts: dict[str, Halt] = {}
+        self._serving: dict[str, None] = {}
+        self._available: dict[str, None] = {}
+        """Names of the serving replicas that are not halted."""
+        self._turns: dict[str, asyncio.Lock] = {}
+        self._still: set[str] = set()
+        """Names of replicas that resume, or that the end of the run has told to stop."""
+        self._holding: set[str] = set()
+        """Names of the replicas for whose halt keepers start no group."""
+
+    @property
+    def serving(self) -> Collection[str]:
+        """Names of the serving replicas."""
+        return self._serving
+
+    def joined(self, replica: RolloutEngine) -> None:
+        self._serving[replica.name] = None
+        if replica.name not in self._halts:
+            self._available[replica.name] = None
+        self._set_gate()
+
+    def left(self, replica: str) -> None:
+        self._let_go_on(replica)
+        del self._serving[replica]
+        self._available.pop(replica, None)
+        self._set_gate()
+
+    def stands(self, replica: str) -> bool:
+        """Tell whether ``replica`` was told to decode nothing; one that still drains does not stand."""
+        halt = self._halts.get(replica)
+        return replica in self._still or (halt is not None and halt.stopped is not None)
+
+    async def end(self, replica: Replica) -> None:
+        """Interrupt ``replica`` for the rest of the run. Raises `Gone`."""
+        self._still.add(replica.name)
+        await replica.pause(OnUpdate.INTERRUPT)
+
+    async def halt(self, replica: Replica, why: str) -> Halt:
+        """Halt ``replica`` for the reason ``why``. Returns the halt when it decodes nothing any more. Raises `Gone`."""
+        async with self._turns.setdefault(replica.name, asyncio.Lock()):
+            if (halted := self._halts.get(replica.name)) is not None:
+                halted.by.append(why)
+                return Halt([why], stopped=halted.stopped)
+            asked = now()
+            validated = partial(self._state.changed.until, lambda: replica.name not in self._state.validating)
+            await validated()
+            # Not before that wait: training generation goes on beside a validation, refills included.
+            if self._by_episodes:
+                await self._finish_episodes(replica)
+                await validated()  # another one may have begun meanwhile
+            halt = self._halts[replica.name] = Halt([why], validation_s=now() - asked)
+            self._available.pop(replica.name, None)
+            self._set_gate()
+            try:
+                paused = await replica.pause(self.policy)
+            except Gone:
+                del self._halts[replica.name]
+                self._let_go_on(replica.name)
+                raise
+            halt.stopped, halt.interrupted = now(), paused.interrupted
+            return halt
+
+    async def release(self, replica: Replica, why: str) -> None:
+        """Withdraw the reason ``why``; ``replica`` resumes if no other reason is left. Raises `Gone`."""
+        halt = self._halts[replica.name]
+        if halt.by == [why] and halt.check is not None:
+            check, halt.check = halt.check, None
+            await check()  # halted as before: whoever wants it halted meanwhile is heard below
+        halt.by.remove(why)
+        if halt.by:
+            return
+        del self._halts[replica.name]
+        self._still.add(replica.name)
+        try:
+            await replica.resume()
+            if replica.name in self._serving and replica.name not in self._halts:  # lost, or halted again, meanwhile
+                self._available[replica.name] = None
+                self._set_gate()
+        finally:
+            self._still.discard(replica.name)
+            self._let_go_on(replica.name)  # not before the replica takes calls: the held groups spread over all
+        stopped = halt.stopped if halt.stopped is not None else now()
+        self._state.emit(
+            ReplicaHalted(
+                time=now(),
+                replica=replica.name,
+                reason=why,
+                span=(stopped, now()),
+                interrupted=halt.interrupted,
+            )
+        )
+
+    async def _finish_episodes(self, replica: Replica) -> None:
+        """Wait until all episodes of the groups that were started are over; a stop waits for no user's code."""
+        if replica.name not in self._serving or self._state.stopping:
+            return  # it makes no episodes yet, or no more; or nobody waits for them
+        self._holding.add(replica.name)
+        holding = asyncio.ensure_future(self._keepers.hold())
+        holding.add_done_callback(lambda _: self._state.changed.changed())
+        try:
+            await self._state.changed.until(lambda: holding.done() or self._state.stopping)
+        finally:
+            holding.cancel()
+        if holding.done():
+            await holding
+
+    def _let_go_on(self, replica: str) -> None:
+        """Let keepers start groups again, as far as ``replica`` is concerned, if it held them back."""
+        if replica in self._holding:
+            self._holding.discard(replica)
+            self._keepers.go_on()
+
+    def others_halt(self, replica: Replica, why: str) -> bool:
+        """Tell whether ``replica`` is halted for another reason beside ``why``."""
+        return self._halts[replica.name].by != [why]
+
+    def check_before_release(self, replica: Replica, check: Callable[[], Awaitable[object]]) -> None:
+        """Have ``check`` run before ``replica`` resumes; `release` raises what it raises."""
+        self._halts[replica.name].check = check
+
+    def _set_gate(self) -> None:
+        self.gate.set(bool(self._available) or not self._serving)
+        # Where every one is halted, calls can wait inside them.
+        self._keepers.route(tuple(self._available or self._serving), halted=not self._available)

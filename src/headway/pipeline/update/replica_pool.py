@@ -1,0 +1,193 @@
+"""Rollout replicas of a run: who serves, who waits to join, and what happens when one is gone.
+
+    join() ──▶ JOINING ──serve(version)──▶ SERVING ──lose()──▶ gone; keepers ask its calls again of others
+
+A replica serves nothing before it has loaded the current version. It is gone when it died, or was fenced off: it did
+not answer, or keeps failing, and nothing that it still does counts. Where it was the last one that served, its calls,
+groups and validations wait for one that joined, or that is started in its place, to load the trainer's version. The run
+ends when none is left and none can be started. Other receivers of the policy cannot be replaced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from headway.config.sizing.timeouts import Timeouts
+from headway.data.interfaces.rollout import RolloutEngine
+from headway.data.interfaces.weights import PolicyReceiver
+from headway.errors import HeadwayError, NonFinite, RunError, WorkerDied
+from headway.events import ReplicaJoined, ReplicaLost
+from headway.pipeline.admission.pipeline_state import RunState, now
+from headway.pipeline.channel import Channel
+from headway.pipeline.weight_receiver import Gone, Receiver, Replica
+from headway.runtime.task_groups import concurrently
+
+
+class FleetListener(Protocol):
+    """Object that has to know which replicas serve; called in the same step in which that changes."""
+
+    def joined(self, replica: RolloutEngine) -> None:
+        """Called when ``replica`` begins to serve, and for each one that serves at the start."""
+
+    def left(self, replica: str) -> None:
+        """Called when ``replica`` no longer serves."""
+
+
+class Fleet:
+    def __init__(
+        self,
+        replicas: Sequence[RolloutEngine],
+        others: Sequence[PolicyReceiver],
+        state: RunState,
+        *,
+        listeners: Sequence[FleetListener] = (),
+        timeouts: Timeouts,
+        replaceable: bool = False,
+    ) -> None:
+        """Create the fleet. ``others`` hold the policy and generate nothing. ``replaceable``: another replica may be
+        started in the place of one that is gone.
+        """
+        self.lost: Channel[str] = Channel("lost replicas")
+        """Names of replicas that are gone, for whoever starts replacements."""
+        self._listeners = listeners
+        self._state = state
+        self._timeouts = timeouts
+        self._replaceable = replaceable
+        self._serving = {engine.name: Replica(engine, timeouts) for engine in replicas}
+        for engine in replicas:
+            self._tell_joined(engine)
+        self._others = [Receiver(other, timeouts) for other in others]
+        self._joining: dict[str, Replica] = {}
+        self._gone: dict[str, RunError] = {}
+        """Errors for which replicas were given up, by their names."""
+
+    @property
+    def serving(self) -> list[Replica]:
+        """Serving replicas, in the order in which they began to serve."""
+        return list(self._serving.values())
+
+    @property
+    def joining(self) -> list[Replica]:
+        """Replicas that joined and wait for their first version."""
+        return list(self._joining.values())
+
+    @property
+    def needs_version(self) -> bool:
+        """True when no replica serves, and one that joined will do so as soon as it has the trainer's version."""
+        return not self._serving and bool(self._joining)
+
+    @property
+    def replicas(self) -> list[Replica]:
+        """Replicas that serve, and those that joined and wait for their first version."""
+        return [*self._serving.values(), *self._joining.values()]
+
+    @property
+    def receivers(self) -> list[Receiver]:
+        """Receivers of the next version: all replicas, and the others that hold a copy of the policy."""
+        return [*self.replicas, *self._others]
+
+    def others_serve(self, version: int) -> bool:
+        """Tell whether all receivers that generate nothing have loaded ``version``."""
+        return all(other.version == version for other in self._others)
+
+    @property
+    def validator(self) -> Replica:
+        """Replica that runs the validations: the first that serves, or will serve where none does."""
+        return self.replicas[0]
+
+    async def served(self) -> None:
+        """Wait until some replica serves."""
+        await self._state.changed.until(lambda: bool(self._serving))
+
+    def __getitem__(self, name: str) -> Replica:
+        """Return the serving replica with this name. Raises `KeyError` if there is none."""
+        return self._serving[name]
+
+    def serves(self, replica: Replica) -> bool:
+        return replica.name in self._serving
+
+    def join(self, engine: RolloutEngine) -> Replica:
+        """Add a replica that was not there at the start; it serves from the next update on, or, where no other one
+        serves, as soon as it has the trainer's version."""
+        name = engine.name
+        if name in self._gone or any(name == receiver.name for receiver in self.receivers):
+            raise ValueError(f"a replica named {name!r} is or was part of this run; give it a name of its own")
+        self._joining[name] = Replica(engine, self._timeouts)
+        self._state.changed.changed()
+        return self._joining[name]
+
+    @property
+    def present(self) -> list[RolloutEngine]:
+        """Engines of all replicas."""
+        return [replica.engine for replica in self.replicas]
+
+    async def died(self, engine: RolloutEngine, death: WorkerDied) -> None:
+        """Forget a replica whose process has ended. Raises as `lose` does."""
+        for replica in self.replicas:
+            if replica.name == engine.name:
+                await self.lose(Gone(replica, death))
+
+    def reason(self, lost: str) -> RunError:
+        """Return the error for which the replica ``lost`` was given up."""
+        return self._gone[lost]
+
+    def serve(self, replica: Replica, version: int) -> None:
+        """Note that ``replica`` has loaded ``version``. A late one that was overtaken waits for the next version.
+
+        The oldest version served must never go back: groups were admitted under it.
+        """
+        joins = replica.name in self._joining and version >= self._state.staleness.served_version
+        if joins:
+            self._serving[replica.name] = self._joining.pop(replica.name)
+        elif not self.serves(replica):
+            return
+        self._state.load(replica.name, version)
+        if joins:
+            self._state.emit(ReplicaJoined(time=now(), replica=replica.name, version=version, slots=replica.slots))
+            self._tell_joined(replica.engine)
+
+    def serve_other(self, receiver: Receiver, version: int) -> None:
+        """Note that ``receiver``, which generates nothing, has loaded ``version``."""
+        receiver.version = version
+        self._state.changed.changed()
+
+    async def lose(self, gone: Gone) -> None:
+        """Forget a lost receiver. Raises the error of its loss where nothing can take its place."""
+        replica = gone.remote
+        replica.leave(gone.why)
+        if not isinstance(replica, Replica):
+            raise gone.why
+        if replica.name in self._gone:
+            return
+        self._gone[replica.name] = gone.why
+        self._state.emit(ReplicaLost(time=now(), replica=replica.name, reason=str(gone.why)))
+        if self._joining.pop(replica.name, None) is None:  # else it served nothing
+            if len(self.replicas) == 1 and not self._replaceable:
+                raise gone.why  # and it stays: whoever asks it next learns that it is gone, not of an empty fleet
+            del self._serving[replica.name]
+            self._state.unload(replica.name)
+            for listener in self._listeners:
+                listener.left(replica.name)
+        await self.lost.send(replica.name)
+
+    async def failed(self, replica: str, error: HeadwayError) -> None:
+        """Forget a replica whose calls ended with ``error``. Raises what is no fault of the replica's."""
+        if isinstance(error, NonFinite) or not isinstance(error, RunError):
+            raise error
+        if replica in self._serving:
+            await self.lose(Gone(self._serving[replica], error))
+
+    async def abort_older_than(self, version: int) -> None:
+        """Abort the calls that replicas are serving and that have a token of an older version than ``version``."""
+        await concurrently(self._abort_older_at(replica, version) for replica in self.serving)
+
+    def _tell_joined(self, replica: RolloutEngine) -> None:
+        for listener in self._listeners:
+            listener.joined(replica)
+
+    async def _abort_older_at(self, replica: Replica, version: int) -> None:
+        try:
+            await replica.abort_older_than(version)
+        except Gone as gone:
+            await self.lose(gone)

@@ -1,0 +1,178 @@
+"""Loading: from a version that was received to a version that is served.
+
+    second buffer      stage │ halt ▶ activate ▶ probe ▶ serve ▶ release          it stands for the swap alone
+    none               halt ▶ stage ▶ activate ▶ probe ▶ serve ▶ release          it stands for the transfer, too
+    generates nothing  stage │ activate ▶ probe
+
+A replica that received over its only copy holds nothing whole until the transfer is complete; it is not released before
+that. A probe is the log-probs of a few fixed sequences. A checksum tells what came; only a probe tells that an engine,
+which may fuse, pack and tie weights, serves it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.errors import UpdateFailed
+from headway.events import UpdatePhase
+from headway.pipeline.admission.pipeline_state import RunState, now
+from headway.pipeline.stage import WaitingFor
+from headway.pipeline.update.pause_controller import Halts
+from headway.pipeline.update.replica_pool import Fleet
+from headway.pipeline.weight_receiver import Gone, Receiver, Replica
+from headway.runtime.task_groups import concurrently
+
+Probe = NDArray[np.float32]
+"""Log-probs [N] of the probe's sequences, in nats."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Cost of loading a version for one replica."""
+
+    validation_s: float
+    """Seconds for which the load waited for the replica's validation."""
+    stall_s: float
+    """Seconds from the end of the pause to the end of resume, in which nothing decoded."""
+    interrupted: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Stopped:
+    """Record of a replica that is halted for new weights: since when, and at what cost."""
+
+    since: float
+    validation_s: float
+    interrupted: int
+
+
+class Loading:
+    def __init__(
+        self,
+        state: RunState,
+        fleet: Fleet,
+        halts: Halts,
+        waiting_for: WaitingFor,
+        on_loaded: Callable[[Replica, int], Awaitable[None]],
+        *,
+        probe_tolerance: Callable[[str], float],
+    ) -> None:
+        """Set up loading. ``on_loaded`` is called with each replica that has loaded a version, before it serves that.
+        ``probe_tolerance``: nats by which log-probs of the receiver of a given name may differ by rounding.
+        """
+        self._state = state
+        self._fleet = fleet
+        self._halts = halts
+        self._waiting_for = waiting_for
+        self._on_loaded = on_loaded
+        self._probe_tolerance = probe_tolerance
+        self._stopped: dict[str, _Stopped] = {}
+
+    async def make_ready(self, receivers: Sequence[Receiver]) -> None:
+        """Halt those replicas among ``receivers`` that receive weights into the memory they serve from."""
+        await concurrently(self._make_ready(receiver) for receiver in receivers)
+
+    async def stand_down(self, receiver: Receiver) -> None:
+        """Undo `make_ready` for ``receiver``, to which nothing will be sent after all."""
+        if isinstance(receiver, Replica) and receiver.name in self._stopped:
+            del self._stopped[receiver.name]
+            try:
+                await self._halts.release(receiver, "load")
+            except Gone as gone:
+                await self._fleet.lose(gone)
+
+    async def load(self, receiver: Receiver, version: int, expected: Probe | None) -> Load | None:
+        """Make ``receiver`` serve the staged ``version``. Returns the cost; None without lost decoding, or if it is
+        gone.
+
+        Raises `UpdateFailed` when log-probs are not as ``expected``: ``receiver`` serves something else.
+        """
+        try:
+            if isinstance(receiver, Replica):
+                return await self._swap(receiver, version, expected)
+            await self._report(receiver, version, await self._activate(receiver, version), expected)
+            self._fleet.serve_other(receiver, version)
+        except Gone as gone:
+            await self._fleet.lose(gone)
+        return None
+
+    async def _make_ready(self, receiver: Receiver) -> None:
+        if isinstance(receiver, Replica) and not receiver.capabilities.double_buffered:
+            try:
+                await self._stop(receiver)
+            except Gone as gone:
+                await self._fleet.lose(gone)
+
+    async def _stop(self, replica: Replica) -> None:
+        with self._waiting_for(f"{replica.name} to {self._halts.policy}"):
+            halt = await self._halts.halt(replica, "load")
+        self._stopped[replica.name] = _Stopped(now(), halt.validation_s, halt.interrupted)
+
+    async def _swap(self, replica: Replica, version: int, expected: Probe | None) -> Load:
+        if replica.name not in self._stopped:
+            await self._stop(replica)
+        stopped = self._stopped.pop(replica.name)
+        seconds = await self._activate(replica, version)
+        if self._halts.others_halt(replica, "load"):  # asleep on shared devices: it computes nothing yet
+            await self._report(replica, version, seconds, None)
+            if expected is not None:
+                check = partial(self._report, replica, version, 0.0, expected)
+                self._halts.check_before_release(replica, check)
+        else:
+            await self._report(replica, version, seconds, expected)
+        await self._on_loaded(replica, version)
+        self._fleet.serve(replica, version)
+        await self._halts.release(replica, "load")
+        return Load(stopped.validation_s, now() - stopped.since, stopped.interrupted)
+
+    async def _activate(self, receiver: Receiver, version: int) -> float:
+        with self._waiting_for(f"{receiver.name} to load"):
+            return await receiver.activate(version)
+
+    async def _report(self, receiver: Receiver, version: int, seconds: float, expected: Probe | None) -> None:
+        difference = await self._difference(receiver, version, expected)
+        self._state.emit(
+            UpdatePhase(
+                time=now(),
+                version=version,
+                phase="load",
+                where=receiver.name,
+                seconds=seconds,
+                probe_difference=difference,
+            )
+        )
+
+    async def _difference(self, receiver: Receiver, version: int, expected: Probe | None) -> float | None:
+        """Return the largest difference from the probe ``expected``, in nats; None if there is nothing to compare.
+
+        Raises `UpdateFailed` when it exceeds the tolerance, or when log-probs are not finite.
+        """
+        if expected is None:
+            return None
+        with self._waiting_for(f"{receiver.name} to compute the log-probs of the probe"):
+            served = await receiver.probe()
+        if served is None:
+            return None
+        who = f"{receiver.name} serves something else than version {version}, which it received"
+        if served.shape != expected.shape:
+            raise UpdateFailed(f"{who}: its probe has shape {served.shape}, the trainer's {expected.shape}")
+        if not np.isfinite(expected).all():
+            raise UpdateFailed(
+                f"training diverged: with the weights of version {version} the trainer itself computes log-probs of "
+                "the probe that are not finite; lower actor.optim.lr"
+            )
+        differences = np.abs(served.astype(np.float64) - expected)
+        largest = float(differences.max(initial=0.0))
+        tolerance = self._probe_tolerance(receiver.name)
+        if not largest <= tolerance:  # also for what is not a number
+            raise UpdateFailed(
+                f"{who}: log-probs of the {differences.size} tokens of the probe differ from the trainer's by up to "
+                f"{largest:.3g} nats, {float(differences.mean()):.3g} on average; rounding explains at most "
+                f"{tolerance:g}. The engine puts weights in the wrong place, or the models are not the same"
+            )
+        return largest

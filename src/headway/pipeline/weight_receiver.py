@@ -1,0 +1,163 @@
+"""Receivers, which hold a copy of the policy, as the pipeline calls them: no call to one that is gone stays open.
+
+So it is with every `Remote`; keepers are others (`headway.pipeline.episode_workers`).
+
+    it died                            ┐
+    it did not answer in time          ├─▶ `Gone` from that call ─▶ Fleet.lose ─▶ leave: all its other open calls, too
+    somebody else saw its process end  ┘
+
+Whoever waits for a receiver therefore needs no clock of its own. A call that was given up is cancelled, and nobody
+waits for it to end: the other side may have stopped for ever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Coroutine
+from typing import Any, NoReturn, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.config.sizing.timeouts import Timeouts
+from headway.data.interfaces.rollout import Capabilities, EngineStats, OnUpdate, Paused, RolloutEngine
+from headway.data.interfaces.weights import PolicyReceiver, ReceiveReport
+from headway.errors import RunError, UpdateFailed, WorkerDied
+from headway.runtime.task_groups import failure_ignored
+
+T = TypeVar("T")
+
+
+class Gone(Exception):
+    """Error of a call to a ``remote`` that died or does not answer. The run goes on if others can replace it."""
+
+    def __init__(self, remote: Remote, why: RunError) -> None:
+        super().__init__(f"{remote.name}: {why}")
+        self.remote = remote
+        self.why = why
+
+
+class Remote:
+    """Client of something that may be gone. Calls that should be quick end after ``timeout_s`` seconds."""
+
+    def __init__(self, name: str, timeout_s: float) -> None:
+        self.name = name
+        self.why: RunError | None = None
+        """Error for which it was given up; None while it is reachable."""
+        self._timeout_s = timeout_s
+        self._open: dict[asyncio.Timeout, None] = {}
+        """Timeouts of the calls that are under way."""
+
+    @property
+    def is_gone(self) -> bool:
+        return self.why is not None
+
+    def leave(self, why: RunError) -> None:
+        """Note that it is gone: calls under way, and later ones, raise `Gone`."""
+        if self.why is None:
+            self.why = why
+            for call in self._open:
+                if not call.expired():
+                    call.reschedule(asyncio.get_running_loop().time())
+
+    async def gone(self) -> NoReturn:
+        """Wait until it is gone, and raise `Gone`."""
+        await self._ask(asyncio.Event().wait())
+        raise AssertionError("unreachable: nobody sets that event")
+
+    async def _ask_soon(self, call: Coroutine[Any, Any, T], what: str) -> T:
+        return await self._ask(call, within_s=self._timeout_s, what=what)
+
+    async def _ask(self, call: Coroutine[Any, Any, T], *, within_s: float | None = None, what: str = "") -> T:
+        if self.why is not None:
+            call.close()
+            raise Gone(self, self.why)
+        task = asyncio.ensure_future(call)
+        try:
+            return await self._while_here(asyncio.shield(failure_ignored(task)), within_s, what)
+        finally:
+            task.cancel()
+
+    async def _while_here(self, answer: Awaitable[T], within_s: float | None = None, what: str = "") -> T:
+        try:
+            async with asyncio.timeout(within_s) as limit:
+                self._open[limit] = None
+                return await answer
+        except WorkerDied as death:
+            raise Gone(self, death) from death
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise Gone(self, self.why or self._did_not(what, within_s or 0.0)) from None
+        finally:
+            self._open.pop(limit, None)
+
+    def _did_not(self, what: str, within_s: float) -> UpdateFailed:
+        return UpdateFailed(f"{self.name} was told to {what} and did not answer within {self._limit(within_s)}")
+
+    def _limit(self, within_s: float) -> str:
+        return f"param_update.timeout_s = {within_s:g} s"
+
+
+class Receiver(Remote):
+    """Client of a `PolicyReceiver`."""
+
+    def __init__(self, engine: PolicyReceiver, timeouts: Timeouts) -> None:
+        super().__init__(engine.name, timeouts.update_timeout_s)
+        self._timeouts = timeouts
+        self.copy = engine.copy
+        self.version = 0
+        """Version that the receiver serves."""
+        self._receiver = engine
+
+    async def stage_weights(self, version: int) -> ReceiveReport:
+        """Stage ``version``. Takes as long as its transfer, which is bounded as a whole."""
+        return await self._ask(self._receiver.stage_weights(version))
+
+    async def activate(self, version: int) -> float:
+        load = self._receiver.activate(version)
+        return await self._ask(load, within_s=self._timeouts.load_s, what=f"load version {version}")
+
+    async def probe(self) -> NDArray[np.float32] | None:
+        probe = self._receiver.probe()
+        return await self._ask(probe, within_s=self._timeouts.probe_s, what="compute the log-probs of the probe")
+
+    async def _ask_soon(self, call: Coroutine[Any, Any, T], what: str) -> T:
+        return await self._ask(call, within_s=self._timeouts.answer_s, what=what)
+
+    def _limit(self, within_s: float) -> str:
+        return self._timeouts.update_limit(within_s)
+
+
+class Replica(Receiver):
+    """Client of a `RolloutEngine`, whose calls raise `Gone` once the replica is gone."""
+
+    def __init__(self, engine: RolloutEngine, timeouts: Timeouts) -> None:
+        super().__init__(engine, timeouts)
+        self.engine = engine
+        self.slots = engine.slots
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self.engine.capabilities
+
+    async def pause(self, policy: OnUpdate) -> Paused:
+        """Pause the engine by ``policy``. With `OnUpdate.DRAIN` this takes as long as the longest answer."""
+        call = self.engine.pause(policy)
+        return await (self._ask(call) if policy is OnUpdate.DRAIN else self._ask_soon(call, f"stop ({policy})"))
+
+    async def resume(self) -> None:
+        await self._ask_soon(self.engine.resume(), "go on")
+
+    async def abort_older_than(self, version: int) -> None:
+        await self._ask(self.engine.abort_older_than(version))
+
+    async def sleep(self, *, keep_weights: bool) -> None:
+        await self._ask(self.engine.sleep(keep_weights=keep_weights))
+
+    async def wake(self) -> None:
+        await self._ask(self.engine.wake())
+
+    async def stats(self) -> EngineStats:
+        """Return the engine's statistics. It answers between two steps: one that no longer decodes does not answer."""
+        return await self._ask_soon(self.engine.stats(), "say what it does")

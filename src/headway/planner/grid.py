@@ -1,0 +1,237 @@
+"""The settings that a plan compares: presets × splits of the devices × η × trigger.
+
+    own    each preset at its own η and trigger, over the splits          around   η and trigger varied at one split
+    full   the whole product
+
+Everything is read off the presets' values. The work per version is the same everywhere: B is the profile's, so a
+setting's trigger decides ``require_batches = B / (mini-batch · trigger)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from math import floor
+from typing import NamedTuple
+
+from headway.config.presets import PRESETS, Values, preset
+from headway.config.schema import Admission
+from headway.config.sections.section import exact_fraction
+from headway.errors import ConfigError
+from headway.planner.profiles.job_profile import Profile
+from headway.planner.profiles.profile_mesh import (
+    in_words,
+    least_devices,
+    least_training,
+    most_replicas,
+    replicas_problem,
+    replicas_within,
+    training_problem,
+)
+
+ETAS = (Fraction(1, 4), Fraction(1, 2), Fraction(1))
+"""Values of η that are tried beside a preset's own where that is above 0."""
+TRAIN_SHARES = tuple(Fraction(*share) for share in ((1, 8), (1, 4), (3, 8), (1, 2), (5, 8), (3, 4), (7, 8)))
+"""Shares of the devices at which splits are looked for when there are more than a handful."""
+
+
+class Split(NamedTuple):
+    """A division of the devices between training and generation; both have the same ones when ``shared``."""
+
+    train_devices: int
+    rollout_devices: int
+    replicas: int
+    shared: bool
+
+    def __str__(self) -> str:
+        return f"{self.train_devices} shared" if self.shared else f"{self.train_devices}:{self.rollout_devices}"
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A setting to simulate: preset, split, η and trigger. It becomes one row of a plan."""
+
+    preset: str
+    split: Split
+    eta: Fraction
+    trigger: int
+    """Number of fetches per version."""
+    require_batches: int
+    """Number of mini-batches per fetch."""
+
+    @property
+    def values(self) -> Values:
+        """The preset's values, over which this setting's own η and trigger take precedence."""
+        return preset(self.preset)
+
+    @property
+    def waves(self) -> bool:
+        """Tell whether groups are admitted a batch at a time."""
+        return bool(self.values["async_training.admission"] == Admission.BATCH)
+
+    @property
+    def synchronous(self) -> bool:
+        """Tell whether each batch is generated and trained on before the next one is begun."""
+        return self.eta == 0 and self.waves
+
+    def __str__(self) -> str:
+        return f"{self.preset} {self.split} η={float(self.eta):g} trigger={self.trigger}"
+
+
+def splits(profile: Profile, *, shared: bool = False) -> list[Split]:
+    """Ways to divide the profile's devices, most training devices last. Shared devices are divided in one way.
+
+    Whole meshes train, and whole replicas generate; devices that make neither are left over.
+
+    Raises:
+        ConfigError: none fits.
+    """
+    devices, per_replica = profile.devices, profile.rollout.devices
+    if shared:
+        training = devices - devices % profile.train.parallel.least_ranks
+        replicas = replicas_within(profile, training)
+        found = {replicas: training} if replicas and training >= least_training(profile) else {}
+    else:
+        found = _training_beside(profile)
+    if not found:
+        raise ConfigError(_too_few(profile, shared=shared))
+    chosen = found if len(found) <= len(TRAIN_SHARES) else _handful(profile, found)
+    return [
+        Split(found[replicas], replicas * per_replica, replicas, shared=shared)
+        for replicas in sorted(chosen, reverse=True)
+    ]
+
+
+def _training_beside(profile: Profile) -> dict[int, int]:
+    """Number of replicas → the most devices, in whole meshes, that can train beside so many."""
+    unit = profile.train.parallel.least_ranks
+    beside = range(least_training(profile), profile.devices, unit)
+    found = {most_replicas(profile, beside=training): training for training in beside}
+    found.pop(0, None)
+    return found
+
+
+def _handful(profile: Profile, possible: Collection[int]) -> set[int]:
+    """Those ``possible`` numbers of replicas that are nearest to a few shares of the devices."""
+    wanted = (round(profile.devices * (1 - share) / profile.rollout.devices) for share in TRAIN_SHARES)
+    return {min(possible, key=lambda replicas: (abs(replicas - near), replicas)) for near in wanted}
+
+
+def _too_few(profile: Profile, *, shared: bool) -> str:
+    parallel = profile.train.parallel
+    why = "train.min_devices" if parallel.is_plain else f"train.min_devices, in whole meshes of {in_words(parallel)}"
+    needed = f"{least_devices(profile, shared=shared)} or more{' to share' if shared else ''}"
+    return (
+        f"devices: got {profile.devices}, but one rollout replica needs {profile.rollout.devices} (rollout.devices) "
+        f"and training at least {least_training(profile)} ({why}): expected {needed}; give more devices (--gpus), or a "
+        "profile in which a replica or the trainer needs fewer"
+    )
+
+
+def setting_of(
+    profile: Profile, mode: str, split: Split, *, eta: Fraction | float | str | None = None, trigger: int | None = None
+) -> Setting:
+    """Make the setting of ``mode`` on ``split``; η and trigger are the preset's own unless they are given.
+
+    The preset's own trigger becomes the largest that divides the mini-batches of a version.
+
+    Raises:
+        ConfigError: there is no such mode, its placement is not the split's, or the trigger does not divide.
+    """
+    values = preset(mode)
+    if split.shared is not _is_shared(values):
+        raise ConfigError(
+            f"{mode}: got the split {split}, but its placement.kind is {values['placement.kind']}: expected "
+            f"{'all devices for both' if _is_shared(values) else 'devices of their own for training and generation'}"
+        )
+    mini_batches = profile.batch.groups_per_version // profile.batch.ppo_mini_batch_size
+    if trigger is None:
+        trigger = max(t for t in triggers(profile) if t <= values["async_training.trigger_parameter_sync_step"])
+    if trigger not in triggers(profile):
+        raise ConfigError(
+            f"{mode}: got trigger {trigger}, but a version is {mini_batches} mini-batches: expected one of "
+            f"{', '.join(map(str, triggers(profile)))}, so that each fetch has whole ones"
+        )
+    own_eta = values["async_training.staleness_threshold"]
+    return Setting(mode, split, exact_fraction(own_eta if eta is None else eta), trigger, mini_batches // trigger)
+
+
+def split_of(profile: Profile, mode: str, train_devices: int, rollout_devices: int) -> Split:
+    """An explicit split for ``mode``. Raises `ConfigError` when it is not made of whole replicas or does not fit."""
+    shared, per_replica = _is_shared(preset(mode)), profile.rollout.devices
+    used = max(train_devices, rollout_devices) if shared else train_devices + rollout_devices
+    problems = []
+    if used > profile.devices:
+        problems.append(f"together {used} of {profile.devices} devices")
+    if (problem := training_problem(profile, train_devices)) is not None:
+        problems.append(problem)
+    replicas, rest = divmod(rollout_devices, per_replica)
+    if not replicas or rest:
+        problems.append(f"{rollout_devices} for generation, expected a multiple of {per_replica} (rollout.devices)")
+    elif used <= profile.devices and (problem := replicas_problem(profile, train_devices, replicas, shared=shared)):
+        problems.append(problem)
+    if problems:
+        raise ConfigError(f"{mode} on {train_devices}:{rollout_devices}: {'; '.join(problems)}")
+    return Split(train_devices, rollout_devices, replicas, shared)
+
+
+def triggers(profile: Profile) -> list[int]:
+    """Numbers of fetches per version that leave whole mini-batches in each fetch."""
+    mini_batches = profile.batch.groups_per_version // profile.batch.ppo_mini_batch_size
+    return [trigger for trigger in range(1, mini_batches + 1) if mini_batches % trigger == 0]
+
+
+def own(profile: Profile) -> list[Setting]:
+    """Settings of each preset at its own η and trigger, on every split. Raises `ConfigError` when no split fits.
+
+    Without presets of shared devices where a replica has several: a run refuses these.
+    """
+    several = profile.rollout.devices > 1
+    return [
+        setting_of(profile, mode, split)
+        for mode in PRESETS
+        if not (several and _is_shared(PRESETS[mode]))
+        for split in splits(profile, shared=_is_shared(PRESETS[mode]))
+    ]
+
+
+def around(profile: Profile, setting: Setting) -> list[Setting]:
+    """Vary ``setting``: another η, or the next smaller or larger trigger.
+
+    Neither is varied for a preset that admits groups a batch at a time: they define such a preset.
+    """
+    if setting.waves:
+        return []
+    possible = triggers(profile)
+    at = possible.index(setting.trigger)
+    neighbours = [t for t in possible[max(at - 1, 0) : at + 2] if t != setting.trigger]
+    other_etas = [replace(setting, eta=eta) for eta in _etas(profile, setting) if eta != setting.eta]
+    return other_etas + [
+        setting_of(profile, setting.preset, setting.split, eta=setting.eta, trigger=t) for t in neighbours
+    ]
+
+
+def full(profile: Profile) -> list[Setting]:
+    """All combinations of preset, split, η and trigger. Raises `ConfigError` when no split fits."""
+    return list(_product(profile))
+
+
+def _product(profile: Profile) -> Iterator[Setting]:
+    for setting in own(profile):
+        if setting.waves:
+            yield setting
+            continue
+        for eta in _etas(profile, setting):
+            for trigger in triggers(profile):
+                yield setting_of(profile, setting.preset, setting.split, eta=eta, trigger=trigger)
+
+
+def _etas(profile: Profile, setting: Setting) -> list[Fraction]:
+    """The setting's η and, unless it is 0, others that let at least one group run ahead."""
+    others = [eta for eta in ETAS if floor(eta * profile.batch.groups_per_version) > 0] if setting.eta > 0 else []
+    return sorted({setting.eta, *others})
+
+
+def _is_shared(values: Values) -> bool:
+    return bool(values["placement.kind"] == "shared")

@@ -1,0 +1,245 @@
+"""Measures one row while it is simulated, from events alone, and stops the run when enough is known.
+
+    version   0 … fill-1 │ fill … fill+n-1                 step time = (end of the last − end of the fill) / n
+              filling    │ measured, window of all shares  stops at n ≥ 4 and known within 2%, or n = 30
+              pipeline   │
+
+A version ends with its last optimizer step. The error is estimated by batch means (`headway.planner.estimate`), as
+times of consecutive versions are not independent: with η > 0 a quick version leaves little behind for the next, so
+short and long ones alternate, and a batch is an even number of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+from math import ceil
+from statistics import fmean
+from typing import Any
+
+from headway.config.schema import Config
+from headway.events import (
+    Event,
+    FetchTaken,
+    OptimizerStepped,
+    ReplicaActivity,
+    RunStarted,
+    TrainerBusy,
+    TrajectoryFinished,
+    UpdateFinished,
+)
+from headway.planner.control_variates import AnswerControls
+from headway.planner.estimate import Estimate, estimate
+from headway.planner.forecast import forecast
+from headway.planner.grid import Setting
+from headway.planner.profiles.job_profile import Profile
+from headway.planner.simulation.simulated_run import Simulation, config_for
+from headway.reports.metrics.occupancy import Occupancy
+
+PRECISION = 0.02
+"""Half-width of the 95% confidence interval, as a share of the mean, at which a row's step time is known."""
+FEWEST_VERSIONS, MOST_VERSIONS = 4, 30
+REPORTS_PER_VERSION = 4
+"""Number of reports of each replica's activity in the time of one version, roughly."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """Figures measured of one row at steady state. Shares are of the measured window."""
+
+    step_s: float
+    """Seconds per version, B trained groups, for answers that are as long as they are on average."""
+    half_width: float
+    """Half the width of the 95% confidence interval of ``step_s``, in seconds."""
+    versions: int
+    """Number of measured versions."""
+    trainer_idle: float
+    rollouter_idle: float
+    slot_utilization: float
+    trainer_waited_s: float
+    """Seconds per version in which the trainer waited for groups: generation is the bottleneck."""
+    update_stall_s: float
+    """Seconds per version in which the trainer waited for a parameter update."""
+    lag_mean: float
+    lag_max: int
+    lag_bound: int | None
+    partial_ratio: float
+    """Share of trajectories whose tokens carry more than one version."""
+    trajectories: int
+    """Number of trajectories that were simulated, those of the fill included."""
+
+
+def fill_versions(eta: Fraction) -> int:
+    """Number of versions to leave out: until the pipeline is as full as it stays, and a little longer.
+
+    With η = 0 the first version is the only one that no update precedes.
+    """
+    return 1 if eta == 0 else 2 + ceil(eta)
+
+
+class StepMeter:
+    """Observer that measures a row while it is simulated. Keeps counters and busy spans, no events."""
+
+    def __init__(
+        self,
+        *,
+        eta: Fraction,
+        steps_per_version: int,
+        stop: Callable[[], None],
+        out_of_time: Callable[[int], bool],
+        answers: AnswerControls | None = None,
+    ) -> None:
+        """Begin with the fill. ``stop`` is called once, at the end of a version; ``out_of_time`` is asked there, given
+        the number of versions that were measured.
+
+        ``answers`` counts all answers, which makes the error smaller.
+        """
+        self._fill = fill_versions(eta)
+        self._multiple = 1 if eta == 0 else 2
+        self._steps_per_version = steps_per_version
+        self._stop = stop
+        self._out_of_time = out_of_time
+        self._answers = answers
+        self._occupancy = Occupancy()
+        self._steps = 0
+        self._ends: list[float] = []
+        """Times at which the last version of the fill ended, and each measured one."""
+        self._lags: list[int] = []
+        self._lag_bound: int | None = None
+        self._trajectories = 0
+        self._counted = 0
+        self._partial = 0
+        self._trainer_waited_s = 0.0
+        self._update_stall_s = 0.0
+        self._stopped = False
+        self._handlers: dict[type[Event], Callable[[Any], None]] = {
+            TrajectoryFinished: self._trajectory,
+            OptimizerStepped: self._step,
+            TrainerBusy: self._occupancy.trainer_busy,
+            ReplicaActivity: self._occupancy.replica_active,
+            FetchTaken: self._fetch,
+            UpdateFinished: self._update,
+            RunStarted: self._run,
+        }
+
+    def on_event(self, event: Event) -> None:
+        if (handler := self._handlers.get(type(event))) is not None:
+            handler(event)
+
+    def close(self) -> None: ...
+
+    def measurement(self) -> Measurement | None:
+        """The measurement so far; None before two versions were measured."""
+        times = self._times()
+        if len(times) < 2:
+            return None
+        window = (self._ends[0], self._ends[-1])
+        found = self._estimate(times)
+        per_version = found.mean / (window[1] - window[0])
+        return Measurement(
+            step_s=found.mean,
+            half_width=found.half_width,
+            versions=len(times),
+            trainer_idle=self._occupancy.trainer_idle(window) or 0.0,
+            rollouter_idle=self._occupancy.rollouter_idle(window) or 0.0,
+            slot_utilization=self._occupancy.slot_utilization(window) or 0.0,
+            trainer_waited_s=self._trainer_waited_s * per_version,
+            update_stall_s=self._update_stall_s * per_version,
+            lag_mean=fmean(self._lags),
+            lag_max=max(self._lags),
+            lag_bound=self._lag_bound,
+            partial_ratio=self._partial / max(self._counted, 1),
+            trajectories=self._trajectories,
+        )
+
+    @property
+    def _measuring(self) -> bool:
+        return bool(self._ends) and not self._stopped
+
+    def _times(self) -> list[float]:
+        return [end - start for start, end in zip(self._ends, self._ends[1:], strict=False)]
+
+    def _run(self, event: RunStarted) -> None:
+        self._occupancy.declare(event.slots)
+        self._lag_bound = event.lag_bound
+
+    def _trajectory(self, event: TrajectoryFinished) -> None:
+        self._trajectories += 1
+        if self._answers is not None:
+            self._answers.answer_ended(event)
+        if self._measuring:
+            self._counted += 1
+            self._partial += len(event.version_spans) > 1
+
+    def _fetch(self, event: FetchTaken) -> None:
+        if self._measuring:
+            start, end = event.waited
+            self._trainer_waited_s += end - start
+
+    def _update(self, event: UpdateFinished) -> None:
+        if self._measuring:
+            self._update_stall_s += event.trainer_stall_s
+
+    def _step(self, event: OptimizerStepped) -> None:
+        if self._stopped:
+            return
+        if self._measuring:
+            self._lags.extend(event.lags)
+        self._steps += 1
+        if self._steps % self._steps_per_version == 0:
+            self._version_ended(event.time)
+
+    def _version_ended(self, time: float) -> None:
+        if self._steps // self._steps_per_version >= self._fill:
+            self._ends.append(time)
+        if self._answers is not None:
+            self._answers.version_ended()
+        times = self._times()
+        if self._out_of_time(len(times)) or len(times) >= MOST_VERSIONS or self._known(times):
+            self._stopped = True
+            self._stop()
+
+    def _known(self, times: list[float]) -> bool:
+        if len(times) < FEWEST_VERSIONS or len(times) % self._multiple:
+            return False
+        found = self._estimate(times)
+        return found.half_width <= PRECISION * found.mean
+
+    def _estimate(self, times: list[float]) -> Estimate:
+        controls = self._answers.of(self._fill, len(times)) if self._answers is not None else []
+        return estimate(times, controls, multiple=self._multiple)
+
+
+def config_of(profile: Profile, setting: Setting, versions: int) -> Config:
+    """The configuration that simulates ``versions`` versions of ``setting``."""
+    return config_for(
+        profile,
+        setting.preset,
+        train_devices=setting.split.train_devices,
+        replicas=setting.split.replicas,
+        versions=versions,
+        eta=setting.eta,
+        trigger=setting.trigger,
+        # A report's slot time is spread over it, so reports that straddle the window's edges should be short.
+        activity_interval_s=forecast(profile, setting).step_s(setting) / REPORTS_PER_VERSION,
+    )
+
+
+def measure(
+    profile: Profile, setting: Setting, *, out_of_time: Callable[[int], bool] = lambda versions: False, seed: int = 0
+) -> Measurement | None:
+    """Simulate ``setting`` until its step time is known, or time is out; None when that is too soon to tell."""
+    batch = profile.batch
+    # More versions than are measured: at its end a run admits less and less, and is no longer at steady state.
+    config = config_of(profile, setting, fill_versions(setting.eta) + MOST_VERSIONS + 1 + ceil(setting.eta))
+    meter = StepMeter(
+        eta=setting.eta,
+        steps_per_version=batch.ppo_epochs * batch.groups_per_version // batch.ppo_mini_batch_size,
+        stop=lambda: simulation.pipeline.request_stop(),  # noqa: PLW0108 - bound below: the meter observes it
+        out_of_time=out_of_time,
+        answers=AnswerControls(profile, setting.eta),
+    )
+    simulation = Simulation(profile, config, seed=seed, observers=(meter,))
+    simulation.run()
+    return meter.measurement()

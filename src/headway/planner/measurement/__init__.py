@@ -1,0 +1,1 @@
+"""Profiles measured from a run's record."""

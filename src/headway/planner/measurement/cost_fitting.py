@@ -1,0 +1,270 @@
+"""Costs from measurements: few numbers that reproduce what many steps took.
+
+A fit must get sums right, not single steps: what a simulation adds up is thousands of them. So every fit here keeps the
+total of the measurements that it uses, and outliers (a machine that was busy with something else) are left out first.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.events import PrefillSteps
+from headway.planner.profiles.costs import DecodeCost
+
+OUTLIER = 3.0
+"""Multiple of the median (of its kind, per unit of work) above which a measurement is left out."""
+SIGNIFICANT = 2.0
+"""Number of standard errors by which a slope must differ from zero, or it is taken for noise."""
+LEAST_SPREAD = 1e-3
+"""Standard deviation of sizes, in tokens, below which they are all the same."""
+LEAST_SPREAD_OF_SHARES = 0.15
+"""Standard deviation of shares below which slowed and unslowed samples cannot be told apart."""
+FEWEST_FOR_SLOWDOWN = 10
+DIGITS = 4
+MAX_KNOTS = 16
+KNOT_TOLERANCE = 0.01
+"""Relative error up to which a knot of a curve is left out."""
+
+T = TypeVar("T")
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A cost in seconds that is linear in the size of the work: ``fixed_s + unit_s · size``."""
+
+    fixed_s: float
+    unit_s: float
+    separated: bool
+    """True when the sizes differ enough to tell fixed and unit cost apart; if not, all is proportional to size."""
+
+
+def fit_line(sizes: Sequence[float], seconds: Sequence[float], weights: Sequence[float] | None = None) -> Line:
+    """Fit the non-negative line that is nearest to the measurements by least squares and keeps their total.
+
+    ``sizes`` are positive; single ``seconds`` may be negative where they are differences. Where the sizes hardly
+    differ, or the slope drowns in noise, the line goes through the origin. ``weights``: how many measurements each of
+    them is the mean of; default: 1.
+    """
+    x, y = np.asarray(sizes, float), np.asarray(seconds, float)
+    w = np.ones_like(x) if weights is None else np.asarray(weights, float)
+    total, size = float((w * y).sum()), float((w * x).sum())
+    if total <= 0:
+        return Line(0.0, 0.0, separated=False)
+    slope, error = _slope(x, y, w)
+    fixed = (total - slope * size) / float(w.sum())
+    separated = slope > SIGNIFICANT * error
+    if separated and fixed >= 0:
+        return Line(fixed, slope, separated)
+    return Line(0.0, total / size, separated)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeSample:
+    """Decode steps with ``active`` sequences in one stretch of time: their mean seconds, and mean tokens cached."""
+
+    active: int
+    steps: int
+    step_s: float
+    cached: float
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeFit:
+    curve: list[tuple[int, float]]
+    """Points (active sequences, seconds of a step), whose seconds do not fall."""
+    kv_token_s: float
+
+
+def fit_decode(samples: Iterable[DecodeSample]) -> DecodeFit:
+    """Fit one step's seconds as a curve of the active sequences plus a price per cached token.
+
+    The price is what remains between samples of *equal* activity, so that it cannot be confused with the curve.
+    """
+    by_active: dict[int, list[DecodeSample]] = defaultdict(list)
+    for sample in samples:
+        by_active[sample.active].append(sample)
+    usual = [sample for alike in by_active.values() for sample in without_outliers(alike, lambda s: s.step_s)]
+    kv_token_s = _cache_price(usual)
+    counts, weights, levels = _levels(usual, kv_token_s)
+    if min(levels) <= 0:  # nothing would be left for the step itself: the price is an accident
+        kv_token_s = 0.0
+        counts, weights, levels = _levels(usual, kv_token_s)
+    return DecodeFit(few_knots(list(zip(counts, not_falling(levels, weights), strict=True))), kv_token_s)
+
+
+@dataclass(frozen=True, slots=True)
+class _Prefills:
+    """Means of ``steps`` steps that prefilled about the same number of tokens."""
+
+    steps: int
+    tokens: float
+    step_s: float
+    decode_s: float
+    """Seconds that decoding alone would have taken."""
+
+
+def fit_prefill(merged: Iterable[PrefillSteps], decode: DecodeCost) -> Line:
+    """Fit the cost of prefilling tokens: the seconds by which a step that prefilled some took longer than one in which
+    as many decoded.
+    """
+    every = [
+        _Prefills(steps, tokens / steps, seconds / steps, _decode_s(decode, active / steps, cached / steps))
+        for steps, active, tokens, seconds, cached in merged
+    ]
+    line = _line_beside(every)
+    # Prompts differ so much in length that an outlier is only what is one for its length.
+    usual = [p for p in every if p.step_s <= OUTLIER * (p.decode_s + line.fixed_s + line.unit_s * p.tokens)]
+    return _line_beside(usual)
+
+
+def _decode_s(decode: DecodeCost, active: float, cached: float) -> float:
+    """Mean seconds of steps with ``active`` sequences on average."""
+    fewer = int(active)
+    more = min(fewer + 1, len(decode.curve) - 1)
+    return decode.step_s(fewer, cached) + (active - fewer) * (decode.step_s(more) - decode.step_s(fewer))
+
+
+def _line_beside(prefills: Sequence[_Prefills]) -> Line:
+    if not prefills:
+        return Line(0.0, 0.0, separated=False)
+    return fit_line(
+        [p.tokens for p in prefills], [p.step_s - p.decode_s for p in prefills], [p.steps for p in prefills]
+    )
+
+
+def without_outliers(measured: Iterable[T], cost: Callable[[T], float]) -> list[T]:
+    """The points that cost at most `OUTLIER` times the median."""
+    items = list(measured)
+    limit = OUTLIER * median(map(cost, items)) if items else 0.0
+    return [item for item in items if cost(item) <= limit]
+
+
+@dataclass(frozen=True, slots=True)
+class OverlapSample:
+    """Work of one kind that took ``seconds``, in a ``share`` of which the other side computed."""
+
+    share: float
+    seconds: float
+    size: float
+    """The size of the work in tokens, on which its seconds depend, too."""
+    weight: float
+
+
+def fit_slowdown(measured: Iterable[OverlapSample]) -> float | None:
+    """Fit how many times as long work takes while the other side computes: at least 1, and 1 if it drowns in noise.
+    None where the shares are too much alike to tell.
+
+    By weighted least squares of seconds on share and size together, since large work may well have other shares.
+    """
+    usual = without_outliers(measured, lambda item: item.seconds)
+    shares = np.array([item.share for item in usual])
+    if len(usual) < FEWEST_FOR_SLOWDOWN or shares.std() < LEAST_SPREAD_OF_SHARES:
+        return None
+    weights = np.sqrt([item.weight for item in usual])
+    seconds = np.array([item.seconds for item in usual])
+    sizes = np.array([item.size for item in usual])
+    columns = np.column_stack([np.ones_like(shares), shares, sizes - sizes.mean()][: 3 if sizes.std() > 0 else 2])
+    weighted = columns * weights[:, None]
+    inverse = np.linalg.pinv(weighted.T @ weighted)
+    solution = inverse @ weighted.T @ (seconds * weights)
+    residual = (seconds - columns @ solution) * weights
+    variance = float(residual @ residual) / (len(usual) - columns.shape[1])
+    alone, slope = float(solution[0]), float(solution[1])
+    significant = slope > SIGNIFICANT * float(np.sqrt(variance * inverse[1, 1]))
+    return 1 + slope / alone if significant and alone > 0 else 1.0
+
+
+def usual_mean(seconds: Iterable[float]) -> float:
+    """The mean of ``seconds`` without outliers; 0 if there are none."""
+    usual = without_outliers(seconds, lambda value: value)
+    return fmean(usual) if usual else 0.0
+
+
+def not_falling(values: Sequence[float], weights: Sequence[float]) -> list[float]:
+    """The nearest sequence that does not fall, by weighted least squares (pool adjacent violators)."""
+    blocks: list[tuple[float, float, int]] = []
+    for value, weight in zip(values, weights, strict=True):
+        block = (float(value), float(weight), 1)
+        while blocks and blocks[-1][0] >= block[0]:
+            mean, mass, size = blocks.pop()
+            total = mass + block[1]
+            block = ((mean * mass + block[0] * block[1]) / total, total, size + block[2])
+        blocks.append(block)
+    return [mean for mean, _, size in blocks for _ in range(size)]
+
+
+def few_knots(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
+    """Choose at most `MAX_KNOTS` of the points, between which the others lie on straight lines as nearly as can be."""
+    x, y = np.array([count for count, _ in points], float), np.array([seconds for _, seconds in points])
+    kept = sorted({0, len(points) - 1})
+    while len(kept) < min(MAX_KNOTS, len(points)):
+        off = np.abs(np.interp(x, x[kept], y[kept]) - y) / y
+        worst = int(off.argmax())
+        if off[worst] <= KNOT_TOLERANCE:
+            break
+        kept = sorted({*kept, worst})
+    return [points[index] for index in kept]
+
+
+def service_seconds(arrivals_and_ends: Iterable[tuple[float, float]], workers: int) -> list[float]:
+    """Seconds that each item took at one of ``workers`` servers, which take items in order, without waiting."""
+    items = sorted(arrivals_and_ends, key=lambda item: item[1])
+    return [
+        end - max(arrival, items[index - workers][1] if index >= workers else arrival)
+        for index, (arrival, end) in enumerate(items)
+    ]
+
+
+def rounded(value: float) -> float:
+    """Round ``value`` to `DIGITS` significant digits, about as many as a measurement is worth."""
+    return float(f"{value:.{DIGITS}g}")
+
+
+def evenly(count: int, limit: int) -> list[int]:
+    """Choose at most ``limit`` of the indices below ``count``, spread evenly."""
+    return list(range(count)) if count <= limit else [index * count // limit for index in range(limit)]
+
+
+def _levels(samples: Sequence[DecodeSample], kv_token_s: float) -> tuple[list[int], list[int], list[float]]:
+    """Return the numbers of active sequences, in order, the steps with each, and their mean seconds without cache."""
+    totals: dict[int, tuple[int, float]] = defaultdict(lambda: (0, 0.0))
+    for sample in samples:
+        steps, seconds = totals[sample.active]
+        seconds += sample.steps * (sample.step_s - kv_token_s * sample.cached)
+        totals[sample.active] = (steps + sample.steps, seconds)
+    counts = sorted(totals)
+    return counts, [totals[c][0] for c in counts], [totals[c][1] / totals[c][0] for c in counts]
+
+
+def _cache_price(samples: Sequence[DecodeSample]) -> float:
+    """Seconds per cached token: the common slope within samples of equal activity; 0 if it drowns in noise."""
+    active = np.array([sample.active for sample in samples])
+    weights = np.array([sample.steps for sample in samples], float)
+    x = np.array([sample.cached for sample in samples])
+    y = np.array([sample.step_s for sample in samples])
+    for count in np.unique(active):
+        alike = active == count
+        x[alike] -= np.average(x[alike], weights=weights[alike])
+        y[alike] -= np.average(y[alike], weights=weights[alike])
+    slope, error = _slope(x, y, weights, means_removed=len(np.unique(active)))
+    return slope if slope > SIGNIFICANT * error else 0.0
+
+
+def _slope(x: Array, y: Array, weights: Array, *, means_removed: int = 1) -> tuple[float, float]:
+    """Fit a slope by weighted least squares; return it and its standard error (infinite where ``x`` does not vary)."""
+    x, y = x - np.average(x, weights=weights), y - np.average(y, weights=weights)
+    spread = float((weights * x * x).sum())
+    freedom = len(x) - means_removed - 1
+    if freedom < 1 or spread < LEAST_SPREAD**2 * float(weights.sum()):
+        return 0.0, float("inf")
+    slope = float((weights * x * y).sum() / spread)
+    residual = y - slope * x
+    return slope, float(np.sqrt((weights * residual * residual).sum() / freedom / spread))

@@ -1,0 +1,195 @@
+"""A plan on a terminal: the rows, quickest first, what to choose, whether asynchrony helps, and how far to trust it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, Group, RenderableType
+from rich.constrain import Constrain
+from rich.table import Table
+from rich.text import Text
+
+from headway.config.sections.parallel import ParallelConfig
+from headway.planner.grid import Setting
+from headway.planner.measure import PRECISION
+from headway.planner.plan_rows import Row
+from headway.planner.planner import Plan
+from headway.planner.profiles.profile_mesh import in_words, settings_of
+from headway.reports import human
+
+LINES_SHOWN = 16
+"""Number of lines of the table that are shown, from the top; the recommended row, the baseline and each preset's best
+are shown in any case."""
+NAMED = 2
+"""Number of settings that a plan names among those not simulated."""
+WIDEST = 100
+WIDE_FROM = 96
+"""Width of the terminal, in columns, from which on the less important figures are shown, too."""
+RECOMMENDED = "→"
+
+Line = tuple[Row, ...]
+"""Rows of one preset and split that show the same figures: one line of the table, with each one's η and trigger."""
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    title: str
+    cell: Callable[[Row], str]
+    figure: bool = True
+    """True for a measured value, False for a part of the setting."""
+    wide: bool = False
+    """True for a column that is left out where there is little room."""
+
+
+COLUMNS = (
+    Column("preset", lambda row: row.setting.preset, figure=False),
+    Column("train:\nroll.", lambda row: "shared" if row.setting.split.shared else str(row.setting.split), figure=False),
+    Column("η", lambda row: f"{float(row.setting.eta):g}", figure=False),
+    Column("trig\nger", lambda row: str(row.setting.trigger), figure=False),
+    Column("step\ns", lambda row: human.number(row.step_s)),
+    Column("±", lambda row: human.share(row.relative_error), wide=True),
+    Column("samples\n/s", lambda row: human.number(row.samples_per_s), wide=True),
+    Column("idle\ntrain", lambda row: human.share(row.measured.trainer_idle)),
+    Column("idle\nroll.", lambda row: human.share(row.measured.rollouter_idle)),
+    Column("slots\nused", lambda row: human.share(row.measured.slot_utilization), wide=True),
+    Column("lag\n/max", lambda row: f"{row.measured.lag_mean:.2f}/{row.measured.lag_max}"),
+    Column("speed\n-up", lambda row: human.UNKNOWN if row.speedup is None else f"{row.speedup:.2f}×"),
+)
+
+
+def print_plan(plan: Plan, console: Console) -> None:
+    """Print what ``headway plan`` found, in at most 100 columns."""
+    console.print(render(plan, min(console.width, WIDEST)))
+
+
+def render(plan: Plan, width: int) -> RenderableType:
+    advice = plan.advice
+    parts: list[RenderableType] = [_title(plan)]
+    if plan.rows:
+        parts += [_table(plan, width), *_notes(plan)]
+    if advice.recommended is not None:
+        parallel = settings_of(plan.profile.train.parallel, ParallelConfig())
+        if (size := plan.profile.rollout.devices) > 1:
+            parallel.append(f"rollout.tensor_model_parallel_size={size}")
+        parts += [Text(), Text.assemble(("Recommended: ", "bold"), *_in_words(advice.recommended, parallel))]
+    parts += [Text(), Text(advice.sentence, style="bold")]
+    if advice.caveat is not None:
+        parts += [Text(), Text(advice.caveat, style="yellow"), _bullets(plan.profile.assumptions)]
+    simulated = (
+        f"Simulated {_rows(len(plan.rows))} with {human.count(plan.trajectories)} trajectories in "
+        f"{human.duration(plan.cpu_s)} of processor time: {human.count(round(plan.trajectories_per_s))} a second."
+    )
+    parts += [Text(), Text(simulated, style="bright_black")]
+    return Constrain(Group(*parts), width)
+
+
+def lines_of(rows: Sequence[Row]) -> list[Line]:
+    """Join neighbouring rows of one preset and split that show the same figures into one line."""
+    return [tuple(same) for _, same in groupby(rows, key=_looks)]
+
+
+def _looks(row: Row) -> tuple[object, ...]:
+    return (row.setting.preset, row.setting.split, *(column.cell(row) for column in COLUMNS if column.figure))
+
+
+def _title(plan: Plan) -> Text:
+    batch = plan.profile.batch
+    return Text.assemble(
+        (plan.profile.name, "bold"),
+        f": {human.count(plan.profile.devices)} devices; a version trains B = {human.count(batch.groups_per_version)} "
+        f"groups of {batch.n}, {batch.ppo_mini_batch_size} a mini-batch",
+    )
+
+
+def _table(plan: Plan, width: int) -> Table:
+    columns = [column for column in COLUMNS if width >= WIDE_FROM or not column.wide]
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="bright_black")
+    table.add_column("row", justify="right", no_wrap=True)
+    for column in columns:
+        several = column.title == "η"
+        table.add_column(
+            column.title,
+            justify="right" if column.figure else "left",
+            no_wrap=not several,
+            min_width=4 if several else None,
+        )
+    for number, line in _shown(plan):
+        chosen = plan.advice.recommended in line
+        cells = (
+            column.cell(line[0]) if column.figure else ", ".join(dict.fromkeys(map(column.cell, line)))
+            for column in columns
+        )
+        label = f"{number}-{number + len(line) - 1}" if len(line) > 1 else str(number)
+        table.add_row(f"{RECOMMENDED}{label}" if chosen else label, *cells, style="bold green" if chosen else None)
+    return table
+
+
+def _shown(plan: Plan) -> list[tuple[int, Line]]:
+    """The lines that are shown, each with the number of its first row, as ``--row`` counts them."""
+    seen: set[str] = set()
+    always = [plan.baseline, plan.advice.recommended]
+    shown, number = [], 1
+    for place, line in enumerate(lines_of(plan.rows)):
+        best_of_preset = line[0].setting.preset not in seen
+        seen.add(line[0].setting.preset)
+        if place < LINES_SHOWN or best_of_preset or any(row in line for row in always):
+            shown.append((number, line))
+        number += len(line)
+    return shown
+
+
+def _notes(plan: Plan) -> list[Text]:
+    parallel = plan.profile.train.parallel
+    notes = [f"Training was measured with {in_words(parallel)}; other meshes need a profile of their own."]
+    if plan.baseline is not None:
+        notes.append(f"Speed-up over {plan.baseline.setting.preset} on {plan.baseline.setting.split}.")
+    if hidden := len(plan.rows) - sum(len(line) for _, line in _shown(plan)):
+        notes.append(f"{human.count(hidden)} more rows are not shown; --json writes them all.")
+    if rough := sum(row.relative_error > PRECISION for row in plan.rows):
+        hurried = sum(not row.complete for row in plan.rows)
+        why = f", {human.count(hurried)} of them for want of time (--budget)" if hurried else ""
+        notes.append(f"Not known within {human.share(PRECISION)}: {_rows(rough)}{why}.")
+    if plan.open:
+        notes.append(f"Not simulated, as time was out (--budget): {_settings(plan.open)}.")
+    if plan.skipped:
+        notes.append(f"Not simulated, as others are expected to be quicker (--sweep): {_settings(plan.skipped)}.")
+    return [Text(note, style="bright_black") for note in notes]
+
+
+def _settings(settings: Sequence[Setting]) -> str:
+    more = f" and {human.count(len(settings) - NAMED)} more" if len(settings) > NAMED else ""
+    return "; ".join(map(str, settings[:NAMED])) + more
+
+
+def _in_words(row: Row, parallel: Sequence[str]) -> tuple[str | tuple[str, str], ...]:
+    setting, split = row.setting, row.setting.split
+    where = (
+        f"all {human.count(split.train_devices)} devices for both, {_replicas(split.replicas)}"
+        if split.shared
+        else f"{human.count(split.train_devices)} devices train, {human.count(split.rollout_devices)} generate "
+        f"({_replicas(split.replicas)})"
+    )
+    return (
+        (setting.preset, "bold green"),
+        f", {where}: mode={setting.preset} async_training.staleness_threshold={float(setting.eta):g} "
+        f"async_training.trigger_parameter_sync_step={setting.trigger} "
+        f"async_training.require_batches={setting.require_batches}" + "".join(f" {each}" for each in parallel),
+    )
+
+
+def _replicas(count: int) -> str:
+    return "1 replica" if count == 1 else f"{human.count(count)} replicas"
+
+
+def _bullets(lines: Sequence[str]) -> Table:
+    table = Table.grid(padding=(0, 1))
+    for line in lines:
+        table.add_row("-", Text(line))
+    return table
+
+
+def _rows(count: int) -> str:
+    return "1 row" if count == 1 else f"{human.count(count)} rows"

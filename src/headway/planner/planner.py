@@ -1,0 +1,212 @@
+"""``headway plan``: simulates settings until all are known or time is out, and says what to choose.
+
+profile ─▶ settings ─▶ search ─▶ simulate one ─▶ row ─┐
+                         ▲                            ├─▶ Plan: rows, quickest first; advice
+                         └──── what was measured ─────┘
+
+A row is simulated until it is known, or has had its share of the time: what is left, over the rows still to come.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from headway.errors import ConfigError
+from headway.planner import grid
+from headway.planner.advice import Advice, advise
+from headway.planner.forecast import forecast
+from headway.planner.grid import Setting
+from headway.planner.measure import FEWEST_VERSIONS, Measurement, fill_versions, measure
+from headway.planner.plan_rows import Row, baseline_of, baseline_preset, row_of
+from headway.planner.plan_rows import to_json as row_to_json
+from headway.planner.profiles.job_profile import Profile
+from headway.planner.search import Climb, Everything, Guess
+
+ROUGHLY_KNOWN = 6
+"""Number of versions that a row is given, however small its share of the time."""
+
+Progress = Callable[[Row, int], None]
+"""Callback after each row, with that row and the number of settings that are still to come, roughly."""
+
+
+class Measure(Protocol):
+    """Function that measures one setting: `headway.planner.measure.measure`, or a stand-in for it."""
+
+    def __call__(
+        self, profile: Profile, setting: Setting, *, out_of_time: Callable[[int], bool], seed: int
+    ) -> Measurement | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    profile: Profile
+    """The job's profile, with the number of devices that was planned for."""
+    rows: tuple[Row, ...]
+    """Simulated rows, the quickest first."""
+    open: tuple[Setting, ...]
+    """Settings that were not simulated, as time was out; the most promising first."""
+    skipped: tuple[Setting, ...]
+    """Settings that were not simulated, as they are expected to be slower than others."""
+    baseline: Row | None
+    """The row that ``speedup`` compares with: colocated synchronous training, or the quickest synchronous row."""
+    advice: Advice
+    trajectories: int
+    """Number of simulated trajectories, over all rows."""
+    cpu_s: float
+    """Seconds of processor time that the planning took."""
+
+    @property
+    def trajectories_per_s(self) -> float:
+        """Number of trajectories simulated per second of processor time: the simulator's own throughput."""
+        return self.trajectories / self.cpu_s if self.cpu_s > 0 else 0.0
+
+
+def plan(
+    profile: Profile,
+    *,
+    devices: int | None = None,
+    budget_s: float = 60.0,
+    sweep: bool = False,
+    settings: Sequence[Setting] | None = None,
+    seed: int = 0,
+    progress: Progress | None = None,
+    clock: Callable[[], float] = time.process_time,
+    measure: Measure = measure,
+) -> Plan:
+    """Simulate and compare settings of ``profile``'s job.
+
+    Args:
+        devices: replaces the profile's number.
+        budget_s: seconds of ``clock``; no new row is begun that would probably end after it. The first one always is.
+            By default they are of this process's own work: what else the machine does takes no rows away.
+        sweep: all combinations of preset, split, η and trigger, instead of those that may be the quickest.
+        settings: these and no others.
+
+    Raises:
+        ConfigError: no split of the devices fits, or a setting is impossible.
+    """
+    if devices is not None:
+        if devices < 1:
+            raise ConfigError(f"devices: got {devices}, expected at least 1")
+        profile = profile.model_copy(update={"devices": devices})
+    search = _search(profile, settings, sweep=sweep)
+    budget = _Budget(clock, budget_s, profile)
+    rows: list[Row] = []
+    trajectories = 0
+    while (setting := search.next()) is not None and budget.allows(setting):
+        budget.share(search.to_come)
+        measured = measure(profile, setting, out_of_time=budget.out_of_time, seed=seed)
+        if measured is None:
+            break
+        budget.spent(measured.trajectories)
+        trajectories += measured.trajectories
+        rows.append(row_of(profile, setting, measured))
+        search.measured(setting, measured)
+        if progress is not None:
+            progress(rows[-1], search.to_come)
+    compared, baseline = _compare(rows)
+    return Plan(
+        profile=profile,
+        rows=compared,
+        open=tuple(search.open),
+        skipped=tuple(search.skipped),
+        baseline=baseline,
+        advice=advise(compared, profile.assumptions, _not_compared(profile, rows, search.open)),
+        trajectories=trajectories,
+        cpu_s=budget.elapsed,
+    )
+
+
+def to_json(plan: Plan) -> dict[str, Any]:
+    """The whole plan as one JSON object; ``rows`` has each row, quickest first."""
+    advice = plan.advice
+    return {
+        "profile": plan.profile.name,
+        "devices": plan.profile.devices,
+        "parallel": plan.profile.train.parallel.model_dump(),
+        "groups_per_version": plan.profile.batch.groups_per_version,
+        "rows": [row_to_json(row) for row in plan.rows],
+        "not_simulated": [str(setting) for setting in plan.open],
+        "expected_slower": [str(setting) for setting in plan.skipped],
+        "baseline": None if plan.baseline is None else str(plan.baseline.setting),
+        "recommended": None if advice.recommended is None else row_to_json(advice.recommended),
+        "asynchrony_helps": advice.helps,
+        "sentence": advice.sentence,
+        "assumptions": plan.profile.assumptions,
+        "simulator": {
+            "trajectories": plan.trajectories,
+            "cpu_s": plan.cpu_s,
+            "trajectories_per_s": plan.trajectories_per_s,
+        },
+    }
+
+
+def _search(profile: Profile, settings: Sequence[Setting] | None, *, sweep: bool) -> Everything:
+    guess, baseline = Guess(lambda setting: forecast(profile, setting)), baseline_preset()
+    if settings is not None or sweep:
+        return Everything(grid.full(profile) if settings is None else settings, guess, baseline=baseline)
+    return Climb(grid.own(profile), guess, baseline=baseline, around=lambda setting: grid.around(profile, setting))
+
+
+def _compare(rows: Iterable[Row]) -> tuple[tuple[Row, ...], Row | None]:
+    """The rows, quickest first, with their speed-up over the baseline; and the baseline."""
+    ordered = sorted(rows, key=lambda row: row.step_s)
+    baseline = baseline_of(ordered)
+    if baseline is None:
+        return tuple(ordered), None
+    compared = [replace(row, speedup=baseline.step_s / row.step_s) for row in ordered]
+    return tuple(compared), baseline_of(compared)
+
+
+def _not_compared(profile: Profile, rows: Sequence[Row], missing: Sequence[Setting]) -> str | None:
+    """Return which modes the rows say nothing of, and why, as a sentence; None if all are there."""
+    if (devices := profile.rollout.devices) > 1:
+        return (
+            f"Modes of shared devices are not compared: a replica has {devices} devices here, and one there. If the "
+            "model fits on one, a profile with rollout.tensor_model_parallel_size=1 compares them."
+        )
+    measured = {row.setting.preset for row in rows}
+    late = list(dict.fromkeys(setting.preset for setting in missing if setting.preset not in measured))
+    return f"Not compared, for want of time (--budget): {', '.join(late)}." if late and measured else None
+
+
+class _Budget:
+    """Processor time, and what a row is likely to cost of it: the simulator's cost is per trajectory."""
+
+    def __init__(self, clock: Callable[[], float], budget_s: float, profile: Profile) -> None:
+        self._clock = clock
+        self._started = clock()
+        self._budget_s = budget_s
+        self._per_version = profile.batch.groups_per_version * profile.batch.n
+        self._trajectories = 0
+        self._share_ends = budget_s
+
+    @property
+    def elapsed(self) -> float:
+        return self._clock() - self._started
+
+    def share(self, rows: int) -> None:
+        """Begin the next of ``rows`` rows: it gets an equal share of the time that is left."""
+        self._share_ends = self.elapsed + (self._budget_s - self.elapsed) / rows
+
+    def out_of_time(self, versions: int) -> bool:
+        """Tell whether one more version than the measured ones would probably end too late, for the plan or for the
+        row.
+        """
+        ends = self._share_ends if versions >= ROUGHLY_KNOWN else self._budget_s
+        return self._would_end_late(self._per_version, ends)
+
+    def allows(self, setting: Setting) -> bool:
+        """Tell whether the shortest simulation of ``setting`` would probably end in time."""
+        shortest = fill_versions(setting.eta) + FEWEST_VERSIONS
+        return not self._would_end_late(self._per_version * shortest, self._budget_s)
+
+    def spent(self, trajectories: int) -> None:
+        self._trajectories += trajectories
+
+    def _would_end_late(self, trajectories: int, ends: float) -> bool:
+        per_trajectory = self.elapsed / self._trajectories if self._trajectories else 0.0
+        return self.elapsed + trajectories * per_trajectory > ends

@@ -1,0 +1,1 @@
+"""Profiles: what a job costs, in numbers that a simulation can use."""

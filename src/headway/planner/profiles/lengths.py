@@ -1,0 +1,147 @@
+"""Lengths of prompts and answers in tokens: draws that depend on who asks, never on when.
+
+    (seed, epoch, row, attempt) ─mix─▶ the group's key ─▶ what its answers have in common
+                                           └──── k ──mix─▶ the answer's own share
+
+A draw hashes its key instead of advancing a generator, so any order of calls gives the same lengths. The hash is
+SplitMix64's output function (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from statistics import NormalDist
+
+from headway.data.types import TrajectoryId
+from headway.planner.profiles.job_profile import ConstantLengths, EmpiricalLengths, LengthsProfile, LognormalLengths
+
+_MASK = (1 << 64) - 1
+_GAMMA = 0x9E3779B97F4A7C15
+"""The odd number nearest to 2⁶⁴ divided by the golden ratio: what SplitMix64 steps its counter by."""
+
+_inverse_normal = NormalDist().inv_cdf
+
+LengthSampler = Callable[[TrajectoryId], int]
+"""A trajectory's id → its tokens, at least 1; the same ones however often it is asked.
+
+A prompt's length is its trajectory 0's. Two samplers of one seed share their draws: two recorded sets of equal size
+then draw the same recorded group, but distributions that should be independent need seeds of their own.
+"""
+
+
+def lengths_of(profile: LengthsProfile, seed: int) -> LengthSampler:
+    """Make the sampler of lengths that ``profile`` describes."""
+    match profile:
+        case ConstantLengths():
+            return _Constant(profile.tokens)
+        case LognormalLengths():
+            return _Lognormal(profile, seed)
+        case EmpiricalLengths():
+            return _Recorded(profile.groups, _recorded(profile, seed))
+
+
+FilterSampler = Callable[[TrajectoryId], bool]
+"""A trajectory's id → whether the recorded group that its lengths are from was filtered."""
+
+
+def filtered_of(profile: LengthsProfile, seed: int) -> FilterSampler | None:
+    """Make the function that tells which groups of `lengths_of` were filtered; None if that is unknown."""
+    if not isinstance(profile, EmpiricalLengths) or profile.filtered is None:
+        return None
+    filtered, recorded = frozenset(profile.filtered), _recorded(profile, seed)
+    return lambda id: recorded(id) in filtered
+
+
+class _Constant:
+    def __init__(self, tokens: int) -> None:
+        self._tokens = tokens
+
+    def __call__(self, id: TrajectoryId) -> int:
+        return self._tokens
+
+
+class _Lognormal:
+    """Lengths exp(μ + σ·(√w·g + √(1−w)·e)), rounded and cut; g is the group's, e the answer's, both standard normal."""
+
+    def __init__(self, profile: LognormalLengths, seed: int) -> None:
+        self._seed = seed
+        self._mu = math.log(profile.mean) - profile.sigma**2 / 2
+        self._common = profile.sigma * math.sqrt(profile.within_group)
+        self._own = profile.sigma * math.sqrt(1 - profile.within_group)
+        self._log_max = math.log(profile.max)
+        self._max = profile.max
+        self._group = (0, 0, 0)
+        self._key, self._location = self._enter(self._group)
+
+    def __call__(self, id: TrajectoryId) -> int:
+        epoch, row, attempt, k = id
+        if (epoch, row, attempt) != self._group:
+            self._group = epoch, row, attempt
+            self._key, self._location = self._enter(self._group)
+        # −1 is the group's own draw.
+        logarithm = self._location + self._own * _inverse_normal(_uniform(self._key, k))
+        if logarithm >= self._log_max:
+            return self._max
+        return round(math.exp(logarithm)) or 1
+
+    def _enter(self, group: tuple[int, int, int]) -> tuple[int, float]:
+        """The group's key, and the mean logarithm of its lengths. The caller keeps both while it asks for one group."""
+        key = _group_key(self._seed, *group)
+        return key, self._mu + self._common * _inverse_normal(_uniform(key, -1))
+
+
+class _Recorded:
+    """Recorded lengths: all answers of a group take theirs from the same recorded group."""
+
+    def __init__(self, groups: list[list[int]], recorded: Callable[[TrajectoryId], int]) -> None:
+        self._groups = groups
+        self._recorded = recorded
+
+    def __call__(self, id: TrajectoryId) -> int:
+        lengths = self._groups[self._recorded(id)]
+        return lengths[id.k % len(lengths)]
+
+
+def _recorded(profile: EmpiricalLengths, seed: int) -> Callable[[TrajectoryId], int]:
+    """The index of the recorded group that a group takes: that of its row, over and over, or one that is drawn for it.
+
+    Rows are admitted in order, so a replay goes by the order of admission, in which groups were recorded.
+    """
+    count = len(profile.groups)
+    if profile.replay:
+        return lambda id: id.row % count
+    return lambda id: _group_key(seed, id.epoch, id.row, id.attempt) % count
+
+
+def lengths_id(id: TrajectoryId, key: int) -> TrajectoryId:
+    """Return the id by which a sampler is asked for the length of an episode's call ``key``: its own for the first one.
+
+    Further calls have lengths of their own, that have in common what answers of the group have.
+    """
+    return id._replace(k=_mix(_mix(key) + id.k)) if key else id
+
+
+def uniform_of(*key: int) -> float:
+    """Return a number in (0, 1) that looks random, and depends on ``key`` alone."""
+    mixed = 0
+    for part in key:
+        mixed = _mix(mixed + part)
+    return _uniform(mixed, 0)
+
+
+def _group_key(seed: int, epoch: int, row: int, attempt: int) -> int:
+    return _mix(_mix(_mix(_mix(seed) + epoch) + row) + attempt)
+
+
+def _uniform(key: int, index: int) -> float:
+    """A number in (0, 1), never an end: the top 52 bits, in the middle of their bin."""
+    return ((_mix(key + index) >> 12) + 0.5) * 2.0**-52
+
+
+def _mix(value: int) -> int:
+    """Hash any integer to 64 bits that look random."""
+    value = (value + 1) * _GAMMA & _MASK
+    value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & _MASK
+    value = (value ^ value >> 27) * 0x94D049BB133111EB & _MASK
+    return value ^ value >> 31

@@ -1,0 +1,1 @@
+"""Simulated machinery behind the pipeline's protocols, on a virtual clock."""

@@ -1,0 +1,183 @@
+"""Decoding as processor sharing: a completion costs O(log active), a token costs nothing.
+
+    service   tokens that a run would have that had decoded from the start: the same for all, so each one's end
+              is fixed when it joins (service then + tokens left), and the next to end is a heap's minimum
+
+Service moves by `DecodeCost`'s closed forms. It is continuous: whoever joins between two steps of the others gets its
+tokens between theirs, and whoever stops between two of its own keeps the whole ones.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Sequence
+
+from headway.planner.profiles.costs import DecodeCost
+from headway.planner.simulation.simulated_calls import CallRun
+
+ROUNDING = 1e-6
+"""Tolerance for rounding, in tokens: far above the error of a service of 10⁹, far below what a step samples."""
+
+
+class ProcessorSharing:
+    """The runs that decode on one replica. It has no clock: callers say how long it went on.
+
+    ``kv_tokens`` bounds what is cached: before a step that would exceed it the youngest run has to go (the one
+    that the waiting line served last), unless it is alone.
+    """
+
+    def __init__(self, cost: DecodeCost, kv_tokens: int | None) -> None:
+        self.active = 0
+        self.sampled = 0.0
+        """Tokens altogether; parts of a token count until their run stops."""
+        self.cost = cost
+        """The cost of what is decoded from now on."""
+        self._limit = kv_tokens
+        self._service = 0.0
+        self._kv = 0.0
+        self._target = 0.0
+        """The service at which the next completion or preemption is due; decoding never goes beyond it."""
+        self._segments = 0
+        self._ends: list[tuple[float, int, int, CallRun]] = []
+        """Heap of (service at its end, serial, segment, run). An entry whose run left that segment is stale."""
+        self._youngest: list[tuple[bool, int, int, CallRun]] = []
+        """Heap of (serves validation, −serial, segment, run), stale like above; kept only under a limit."""
+        self._untouched: deque[tuple[float, int, list[CallRun]]] = deque()
+        """(service of their first token, segment, runs) of those without a token, in order."""
+
+    # ---------------------------------------------------------------- who decodes
+
+    def fits(self, run: CallRun, beside: int, cached: int) -> bool:
+        """Tell whether ``run`` can join together with ``beside`` others of ``cached`` tokens, and a step then fits."""
+        active = self.active + beside
+        if self._limit is None or active == 0:
+            return True
+        return self._kv + cached + run.context + active + 1 <= self._limit + ROUNDING
+
+    def join(self, runs: Sequence[CallRun]) -> None:
+        """``runs`` decode from now on."""
+        self._segments += 1
+        segment, service = self._segments, self._service
+        for run in runs:
+            run.segment, run.joined, run.cached = segment, service, True
+            heapq.heappush(self._ends, (service + run.length - run.tokens, run.serial, segment, run))
+            if self._limit is not None:
+                heapq.heappush(self._youngest, (not run.training, -run.serial, segment, run))
+            self._kv += run.context
+        self.active += len(runs)
+        if untouched := [run for run in runs if run.started is None]:
+            self._untouched.append((service + 1, segment, untouched))
+
+    def leave(self, run: CallRun, version: int) -> None:
+        """Stop ``run``; it keeps its whole tokens, and a fraction of a token is lost."""
+        service = self._service - run.joined
+        whole = self.gained(run)
+        self.sampled -= service - whole
+        self._remove(run, service)
+        run.gain(whole, version)
+
+    def leave_all(self, version: int) -> list[CallRun]:
+        """Everything stops; in order of submission."""
+        decoding = (run for _, _, segment, run in self._ends if run.segment == segment)
+        runs = sorted(decoding, key=lambda run: run.serial)
+        for run in runs:
+            self.leave(run, version)
+        return runs
+
+    def gained(self, run: CallRun) -> int:
+        """Whole tokens of the stretch that ``run`` is in."""
+        return int(self._service - run.joined + ROUNDING) if run.segment else 0
+
+    @property
+    def cached(self) -> float:
+        """Number of tokens in the KV cache."""
+        return self._kv
+
+    # ---------------------------------------------------------------- time
+
+    def until_next(self) -> float:
+        """Seconds to the next completion or preemption; infinite if nothing decodes."""
+        if not self.active:
+            return math.inf
+        ends = self._ends
+        while ends[0][3].segment != ends[0][2]:
+            heapq.heappop(ends)
+        target = ends[0][0]
+        if self._limit is not None:
+            target = max(min(target, self._full_at()), self._service)
+        self._target = target
+        return self.cost.seconds(self.active, self._kv, target - self._service)
+
+    def decode(self, since: float, now: float) -> None:
+        """Decode from ``since`` to ``now``, before the next event."""
+        if self.active:
+            steps = self.cost.steps(self.active, self._kv, now - since)
+            self._move(min(self._service + steps, self._target), since, now)
+
+    def decode_to_next(self, since: float, now: float) -> None:
+        """Decode from ``since`` to the event that `until_next` announced, which is at ``now``."""
+        self._move(self._target, since, now)
+
+    def complete(self, version: int) -> list[CallRun]:
+        """Remove and return the runs that have all their tokens."""
+        ends, due = self._ends, self._service + ROUNDING
+        completed = []
+        while ends and ends[0][0] <= due:
+            _, _, segment, run = heapq.heappop(ends)
+            if run.segment == segment:
+                tokens = run.length - run.tokens
+                self._remove(run, tokens)
+                run.gain(tokens, version)
+                completed.append(run)
+        return completed
+
+    def preempt(self, version: int) -> list[CallRun]:
+        """The youngest leave, one by one, until the cache holds another step of the rest."""
+        preempted = []
+        while self._limit is not None and self._full_at() <= self._service + ROUNDING:
+            run = self._youngest[0][3]
+            self.leave(run, version)
+            run.cached = False
+            preempted.append(run)
+        return preempted
+
+    # ---------------------------------------------------------------- mechanism
+
+    def _move(self, service: float, since: float, now: float) -> None:
+        untouched = self._untouched
+        while untouched and untouched[0][0] <= service + ROUNDING:
+            first, segment, runs = untouched.popleft()
+            started = min(now, since + self.cost.seconds(self.active, self._kv, first - self._service))
+            for run in runs:
+                if run.segment == segment:
+                    run.started = started
+        gained = self.active * (service - self._service)
+        self.sampled += gained
+        self._kv += gained
+        self._service = service
+
+    def _remove(self, run: CallRun, service: float) -> None:
+        run.segment = 0
+        self.active -= 1
+        if self.active:
+            self._kv -= run.context + service
+        else:
+            # Nothing refers to the service any more: begin at zero again, and rounding never adds up.
+            self._service = self._kv = self._target = 0.0
+            self._ends.clear()
+            self._youngest.clear()
+            self._untouched.clear()
+
+    def _full_at(self) -> float:
+        """Service at which the youngest run is evicted: after its last whole token before the cache is full."""
+        assert self._limit is not None
+        if self.active < 2:
+            return math.inf
+        youngest = self._youngest
+        while youngest[0][3].segment != youngest[0][2]:
+            heapq.heappop(youngest)
+        joined = youngest[0][3].joined
+        full = self._service + (self._limit - self._kv) / self.active
+        return joined + math.floor(full - joined + ROUNDING)

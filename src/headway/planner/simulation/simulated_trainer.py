@@ -1,0 +1,166 @@
+"""A trainer that takes the time of a real one. Nothing is computed: a step is a wait of known length.
+
+ranks      train_step | forward_logprobs | gather | save        one at a time
+beside     send_gathered to any number of replicas, from the copy that gather made
+
+What the driver does for a fetch beside these passes within the first step after its advantages.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from headway.data.interfaces.steps import StepContext, StepReport
+from headway.data.interfaces.weights import GatherReport, SendReport
+from headway.data.types import Column, Sample
+from headway.errors import RunError
+from headway.planner.profiles.contention import Contention
+from headway.planner.profiles.costs import TrainCost, phase_seconds
+from headway.planner.profiles.division import Division
+from headway.planner.profiles.job_profile import UpdateProfile
+from headway.planner.simulation.simulated_transport import SimulatedTransport, checksum
+from headway.runtime.progress import Heartbeat
+
+_STEP = StepReport(skipped=False, metrics={})
+_COLUMN = Column(handle=None, index=0)
+"""Placeholder for log-probs that nothing reads."""
+
+
+class SimulatedTrainer:
+    """A simulated trainer: a worker and an `OverlappingTrainEngine` that takes the time of a real one.
+
+    Asked for two things at once, its ranks raise `RunError`; real ones would hang.
+    """
+
+    def __init__(
+        self,
+        cost: TrainCost,
+        update: UpdateProfile,
+        transport: SimulatedTransport,
+        *,
+        ranks: int = 1,
+        fetch_s: float = 0.0,
+        save_s: float = 0.0,
+        contention: Contention | None = None,
+    ) -> None:
+        """Create the trainer. ``ranks``: number of data ranks that wait for the one with most of a step's work."""
+        self._cost = cost
+        self._division = Division(ranks)
+        self._nbytes = update.nbytes
+        self._gather_s = phase_seconds(update.gather, update.nbytes)
+        self._transport = transport
+        self._fetch_s = fetch_s
+        self._owed_s = 0.0
+        """Latency, in seconds, of a fetch whose first step is still to come; 0 after that step."""
+        self._save_s = save_s
+        self._contention = contention
+        self.name = "trainer"
+        self._doing: str | None = None
+        self._computes = False
+        """True while the trainer computes: its work takes time, and waits for nobody."""
+        self._copy: int | None = None
+        """The version that the copy in host memory holds; None while it is being written, or before."""
+        self._sending = 0
+        """Number of transfers of the copy that are under way."""
+        self._saved: tuple[Path, dict[str, Any]] | None = None
+
+    def fetch_prepared(self) -> None:
+        """Note that a fetch's advantages were computed: the next step is the first one of a fetch."""
+        self._owed_s = self._fetch_s
+
+    async def begin_fetch(self, mini_batches: Sequence[Sequence[Sample]]) -> None:
+        """Divide the fetch over the data ranks. They have no tokens, and hold none."""
+        self._division.begin(mini_batches)
+
+    async def end_fetch(self) -> None:
+        self._division.end()
+
+    async def forward_logprobs(self, samples: Sequence[Sample]) -> list[Column]:
+        await self._work("a forward pass", self._cost.forward_token_s * self._division.tokens(samples))
+        return [_COLUMN] * len(samples)
+
+    async def proximal_logprobs(self, samples: Sequence[Sample], version: int) -> list[Column]:
+        return await self.forward_logprobs(samples)
+
+    async def train_step(self, samples: Sequence[Sample], context: StepContext) -> StepReport:
+        latency_s, self._owed_s = self._owed_s, 0.0
+        step_s = self._cost.step_s + self._cost.token_s * self._division.tokens(samples)
+        await self._work("an optimizer step", latency_s + step_s)
+        return _STEP
+
+    async def reach(self, receivers: Sequence[str]) -> None:
+        """Do nothing: every receiver can be reached at any time."""
+
+    async def send_weights(self, version: int, receivers: Sequence[str]) -> SendReport:
+        await self._compute("gather", self._gather_s)
+        with self._ranks("send"):
+            send_s = await self._transport.send(version, receivers)
+        return SendReport(self._gather_s, send_s, self._nbytes, checksum(version))
+
+    async def gather_weights(self, version: int) -> GatherReport:
+        if self._sending:
+            raise RunError(
+                f"gather of version {version} would overwrite version {self._copy}, which is being sent to "
+                f"{self._sending} replica(s); wait for them first"
+            )
+        self._copy = None
+        await self._compute("gather", self._gather_s)
+        self._copy = version
+        return GatherReport(self._gather_s, self._nbytes)
+
+    async def send_gathered(self, version: int, receivers: Sequence[str]) -> SendReport:
+        if version != self._copy:
+            names = ", ".join(receivers)
+            raise RunError(f"version {version} cannot be sent to {names}: the copy holds version {self._copy}")
+        self._sending += 1
+        try:
+            send_s = await self._transport.send(version, receivers)
+        finally:
+            self._sending -= 1
+        return SendReport(0.0, send_s, self._nbytes, checksum(version))
+
+    async def save(self, path: Path, driver_state: Mapping[str, Any]) -> None:
+        """Wait as long as a checkpoint takes, and write nothing. The latest ``driver_state`` is kept, for `load`."""
+        await self._compute("a checkpoint", self._save_s)
+        self._saved = (path, dict(driver_state))
+
+    async def load(self, path: Path) -> dict[str, Any]:
+        if self._saved is None or self._saved[0] != path:
+            raise RunError(f"{path}: the simulated trainer saved no such checkpoint last")
+        return self._saved[1]
+
+    async def export(self, path: Path) -> None:
+        """Write nothing: a simulated trainer has no weights."""
+
+    async def close(self) -> None: ...
+
+    async def heartbeat(self) -> Heartbeat:
+        """The trainer's heartbeat: work that takes time moves all the while, as a simulated clock passes."""
+        return Heartbeat(self._doing or "", 0.0 if self._computes else math.inf)
+
+    async def _work(self, doing: str, seconds: float) -> None:
+        """Take ``seconds``, or longer while engines that share the trainer's cores compute."""
+        if self._contention is None:
+            await self._compute(doing, seconds)
+        else:
+            with self._ranks(doing, computes=True):
+                await self._contention.train(seconds)
+
+    async def _compute(self, doing: str, seconds: float) -> None:
+        with self._ranks(doing, computes=True):
+            await asyncio.sleep(seconds)
+
+    @contextmanager
+    def _ranks(self, doing: str, *, computes: bool = False) -> Iterator[None]:
+        if self._doing is not None:
+            raise RunError(f"the trainer's ranks were asked for {doing} during {self._doing}; they do one at a time")
+        self._doing, self._computes = doing, computes
+        try:
+            yield
+        finally:
+            self._doing, self._computes = None, False

@@ -1,0 +1,1 @@
+"""``headway compare``: what differs between runs."""

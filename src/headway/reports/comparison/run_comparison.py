@@ -1,0 +1,259 @@
+"""``headway compare``: what differs between runs in their settings, and in what they reached at equal cost.
+
+RUN, RUN, … ─▶ `read_runs`: settings, curves, figures ─▶ `compared` ─▶ tables for the terminal, and one page of curves
+
+Runs are compared where all of them have been: at the groups, the seconds and the tokens that the shortest one reached.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from headway.config.layers import overlay, read_file
+from headway.errors import ConfigError
+from headway.reports import human
+from headway.reports.metrics.summary import summary
+from headway.reports.report import metrics_of
+from headway.reports.run_directory import RunDirectory
+from headway.reports.run_liveness import standing
+from headway.reports.samples.token_view import visible
+from headway.reports.table_fitting import print_fitting
+from headway.reports.timeline.curves import ACCURACY, CurveLog, Place, point_at
+
+REWARD, ESS = "reward/mean", "offpolicy/ess"
+AVERAGED = 10
+"""Number of versions whose mean training reward is compared: that of one version is noisy."""
+WIDEST = 28
+"""Most characters of a run's column in a terminal."""
+NARROWEST = 12
+"""Least characters to which the column of a run's settings is narrowed, so that all runs come in one table."""
+HEAD, GAP = 38, 2
+"""Most characters of a table's first column, and those between two columns."""
+NOT_COMPARED = frozenset({"run.dir"})
+AXES: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+    ("groups", "groups", lambda value: human.count(round(value))),
+    ("seconds", "seconds", human.number),
+    ("tokens", "tokens", human.number),
+)
+"""Fields of `Place` at which runs are compared, with their names and how values of them are written."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunRead:
+    """One run: its ``settings`` by dotted key, its curves, and its ``figures`` as in ``summary.json``."""
+
+    name: str
+    settings: dict[str, Any]
+    curves: CurveLog
+    figures: dict[str, Any]
+    status: str
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A row of a table: what it is about, and one text for each run."""
+
+    name: str
+    cells: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    runs: tuple[RunRead, ...]
+    settings: tuple[Row, ...]
+    """The settings that differ, by key."""
+    results: tuple[Row, ...]
+
+
+def read_runs(paths: Sequence[Path]) -> list[RunRead]:
+    """Read the runs in the directories ``paths``. Their names are the directories', as long as needed to differ.
+
+    Raises `ConfigError` for two that are one, and for what is no run's directory or cannot be read.
+    """
+    seen: dict[Path, Path] = {}
+    for path in paths:
+        first = seen.setdefault(path.resolve(), path)
+        if first is not path:
+            raise ConfigError(f"RUN: got {first} and {path}, which are one run; give different ones")
+    return [_read(path, name) for path, name in zip(paths, names(paths), strict=True)]
+
+
+def names(paths: Sequence[Path]) -> list[str]:
+    """Return a name for each path: its last part, and as many before it as make all names differ."""
+    parts = [path.resolve().parts for path in paths]
+    for count in range(1, max(map(len, parts)) + 1):
+        found = ["/".join(part[-count:]) for part in parts]
+        if len(set(found)) == len(found):
+            return found
+    return [str(path) for path in paths]
+
+
+def _read(path: Path, name: str) -> RunRead:
+    curves = CurveLog()
+    metrics = metrics_of(path, curves)
+    figures = summary(metrics)
+    metrics.close()
+    status = standing(metrics.started, metrics.finished, RunDirectory(path).lock).status
+    return RunRead(name, _settings(path), curves, figures, status)
+
+
+def _settings(path: Path) -> dict[str, Any]:
+    config = RunDirectory(path).config
+    try:
+        layers = read_file(config)
+    except ConfigError as cause:
+        said = " ".join(str(cause).split())  # YAML's own is a small picture
+        raise ConfigError(f"RUN: got {path}, whose settings cannot be read: {said}") from cause
+    values: dict[str, Any] = {}
+    for layer in layers:
+        values = overlay(values, layer.values)
+    return values
+
+
+def compared(runs: Sequence[RunRead]) -> Comparison:
+    """Compare runs that were read."""
+    return Comparison(tuple(runs), tuple(_differing(runs)), tuple(_results(runs)))
+
+
+def _differing(runs: Sequence[RunRead]) -> list[Row]:
+    """The settings that are not the same in all runs. One that a file lacks has its default there, shown as a dash."""
+    missing = object()
+    keys = list(dict.fromkeys(key for run in runs for key in run.settings if key not in NOT_COMPARED))
+    rows = []
+    for key in keys:
+        values = [run.settings.get(key, missing) for run in runs]
+        if any(value != values[0] for value in values):
+            rows.append(Row(key, tuple(human.UNKNOWN if value is missing else _value(value) for value in values)))
+    return rows
+
+
+def _value(value: Any) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _results(runs: Sequence[RunRead]) -> list[Row]:
+    figures = [run.figures for run in runs]
+    ends = [_end(run.curves) for run in runs]
+    rows = [
+        Row("status", tuple(run.status for run in runs)),
+        Row("versions", tuple(human.count(of["version"]) for of in figures)),
+        Row("groups trained", tuple(human.count(of["groups"]["trained"]) for of in figures)),
+        Row("seconds", tuple(human.number(end.seconds) for end in ends)),
+        Row("tokens trained", tuple(human.number(of["tokens"]["trained"]) for of in figures)),
+        *at_equal("validation reward", [run.curves.points(ACCURACY) for run in runs], versions=True),
+        *at_equal("training reward", [_smooth(run.curves.points(REWARD)) for run in runs]),
+    ]
+
+    def row(name: str, write: Callable[[Any], str], read: Callable[[dict[str, Any]], Any]) -> None:
+        rows.append(Row(name, tuple(write(read(of)) for of in figures)))
+
+    row("generated tokens/s", human.number, lambda of: of["throughput"]["generated_tokens_per_s"])
+    row("trained tokens/s", human.number, lambda of: of["throughput"]["trained_tokens_per_s"])
+    row("trainer idle", human.share, lambda of: of["trainer/idle_ratio"])
+    row("replicas idle", human.share, lambda of: of["rollouter/idle_ratio"])
+    row("lag, mean", human.number, lambda of: of["lag"]["mean"])
+    row("lag, most", human.number, lambda of: of["lag"]["max"])
+    rows.append(Row("ESS, mean", tuple(human.number(_mean(run.curves.points(ESS))) for run in runs)))
+    for fate in ("filtered", "dropped", "failed", "in_flight"):
+        row(f"groups {fate.replace('_', ' ')}", human.count, lambda of, fate=fate: of["groups"][fate])  # type: ignore[misc]
+    return rows
+
+
+def at_equal(name: str, points: Sequence[Sequence[tuple[Place, float]]], *, versions: bool = False) -> list[Row]:
+    """Rows of a metric at the groups, seconds and tokens that all runs with a value of it have reached.
+
+    ``points``: of each run, by version. A run without any value has dashes. ``versions``: say which version it is of.
+    """
+    known = [run for run in points if run]
+    if not known:
+        return []
+    rows = []
+    for axis, unit, write in AXES:
+        at = min(getattr(run[-1][0], axis) for run in known)
+        cells = tuple(_point(point_at(run, axis, at), versions) for run in points)
+        rows.append(Row(f"{name} at {write(at)} {unit}", cells))
+    return [*rows, Row(f"{name}, best", tuple(_best(run) for run in points))]
+
+
+def _point(point: tuple[Place, float] | None, versions: bool) -> str:
+    if point is None:
+        return human.UNKNOWN
+    return human.score(point[1]) + (f" v{point[0].version}" if versions else "")
+
+
+def _best(points: Sequence[tuple[Place, float]]) -> str:
+    return human.score(max((value for _, value in points), default=None))
+
+
+def _smooth(points: Sequence[tuple[Place, float]]) -> list[tuple[Place, float]]:
+    """Means over the last `AVERAGED` values, or as many as there are."""
+    values = [value for _, value in points]
+    return [
+        (place, sum(values[max(i + 1 - AVERAGED, 0) : i + 1]) / min(i + 1, AVERAGED))
+        for i, (place, _) in enumerate(points)
+    ]
+
+
+def _mean(points: Sequence[tuple[Place, float]]) -> float | None:
+    return sum(value for _, value in points) / len(points) if points else None
+
+
+def _end(curves: CurveLog) -> Place:
+    places = curves.places()
+    return places[-1] if places else Place(0, 0.0, 0.0, 0.0)
+
+
+# ------------------------------------------------------------------------------------------------ terminal
+
+
+def print_comparison(found: Comparison, console: Console) -> None:
+    """Print the settings that differ, and the table of results."""
+    if found.settings:
+        _print_table("settings that differ", found, found.settings, console, whole=False)
+    else:
+        console.print("The settings are the same, but for the directory.")
+    console.print()
+    _print_table("results", found, found.results, console, whole=True)
+
+
+def _print_table(title: str, found: Comparison, rows: Sequence[Row], console: Console, *, whole: bool) -> None:
+    """``whole``: values stay on one line, and runs that have no room come in a table below."""
+    names = [title, *(run.name for run in found.runs)]
+    widest = WIDEST
+    if not whole:  # a path or two is broken rather than a table made for each run
+        head = min(max(len(text) for text in (title, *(row.name for row in rows))), HEAD)
+        widest = min(max((console.width - head) // len(found.runs) - GAP, NARROWEST), WIDEST)
+
+    def table_of(numbers: Sequence[int]) -> Table:
+        table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="bold")
+        table.add_column(title, overflow="fold", max_width=HEAD, no_wrap=whole)
+        for number in numbers[1:]:
+            heading = _as_it_is(names[number], widest)
+            table.add_column(heading, overflow="fold", justify="right", max_width=widest, no_wrap=whole)
+        for row in rows:
+            cells = [row.name, *row.cells]
+            shown = [_as_it_is(cells[number], widest if number else None, words=not whole) for number in numbers]
+            table.add_row(*shown)
+        return table
+
+    print_fitting(console, len(names), table_of)
+
+
+def _as_it_is(text: str, width: int | None = None, *, words: bool = False) -> Text:
+    """Return what a file says for a terminal: brackets are no markup, and what a terminal would obey is spelled.
+
+    ``width``: most characters of a line, or with ``words`` of a word; None: any number.
+    """
+    shown = visible(text)
+    if width is not None:
+        part = r"\S" if words else r"."
+        shown = re.sub(rf"{part}{{{width}}}(?={part})", r"\g<0>\n", shown)
+    return Text(shown)

@@ -1,0 +1,154 @@
+"""The live view on a terminal: drawn by a thread of its own, at most twice a second, whatever the run does meanwhile.
+
+    event loop ──events, phases, rows──▶ counters, lines to print     (under the lock, never waits for the terminal)
+    drawing thread ──every half second──▶ takes a snapshot and the lines (under the lock), then draws (without it)
+
+The drawing thread alone touches the terminal, so no thread ever holds both locks, ours and the console's.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.padding import Padding
+from rich.spinner import Spinner
+from rich.text import Text
+
+from headway.events import Event, KeeperLost, Note, PromptsLeftOut, ReplicaLost, RunStarted
+from headway.reports import human
+from headway.reports.live.panel import ACCENT, GOOD, LOOK_HERE, QUIET, panel
+from headway.reports.live.plain_log import left_out_line, lost_line
+from headway.reports.live.snapshot import SnapshotTaker
+
+REFRESH_EVERY_S = 0.5
+JOIN_TIMEOUT_S = 5.0
+
+
+class Canvas(Protocol):
+    """A place for what changes, below the lines that were printed and stay."""
+
+    def show(self, view: RenderableType, rewards: Sequence[float] = ()) -> None:
+        """Show ``view`` in the place of what was shown before, and the curve of ``rewards`` where that can be drawn."""
+
+    def close(self) -> None:
+        """Leave what is shown, and show nothing further."""
+
+
+class Terminal:
+    """Canvas at the end of a terminal's output."""
+
+    def __init__(self, console: Console) -> None:
+        self._live = Live(console=console, auto_refresh=False, vertical_overflow="crop")
+        self._live.start()
+
+    def show(self, view: RenderableType, rewards: Sequence[float] = ()) -> None:
+        self._live.update(view, refresh=True)
+
+    def close(self) -> None:
+        self._live.stop()
+
+
+class LiveView:
+    """A `ConsoleView` for terminals, and whatever else has a `Canvas`.
+
+    All methods but `close` are called with ``lock`` held, `close` without it.
+    """
+
+    def __init__(
+        self,
+        console: Console,
+        snapshots: SnapshotTaker,
+        lock: AbstractContextManager[Any],
+        clock: Callable[[], float] = time.monotonic,
+        canvas: Canvas | None = None,
+    ) -> None:
+        """Begin to draw on ``console``, on its terminal unless it has another ``canvas``."""
+        self._console = console
+        self._snapshots = snapshots
+        self._lock = lock
+        self._clock = clock
+        self._phase: tuple[str, str, float] | None = None
+        self._lines: list[Text | Padding] = []
+        """Lines to print above the view: a `Text` is one line, however long; a `Padding` wraps between its margins."""
+        self._spinner = Spinner("dots", style=ACCENT)
+        self._canvas = canvas or Terminal(console)
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._draw_until_closed, name="live-view", daemon=True)
+        self._thread.start()
+
+    def phase(self, text: str, detail: str = "") -> None:
+        """Show the phase ``text``. The phase before it is printed above the view with the time that it took."""
+        if self._phase is not None and self._phase[0] == text:
+            self._phase = (text, detail, self._phase[2])
+            return
+        self._end_phase()
+        self._phase = (text, detail, self._clock())
+
+    def warn(self, text: str) -> None:
+        self._lines.append(Padding(Text(f"! {text}", style=LOOK_HERE), (0, 0, 0, 2), expand=False))
+
+    def note(self, text: str) -> None:
+        self._lines.append(Text(f"    {text}"))
+
+    def on_event(self, event: Event) -> None:
+        self._snapshots.on_event(event)
+        match event:
+            case RunStarted():
+                self._end_phase()
+            case PromptsLeftOut():
+                self._lines.append(Text(f"    {left_out_line(event)}"))
+            case ReplicaLost() | KeeperLost():
+                self.warn(lost_line(event))
+            case Note(level="info"):
+                self._lines.append(Text(f"    {event.text}"))
+            case Note():
+                self.warn(event.text)
+
+    def on_row(self, row: dict[str, Any]) -> None:
+        self._snapshots.on_row(row)
+
+    def close(self) -> None:
+        """End the drawing; the last state stays on the screen."""
+        self._closing.set()
+        self._thread.join(JOIN_TIMEOUT_S)
+        with self._lock:
+            self._end_phase()
+        self._draw()
+        self._canvas.close()
+
+    def _end_phase(self) -> None:
+        if self._phase is None:
+            return
+        text, detail, since = self._phase
+        self._phase = None
+        took = human.duration(self._clock() - since)
+        self._lines.append(
+            Text.assemble(("  ✓ ", GOOD), text, (f"  {detail}" if detail else "", QUIET), (f"  {took}", QUIET))
+        )
+
+    def _draw_until_closed(self) -> None:
+        while not self._closing.wait(REFRESH_EVERY_S):
+            self._draw()
+
+    def _draw(self) -> None:
+        with self._lock:
+            snapshot, phase = self._snapshots.take(), self._phase
+            lines, self._lines = self._lines, []
+        for line in lines:
+            self._console.print(line, soft_wrap=isinstance(line, Text))
+        parts: list[RenderableType] = []
+        if snapshot is not None:
+            parts.append(panel(snapshot, self._console.width))
+        if phase is not None:
+            text, detail, since = phase
+            took = human.duration(self._clock() - since)
+            words = Text.assemble(text, (f"  {detail}" if detail else "", QUIET), (f"  {took}", QUIET))
+            self._spinner.update(text=words)
+            parts.append(Padding(self._spinner, (0, 0, 0, 2)))
+        self._canvas.show(Group(*parts), () if snapshot is None else snapshot.rewards)

@@ -1,0 +1,137 @@
+"""The run as plain log lines, where no terminal is attached: one per phase, version and validation, start and end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from headway.events import (
+    Event,
+    KeeperLost,
+    Note,
+    PromptsLeftOut,
+    ReplicaLost,
+    RunFinished,
+    RunResumed,
+    RunStarted,
+    ValidationFinished,
+)
+from headway.reports import human
+from headway.reports.live.snapshot import SnapshotTaker
+
+
+class PlainView:
+    """A `ConsoleView` of lines that begin with the wall clock. ``clock`` is Unix time in seconds."""
+
+    def __init__(self, console: Console, snapshots: SnapshotTaker, clock: Callable[[], float] = time.time) -> None:
+        self._console = console
+        self._snapshots = snapshots
+        self._clock = clock
+        self._told_below = 0
+        """Version below which every version had its line before the run was resumed."""
+
+    def phase(self, text: str, detail: str = "") -> None:
+        self._line(f"{text}: {detail}" if detail else text)
+
+    def warn(self, text: str) -> None:
+        self._line(f"warning: {text}")
+
+    def note(self, text: str) -> None:
+        self._line(text)
+
+    def on_event(self, event: Event) -> None:
+        self._snapshots.on_event(event)
+        match event:
+            case RunStarted():
+                self._line(started_line(event))
+            case ValidationFinished():
+                self._line(validation_line(event))
+            case PromptsLeftOut():
+                self._line(left_out_line(event))
+            case ReplicaLost() | KeeperLost():
+                self._line(f"warning: {lost_line(event)}")
+            case Note():
+                self._line(event.text if event.level == "info" else f"{event.level}: {event.text}")
+            case RunResumed():
+                self._told_below = event.version
+            case RunFinished(status="failed"):
+                self._line(f"failed at version {event.version}")  # why is said once, by the error that ends the command
+            case RunFinished():
+                self._line(f"{event.status}" + (f": {event.reason}" if event.reason else ""))
+
+    def on_row(self, row: dict[str, Any]) -> None:
+        self._snapshots.on_row(row)
+        if "reward/mean" in row and row["version"] >= self._told_below:
+            self._line(self._version_line(row))
+
+    def close(self) -> None:
+        """Do nothing: the view holds no resources."""
+
+    def _version_line(self, row: dict[str, Any]) -> str:
+        snapshot = self._snapshots.take()
+        parts = [f"version {row['version']}", f"reward {human.score(row['reward/mean'])}"]
+        if "lag/mean" in row:
+            parts.append(f"lag mean {row['lag/mean']:.2f} max {row['lag/max']}")
+        parts += [f"{side} idle {human.share(row.get(f'{side}/idle_ratio'))}" for side in ("trainer", "rollouter")]
+        if "num_turns/mean" in row:
+            parts.append(f"turns {row['num_turns/mean']:.1f}")
+            if failed := row["episodes/failed_ratio"]:
+                parts.append(f"episodes failed {human.share(failed)}")
+        if snapshot is not None:
+            total = "" if snapshot.total is None else f"/{human.count(snapshot.total)}"
+            parts.append(f"{human.count(snapshot.trained)}{total} groups")
+            if filtered := snapshot.counts["filtered"]:
+                parts.append(f"{human.count(filtered)} filtered")
+            if snapshot.eta_s is not None:
+                parts.append(f"{human.duration(snapshot.eta_s)} left")
+        return "  ".join(parts)
+
+    def _line(self, text: str) -> None:
+        stamp = time.strftime("%H:%M:%S", time.localtime(self._clock()))
+        self._console.print(Text(f"{stamp}  {text}"), soft_wrap=True)
+
+
+def started_line(event: RunStarted) -> str:
+    total = "" if event.total_groups is None else f" of {human.count(event.total_groups)}"
+    bound = "no bound on lag" if event.lag_bound is None else f"lag at most {event.lag_bound}"
+    return (
+        f"training starts: {event.mode}, seed {event.seed}, {human.count(event.groups_per_version)} groups per "
+        f"version{total}, {event.order}, {bound}, {human.count(sum(event.slots.values()))} answers at once"
+    )
+
+
+def lost_line(event: ReplicaLost | KeeperLost) -> str:
+    match event:
+        case ReplicaLost():
+            return f"{event.replica} is lost, what it was generating runs again elsewhere: {event.reason}"
+        case KeeperLost():
+            return f"{event.keeper} is lost, the groups that it had not handed on are made again: {event.reason}"
+
+
+def left_out_line(event: PromptsLeftOut) -> str:
+    if event.reason != "too_long":
+        rows = "row was" if event.count == 1 else "rows were"
+        why = f": {event.why}" if event.why else ""
+        return f"{human.count(event.count)} {event.part} {rows} left out ({event.reason}; {event.source}){why}"
+    were = "prompt was" if event.count == 1 else "prompts were"
+    return (
+        f"{human.count(event.count)} {event.part} {were} left out: more than {human.count(event.max_tokens)} tokens "
+        f"({event.source})"
+    )
+
+
+def validation_line(event: ValidationFinished) -> str:
+    failed = f", {human.count(event.failed)} failed" if event.failed else ""
+    if event.failed_episodes:
+        failed += f", failed episodes not counted: {human.count(event.failed_episodes)}"
+    sources = ", ".join(f"{name} {human.score(mean)}" for name, mean in event.by_source.items())
+    several = f" (answered by {event.versions[0]} to {event.versions[-1]})" if len(event.versions) > 1 else ""
+    return (
+        f"validation of version {event.version}{several}: mean reward {human.score(event.accuracy)} on "
+        f"{human.count(event.problems)} problems{f' ({sources})' if sources else ''}{failed}, "
+        f"{human.duration(event.span[1] - event.span[0])}"
+    )

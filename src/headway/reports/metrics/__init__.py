@@ -1,0 +1,1 @@
+"""Figures from events: metrics, sums, occupancy and the summary of a run."""

@@ -1,0 +1,129 @@
+"""State of a large run's metrics at its newest boundaries, kept beside its dense events: readers go on from there.
+
+    RunMetrics at version.reached ─▶ events/000042.state ─▶ a reader reads the events behind that boundary
+
+A state is a shortcut and no record: one that other code wrote, or that fits no boundary of the surviving history, is
+passed over, and all is read from the events.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import pickle
+import zlib
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from headway.reports.checkpoint_folders import Checkpoints
+from headway.reports.metrics.run_metrics import RunMetrics
+from headway.reports.record.dense_events import folder_of
+from headway.reports.record.events_file import Record
+from headway.reports.run_directory import RunDirectory
+
+SUFFIX = ".state"
+KEPT = 4
+"""Number of newest states that are kept, beside those of versions that have a checkpoint."""
+PARTS = ("run_metrics", "group_tally", "occupancy", "version_row", "run_sums", "pace", "episode_sums", "intervals")
+MODULES = frozenset({"headway.events", *(f"headway.reports.metrics.{name}" for name in PARTS)})
+"""Modules whose classes a state consists of, beside those of `OTHERS`."""
+OTHERS = frozenset(
+    {
+        *(("collections", name) for name in ("Counter", "deque", "defaultdict")),
+        *(("builtins", name) for name in ("int", "float", "list", "dict", "set")),
+    }
+)
+UNREADABLE = (
+    *(OSError, EOFError, LookupError, TypeError, ValueError, AttributeError, ImportError),
+    *(pickle.PickleError, zlib.error),
+)
+"""What reading a damaged state may raise."""
+
+
+@dataclass(frozen=True, slots=True)
+class MetricsState:
+    """A run's metrics at a boundary; by default before its first event."""
+
+    metrics: RunMetrics = field(default_factory=RunMetrics)
+    """Without sinks."""
+    line: int = 0
+    """Number of lines of ``events.jsonl`` up to the boundary, which is the last of them."""
+    time: float = 0.0
+    """Time of the boundary on the event clock."""
+    rows: tuple[dict[str, Any], ...] = ()
+    """The rows of metrics that were handed out until then."""
+
+
+def pickled(metrics: RunMetrics) -> bytes:
+    """Return the state of ``metrics``, for `save`: a copy, which takes milliseconds."""
+    sinks, metrics.sinks = metrics.sinks, []
+    try:
+        return pickle.dumps(metrics, protocol=5)
+    finally:
+        metrics.sinks = sinks
+
+
+def save(run: RunDirectory, state: bytes, version: int, line: int, time: float) -> None:
+    """Keep a ``state`` at the boundary of ``version``, in one step. Any thread may do so. Raises `OSError`."""
+    folder = folder_of(run.events)
+    folder.mkdir(exist_ok=True)
+    draft = folder / f"{version:06d}.state-tmp"
+    header = json.dumps({"code": _code(), "line": line, "time": time}).encode()
+    draft.write_bytes(header + b"\n" + zlib.compress(state, 1))
+    draft.replace(draft.with_suffix(SUFFIX))
+    checkpoints = Checkpoints(run.checkpoints)
+    undone = [path for path in _states(run) if int(path.stem) > version]
+    older = [path for path in _states(run)[len(undone) + KEPT :] if not checkpoints.actor(int(path.stem)).is_dir()]
+    for path in undone + older:
+        path.unlink(missing_ok=True)
+
+
+def newest(run: RunDirectory, record: Record, until: int | None = None) -> MetricsState:
+    """Return the newest usable state of the surviving history, at most at the boundary of ``until``."""
+    for path in _states(run):
+        version = int(path.stem)
+        if version in record.boundaries and (until is None or version <= until):
+            with suppress(*UNREADABLE):
+                if (state := _load(run, path, record.boundaries[version] + 1)) is not None:
+                    return state
+    return MetricsState()
+
+
+def _states(run: RunDirectory) -> list[Path]:
+    """Return the files of states, newest first."""
+    return sorted(folder_of(run.events).glob(f"*[0-9]{SUFFIX}"), key=lambda path: -int(path.stem))
+
+
+def _load(run: RunDirectory, path: Path, line: int) -> MetricsState | None:
+    header, _, state = path.read_bytes().partition(b"\n")
+    told = json.loads(header)
+    if told["code"] != _code() or told["line"] != line:
+        return None
+    metrics = _Unpickler(io.BytesIO(zlib.decompress(state))).load()
+    with run.metrics.open("rb") as file:
+        rows = tuple(json.loads(text) for text, _ in zip(file, range(metrics.rows), strict=False))
+    return MetricsState(metrics, line, told["time"], rows) if len(rows) == metrics.rows else None
+
+
+class _Unpickler(pickle.Unpickler):
+    """Makes nothing but what a state consists of: a run's directory may come from elsewhere."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = getattr(import_module(module), name) if module in MODULES or (module, name) in OTHERS else None
+        if not isinstance(found, type) or found.__module__ != module:
+            raise pickle.UnpicklingError(f"{module}.{name} is no part of a state")
+        return found
+
+
+@cache
+def _code() -> str:
+    """Return a digest of the code that makes states: other code makes others."""
+    digest = hashlib.sha256()
+    for name in sorted(MODULES):
+        digest.update(Path(str(import_module(name).__file__)).read_bytes())
+    return digest.hexdigest()

@@ -1,0 +1,327 @@
+"""Occupancy: when the trainer, each replica and each stage were busy, as unions of intervals on the event clock.
+
+    TrainerBusy ──────┐
+    FetchTaken.waited ┤                            ┌─▶ idle ratios, slot utilization
+    ReplicaActivity ──┼─▶ IntervalUnion per party ─┤
+    StageChanged ─────┤        (clipped to a window) └─▶ who waited for whom, for how long
+    CheckpointSaved ──┘
+
+The run's window reaches from the first admission to the last optimizer step. Time in which a party reported nothing is
+idle time: a paused or loading replica decodes nothing and therefore reports nothing. A replica's time, busy or idle, is
+counted from its join to its loss: before and after, it is no part of the run.
+
+Intervals are held only as long as a window may begin or end among them: `sum_up` makes sums of those before, so that
+what is held, and what a window costs, does not grow with the run.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from math import inf
+
+from headway.events import (
+    CheckpointSaved,
+    FetchTaken,
+    ReplicaActivity,
+    ReplicaJoined,
+    ReplicaLost,
+    Span,
+    StageChanged,
+    TrainerBusy,
+)
+from headway.reports.metrics.intervals import IntervalUnion, Spread, complement, intersection, length
+
+TRAINER_STAGE = "ActorTrain"
+TRAINER_WORK = frozenset({"forward", "critic", "step", "gather"})
+"""The kinds of work that count as the trainer's own; saving a checkpoint does not."""
+
+
+@dataclass(slots=True)
+class ReplicaTime:
+    """One replica's activity while it was part of the run, ``joined`` to ``lost``."""
+
+    slots: int
+    joined: float = -inf
+    lost: float = inf
+    busy: IntervalUnion = field(default_factory=IntervalUnion)
+    slot_time: Spread = field(default_factory=Spread)
+    """Busy slot-seconds of each report, spread over the extent of its busy spans."""
+    last_report: float = 0.0
+
+    @property
+    def reported_until(self) -> float:
+        """Instant up to which the replica's activity is known; infinite after its loss."""
+        return max(self.joined, self.last_report) if self.lost == inf else inf
+
+    def presence(self, window: Span) -> Span:
+        """The part of ``window`` in which the replica was part of the run; may be empty."""
+        return max(self.joined, window[0]), min(self.lost, window[1])
+
+    def seconds(self, window: Span) -> float:
+        start, end = self.presence(window)
+        return max(end - start, 0.0)
+
+    def busy_seconds(self, window: Span) -> float:
+        return self.busy.within(self.presence(window))
+
+    def slot_seconds(self, window: Span) -> float:
+        """Slot time inside ``window``; a report that straddles its edge counts by the part that lies inside."""
+        return self.slot_time.within(self.presence(window))
+
+    def begin(self, origin: float) -> None:
+        self.busy.begin(origin)
+        self.slot_time.begin(origin)
+
+    def sum_up(self, until: float) -> None:
+        self.busy.sum_up(until)
+        self.slot_time.sum_up(until)
+
+
+@dataclass(slots=True)
+class TrainerTime:
+    """The trainer's work. A span of work is reported at its end, so what is under way is not known yet.
+
+    The trainer computes forwards and steps while its stage is processing. While its stage waits for an update it
+    gathers, once. Else it computes nothing.
+    """
+
+    busy: IntervalUnion = field(default_factory=IntervalUnion)
+    known_until: float = inf
+    """Time up to which the trainer's work is known: infinite while it computes nothing."""
+
+    def stage_changed(self, event: StageChanged) -> None:
+        self.known_until = event.time if event.state in ("processing", "waiting_output") else inf
+
+    def report(self, event: TrainerBusy) -> None:
+        if event.what in TRAINER_WORK:
+            self.busy.add(event.span)
+        if self.known_until < inf:
+            self.known_until = inf if event.what == "gather" else event.time
+
+
+@dataclass(slots=True)
+class StageView:
+    """The present state of a stage."""
+
+    name: str
+    state: str
+    waiting_for: str | None
+    active: int
+    since: float
+    accounted: float
+    """Time up to which the stage's work and waits are added up."""
+
+
+@dataclass(slots=True)
+class Coincidences:
+    """Seconds, before the last `Occupancy.sum_up`, in which several things held at once."""
+
+    saved: float = 0.0
+    """Seconds in which a checkpoint was saved and the trainer computed nothing."""
+    idle_while_saving: float = 0.0
+    """Seconds in which a checkpoint was saved and a replica was idle, added up over replicas."""
+    waited_for_reward: float = 0.0
+    """Seconds in which the trainer waited for groups, no replica decoded and a reward was being computed."""
+
+
+class Occupancy:
+    """Accumulates when trainer, replicas and stages were busy or waited; each figure is for a window of time.
+
+    After `begin` and `sum_up` a window begins at the origin, or at an instant that was not summed up.
+    """
+
+    def __init__(self) -> None:
+        self.replicas: dict[str, ReplicaTime] = {}
+        self.stages: dict[str, StageView] = {}
+        self._trainer = TrainerTime()
+        self._trainer_waits = IntervalUnion()
+        self._saves = IntervalUnion()
+        self._stage_waits: dict[tuple[str, str], IntervalUnion] = {}
+        self._stage_work: dict[str, IntervalUnion] = {}
+        self._origin = self._summed_until = -inf
+        self._summed = Coincidences()
+
+    def begin(self, origin: float) -> None:
+        """Forget what lies before ``origin``; no window will start earlier."""
+        self._origin = self._summed_until = origin
+        for replica in self.replicas.values():
+            replica.begin(origin)
+        for union in self._unions():
+            union.begin(origin)
+
+    def sum_up(self, until: float) -> None:
+        """Sum up the time before ``until``; later windows begin at the origin or not before it, and end no earlier.
+
+        All that happened before ``until`` must have been reported by then, but for what stages are still doing.
+        """
+        if until <= self._summed_until:
+            return
+        for stage in self.stages.values():
+            self._account(stage, until)
+        window = (self._summed_until, until)
+        self._summed.saved += self._saved_within(window)
+        self._summed.idle_while_saving += self._idle_while_saving_within(window)
+        self._summed.waited_for_reward += self._waited_for_reward_within(window)
+        for replica in self.replicas.values():
+            replica.sum_up(until)
+        for union in self._unions():
+            union.sum_up(until)
+        self._summed_until = until
+
+    def _unions(self) -> Iterator[IntervalUnion]:
+        yield from (self._trainer.busy, self._trainer_waits, self._saves)
+        yield from self._stage_waits.values()
+        yield from self._stage_work.values()
+
+    def _replica(self, slots: int, joined: float = -inf) -> ReplicaTime:
+        return ReplicaTime(slots, joined, busy=IntervalUnion(self._origin), slot_time=Spread(self._origin))
+
+    def declare(self, slots: dict[str, int]) -> None:
+        """Declare replicas and their slots; they are idle until they report."""
+        for name, count in slots.items():
+            self.replicas.setdefault(name, self._replica(count)).slots = count
+
+    def restart(self, slots: dict[str, int], time: float) -> None:
+        """Note that the run was resumed at ``time`` with the replicas of ``slots``, some of which it had before."""
+        for name, replica in self.replicas.items():
+            if name not in slots:
+                replica.lost = min(replica.lost, time)
+        for name, count in slots.items():
+            replica = self.replicas.setdefault(name, self._replica(count, joined=time))
+            if replica.lost < inf:  # it is back: there is nothing to be told of the time that it was gone
+                replica.lost, replica.last_report = inf, max(replica.last_report, time)
+            replica.slots = count
+
+    def join(self, event: ReplicaJoined) -> None:
+        self.replicas[event.replica] = self._replica(event.slots, joined=event.time)
+
+    def lose(self, event: ReplicaLost) -> None:
+        """Note the time of a replica's loss. A replica that never joined is ignored."""
+        if (replica := self.replicas.get(event.replica)) is not None:
+            replica.lost = event.time
+
+    def trainer_busy(self, event: TrainerBusy) -> None:
+        self._trainer.report(event)
+
+    def fetch_taken(self, event: FetchTaken) -> None:
+        self._trainer_waits.add(event.waited)
+
+    def checkpoint_saved(self, event: CheckpointSaved) -> None:
+        self._saves.add(event.span)
+
+    def replica_active(self, event: ReplicaActivity) -> None:
+        replica = self.replicas.setdefault(event.replica, self._replica(0))
+        replica.last_report = max(replica.last_report, event.time)
+        for span in event.busy:
+            replica.busy.add(span)
+        if event.busy and event.slot_seconds > 0:
+            start, end = min(s for s, _ in event.busy), max(e for _, e in event.busy)
+            replica.slot_time.add((start, end), event.slot_seconds)
+
+    def stage_changed(self, event: StageChanged) -> None:
+        if event.stage == TRAINER_STAGE:
+            self._trainer.stage_changed(event)
+        before = self.stages.get(event.stage)
+        since = event.time
+        if before is not None:
+            self._account(before, event.time)
+            if (before.state, before.waiting_for) == (event.state, event.waiting_for):
+                since = before.since
+        self.stages[event.stage] = StageView(
+            event.stage, event.state, event.waiting_for, event.active, since, accounted=event.time
+        )
+
+    def _account(self, stage: StageView, until: float) -> None:
+        """Add the time up to ``until`` to the sums of the stage's state. Spans of one stage never overlap."""
+        span, stage.accounted = (stage.accounted, until), max(stage.accounted, until)
+        if stage.waiting_for is not None:
+            self._stage_waits.setdefault((stage.name, stage.waiting_for), IntervalUnion(self._origin)).add(span)
+        elif stage.state.upper() == "PROCESSING":
+            self._stage_work.setdefault(stage.name, IntervalUnion(self._origin)).add(span)
+
+    def trainer_idle(self, window: Span) -> float | None:
+        """Share of ``window`` outside any forward, optimizer step or gather; None for an empty window."""
+        wall = window[1] - window[0]
+        return None if wall <= 0 else 1.0 - self._trainer.busy.within(window) / wall
+
+    @property
+    def trainer_known_until(self) -> float:
+        """The instant up to which the trainer's work is known; infinite while none is under way."""
+        return self._trainer.known_until
+
+    def trainer_saved(self, window: Span) -> float:
+        """Seconds of ``window`` in which a checkpoint was saved and the trainer computed nothing."""
+        summed = self._summed.saved if self._begins_in_sum(window) else 0.0
+        return summed + self._saved_within(self._rest_of(window))
+
+    def _saved_within(self, window: Span) -> float:
+        return length(intersection(self._saves.spans, complement(self._trainer.busy.spans, window)))
+
+    def _begins_in_sum(self, window: Span) -> bool:
+        return window[0] < self._summed_until
+
+    def _rest_of(self, window: Span) -> Span:
+        """The part of ``window`` that was not summed up."""
+        return max(window[0], self._summed_until), window[1]
+
+    def rollouter_idle(self, window: Span) -> float | None:
+        """Share of the replicas' time in ``window`` without a sequence prefilling or decoding.
+
+        This is the mean over replicas, weighted by the time that each was part of the run; None when none was.
+        """
+        present = sum(replica.seconds(window) for replica in self.replicas.values())
+        if present <= 0:
+            return None
+        return 1.0 - sum(replica.busy_seconds(window) for replica in self.replicas.values()) / present
+
+    def idle_while_saving(self, window: Span) -> float:
+        """The part of `rollouter_idle` in which a checkpoint was saved; 0 when no replica was part of the run."""
+        present = sum(replica.seconds(window) for replica in self.replicas.values())
+        if present <= 0:
+            return 0.0
+        summed = self._summed.idle_while_saving if self._begins_in_sum(window) else 0.0
+        return (summed + self._idle_while_saving_within(self._rest_of(window))) / present
+
+    def _idle_while_saving_within(self, window: Span) -> float:
+        saves = intersection(self._saves.spans, [window])
+        return sum(
+            replica.seconds(span) - replica.busy_seconds(span) for replica in self.replicas.values() for span in saves
+        )
+
+    def slot_utilization(self, window: Span) -> float | None:
+        """Share of the replicas' slot time that was busy; None when no slots were declared or the window is empty."""
+        capacity = sum(replica.slots * replica.seconds(window) for replica in self.replicas.values())
+        if capacity <= 0:
+            return None
+        return min(sum(replica.slot_seconds(window) for replica in self.replicas.values()) / capacity, 1.0)
+
+    def reported_until(self) -> float | None:
+        """The instant up to which every replica's activity is known; infinite when all are lost."""
+        return min((replica.reported_until for replica in self.replicas.values()), default=None)
+
+    def trainer_waited(self, window: Span) -> float:
+        """Seconds of ``window`` in which the trainer waited for groups."""
+        return self._trainer_waits.within(window)
+
+    def waited_for_reward(self, window: Span) -> float:
+        """Seconds of ``window`` in which the trainer waited for groups, nothing decoded and a reward was computed."""
+        summed = self._summed.waited_for_reward if self._begins_in_sum(window) else 0.0
+        return summed + self._waited_for_reward_within(self._rest_of(window))
+
+    def _waited_for_reward_within(self, window: Span) -> float:
+        if (rewarding := self._stage_work.get("Reward")) is None:
+            return 0.0
+        all_idle = [window]
+        for replica in self.replicas.values():
+            all_idle = intersection(all_idle, complement(replica.busy.spans, window))
+        return length(intersection(intersection(all_idle, self._trainer_waits.spans), rewarding.spans))
+
+    def stage_waits(self, window: Span) -> dict[str, dict[str, float]]:
+        """Seconds of ``window`` that each stage waited, by whom it waited for."""
+        waits: dict[str, dict[str, float]] = defaultdict(dict)
+        for (stage, other), union in sorted(self._stage_waits.items()):
+            if (seconds := union.within(window)) > 0:
+                waits[stage][other] = seconds
+        return dict(waits)

@@ -1,0 +1,441 @@
+"""Metrics, from events to figures: one row per version while the run goes on, one summary at its end.
+
+    events ─▶ GroupTally  (where every group is, its fate)          ─┐
+           ─▶ Occupancy   (who was busy when)                        ├─▶ rows: metrics.jsonl, TensorBoard, the log
+           ─▶ VersionRow  (what was trained, the update after it)   └─▶ summary(): summary.json, the final report
+
+The row of version v is closed by the update to v+1, which it includes, so rows tile the run; the last one is closed by
+the end of the run. A closed row is handed out when all is known that the trainer did until then: an overlapped update
+may finish in the middle of an optimizer step, which is reported at its end. Nothing here reads a clock: replaying a
+run's ``events.jsonl`` gives the same figures.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from headway.events import (
+    CheckpointSaved,
+    CriticStepped,
+    Event,
+    FetchTaken,
+    GroupAdmitted,
+    GroupRewarded,
+    GroupSettled,
+    LeaseChanged,
+    Note,
+    OptimizerStepped,
+    PromptsLeftOut,
+    ReplicaActivity,
+    ReplicaJoined,
+    ReplicaLost,
+    RunFinished,
+    RunResumed,
+    RunStarted,
+    Span,
+    StageChanged,
+    TrainerBusy,
+    TrajectoryFinished,
+    UpdateFinished,
+    UpdatePhase,
+    ValidationFinished,
+    WorkerDescribed,
+)
+from headway.reports.metrics.episode_sums import EpisodeSums, is_of_program
+from headway.reports.metrics.group_tally import GroupRecord, GroupTally, partial_span
+from headway.reports.metrics.occupancy import Occupancy
+from headway.reports.metrics.pace import Pace
+from headway.reports.metrics.run_sums import Evaluations, UpdateSums
+from headway.reports.metrics.version_row import VersionRow, mean_of, validation_values
+
+KEPT_WARNINGS = 50
+
+
+class RowSink(Protocol):
+    """Receiver of each version's complete row: flat metric names to values, ``version`` among them."""
+
+    def on_row(self, row: dict[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(slots=True)
+class Lengths:
+    """Sum of the response lengths of whole groups, in tokens."""
+
+    tokens: int = 0
+    trajectories: int = 0
+
+    def add(self, group: GroupRecord, *, failed: bool = False) -> None:
+        """Add a group's episodes; with ``failed`` those that failed, too, but for a baseline."""
+        lengths = group.lengths + group.lost if failed else group.lengths
+        self.tokens += sum(lengths)
+        self.trajectories += len(lengths)
+
+    @property
+    def mean(self) -> float | None:
+        return self.tokens / self.trajectories if self.trajectories else None
+
+
+@dataclass(slots=True)
+class Totals:
+    """Counts over the whole run."""
+
+    fetches: int = 0
+    optimizer_steps: int = 0
+    skipped_steps: int = 0
+    trajectories: int = 0
+    """Finished trajectories, whatever became of their groups."""
+    partial: int = 0
+    """Finished trajectories with tokens of more than one version."""
+    max_partial_span: int = 0
+    stale_trajectories: int = 0
+    """Trained trajectories whose oldest token was sampled before the version that trained on them."""
+    generated_tokens: int = 0
+    prefilled_tokens: int = 0
+    preempted: int = 0
+    """Times that a replica parked an answer for want of memory."""
+    cached_tokens: int = 0
+    unpinned: int = 0
+    """Times that a replica gave up what it kept for the next turn of an open episode, for want of memory."""
+    episodes: EpisodeSums = field(default_factory=EpisodeSums)
+    """Sums over the episodes that programs made."""
+    trained: Lengths = field(default_factory=Lengths)
+    trainable: Lengths = field(default_factory=Lengths)
+    """Lengths of groups that have ended, trained or lost; filtered ones are left out of training on purpose."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClosedRow:
+    """A metrics row when it was closed. ``window`` is the time whose idle shares it reports; None for none."""
+
+    values: dict[str, Any]
+    window: Span | None = None
+
+
+class RunMetrics:
+    """Observer that accumulates a run. Complete rows go to ``sinks``."""
+
+    def __init__(self, sinks: Sequence[RowSink] = ()) -> None:
+        self.tally = GroupTally()
+        self.occupancy = Occupancy()
+        self.started: RunStarted | None = None
+        """The run's start event, updated when the run is resumed; None before it."""
+        self.first: float | None = None
+        """Time of the first event; None before it."""
+        self.finished: RunFinished | None = None
+        self.resumed = 0
+        """Number of times that the run was resumed."""
+        self.version = 0
+        self.served: dict[str, int] = {}
+        """Version that each replica has loaded."""
+        self.lags: Counter[int] = Counter()
+        """Lag → number of trained groups."""
+        self.evaluations = Evaluations()
+        self.left_out: dict[str, dict[str, dict[str, int]]] = {}
+        """Part (training or held-out) → source → reason → number of rows that were left out."""
+        self.warnings: list[str] = []
+        self.workers: dict[str, WorkerDescribed] = {}
+        """Descriptions of the workers, by name."""
+        self.totals = Totals()
+        self.pace = Pace()
+        self.updates = UpdateSums()
+        """Sums of the updates that finished after the first admission: what was published before it cost the run
+        nothing."""
+        self.lease_validation_s = 0.0
+        """Seconds that the trainer waited for validations before it got shared devices."""
+        self.sinks = sinks
+        self.rows = 0
+        """Number of rows that were handed out."""
+        self._rows: dict[int, VersionRow] = {}
+        self._closed: deque[ClosedRow] = deque()
+        """Closed rows that were not handed out yet, in order."""
+        self._closed_below = 0
+        self._row_opened = 0.0
+        self._rollouter_cut = 0.0
+        """Time up to which replicas' activity is in rows that were handed out."""
+        self._first_admission: float | None = None
+        self._last_step: float | None = None
+
+    # ------------------------------------------------------------------------------------------ events
+
+    def on_event(self, event: Event) -> None:
+        if self.first is None:
+            self.first = event.time
+        match event:
+            case StageChanged():
+                self.occupancy.stage_changed(event)
+                self._hand_out_known()
+            case TrajectoryFinished():
+                self._on_trajectory(event)
+            case GroupAdmitted():
+                self._on_admitted(event)
+            case GroupRewarded():
+                self.tally.reward(event)
+                self._row(self.version).generated_rewards += event.rewards
+            case GroupSettled():
+                self._on_settled(event)
+            case ReplicaActivity():
+                self._on_activity(event)
+            case ReplicaJoined():
+                self.occupancy.join(event)
+                self.served[event.replica] = event.version
+            case ReplicaLost():
+                self.occupancy.lose(event)
+                self.served.pop(event.replica, None)
+            case TrainerBusy():
+                self.occupancy.trainer_busy(event)
+                self._hand_out_known()
+            case CheckpointSaved():
+                self.occupancy.checkpoint_saved(event)
+            case WorkerDescribed():
+                self.workers[event.worker] = event
+            case FetchTaken():
+                self._on_fetch(event)
+            case OptimizerStepped():
+                self._on_step(event)
+            case CriticStepped():
+                self._row(max(event.version, self._closed_below)).add_critic_step(event)
+            case UpdatePhase():
+                self._on_phase(event)
+            case UpdateFinished():
+                self._on_update(event)
+            case LeaseChanged():
+                self.lease_validation_s += event.validation_s
+            case ValidationFinished():
+                self._on_validation(event)
+            case RunStarted():
+                self._on_started(event)
+            case RunResumed():
+                self.resumed, self.version = event.times, max(self.version, event.version)
+            case RunFinished():
+                self.finished = event
+                self._close_rows(event.time, below=None)
+                self._hand_out_all()
+            case PromptsLeftOut():
+                of_source = self.left_out.setdefault(event.part, {}).setdefault(event.source, {})
+                of_source[event.reason] = event.count
+            case Note(level="warning") if len(self.warnings) < KEPT_WARNINGS:
+                self.warnings.append(event.text)
+
+    def close(self) -> None:
+        """Hand out the rows of a run that did not get to its end."""
+        self._close_rows(self._last_step, below=None)
+        self._hand_out_all()
+
+    def _on_started(self, event: RunStarted) -> None:
+        """Note a start, first or resumed: workers are new, and have the initial model until the first update."""
+        self.tally.start(event)
+        if self.started is None:
+            self.occupancy.declare(event.slots)
+        else:
+            self.occupancy.restart(event.slots, event.time)
+            event = replace(event, time=self.started.time)
+        self.started = event
+        self.served = dict.fromkeys(event.slots, 0)
+
+    def _on_admitted(self, event: GroupAdmitted) -> None:
+        self.tally.admit(event)
+        if self._first_admission is None:
+            self._first_admission = self._row_opened = self._rollouter_cut = event.time
+            self.pace.begin(event.time)
+            self.occupancy.begin(event.time)
+
+    def _on_trajectory(self, event: TrajectoryFinished) -> None:
+        self.tally.finish_trajectory(event)
+        self._row(self.version).add_finished(event)
+        totals, span = self.totals, partial_span(event)
+        totals.trajectories += 1
+        totals.generated_tokens += event.tokens
+        totals.partial += span > 0
+        totals.max_partial_span = max(totals.max_partial_span, span)
+        if is_of_program(event):
+            totals.episodes.add(event)
+
+    def _on_activity(self, event: ReplicaActivity) -> None:
+        self.occupancy.replica_active(event)
+        self._row(self.version).add_activity(event)
+        totals = self.totals
+        totals.prefilled_tokens += event.prefilled_tokens
+        totals.cached_tokens += event.cached_tokens
+        totals.preempted += event.preempted
+        totals.unpinned += event.unpinned
+
+    def _on_settled(self, event: GroupSettled) -> None:
+        group = self.tally.settle(event)
+        if group is None:
+            return
+        if event.fate != "filtered":
+            self.totals.trainable.add(group, failed=True)
+        if event.fate != "trained":
+            return
+        self.totals.trained.add(group)
+        self.totals.stale_trajectories += group.stale_trajectories()
+        if event.lag is not None:
+            self.lags[event.lag] += 1
+        self._row(self.version if group.taken_at is None else group.taken_at).add_trained(group, event.lag)
+
+    def _on_fetch(self, event: FetchTaken) -> None:
+        self.tally.take(event)
+        self.occupancy.fetch_taken(event)
+        if event.numbers:
+            self.totals.fetches += 1
+            self.pace.took(event.time, len(event.numbers), self.started.groups_per_version if self.started else 1)
+
+    def _on_step(self, event: OptimizerStepped) -> None:
+        self._row(event.version).add_step(event)
+        if event.skipped:
+            self.totals.skipped_steps += 1
+        else:
+            self.totals.optimizer_steps += 1
+        if self._last_step is None or event.time > self._last_step:
+            self._last_step = event.time
+            self.updates.stepped(event.time)
+
+    def _on_phase(self, event: UpdatePhase) -> None:
+        # A probe on shared devices may come when its update's row is closed: it then counts in the next one.
+        self._row(max(event.version - 1, self._closed_below)).phases.add(event)
+        if event.phase == "load" and event.where in self.served:
+            self.served[event.where] = event.version
+
+    def _on_update(self, event: UpdateFinished) -> None:
+        self.version = max(self.version, event.version)
+        row = self._row(event.version - 1)
+        row.update = event
+        if self._first_admission is not None:
+            self.updates.add(event, row.phases)
+        self._close_rows(event.time, below=event.version)
+        self._hand_out_known()
+
+    def _on_validation(self, event: ValidationFinished) -> None:
+        """Take a validation's scores. If its version's row was closed meanwhile, they become a row of their own."""
+        self.evaluations.add(event)
+        if event.version < self._closed_below:
+            self._closed.append(ClosedRow({"version": event.version, **validation_values(event)}))
+            self._hand_out_known()
+        else:
+            self._row(event.version).validation = event
+
+    # ------------------------------------------------------------------------------------------ rows
+
+    def _row(self, version: int) -> VersionRow:
+        if version not in self._rows:
+            self._rows[version] = VersionRow(version)
+        return self._rows[version]
+
+    def _close_rows(self, until: float | None, below: int | None) -> None:
+        for version in sorted(v for v in self._rows if below is None or v < below):
+            row = self._rows.pop(version)
+            if row.is_empty:
+                continue
+            values = row.values(by_source=len(self.tally.sources) > 1) | self._cumulative()
+            window = None
+            if until is not None and until > self._row_opened:
+                covered, self._row_opened = (self._row_opened, until), until
+                values |= self._rates(row, covered)
+                window = covered if row.trained else None
+            self._closed.append(ClosedRow(values, window))
+        self._closed_below = max(self._closed_below, below or 0)
+
+    def _hand_out_known(self) -> None:
+        """Hand out closed rows, in order, whose windows the trainer's events cover completely."""
+        known, before = self.occupancy.trainer_known_until, len(self._closed)
+        while self._closed and ((window := self._closed[0].window) is None or window[1] <= known):
+            self._hand_out(self._closed.popleft())
+        if len(self._closed) < before:
+            self._sum_up()
+
+    def _sum_up(self) -> None:
+        """Let the occupancy sum up all time within which no later row, and not the run's window, begins or ends."""
+        if self._last_step is not None:
+            waiting = (row.window[0] for row in self._closed if row.window is not None)
+            known = self.occupancy.trainer_known_until
+            self.occupancy.sum_up(min(self._row_opened, self._rollouter_cut, self._last_step, known, *waiting))
+
+    def _hand_out_all(self) -> None:
+        """Hand out all closed rows at the end of a run, when no further event will complete them."""
+        while self._closed:
+            self._hand_out(self._closed.popleft())
+
+    def _hand_out(self, closed: ClosedRow) -> None:
+        self.rows += 1
+        idle = {} if closed.window is None else self._idle(closed.window)
+        for sink in self.sinks:
+            sink.on_row(closed.values | idle)
+
+    def _cumulative(self) -> dict[str, Any]:
+        return {
+            "fully_async/count/stale_samples_processed": self.stale_groups,
+            "fully_async/count/stale_trajectory_processed": self.totals.stale_trajectories,
+            **{f"groups/{fate}": count for fate, count in self.tally.counts().items()},
+            **self._episode_fates(),
+            **{f"bias/{name}": value for name, value in self.bias().items() if value is not None},
+        }
+
+    def _episode_fates(self) -> dict[str, int]:
+        """Return the episodes' account, where programs make them."""
+        if not self.totals.episodes.finished:
+            return {}
+        return {f"episodes/{fate}": count for fate, count in self.tally.episode_counts().items()}
+
+    def _rates(self, row: VersionRow, window: Span) -> dict[str, Any]:
+        """Figures of a row about its time: seconds, and throughputs where the version was trained on."""
+        seconds = window[1] - window[0]
+        values: dict[str, Any] = {"time/seconds": seconds}
+        if self.started is not None:
+            values["time/since_start"] = window[1] - self.started.time
+        if row.trained:
+            values["throughput/samples_per_s"] = sum(row.lags.values()) / seconds
+            values["throughput/trajectories_per_s"] = row.trained_trajectories / seconds
+            values["throughput/trained_tokens_per_s"] = row.trained_tokens / seconds
+            values["throughput/generated_tokens_per_s"] = row.generated_tokens / seconds
+        return values
+
+    def _idle(self, window: Span) -> dict[str, Any]:
+        return {"trainer/idle_ratio": self.occupancy.trainer_idle(window), **self._rollouter_rates(window[1])}
+
+    def _rollouter_rates(self, until: float) -> dict[str, Any]:
+        """Idle ratio and slot utilization since the last row, as far as every replica has reported."""
+        known = self.occupancy.reported_until()
+        if known is None or (until := min(until, known)) <= self._rollouter_cut:
+            return {}
+        measured, self._rollouter_cut = (self._rollouter_cut, until), until
+        values = {
+            "rollouter/idle_ratio": self.occupancy.rollouter_idle(measured),
+            "rollouter/slot_utilization": self.occupancy.slot_utilization(measured),
+        }
+        return {name: value for name, value in values.items() if value is not None}
+
+    # ------------------------------------------------------------------------------------------ the whole run
+
+    @property
+    def window(self) -> Span | None:
+        """The span from the first admission to the last optimizer step so far."""
+        if self._first_admission is None or self._last_step is None or self._last_step <= self._first_admission:
+            return None
+        return self._first_admission, self._last_step
+
+    def idle_so_far(self) -> tuple[float | None, float | None]:
+        """Idle ratios (trainer, rollouter) while the run goes on; the second as far as replicas have reported."""
+        window, known = self.window, self.occupancy.reported_until()
+        if window is None:
+            return None, None
+        reported = (window[0], window[1] if known is None else min(window[1], known))
+        return self.occupancy.trainer_idle(window), self.occupancy.rollouter_idle(reported)
+
+    def lag_so_far(self) -> tuple[float | None, int | None]:
+        """Mean and maximum lag over trained groups so far."""
+        return (mean_of(self.lags), max(self.lags)) if self.lags else (None, None)
+
+    @property
+    def stale_groups(self) -> int:
+        return sum(count for lag, count in self.lags.items() if lag >= 1)
+
+    def bias(self) -> dict[str, float | None]:
+        """Mean lengths of the answers trained on and of all dispatched to training that have ended, and their ratio."""
+        trained, dispatched = self.totals.trained.mean, self.totals.trainable.mean
+        ratio = trained / dispatched if trained is not None and dispatched else None
+        return {"trained_length_mean": trained, "dispatched_length_mean": dispatched, "length_ratio": ratio}

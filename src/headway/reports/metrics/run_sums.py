@@ -1,0 +1,93 @@
+"""Sums of what happens all through a run: sums alone are kept, and of results a bounded number.
+
+updates     ─▶ `UpdateSums`    over the run, and up to the last optimizer step
+validations ─▶ `Evaluations`   the first, the last, and of those between the more the newer they are
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from math import inf
+
+from headway.events import UpdateFinished, ValidationFinished
+from headway.reports.metrics.version_row import PhaseTimes
+
+MOST_EVALUATIONS = 512
+"""Most results of validations that the summary lists: it has to stay readable, and fit on a nearly full disk."""
+
+
+@dataclass(slots=True)
+class Stalls:
+    """Seconds that updates cost each side, added up."""
+
+    updates: int = 0
+    trainer: float = 0.0
+    rollout: float = 0.0
+    validation: float = 0.0
+    moving_weights: float = 0.0
+
+    def add(self, event: UpdateFinished, phases: PhaseTimes) -> None:
+        self.updates += 1
+        self.trainer += event.trainer_stall_s
+        self.rollout += event.rollout_stall_s
+        self.validation += event.validation_stall_s
+        self.moving_weights += phases.critical_path_s()
+
+
+@dataclass(slots=True)
+class UpdateSums:
+    """Sums over all updates of the run."""
+
+    stalls: Stalls = field(default_factory=Stalls)
+    before_last_step: Stalls = field(default_factory=Stalls)
+    """Stalls of the updates that had finished when the last optimizer step, and the wall time with it, ended."""
+    phases: Counter[str] = field(default_factory=Counter)
+    """Phase of updates → its seconds, added up."""
+    _last_step: float = -inf
+    _since_then: list[tuple[UpdateFinished, PhaseTimes]] = field(default_factory=list)
+
+    def add(self, event: UpdateFinished, phases: PhaseTimes) -> None:
+        self.stalls.add(event, phases)
+        self.phases.update(phases.totals())
+        self._since_then.append((event, phases))
+        self.stepped(self._last_step)
+
+    def stepped(self, time: float) -> None:
+        """Note that an optimizer step ended at ``time``."""
+        self._last_step, since = time, []
+        for event, phases in self._since_then:
+            if event.time <= time:
+                self.before_last_step.add(event, phases)
+            else:
+                since.append((event, phases))
+        self._since_then = since
+
+
+class Evaluations:
+    """Results of validations, by version: all of them or, of many, every second, fourth, … one, and the last."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        """Number of validations, those no longer kept included."""
+        self._every = 1
+        self._last = 0
+        """Version of the last validation."""
+        self._kept: dict[int, ValidationFinished] = {}
+
+    def add(self, event: ValidationFinished) -> None:
+        if event.version not in self._kept:
+            if (self.count - 1) % self._every:
+                del self._kept[self._last]  # it was there as the last one alone
+            self.count += 1
+            self._last = event.version
+        self._kept[event.version] = event
+        if len(self._kept) > MOST_EVALUATIONS:
+            self._every *= 2
+            events = list(self._kept.values())
+            self._kept = {one.version: one for one in [*events[:-1:2], events[-1]]}
+
+    def __iter__(self) -> Iterator[ValidationFinished]:
+        """Iterate over the kept results, in order of versions."""
+        return iter([self._kept[version] for version in sorted(self._kept)])

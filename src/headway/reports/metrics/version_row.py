@@ -1,0 +1,272 @@
+"""One line of ``metrics.jsonl``: what happened while one version was the trainer's."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any
+
+from headway.events import (
+    CriticStepped,
+    OptimizerStepped,
+    ReplicaActivity,
+    TrajectoryFinished,
+    UpdateFinished,
+    UpdatePhase,
+    ValidationFinished,
+)
+from headway.reports.metrics.episode_sums import EpisodeSums, is_of_program
+from headway.reports.metrics.group_tally import GroupRecord, partial_span
+
+PHASES = ("gather", "send", "recv", "register", "load")
+
+
+@dataclass(slots=True)
+class PhaseTimes:
+    """Seconds of each phase of an update. Receivers work side by side: the slowest one counts."""
+
+    seconds: dict[tuple[str, str], float] = field(default_factory=lambda: defaultdict(float))
+    sent_nbytes: int | None = None
+    """Bytes sent to one receiver, or to all together; the maximum where receivers differ."""
+    probe_difference: float | None = None
+    """The largest difference of log-probs over the receivers' probes, in nats; None where nothing was compared."""
+
+    def add(self, event: UpdatePhase) -> None:
+        self.seconds[event.phase, event.where] += event.seconds
+        if event.phase == "send":
+            self.sent_nbytes = max(event.nbytes, self.sent_nbytes or 0)
+        if event.probe_difference is not None:
+            self.probe_difference = max(event.probe_difference, self.probe_difference or 0.0)
+
+    def totals(self) -> dict[str, float]:
+        return {
+            f"{phase}_s": max((s for (p, _), s in self.seconds.items() if p == phase), default=0.0) for phase in PHASES
+        }
+
+    def critical_path_s(self) -> float:
+        """Seconds that the update took at least: send and recv run side by side, the others one after the other."""
+        totals = self.totals()
+        return totals["gather_s"] + max(totals["send_s"], totals["recv_s"]) + totals["register_s"] + totals["load_s"]
+
+
+@dataclass(slots=True)
+class VersionRow:
+    """Accumulates the metrics of one version: groups trained at it, what finished meanwhile, the update after it.
+
+    ``values()`` has only what happened: no key without a measurement.
+    """
+
+    version: int
+    rewards: list[float] = field(default_factory=list)
+    reward_parts: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    """Part of the reward, or further number that one told → its values for the answers that it applies to."""
+    source_rewards: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    source_groups: Counter[str] = field(default_factory=Counter)
+    generated_rewards: list[float] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+    clipped: int = 0
+    lags: Counter[int] = field(default_factory=Counter)
+    lag_in_flight: list[int] = field(default_factory=list)
+    lag_in_queue: list[int] = field(default_factory=list)
+    token_lags: Counter[int] = field(default_factory=Counter)
+    trained_trajectories: int = 0
+    trained_tokens: int = 0
+    finished: int = 0
+    generated_tokens: int = 0
+    partial: int = 0
+    max_partial_span: int = 0
+    episodes: EpisodeSums = field(default_factory=EpisodeSums)
+    """Episodes of programs that finished meanwhile."""
+    prefilled_tokens: int = 0
+    cached_tokens: int = 0
+    unpinned: int = 0
+    actor: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    rows: int = 0
+    """Rows of trajectories that optimizer steps were made on, with repetition."""
+    stepped_trajectories: int = 0
+    """Trajectories of these rows, with repetition."""
+    optimizer_steps: int = 0
+    skipped_steps: int = 0
+    phases: PhaseTimes = field(default_factory=PhaseTimes)
+    update: UpdateFinished | None = None
+    validation: ValidationFinished | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.trained or self.lags or self.finished or self.validation)
+
+    @property
+    def trained(self) -> bool:
+        """True if the trainer made a step at this version, even a skipped one."""
+        return self.optimizer_steps + self.skipped_steps > 0
+
+    def add_trained(self, group: GroupRecord, lag: int | None) -> None:
+        self.rewards += group.rewards or []
+        for name, values in group.parts.items():
+            self.reward_parts[name] += [value for value in values if value is not None]
+        self.source_rewards[group.source] += group.rewards or []
+        self.source_groups[group.source] += 1
+        self.lengths += group.lengths
+        self.clipped += group.clipped
+        self.trained_trajectories += len(group.lengths)
+        self.trained_tokens += sum(group.lengths)
+        if lag is not None:
+            self.lags[lag] += 1
+        if group.taken_at is not None and group.oldest:
+            self.lag_in_flight.append(group.newest - min(group.oldest))
+            self.lag_in_queue.append(group.taken_at - group.newest)
+
+    def add_finished(self, event: TrajectoryFinished) -> None:
+        span = partial_span(event)
+        self.finished += 1
+        self.generated_tokens += event.tokens
+        self.partial += span > 0
+        self.max_partial_span = max(self.max_partial_span, span)
+        if is_of_program(event):
+            self.episodes.add(event)
+
+    def add_activity(self, event: ReplicaActivity) -> None:
+        self.prefilled_tokens += event.prefilled_tokens
+        self.cached_tokens += event.cached_tokens
+        self.unpinned += event.unpinned
+
+    def add_step(self, event: OptimizerStepped) -> None:
+        if event.skipped:
+            self.skipped_steps += 1
+            return
+        self.optimizer_steps += 1
+        self.token_lags.update(event.token_lag)
+        if event.rows:
+            self.rows += event.rows
+            self.stepped_trajectories += event.trajectories
+        for name, value in event.metrics.items():
+            self.actor[name if "/" in name else f"actor/{name}"].append(float(value))
+
+    def add_critic_step(self, event: CriticStepped) -> None:
+        if not event.skipped:
+            for name, value in event.metrics.items():
+                self.actor[f"critic/{name}"].append(float(value))
+
+    def values(self, *, by_source: bool = False) -> dict[str, Any]:
+        """Return flat metric names to values, those of learning first; ``by_source``: also for each source."""
+        return {
+            "version": self.version,
+            **self._learning(),
+            **(self._sources() if by_source else {}),
+            **self._staleness(),
+            **partial_values(self.partial, self.finished, self.max_partial_span, prefix="fully_async/partial/"),
+            **self.episodes.values(),
+            **self._prefixes(),
+            **self._update(),
+            **({} if self.validation is None else validation_values(self.validation)),
+        }
+
+    def _learning(self) -> dict[str, Any]:
+        values: dict[str, Any] = {}
+        if self.rewards:
+            values["reward/mean"] = fmean(self.rewards)
+        values.update((f"reward/{name}/mean", fmean(given)) for name, given in self.reward_parts.items() if given)
+        if self.generated_rewards:
+            values["reward/generated_mean"] = fmean(self.generated_rewards)
+        if self.lengths:
+            values["response_length/mean"] = fmean(self.lengths)
+            values["response_length/max"] = max(self.lengths)
+            values["response_length/clip_ratio"] = self.clipped / len(self.lengths)
+        if self.rows:
+            values["rows/mean"] = self.rows / self.stepped_trajectories
+        values.update((name, _over_steps(name, series)) for name, series in self.actor.items())
+        values["actor/optimizer_steps"] = self.optimizer_steps
+        values["actor/skipped_steps"] = self.skipped_steps
+        return values
+
+    def _sources(self) -> dict[str, Any]:
+        rewards = {
+            f"reward/source/{name}/mean": fmean(given) for name, given in sorted(self.source_rewards.items()) if given
+        }
+        return rewards | {f"groups/source/{name}": self.source_groups[name] for name in sorted(self.source_groups)}
+
+    def _staleness(self) -> dict[str, Any]:
+        if not self.lags:
+            return {}
+        values: dict[str, Any] = {
+            "lag/mean": mean_of(self.lags),
+            "lag/max": max(self.lags),
+            "lag/histogram": histogram(self.lags),
+        }
+        if self.token_lags:
+            values["lag/token_mean"] = mean_of(self.token_lags)
+        if self.lag_in_flight:
+            values["lag/in_flight_mean"] = fmean(self.lag_in_flight)
+            values["lag/in_queue_mean"] = fmean(self.lag_in_queue)
+        return values
+
+    def _prefixes(self) -> dict[str, Any]:
+        context = self.cached_tokens + self.prefilled_tokens
+        values: dict[str, Any] = {"rollouter/prefix_hit_ratio": self.cached_tokens / context} if context else {}
+        if self.episodes.finished:
+            values["rollouter/unpinned"] = self.unpinned
+        return values
+
+    def _update(self) -> dict[str, Any]:
+        if self.update is None:
+            return {}
+        return {
+            **{f"param_update/{name}": seconds for name, seconds in self.phases.totals().items()},
+            "param_update/trainer_stall_s": self.update.trainer_stall_s,
+            "param_update/rollout_stall_s": self.update.rollout_stall_s,
+            "param_update/interrupted": self.update.interrupted,
+            "validation/stall_s": self.update.validation_stall_s,
+            **_sent(self.phases, self.update),
+        }
+
+
+def _sent(phases: PhaseTimes, update: UpdateFinished) -> dict[str, Any]:
+    """Figures of an update: bytes sent, share saved, share changed, difference of probes, as far as they are known."""
+    sent, full = phases.sent_nbytes, update.full_nbytes
+    values = {
+        "param_update/bytes": sent,
+        "param_update/bytes_saved": 1 - sent / full if sent is not None and full else None,
+        "param_update/changed_ratio": update.changed,
+        "param_update/probe_difference": phases.probe_difference,
+    }
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def validation_values(event: ValidationFinished) -> dict[str, Any]:
+    return {
+        "validation/accuracy": event.accuracy,
+        "validation/mean_tokens": event.mean_tokens,
+        "validation/failed": event.failed,
+        "validation/failed_episodes": event.failed_episodes,
+        **{f"validation/source/{name}/accuracy": accuracy for name, accuracy in event.by_source.items()},
+        **{f"validation/reward/{name}/mean": mean for name, mean in event.parts.items()},
+    }
+
+
+def partial_values(partial: int, finished: int, max_span: int, prefix: str = "") -> dict[str, Any]:
+    """Figures on the finished trajectories whose tokens carry more than one version."""
+    return {
+        f"{prefix}total_partial_num": partial,
+        f"{prefix}partial_ratio": partial / finished if finished else 0.0,
+        f"{prefix}max_partial_span": max_span,
+    }
+
+
+def mean_of(counts: Mapping[int, int]) -> float:
+    """Mean of a histogram, value → count."""
+    return sum(value * count for value, count in counts.items()) / sum(counts.values())
+
+
+def histogram(counts: Mapping[int, int]) -> dict[str, int]:
+    """Value → count as JSON spells it, by ascending value."""
+    return {str(value): counts[value] for value in sorted(counts)}
+
+
+def _over_steps(name: str, series: Iterable[float]) -> float:
+    """Combine a metric's values over optimizer steps: last learning rate, largest maximum, mean of all else."""
+    values, name = list(series), name.partition("/lag_")[0]
+    if name.endswith("lr"):
+        return values[-1]
+    return max(values) if name.endswith("max") else fmean(values)

@@ -1,0 +1,1 @@
+"""A run's record on disk: events, written and read."""

@@ -1,0 +1,332 @@
+"""All reports of one run behind one object: what the composition root opens, feeds and closes.
+
+emit ─▶ events.jsonl ─▶ RunMetrics ──rows──▶ metrics.jsonl, trackers, the console's view
+                           └─ summary() ──▶ summary.json, trackers
+on_sample ─▶ samples.jsonl, trackers
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from headway.config.schema import Config
+from headway.events import (
+    Event,
+    GroupAdmitted,
+    GroupRewarded,
+    GroupSettled,
+    Observer,
+    RunStarted,
+    StageChanged,
+    TrajectoryFinished,
+    VersionReached,
+)
+from headway.reports.live.console_view import ConsoleView, Outcome, report_end, stdout_console
+from headway.reports.live.live_view import LiveView
+from headway.reports.live.notebook_cell import Cell
+from headway.reports.live.plain_log import PlainView
+from headway.reports.live.snapshot import SnapshotTaker
+from headway.reports.metrics.metrics_state import pickled, save
+from headway.reports.metrics.run_metrics import RowSink, RunMetrics
+from headway.reports.metrics.summary import summary
+from headway.reports.record.event_log import EventLog
+from headway.reports.record.events_file import EventsFile, JsonLines
+from headway.reports.run_directory import RunDirectory, RunLock
+from headway.reports.samples.samples_file import SamplesFile, Thinning, later
+from headway.reports.trackers.tracker_client import Say
+from headway.reports.trackers.tracker_set import Trackers, open_trackers
+
+Lock = AbstractContextManager[Any]
+
+MANY = (TrajectoryFinished, StageChanged, GroupAdmitted, GroupRewarded, GroupSettled)
+"""Events that come with every group. They wait a moment for others: handled in between the run's own work, each of them
+finds none of the reports' code in the core's cache."""
+MOST_WAITING = 512
+WITHOUT_STATE = "no state of the metrics was kept: reports and a resume of this run read more events, and take longer"
+WAIT_S = 0.25
+"""Seconds on the events' clock after whose end the next event has those that wait handled."""
+
+
+class MetricsFile:
+    """Row sink that writes ``metrics.jsonl``."""
+
+    def __init__(self, lines: JsonLines) -> None:
+        self._lines = lines
+
+    @property
+    def whole(self) -> bool:
+        """True if every row so far is in the file."""
+        return self._lines.whole
+
+    def on_row(self, row: dict[str, Any]) -> None:
+        self._lines.write(row)
+
+    def close(self) -> None:
+        self._lines.close()
+
+
+@dataclass(slots=True)
+class RunClock:
+    """The clock of a resumed run: events go on from the time ``boundary``, where it stands still until `RunStarted`."""
+
+    boundary: float
+    _ahead: float | None = None
+
+    def read(self, event: Event) -> Event:
+        if isinstance(event, RunStarted):
+            self._ahead = self.boundary - event.time
+        return event.later(self.boundary - event.time if self._ahead is None else self._ahead)
+
+    @property
+    def ahead(self) -> float:
+        """Seconds by which the clock is ahead of that of the process, since the run was started again."""
+        return self._ahead or 0.0
+
+    def at(self, time: float) -> float:
+        """Return what this clock shows at ``time`` on the event loop's."""
+        return self.boundary if self._ahead is None else time + self._ahead
+
+
+class Reports:
+    """An observer that feeds every report. Methods may be called from any thread; close once, whatever happened."""
+
+    def __init__(
+        self,
+        directory: RunDirectory,
+        console: Console,
+        metrics: RunMetrics,
+        view: ConsoleView,
+        events: EventsFile,
+        sinks: list[RowSink],
+        trackers: Trackers,
+        lock: Lock,
+        run_lock: RunLock,
+        clock: RunClock | None = None,
+        samples: SamplesFile | None = None,
+    ) -> None:
+        self.directory = directory
+        self._console = console
+        self._metrics = metrics
+        self._view = view
+        self._events = events
+        # Metrics before the view, so that what is shown includes the event that caused it to be shown.
+        self._log = EventLog(directory.path)
+        self._observers: list[Observer] = [events, metrics, view, self._log]
+        self._sinks = sinks
+        self._trackers = trackers
+        self._lock = lock
+        self._run_lock = run_lock
+        self._clock = clock
+        self._samples = samples
+        self._waiting: deque[Event] = deque()
+        """Events that no report has seen yet, in order."""
+        self._closed = False
+
+    def on_event(self, event: Event) -> None:
+        """Hand ``event`` to every report: at once, with all before it, or in a moment where it is one of `MANY`."""
+        with self._lock:
+            waiting = self._waiting
+            waiting.append(event)
+            late = event.time - waiting[0].time >= WAIT_S
+            if late or len(waiting) >= MOST_WAITING or not isinstance(event, MANY):
+                self._hand_on()
+            if isinstance(event, RunStarted):
+                self._trackers.start()
+
+    def _hand_on(self) -> None:
+        """Hand the events that wait to every report. An interrupt leaves those that it has not got to waiting."""
+        while self._waiting:
+            event = self._waiting.popleft()
+            if self._clock is not None:
+                event = self._clock.read(event)
+            for observer in self._observers:
+                observer.on_event(event)
+            lines = self._events.lines
+            if isinstance(event, VersionReached) and lines is not None and self._events.told == event.version:
+                self._keep_state(event, lines)
+
+    def _keep_state(self, event: VersionReached, lines: int) -> None:
+        """Keep the metrics' state for readers. Only its copy is made here: the run goes on while it is written."""
+        try:
+            state = pickled(self._metrics)
+        except Exception as cause:  # no fault of the run's
+            self._events.fail(WITHOUT_STATE, cause)
+            return
+        self._events.beside(partial(save, self.directory, state, event.version, lines, event.time), WITHOUT_STATE)
+
+    emit = on_event
+
+    def on_sample(self, sample: dict[str, Any]) -> None:
+        """Write what a drawn group or a held-out problem said, and hand it to the trackers."""
+        with self._lock:
+            if self._samples is None or not self._samples.takes(sample):
+                return
+            if self._clock is not None:
+                sample = later(sample, self._clock.ahead)
+            self._samples.on_sample(sample)
+            self._trackers.on_sample(sample)
+
+    def phase(self, text: str, detail: str = "") -> None:
+        """Show what the run is doing before or after training, and how far it got."""
+        with self._lock:
+            self._view.phase(text, detail)
+
+    def summary(self) -> dict[str, Any]:
+        """Return the run so far as one object, as in ``summary.json``."""
+        with self._lock:
+            self._hand_on()
+            return summary(self._metrics)
+
+    @property
+    def groups(self) -> dict[str, int]:
+        """Numbers of groups by fate so far, derived from the events; the ledger's balance has the same."""
+        with self._lock:
+            self._hand_on()
+            return self._metrics.tally.counts()
+
+    @property
+    def version(self) -> int:
+        """The newest published version."""
+        with self._lock:
+            return self._metrics.version
+
+    @property
+    def resumable(self) -> int:
+        """The newest version from which the run can be resumed, by its record on the disk; -1 for none."""
+        with self._lock:
+            return self._events.told
+
+    def since_first(self, time: float) -> float:
+        """Return the seconds from the record's first event to ``time`` on the event loop's clock: where a timeline
+        made from the record has that moment.
+        """
+        with self._lock:
+            self._hand_on()
+            first = self._metrics.first
+            return 0.0 if first is None else (time if self._clock is None else self._clock.at(time)) - first
+
+    @property
+    def began(self) -> bool:
+        """True once generation and training began; before that nothing of the run is worth keeping."""
+        with self._lock:
+            return self._metrics.started is not None
+
+    @property
+    def ended(self) -> bool:
+        """Tell whether the run said how it ended."""
+        with self._lock:
+            return self._metrics.finished is not None
+
+    def close(self, model: Path | None = None) -> None:
+        """Complete and close every file, write ``summary.json``, end the trackers, give the terminal back.
+
+        ``model``: folder of the exported model, for trackers; None where there is none.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            with self._lock:
+                self._hand_on()
+                for observer in self._observers:
+                    if observer is not self._view:
+                        observer.close()
+                for sink in self._sinks:
+                    if sink is not self._view:
+                        sink.close()
+                if self._samples is not None:
+                    self._samples.close()
+        finally:  # also where Ctrl-C comes in between
+            try:
+                self._write_summary()
+                self._trackers.finish(self.summary(), model)
+            finally:
+                self._view.close()
+                self._log.end()
+                self._run_lock.release()
+
+    def _write_summary(self) -> None:
+        try:
+            self.directory.write_summary(self.summary())
+        except OSError as cause:
+            self._view.warn(f"cannot write {self.directory.summary}: {cause.strerror or cause}")
+
+    def report_end(self, model: Path | None, *, resumable: bool = False) -> None:
+        """Close the reports, then print how the run ended, where its files are and how to go on with it."""
+        self.close(model)
+        written = any(self.directory.tensorboard.glob("*"))  # none where somebody removed the folder
+        tensorboard = self.directory.tensorboard if written else None
+        resumes = self.directory.path if resumable else None
+        outcome = Outcome(self.directory.events, tensorboard, model, resumes, self._trackers.places_after)
+        report_end(self._console, self.summary(), outcome)
+
+
+def open_reports(config: Config, run_dir: Path, console: Console | None = None) -> Reports:
+    """Make the run's directory and open every report in it.
+
+    Raises `UserError` when the directory already holds a run or cannot be written.
+    """
+    directory = RunDirectory.create(run_dir, config)
+    lock = RunLock(directory.lock)
+    lock.take()
+    return open_all(config, directory, lock, RunMetrics(), console or stdout_console())
+
+
+def open_all(
+    config: Config,
+    directory: RunDirectory,
+    run_lock: RunLock,
+    metrics: RunMetrics,
+    console: Console,
+    *,
+    clock: RunClock | None = None,
+    purge_step: int | None = None,
+) -> Reports:
+    """Open every report in a run's directory, whose ``run_lock`` is held; the reports release it.
+
+    A run that is resumed has ``metrics`` of what it goes on from, a ``clock`` of its own, and ``purge_step``, the first
+    version whose figures are undone.
+    """
+    sinks: list[RowSink] = []
+    metrics.sinks = sinks
+    lock = threading.RLock()  # a signal may deliver an event in the middle of another one
+    view = _open_view(config, console, SnapshotTaker(metrics), lock)
+    sinks.append(MetricsFile(JsonLines(directory.metrics, view.warn)))
+    say = Say(warn=_locked(lock, view.warn), note=_locked(lock, view.note), phase=_locked(lock, view.phase))
+    trackers = open_trackers(config, directory, say, undone_from=purge_step)
+    sinks += [trackers, view]
+    events_file = EventsFile(directory.events, view.warn)
+    samples = SamplesFile(directory.samples, Thinning.of(config), view.warn) if config.reports.samples else None
+    return Reports(directory, console, metrics, view, events_file, sinks, trackers, lock, run_lock, clock, samples)
+
+
+def _locked(lock: Lock, tell: Callable[[str], None]) -> Callable[[str], None]:
+    """Return ``tell`` for other threads: views are called with the lock held."""
+
+    def told(text: str) -> None:
+        with lock:
+            tell(text)
+
+    return told
+
+
+def _open_view(config: Config, console: Console, snapshots: SnapshotTaker, lock: Lock) -> ConsoleView:
+    if isinstance(console, Cell):
+        return LiveView(console, snapshots, lock, canvas=console)
+    match config.reports.live:
+        case "on" if not console.is_terminal:
+            return LiveView(Console(file=console.file, force_terminal=True), snapshots, lock)
+        case "on":
+            return LiveView(console, snapshots, lock)
+        case "auto" if console.is_terminal and not console.is_dumb_terminal:
+            return LiveView(console, snapshots, lock)
+    return PlainView(console, snapshots)

@@ -1,0 +1,251 @@
+"""A run's samples, ``samples.jsonl``: what drawn groups and held-out problems said, one JSON object a line.
+
+    on_sample ─▶ line ─▶ line ─▶ … ─▶ more than `LIMIT` bytes: half of the groups, and of the validations, leave
+                                      the file, and of those to come half are taken
+
+So a run of weeks has a file of bounded size, in which old versions have as many samples as new ones. Each line ends
+with ``thinned``, how often that was done; all lines of a file have the same. docs/samples.md has the rest.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from headway.config.schema import Config
+from headway.data.draws import place_of_group, share_of
+from headway.errors import DataError, writable_json
+from headway.reports.record.events_file import JsonLines
+
+LIMIT = 64 * 2**20
+"""Bytes from which on the file is thinned."""
+ON_CLOCK = ("admitted", "generated", "rewarded", "settled", "started", "finished", "time")
+"""Names of the moments in a sample."""
+HEAD = re.compile(rb'\{"(group|validation)": ?(-?\d+), ?"(?:version|problem)": ?(-?\d+)')
+"""Beginning of a line: kind, the group's number or the validated version, and the group's version or the problem."""
+_END = re.compile(rb', "thinned": (\d+)\}\s*$')
+_OF_VALIDATION = frozenset({"validation", "problem", "source", "prompt", "answer", "time", "episodes"})
+_OF_GROUP = frozenset(
+    {"group", "version", "fate", "reason", "lag", "source", "prompt", "answer", "baseline", "times", "episodes"}
+)
+_OF_ANSWER = frozenset({"k", "reward", "parts", "turns", "length", "finish", "text", "conversation"})
+_OF_EPISODE = _OF_ANSWER | frozenset(
+    {"replica", "turn_rewards", "limit", "failure", "started", "finished", "waited_s", "worked_s", "rows"}
+)
+_OF_ROW = frozenset(
+    {"context", "prompt_length", "cut", "ids", "pieces", "mask", "versions", "behaviour", "logprobs", "entropy"}
+    | {"columns"}
+)
+
+Sample = Mapping[str, Any]
+
+
+def mean_of(episodes: Iterable[Sample], name: str) -> float | None:
+    """Return the mean of what the ``episodes`` of a sample have as ``name``, such as ``reward``; None without any."""
+    values = [value for episode in episodes if (value := episode.get(name)) is not None]
+    return round(fmean(values), 5) if values else None
+
+
+@dataclass(frozen=True, slots=True)
+class Thinning:
+    """Rule of which samples stay in a file that was thinned so many times."""
+
+    seed: int
+    share: float
+    """Share of groups that were drawn."""
+    every: int
+    """Number of versions between two validations."""
+    last: int | None = None
+    """The run's last version, whose validation stays; None where its length is not a number of groups."""
+
+    @classmethod
+    def of(cls, config: Config) -> Thinning:
+        share = share_of(config.reports.samples, config.groups_per_version)
+        total = config.rollout.total_rollout_steps
+        last = None if total is None else total // config.groups_per_version
+        return cls(config.run.seed, share, max(1, config.rollout.test_freq), last)
+
+    def keeps(self, what: str, number: int, thinned: int) -> bool:
+        """Tell whether the sample of a ``group``, or of the ``validation`` of a version, stays."""
+        if what == "validation":
+            return number == self.last or number // self.every % (1 << thinned) == 0
+        return not thinned or place_of_group(self.seed, number) < self.share / 2**thinned
+
+
+class SamplesFile:
+    """Writes ``samples.jsonl``, with the care of every record: a disk that refuses ends no run."""
+
+    def __init__(self, path: Path, thinning: Thinning, report: Callable[[str], None], limit: int = LIMIT) -> None:
+        """Open the file, in which samples may be already. ``report`` is told, once, what cannot be written."""
+        self._path = path
+        self._thinning = thinning
+        self._report = report
+        self._limit = limit
+        self._reported = False
+        self.thinned = _thinned(path)
+        """Number of times that the file was thinned."""
+        self._lines = JsonLines(path, report)
+
+    def takes(self, sample: Sample) -> bool:
+        """Tell whether ``sample`` belongs into the file, as often as that was thinned."""
+        what = "group" if "group" in sample else "validation"
+        return self._thinning.keeps(what, sample[what], self.thinned)
+
+    def on_sample(self, sample: dict[str, Any]) -> None:
+        """Write one sample that it takes. Where that makes the file too large, about half of its samples leave it."""
+        # At once: few lines come, and the next one, with which this one would be flushed, may be minutes away.
+        self._lines.write({**sample, "thinned": self.thinned}, at_once=True)
+        # Once for each sample: what always stays, such as the first validation, may be more than the limit by itself.
+        if self._lines.whole and self._lines.size > self._limit and self._thin():
+            while self._lines.size > self._limit * 3 // 4:
+                self._limit *= 2
+
+    def close(self) -> None:
+        self._lines.close()
+
+    def _thin(self) -> bool:
+        """Rewrite the file with about half of its samples. Returns whether that was possible."""
+        self._lines.close()
+        self.thinned += 1
+        draft = draft_of(self._path)
+        try:
+            with draft.open("wb") as kept:
+                for line in _lines_of(self._path):
+                    found = HEAD.match(line)
+                    if found and self._thinning.keeps(found[1].decode(), int(found[2]), self.thinned):
+                        kept.write(_END.sub(b', "thinned": %d}\n' % self.thinned, line))
+            draft.replace(self._path)
+            return True
+        except (OSError, DataError) as cause:
+            self._limit *= 2
+            with suppress(OSError):
+                draft.unlink(missing_ok=True)
+            if not self._reported:
+                self._reported = True
+                self._report(f"cannot thin {self._path}: {cause}; it grows beyond {self._limit // 2**21} MiB")
+            return False
+        finally:
+            self._lines = JsonLines(self._path, self._report)
+
+
+def later(sample: dict[str, Any], seconds: float) -> dict[str, Any]:
+    """Return ``sample`` with its moments moved to a clock that is ahead by so many seconds."""
+
+    def moved(value: dict[str, Any]) -> dict[str, Any]:
+        return {
+            name: round(one + seconds, 4) if name in ON_CLOCK and isinstance(one, float | int) else one
+            for name, one in value.items()
+        }
+
+    result = moved(sample)
+    if "times" in result:
+        result["times"] = moved(result["times"])
+    result["episodes"] = [moved(episode) for episode in result["episodes"]]
+    return result
+
+
+def write_surviving(path: Path, draft: Path, version: int, boundary: float) -> None:
+    """Write those samples of ``path`` to ``draft`` that belong to a run's history up to the boundary of ``version``,
+    which was at the time ``boundary``. Lines that are no samples are left out.
+
+    Raises `OSError` where that cannot be written.
+    """
+    with draft.open("wb") as kept:
+        for line in _lines_of(path):
+            with suppress(ValueError, KeyError, TypeError):
+                if _survives(json.loads(line), version, boundary):
+                    kept.write(line)
+
+
+def read_samples(
+    path: Path, *, what: str | None = None, number: int | None = None, damaged: list[int] | None = None
+) -> Iterator[dict[str, Any]]:
+    """Yield the samples in a file, in order; a last line that was cut off is left out.
+
+    ``what``: ``group`` or ``validation``, where only those are wanted. ``number``: of the one group that is; lines that
+    begin as those of others are not parsed. ``damaged``: list that gets the numbers, from 1, of lines that are no
+    samples, which are left out.
+
+    Raises `DataError` for a file that cannot be read, and without ``damaged`` also for a line that is no sample.
+    """
+    for index, line in enumerate(_lines_of(path)):
+        head = HEAD.match(line) if number is not None else None
+        if head is not None and (head[1] != b"group" or int(head[2]) != number):
+            continue
+        try:
+            sample = _checked(parsed(line))
+        except (ValueError, TypeError, KeyError, AttributeError) as cause:
+            if damaged is None:
+                raise DataError(f"{path}:{index + 1} is not a sample of this version of Headway: {cause!r}") from cause
+            damaged.append(index + 1)
+            continue
+        if (what is None or what in sample) and number in (None, sample.get("group")):
+            yield sample
+
+
+def parsed(line: bytes) -> Any:
+    """Return the JSON of a line, with lone surrogates spelled, so that all of it can be written anywhere.
+
+    Raises `ValueError` for what is no JSON, or no UTF-8.
+    """
+    value = json.loads(line.decode())
+    if b"\\ud" in line.lower():
+        value = json.loads(writable_json(json.dumps(value, ensure_ascii=False)))
+    return value
+
+
+def _checked(sample: dict[str, Any]) -> dict[str, Any]:
+    """Return ``sample`` if it has all keys. Raises `KeyError` for one that is missing, and what else is not as it
+    should be: `AttributeError`, `TypeError`.
+    """
+    of_group = "group" in sample
+    _has(sample, _OF_GROUP if of_group else _OF_VALIDATION)
+    for episode in sample["episodes"]:
+        _has(episode, _OF_EPISODE if of_group else _OF_ANSWER)
+        for row in episode["rows"] if of_group else ():
+            _has(row, _OF_ROW)
+    return sample
+
+
+def _has(value: Mapping[str, Any], keys: frozenset[str]) -> None:
+    if missing := keys - value.keys():
+        raise KeyError(min(missing))
+
+
+def draft_of(path: Path) -> Path:
+    """Return the path of the file that is to take the place of ``path``."""
+    return path.with_name(f"{path.name}.tmp")
+
+
+def _survives(sample: Sample, version: int, boundary: float) -> bool:
+    if "group" in sample:
+        return bool(sample["version"] < version)
+    return bool(sample["validation"] < version and sample["time"] <= boundary + 1e-3)
+
+
+def _lines_of(path: Path) -> Iterator[bytes]:
+    """Yield the complete lines of a file. Raises `DataError` where it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            for line in file:
+                if line.endswith(b"\n"):
+                    yield line
+    except OSError as cause:
+        raise DataError(f"cannot read the samples of a run: {cause}") from cause
+
+
+def _thinned(path: Path) -> int:
+    """Return how often a file was thinned, by its last complete line; 0 without any."""
+    if not path.is_file():
+        return 0
+    last = b""
+    for line in _lines_of(path):
+        last = line
+    found = _END.search(last)
+    return int(found[1]) if found else 0

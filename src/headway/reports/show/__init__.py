@@ -1,0 +1,1 @@
+"""``headway show``: the query and the printer."""

@@ -1,0 +1,271 @@
+"""What ``headway show`` has to show: the samples of a run, or what its record knows of a group that left none.
+
+samples.jsonl ─▶ listed, found          events.jsonl ─▶ Story, of a group that was not drawn
+
+A sample is read from ``samples.jsonl`` alone. The record, which is large, is looked at where that does not help.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from headway.errors import ConfigError, DataError
+from headway.events import (
+    Event,
+    FetchTaken,
+    GroupAdmitted,
+    GroupRewarded,
+    GroupSettled,
+    RunStarted,
+    TrajectoryFinished,
+)
+from headway.reports.metrics.group_tally import FATES, IN_FLIGHT
+from headway.reports.report import events_file_of, events_of, not_yet
+from headway.reports.run_directory import RunDirectory
+from headway.reports.samples.samples_file import mean_of, read_samples
+from headway.reports.samples.token_view import visible
+
+OF_A_GROUP = (GroupAdmitted, TrajectoryFinished, GroupRewarded, FetchTaken, GroupSettled)
+ALL_FATES = (*FATES, IN_FLIGHT)
+
+Sample = dict[str, Any]
+Summary = dict[str, Any]
+"""The line of a sample in a table, as JSON."""
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """Table of a run's samples."""
+
+    lines: list[Summary]
+    """The last ones, in the order in which they were written."""
+    left_out: int
+    """Number of earlier ones."""
+
+
+@dataclass(slots=True)
+class Story:
+    """Account of a group by its run's record, which has all but what was said."""
+
+    admitted: GroupAdmitted
+    episodes: list[TrajectoryFinished] = field(default_factory=list)
+    rewarded: GroupRewarded | None = None
+    taken: FetchTaken | None = None
+    settled: GroupSettled | None = None
+    kept: str = ""
+    """One sentence: why there is no text, and how there would be."""
+
+    def of_episode(self, k: int | None) -> Story:
+        """Return the account with the episode ``k`` alone, or all of it for None. Raises `ConfigError`."""
+        if k is None:
+            return self
+        _check_episode(k, self.admitted.number, sorted(one.k for one in self.episodes))
+        return replace(self, episodes=[one for one in self.episodes if one.k == k])
+
+    def to_json(self) -> dict[str, Any]:
+        events = [self.admitted, *self.episodes, self.rewarded, self.taken, self.settled]
+        return {
+            "group": self.admitted.number,
+            "sample": None,
+            "why": self.kept,
+            "events": [event.to_json() for event in events if event is not None],
+        }
+
+
+def listed(
+    run: Path,
+    damaged: list[int],
+    *,
+    last: int,
+    validation: bool = False,
+    fate: str | None = None,
+    source: str | None = None,
+) -> Listed:
+    """Return a table of the ``last`` samples of a run, of groups or of validations, which are read one at a time.
+
+    ``damaged`` gets the numbers of lines of the file that are no samples.
+
+    Raises:
+        ConfigError: ``run`` is no run's directory, has no samples yet, or was told to keep none; its samples cannot be
+            read; it has no such fate or source.
+    """
+    what = "validation" if validation else "group"
+    if fate is not None and (validation or fate not in ALL_FATES):
+        wanted = f"expected one of {', '.join(ALL_FATES)}" if not validation else "but held-out problems have no fate"
+        raise ConfigError(f"--fate: got {fate}, {wanted}")
+    lines, sources, count = deque[Summary](maxlen=last), set[str](), 0
+    for sample in _samples(run, what, damaged):
+        sources.add(str(sample["source"]))
+        if (fate is None or sample["fate"] == fate) and (source is None or sample["source"] == source):
+            lines.append(_summary(sample))
+            count += 1
+    if not sources:
+        raise ConfigError(_why_none(run, what, damaged))
+    if source is not None and source not in sources:
+        raise ConfigError(f"--source: got {visible(source)}, expected one of {visible(', '.join(sorted(sources)))}")
+    return Listed(list(lines), count - len(lines))
+
+
+def of_problem(run: Path, problem: int, damaged: list[int]) -> list[Sample]:
+    """Return the samples of one held-out problem, by version. Raises `ConfigError` where it was not shown.
+
+    ``damaged`` gets the numbers of lines of the file that are no samples.
+    """
+    samples, shown = list[Sample](), set[int]()
+    for sample in _samples(run, "validation", damaged):
+        shown.add(sample["problem"])
+        if sample["problem"] == problem:
+            samples.append(sample)
+    if not shown:
+        raise ConfigError(_why_none(run, "validation", damaged))
+    if not samples:
+        those = ", ".join(map(str, sorted(shown)))
+        raise ConfigError(
+            f"GROUP: got {problem}, but with --validation it is one of the problems that are shown: {those}"
+        )
+    return samples
+
+
+def found(run: Path, number: int, damaged: list[int]) -> Sample | Story:
+    """Return the last sample of group ``number``, or what the record tells of it where it left none.
+
+    ``damaged`` gets the numbers of lines of the file that may have been its own and are no samples.
+
+    Raises `ConfigError` for a group that was never admitted, and what cannot be read.
+    """
+    last: Sample | None = None
+    for sample in _samples(run, "group", damaged, number):
+        last = sample
+    return last if last is not None else _story(run, number, damaged)
+
+
+def of_episode(sample: Sample, k: int | None) -> Sample:
+    """Return ``sample`` with the episode ``k`` alone, or all of it for None. Raises `ConfigError` where it has none."""
+    if k is None:
+        return sample
+    _check_episode(k, sample["group"], [one["k"] for one in sample["episodes"]])
+    return {**sample, "episodes": [one for one in sample["episodes"] if one["k"] == k]}
+
+
+def _check_episode(k: int, number: int, there: Sequence[int]) -> None:
+    if k not in there:
+        has = ", ".join(map(str, there)) or "none, for it ended before any was made"
+        raise ConfigError(f"--episode: got {k}, but group {number} has the episodes {has}")
+
+
+def _summary(sample: Sample) -> Summary:
+    episodes = sample["episodes"]
+    lengths = [e["length"] for e in episodes]
+    common = {
+        "source": sample["source"],
+        "reward": mean_of(episodes, "reward"),
+        "lengths": [min(lengths), max(lengths)] if lengths else None,
+        "turns": max((e["turns"] for e in episodes), default=None),
+        "prompt": sample["prompt"],
+        "question": sample.get("question") or sample["prompt"],
+    }
+    if "group" in sample:
+        own = {name: sample[name] for name in ("group", "version", "fate", "reason", "lag")}
+        return own | {"episodes": len(episodes), "failed": sum(e["failure"] is not None for e in episodes)} | common
+    return {"validation": sample["validation"], "problem": sample["problem"], "episodes": len(episodes)} | common
+
+
+def _samples(run: Path, what: str, damaged: list[int], number: int | None = None) -> Iterator[Sample]:
+    events_file_of(run)
+    path = RunDirectory(run).samples
+    if not path.is_file():
+        return
+    try:
+        yield from read_samples(path, what=what, number=number, damaged=damaged)
+    except DataError as cause:
+        raise ConfigError(f"RUN: got {run}, whose samples cannot be read: {cause}") from cause
+
+
+def _story(run: Path, number: int, damaged: list[int]) -> Story:
+    story: Story | None = None
+    for event in events_of(run, OF_A_GROUP, number):
+        match event:
+            case GroupAdmitted(number=n) if n == number:
+                story = Story(event)
+            case TrajectoryFinished(number=n) if n == number and story is not None:
+                story.episodes.append(event)
+            case GroupRewarded(number=n) if n == number and story is not None:
+                story.rewarded = event
+            case FetchTaken() if number in event.numbers and story is not None:
+                story.taken = event
+            case GroupSettled(number=n) if n == number and story is not None:
+                story.settled = event
+    if story is None:
+        raise ConfigError(_never_admitted(run, number))
+    story.kept = _why_no_text(run, story, damaged)
+    return story
+
+
+def _why_no_text(run: Path, story: Story, damaged: list[int]) -> str:
+    if damaged:
+        return "It has no text that can be read: it was not drawn, or its line in samples.jsonl is damaged."
+    drawn = _drawn_per_version(run)
+    if story.settled is None:
+        return "Its fate is not settled yet; a group that is drawn leaves its text when it is."
+    if drawn == 0:
+        return "Its text was not kept, for the run has reports.samples=0; reports.samples=N keeps N groups a version."
+    if not RunDirectory(run).samples.is_file():
+        return "Whether it was drawn, and what it said, is not known: the run's samples.jsonl is missing."
+    if story.settled.reason == "resume":
+        return "Its text was not kept: it was under way when the run was ended, and lost when it was resumed."
+    rate = "some groups" if drawn is None else f"about {drawn} groups"
+    return (
+        f"It was not drawn, so its text was not kept: {rate} of each version leave theirs. "
+        "A larger reports.samples keeps more."
+    )
+
+
+def _never_admitted(run: Path, number: int) -> str:
+    last = _last_admitted(run)
+    if last is None:
+        return f"GROUP: got {number}, but in {run} no group was admitted yet: {not_yet(run)}"
+    return f"GROUP: got {number}, but the run in {run} has admitted the groups 0 to {last}"
+
+
+def _why_none(run: Path, what: str, damaged: list[int]) -> str:
+    if damaged:
+        return f"RUN: got {run}, whose samples.jsonl has damaged lines and no sample of a {what} that can be read"
+    if _last_admitted(run) is None and what == "group":
+        return f"RUN: got {run}, where no group was admitted yet: {not_yet(run)}"
+    if _drawn_per_version(run) == 0:
+        return f"RUN: got {run}, which keeps no samples: it has reports.samples=0"
+    if not RunDirectory(run).samples.is_file():
+        return f"RUN: got {run}, whose samples.jsonl is missing: what was said is in no other file; take it from a copy"
+    if what == "validation":
+        return f"RUN: got {run}, which has no samples of a validation: none has ended, or rollout.test_freq is -1"
+    return f"RUN: got {run}, where no group that was drawn has ended yet"
+
+
+def _last_admitted(run: Path) -> int | None:
+    last: int | None = None
+    empty = True
+    for event in _starts_and_admissions(run):
+        empty = False
+        if isinstance(event, GroupAdmitted):
+            last = event.number
+    if empty:  # an empty record has a message of its own
+        next(events_of(run), None)
+    return last
+
+
+def _starts_and_admissions(run: Path) -> Iterator[Event]:
+    return events_of(run, (RunStarted, GroupAdmitted))
+
+
+def _drawn_per_version(run: Path) -> int | None:
+    """Return ``reports.samples`` of a run; None where its configuration does not tell."""
+    from headway.config.loading import load
+
+    try:
+        return load(RunDirectory(run).config, []).config.reports.samples
+    except (ConfigError, OSError):
+        return None

@@ -1,0 +1,297 @@
+"""A timeline as one HTML page that needs nothing else: no network, no library, no file beside it.
+
+Timeline ─▶ merged to at most MAX_SPANS ─▶ integers and a table of strings ─▶ inside the page ─▶ page/*.js
+         ├▶ curves, ledger, groups, samples ─▶ inside the page
+         └▶ figures, idle reasons, remarks ─▶ plain HTML, which also shows without scripts
+
+The page that `headway watch` serves is the same without data: its script asks for it, part by part.
+"""
+
+from __future__ import annotations
+
+import re
+from base64 import b64encode
+from collections.abc import Iterable, Iterator, Sequence
+from hashlib import sha256
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from headway.events import Span
+from headway.reports import human
+from headway.reports.record.events_file import to_json_line
+from headway.reports.run_directory import whole_file
+from headway.reports.samples.sample_index import validation_line
+from headway.reports.samples.token_scales import Color, Scale, scale_of
+from headway.reports.timeline.curves import to_json as curves_json
+from headway.reports.timeline.page_data import MAX_SPANS, busy_share, merged, page_data
+from headway.reports.timeline.timeline import KEPT_DISCARDS, Story, Timeline, build_timeline, idle_reasons
+
+REASONS_SHOWN = 12
+SCRIPTS = ("common.js", "rows.js", "drawing.js", "hands.js", "curves.js", "groups.js", "tokens.js", "story.js")
+"""Scripts of the page, in the order in which it runs them."""
+STYLES = ("timeline.css", "story.css")
+EMPTY = build_timeline([])
+
+
+def write_html(
+    timeline: Timeline,
+    path: Path,
+    *,
+    bottleneck: str | None = None,
+    samples: Sequence[dict[str, Any]] = (),
+    name: str | None = None,
+) -> None:
+    """Write the page to ``path``, which is replaced. ``bottleneck`` is a sentence, the summary's own when not given.
+
+    ``name``: the run's.
+    """
+    text = page(timeline, bottleneck=bottleneck, samples=samples, name=name)
+    with whole_file(path) as file:
+        file.write(text)
+
+
+def page(
+    timeline: Timeline,
+    *,
+    bottleneck: str | None = None,
+    max_spans: int = MAX_SPANS,
+    samples: Sequence[dict[str, Any]] = (),
+    name: str | None = None,
+) -> str:
+    """Return the HTML text of a timeline's page. ``samples``: those to show, as ``samples.jsonl`` has them.
+
+    ``name``: the run's, which heads the page before its mode.
+    """
+    figures, sentence = timeline.summary, bottleneck or timeline.summary["bottleneck"]
+    mode = str(figures["mode"] or "unknown mode")
+    status = "simulated" if timeline.simulated else str(figures["status"])
+    why = f'<p class="why">{escape(str(figures["reason"]))}</p>' if figures["reason"] else ""
+    lanes, resolution = merged(timeline.lanes, timeline.window, max_spans)
+    data = page_data(timeline, lanes, resolution)
+    if timeline.story is not None:
+        data |= story_data(timeline.story) | {
+            "samples": list(samples),
+            "validations": [validation_line(sample) for sample in samples if "validation" in sample],
+            "scales": token_scales(),
+        }
+    return filled(
+        "timeline.html",
+        SCRIPTS,
+        title=f"{name or mode} · Headway timeline",
+        data=data,
+        mode=escape(mode) if name is None else f"{escape(name)} <small>{escape(mode)}</small>",
+        status=f'<span class="status {escape(status)}">{escape(status)}</span>{why}',
+        figures="\n".join(_figure(*figure) for figure in cards(figures, timeline.window, timeline.simulated)),
+        sentence=escape(sentence),
+        lanes=_lane_table(timeline),
+        reasons=_reason_table(timeline),
+        remarks="\n".join(f"<p>{escape(remark)}</p>" for remark in _remarks(timeline, resolution)),
+    )
+
+
+def live_page(name: str) -> str:
+    """Return the HTML text of the page that shows a run, called ``name``, while it goes on, and asks for its parts."""
+    return filled(
+        "timeline.html",
+        SCRIPTS,
+        live=True,
+        title=f"{name} · Headway",
+        data={"live": True, "scales": token_scales(), **page_data(EMPTY, (), 0.0)},
+        mode=escape(name),
+        status='<span class="status">reading</span>',
+        figures="",
+        sentence="",
+        lanes="",
+        reasons="",
+        remarks="",
+    )
+
+
+def live_parts(timeline: Timeline, max_spans: int) -> dict[str, Any]:
+    """Return what the live page shows of a timeline: its data, and idle reasons and remarks as text."""
+    lanes, resolution = merged(timeline.lanes, timeline.window, max_spans)
+    return {
+        "data": page_data(timeline, lanes, resolution),
+        "reasons": _reason_rows(timeline),
+        "remarks": list(_remarks(timeline, resolution)),
+    }
+
+
+def story_data(story: Story) -> dict[str, Any]:
+    """Return curves, ledger and groups as the page's script reads them."""
+    return {
+        "curves": curves_json(story.curves),
+        "ledger": story.ledger,
+        "groups": [line.values() for line in story.groups.lines()],
+    }
+
+
+def token_scales() -> dict[str, Any]:
+    """Return the scales of tokens whose bounds are fixed, by the page's names: the ones of ``headway show``.
+
+    Each has ``bounds``, ``labels`` of its steps, and their ``strengths``: 0 for the one without a colour, up to ±1.
+    """
+    colors = {"gap": Color.GAP, "log-prob": Color.LOGPROB, "entropy": Color.ENTROPY}
+    return {name: _as_steps(scale_of(color, ())) for name, color in colors.items()}
+
+
+def _as_steps(scale: Scale) -> dict[str, Any]:
+    quiet = next(place for place, step in enumerate(scale.steps) if not step.style)
+    most = max(quiet, len(scale.steps) - 1 - quiet)
+    return {
+        "bounds": scale.bounds,
+        "labels": [step.label for step in scale.steps],
+        "strengths": [round((place - quiet) / most, 3) for place in range(len(scale.steps))],
+    }
+
+
+def filled(body: str, scripts: Sequence[str], *, title: str, data: Any, live: bool = False, **parts: str) -> str:
+    """Return the HTML text of a page.
+
+    ``body``: the file of its elements, which ``parts`` fill in as HTML. ``data``: what its ``scripts`` read, as JSON.
+    ``live``: it may ask where it came from for more.
+    """
+    script = as_script(scripts)
+    return Template(part("page.html")).substitute(
+        title=escape(title),
+        body=Template(part(body)).substitute(parts).rstrip(),
+        css="\n".join(part(name) for name in STYLES),
+        js=script,
+        policy=policy(script, live=live),
+        data=inside_script(to_json_line(data)),
+    )
+
+
+def as_script(names: Sequence[str]) -> str:
+    """Return the text of one script that runs those of ``names`` one after the other, with names of their own."""
+    return "\n".join(["", '"use strict";', "(() => {", *(part(name) for name in names), "})();", ""])
+
+
+def policy(script: str, *, live: bool = False) -> str:
+    """Return a page's Content-Security-Policy: this ``script`` alone; ``live``: it may ask where it came from."""
+    digest = b64encode(sha256(script.encode()).digest()).decode()
+    connect = " connect-src 'self';" if live else ""
+    return (
+        f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}';{connect} img-src data:; "
+        "base-uri 'none'; form-action 'none'"
+    )
+
+
+def part(name: str) -> str:
+    return files("headway.reports").joinpath("page", name).read_text(encoding="utf-8")
+
+
+def inside_script(json: str) -> str:
+    """Escape JSON so that no character in it could end, or open, an element."""
+    return json.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def cards(figures: dict[str, Any], window: Span, simulated: bool = False) -> Iterator[tuple[str, str, str]]:
+    """The figures that a reader wants to know first, each with its value and a remark.
+
+    ``figures``: as in ``summary.json``; ``window``: first and last event.
+    """
+    lag = figures["lag"]
+    evaluations = figures["eval"]
+    trained = figures["groups"]["trained"]
+    bound = "no bound" if lag["bound"] is None else f"bound {lag['bound']}"
+    yield ("wall time", human.duration(figures["wall_s"] or window[1] - window[0]), "")
+    yield ("versions", human.count(figures["version"]), "")
+    yield ("groups trained", human.count(trained), f"of {human.count(figures['groups']['admitted'])} admitted")
+    yield ("trainer idle", human.share(figures["trainer/idle_ratio"]), "")
+    yield ("replicas idle", human.share(figures["rollouter/idle_ratio"]), "")
+    yield ("slots in use", human.share(figures["rollouter/slot_utilization"]), "")
+    yield ("lag, mean", human.number(lag["mean"]), "")
+    yield ("lag, most", human.UNKNOWN if lag["max"] is None else human.count(lag["max"]), bound)
+    yield ("groups per second", human.number(figures["throughput"]["samples_per_s"]), "")
+    if evaluations and not simulated:
+        first, last = evaluations[0]["accuracy"], evaluations[-1]["accuracy"]
+        yield ("validation reward", human.score(last), f"from {human.score(first)}" if len(evaluations) > 1 else "")
+
+
+def _figure(name: str, value: str, beside: str = "") -> str:
+    small = f" <small>{escape(beside)}</small>" if beside else ""
+    return f"    <div><dt>{escape(name)}</dt><dd>{escape(value)}{small}</dd></div>"
+
+
+def _reason_table(timeline: Timeline) -> str:
+    rows = _reason_rows(timeline)
+    if not rows:
+        return "<p>Nothing was trained, so there is no wall time to share out.</p>"
+    return table(("who", "why it did nothing", "time", "share of the wall time"), rows, numbers=2)
+
+
+def _reason_rows(timeline: Timeline) -> list[tuple[str, str, str, str]]:
+    return [
+        (found.who, found.reason, human.duration(found.seconds), human.share(found.share))
+        for found in idle_reasons(timeline)[:REASONS_SHOWN]
+    ]
+
+
+def _lane_table(timeline: Timeline) -> str:
+    rows = [
+        (lane.group, lane.name, human.share(busy))
+        for lane in timeline.lanes
+        if (busy := busy_share(lane, timeline)) is not None
+    ]
+    return table(("group", "lane", "busy"), rows, numbers=1)
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: int) -> str:
+    """Make an HTML table, whose last ``numbers`` columns hold numbers."""
+    left = len(head) - numbers
+
+    def cells(name: str, row: Sequence[str]) -> str:
+        return "".join(
+            f"<{name}{' class=number' if place >= left else ''}>{_breakable(cell)}</{name}>"
+            for place, cell in enumerate(row)
+        )
+
+    body = "\n".join(f"<tr>{cells('td', row)}</tr>" for row in rows)
+    return f"<table>\n<thead><tr>{cells('th', head)}</tr></thead>\n<tbody>\n{body}\n</tbody>\n</table>"
+
+
+def _breakable(text: str) -> str:
+    """Return ``text`` as HTML that a narrow column breaks behind the dots, slashes and underscores of names."""
+    return re.sub(r"([._/])(?=[^\W\d]\w)", r"\1<wbr>", escape(text))
+
+
+def _remarks(timeline: Timeline, resolution: float) -> Iterator[str]:
+    """Remarks that a reader must know to read the page right."""
+    if timeline.simulated:
+        yield (
+            "This run was simulated from a profile of costs: nothing was generated or trained, all times are "
+            "predictions, and there are no rewards."
+        )
+    yield (
+        "Wall time reaches from the first admission to the last optimizer step (the line under the time axis); ratios "
+        "and shares refer to it, of replicas the mean. Idle is whatever is not work: saving a checkpoint and loading "
+        "weights are idle time, with a reason."
+    )
+    yield (
+        "The table of idle time shares out every second in which nothing was computed. The sentence at the top adds up "
+        "the waits that fetches and updates told of, the one at the end for groups that never came among them, and "
+        "leaves out what it blames on something else: its shares may differ by a few percent."
+    )
+    yield (
+        "Where spans are narrower than a pixel, a column is filled from below by the share of each colour. Update "
+        "phases are placed by when they were reported and how long they took."
+    )
+    if timeline.versions is not None:
+        yield (
+            "Timeline, reasons of idle time and the list of groups cover the versions {} to {}; shares there refer to "
+            "their time; the figures above, the curves and the ledger are of the whole run. headway report RUN "
+            "--versions A:B draws others.".format(*timeline.versions)
+        )
+    if resolution:
+        yield (
+            f"The run has {human.count(timeline.spans)} spans. Neighbours shorter than "
+            f"{human.number(resolution * 1e3)} ms are merged, kind by kind: their totals are kept, their order is not. "
+            "Zooming in ends where that would show."
+        )
+    discarded = sum(timeline.summary["groups"][fate] for fate in ("filtered", "dropped", "failed"))
+    if discarded > KEPT_DISCARDS:
+        yield f"Of {human.count(discarded)} discarded groups the first {human.count(KEPT_DISCARDS)} are marked."

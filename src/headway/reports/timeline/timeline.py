@@ -1,0 +1,400 @@
+"""Timelines: a run, real or simulated, as lanes on one time axis that show who did what, and why nothing was done.
+
+    StageChanged ───────────────────────────────────────────▶ Stages: one lane each
+    TrainerBusy, FetchTaken, CheckpointSaved ───────────────▶ Trainer
+    ReplicaActivity, ReplicaHalted ─────────────────────────▶ Replicas: one lane each, and the version that it serves
+    TrajectoryFinished ─────────────────────────────────────▶ Environments: steps of programs, and what waits for them
+    UpdatePhase ────────────────────────────────────────────▶ Parameter update: phases at the trainer and each replica
+    LeaseChanged, ValidationFinished, CheckpointSaved ──────▶ Run
+    UpdateFinished, GroupSettled, ReplicaLost, Note, … ─────▶ marks
+    every event ────────────────────────────────────────────▶ figures of the whole run, as in summary.json
+    rows of metrics, groups ────────────────────────────────▶ `Story`: curves, the fates of groups
+
+Everything is derived from events, so a run that failed or still goes on has a timeline up to its last event.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from math import inf
+from typing import Any
+
+from headway.events import (
+    CheckpointSaved,
+    Event,
+    FetchTaken,
+    GroupAdmitted,
+    GroupSettled,
+    KeeperLost,
+    LeaseChanged,
+    Note,
+    ProfileTaken,
+    ReplicaActivity,
+    ReplicaHalted,
+    ReplicaJoined,
+    ReplicaLost,
+    RunFinished,
+    RunResumed,
+    RunStarted,
+    Span,
+    StageChanged,
+    TrainerBusy,
+    TrajectoryFinished,
+    UpdateFinished,
+    UpdatePhase,
+    UpdateSuperseded,
+    ValidationFinished,
+)
+from headway.reports.human import score
+from headway.reports.metrics.counters import Counter, Counters
+from headway.reports.metrics.intervals import complement, intersection
+from headway.reports.metrics.run_metrics import RunMetrics
+from headway.reports.metrics.summary import summary
+from headway.reports.timeline.curves import CurveLog
+from headway.reports.timeline.device_lanes import REPLICAS, TRAINER, AdmissionLanes, Replicas, Trainer
+from headway.reports.timeline.environment_lanes import Environments
+from headway.reports.timeline.group_lines import GroupLog, ledger
+from headway.reports.timeline.lanes import Kind, Lane, LaneSpan, clipped, side_by_side
+from headway.reports.timeline.stage_lanes import PROCESSING, StageLog, stage_lanes
+from headway.reports.timeline.update_lanes import UpdateLanes
+
+RUN = "Run"
+LEASES = {"train": Kind.TRAIN_LEASE, "generate": Kind.GENERATE_LEASE}
+KEPT_DISCARDS = 20_000
+"""Most marks of discarded groups that are kept; the figures count all of them."""
+
+
+class MarkKind(StrEnum):
+    """The kind of thing that happened at one instant."""
+
+    UPDATE = "update"
+    """A new version that every replica serves."""
+    SUPERSEDED = "superseded"
+    DISCARDED = "discarded"
+    """The end of a group that was not trained on."""
+    JOINED = "joined"
+    LOST = "lost"
+    NOTE = "note"
+    WARNING = "warning"
+    FINISHED = "finished"
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    time: float
+    kind: MarkKind
+    label: str
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """A run on a time axis. ``window``: from first to last event; ``lanes`` are in the order to show them in."""
+
+    window: Span
+    lanes: tuple[Lane, ...]
+    marks: tuple[Mark, ...]
+    counters: tuple[Counter, ...]
+    summary: dict[str, Any]
+    """The run in one object, as in ``summary.json``."""
+    measured: Span | None
+    """The wall time that the figures' shares refer to: first admission to last optimizer step."""
+    simulated: bool = False
+    """True for a simulation: times are predictions, and rewards mean nothing."""
+    versions: tuple[int, int] | None = None
+    """First and last of the versions that lanes, marks, counters and groups are of; None where it is the whole run."""
+    story: Story | None = None
+    """What was learned and what became of each group; None where nothing says so, and of a simulation."""
+
+    @property
+    def spans(self) -> int:
+        return sum(len(lane.spans) for lane in self.lanes)
+
+
+@dataclass(frozen=True, slots=True)
+class Story:
+    """What a run learned, and what became of its groups."""
+
+    curves: CurveLog
+    groups: GroupLog
+    ledger: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class IdleReason:
+    """A reason why ``who`` did nothing for ``seconds``, which are ``share`` of the wall time.
+
+    For replicas these are means, weighted by the time that each was part of the run.
+    """
+
+    who: str
+    reason: str
+    seconds: float
+    share: float
+
+
+def build_timeline(
+    events: Iterable[Event], *, simulated: bool = False, sampled: Container[int] = frozenset()
+) -> Timeline:
+    """Build the timeline of a run from its events, in the order in which they happened.
+
+    ``simulated``: nothing was computed, so that rewards mean nothing. ``sampled``: numbers of groups to keep.
+    """
+    builder = TimelineBuilder(simulated=simulated, groups=GroupLog(sampled))
+    for event in events:
+        builder.on_event(event)
+    return builder.build()
+
+
+def idle_reasons(timeline: Timeline) -> list[IdleReason]:
+    """Reasons why trainer and replicas did not work, most time first; shares add up to the idle ratios."""
+    window = timeline.measured
+    if window is None:
+        return []
+    wall = window[1] - window[0]
+    reasons: list[IdleReason] = []
+    for group in (TRAINER, REPLICAS):
+        lanes = [lane for lane in timeline.lanes if lane.group == group and not lane.annotates]
+        present = sum(lane.seconds(window) for lane in lanes)
+        totals: dict[str, float] = {}
+        for lane in lanes:
+            for reason, seconds in lane.idle_by_reason(window).items():
+                totals[reason] = totals.get(reason, 0.0) + seconds / present
+        reasons += [IdleReason(group, reason, share * wall, share) for reason, share in totals.items()]
+    return sorted(reasons, key=lambda found: -found.seconds)
+
+
+@dataclass(slots=True)
+class TimelineBuilder:
+    """Takes a run's events one by one and lays the lanes out at the end."""
+
+    curves: CurveLog = field(default_factory=CurveLog)
+    groups: GroupLog = field(default_factory=GroupLog)
+    metrics: RunMetrics = field(default_factory=RunMetrics)
+    stages: dict[str, StageLog] = field(default_factory=dict)
+    trainer: Trainer = field(default_factory=Trainer)
+    replicas: Replicas = field(default_factory=Replicas)
+    environments: Environments = field(default_factory=Environments)
+    admission: AdmissionLanes = field(default_factory=AdmissionLanes)
+    updates: UpdateLanes = field(default_factory=UpdateLanes)
+    counters: Counters = field(default_factory=Counters)
+    leases: list[LeaseChanged] = field(default_factory=list)
+    validations: list[LaneSpan] = field(default_factory=list)
+    saves: list[LaneSpan] = field(default_factory=list)
+    marks: list[Mark] = field(default_factory=list)
+    simulated: bool = False
+    discards: int = 0
+    first: float | None = None
+    last: float = 0.0
+    versions: tuple[int, int] | None = None
+    """The versions that are drawn; None for the whole run."""
+    since: float | None = None
+    """When the first of them began: what was before is left out."""
+
+    def __post_init__(self) -> None:
+        self.metrics.sinks = [self.curves]
+
+    def on_event(self, event: Event) -> None:
+        self.metrics.on_event(event)
+        self.draw(event)
+
+    def draw(self, event: Event) -> None:
+        """Take an event that ``metrics`` has already."""
+        self.first = event.time if self.first is None else min(self.first, event.time)
+        self.last = max(self.last, event.time)
+        self.counters.on_event(event)
+        self.groups.on_event(event)
+        self._record(event)
+        self._mark(event)
+
+    def so_far(self) -> Timeline:
+        """Return the timeline up to the last event of a run that goes on: further events may follow."""
+        open_ends = replace(
+            self,
+            stages={name: replace(log, stays=list(log.stays)) for name, log in self.stages.items()},
+            admission=self.admission.copy(),
+        )
+        return open_ends.build(ended=False)
+
+    def build(self, *, ended: bool = True) -> Timeline:
+        """Return the timeline. With ``ended`` no event follows: the last rows of an unfinished run are closed."""
+        since = -inf if self.since is None else self.since
+        life = (max(self.first or 0.0, since), self.last)
+        figures = summary(self.metrics)
+        if ended:
+            self.metrics.close()
+        for log in self.stages.values():
+            log.close(life[1])
+        self.admission.close(life[1])
+        whole = Timeline(
+            window=life,
+            lanes=() if self.first is None else tuple(self._lanes(life)),
+            marks=tuple(sorted(self.marks, key=lambda mark: mark.time)),
+            counters=self.counters.all(),
+            summary=figures,
+            measured=self.metrics.window,
+            simulated=self.simulated,
+            versions=self.versions,
+            story=None if self.simulated else Story(self.curves, self.groups, ledger(self.metrics)),
+        )
+        return whole if self.versions is None else _within(whole, life)
+
+    # ------------------------------------------------------------------------------------------ events
+
+    def _record(self, event: Event) -> None:
+        match event:
+            case StageChanged():
+                self.stages.setdefault(event.stage, StageLog(event.stage)).change(event)
+            case TrainerBusy():
+                self.trainer.work(event)
+            case FetchTaken():
+                self.trainer.take(event)
+            case ReplicaActivity():
+                self.replicas.work(event)
+            case ReplicaHalted():
+                self.replicas.halt(event)
+            case TrajectoryFinished():
+                self.environments.finish(event)
+            case UpdatePhase():
+                self.updates.phase(event)
+            case UpdateFinished():
+                self.updates.finished.append(event)
+            case LeaseChanged():
+                self.leases.append(event)
+            case GroupAdmitted():
+                self.admission.admit(event)
+            case RunStarted():
+                self.admission.total = event.total_groups
+                self.updates.start(event)
+                self.replicas.declare(event.slots)
+                self.counters.slots = sum(event.slots.values())
+            case ReplicaJoined():
+                self.updates.join(event)
+                self.replicas.declare([event.replica])
+                self.counters.slots += event.slots
+            case ReplicaLost():
+                self.updates.lose(event)
+            case ValidationFinished():
+                reward = "" if self.simulated else f"mean reward {score(event.accuracy)} on "
+                label = f"validates v{event.version}: {reward}{event.problems} problems"
+                self.validations.append(LaneSpan(*event.span, Kind.VALIDATE, label))
+            case CheckpointSaved():
+                self.trainer.save(event)
+                self.saves.append(LaneSpan(*event.span, Kind.CHECKPOINT, f"saves v{event.version} to {event.path}"))
+
+    def _mark(self, event: Event) -> None:
+        if (mark := _mark_of(event)) is None:
+            return
+        if self.simulated and mark.kind is MarkKind.FINISHED:
+            mark = replace(mark, label="the simulation ends")
+        self.discards += mark.kind is MarkKind.DISCARDED
+        if mark.kind is not MarkKind.DISCARDED or self.discards <= KEPT_DISCARDS:
+            self.marks.append(mark)
+
+    def _stage(self, name: str) -> StageLog:
+        return self.stages.get(name) or StageLog(name)
+
+    # ------------------------------------------------------------------------------------------ lanes
+
+    def _lanes(self, life: Span) -> Iterator[Lane]:
+        yield self._trainer_lane(life)
+        yield from self._replica_lanes(life)
+        yield from self.environments.lanes(life)
+        yield from self.updates.lanes()
+        yield from self._lease_lanes(life)
+        yield from self._run_lanes()
+        started = self.metrics.started
+        place_of = started.place_of if started else lambda name: 0
+        yield from stage_lanes(self.stages.values(), life, place_of, late=self.since is not None)
+
+    def _trainer_lane(self, life: Span) -> Lane:
+        started = self.metrics.started
+        nothing_decodes = complement(self.replicas.busy(), life)
+        return self.trainer.lane(
+            life,
+            self._stage("ActorTrain"),
+            self.updates,
+            leases=self.leases,
+            scoring=intersection(nothing_decodes, self._stage("Reward").when(PROCESSING)),
+            in_steps=intersection(nothing_decodes, self.environments.busy()),
+            drains=started is not None and started.on_update == "drain",
+        )
+
+    def _replica_lanes(self, life: Span) -> Iterator[Lane]:
+        in_steps = self.environments.busy()
+        claims = self.admission.no_requests(self._stage("PromptLoader"), self._stage("Generate"), in_steps)
+        for name in self.replicas.names:
+            yield self.replicas.lane(name, life, claims, self.updates)
+            if served := self.updates.serving(name, life[1]):
+                yield Lane(REPLICAS, f"{name}: version", tuple(served), annotates=True)
+
+    def _lease_lanes(self, life: Span) -> Iterator[Lane]:
+        if not self.leases:
+            return
+        # Generation has the devices until training asks for them the first time.
+        holders = [(life[0], "generate"), *((lease.time, lease.holder) for lease in self.leases)]
+        ends = [time for time, _ in holders[1:]] + [life[1]]
+        held = [
+            LaneSpan(start, end, LEASES[holder], f"{holder} holds the devices")
+            for (start, holder), end in zip(holders, ends, strict=True)
+            if end > start
+        ]
+        asked = [
+            LaneSpan(lease.asked, lease.time, Kind.IDLE, f"{lease.holder} has asked for the devices")
+            for lease in self.leases
+            if lease.time > lease.asked
+        ]
+        yield Lane(RUN, "shared devices", tuple(held))
+        yield from side_by_side(RUN, "shared devices: asked for", asked)
+
+    def _run_lanes(self) -> Iterator[Lane]:
+        for name, spans in (("validation", self.validations), ("checkpoints", self.saves)):
+            if any(span.end > span.start for span in spans):
+                yield from side_by_side(RUN, name, spans)
+
+
+def _within(timeline: Timeline, window: Span) -> Timeline:
+    """The part of a timeline inside ``window``. Its figures, curves and ledger stay those of the whole run."""
+    lanes = (replace(lane, spans=tuple(clipped(lane.spans, [window]))) for lane in timeline.lanes)
+    counters = (counter.since(window[0]) for counter in timeline.counters)
+    return replace(
+        timeline,
+        lanes=tuple(lane for lane in lanes if lane.spans),
+        marks=tuple(mark for mark in timeline.marks if mark.time >= window[0]),
+        counters=tuple(counter for counter in counters if counter.times),
+        measured=next(iter(intersection([timeline.measured or window], [window])), None),
+    )
+
+
+def _mark_of(event: Event) -> Mark | None:
+    match event:
+        case UpdateFinished():
+            return Mark(event.time, MarkKind.UPDATE, f"v{event.version}")
+        case UpdateSuperseded():
+            return Mark(
+                event.time, MarkKind.SUPERSEDED, f"{event.replica} never gets v{event.version}: newer was ready"
+            )
+        case GroupSettled(fate="filtered" | "dropped" | "failed"):
+            why = f": {event.reason}" if event.reason else ""
+            return Mark(event.time, MarkKind.DISCARDED, f"group {event.number} {event.fate}{why}")
+        case ReplicaJoined():
+            return Mark(event.time, MarkKind.JOINED, f"{event.replica} joins with v{event.version}")
+        case ReplicaLost():
+            return Mark(event.time, MarkKind.LOST, f"{event.replica} is lost: {event.reason}")
+        case KeeperLost():
+            return Mark(event.time, MarkKind.LOST, f"{event.keeper} is lost: {event.reason}")
+        case ProfileTaken():
+            until = f", to v{event.version + event.versions - 1}" if event.versions > 1 else ""
+            seconds = event.span[1] - event.span[0]
+            what = f"a profile of {seconds:.1f} s begins with v{event.version}{until}"
+            traces = event.files[0] if len(event.files) == 1 else f"{len(event.files)} traces"
+            return Mark(event.span[0], MarkKind.NOTE, f"{what}: {traces} in {event.folder}")
+        case Note():
+            return Mark(event.time, MarkKind.WARNING if event.level == "warning" else MarkKind.NOTE, event.text)
+        case RunResumed():
+            return Mark(event.time, MarkKind.NOTE, f"resumed from the checkpoint of v{event.version}")
+        case RunFinished():
+            why = f": {event.reason}" if event.reason else ""
+            return Mark(event.time, MarkKind.FINISHED, f"the run {event.status}{why}")
+    return None

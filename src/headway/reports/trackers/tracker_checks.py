@@ -1,0 +1,132 @@
+"""What trackers need, looked at before anything of a run is made: packages, a login, a free port."""
+
+from __future__ import annotations
+
+import errno
+import importlib.util
+import netrc
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from configparser import ConfigParser
+from configparser import Error as NotSettings
+from contextlib import suppress
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from headway.config.schema import Config
+from headway.config.settings_without_effect import without_effect
+from headway.errors import ConfigError
+from headway.reports.trackers.factory import PACKAGES
+
+ASK_S = 20.0
+"""Seconds for W&B to say whether it has a login."""
+ASK = "import sys, wandb; sys.exit(0 if wandb.login(verify=False) else 3)"
+NO_LOGIN = ("offline", "dryrun", "disabled")
+"""Values of ``WANDB_MODE`` with which W&B needs no login."""
+
+
+def check_trackers(config: Config, among: Collection[str] = tuple(PACKAGES)) -> None:
+    """Check that the trackers of ``reports.trackers`` that are ``among`` these names can work here.
+
+    Raises:
+        ConfigError: a package is missing, W&B has no login, or the port for Prometheus is taken.
+    """
+    check_packages(config, among)
+    chosen = [name for name in config.reports.trackers if name in among]
+    if "wandb" in chosen and not wandb_may_log(os.environ) and not _wandb_says_so():
+        raise ConfigError(
+            "reports.trackers names wandb, and W&B has no login here; run wandb login, set WANDB_API_KEY, or set "
+            "WANDB_MODE=offline to keep the run on this machine"
+        )
+    if "prometheus" in chosen:
+        _check_port(config.reports.prometheus_host, config.reports.prometheus_port)
+
+
+def check_packages(config: Config, among: Collection[str] = tuple(PACKAGES)) -> None:
+    """Raise `ConfigError` where a package of a tracker that is ``among`` these names is missing."""
+    chosen = [name for name in config.reports.trackers if name in PACKAGES and name in among]
+    if missing := [name for name in chosen if not _is_installed(PACKAGES[name])]:
+        packages = ", ".join(PACKAGES[name] for name in missing)
+        is_not, it = ("is not", "it") if len(missing) == 1 else ("are not", "them")
+        idle = _without_effect_without(missing, config)
+        raise ConfigError(
+            f"reports.trackers names {', '.join(missing)}, and {packages} {is_not} installed here; install {it} "
+            f"with pip install 'headway[{','.join(missing)}]', or take {it} out of reports.trackers"
+            + (f", and {' and '.join(idle)} with {it}" if idle else "")
+        )
+
+
+def _without_effect_without(missing: Sequence[str], config: Config) -> list[str]:
+    """Return the settings of reports, other than defaults, that only the ``missing`` trackers look at."""
+    rest = [name for name in config.reports.trackers if name not in missing]
+    without = config.model_copy(update={"reports": config.reports.model_copy(update={"trackers": rest})})
+    fields, now = type(config.reports).model_fields, without_effect(config)
+    set_here = [f"reports.{name}" for name, field in fields.items() if getattr(config.reports, name) != field.default]
+    return [key for key in without_effect(without) if key in set_here and key not in now]
+
+
+def _is_installed(package: str) -> bool:
+    """Tell whether ``package`` can be imported. A mere folder is none: W&B makes a ``wandb`` where it runs."""
+    found = importlib.util.find_spec(package)
+    return found is not None and found.origin is not None
+
+
+def wandb_may_log(environment: Mapping[str, str]) -> bool:
+    """Tell whether W&B needs no login, or has one where it keeps it: its variables, its settings, the netrc file.
+
+    Only that there is a login is looked at.
+    """
+    settings = _wandb_settings(environment)
+    mode = environment.get("WANDB_MODE") or settings.get("mode", "")
+    if mode in NO_LOGIN or environment.get("WANDB_API_KEY") or environment.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    url = environment.get("WANDB_BASE_URL") or settings.get("base_url") or "https://api.wandb.ai"
+    path = Path(environment.get("NETRC") or "~/.netrc").expanduser()
+    with suppress(OSError, netrc.NetrcParseError):
+        return netrc.netrc(path).authenticators(urlsplit(url).netloc) is not None
+    return False
+
+
+def _wandb_settings(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return W&B's settings of this user and of this directory, as ``wandb offline`` writes them."""
+    of_user = environment.get("WANDB_CONFIG_DIR") or "~/.config/wandb"
+    of_directory = environment.get("WANDB_DIR") or "."
+    parser = ConfigParser(interpolation=None)
+    with suppress(OSError, NotSettings, UnicodeDecodeError):
+        parser.read([Path(of_user).expanduser() / "settings", Path(of_directory) / "wandb" / "settings"])
+    return dict(parser["default"]) if parser.has_section("default") else {}
+
+
+def _wandb_says_so() -> bool:
+    """Ask W&B itself, in a process, whether it has a login that `wandb_may_log` does not know of.
+
+    Where it does not answer the run begins, and the tracker tells what is wrong.
+    """
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", ASK], stdin=subprocess.DEVNULL, capture_output=True, timeout=ASK_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return True
+    return done.returncode == 0
+
+
+def _check_port(host: str, port: int) -> None:
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        with socket.socket(family) as listening:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listening.bind((host, port))
+    except OSError as cause:
+        if isinstance(cause, socket.gaierror) or cause.errno == errno.EADDRNOTAVAIL:
+            raise ConfigError(
+                f"reports.prometheus_host={host}: it is no address of this machine ({cause.strerror or cause}); give "
+                "127.0.0.1, for this machine alone, or 0.0.0.0, for others too"
+            ) from cause
+        raise ConfigError(
+            f"reports.prometheus_port={port}: nothing can listen there on {host} ({cause.strerror or cause}); another "
+            "run may; give another port, or 0 for a free one"
+        ) from cause

@@ -1,0 +1,220 @@
+"""All trackers of one run: opened with its reports, fed with its rows and samples, ended with it."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from headway.config.loading import written_values
+from headway.config.schema import Config
+from headway.config.sizing.timeouts import upload_s
+from headway.errors import DataError, writable
+from headway.reports.run_directory import RunDirectory
+from headway.reports.trackers.factory import ADDRESSES, PACKAGES
+from headway.reports.trackers.tensorboard import TensorBoardFile
+from headway.reports.trackers.tracker import Setting
+from headway.reports.trackers.tracker_client import GOES_ON, Memory, Say, TrackerApart, memory_file
+from headway.reports.trackers.tracker_process import TrackerProcess
+from headway.reports.trackers.tracker_queue import Ending, Outbox
+from headway.reports.trackers.tracker_tables import trimmed
+
+LIMIT_S = 10.0
+"""Seconds that the end of a run waits for its trackers' last rows, beside the upload of a model."""
+KEPT = ("wandb", "mlflow", "trackio")
+"""Trackers that keep what they get, so that a run that is over can be sent to them."""
+QUIET_S = 0.5
+"""Seconds that the end of a run waits for its trackers without a word."""
+
+
+class Trackers:
+    """Row sink that hands everything to each tracker. No method but `finish` takes longer than to enqueue it, but for
+    TensorBoard's file, which is written at once.
+    """
+
+    def __init__(
+        self,
+        board: TensorBoardFile | None,
+        apart: Sequence[TrackerApart],
+        say: Say,
+        *,
+        log_model: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Take over the trackers. ``log_model``: whether they get the model."""
+        self._board = board
+        self._apart = list(apart)
+        self._say = say
+        self._log_model = log_model
+        self._clock = clock
+
+    def start(self) -> None:
+        """Begin to send: training begins, and the run is worth an entry."""
+        for tracker in self._apart:
+            tracker.start()
+
+    def on_row(self, row: dict[str, Any]) -> None:
+        if self._board is not None:
+            self._board.on_row(row)
+        for tracker in self._apart:
+            tracker.on_row(row)
+
+    def on_sample(self, sample: dict[str, Any]) -> None:
+        """Hand on a sample as a line of ``samples.jsonl`` has it. Trackers get its texts, not its tokens."""
+        if self._board is None and not self._apart:
+            return
+        short = trimmed(sample)
+        if self._board is not None:
+            self._board.on_sample(short)
+        for tracker in self._apart:
+            tracker.on_sample(short)
+
+    def close(self) -> None:
+        """Do nothing: trackers get the summary first, and end with `finish`."""
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the trackers in processes of their own."""
+        return [tracker.name for tracker in self._apart]
+
+    @property
+    def places_after(self) -> list[tuple[str, str]]:
+        """Names of trackers, and where each shows the run once it is over, for those that have said it."""
+        return [(tracker.name, tracker.where) for tracker in self._apart if tracker.where and tracker.name in KEPT]
+
+    def finish(self, summary: dict[str, Any], model: Path | None = None, *, limit_s: float | None = None) -> None:
+        """End all entries, and wait for them for `LIMIT_S` or ``limit_s``, longer where they get the model.
+
+        An interrupt ends the waiting, and nothing else. What a tracker lacks then is said.
+        """
+        if self._board is not None:
+            self._board.on_summary(summary)
+            self._board.close(summary.get("status") or "failed")
+        given = model if self._log_model else None
+        limit_s = LIMIT_S if limit_s is None else limit_s
+        limit_s += 0.0 if given is None else upload_s(_bytes_in(given))
+        try:
+            for tracker in self._apart:
+                tracker.end(Ending(summary, given))
+            self._wait(limit_s)
+            silent = f"it did not answer within {limit_s:.0f} s"
+        except KeyboardInterrupt:
+            silent = "the wait for it was interrupted"
+        finally:
+            for tracker in self._apart:
+                tracker.give_up()
+        for tracker in self._apart:
+            if lacks := tracker.missing(silent + _where(tracker.name)):
+                self._say.warn(lacks)
+
+    def _wait(self, limit_s: float) -> None:
+        end = self._clock() + limit_s
+        for tracker in self._apart:
+            tracker.join(min(QUIET_S, limit_s))
+        if waiting := ", ".join(tracker.name for tracker in self._apart if not tracker.join(0.0)):
+            self._say.phase(f"waiting for {waiting}, up to {limit_s:.0f} s")
+        for tracker in self._apart:
+            tracker.join(max(end - self._clock(), 0.0))
+
+
+def _where(name: str) -> str:
+    """Name the variable that says where a tracker is, which may be wrong; "" where none is set."""
+    given = next((key for key in ADDRESSES.get(name, ()) if os.environ.get(key)), None)
+    if given is None:
+        return ""
+    without_password = re.sub(r"//[^/@]*@", "//", os.environ[given])
+    return f"; it is looked for at {given}={writable(without_password)}"
+
+
+def _bytes_in(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def open_trackers(config: Config, directory: RunDirectory, say: Say, *, undone_from: int | None = None) -> Trackers:
+    """Make the trackers of ``config.reports``: TensorBoard's file is opened, all others wait for `Trackers.start`.
+
+    ``undone_from``: the version from which on a resumed run begins anew; None for a new run.
+    """
+    setting = _setting(config, directory)
+    chosen = config.reports.trackers
+    board = None
+    if "tensorboard" in chosen:
+        board = TensorBoardFile(directory.tensorboard, say.warn, replace(setting, undone_from=undone_from))
+    apart = [
+        _apart(name, setting, directory, say, _remembered(directory, name, say)) for name in chosen if name in PACKAGES
+    ]
+    return Trackers(board, apart, say, log_model=config.reports.log_model)
+
+
+def open_lacking(config: Config, directory: RunDirectory, say: Say) -> Trackers:
+    """Make those trackers of a run that is over which lack something of it. `Trackers.names` says which they are.
+
+    Raises `DataError` where it cannot be read what they have, or what they are to get.
+    """
+    setting = _setting(config, directory)
+    kept = [name for name in config.reports.trackers if name in KEPT]
+    lacking: list[TrackerApart] = []
+    for name in kept:
+        try:
+            memory = Memory.read(memory_file(directory.trackers, name))
+        except DataError as cause:
+            raise DataError(
+                f"{cause}, so that it is not known what {name} has of the run; take the file from a copy, or remove "
+                "it, to send the run to a new entry"
+            ) from cause
+        if not memory.whole:
+            lacking.append(_apart(name, setting, directory, say, memory, goes_on=""))
+    if lacking:
+        try:
+            directory.metrics.open("rb").close()
+        except OSError as cause:
+            raise DataError(
+                f"{directory.metrics} cannot be read ({cause.strerror or cause}), from which trackers get the run's "
+                "rows; take it from a copy of the run"
+            ) from cause
+    return Trackers(None, lacking, say, log_model=config.reports.log_model)
+
+
+def _remembered(directory: RunDirectory, name: str, say: Say) -> Memory:
+    """Return what a run that goes on knows of its tracker; nothing, which is said, where the file is damaged."""
+    try:
+        return Memory.read(memory_file(directory.trackers, name))
+    except DataError as cause:
+        say.warn(f"{name}: {cause}; the run begins another entry")
+        return Memory()
+
+
+def _setting(config: Config, directory: RunDirectory) -> Setting:
+    return Setting(
+        project=config.reports.project,
+        name=config.reports.run_name or directory.path.resolve().name,
+        folder=directory.trackers,
+        config=written_values(config),
+        prometheus_host=config.reports.prometheus_host,
+        prometheus_port=config.reports.prometheus_port,
+    )
+
+
+def _apart(
+    name: str, setting: Setting, directory: RunDirectory, say: Say, memory: Memory, goes_on: str = GOES_ON
+) -> TrackerApart:
+    """Make a tracker in a process of its own, which goes on in the entry that the run's directory remembers."""
+    outbox = Outbox(directory.metrics, rows=_lines(directory.metrics), sent=memory.rows)
+    link = partial(TrackerProcess, name, directory.logs / f"{name}.log")
+    remedy = f"headway sync {shlex.quote(str(directory.path))}" if name in KEPT else ""
+    own = replace(setting, entry=memory.entry)
+    return TrackerApart(name, own, outbox, link, say, remedy=remedy, goes_on=goes_on)
+
+
+def _lines(path: Path) -> int:
+    try:
+        with path.open("rb") as lines:
+            return sum(1 for _ in lines)
+    except OSError:
+        return 0

@@ -1,0 +1,229 @@
+"""The command line that builds the room of one call, with ``bwrap``.
+
+    [setpriv ─▶] bwrap ─▶ sh, the room's first process ─▶ prlimit ─▶ the program
+     where we     the      waits until it is let go, so that nothing starts of a
+     are root     room     caller that has ended; all that runs ends with it
+
+The room has /usr and the interpreter, read-only, a /proc and a /dev of its own, and one place to write: /tmp, in
+memory.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import socket
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import IO
+
+from headway.errors import ConfigError, SandboxFailed
+from headway.runtime.sandbox.interpreter import Interpreter, base_python, interpreter
+from headway.runtime.sandbox.interpreter_mount import open_way_to
+from headway.runtime.sandbox.sandbox_limits import Limits
+
+UID_INSIDE = 1000
+HOSTNAME = "headway-sandbox"
+FIRST_UID, UIDS = 64000, 1000
+"""Users of this machine that rooms are made as where we are root: one for each that is open."""
+COUNTS_BY_NAMESPACE = (5, 14)
+"""First Linux that counts a user's processes within a user namespace, and not on the whole machine."""
+SYSTEM = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
+"""Directories beside /usr; on most systems links into it."""
+FROM_ETC = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
+DEVICES = ("null", "full", "random", "urandom")
+"""Not zero: a shared mapping of it is memory that belongs to no process."""
+MOST_OPEN = 64
+"""Files that a process may have open."""
+MOST_SIGNALS = 256
+"""Signals that may wait for the processes of a call together. Each timer takes the place of one."""
+NEEDED = ("--as-pid-1", "--clearenv", "--json-status-fd", "--perms", "--seccomp", "--size")
+"""Options that bwrap has had since its version 0.7."""
+WANTED = "--disable-userns"
+"""Option that it has had since 0.8. Without it the filter of system calls alone refuses new namespaces."""
+HELP_S = 30.0
+"""Seconds for bwrap to tell its options."""
+SCRATCH = "/tmp"
+INPUT = "/input"
+FIRST = (
+    "/bin/sh",
+    "-c",
+    f'echo >&0; read -r go || exit 1; exec <{INPUT}; echo 1000 >/proc/self/oom_score_adj; "$@"; exit $?',
+)
+"""The room's first process, which the kernel ends before others where memory is short.
+It says that it is there, so that it ends with bwrap from here on. It starts the program when it is told to, and never
+where who tells it has ended; when it ends itself, so does everything in the room."""
+
+
+@dataclass(frozen=True)
+class Bubblewrap:
+    """The programs that build rooms, as they were found on this machine."""
+
+    bwrap: str
+    prlimit: str
+    setpriv: str
+    python: str
+    """The interpreter that a venv is made from, which has nothing installed but what came with it."""
+    disables_namespaces: bool
+    """This bwrap has `WANTED`."""
+
+    @classmethod
+    def here(cls) -> Bubblewrap:
+        """Find the programs. Raises `ConfigError` with what to install."""
+        bwrap = shutil.which("bwrap")
+        if bwrap is None:
+            raise ConfigError(
+                "sandbox: there is no bwrap on this machine, in which code of the model's could run; install it (apt "
+                "install bubblewrap), or choose sandbox=process_limits, which protects from much less (docs/sandbox.md)"
+            )
+        found = {name: shutil.which(name) for name in ("prlimit", "setpriv")}
+        if missing := [name for name, path in found.items() if path is None]:
+            raise ConfigError(f"sandbox: there is no {' and no '.join(missing)} here; install util-linux")
+        try:
+            done = subprocess.run([bwrap, "--help"], capture_output=True, text=True, timeout=HELP_S, check=False)
+        except (OSError, subprocess.TimeoutExpired) as cause:
+            raise ConfigError(
+                f"sandbox: {bwrap} does not tell its options: {cause}; install bubblewrap anew"
+            ) from cause
+        options = (done.stdout + done.stderr).split()
+        if missing := [option for option in NEEDED if option not in options]:
+            raise ConfigError(f"sandbox: {bwrap} has no {' and no '.join(missing)}; install bubblewrap 0.7 or later")
+        return cls(bwrap, str(found["prlimit"]), str(found["setpriv"]), base_python(), WANTED in options)
+
+    @cached_property
+    def interpreter(self) -> Interpreter:
+        """What the interpreter needs in a room. Raises `ConfigError` where it does not start."""
+        return interpreter(self.python)
+
+    @cached_property
+    def counts_processes(self) -> bool:
+        """The kernel counts the processes of a room apart from all others of its user."""
+        numbers = platform.release().split("-")[0].split(".")[:2]
+        return os.geteuid() == 0 or tuple(map(int, numbers)) >= COUNTS_BY_NAMESPACE
+
+    def command(
+        self,
+        program: Sequence[str],
+        limits: Limits,
+        *,
+        uid: int | None,
+        status: int,
+        seccomp: int,
+        stdin: int,
+        files: Mapping[str, int],
+    ) -> list[str]:
+        """The command that runs ``program`` in a room of its own.
+
+        Args:
+            program: the program and its arguments, as the room has them.
+            uid: the user of this machine to become, where we are root.
+            status: descriptor to which bwrap writes the room's process, and how the program ended.
+            seccomp: descriptor of the filter.
+            stdin: descriptor of what the program reads.
+            files: names in the scratch space → descriptors of contents.
+        """
+        first = [*FIRST, HOSTNAME, *self._limited(limits), *program]
+        room = [*self._room(limits, status, seccomp, stdin, files), *first]
+        return room if uid is None else [*self._become(uid), *room]
+
+    @cached_property
+    def _way(self) -> IO[bytes] | None:
+        """The namespace in which all users can reach the interpreter; None where they can anyway."""
+        return open_way_to([*self.interpreter.parts.values()])
+
+    def _become(self, uid: int) -> list[str]:
+        """The beginning of a command that another user runs, who has a way to the interpreter."""
+        if self._way is None:
+            return [self.setpriv, f"--reuid={uid}", f"--regid={uid}", "--clear-groups", "--"]
+        namespace = f"/proc/{os.getpid()}/fd/{self._way.fileno()}"  # not passed on: it would be there in the room
+        return [str(shutil.which("nsenter")), f"--mount={namespace}", f"--setuid={uid}", f"--setgid={uid}", "--"]
+
+    def _room(self, limits: Limits, status: int, seccomp: int, stdin: int, files: Mapping[str, int]) -> list[str]:
+        names = "--unshare-user --unshare-pid --unshare-ipc --unshare-uts --unshare-net --unshare-cgroup-try"
+        apart = [*([WANTED] if self.disables_namespaces else []), "--as-pid-1", "--die-with-parent", "--new-session"]
+        apart += ["--cap-drop", "ALL", "--clearenv"]
+        who = ["--uid", str(UID_INSIDE), "--gid", str(UID_INSIDE), "--hostname", HOSTNAME]
+        devices = [word for name in DEVICES for word in ("--dev-bind", f"/dev/{name}", f"/dev/{name}")]
+        links = ["--symlink", "/proc/self/fd", "/dev/fd", "--symlink", SCRATCH, "/dev/shm"]
+        scratch = ["--size", str(limits.scratch_mib << 20), "--perms", "0700", "--tmpfs", SCRATCH]
+        contents = [
+            word for name, fd in files.items() for word in ("--perms", "0600", "--file", str(fd), f"{SCRATCH}/{name}")
+        ]
+        variables = {"PATH": "/usr/bin:/bin", "HOME": SCRATCH, "TMPDIR": SCRATCH, "LANG": "C.UTF-8"}
+        return [
+            *(self.bwrap, *names.split(), *apart, *who, *self._read_only()),
+            *("--proc", "/proc", "--tmpfs", "/dev", *devices, *links, "--remount-ro", "/dev"),
+            *(*scratch, *contents, "--perms", "0400", "--file", str(stdin), INPUT),
+            *(*self._python(), "--remount-ro", "/", "--chdir", SCRATCH),
+            *(word for name, value in variables.items() for word in ("--setenv", name, value)),
+            *("--json-status-fd", str(status), "--seccomp", str(seccomp), "--"),
+        ]
+
+    def _read_only(self) -> Iterator[str]:
+        yield from ("--ro-bind", "/usr", "/usr")
+        for path in SYSTEM:
+            if Path(path).is_symlink():
+                yield from ("--symlink", str(Path(path).readlink()), path)
+            elif Path(path).exists():
+                yield from ("--ro-bind", path, path)
+        yield from ("--perms", "0755", "--dir", "/etc")
+        for path in FROM_ETC:
+            yield from ("--ro-bind-try", path, path)
+
+    def _python(self) -> Iterator[str]:
+        """The interpreter. Behind the scratch space, which would hide one that is below it."""
+        made: set[Path] = set()
+        for part, source in self.interpreter.parts.items():
+            for parent in [*part.parents][-2::-1]:  # else as closed as they are outside
+                if parent not in made:
+                    yield from ("--perms", "0755", "--dir", str(parent))
+            made.update(part.parents)
+            yield from ("--ro-bind", str(source), str(part))
+        for packages in self.interpreter.hidden:
+            yield from ("--tmpfs", str(packages), "--remount-ro", str(packages))
+
+    def _limited(self, limits: Limits) -> list[str]:
+        """The command's beginning that sets limits of each process. In the room: processes are counted within it."""
+        return [self.prlimit, *rlimits(limits, counts_processes=self.counts_processes), "--"]
+
+
+def rlimits(limits: Limits, *, counts_processes: bool) -> Iterator[str]:
+    """Arguments of prlimit(1) for each process of a call."""
+    seconds = max(1, round(limits.cpu_s + 0.5))
+    yield f"--cpu={seconds}:{seconds + 1}"
+    yield f"--as={limits.memory_mib << 20}"
+    yield f"--fsize={limits.scratch_mib << 20}"
+    yield f"--nofile={MOST_OPEN}"
+    yield f"--sigpending={MOST_SIGNALS}"
+    yield from ("--core=0", "--memlock=0", "--msgqueue=0", "--rtprio=0", "--nice=0")
+    if counts_processes:
+        yield f"--nproc={limits.processes + 1}"  # the room's own first process counts, too
+
+
+@contextmanager
+def own_uid() -> Iterator[int | None]:
+    """Hold a user of this machine that no other open room has, where we are root; else None.
+
+    An abstract socket named after it is the lock: the kernel frees it with the process that holds it.
+
+    Raises:
+        SandboxFailed: all are taken.
+    """
+    if os.geteuid() != 0:
+        yield None
+        return
+    with socket.socket(socket.AF_UNIX) as lock:
+        for place in range(UIDS):
+            uid = FIRST_UID + (os.getpid() * 7 + place) % UIDS
+            try:
+                lock.bind(f"\0headway-sandbox-{uid}")
+            except OSError:
+                continue
+            yield uid
+            return
+        raise SandboxFailed(f"{UIDS} sandboxes are open on this machine, and there is a user for no more")

@@ -1,0 +1,128 @@
+"""Secrets taken out of texts that people read: error messages, and the log of what runners print."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import json
+import os
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+from headway.runtime.logs import first_line
+
+MASK = "***"
+SHORTEST = 3
+"""Fewest characters of a value that is hidden: shorter ones are no secrets, and stand everywhere."""
+CHUNK = 1 << 16
+PIPE = 1 << 20
+MOST_BYTES = 128 << 20
+"""Most bytes of a log that are kept."""
+
+
+class Redaction:
+    """The values that no text may show, also as JSON or Python would spell them."""
+
+    def __init__(self, values: Iterable[str] = ()) -> None:
+        spelled = {one for value in values for one in (value, json.dumps(value)[1:-1], repr(value)[1:-1])}
+        # The longest first: one value may be a part of another.
+        self._values = sorted((one for one in spelled if len(one) >= SHORTEST), key=len, reverse=True)
+        self._encoded = [one.encode("utf-8", "surrogateescape") for one in self._values]
+
+    def of(self, text: str) -> str:
+        """Return ``text`` with each of the values replaced by ``***``."""
+        for value in self._values:
+            text = text.replace(value, MASK)
+        return text
+
+    def of_bytes(self, data: bytes) -> bytes:
+        """Return ``data`` with each of the values replaced by ``***``."""
+        for value in self._encoded:
+            data = data.replace(value, MASK.encode())
+        return data
+
+    def begins_in(self, data: bytes) -> int:
+        """Return the position in ``data`` from which on it may be the beginning of a value; its length if nowhere."""
+        longest = max(map(len, self._encoded), default=1) - 1
+        for begin in range(max(0, len(data) - longest), len(data)):
+            if any(value.startswith(data[begin:]) for value in self._encoded):
+                return begin
+        return len(data)
+
+
+class RedactedLog:
+    """A pipe, read on the running event loop, whose contents go to a file without the secrets in them.
+
+    A pipe, and not Python's streams, because C code and the processes that user code starts print, too. Of the file
+    about the last `MOST_BYTES` are kept, the older half of them in another one beside it.
+    """
+
+    def __init__(
+        self, path: Path | None, redaction: Redaction, most_bytes: int = MOST_BYTES, *, begins: str = ""
+    ) -> None:
+        """Append to the file ``path``, or write to this process's stderr. ``begins``: first line of a file."""
+        self._path, self._redaction, self._half = path, redaction, most_bytes // 2
+        self._size = self._dropped = 0
+        self._target = self._opened()
+        self._reader, self.writer = os.pipe()
+        os.set_blocking(self._reader, False)
+        with suppress(OSError):  # so that who prints seldom waits for this process
+            fcntl.fcntl(self.writer, fcntl.F_SETPIPE_SZ, PIPE)
+        self._held = b""
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._reader, self._pass_on)
+        if path is not None and begins:
+            self._write(redaction.of(first_line(path, begins)).encode())
+
+    def close(self) -> None:
+        """Write what has arrived, and close the pipe."""
+        while self._pass_on():
+            pass
+        self._write(self._redaction.of_bytes(self._held))
+        self._loop.remove_reader(self._reader)
+        os.close(self._reader)
+        os.close(self.writer)
+        os.close(self._target)
+
+    def _opened(self) -> int:
+        if self._path is None:
+            try:
+                return os.dup(2)
+            except OSError:  # this process's stderr is closed
+                return os.open(os.devnull, os.O_WRONLY)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        target = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        self._size = os.fstat(target).st_size
+        return target
+
+    def _begin_anew(self, path: Path) -> None:
+        """Put the file aside, in the place of the one that was put aside before, and begin another."""
+        older = path.with_name(f"{path.name}.1")
+        with suppress(FileNotFoundError):
+            self._dropped += older.stat().st_size
+        path.replace(older)
+        os.close(self._target)
+        self._target = self._opened()
+        told = f"headway: what was printed before is in {older.name}; {self._dropped} bytes before that were dropped\n"
+        os.write(self._target, told.encode())
+
+    def _pass_on(self) -> bool:
+        """Write one chunk, but for an end that may be half a secret. Returns False where nothing had arrived."""
+        try:
+            data = os.read(self._reader, CHUNK)
+        except BlockingIOError:
+            return False
+        data = self._redaction.of_bytes(self._held + data)
+        whole = self._redaction.begins_in(data)
+        self._held = data[whole:]
+        self._write(data[:whole])
+        return True
+
+    def _write(self, data: bytes) -> None:
+        with suppress(OSError):  # a full disk costs the log, and no job
+            if self._path is not None and self._size > 0 and self._size + len(data) > self._half:
+                self._begin_anew(self._path)
+            self._size += len(data)
+            while data:
+                data = data[os.write(self._target, data) :]

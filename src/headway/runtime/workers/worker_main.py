@@ -1,0 +1,146 @@
+"""The inside of a runner process: where it starts, and how it is set apart from its host.
+
+Everything imported here is imported in each runner: keep it light.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import io
+import mmap
+import os
+import pickle
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+
+from headway.errors import HeadwayError, UserCodeError, cut, said_by
+from headway.runtime.child_python import guarded
+from headway.runtime.frames import Frame
+from headway.runtime.workers.redaction import Redaction
+from headway.runtime.workers.wire import MOST_SAID, BlockingChannel, Kind, pickled_error
+from headway.runtime.workers.worker_protocol import Hosted, HostedSpec
+
+HELD_BACK = {signal.SIGINT, signal.SIGHUP}
+"""Signals of a terminal, of which runners do not hear while they start."""
+SHOWS_WHERE = signal.SIGUSR2
+"""Signal at which a runner prints where its threads stand, even while C code keeps the interpreter's lock."""
+BOOT = f"{guarded()}from headway.runtime.workers.worker_main import main; main(*map(int, sys.argv[2:]))"
+"""Program of a runner process; its arguments are a name for people, and those of `main`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """The first message to a runner process."""
+
+    spec: bytes
+    """The pickled `HostedSpec`; apart, so that one that does not unpickle is told as a failure to load."""
+    shown: str
+    forks: bool
+    """The process is a nursery: it serves nothing itself, and forks runners."""
+    alone: bool
+    """One job at a time, without an event loop."""
+    secrets: tuple[str, ...]
+    prints: bool
+    """Tracebacks of failures to load are printed."""
+
+
+def main(descriptor: int, note: int) -> None:
+    """Run a runner process on the connection ``descriptor`` to its host.
+
+    ``note`` is the descriptor of the file in which an event loop notes whose step it makes, or -1.
+    """
+    _leave_signals_to_the_host()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A print that its encoding lacks is no failure of user code; what is printed before a process is killed counts.
+        sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True)
+    with suppress(OSError, RuntimeError):  # stderr may be closed
+        faulthandler.register(SHOWS_WHERE, all_threads=True)
+    os.set_inheritable(descriptor, False)
+    channel = BlockingChannel(socket.socket(fileno=descriptor))
+    first = channel.receive()
+    if first is None:
+        return
+    start: Start = pickle.loads(first.payload)
+    redaction = Redaction(start.secrets)
+    hosted = _loaded(start, channel, redaction)
+    if hosted is None:
+        return
+    if start.alone:
+        from headway.runtime.workers.sync_worker import close_alone, serve_alone
+    if start.forks:
+        from headway.runtime.workers.fork_server import fork_runners
+
+        channel = fork_runners(channel.sock, partial(close_alone, hosted))  # goes on in each of the forked processes
+    if start.alone:
+        serve_alone(channel, hosted, redaction)
+    else:
+        from headway.runtime.workers.async_worker import serve_shared
+
+        serve_shared(channel.sock, hosted, redaction, memoryview(mmap.mmap(note, mmap.PAGESIZE)).cast("Q"))
+
+
+def _loaded(start: Start, channel: BlockingChannel, redaction: Redaction) -> Hosted | None:
+    """Load the user's code and tell the host what it is, or why there is none."""
+    with nothing_returns_but_this_process():
+        try:
+            spec: HostedSpec = pickle.loads(start.spec)
+            hosted = spec.load()
+            told = Frame(Kind.LOADED, payload=pickle.dumps(hosted.describe()))
+        except HeadwayError as error:
+            hosted, told = None, Frame(Kind.FAILED, payload=pickled_error(error, redaction))
+        except BaseException as error:
+            if start.prints:
+                print_traceback()
+            text = cut(redaction.of(said_by(error, most=1 << 20)), MOST_SAID)
+            error = UserCodeError(f"{start.shown} cannot be loaded: {text}")
+            hosted, told = None, Frame(Kind.FAILED, payload=pickled_error(error, redaction))
+    channel.send(told)
+    return hosted
+
+
+async def closed(hosted: Hosted) -> None:
+    """Have the user's code close what it holds, if it has ``close``. In a process without an event loop this awaits
+    nothing."""
+    with nothing_returns_but_this_process():
+        try:
+            await hosted.close()
+        except (Exception, SystemExit):
+            print_traceback()
+
+
+def print_traceback() -> None:
+    """Print the exception that is being handled; user code may have closed what this process prints to."""
+    with suppress(OSError, ValueError):
+        traceback.print_exc()
+
+
+@contextmanager
+def nothing_returns_but_this_process() -> Iterator[None]:
+    """End at the block's end, whatever that is, the children that user code forked in it and let return.
+
+    Such a child holds the runner's connection; it would answer the host a second time.
+    """
+    pid = os.getpid()
+    try:
+        yield
+    finally:
+        if os.getpid() != pid:
+            os._exit(0)
+
+
+def _leave_signals_to_the_host() -> None:
+    """Hear of no terminal: this process leads a session of its own, and forgets what was sent while it started.
+
+    A SIGTERM to the host's group would have ended it before it left the group, which costs nothing: the host leaves at
+    that when it starts, and another runner takes the place of this one later.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_BACK)  # held back while the process started
+    signal.signal(signal.SIGHUP, before)

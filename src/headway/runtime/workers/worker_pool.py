@@ -1,0 +1,323 @@
+"""Processes that hold user code, and the jobs that they serve.
+
+    run(job) ─▶ waits for a runner with room ─▶ JOB ─▶ ASK, answered by on_ask, any number of times ─▶ result
+                        │                                                                         └▶ error with its text
+                        └ spawned, or forked from a nursery that has loaded the user's code
+
+A runner that ends is replaced; its jobs fail with `RunnerLost`, and whoever asked for them decides what to do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+from collections import deque
+from collections.abc import Callable, Mapping
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from headway.errors import RunnerLost, WorkerDied, said_by
+from headway.runtime.process_tree import END_S
+from headway.runtime.workers.environment_variables import passed_on, secrets_of
+from headway.runtime.workers.redaction import RedactedLog, Redaction
+from headway.runtime.workers.user_code_worker import TICKS, Job, OnAsk, Runner
+from headway.runtime.workers.worker_main import Start
+from headway.runtime.workers.worker_process import Launch, Note, Nursery, Process
+from headway.runtime.workers.worker_protocol import HostedSpec
+
+START_TIMEOUT_S = 120.0
+"""Seconds for a process to start and to load the user's code, which holds no model of the run's."""
+STOP_TIMEOUT_S = 2 * END_S + 10.0
+"""Seconds for processes that are killed to be gone: later than a nursery, and then its guard, give up."""
+
+
+class Runners:
+    """Runs jobs in at most ``processes`` processes that have loaded ``spec``. Use from one event loop.
+
+    Making one is free; `start` or the first `run` starts a process.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        spec: HostedSpec,
+        *,
+        processes: int,
+        at_once: int | None,
+        forked: bool = False,
+        stall_s: float | None = None,
+        log_path: Path | None,
+        env: Mapping[str, str] | None = None,
+        start_timeout_s: float = START_TIMEOUT_S,
+        close_s: float = 0.0,
+    ) -> None:
+        """Make runners that messages call ``name``.
+
+        ``at_once``: most jobs at once in a process, None for any number. With 1 there is no event loop in it, and a job
+        that is left is killed with its process; with more, jobs share an event loop.
+        ``forked``: processes are forked from one that has loaded the user's code, and after a job that failed the next
+        one gets a new process. Otherwise each process loads the code itself.
+        ``stall_s``: seconds after which a process is ended whose event loop stands still.
+        ``log_path``: the file that processes print to; None for this process's stderr.
+        ``close_s``: seconds that a process has, when these are closed, to close what its code holds.
+        ``env``: environment variables beside those that `passed_on` has of this process; their values are ``***`` in
+        the log and in errors, and so are this process's secrets in the log.
+        """
+        if forked and at_once != 1:
+            raise ValueError("runners that are forked take one job at a time")
+        self._name, self._spec = name, spec
+        self._processes = processes
+        self._at_once = at_once
+        self._alone = at_once == 1
+        self._forked = forked
+        self._stall_s = None if self._alone else stall_s
+        self._log_path, self._env = log_path, dict(env or {})
+        self._start_timeout_s, self._close_s = start_timeout_s, close_s
+        self._log: RedactedLog | None = None
+        self._nursery: Nursery | None = None
+        self._runners: list[Runner] = []
+        """Runners that are ready, or whose process has not ended yet."""
+        self._alive: set[Process] = set()
+        self._launches: set[asyncio.Task[Any]] = set()
+        self._waiting: deque[Job] = deque()
+        self._ticking: asyncio.TimerHandle | None = None
+        self._numbers = count(1)
+        self._closed = False
+
+    async def start(self) -> Any:
+        """Have one process load the user's code, and return what it describes itself as.
+
+        Shared runners are then all started, so that jobs spread over them; others start meanwhile or when needed.
+
+        Raises:
+            UserError: as the user's code raised it while it was loaded, or `UserCodeError` for anything else.
+            WorkerDied: the process ended, or was not ready in time.
+        """
+        try:
+            described = await asyncio.shield(self._begin_launch())
+            more = [] if self._forked else [self._begin_launch() for _ in range(self._processes - self._size)]
+            if not self._alone and more:
+                await asyncio.wait(more)
+                for launch in more:
+                    launch.result()
+        except RunnerLost as cause:
+            if cause.timed_out:
+                raise WorkerDied(
+                    f"no {self._name} was ready within {self._start_timeout_s:g} s: it was loading {self._spec.shown}"
+                    f"{self._see_log()}"
+                ) from cause
+            raise WorkerDied(f"a {self._name} ended while it loaded {self._spec.shown}{self._see_log()}") from cause
+        return described
+
+    async def run(
+        self,
+        job: Any,
+        on_ask: OnAsk | None = None,
+        *,
+        timeout_s: float | None = None,
+        on_begin: Callable[[], object] | None = None,
+    ) -> Any:
+        """Do ``job`` in a runner and return its result. Jobs wait for room in the order in which they come.
+
+        Each ask of the job's is answered by awaiting ``on_ask``, whose `HeadwayError` the job gets in place of an
+        answer; any other exception of it ends the job and is raised here. ``on_begin`` is called when the job begins,
+        from when on it has ``timeout_s``. Cancelling this ends the job.
+
+        Raises:
+            HeadwayError: of the kind and with the text that `Hosted.serve` raised; `UserCodeFailed` for anything else.
+            RunnerLost: the process ended, or the job took longer than ``timeout_s``; or no process could be started.
+            UserError: the process that was started for it could not load the user's code.
+        """
+        if self._closed:
+            raise RunnerLost(f"the {self._name} is closed", culprit=False)
+        result = asyncio.get_running_loop().create_future()
+        waiting = Job(next(self._numbers), pickle.dumps(job), on_ask, on_begin, timeout_s, result)
+        self._waiting.append(waiting)
+        self._give_room()
+        try:
+            return await result
+        finally:
+            if waiting.runner is not None:
+                waiting.runner.leave(waiting)
+            elif waiting in self._waiting:
+                self._waiting.remove(waiting)
+
+    async def close(self) -> None:
+        """End all processes, busy or not. Jobs that wait or run fail with `RunnerLost`. Processes that can hear of it
+        close what they hold before.
+
+        Raises `WorkerDied` where a process is still there `STOP_TIMEOUT_S` after it was killed.
+        """
+        self._closed = True
+
+        def closed(_: int = 0) -> RunnerLost:
+            return RunnerLost(f"the {self._name} was closed", culprit=False)
+
+        for job in self._waiting:
+            job.end(error=closed())
+        self._waiting.clear()
+        busy = {runner.process for runner in self._runners if runner.load and self._alone}
+        for runner in self._runners:
+            runner.lose(closed)
+        if self._ticking is not None:
+            self._ticking.cancel()
+        forking = self._nursery.process if self._nursery is not None else None
+        within_s = self._close_s + STOP_TIMEOUT_S
+        deadline = asyncio.get_running_loop().time() + within_s
+        while self._alive or self._launches:
+            for process in self._alive:
+                if process is not forking or len(self._alive) == 1:  # the nursery is last: it tells how the others end
+                    if process in busy or not self._close_s or not process.loaded.done():
+                        process.kill()
+                    else:
+                        process.leave(self._close_s)
+            ends = [*(process.ended for process in self._alive), *self._launches]
+            left = deadline - asyncio.get_running_loop().time()
+            if not (await asyncio.wait(ends, timeout=left, return_when=asyncio.FIRST_COMPLETED))[0]:
+                raise WorkerDied(f"{self._name}s did not end within {within_s:g} s{self._see_log()}")
+        if self._log is not None:
+            self._log.close()
+        self._log = None
+
+    # ------------------------------------------------------------------------------------------ room
+
+    @property
+    def _size(self) -> int:
+        return len(self._runners) + len(self._launches)
+
+    def _give_room(self) -> None:
+        """Begin the jobs that there is room for, and start processes for those that wait."""
+        while self._waiting and (runner := self._free()) is not None:
+            runner.begin(self._waiting.popleft())
+        while len(self._waiting) > len(self._launches) and self._size < self._processes:
+            self._begin_launch()
+        if self._stall_s is not None and self._ticking is None:
+            self._tick()
+
+    def _free(self) -> Runner | None:
+        """Return the runner with the fewest jobs, if it has room for another one."""
+        free = [one for one in self._runners if not one.dying and (self._at_once is None or one.load < self._at_once)]
+        return min(free, key=lambda one: one.load, default=None)
+
+    def _on_room(self, runner: Runner) -> None:
+        if self._forked and runner.failed:
+            runner.kill()  # what its job has left behind is nobody's
+        self._give_room()
+
+    def _tick(self) -> None:
+        """Look after the event loops of runners that have jobs, a while from now, and again while there are any."""
+        if self._stall_s is None:
+            return
+        self._ticking = None
+        for runner in self._runners:
+            runner.tick(self._stall_s)
+        if any(runner.load for runner in self._runners):
+            self._ticking = asyncio.get_running_loop().call_later(self._stall_s / TICKS, self._tick)
+
+    # ------------------------------------------------------------------------------------------ processes
+
+    def _begin_launch(self) -> asyncio.Task[Any]:
+        launch = asyncio.create_task(self._start_one())
+        self._launches.add(launch)
+        launch.add_done_callback(self._on_launch_end)
+        return launch
+
+    def _on_launch_end(self, launch: asyncio.Task[Any]) -> None:
+        self._launches.discard(launch)
+        if launch.cancelled():  # the event loop ends
+            return
+        error = launch.exception()
+        if isinstance(error, RunnerLost):  # the next one may fare better
+            if self._waiting:
+                self._waiting.popleft().end(error=error)
+        elif error is not None:
+            while self._waiting:
+                self._waiting.popleft().end(error=error)
+        if not self._closed:
+            self._give_room()
+
+    async def _start_one(self) -> Any:
+        """Add a runner. Returns what its code describes itself as.
+
+        Raises:
+            UserError: the user's code does not load.
+            RunnerLost: the process did not come up.
+        """
+        note = None if self._alone else Note()
+        runner = Runner(self._name, alone=self._alone, note=note, on_room=self._on_room)
+        try:
+            if self._forked:
+                described = await self._fork(runner)
+                self._watch(runner.process, runner)
+            else:
+                runner.process = self._launch().spawn(runner.on_frame, note)
+                self._watch(runner.process, runner)
+                described = await self._loaded(runner.process)
+        except OSError as cause:
+            raise RunnerLost(f"a {self._name} could not be started: {said_by(cause)}", culprit=False) from cause
+        if self._closed:
+            raise RunnerLost(f"the {self._name} was closed", culprit=False)
+        self._runners.append(runner)
+        return described
+
+    async def _fork(self, runner: Runner) -> Any:
+        """Give ``runner`` a process that the nursery forks. Returns what the code describes itself as."""
+        for tries_left in (1, 0):  # a nursery that has ended costs no job; one that does not come up does
+            if self._nursery is None or self._nursery.lost:
+                self._nursery = Nursery(self._launch())
+                self._watch(self._nursery.process)
+            nursery = self._nursery
+            described = await self._loaded(nursery.process)
+            try:
+                runner.process = await nursery.fork(runner.on_frame)
+                break
+            except RunnerLost:
+                if not tries_left or self._closed:
+                    raise
+        return described
+
+    async def _loaded(self, process: Process) -> Any:
+        await asyncio.wait([process.loaded], timeout=self._start_timeout_s)
+        if process.loaded.done():
+            return process.loaded.result()
+        process.kill()
+        text = f"a {self._name} was not ready within {self._start_timeout_s:g} s"
+        raise RunnerLost(text, end="SIGKILL", culprit=False, timed_out=True)
+
+    def _watch(self, process: Process, runner: Runner | None = None) -> None:
+        self._alive.add(process)
+        process.ended.add_done_callback(partial(self._on_process_end, process, runner))
+
+    def _on_process_end(self, process: Process, runner: Runner | None, ended: asyncio.Future[str]) -> None:
+        self._alive.discard(process)
+        if runner is None:
+            return
+        over_a_job = runner.dying or bool(runner.jobs)
+        runner.on_end(ended.result())
+        if self._closed or runner not in self._runners:
+            return
+        self._runners.remove(runner)
+        if over_a_job and not self._forked and self._size < self._processes:
+            self._begin_launch()  # the next job finds it loaded
+        self._give_room()
+
+    def _launch(self) -> Launch:
+        """Return how processes are started; the first time, open what they print to."""
+        if self._log is None:
+            redaction = Redaction([*self._env.values(), *secrets_of(os.environ)])
+            self._log = RedactedLog(self._log_path, redaction, begins=f"{self._name} runs {self._spec.shown}")
+        start = Start(
+            spec=pickle.dumps(self._spec),
+            shown=self._spec.shown,
+            forks=self._forked,
+            alone=self._alone,
+            secrets=tuple(self._env.values()),
+            prints=self._log_path is not None,
+        )
+        return Launch(self._name, start, {**passed_on(os.environ), **self._env}, self._log.writer)
+
+    def _see_log(self) -> str:
+        return f"; see {self._log_path}" if self._log_path is not None else ""
