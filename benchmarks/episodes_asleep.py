@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerFast
 
 from benchmarks import episodes_program
 from headway.agents.chat.chat_template import ChatRenderer
-from headway.agents.episodes.episode_limits import Limits
+from headway.agents.episodes.episode_limits import EpisodeLimits
 from headway.agents.episodes.episode_tokens import Chats, Prompted
 from headway.agents.episodes.local_episodes import keeping
 from headway.agents.episodes.program_episode import Hosting, Programs, Turn
@@ -34,7 +34,7 @@ from headway.agents.interface.program_chat import Chat, Tally
 from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart, TurnAnswer, TurnRequest, said
 from headway.agents.programs.program import ProgramSpec
 from headway.data.interfaces.episode_groups import GroupRequest
-from headway.data.interfaces.generation import Call, FinishedCall, SamplingParams
+from headway.data.interfaces.generation import FinishedCall, GenerateRequest, SamplingParams
 from headway.data.types import FinishReason, Prompt, SampledTokens, TrajectoryId
 from headway.errors import RunError
 from headway.planner.simulation.virtual_clock import run_virtual
@@ -72,7 +72,7 @@ class Workload:
         drawn = (self.median_s * exp(draws.gauss(0, SIGMA)) for _ in range(self.turns))
         return [min(max(seconds, LEAST_S), MOST_S) for seconds in drawn]
 
-    def seconds(self, call: Call) -> float:
+    def seconds(self, call: GenerateRequest) -> float:
         """Seconds that ``call`` takes."""
         return self.call_s * random.Random(f"{call.trajectory} {len(call.input_ids)}").uniform(0.5, 1.5)
 
@@ -82,14 +82,14 @@ class SleepingEngine:
 
     name, slots = "asleep", 1 << 20
 
-    def __init__(self, seconds: Callable[[Call], float], answer: Sequence[int]) -> None:
+    def __init__(self, seconds: Callable[[GenerateRequest], float], answer: Sequence[int]) -> None:
         self._seconds = seconds
         n = len(answer)
         self._tokens = SampledTokens(np.array(answer, np.int32), np.zeros(n, np.float32), np.zeros(n, np.int32))
         self._done: list[FinishedCall] = []
         self._any = asyncio.Event()
 
-    async def submit(self, client: str, calls: Sequence[Call]) -> None:
+    async def submit(self, client: str, calls: Sequence[GenerateRequest]) -> None:
         loop = asyncio.get_running_loop()
         for call in calls:
             loop.call_later(self._seconds(call), self._finish, call.number)
@@ -193,7 +193,7 @@ async def play(workload: Workload, programs: Programs, measured: Measured) -> Me
     """Run all episodes of ``workload`` by ``programs``, and measure."""
     made = chats()
     answer = [*made.renderer.encode(SAID).tolist(), min(made.renderer.end_ids)]
-    limits = Limits(max_length=100_000, max_turns=workload.turns)
+    limits = EpisodeLimits(max_length=100_000, max_turns=workload.turns)
     hosting = Hosting(programs, lambda: TimedRecord(made), limits, stop_ids=tuple(made.renderer.end_ids))
     engine = SleepingEngine(workload.seconds, answer)
     loop = asyncio.get_running_loop()

@@ -25,10 +25,10 @@ import numpy as np
 from aiohttp import web
 
 from benchmarks.episodes_asleep import SAID, SleepingEngine, chats
-from headway.agents.endpoint.dialect import Texts
+from headway.agents.endpoint.dialect import TextCodec
 from headway.agents.endpoint.dialects import DIALECTS
 from headway.agents.endpoint.endpoint_server import Endpoint
-from headway.agents.episodes.episode_limits import Limits
+from headway.agents.episodes.episode_limits import EpisodeLimits
 from headway.agents.episodes.local_episodes import keeping
 from headway.agents.episodes.program_episode import Hosting, Turn
 from headway.agents.interface.program_messages import Access, EpisodeEnd, EpisodeStart
@@ -104,14 +104,14 @@ class _Agents:
 async def _serve(load: Load) -> Latencies:
     made = chats()
     answer = [*made.renderer.encode(SAID).tolist(), min(made.renderer.end_ids)]
-    texts = Texts(
+    texts = TextCodec(
         lambda text: made.renderer.encode(text).tolist(), lambda ids: str(made.renderer.tokenizer.decode(ids))
     )
     agents = _Agents(load.episodes)
     hosting = Hosting(
         agents,
         made.record,
-        Limits(max_length=10**9, max_turns=10**9, step_timeout_s=3600, episode_timeout_s=3600),
+        EpisodeLimits(max_length=10**9, max_turns=10**9, step_timeout_s=3600, episode_timeout_s=3600),
         stop_ids=tuple(made.renderer.end_ids),
         endpoint=Endpoint(DIALECTS, texts),
     )

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.rollout_workload import SIZES
-from headway.data.interfaces.generation import Call, FinishedCall, SamplingParams
+from headway.data.interfaces.generation import FinishedCall, GenerateRequest, SamplingParams
 from headway.data.types import TrajectoryId
 
 TURNS, EPISODES = 10, 8
@@ -71,7 +71,9 @@ async def _run(folder: Path, vocabulary: int, *, cached: bool) -> Prefilled:
         for turn in range(TURNS):
             read += sum(map(len, contexts.values()))
             calls = [
-                Call(turn * EPISODES + k, TrajectoryId(0, k, 0, 0), ids, SamplingParams(SAMPLED), turn, goes_on=cached)
+                GenerateRequest(
+                    turn * EPISODES + k, TrajectoryId(0, k, 0, 0), ids, SamplingParams(SAMPLED), turn, goes_on=cached
+                )
                 for k, ids in contexts.items()
             ]
             await engine.submit("bench", calls)

@@ -31,7 +31,7 @@ import numpy as np
 
 from headway.config.schema import Config
 from headway.config.sizing.model_shape import FLOAT, ModelShape
-from headway.config.sizing.process_memory import Memory, Mesh, Step, reference, trainer, update
+from headway.config.sizing.process_memory import Mesh, ProcessMemory, TrainingStep, reference, trainer, update
 
 RANKS = 4
 VOCABULARY = 32_000
@@ -66,15 +66,15 @@ def main() -> None:
         shutil.rmtree(folder)
 
 
-def step_of(tokens: int, *, itemsize: int = FLOAT, recompute: bool = False) -> Step:
-    return Step(Mesh(RANKS, Config().actor.parallel), tokens, itemsize, recompute=recompute)
+def step_of(tokens: int, *, itemsize: int = FLOAT, recompute: bool = False) -> TrainingStep:
+    return TrainingStep(Mesh(RANKS, Config().actor.parallel), tokens, itemsize, recompute=recompute)
 
 
 def expected_of_trainer(shape: ModelShape, tokens: int) -> dict[str, tuple[int, int]]:
     """Bytes of a rank by phase, by arithmetic: at its end, and at most; 0 where nothing is said."""
     plain = trainer(shape, step_of(tokens))
     share = plain.held[0].nbytes
-    between = Memory((plain.held[0], plain.held[2]), {})
+    between = ProcessMemory((plain.held[0], plain.held[2]), {})
     buckets = update(shape, FLOAT, BUCKET, senders=RANKS, copy=False, on_cpu=True).device
     return {
         "opened": (share, 0),
@@ -169,11 +169,11 @@ def refer(folder: str, tokens: int) -> Measured:
 
 def rows(count: int, tokens: int) -> list[Any]:
     """Rows of random tokens, each of which fills a micro-batch."""
-    from headway.data.collate import Row
+    from headway.data.collate import CollatedRow
 
     rng, answer = np.random.default_rng(0), tokens - 1
     return [
-        Row(
+        CollatedRow(
             input_ids=rng.integers(2, VOCABULARY, tokens).astype(np.int32),
             prompt_length=1,
             logprobs=np.full(answer, -10.0, dtype=np.float32),

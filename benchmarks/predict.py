@@ -28,7 +28,7 @@ from headway.config.presets import PRESETS
 from headway.config.sections.section import exact_fraction
 from headway.errors import ConfigError
 from headway.events import Event, OptimizerStepped
-from headway.planner.grid import Setting, Split
+from headway.planner.grid import DeviceSplit, PlanSetting
 from headway.planner.measure import Measurement, StepMeter, fill_versions, measure
 from headway.planner.measurement.run_profiler import profile_run
 from headway.reports.record.events_file import read_events
@@ -36,7 +36,7 @@ from headway.reports.record.events_file import read_events
 PROFILED = "on_policy"
 MINI_BATCH, MINI_BATCHES = 16, 4
 B = MINI_BATCH * MINI_BATCHES
-SPLIT = Split(train_devices=1, rollout_devices=1, replicas=1, shared=False)
+SPLIT = DeviceSplit(train_devices=1, rollout_devices=1, replicas=1, shared=False)
 """The recipe's: one process trains, one generates."""
 COMMON = (
     f"actor.ppo_mini_batch_size={MINI_BATCH}",
@@ -51,7 +51,7 @@ COMMON = (
 class Mode:
     """A mode on the demo's split, with B groups a version."""
 
-    setting: Setting
+    setting: PlanSetting
 
     @property
     def name(self) -> str:
@@ -145,7 +145,7 @@ def _mode(name: str) -> Mode:
     values = PRESETS[name]
     trigger = values["async_training.trigger_parameter_sync_step"]
     eta = exact_fraction(values["async_training.staleness_threshold"])
-    return Mode(Setting(name, SPLIT, eta, trigger, require_batches=MINI_BATCHES // trigger))
+    return Mode(PlanSetting(name, SPLIT, eta, trigger, require_batches=MINI_BATCHES // trigger))
 
 
 def _passes(mode: Mode) -> bool:
@@ -156,7 +156,7 @@ def _passes(mode: Mode) -> bool:
     return True
 
 
-def _metered(events: Iterable[Event], setting: Setting, versions: int) -> Measurement | None:
+def _metered(events: Iterable[Event], setting: PlanSetting, versions: int) -> Measurement | None:
     """The planner's meter on a run's events. At its end a run admits less and less: the last versions are left out."""
     last = versions - _at_the_end(setting)
     meter = StepMeter(
@@ -167,7 +167,7 @@ def _metered(events: Iterable[Event], setting: Setting, versions: int) -> Measur
     return meter.measurement()
 
 
-def _at_the_end(setting: Setting) -> int:
+def _at_the_end(setting: PlanSetting) -> int:
     return 1 + ceil(setting.eta)
 
 

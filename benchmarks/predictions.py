@@ -15,8 +15,8 @@ import numpy as np
 from benchmarks.table import report
 from benchmarks.workload import PUBLISHED, Assumptions, Lengths, Parts, profile_of
 from headway.planner import planner
-from headway.planner.grid import Setting, setting_of, split_of
-from headway.planner.plan_rows import Row
+from headway.planner.grid import PlanSetting, setting_of, split_of
+from headway.planner.plan_rows import PlanRow
 from headway.planner.profiles.job_profile import Profile, TrainPoint
 
 ETAS = (0.1, 0.3, 0.5)
@@ -35,7 +35,7 @@ def predict(profile: Profile) -> None:
     report("predictions", "Predicted seconds per B = 512 groups (require_batches 4, trigger 4)", predicted)
 
 
-def _figures(devices: int, row: Row) -> dict[str, Any]:
+def _figures(devices: int, row: PlanRow) -> dict[str, Any]:
     measured = row.measured
     return {
         "preset": row.setting.preset,
@@ -54,15 +54,15 @@ def _figures(devices: int, row: Row) -> dict[str, Any]:
     }
 
 
-Settings = Callable[[Profile], list[Setting]]
+Settings = Callable[[Profile], list[PlanSetting]]
 
 
-def _rows(profile: Profile, devices: int, settings: Settings) -> tuple[Row, ...]:
+def _rows(profile: Profile, devices: int, settings: Settings) -> tuple[PlanRow, ...]:
     job = profile.model_copy(update={"devices": devices})
     return planner.plan(job, settings=settings(job), budget_s=math.inf).rows
 
 
-def _settings(profile: Profile) -> list[Setting]:
+def _settings(profile: Profile) -> list[PlanSetting]:
     """The baseline on all devices, and each asynchronous row on two equal halves."""
     everything = split_of(profile, BASELINE, profile.devices, profile.devices)
     return [
@@ -72,11 +72,11 @@ def _settings(profile: Profile) -> list[Setting]:
     ]
 
 
-def _halves(profile: Profile, mode: str, eta: float | None) -> list[Setting]:
+def _halves(profile: Profile, mode: str, eta: float | None) -> list[PlanSetting]:
     return [_halved(profile, mode, eta)]
 
 
-def _halved(profile: Profile, mode: str, eta: float | None = None) -> Setting:
+def _halved(profile: Profile, mode: str, eta: float | None = None) -> PlanSetting:
     half = profile.devices // 2
     return setting_of(profile, mode, split_of(profile, mode, half, half), eta=eta)
 

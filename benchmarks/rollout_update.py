@@ -131,7 +131,7 @@ async def _updates(kind: str, path: Path, rounds: int) -> list[dict[str, Any]]:
 
     from headway.engines.weights.buckets import pack, whole
     from headway.engines.weights.outgoing_version import Stream
-    from headway.engines.weights.protocols import Incoming
+    from headway.engines.weights.protocols import IncomingWeights
     from headway.engines.weights.weight_layout import buckets, build_manifest
     from headway.models.pretrained import load_model
 
@@ -139,7 +139,7 @@ async def _updates(kind: str, path: Path, rounds: int) -> list[dict[str, Any]]:
     manifest = build_manifest((name, tuple(p.shape), p.dtype) for name, p in source.named_parameters())
     shards = whole(dict(source.named_parameters()))
 
-    def receive(version: int, incoming: Incoming) -> None:
+    def receive(version: int, incoming: IncomingWeights) -> None:
         (sink,) = incoming.shares
         weights = Stream(manifest, pack(manifest, shards, buckets(manifest.nbytes, BUCKET)))
         for chunk in weights:

@@ -22,7 +22,7 @@ from headway.config.schema import Config
 from headway.config.sections.learning import ActorConfig
 from headway.config.sections.model_section import ModelConfig
 from headway.config.sections.parallel import ParallelConfig
-from headway.data.collate import Row, token_budget_batches
+from headway.data.collate import CollatedRow, token_budget_batches
 from headway.data.interfaces.steps import StepContext
 from headway.engines.train.fsdp.device_mesh import TrainMesh
 from headway.engines.train.fsdp.engine import FsdpEngine
@@ -36,11 +36,11 @@ class Side(ABC):
     """One way to compute a step's gradient."""
 
     @abstractmethod
-    def step(self, rows: Sequence[Row]) -> None:
+    def step(self, rows: Sequence[CollatedRow]) -> None:
         """Compute the gradient of a mini-batch, and drop it."""
 
     @abstractmethod
-    def gradient(self, rows: Sequence[Row]) -> dict[str, torch.Tensor]:
+    def gradient(self, rows: Sequence[CollatedRow]) -> dict[str, torch.Tensor]:
         """Compute the gradient of a mini-batch, by the parameter's name."""
 
 
@@ -54,23 +54,23 @@ class Plain(Side):
         self._model = load_model(folder, dtype=torch.float32)
         self._budget = budget
 
-    def step(self, rows: Sequence[Row]) -> None:
+    def step(self, rows: Sequence[CollatedRow]) -> None:
         self._backward(rows)
         self._model.zero_grad()
 
-    def gradient(self, rows: Sequence[Row]) -> dict[str, torch.Tensor]:
+    def gradient(self, rows: Sequence[CollatedRow]) -> dict[str, torch.Tensor]:
         self._backward(rows)
         found = {name: p.grad.clone() for name, p in self._model.named_parameters() if p.grad is not None}
         self._model.zero_grad()
         return found
 
-    def _backward(self, rows: Sequence[Row]) -> None:
+    def _backward(self, rows: Sequence[CollatedRow]) -> None:
         total = sum(len(row.logprobs) for row in rows)
         for batch in token_budget_batches([len(row.input_ids) for row in rows], self._budget):
             self._loss([rows[i] for i in batch], total).backward()
         torch.nn.utils.clip_grad_norm_(self._model.parameters(), UNLIMITED)
 
-    def _loss(self, rows: Sequence[Row], total: int) -> torch.Tensor:
+    def _loss(self, rows: Sequence[CollatedRow], total: int) -> torch.Tensor:
         ids = pad_sequence([torch.from_numpy(row.input_ids).long() for row in rows], batch_first=True)
         lengths = torch.tensor([len(row.input_ids) for row in rows])
         prompts = torch.tensor([row.prompt_length for row in rows])
@@ -109,12 +109,12 @@ class Headway(Side):
             named = self._engine._policy.lm.named_parameters()
             self._found |= {name: p.grad.full_tensor().clone() for name, p in named if p.grad is not None}
 
-    def step(self, rows: Sequence[Row]) -> None:
+    def step(self, rows: Sequence[CollatedRow]) -> None:
         report = self._engine.train_step(rows, StepContext())
         if report.skipped:
             raise ArithmeticError(f"the step's loss is {report.metrics['loss']}")
 
-    def gradient(self, rows: Sequence[Row]) -> dict[str, torch.Tensor]:
+    def gradient(self, rows: Sequence[CollatedRow]) -> dict[str, torch.Tensor]:
         self._found = {}
         try:
             self.step(rows)
@@ -133,7 +133,7 @@ def distance(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) 
     return float((off / sum(float(e.double().square().sum()) for e in expected.values())) ** 0.5)
 
 
-def peak_bytes(side: Side, rows: Sequence[Row]) -> int:
+def peak_bytes(side: Side, rows: Sequence[CollatedRow]) -> int:
     """Most bytes of tensors that a step holds at once, beyond what was there before it.
 
     From torch's own record of every allocation: unlike the process's resident size it knows nothing of what malloc

@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks.train_workload import BUDGET, SIZES, Cell, Kind, Lengths, work
 from headway.cluster.hardware import cpu_model
-from headway.data.collate import Row
+from headway.data.collate import CollatedRow
 
 PACKED_AIM = 1.15
 """Packed ÷ padded on long-tailed lengths."""
@@ -47,7 +47,7 @@ class Measured:
     """Most bytes that a step holds beyond what was there before."""
 
     @classmethod
-    def of(cls, cell: Cell, rows: Sequence[Row]) -> Measured:
+    def of(cls, cell: Cell, rows: Sequence[CollatedRow]) -> Measured:
         flops = {kind: work(kind, rows).flops(SIZES[cell.size]) for kind in Kind}
         return cls(cell, sum(len(row.input_ids) for row in rows), flops)
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from benchmarks.rollout_workload import SIZES as ROLLOUT_SIZES
 from benchmarks.rollout_workload import Size, long_tailed
-from headway.data.collate import Row, token_budget_batches
+from headway.data.collate import CollatedRow, token_budget_batches
 from headway.data.types import TrajectoryId
 
 LENGTH = 128
@@ -117,7 +117,7 @@ def cells(sizes: Sequence[str], kinds: Sequence[Lengths], ns: Sequence[int]) -> 
     ]
 
 
-def rows_of(cell: Cell) -> list[Row]:
+def rows_of(cell: Cell) -> list[CollatedRow]:
     """Rows of one step: groups of ``n`` answers to a prompt, one behind the other. A function of the cell alone."""
     count, vocabulary = ROWS[cell.size], SIZES[cell.size].vocabulary
     groups = count // cell.n
@@ -136,7 +136,7 @@ def rows_of(cell: Cell) -> list[Row]:
         ids = noise.integers(1, vocabulary, prompt)
         for k, answer in enumerate(answers[group * cell.n : (group + 1) * cell.n]):
             rows.append(
-                Row(
+                CollatedRow(
                     input_ids=np.concatenate([ids, noise.integers(1, vocabulary, answer)]).astype(np.int32),
                     prompt_length=prompt,
                     logprobs=np.full(answer, -np.log(vocabulary), np.float32),
@@ -149,7 +149,7 @@ def rows_of(cell: Cell) -> list[Row]:
     return rows
 
 
-def work(kind: Kind, rows: Sequence[Row], budget: int = BUDGET) -> Work:
+def work(kind: Kind, rows: Sequence[CollatedRow], budget: int = BUDGET) -> Work:
     """What ``kind`` has to compute of ``rows`` in micro-batches of ``budget`` tokens."""
     match kind:
         case Kind.PLAIN | Kind.PADDED:
@@ -160,7 +160,7 @@ def work(kind: Kind, rows: Sequence[Row], budget: int = BUDGET) -> Work:
             return _shared(rows, budget)
 
 
-def _padded(rows: Sequence[Row], budget: int) -> Work:
+def _padded(rows: Sequence[CollatedRow], budget: int) -> Work:
     """Rows are as long as the longest of their micro-batch."""
     lengths = [len(row.input_ids) for row in rows]
     shapes = [(len(batch), max(lengths[i] for i in batch)) for batch in token_budget_batches(lengths, budget)]
@@ -171,14 +171,14 @@ def _padded(rows: Sequence[Row], budget: int) -> Work:
     )
 
 
-def _packed(rows: Sequence[Row]) -> Work:
+def _packed(rows: Sequence[CollatedRow]) -> Work:
     lengths = [len(row.input_ids) for row in rows]
     return Work(sum(lengths), sum(len(row.logprobs) for row in rows), sum(map(_causal, lengths)))
 
 
-def _shared(rows: Sequence[Row], budget: int) -> Work:
+def _shared(rows: Sequence[CollatedRow], budget: int) -> Work:
     """A group's prompt counts once, or as often as there have to be micro-batches for its answers."""
-    groups: dict[int, list[Row]] = {}
+    groups: dict[int, list[CollatedRow]] = {}
     for row in rows:
         assert row.episode is not None
         groups.setdefault(row.episode.row, []).append(row)

@@ -23,7 +23,7 @@ import torch
 
 from headway.engines.weights.incoming_version import BackBuffer
 from headway.engines.weights.outgoing_version import Stream
-from headway.engines.weights.protocols import Incoming
+from headway.engines.weights.protocols import IncomingWeights
 from headway.engines.weights.transports.broadcast import BroadcastLink, BroadcastReceiver, BroadcastSender
 from headway.engines.weights.transports.links import Address
 from headway.engines.weights.transports.process_group import StoreGroup, open_store
@@ -127,7 +127,7 @@ def _peer(pipe: Connection, address: Address) -> None:
         receiver.close()
 
 
-def _receive(receiver: BroadcastReceiver, version: int, incoming: Incoming) -> None:
+def _receive(receiver: BroadcastReceiver, version: int, incoming: IncomingWeights) -> None:
     (sink,) = incoming.shares
     receiver.receive(version, sink)
 

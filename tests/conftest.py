@@ -93,7 +93,7 @@ def ray_here(request: pytest.FixtureRequest) -> Iterator[None]:
     """
     import ray
 
-    from headway.cluster.machine.child_processes import Family
+    from headway.cluster.machine.child_processes import ChildProcesses
     from headway.cluster.on_ray.ray_signals import sigterm_kept
 
     with sigterm_kept(), pytest.MonkeyPatch.context() as patch:
@@ -108,7 +108,7 @@ def ray_here(request: pytest.FixtureRequest) -> Iterator[None]:
             logging_level=logging.ERROR,
             object_store_memory=128 * 2**20,
         )
-    family = Family(Path(context.address_info["session_dir"]).name)
+    family = ChildProcesses(Path(context.address_info["session_dir"]).name)
     assert len(family) > 1
     yield
     assert ray.is_initialized(), "who found Ray running left it running"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 
-from headway.runtime.frames import Channel, Frame
+from headway.runtime.frames import Frame, FrameChannel
 
 
 class Ends:
@@ -14,7 +14,7 @@ class Ends:
     def __init__(self) -> None:
         here, self.there = socket.socketpair()
         self.there.setblocking(False)
-        self.channel = Channel(here, lambda frame: None, lambda: None)
+        self.channel = FrameChannel(here, lambda frame: None, lambda: None)
 
     def arrived(self) -> bytes:
         try:

@@ -16,12 +16,12 @@ from headway.config.schema import Config, RolloutConfig
 from headway.config.sections.learning import ActorConfig
 from headway.config.sections.model_section import ModelConfig
 from headway.config.sections.parallel import ParallelConfig
-from headway.data.collate import Row
+from headway.data.collate import CollatedRow
 from headway.data.interfaces.episode_groups import GroupRequest
-from headway.data.interfaces.generation import Call
+from headway.data.interfaces.generation import GenerateRequest
 from headway.data.interfaces.rollout import OnUpdate
 from headway.data.types import GroupTokens, RowTokens
-from headway.devices import Compute, Recorder
+from headway.devices import Compute, GraphRecorder
 from headway.engines.rollout.native.native_core import EngineCore
 from headway.engines.train.fsdp.device_mesh import TrainMesh
 from headway.engines.train.fsdp.engine import FsdpEngine
@@ -77,14 +77,14 @@ def logprobs(setting: Setting) -> Passed:
     return Passed(lines, figures)
 
 
-def sampled_rows(setting: Setting, folder: Path, dtype: str) -> list[Row]:
+def sampled_rows(setting: Setting, folder: Path, dtype: str) -> list[CollatedRow]:
     core = _core(setting, on_device(folder, setting, getattr(torch, dtype)), _recorder(setting))
     vocabulary, tokens = checked_shape(setting).vocabulary, 24 if setting.small else 64
     asked = requests([3, 9, 24, 40], vocabulary, n=4, tokens=tokens, temperature=TEMPERATURE)
     return rows_of(finish(core, asked))
 
 
-def trainer_logprobs(setting: Setting, folder: Path, dtype: str, rows: Sequence[Row]) -> NDArray[np.float32]:
+def trainer_logprobs(setting: Setting, folder: Path, dtype: str, rows: Sequence[CollatedRow]) -> NDArray[np.float32]:
     """[all tokens] nats."""
     config = Config(
         actor=ActorConfig(ppo_max_token_len_per_gpu=4096),
@@ -165,7 +165,7 @@ def finish(core: EngineCore, asked: Sequence[GroupRequest], interrupt_after: int
     """Answer all; after so many steps everything that decodes is interrupted, and goes on from its context."""
     places = [(request, k) for request in asked for k in range(request.n)]
     calls = [
-        Call(number, request.prompt.trajectory_id(k), request.prompt.token_ids, request.sampling)
+        GenerateRequest(number, request.prompt.trajectory_id(k), request.prompt.token_ids, request.sampling)
         for number, (request, k) in enumerate(places)
     ]
     core.submit("check", calls)
@@ -189,7 +189,7 @@ def tokens_of(groups: Sequence[GroupTokens]) -> Tokens:
     return {(number, k): r.ids.tolist() for number, group in enumerate(groups) for k, r in enumerate(group.rows)}
 
 
-def _core(setting: Setting, model: PreTrainedModel, recorder: Recorder | None = None) -> EngineCore:
+def _core(setting: Setting, model: PreTrainedModel, recorder: GraphRecorder | None = None) -> EngineCore:
     return EngineCore(
         model,
         name="check",
@@ -204,7 +204,7 @@ def _core(setting: Setting, model: PreTrainedModel, recorder: Recorder | None = 
     )
 
 
-def _recorder(setting: Setting) -> Recorder:
+def _recorder(setting: Setting) -> GraphRecorder:
     return setting.kind.recorder(torch.device(setting.device, 0)) or RunsAgain()
 
 

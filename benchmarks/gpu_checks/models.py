@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config, Qwen3Config
 
 from benchmarks.gpu_checks.setting import Setting
-from headway.data.collate import Row
+from headway.data.collate import CollatedRow
 from headway.data.interfaces.episode_groups import GroupRequest
 from headway.data.interfaces.generation import SamplingParams
 from headway.data.types import GroupTokens, Prompt
@@ -104,10 +104,10 @@ def requests(
     return asked
 
 
-def rows_of(groups: Sequence[GroupTokens]) -> list[Row]:
+def rows_of(groups: Sequence[GroupTokens]) -> list[CollatedRow]:
     """What was generated, as the trainer gets it."""
     return [
-        Row(
+        CollatedRow(
             input_ids=np.concatenate([row.prompt_ids, row.ids]),
             prompt_length=len(row.prompt_ids),
             logprobs=row.logprobs,

@@ -31,7 +31,7 @@ from benchmarks.gpu_checks.training import (
 )
 from benchmarks.rollout_workload import Size, long_tailed
 from benchmarks.train_workload import Kind, work
-from headway.data.collate import Row
+from headway.data.collate import CollatedRow
 from headway.data.types import TrajectoryId
 
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)[::-1]
@@ -108,7 +108,7 @@ def speed(setting: Setting) -> Passed:
     return Passed(lines, figures)
 
 
-def grouped(rows: Sequence[Row], shape: Shape) -> list[Row]:
+def grouped(rows: Sequence[CollatedRow], shape: Shape) -> list[CollatedRow]:
     """The answers of ``rows`` as those of groups of `N`, behind a prompt that each group shares."""
     noise, made = np.random.default_rng(2), []
     for index, row in enumerate(rows):
@@ -127,7 +127,7 @@ def grouped(rows: Sequence[Row], shape: Shape) -> list[Row]:
     return made
 
 
-def tailed_rows(shape: Shape, count: int, longest: int) -> list[Row]:
+def tailed_rows(shape: Shape, count: int, longest: int) -> list[CollatedRow]:
     """Groups of `N` answers, long-tailed lengths up to ``longest``, to prompts of ``longest`` tokens."""
     noise = np.random.default_rng(0)
     answers = noise.permutation(long_tailed(count, 2, longest)).tolist()
@@ -136,7 +136,7 @@ def tailed_rows(shape: Shape, count: int, longest: int) -> list[Row]:
         prompt = noise.integers(0, shape.vocabulary, longest)
         for k, answer in enumerate(answers[group * N : (group + 1) * N]):
             rows.append(
-                Row(
+                CollatedRow(
                     input_ids=np.concatenate([prompt, noise.integers(0, shape.vocabulary, answer)]).astype(np.int32),
                     prompt_length=longest,
                     logprobs=np.full(answer, -np.log(shape.vocabulary), np.float32),

@@ -22,7 +22,7 @@ from headway.data.interfaces.episode_groups import FinishedGroup, GroupRequest
 from headway.data.interfaces.rollout import OnUpdate
 from headway.engines.rollout.native import NativeEngine
 from headway.engines.weights.outgoing_version import Stream
-from headway.engines.weights.protocols import Incoming, WeightSink
+from headway.engines.weights.protocols import IncomingWeights, WeightSink
 from headway.engines.weights.weight_layout import Manifest
 
 TOLERANCE = 2e-3
@@ -78,7 +78,7 @@ async def _updated(
     """Answers that begin under version 0 and end under version 1, and the probe of version 1."""
     manifest = manifest_of(new)
 
-    def receive(version: int, incoming: Incoming) -> None:
+    def receive(version: int, incoming: IncomingWeights) -> None:
         (sink,) = incoming.shares
         weights = Stream(manifest, windows(new, manifest, BUCKET))
         for chunk in weights:
@@ -157,7 +157,7 @@ async def _slept(setting: Setting, keep: bool) -> dict[str, float]:
     manifest = manifest_of(model)
     weights = {name: p.detach().to("cpu", copy=True) for name, p in model.named_parameters()}
 
-    def receive(version: int, incoming: Incoming) -> None:
+    def receive(version: int, incoming: IncomingWeights) -> None:
         (sink,) = incoming.shares
         _send(weights, manifest, sink)
 

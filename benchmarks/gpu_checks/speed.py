@@ -31,7 +31,7 @@ from headway.config.schema import Config
 from headway.config.sections.learning import ActorConfig
 from headway.config.sections.model_section import ModelConfig
 from headway.config.sections.parallel import ParallelConfig
-from headway.data.collate import Row
+from headway.data.collate import CollatedRow
 from headway.data.interfaces.steps import StepContext
 from headway.engines.rollout.native import NativeEngine
 from headway.engines.train.fsdp.device_mesh import TrainMesh
@@ -127,7 +127,7 @@ def measured(setting: Setting, make: Callable[[], Once]) -> tuple[float, float |
 
 
 def headway_step(
-    setting: Setting, folder: Path, rows: Sequence[Row], budget: int, packing: Layout = "shared"
+    setting: Setting, folder: Path, rows: Sequence[CollatedRow], budget: int, packing: Layout = "shared"
 ) -> Callable[[], Once]:
     def make() -> Once:
         config = Config(
@@ -151,7 +151,7 @@ def headway_step(
     return make
 
 
-def _plain_step(setting: Setting, folder: Path, rows: Sequence[Row], budget: int) -> Callable[[], Once]:
+def _plain_step(setting: Setting, folder: Path, rows: Sequence[CollatedRow], budget: int) -> Callable[[], Once]:
     """All rows are equally long, so that nothing is padded."""
 
     def make() -> Once:
@@ -181,12 +181,12 @@ def _plain_step(setting: Setting, folder: Path, rows: Sequence[Row], budget: int
     return make
 
 
-def rows_of_length(shape: Shape, count: int, length: int) -> list[Row]:
+def rows_of_length(shape: Shape, count: int, length: int) -> list[CollatedRow]:
     """A quarter prompt, the rest response."""
     noise, prompt = np.random.default_rng(0), length // 4
     response = length - prompt
     return [
-        Row(
+        CollatedRow(
             input_ids=noise.integers(0, shape.vocabulary, length).astype(np.int32),
             prompt_length=prompt,
             logprobs=np.full(response, -np.log(shape.vocabulary), np.float32),
@@ -198,7 +198,7 @@ def rows_of_length(shape: Shape, count: int, length: int) -> list[Row]:
     ]
 
 
-def training_flops(shape: Shape, rows: Sequence[Row]) -> float:
+def training_flops(shape: Shape, rows: Sequence[CollatedRow]) -> float:
     """What a step has to compute: 6 per weight and token, the head's for predicted tokens alone, causal attention."""
     head_dim = shape.hidden // shape.heads
     attention = shape.hidden * head_dim * (2 * shape.heads + 2 * shape.kv_heads)

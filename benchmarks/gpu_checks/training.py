@@ -26,7 +26,7 @@ from headway.config.schema import Config
 from headway.config.sections.learning import ActorConfig, FsdpConfig, OptimConfig
 from headway.config.sections.model_section import ModelConfig
 from headway.config.sections.parallel import ParallelConfig
-from headway.data.collate import Row
+from headway.data.collate import CollatedRow
 from headway.data.interfaces.steps import StepContext
 from headway.engines.train.fsdp.device_mesh import TrainMesh
 from headway.engines.train.fsdp.engine import FsdpEngine
@@ -106,7 +106,7 @@ def fsdp(setting: Setting) -> Passed:
 
 def compare(
     engine: FsdpEngine,
-    share: Sequence[Row],
+    share: Sequence[CollatedRow],
     expected: Reference,
     dtype: str = "float32",
     limit: float = FLOAT32_TOLERANCE,
@@ -148,7 +148,7 @@ def compare(
     return found
 
 
-def on_each_rank(setting: Setting, folder: Path, share: Sequence[Row], expected: Reference) -> dict[str, str]:
+def on_each_rank(setting: Setting, folder: Path, share: Sequence[CollatedRow], expected: Reference) -> dict[str, str]:
     """What `fsdp` looks at, on one rank. Collective. Raises `CheckFailed`."""
     scratch = setting.scratch
     found = compare(engine_of(setting, folder, "float32"), share, expected)
@@ -220,14 +220,14 @@ def engine_of(
     )
 
 
-def random_rows(setting: Setting, count: int = 12) -> list[Row]:
+def random_rows(setting: Setting, count: int = 12) -> list[CollatedRow]:
     """Rows of very different lengths, with masked tokens."""
     noise = np.random.default_rng(0)
     rows = []
     for _ in range(count):
         prompt, response = int(noise.integers(1, 20)), int(noise.integers(1, 60))
         rows.append(
-            Row(
+            CollatedRow(
                 input_ids=noise.integers(0, checked_shape(setting).vocabulary, prompt + response).astype(np.int32),
                 prompt_length=prompt,
                 logprobs=np.zeros(response, np.float32),
@@ -239,7 +239,7 @@ def random_rows(setting: Setting, count: int = 12) -> list[Row]:
     return rows
 
 
-def reference(folder: Path, rows: list[Row]) -> Reference:
+def reference(folder: Path, rows: list[CollatedRow]) -> Reference:
     """The step by definition. Fills in the rows' behaviour log-probs: the model's, a little off, for ratios to vary."""
     model = load_model(folder, dtype=torch.float64)
     noise = np.random.default_rng(1)
@@ -252,20 +252,20 @@ def reference(folder: Path, rows: list[Row]) -> Reference:
     return Reference(loss, gradient, before, {name: p.detach() for name, p in model.named_parameters()})
 
 
-def tolerance(setting: Setting, folder: Path, rows: Sequence[Row], expected: Reference, dtype: str) -> float:
+def tolerance(setting: Setting, folder: Path, rows: Sequence[CollatedRow], expected: Reference, dtype: str) -> float:
     """Limit of a gradient's distance from ``expected`` in ``dtype``: in bfloat16 by what rounding alone makes of it."""
     if dtype != "bfloat16":
         return FLOAT32_TOLERANCE
     return BFLOAT16_FACTOR * rounding(setting, folder, rows, expected)
 
 
-def rounding(setting: Setting, folder: Path, rows: Sequence[Row], expected: Reference) -> float:
+def rounding(setting: Setting, folder: Path, rows: Sequence[CollatedRow], expected: Reference) -> float:
     """How far Hugging Face's module is from ``expected`` in bfloat16 on the device."""
     _, gradient = plain(load_model(folder, dtype=torch.bfloat16).to(setting.device), rows)
     return distance({name: g.cpu() for name, g in gradient.items()}, expected.gradient)
 
 
-def plain(model: PreTrainedModel, rows: Sequence[Row]) -> tuple[float, dict[str, torch.Tensor]]:
+def plain(model: PreTrainedModel, rows: Sequence[CollatedRow]) -> tuple[float, dict[str, torch.Tensor]]:
     """The mini-batch's loss and gradient by definition, one row at a time; gradients stay in the model."""
     tokens = sum(int(row.loss_mask.sum()) for row in rows)
     loss = torch.zeros((), dtype=torch.float64, device=model.device)
@@ -280,7 +280,7 @@ def plain(model: PreTrainedModel, rows: Sequence[Row]) -> tuple[float, dict[str,
     return float(loss.detach()), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
-def _logprobs(model: PreTrainedModel, row: Row) -> torch.Tensor:
+def _logprobs(model: PreTrainedModel, row: CollatedRow) -> torch.Tensor:
     """[T] of a row's response, in float64 or float32."""
     ids = torch.from_numpy(row.input_ids.astype(np.int64)).to(model.device)
     logits = model(ids[None]).logits[0, row.prompt_length - 1 : -1]
@@ -297,7 +297,7 @@ def _full(tensor: torch.Tensor) -> torch.Tensor:
 # ---------------------------------------------------------------------------------------- several ranks
 
 
-def _in_processes(setting: Setting, folder: Path, rows: Sequence[Row], world: int) -> dict[str, str]:
+def _in_processes(setting: Setting, folder: Path, rows: Sequence[CollatedRow], world: int) -> dict[str, str]:
     context = get_context("spawn")
     store, answers = setting.scratch / "ranks", setting.scratch / "ranks.json"
     store.unlink(missing_ok=True)
@@ -320,7 +320,7 @@ def _in_processes(setting: Setting, folder: Path, rows: Sequence[Row], world: in
 
 
 def _rank(
-    setting: Setting, folder: Path, share: Sequence[Row], rank: int, world: int, store: Path, answers: Path
+    setting: Setting, folder: Path, share: Sequence[CollatedRow], rank: int, world: int, store: Path, answers: Path
 ) -> None:
     with _group(setting, rank, world, store):
         expected = torch.load(setting.scratch / "reference.pt", weights_only=False)

@@ -28,10 +28,16 @@ from headway.config.transport_facts import TRANSPORTS
 from headway.devices import kind_of
 from headway.engines.weights.incoming_version import BackBuffer, InPlace
 from headway.engines.weights.outgoing_version import Staged, Stream
-from headway.engines.weights.protocols import Incoming, Outgoing, Parcel, WeightReceiver, WeightSender
+from headway.engines.weights.protocols import (
+    IncomingWeights,
+    OutgoingWeights,
+    StoredVersion,
+    WeightReceiver,
+    WeightSender,
+)
 from headway.engines.weights.served.served_weights import ServedWeights
 from headway.engines.weights.transports.broadcast import BroadcastLink, BroadcastReceiver, BroadcastSender
-from headway.engines.weights.transports.links import EndContext, Meeting, make_link, open_receiver, open_sender
+from headway.engines.weights.transports.links import EndContext, TransportAddress, make_link, open_receiver, open_sender
 from headway.engines.weights.transports.process_group import StoreGroup, open_store
 from headway.engines.weights.weight_layout import Manifest, buckets, build_manifest
 
@@ -53,7 +59,7 @@ class Ends:
     streamed: bool
     pool: ThreadPoolExecutor
 
-    def carry(self, version: int, weights: Outgoing, into: BackBuffer | InPlace) -> None:
+    def carry(self, version: int, weights: OutgoingWeights, into: BackBuffer | InPlace) -> None:
         """Returns when ``into`` has ``version``, complete and checked."""
         if self.streamed:
             filling = self.pool.submit(self._fill, version, into, None)
@@ -62,8 +68,8 @@ class Ends:
         else:
             self._fill(version, into, self.sender.send(version, weights))
 
-    def _fill(self, version: int, into: BackBuffer | InPlace, parcel: Parcel | None) -> None:
-        def receive(incoming: Incoming) -> None:
+    def _fill(self, version: int, into: BackBuffer | InPlace, parcel: StoredVersion | None) -> None:
+        def receive(incoming: IncomingWeights) -> None:
             (sink,) = incoming.shares
             self.receiver.receive(version, sink, parcel)
 
@@ -109,20 +115,20 @@ def carry_all(
     copy = Staged(manifest, BUCKET, with_delta=delta, pinned=pinned)
     require(copy._copy.is_pinned() or not pinned, "the copy for sending from a GPU is not page-locked")
 
-    def through_back_buffer(version: int, weights: Outgoing) -> None:
+    def through_back_buffer(version: int, weights: OutgoingWeights) -> None:
         ends.carry(version, weights, back)
         for offset, data in back.windows(BUCKET):
             require(data.is_pinned() or not pinned, "the back buffer for a GPU is not page-locked")
             target.write(offset, data)
         back.loaded()
 
-    def in_place(version: int, weights: Outgoing) -> None:
+    def in_place(version: int, weights: OutgoingWeights) -> None:
         ends.carry(version, weights, InPlace(manifest, target, window=BUCKET, pinned=pinned))
 
-    def streamed(model: PreTrainedModel, version: int) -> Outgoing:
+    def streamed(model: PreTrainedModel, version: int) -> OutgoingWeights:
         return Stream(manifest, windows(model, manifest, BUCKET))
 
-    def copied(model: PreTrainedModel, version: int) -> Outgoing:
+    def copied(model: PreTrainedModel, version: int) -> OutgoingWeights:
         copy.gather(version, windows(model, manifest, BUCKET))
         return copy.outgoing(version, to=version - 1 if delta else None)
 
@@ -171,7 +177,9 @@ def _meeting(name: str, setting: Setting, manifest: Manifest) -> Iterator[Ends]:
         return len(objects) - 1
 
     here = EndContext(HOST, put, lambda handles: [objects[handle] for handle in handles])
-    link = make_link(name, Meeting(manifest, (RECEIVER,), TIMEOUT_S, address=(HOST, port), directory=directory))
+    link = make_link(
+        name, TransportAddress(manifest, (RECEIVER,), TIMEOUT_S, address=(HOST, port), directory=directory)
+    )
     with ThreadPoolExecutor(2) as pool:
         opening = pool.submit(open_receiver, link, RECEIVER, here)
         sender = open_sender(link, here)
@@ -250,7 +258,7 @@ def _peer(link: BroadcastLink, nbytes: int, pipe: Connection) -> None:
     receiver.close()
 
 
-def _receive(receiver: BroadcastReceiver, version: int, incoming: Incoming) -> None:
+def _receive(receiver: BroadcastReceiver, version: int, incoming: IncomingWeights) -> None:
     (sink,) = incoming.shares
     receiver.receive(version, sink)
 

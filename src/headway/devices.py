@@ -36,7 +36,7 @@ SMI_TIMEOUT_S = 10.0
 Compute = Callable[[], None]
 
 
-class Recorder(Protocol):
+class GraphRecorder(Protocol):
     """Records functions of fixed memory: they write their result, too, into memory that stays where it is."""
 
     def record(self, compute: Compute) -> Compute:
@@ -106,10 +106,10 @@ class DeviceKind(Protocol):
     def synchronize(self, device: Device) -> None:
         """Wait until ``device`` has done all that it was given. Returns at once where nothing is queued."""
 
-    def side_stream(self, device: Device) -> SideStream | None:
+    def side_stream(self, device: Device) -> DeviceStream | None:
         """Return a new stream of work on ``device``, beside its default one. None where there are no streams."""
 
-    def recorder(self, device: Device) -> Recorder | None:
+    def recorder(self, device: Device) -> GraphRecorder | None:
         """Return a recorder of work on ``device``, to be replayed in one launch. None where nothing can be recorded."""
 
     def own_group(self, store: Any, rank: int, size: int, timeout: timedelta) -> Any | None:
@@ -174,10 +174,10 @@ class Cpu(DeviceKind):
     def synchronize(self, device: Device) -> None:
         pass
 
-    def side_stream(self, device: Device) -> SideStream | None:
+    def side_stream(self, device: Device) -> DeviceStream | None:
         return None
 
-    def recorder(self, device: Device) -> Recorder | None:
+    def recorder(self, device: Device) -> GraphRecorder | None:
         return None
 
     def own_group(self, store: Any, rank: int, size: int, timeout: timedelta) -> Any | None:
@@ -237,8 +237,8 @@ class Accelerator(DeviceKind):
     def synchronize(self, device: Device) -> None:
         self._torch.synchronize(device)
 
-    def side_stream(self, device: Device) -> SideStream | None:
-        return SideStream(self._torch, device)
+    def side_stream(self, device: Device) -> DeviceStream | None:
+        return DeviceStream(self._torch, device)
 
     def total_memory(self, device: Device) -> int | None:
         return int(self._torch.get_device_properties(device).total_memory)
@@ -263,7 +263,7 @@ Gpu = tuple[str, int | None]
 """A GPU's UUID, and its bytes of memory where they are known."""
 
 
-class _Memory(Structure):
+class _DeviceMemory(Structure):
     _fields_ = [("total", c_ulonglong), ("free", c_ulonglong), ("used", c_ulonglong)]
 
 
@@ -276,7 +276,7 @@ def _gpus_of_library() -> list[Gpu] | None:
     except (OSError, AttributeError):
         return None
     gpus: list[Gpu] = []
-    count, gpu, name, memory = c_uint(), c_void_p(), create_string_buffer(96), _Memory()
+    count, gpu, name, memory = c_uint(), c_void_p(), create_string_buffer(96), _DeviceMemory()
     known = nvml.nvmlDeviceGetCount_v2(byref(count)) == 0
     for i in range(count.value):
         known = known and nvml.nvmlDeviceGetHandleByIndex_v2(c_uint(i), byref(gpu)) == 0
@@ -350,7 +350,7 @@ class Cuda(Accelerator):
             return None if any(path.exists() for path in self.nvidia) else []
         return _visible(found, os.environ.get("CUDA_VISIBLE_DEVICES"))
 
-    def recorder(self, device: Device) -> Recorder | None:
+    def recorder(self, device: Device) -> GraphRecorder | None:
         return CudaRecorder(device)
 
     def pin(self, memory: torch.Tensor) -> Callable[[], None]:
@@ -373,7 +373,7 @@ class Cuda(Accelerator):
         return ProcessGroupNCCL(store, rank, size, options)
 
 
-class SideStream:
+class DeviceStream:
     """A stream of work on an accelerator, beside its default stream."""
 
     def __init__(self, module: Any, device: Device) -> None:

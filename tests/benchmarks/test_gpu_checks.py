@@ -27,7 +27,7 @@ from headway.engines.train.fsdp import learner, policy
 from headway.engines.train.fsdp.engine import FsdpEngine
 from headway.engines.weights.buckets import Tensors
 from headway.engines.weights.served.served_memory import WeightMemory
-from headway.models.attention.packed_layout import Layout
+from headway.models.attention.packed_layout import PackedLayout
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
@@ -152,7 +152,7 @@ def answers_see_each_other(patch: pytest.MonkeyPatch) -> None:
         if batch.layout is not None:  # each token after all that stand before it in the line
             tokens = len(batch.layout.positions)
             one = Segments(*(np.array([value]) for value in (0, -1, tokens)))
-            object.__setattr__(batch, "layout", Layout(one, batch.layout.positions, batch.layout.device))
+            object.__setattr__(batch, "layout", PackedLayout(one, batch.layout.positions, batch.layout.device))
         return batch
 
     patch.setattr(fsdp_engine, "collate", wrong)

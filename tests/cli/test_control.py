@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from headway.api.control_socket import Answer, Message, listening
-from headway.api.run.run_control import Control
+from headway.api.run.run_control import RunControl
 from headway.cli import cli
 from headway.reports.run_directory import RunDirectory
 
@@ -67,7 +67,7 @@ def test_what_the_run_says_is_printed_as_it_comes(run: RunDirectory):
 
 
 def test_a_run_that_is_still_starting_says_so(run: RunDirectory):
-    with going_on(run, Control().answer):
+    with going_on(run, RunControl().answer):
         done = ctl(str(run.path), "profile")
     assert (done.exit_code, done.stdout) == (2, "")
     assert done.stderr == "error: this run is still starting, and has nothing to profile; ask again when it trains\n"
@@ -101,5 +101,8 @@ def test_a_command_that_the_run_does_not_know_names_those_that_it_does(run: RunD
     from headway.api.control_socket import ask
     from headway.errors import UserError
 
-    with going_on(run, Control().answer), pytest.raises(UserError, match="can be asked for profile, not for 'prune'"):
+    with (
+        going_on(run, RunControl().answer),
+        pytest.raises(UserError, match="can be asked for profile, not for 'prune'"),
+    ):
         list(ask(run, {"command": "prune"}))

@@ -10,7 +10,7 @@ from typer.testing import CliRunner, Result
 from headway.cli import cli
 from headway.config.loading import dump
 from headway.config.schema import Config
-from headway.reports.trackers.tracker_client import Memory, memory_file
+from headway.reports.trackers.tracker_client import TrackerState, memory_file
 from tests.reports.trackers.test_processes import stub
 
 LOGS = "print('logged', values['version'], flush=True)"
@@ -41,7 +41,7 @@ def test_what_is_lacking_is_sent_and_what_is_there_is_not_sent_again(
     monkeypatch.setenv("WANDB_MODE", "offline")
     path = a_run(tmp_path / "run", "wandb", "prometheus")
     (path / "trackers").mkdir()
-    Memory("stub-1", rows=1).write(memory_file(path / "trackers", "wandb"))
+    TrackerState("stub-1", rows=1).write(memory_file(path / "trackers", "wandb"))
     done = run("sync", str(path))
     lines = [
         line for line in done.stdout.splitlines() if not line.startswith("waiting for")
@@ -126,5 +126,5 @@ def test_a_run_that_is_all_sent_needs_no_login(tmp_path: Path) -> None:
     path = a_run(tmp_path / "run", "wandb", "mlflow")  # which are not installed here
     (path / "trackers").mkdir()
     for name in ("wandb", "mlflow"):
-        Memory("there", rows=4, whole=True).write(memory_file(path / "trackers", name))
+        TrackerState("there", rows=4, whole=True).write(memory_file(path / "trackers", name))
     assert run("sync", str(path)).stdout == "nothing to send: the trackers have all of this run\n"

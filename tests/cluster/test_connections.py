@@ -17,10 +17,10 @@ import pytest_asyncio
 from headway.cluster.calls import worker_connections
 from headway.cluster.calls.worker_connections import (
     CallAddress,
+    CallFailed,
     CallServer,
-    Connection,
     ConnectionEnded,
-    Failed,
+    WorkerConnection,
     connected,
 )
 from headway.cluster.role_host import RoleHost
@@ -81,7 +81,7 @@ class Answers:
 
 
 @pytest_asyncio.fixture
-async def served() -> AsyncIterator[tuple[Answers, CallServer, Connection]]:
+async def served() -> AsyncIterator[tuple[Answers, CallServer, WorkerConnection]]:
     role = Answers()
     host = RoleHost(role, "answers")
     server = CallServer(host, "127.0.0.1")
@@ -92,7 +92,7 @@ async def served() -> AsyncIterator[tuple[Answers, CallServer, Connection]]:
     await host.close()
 
 
-Served = tuple[Answers, CallServer, Connection]
+Served = tuple[Answers, CallServer, WorkerConnection]
 
 
 async def test_calls_begin_in_their_order_and_each_gets_its_own_answer(served: Served) -> None:
@@ -106,15 +106,15 @@ async def test_errors_arrive_as_they_were_raised_if_they_are_headways_and_as_tex
     _, _, connection = served
     with pytest.raises(DataError, match=r"^no such prompt$"):
         await connection.call("refuse")
-    with pytest.raises(Failed, match="KeyError: 'lost'"):
+    with pytest.raises(CallFailed, match="KeyError: 'lost'"):
         await connection.call("fail")
-    with pytest.raises(Failed, match="pickle"):
+    with pytest.raises(CallFailed, match="pickle"):
         await connection.call("give")
-    with pytest.raises(Failed, match="no attribute 'unknown'"):
+    with pytest.raises(CallFailed, match="no attribute 'unknown'"):
         await connection.call("unknown")
-    with pytest.raises(Failed, match="Unreadable: a lock in it"):
+    with pytest.raises(CallFailed, match="Unreadable: a lock in it"):
         await connection.call("refuse_unreadably")
-    with pytest.raises(Failed, match="CancelledError"):
+    with pytest.raises(CallFailed, match="CancelledError"):
         await connection.call("cancel_itself")
 
 

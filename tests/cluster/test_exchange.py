@@ -11,13 +11,13 @@ import pytest
 
 from headway.cluster.roles.weight_receive_role import Left
 from headway.cluster.roles.weight_send_role import Send, Sent, SentWeights
-from headway.cluster.weight_sync.weight_sync import Exchange, ExchangeSettings, exchange_settings
+from headway.cluster.weight_sync.weight_sync import ExchangeSettings, WeightSync, exchange_settings
 from headway.cluster.worker_group import Worker, WorkerGroup
 from headway.config.schema import Config
 from headway.config.sizing.timeouts import Timeouts
 from headway.data.interfaces.weights import ReceiveReport, SendReport
 from headway.engines.weights.digests import combined
-from headway.engines.weights.protocols import HostCopy, Parcel
+from headway.engines.weights.protocols import HostCopy, StoredVersion
 from headway.engines.weights.transports.links import Link
 from headway.engines.weights.weight_layout import Manifest, TensorSlot
 from headway.errors import ConfigError, UpdateFailed, UpdateMissed, WorkerDied
@@ -63,7 +63,7 @@ class NotedRank:
             raise self.failure
         digests = tuple(digest_of(slot.name) for slot in self.share.slots) or (len(send.dtype),)
         report = SendReport(0.0, 1.0, nbytes=8, checksum=combined(digests), full_nbytes=8)
-        return Sent(report, digests, (Parcel(version, (), (), (self.name,)),))
+        return Sent(report, digests, (StoredVersion(version, (), (), (self.name,)),))
 
 
 def digest_of(name: str) -> int:
@@ -134,10 +134,10 @@ def exchange(
     copies: dict[str, str] | None = None,
     manifest: Manifest = Manifest(()),  # noqa: B008
     ranks: int = 1,
-) -> tuple[Exchange, NotedTrainer, list[NotedReceiver]]:
+) -> tuple[WeightSync, NotedTrainer, list[NotedReceiver]]:
     """``copies``: from which one each receiver loads; without, each from its own."""
     trainer = NotedTrainer(manifest.shares(), ranks)
-    between = Exchange(cast(WorkerGroup, trainer), settings, dict.fromkeys(dtypes.values(), manifest))
+    between = WeightSync(cast(WorkerGroup, trainer), settings, dict.fromkeys(dtypes.values(), manifest))
     receivers = [NotedReceiver(name) for name in dtypes]
     for receiver, dtype in zip(receivers, dtypes.values(), strict=True):
         of = copies[receiver.name] if copies else receiver.name
@@ -146,10 +146,10 @@ def exchange(
 
 
 TWO = {"a": "float32", "b": "float32"}
-PARCEL = Parcel(1, (), (), ("actor-0",))
+PARCEL = StoredVersion(1, (), (), ("actor-0",))
 
 
-async def together(between: Exchange, version: int, names: Sequence[str]) -> SendReport:
+async def together(between: WeightSync, version: int, names: Sequence[str]) -> SendReport:
     await between.reach(names)
     results = await asyncio.gather(
         between.send(version, names), *(between.stage(name, version) for name in names), return_exceptions=True
@@ -159,7 +159,7 @@ async def together(between: Exchange, version: int, names: Sequence[str]) -> Sen
     return cast(SendReport, results[0])
 
 
-async def apart(between: Exchange, version: int, *names: str) -> SendReport:
+async def apart(between: WeightSync, version: int, *names: str) -> SendReport:
     await between.reach(names)
     sent, *_ = await asyncio.gather(
         between.send_gathered(version, names), *(between.stage(name, version) for name in names)
@@ -467,7 +467,7 @@ async def test_each_rank_that_sends_has_a_link_of_its_own_and_their_results_are_
         assert [len(rank.links) for rank in trainer.workers] == [1] * senders + [0] * (3 - senders)
         assert a.links == [[rank.links[0][1] for rank in trainer.senders]]
         assert [len(rank.sends) for rank in trainer.senders] == [1] * senders
-        parcels = tuple(Parcel(1, (), (), (f"actor-{number}",)) for number in range(senders))
+        parcels = tuple(StoredVersion(1, (), (), (f"actor-{number}",)) for number in range(senders))
         assert a.staged == [(1, () if settings.streamed else parcels)]
         if settings.streamed:
             assert len({link.data.generation for link in a.links[0]}) == senders

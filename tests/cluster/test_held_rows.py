@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from headway.cluster.machine.batch_cache import HeldRows
+from headway.cluster.machine.batch_cache import BatchCache
 from headway.cluster.machine.token_files import TokenFiles, TokenPart, TokenPlace, read_part
 from headway.cluster.roles.role import Role
 from headway.cluster.worker_group import Collect, Dispatch, WorkerGroup, register
@@ -139,7 +139,7 @@ def test_what_is_asked_for_once_is_not_held_and_what_is_held_is_not_fetched_for_
         fetched.append(len(handles))
         return list(handles)
 
-    held = HeldRows(fetch)
+    held = BatchCache(fetch)
     one, two = (sample(group_tokens(n, 1.0), n) for n in (2, 3))
     held.begin()
     held.rows([one])
@@ -156,7 +156,7 @@ def test_a_column_that_is_asked_for_once_stays_borrowed_until_the_fetch_ends() -
 
     tokens, values = Reference(), Reference()
     behind: dict[Any, Any] = {tokens: group_tokens(2, 1.0), values: [np.zeros(2, np.float32)]}
-    held = HeldRows(lambda handles: [behind[handle] for handle in handles])
+    held = BatchCache(lambda handles: [behind[handle] for handle in handles])
     held.begin()
     one = replace(sample(tokens, 2), columns={"values": Column(values, 0)})
     held.rows([one], once=True)
@@ -178,7 +178,7 @@ def test_objects_that_are_told_apart_by_their_address_live_as_long_as_their_rows
     class Columns(list[Any]):
         """A list to which there can be a weak reference."""
 
-    held = HeldRows(list)
+    held = BatchCache(list)
     held.begin()
     tokens, columns = Tokens(), Columns([np.zeros(2, np.float32)])
     alive = [weakref.ref(tokens), weakref.ref(columns)]
@@ -192,7 +192,7 @@ def test_objects_that_are_told_apart_by_their_address_live_as_long_as_their_rows
 
 
 def test_samples_of_one_row_may_be_masked_in_one_call_and_not_in_another() -> None:
-    held = HeldRows(list)
+    held = BatchCache(list)
     held.begin()
     one = sample(group_tokens(2, 1.0), 2)
     assert [held.rows([replace(one, masked=masked)])[0].loss_mask.any() for masked in (False, True, False)] == [1, 0, 1]

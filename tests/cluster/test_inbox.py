@@ -16,7 +16,7 @@ from headway.cluster.roles import weight_receive_role
 from headway.cluster.roles.weight_receive_role import WeightInbox
 from headway.engines.weights.incoming_version import BackBuffer
 from headway.engines.weights.outgoing_version import Stream
-from headway.engines.weights.protocols import HostCopy, Parcel, WeightSink
+from headway.engines.weights.protocols import HostCopy, StoredVersion, WeightSink
 from headway.engines.weights.transports.links import EndContext, Link
 from headway.engines.weights.weight_layout import Manifest
 from headway.errors import UpdateFailed
@@ -70,10 +70,10 @@ class Handing:
         self._share = share
         self._all_there = all_there
         self._failure = failure
-        self.parcel: Parcel | None = None
+        self.parcel: StoredVersion | None = None
         self.closed = False
 
-    def receive(self, version: int, sink: WeightSink, parcel: Parcel | None) -> None:
+    def receive(self, version: int, sink: WeightSink, parcel: StoredVersion | None) -> None:
         self.parcel = parcel
         self._all_there.wait(20)
         if self._failure is not None:
@@ -103,7 +103,7 @@ async def opened(
 
 async def test_shares_are_received_side_by_side_each_with_its_parcel(monkeypatch: pytest.MonkeyPatch) -> None:
     box, ends = await opened(monkeypatch)
-    parcels = tuple(Parcel(1, (), (), (f"actor-{number}",)) for number in range(3))
+    parcels = tuple(StoredVersion(1, (), (), (f"actor-{number}",)) for number in range(3))
     back = BackBuffer(LAYOUT)
     with box.holding(1, parcels):
         report = back.fill(1, partial(box.receive, 1))

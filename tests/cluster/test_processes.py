@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from headway.cluster.machine.child_processes import CAN_WATCH, ORDERLY_S, TERMINATED_S, Family, Watched
+from headway.cluster.machine.child_processes import CAN_WATCH, ORDERLY_S, TERMINATED_S, ChildProcesses, Watched
 
 pytestmark = pytest.mark.skipif(not CAN_WATCH, reason="processes are watched on Linux only")
 
@@ -42,7 +42,7 @@ def test_a_child_that_outlives_its_parent_and_ignores_sigterm_is_ended(
     stubborn: tuple[subprocess.Popen[str], int],
 ) -> None:
     parent, child = stubborn
-    family = Family(TITLE)
+    family = ChildProcesses(TITLE)
     assert len(family) == 2
     parent.kill()
     parent.wait()
@@ -65,8 +65,8 @@ def obedient() -> Iterator[None]:
 @pytest.mark.usefixtures("obedient")
 def test_only_what_has_the_title_and_what_is_below_it_belongs_to_a_family() -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as stranger:
-        assert len(Family(TITLE)) == 2
-        assert Family(TITLE).end(orderly_s=0, terminated_s=60) == []
+        assert len(ChildProcesses(TITLE)) == 2
+        assert ChildProcesses(TITLE).end(orderly_s=0, terminated_s=60) == []
         assert stranger.poll() is None
         stranger.kill()
 
@@ -75,7 +75,7 @@ def test_a_killed_process_is_waited_for_as_long_as_its_memory_takes_to_be_releas
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     waits: list[float] = []
-    family = Family(TITLE)
+    family = ChildProcesses(TITLE)
 
     def left_after(seconds: float) -> list[int]:
         waits.append(seconds)
@@ -88,7 +88,7 @@ def test_a_killed_process_is_waited_for_as_long_as_its_memory_takes_to_be_releas
 
 def test_processes_that_end_by_themselves_are_left_to_it() -> None:
     parent, _ = start("")
-    family = Family(TITLE)
+    family = ChildProcesses(TITLE)
     parent.communicate()
     assert family.end(orderly_s=60) == []
     assert parent.returncode == 0

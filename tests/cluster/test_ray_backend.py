@@ -13,7 +13,7 @@ import pytest
 import ray
 
 from headway.cluster.backend import Workers, start_backend
-from headway.cluster.machine.child_processes import Family, descendants
+from headway.cluster.machine.child_processes import ChildProcesses, descendants
 from headway.cluster.on_ray.ray_cluster import RayCluster
 from headway.cluster.on_ray.ray_worker import RayWorker
 from headway.cluster.worker_engines import RolloutReplica
@@ -42,7 +42,7 @@ async def test_a_version_equals_one_process_bit_for_bit_and_a_killed_replica_end
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, terminated.set)
     handler = signal.getsignal(signal.SIGTERM)
     workers = await start_backend(tiny_config("ray"), model_path=tiny_model, run_dir=tmp_path, total_optimizer_steps=4)
-    family = Family()
+    family = ChildProcesses()
     assert len(family) >= len(others) + 4
     try:
         assert signal.getsignal(signal.SIGTERM) is handler
@@ -172,7 +172,7 @@ async def test_a_node_that_was_killed_is_named_and_leaves_neither_process_nor_fo
     others = set(descendants(os.getpid()))
     cluster = RayCluster(tiny_config("ray"), tmp_path)
     await cluster.connect()
-    family, session = Family(), Path(ray._private.worker._global_node.get_session_dir_path())  # type: ignore[attr-defined]
+    family, session = ChildProcesses(), Path(ray._private.worker._global_node.get_session_dir_path())  # type: ignore[attr-defined]
     for pid in set(descendants(os.getpid())) - others:
         assert os.getsid(pid) != os.getsid(0), "a signal to this process's group ends none of them"
     pid = raylet()

@@ -19,7 +19,7 @@ from ray.exceptions import OutOfMemoryError
 from ray.util import placement_group_table
 
 from headway.cluster.backend import start_backend
-from headway.cluster.machine.child_processes import Family
+from headway.cluster.machine.child_processes import ChildProcesses
 from headway.cluster.machine.token_files import TokenFiles, TokenPart, TokenPlace
 from headway.cluster.on_ray import ray_worker, resource_pool
 from headway.cluster.on_ray.node_assignment import Node
@@ -287,4 +287,4 @@ async def test_a_start_that_fails_leaves_no_worker_behind(ray_here: None, tmp_pa
     missing = str(tmp_path / "missing" / "model")
     with pytest.raises(ModelError, match="no such folder"):
         await start_backend(tiny_config("ray"), model_path=missing, run_dir=tmp_path, total_optimizer_steps=4)
-    assert Family("WorkerActor").left_after(10) == []
+    assert ChildProcesses("WorkerActor").left_after(10) == []

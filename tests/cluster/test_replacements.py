@@ -17,7 +17,7 @@ from headway.cluster.on_ray.node_assignment import Node
 from headway.cluster.on_ray.resource_pool import ResourcePool
 from headway.cluster.replacements import Replacements, replica_start
 from headway.cluster.roles.rollout_role import RolloutRole
-from headway.cluster.shared_filesystem import Sight
+from headway.cluster.shared_filesystem import SharedFilesystem
 from headway.cluster.worker_engines import RolloutReplica
 from headway.cluster.worker_group import Worker
 from headway.cluster.worker_plan import WorkerSpec
@@ -56,7 +56,7 @@ class Place:
 
 
 class Seeing:
-    """A `Sight` that refuses when it is told to."""
+    """A `SharedFilesystem` that refuses when it is told to."""
 
     def __init__(self, place: Place, failure: Exception | None = None) -> None:
         self._place = place
@@ -75,7 +75,7 @@ def replacements(
         place.log.append(f"serve {worker.name}")
         return worker.name
 
-    start = replica_start(cast(Sight, Seeing(place, failure)), serve)
+    start = replica_start(cast(SharedFilesystem, Seeing(place, failure)), serve)
     made = Replacements(place, start, timeouts=Timeouts(timeout_s, 5, 300))
     made.know(SPEC, place.worker("rollout-1"))
     return made
@@ -122,9 +122,9 @@ class Reserved:
         self.free = dict.fromkeys(alive, 0)
         self.removed: list[object] = []
         group = SimpleNamespace(id="first")
-        places = [resource_pool._Place(cast(Any, group), bundle, "a", (bundle,)) for bundle in range(3)]
+        places = [resource_pool._WorkerBundle(cast(Any, group), bundle, "a", (bundle,)) for bundle in range(3)]
         if several:
-            places.append(resource_pool._Place(cast(Any, group), 3, "a", (3, 4)))
+            places.append(resource_pool._WorkerBundle(cast(Any, group), 3, "a", (3, 4)))
         self.pool = ResourcePool(places, on_gpus=True)
         monkeypatch.setattr(resource_pool, "LOOK_AGAIN_S", 0.0)
         monkeypatch.setattr(resource_pool, "_described", self._described)

@@ -29,7 +29,7 @@ from headway.cluster.worker_plan import ClusterPlan, plan_cluster
 from headway.config.schema import Config
 from headway.config.sections.parallel import ParallelConfig
 from headway.config.sizing.placement import ACTOR, CRITIC, LOGP, REF, ROLLOUT, resolve_placement
-from headway.data.collate import Row
+from headway.data.collate import CollatedRow
 from headway.data.interfaces.rollout import OnUpdate
 from headway.data.interfaces.steps import StepContext, StepReport
 from headway.data.interfaces.weights import ReceiveReport, SendReport
@@ -68,7 +68,7 @@ def config(backend: str = "inline", **sections: Any) -> Config:
 class Outcome:
     """Arrays, one per trajectory, and what was reported."""
 
-    rows: list[Row]
+    rows: list[CollatedRow]
     """With all their columns."""
     outcomes: Outcomes
     current: Arrays
@@ -306,18 +306,18 @@ async def test_the_critic_is_the_engine_that_it_is_made_of_and_comes_back_from_a
         await workers.close()
 
 
-def as_group(row: Row) -> GroupTokens:
+def as_group(row: CollatedRow) -> GroupTokens:
     """A group of this row alone."""
     prompt, response = np.split(row.input_ids, [row.prompt_length])
     return GroupTokens((RowTokens(prompt, response, row.logprobs, row.versions, row.loss_mask, row.turns),))
 
 
-def episode_of(row: Row) -> TrajectoryId:
+def episode_of(row: CollatedRow) -> TrajectoryId:
     assert row.episode is not None
     return row.episode
 
 
-def as_columns(row: Row) -> dict[str, Column]:
+def as_columns(row: CollatedRow) -> dict[str, Column]:
     return {name: Column([values], 0) for name, values in row.columns.items()}
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from headway.cluster.weight_sync.probe_tolerance import CEILING, FLOOR, SAFETY, Rounding
+from headway.cluster.weight_sync.probe_tolerance import CEILING, FLOOR, SAFETY, ProbeTolerance
 from headway.data.interfaces.weights import PolicyReceiver
 from headway.errors import ModelError
 
@@ -41,7 +41,7 @@ def off_by(name: str, nats: float) -> PolicyReceiver:
 async def test_the_tolerance_follows_what_was_measured_between_a_floor_and_a_ceiling(
     dtype: str, nats: float, expected: float
 ) -> None:
-    rounding = Rounding(("float32", dtype), EXPECTED)
+    rounding = ProbeTolerance(("float32", dtype), EXPECTED)
     await rounding.measure([off_by("rollout-0", nats), off_by("rollout-1", 0.0)])
     assert rounding.tolerance("rollout-0") == pytest.approx(expected, rel=1e-3)
     assert rounding.tolerance("rollout-1") == FLOOR[dtype], "each receiver has its own"
@@ -49,16 +49,16 @@ async def test_the_tolerance_follows_what_was_measured_between_a_floor_and_a_cei
 
 @pytest.mark.parametrize("served", [EXPECTED + 0.6, np.full(2, np.nan, np.float32), EXPECTED[:1]], ids=str)
 async def test_what_rounding_cannot_explain_is_another_model(served: Any) -> None:
-    rounding = Rounding(("bfloat16",), EXPECTED)
+    rounding = ProbeTolerance(("bfloat16",), EXPECTED)
     receiver = cast(PolicyReceiver, Probing("rollout-0", served))
     with pytest.raises(ModelError, match="rollout-0 and the trainer compute different log-probs from the same model"):
         await rounding.measure([receiver])
 
 
 async def test_a_receiver_that_was_not_measured_gets_the_ceiling() -> None:
-    rounding = Rounding(("float32",), EXPECTED)
+    rounding = ProbeTolerance(("float32",), EXPECTED)
     await rounding.measure([cast(PolicyReceiver, Probing("rollout-0", None))])
     assert rounding.tolerance("rollout-0") == rounding.tolerance("rollout-0+1") == CEILING["float32"]
-    unverified = Rounding(("float32",), None)
+    unverified = ProbeTolerance(("float32",), None)
     await unverified.measure([off_by("rollout-0", 9.0)])
     assert unverified.tolerance("rollout-0") == CEILING["float32"]

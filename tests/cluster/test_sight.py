@@ -9,8 +9,8 @@ from typing import Any, cast
 
 import pytest
 
-from headway.cluster.roles.file_probe import Lookout
-from headway.cluster.shared_filesystem import SharedFiles, Sight
+from headway.cluster.roles.file_probe import FileProbe
+from headway.cluster.shared_filesystem import SharedFiles, SharedFilesystem
 from headway.cluster.worker_group import Worker
 from headway.cluster.worker_plan import ClusterPlan, Rank
 from headway.errors import ConfigError, ModelError
@@ -19,7 +19,7 @@ RUN, MODEL, WEIGHTS = Path("/runs/one"), "/models/tiny", Path("/weights")
 HERE, THERE = "10.0.0.1", "10.0.0.2"
 
 
-class Machine(Lookout):
+class Machine(FileProbe):
     """Absolute paths lie below ``root``."""
 
     def __init__(self, root: Path, host: str) -> None:
@@ -95,7 +95,7 @@ def look(
         shares=(),
     )
     directory = WEIGHTS if transport in ("disk", "shared_memory") else None
-    sight = Sight(SharedFiles(RUN, model_path, transport, directory), driver)
+    sight = SharedFilesystem(SharedFiles(RUN, model_path, transport, directory), driver)
     return sight.check(plan, {name: cast(Worker, Looking(name, on)) for name, on in workers.items()})
 
 
@@ -185,7 +185,7 @@ async def test_a_directory_of_weights_that_a_receiver_does_not_see_is_refused(he
 
 
 async def test_a_replica_that_came_later_is_looked_at_alone(here: Machine, there: Machine) -> None:
-    sight = Sight(SharedFiles(RUN, MODEL, "broadcast", None), here)
+    sight = SharedFilesystem(SharedFiles(RUN, MODEL, "broadcast", None), here)
     await asyncio.wait_for(sight.check_replica(cast(Worker, Looking("rollout-0+1", there))), 60)
     there.has("config.json", "[]")
     with pytest.raises(ModelError, match="rollout-0\\+1 on node-2"):

@@ -13,15 +13,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from headway.cluster.roles.weight_send_role import Outbox, Send, Sent
+from headway.cluster.roles.weight_send_role import Send, Sent, WeightSendRole
 from headway.config.schema import Config
 from headway.config.transport_facts import TRANSPORTS
 from headway.data.interfaces.episode_groups import FinishedGroup
 from headway.data.interfaces.rollout import OnUpdate
 from headway.engines.weights.buckets import pack, whole
 from headway.engines.weights.outgoing_version import Window
-from headway.engines.weights.protocols import Incoming, WeightReceiver
-from headway.engines.weights.transports.links import EndContext, Meeting, make_link, open_receiver
+from headway.engines.weights.protocols import IncomingWeights, WeightReceiver
+from headway.engines.weights.transports.links import EndContext, TransportAddress, make_link, open_receiver
 from headway.engines.weights.transports.process_group import open_store
 from headway.engines.weights.weight_layout import Manifest, buckets
 from tests.engines.rollout.serving import WAIT_S, Source, collect, serving
@@ -56,7 +56,7 @@ class Trainer:
         self._overlapped = schedule == "overlapped"
         self._streamed = TRANSPORTS[transport].streamed
         self._base: int | None = None
-        self._outbox = Outbox(
+        self._outbox = WeightSendRole(
             Config.model_validate(
                 {
                     "param_update": {"schedule": schedule, "encoding": encoding},
@@ -67,7 +67,7 @@ class Trainer:
         )
         self._outbox.open_route("float32", manifest, pinned=False)
         self._store, port = open_store("127.0.0.1", WAIT_S)
-        meeting = Meeting(manifest, ("replica",), WAIT_S, address=("127.0.0.1", port), directory=directory)
+        meeting = TransportAddress(manifest, ("replica",), WAIT_S, address=("127.0.0.1", port), directory=directory)
         link = make_link(transport, meeting)
         here = EndContext("127.0.0.1", fetch=list)
         with ThreadPoolExecutor(1) as pool:
@@ -77,7 +77,7 @@ class Trainer:
         self._sent: asyncio.Future[Sent | None] | None = None
         self._loop = asyncio.get_running_loop()
 
-    def receive(self, version: int, incoming: Incoming) -> None:
+    def receive(self, version: int, incoming: IncomingWeights) -> None:
         """The replica's end, on the engine's thread: a stored transport's waits for the parcel first."""
         parcel = None
         if not self._streamed:

@@ -26,9 +26,9 @@ from headway.config.schema import Config
 from headway.config.sections.model_section import MakeModelConfig
 from headway.config.sections.parallel import ParallelConfig
 from headway.config.sizing.model_shape import ModelShape
-from headway.config.sizing.process_memory import Mesh, Step, activations, critic, trainer
+from headway.config.sizing.process_memory import Mesh, TrainingStep, activations, critic, trainer
 from headway.config.sizing.run_memory import made, processes
-from headway.data.collate import Row
+from headway.data.collate import CollatedRow
 from headway.data.packing import Packing
 from headway.engines.train.fsdp.micro_batches import collate
 from headway.engines.train.fsdp.policy import PolicyModule
@@ -83,7 +83,7 @@ def test_the_count_of_parameters_is_that_of_transformers(family: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_a_forward_pass_saves_is_what_is_expected(family: str, dtype: torch.dtype) -> None:
     config = FAMILIES[family]()
-    step = Step(Mesh(1, ParallelConfig()), TOKENS, dtype.itemsize)
+    step = TrainingStep(Mesh(1, ParallelConfig()), TOKENS, dtype.itemsize)
     expected = activations(shape_of(config), step)
     assert saved_by_a_forward_pass(config, dtype) == pytest.approx(expected, rel=0.02)
 
@@ -94,7 +94,7 @@ def saved_by_a_forward_pass(config: PreTrainedConfig, dtype: torch.dtype) -> int
     lm.set_attn_implementation(NAME)
     module = PolicyModule(lm, temperature=1.0)
     answer = TOKENS - 1
-    row = Row(
+    row = CollatedRow(
         input_ids=(np.arange(TOKENS) % 48 + 2).astype(np.int32),
         prompt_length=1,
         logprobs=np.zeros(answer, dtype=np.float32),
@@ -151,9 +151,9 @@ def test_shares_add_up_to_the_model_on_each_mesh(family: str) -> None:
 def test_each_way_to_save_memory_saves_what_it_says() -> None:
     shape = shape_of(FAMILIES["qwen3"]())
     mesh = Mesh(4, ParallelConfig())
-    plain = trainer(shape, Step(mesh, 512, 2, device_bytes=2**30))
-    recomputed = trainer(shape, Step(mesh, 512, 2, device_bytes=2**30, recompute=True))
-    offloaded = trainer(shape, Step(mesh, 512, 2, device_bytes=2**30, offload=True))
+    plain = trainer(shape, TrainingStep(mesh, 512, 2, device_bytes=2**30))
+    recomputed = trainer(shape, TrainingStep(mesh, 512, 2, device_bytes=2**30, recompute=True))
+    offloaded = trainer(shape, TrainingStep(mesh, 512, 2, device_bytes=2**30, offload=True))
     assert recomputed.device < plain.device
     assert offloaded.host == 16 * mesh.share(shape)
     assert offloaded.device == plain.device - offloaded.host
@@ -163,7 +163,7 @@ def test_each_way_to_save_memory_saves_what_it_says() -> None:
 @pytest.mark.parametrize("family", ["qwen3", "qwen2, tied"])
 def test_a_critic_gathers_its_embedding_and_has_a_gradient_of_it_but_neither_head_nor_logits(family: str) -> None:
     shape = shape_of(FAMILIES[family]())
-    moments = critic(shape, Step(Mesh(4, ParallelConfig()), 512, 2)).moments
+    moments = critic(shape, TrainingStep(Mesh(4, ParallelConfig()), 512, 2)).moments
     lines = {name: {line.name: line.nbytes for line in lines} for name, lines in moments.items()}
     gathered = 2 * (shape.embedding + shape.final)
     assert {of["gathered embedding and head"] for of in lines.values() if "gathered embedding and head" in of} == {

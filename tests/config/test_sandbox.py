@@ -10,7 +10,7 @@ from headway.agents.rewards.score_request import RewardSpec
 from headway.config.doctor.doctor import diagnose
 from headway.config.loading import dump, load
 from headway.errors import ConfigError
-from headway.runtime.sandbox.sandbox_limits import Limits, SandboxSpec
+from headway.runtime.sandbox.sandbox_limits import SandboxLimits, SandboxSpec
 
 PYTHON = "rollout.tools=[python]"
 
@@ -28,10 +28,10 @@ def told(*more: str) -> list[str]:
     [
         ([], SandboxSpec()),
         (["sandbox=process_limits"], SandboxSpec("process_limits")),
-        (["sandbox.kind=process_limits", "sandbox.cpu_s=3"], SandboxSpec("process_limits", Limits(cpu_s=3.0))),
+        (["sandbox.kind=process_limits", "sandbox.cpu_s=3"], SandboxSpec("process_limits", SandboxLimits(cpu_s=3.0))),
         (
             ["sandbox={kind: bubblewrap, memory_mib: 256, wall_s: 5, processes: 8, output_kib: 1, scratch_mib: 2}"],
-            SandboxSpec("bubblewrap", Limits(5.0, 10.0, 256, 8, 1, 2)),
+            SandboxSpec("bubblewrap", SandboxLimits(5.0, 10.0, 256, 8, 1, 2)),
         ),
     ],
 )

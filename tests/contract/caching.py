@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from headway.data.interfaces.generation import Call
+from headway.data.interfaces.generation import GenerateRequest
 from headway.data.interfaces.rollout import OnUpdate
 from tests.contract.harness import (
     BLOCK,
@@ -190,7 +190,7 @@ class _Conversation:
         self._engine = replica.engine
         self._batches = aiter(self._engine.finished("conversation"))
 
-    async def turn(self, calls: Sequence[Call]) -> list[Answer]:
+    async def turn(self, calls: Sequence[GenerateRequest]) -> list[Answer]:
         """In the order of ``calls``."""
         await self._engine.submit("conversation", calls)
         finished = {}
@@ -202,7 +202,7 @@ class _Conversation:
         await self._batches.aclose()  # type: ignore[attr-defined]
 
 
-def further(answer: Answer, *, key: int, **changes: Any) -> Call:
+def further(answer: Answer, *, key: int, **changes: Any) -> GenerateRequest:
     """A call with the context and continuation of another one, and a few new tokens."""
     new = np.random.default_rng(key).integers(2, VOCABULARY, NEW)
     ids = np.concatenate([answer.prompt, _continuation(answer), new]).astype(np.int32)
@@ -217,7 +217,7 @@ def _continuation(answer: Answer) -> NDArray[np.int32]:
     return np.zeros(answer.length, np.int32) if answer.done.tokens is None else answer.tokens.ids
 
 
-def _with_another_token(call: Call, at: int) -> Call:
+def _with_another_token(call: GenerateRequest, at: int) -> GenerateRequest:
     ids = call.input_ids.copy()
     ids[at] = 2 + (ids[at] - 1) % (VOCABULARY - 2)
     return replace(call, input_ids=ids)

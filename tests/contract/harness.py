@@ -20,7 +20,7 @@ import pytest
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from headway.data.interfaces.generation import Call, FinishedCall, Priority, SamplingParams
+from headway.data.interfaces.generation import FinishedCall, GenerateRequest, Priority, SamplingParams
 from headway.data.interfaces.rollout import Capabilities, OnUpdate
 from headway.data.interfaces.rollout import RolloutEngine as Engine
 from headway.data.types import FinishReason, SampledTokens, TrajectoryId
@@ -157,7 +157,7 @@ def make_calls(
     key: int = 0,
     goes_on: bool = False,
     **sampling: Any,
-) -> list[Call]:
+) -> list[GenerateRequest]:
     """The calls of ``n`` episodes of one prompt, from the ``first`` on, under the numbers `OF_ROW` · ``row`` + k.
 
     The prompt is random, the same for the same row and length; answers have 16 tokens if nothing else is said.
@@ -165,7 +165,7 @@ def make_calls(
     rng = np.random.default_rng(row)
     tokens = rng.integers(2, VOCABULARY, length or int(rng.integers(3, 14))).astype(np.int32)
     return [
-        Call(
+        GenerateRequest(
             number=OF_ROW * row + k,
             trajectory=TrajectoryId(epoch, row, attempt, k),
             input_ids=tokens,
@@ -178,13 +178,13 @@ def make_calls(
     ]
 
 
-def endless(row: int, **changes: Any) -> list[Call]:
+def endless(row: int, **changes: Any) -> list[GenerateRequest]:
     """As long as the context allows."""
     (call,) = make_calls(row, **{**changes, "n": 1})
     return make_calls(row, **{"max_tokens": CONTEXT - len(call.input_ids), **changes})
 
 
-def numbers_of(calls: Iterable[Call]) -> list[int]:
+def numbers_of(calls: Iterable[GenerateRequest]) -> list[int]:
     return [call.number for call in calls]
 
 
@@ -197,7 +197,7 @@ def text_of(ids: Sequence[int]) -> str:
 class Answer:
     """A call, and what came of it."""
 
-    call: Call
+    call: GenerateRequest
     done: FinishedCall
 
     @property
@@ -248,7 +248,9 @@ class Answer:
 # ------------------------------------------------------------------------------------------ doing
 
 
-async def submit(replica: Replica, *parts: Sequence[Call], client: str | None = None) -> asyncio.Task[list[Answer]]:
+async def submit(
+    replica: Replica, *parts: Sequence[GenerateRequest], client: str | None = None
+) -> asyncio.Task[list[Answer]]:
     """Have the calls taken, in one step, by a client of their own if none is named; the task is done when all are
     finished, and drops those that are not when it is cancelled."""
     client, calls = client or next(_strangers), {call.number: call for part in parts for call in part}
@@ -258,7 +260,7 @@ async def submit(replica: Replica, *parts: Sequence[Call], client: str | None = 
     return task
 
 
-async def _collect(replica: Replica, client: str, calls: dict[int, Call]) -> list[Answer]:
+async def _collect(replica: Replica, client: str, calls: dict[int, GenerateRequest]) -> list[Answer]:
     missing, answers = dict(calls), list[Answer]()
     async with aclosing(replica.engine.finished(client)) as batches:  # type: ignore[type-var]
         while missing:
@@ -266,7 +268,7 @@ async def _collect(replica: Replica, client: str, calls: dict[int, Call]) -> lis
     return answers
 
 
-async def collect(replica: Replica, *parts: Sequence[Call]) -> list[Answer]:
+async def collect(replica: Replica, *parts: Sequence[GenerateRequest]) -> list[Answer]:
     """The calls of one client, in the order in which they finish."""
     return await (await submit(replica, *parts))
 

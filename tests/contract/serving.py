@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from headway.data.interfaces.generation import Call, Priority
+from headway.data.interfaces.generation import GenerateRequest, Priority
 from headway.data.interfaces.rollout import OnUpdate
 from headway.data.types import FinishReason
 from headway.errors import ClientGone, DataError, RunError
@@ -35,12 +35,12 @@ from tests.contract.sessions import Session
 from tests.tiers import mostly_slow
 
 
-def one(**changes: object) -> Call:
+def one(**changes: object) -> GenerateRequest:
     (call,) = make_calls(0, n=1, **changes)  # type: ignore[arg-type]
     return call
 
 
-REFUSED: dict[str, Call] = {
+REFUSED: dict[str, GenerateRequest] = {
     "no context": replace(one(), input_ids=np.zeros(0, np.int32)),
     "no room": one(length=CONTEXT),
     "a token above the vocabulary": replace(one(), input_ids=np.array([3, VOCABULARY], np.int32)),

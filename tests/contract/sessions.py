@@ -6,7 +6,7 @@ import asyncio
 
 import numpy as np
 
-from headway.data.interfaces.generation import Call
+from headway.data.interfaces.generation import GenerateRequest
 from headway.data.interfaces.rollout import OnUpdate
 from tests.contract.harness import (
     Answer,
@@ -41,7 +41,7 @@ class Session:
         self.features = features
         self.lengths = lengths
         self.clients: dict[str, asyncio.Task[list[Answer]]] = {}
-        self.asked: dict[str, list[Call]] = {}
+        self.asked: dict[str, list[GenerateRequest]] = {}
         self.submitted: dict[str, int] = {}
         """Client → version at its submission."""
         self.may_abort: dict[str, set[int]] = {}
@@ -87,7 +87,7 @@ class Session:
     # ------------------------------------------------------------------------------------- commands
 
     async def ask(self) -> None:
-        client, calls = f"client {len(self.submitted)}", list[Call]()
+        client, calls = f"client {len(self.submitted)}", list[GenerateRequest]()
         for _ in range(self.rng.integers(1, 4)):
             n, length = (int(x) for x in self.rng.integers((1, self.lengths[0]), (6, self.lengths[1])))
             calls += make_calls(100 * len(self.submitted) + len(calls), n=n, max_tokens=length)

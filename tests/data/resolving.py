@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from headway.data.collate import Row, row_of, with_columns
+from headway.data.collate import CollatedRow, row_of, with_columns
 from headway.data.types import Handle, Sample
 
 
-def resolve(samples: Sequence[Sample], get: Callable[[Handle[Any]], Any]) -> list[Row]:
+def resolve(samples: Sequence[Sample], get: Callable[[Handle[Any]], Any]) -> list[CollatedRow]:
     """Fetch what the samples' handles point to. ``get`` is the backend's (identity when inline)."""
     behind: dict[int, Any] = {}
 

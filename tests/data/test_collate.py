@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.data.collate import Row, by_episode, token_budget_batches
+from headway.data.collate import CollatedRow, by_episode, token_budget_batches
 from headway.data.types import GroupTokens, RowTokens, Sample, TrajectoryId, TurnSpan
 from tests.data.resolving import resolve
 
@@ -67,7 +67,9 @@ def test_a_row_has_the_tokens_the_episode_and_the_turns_of_its_sample() -> None:
 def test_rows_are_told_apart_by_their_episodes_and_each_is_one_where_none_is_given(none: bool) -> None:
     nothing = np.zeros(1, np.float32)
     rows = [
-        Row(np.zeros(2, np.int32), 1, nothing, np.zeros(1, np.int32), nothing == 0, episode=None if none else id)
+        CollatedRow(
+            np.zeros(2, np.int32), 1, nothing, np.zeros(1, np.int32), nothing == 0, episode=None if none else id
+        )
         for id in (TrajectoryId(0, 0, 0, 0), TrajectoryId(0, 0, 0, 1), TrajectoryId(0, 0, 0, 0))
     ]
     assert by_episode(rows) == ([[0], [1], [2]] if none else [[0, 2], [1]])

@@ -9,15 +9,15 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.data.collate import Row, by_episode, token_budget_batches
+from headway.data.collate import CollatedRow, by_episode, token_budget_batches
 from headway.data.packing import Pack, Packing, first_fit
 from headway.data.trees import grow
 from headway.data.types import TrajectoryId
 
 
-def row(ids: Sequence[int], prompt: int, episode: TrajectoryId | None = None) -> Row:
+def row(ids: Sequence[int], prompt: int, episode: TrajectoryId | None = None) -> CollatedRow:
     response = len(ids) - prompt
-    return Row(
+    return CollatedRow(
         input_ids=np.array(ids, np.int32),
         prompt_length=prompt,
         logprobs=np.zeros(response, np.float32),
@@ -28,7 +28,7 @@ def row(ids: Sequence[int], prompt: int, episode: TrajectoryId | None = None) ->
 
 
 @st.composite
-def fetches(draw: st.DrawFn) -> list[Row]:
+def fetches(draw: st.DrawFn) -> list[CollatedRow]:
     """Groups of episodes of one to three rows, some of which go on where another is at, and rows without episodes."""
     token = st.integers(2, draw(st.sampled_from([3, 60])))
     rows = []
@@ -55,7 +55,7 @@ def in_line(pack: Pack) -> list[np.ndarray]:
 @settings(max_examples=150)
 @given(fetches(), packings, st.booleans())
 def test_each_row_is_in_one_micro_batch_and_none_is_over_the_budget_unless_it_is_one_row(
-    rows: list[Row], packing: Packing, whole: bool
+    rows: list[CollatedRow], packing: Packing, whole: bool
 ) -> None:
     packs = packing(rows, whole_episodes=whole)
     assert sorted(i for pack in packs for i in pack.rows) == list(range(len(rows)))
@@ -70,7 +70,9 @@ def test_each_row_is_in_one_micro_batch_and_none_is_over_the_budget_unless_it_is
 
 @settings(max_examples=80)
 @given(fetches(), budgets, st.booleans())
-def test_a_group_that_fits_is_whole_and_its_prompt_is_there_once(rows: list[Row], budget: int, whole: bool) -> None:
+def test_a_group_that_fits_is_whole_and_its_prompt_is_there_once(
+    rows: list[CollatedRow], budget: int, whole: bool
+) -> None:
     packs = Packing(budget)(rows, whole_episodes=whole)
     groups: dict[object, list[int]] = {}
     for i, own in enumerate(rows):
@@ -90,7 +92,9 @@ def test_a_group_that_fits_is_whole_and_its_prompt_is_there_once(rows: list[Row]
 
 @settings(max_examples=80)
 @given(fetches(), st.booleans(), budgets)
-def test_an_episode_that_fits_is_whole_where_that_is_asked_for(rows: list[Row], shared: bool, budget: int) -> None:
+def test_an_episode_that_fits_is_whole_where_that_is_asked_for(
+    rows: list[CollatedRow], shared: bool, budget: int
+) -> None:
     packing = Packing(budget, shared=shared)
     packs = packing(rows, whole_episodes=True)
     home = {i: number for number, pack in enumerate(packs) for i in pack.rows}
@@ -104,7 +108,7 @@ def test_an_episode_that_fits_is_whole_where_that_is_asked_for(rows: list[Row], 
 
 @settings(max_examples=40)
 @given(fetches(), packings, st.booleans())
-def test_packing_is_a_pure_function_of_the_rows(rows: list[Row], packing: Packing, whole: bool) -> None:
+def test_packing_is_a_pure_function_of_the_rows(rows: list[CollatedRow], packing: Packing, whole: bool) -> None:
     one, other = packing(rows, whole_episodes=whole), packing(list(rows), whole_episodes=whole)
     assert [pack.rows for pack in one] == [pack.rows for pack in other]
     for a, b in zip(one, other, strict=True):
@@ -148,7 +152,9 @@ def test_episodes_of_a_cut_group_keep_their_rows_together_where_sequences_are_lo
 
 @settings(max_examples=40)
 @given(fetches(), budgets, st.booleans())
-def test_rows_that_are_padded_are_batched_by_their_padded_size(rows: list[Row], budget: int, whole: bool) -> None:
+def test_rows_that_are_padded_are_batched_by_their_padded_size(
+    rows: list[CollatedRow], budget: int, whole: bool
+) -> None:
     packs = Packing(budget, packed=False)(rows, whole_episodes=whole)
     assert all(pack.trees == () for pack in packs)
     lengths = [len(r.input_ids) for r in rows]

@@ -11,14 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.agents.chat.chat_template import ChatRenderer
-from headway.agents.episodes.episode_limits import Limits
-from headway.data.interfaces.generation import Call, FinishedCall
+from headway.agents.episodes.episode_limits import EpisodeLimits
+from headway.data.interfaces.generation import FinishedCall, GenerateRequest
 from headway.data.types import FinishReason, RowTokens, SampledTokens, Trajectory
 from tests.endpoint.served import Agent, served
 from tests.episodes.conftest import renderer_of
 from tests.episodes.program_episodes import Policy
 
-LIMITS = Limits(max_length=4000, max_turns=20, step_timeout_s=20, episode_timeout_s=60)
+LIMITS = EpisodeLimits(max_length=4000, max_turns=20, step_timeout_s=20, episode_timeout_s=60)
 ADD = {"name": "add", "description": "Add two numbers."}
 ADD_PARAMETERS = {
     "type": "object",
@@ -30,12 +30,12 @@ ADD_PARAMETERS = {
 class Scripted(Policy):
     """An engine that says what it is told to, with a version of its own for each call, and keeps its record."""
 
-    def __init__(self, says: Callable[[Call], str], renderer: ChatRenderer) -> None:
+    def __init__(self, says: Callable[[GenerateRequest], str], renderer: ChatRenderer) -> None:
         super().__init__(seconds=0.0)
         self.says, self.renderer = says, renderer
-        self.record: list[tuple[Call, SampledTokens]] = []
+        self.record: list[tuple[GenerateRequest, SampledTokens]] = []
 
-    def _answer(self, call: Call) -> None:
+    def _answer(self, call: GenerateRequest) -> None:
         ids, reason = self._sampled(call)
         n, version, now = len(ids), len(self.record), asyncio.get_running_loop().time()
         logprobs = -np.random.default_rng(version).random(n, np.float32)
@@ -43,7 +43,7 @@ class Scripted(Policy):
         self.record.append((call, tokens))
         self._batches.put_nowait([FinishedCall(call.number, n, [[0, version]], reason, now, now, tokens)])
 
-    def _sampled(self, call: Call) -> tuple[NDArray[np.int32], FinishReason]:
+    def _sampled(self, call: GenerateRequest) -> tuple[NDArray[np.int32], FinishReason]:
         """The tokens up to the first that ends them, by itself or with a string."""
         whole = np.append(self.renderer.encode(self.says(call)), min(self.renderer.end_ids)).astype(np.int32)
         for n in range(1, len(whole) + 1):
@@ -61,7 +61,7 @@ class Made:
 
     episode: Trajectory
     rows: list[RowTokens]
-    record: list[tuple[Call, SampledTokens]] = field(repr=False)
+    record: list[tuple[GenerateRequest, SampledTokens]] = field(repr=False)
     returned: list[Any] = field(default_factory=list)
     """What the agent returned; empty if it failed."""
 
@@ -89,7 +89,7 @@ class Made:
 
 
 async def made(
-    agent: Agent, texts: Sequence[str], *, template: str = "qwen2_5", limits: Limits = LIMITS, **settings: Any
+    agent: Agent, texts: Sequence[str], *, template: str = "qwen2_5", limits: EpisodeLimits = LIMITS, **settings: Any
 ) -> Made:
     """One episode of ``agent``, whose turns say ``texts``; ``settings`` are the endpoint's."""
     renderer = renderer_of(template)
@@ -98,7 +98,7 @@ async def made(
     return Made(done.episode, done.rows if done.group.tokens else [], policy.record, done.returned)
 
 
-def _one_by_one(texts: Sequence[str]) -> Callable[[Call], str]:
+def _one_by_one(texts: Sequence[str]) -> Callable[[GenerateRequest], str]:
     left = iter(texts)
     return lambda call: next(left)
 

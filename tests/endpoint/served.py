@@ -10,10 +10,10 @@ from typing import Any
 from headway.agents.chat.chat_template import ChatRenderer
 from headway.agents.endpoint.dialects import DIALECTS
 from headway.agents.endpoint.endpoint_server import Endpoint
-from headway.agents.episodes.episode_limits import Limits
+from headway.agents.episodes.episode_limits import EpisodeLimits
 from headway.agents.episodes.episode_settings import texts_of
 from headway.agents.episodes.episode_tokens import Chats
-from headway.agents.episodes.episode_worker import GroupKeeper
+from headway.agents.episodes.episode_worker import EpisodeWorker
 from headway.agents.episodes.local_episodes import keeping
 from headway.agents.episodes.program_episode import Hosting, Turn
 from headway.agents.interface.program_messages import Access, EpisodeEnd, EpisodeStart
@@ -22,7 +22,7 @@ from headway.data.interfaces.generation import SamplingParams
 from headway.data.types import Trajectory
 from tests.episodes.program_episodes import RENDERER, Here, Policy, check_trained_tokens, request
 
-LIMITS = Limits(max_length=2000, max_turns=20, step_timeout_s=20, episode_timeout_s=60)
+LIMITS = EpisodeLimits(max_length=2000, max_turns=20, step_timeout_s=20, episode_timeout_s=60)
 Agent = Callable[[Access], Awaitable[Any]]
 
 
@@ -59,11 +59,11 @@ async def served(
     agent: Agent,
     *,
     policies: Sequence[Policy] | None = None,
-    limits: Limits = LIMITS,
+    limits: EpisodeLimits = LIMITS,
     n: int = 1,
     max_tokens: int = 50,
     renderer: ChatRenderer = RENDERER,
-    meanwhile: Callable[[GroupKeeper], Awaitable[None]] | None = None,
+    meanwhile: Callable[[EpisodeWorker], Awaitable[None]] | None = None,
     **settings: Any,
 ) -> Served:
     """One group of ``n`` episodes, each made by ``agent``, whose reward is 1."""

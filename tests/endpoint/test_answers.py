@@ -12,7 +12,7 @@ from headway.agents.endpoint.anthropic_messages import Messages
 from headway.agents.endpoint.chat_completions import ChatCompletions
 from headway.agents.endpoint.dialect import Dialect
 from headway.agents.endpoint.responses import Responses
-from headway.agents.endpoint.turns import MadeTurn, Note
+from headway.agents.endpoint.turns import MadeTurn, TurnNote
 from headway.agents.interface.program_messages import Access, TurnAnswer, TurnRequest, calls_made
 from headway.data.interfaces.generation import SamplingParams
 from headway.data.types import SampledTokens
@@ -36,7 +36,7 @@ class Echo:
     async def count(self, request: TurnRequest) -> int:
         return 7
 
-    def note(self, kind: Note, reason: str) -> None:
+    def note(self, kind: TurnNote, reason: str) -> None:
         raise AssertionError(f"{kind}: {reason}")
 
 

@@ -17,7 +17,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response
 
 from headway.agents.chat.conversations import Draft, PromptKind
-from headway.agents.endpoint.turns import Note
+from headway.agents.endpoint.turns import TurnNote
 from headway.agents.episodes.episode_tokens import ChatRecord
 from headway.agents.interface.program_messages import Access
 from tests.endpoint.scripted import ADD, ADD_PARAMETERS, calling, made
@@ -283,7 +283,7 @@ async def test_anthropics_own_loop_of_tools_which_would_keep_threads_here_sends_
 
     episode = await made(agent, SAYS[:3])
     episode.check(rows=1)
-    assert episode.episode.metrics[Note.REFUSED] == 1
+    assert episode.episode.metrics[TurnNote.REFUSED] == 1
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -15,18 +15,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from headway.agents.endpoint.dialects import DIALECTS
-from headway.agents.episodes.episode_limits import Limits
+from headway.agents.episodes.episode_limits import EpisodeLimits
 from headway.agents.episodes.episode_tokens import Chats
 from headway.agents.episodes.local_episodes import keeping
 from headway.agents.episodes.program_episode import Hosting, Turn
 from headway.agents.interface.program_messages import Access, EpisodeEnd, EpisodeStart
 from headway.data.interfaces.episode_groups import FinishedGroup
-from headway.data.interfaces.generation import Call
+from headway.data.interfaces.generation import GenerateRequest
 from tests.endpoint.scripted import ADD, ADD_PARAMETERS, Made, Scripted, calling
 from tests.endpoint.served import endpoint
 from tests.episodes.program_episodes import RENDERER, Here, request
 
-LIMITS = Limits(max_length=2000, max_turns=10**6, step_timeout_s=3600, episode_timeout_s=3600)
+LIMITS = EpisodeLimits(max_length=2000, max_turns=10**6, step_timeout_s=3600, episode_timeout_s=3600)
 MARKS = ("zebra", "giraffe")
 """What the conversations of each episode are about, and no others."""
 ANSWERS = [
@@ -62,7 +62,7 @@ class Open:
         await self.over.wait()
         return EpisodeEnd(1.0)
 
-    def says(self, call: Call) -> str:
+    def says(self, call: GenerateRequest) -> str:
         return f"the {MARKS[call.trajectory[-1]]} {ANSWERS[len(self.policy.record) % len(ANSWERS)]}"
 
     async def make(self) -> FinishedGroup:

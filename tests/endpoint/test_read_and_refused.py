@@ -11,21 +11,21 @@ import pytest
 from headway.agents.endpoint.anthropic_messages import Messages
 from headway.agents.endpoint.chat_completions import ChatCompletions
 from headway.agents.endpoint.completions import Completions
-from headway.agents.endpoint.dialect import Dialect, Refused, Texts
+from headway.agents.endpoint.dialect import Dialect, RequestRefused, TextCodec
 from headway.agents.endpoint.requested_sampling import differences
 from headway.agents.endpoint.responses import Responses
-from headway.agents.endpoint.token_generate import Generate
-from headway.agents.endpoint.turns import Note
+from headway.agents.endpoint.token_generate import TokenGenerate
+from headway.agents.endpoint.turns import TurnNote
 from headway.agents.interface.program_messages import Access
 from headway.data.interfaces.generation import SamplingParams
 from tests.endpoint.scripted import ADD, ADD_PARAMETERS, calling, made
 from tests.endpoint.test_dialects import anthropic_client, client
 from tests.episodes.conftest import renderer_of
 
-TEXTS = Texts(lambda text: list(text.encode()), lambda ids: bytes(ids).decode())
+TEXTS = TextCodec(lambda text: list(text.encode()), lambda ids: bytes(ids).decode())
 CHAT, COMPLETIONS, RESPONSES, MESSAGES, GENERATE = (
     *(ChatCompletions(), Completions(), Responses()),
-    *(Messages(), Generate()),
+    *(Messages(), TokenGenerate()),
 )
 ASK: Any = {"role": "user", "content": "hi"}
 IMAGE: Any = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
@@ -77,7 +77,7 @@ def read(dialect: Dialect, body: Any) -> Any:
     ],
 )
 def test_what_cannot_be_answered_is_refused_with_where_and_why(dialect, body, told):
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(RequestRefused) as refused:
         read(dialect, body)
     assert told in str(refused.value)
     assert refused.value.status == 400
@@ -245,7 +245,7 @@ async def test_each_dialect_has_errors_of_its_own_form():
         assert kinds == ["invalid_request_error", "authentication_error", "invalid_request_error"]
         assert all(body["error"]["message"] for _, body in answers)
         assert all((body.get("type") == "error") == (path == "/v1/messages") for _, body in answers)
-    assert episode.episode.metrics[Note.REFUSED] == len(told)
+    assert episode.episode.metrics[TurnNote.REFUSED] == len(told)
 
 
 @pytest.mark.parametrize("schema", [{"required": 7}, {"properties": 5}, {"properties": {"a": {"enum": 1, "type": {}}}}])

@@ -16,9 +16,9 @@ import openai
 import pytest
 
 from headway.agents.chat.chat_template import ChatRenderer
-from headway.agents.endpoint.sessions import Session
-from headway.agents.episodes.episode_limits import Limits
-from headway.agents.episodes.episode_worker import GroupKeeper
+from headway.agents.endpoint.sessions import AgentSession
+from headway.agents.episodes.episode_limits import EpisodeLimits
+from headway.agents.episodes.episode_worker import EpisodeWorker
 from headway.agents.interface.program_messages import Access
 from headway.errors import ConfigError
 from tests.endpoint.served import LIMITS, endpoint, served
@@ -193,10 +193,10 @@ async def test_what_is_no_http_is_answered_and_the_log_does_not_quote_it(caplog:
 async def test_a_fault_of_the_servers_own_is_in_the_log(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(self: Session, *args: Any, **kwargs: Any) -> None:
+    def fails(self: AgentSession, *args: Any, **kwargs: Any) -> None:
         raise ZeroDivisionError("our fault")
 
-    monkeypatch.setattr(Session, "turn", fails)
+    monkeypatch.setattr(AgentSession, "turn", fails)
 
     async def agent(access: Access) -> Any:
         async with client(access) as openai_client:
@@ -300,14 +300,14 @@ async def test_a_limit_ends_the_episode_and_its_agent_is_told() -> None:
                 return status, body
             messages += [body["choices"][0]["message"], {"role": "user", "content": "go on"}]
 
-    made = await served(agent, limits=Limits(max_length=2000, max_turns=3, step_timeout_s=20))
+    made = await served(agent, limits=EpisodeLimits(max_length=2000, max_turns=3, step_timeout_s=20))
     status, body = made.returned[0]
     assert status == 400
     assert body["error"]["code"] == "episode_over"
     assert made.episode.limit == "turns"
     assert made.episode.failure is None
     assert made.episode.turns == 3
-    long = await served(agent, limits=Limits(max_length=60, max_turns=30, step_timeout_s=20))
+    long = await served(agent, limits=EpisodeLimits(max_length=60, max_turns=30, step_timeout_s=20))
     assert long.returned[0][1]["error"]["code"] == "context_length_exceeded"
     assert long.episode.limit == "tokens"
 
@@ -399,7 +399,7 @@ async def test_no_request_is_lost_over_a_hundred_updates_and_the_death_of_a_repl
             turns += 1
         return turns
 
-    async def meanwhile(keeper: GroupKeeper) -> None:
+    async def meanwhile(keeper: EpisodeWorker) -> None:
         alive = ["a", "b"]
         for version in range(updates):
             await keeper.route([], halted=True)
@@ -413,7 +413,7 @@ async def test_no_request_is_lost_over_a_hundred_updates_and_the_death_of_a_repl
             await keeper.route(alive)
             await asyncio.sleep(0.01)
 
-    limits = Limits(max_length=2000, max_turns=10_000, step_timeout_s=20, episode_timeout_s=60)
+    limits = EpisodeLimits(max_length=2000, max_turns=10_000, step_timeout_s=20, episode_timeout_s=60)
     made = await served(agent, policies=policies, limits=limits, n=8, meanwhile=meanwhile)
     for episode, turns in zip(
         sorted(made.group.trajectories, key=lambda episode: episode.turns), sorted(made.returned), strict=True
@@ -438,7 +438,7 @@ async def test_a_request_whose_body_comes_after_the_episode_is_refused() -> None
         sent.append((reader, writer))
         half_sent.set()
 
-    async def later(keeper: GroupKeeper) -> None:
+    async def later(keeper: EpisodeWorker) -> None:
         await half_sent.wait()
         reader, writer = sent[0]
         await asyncio.sleep(0.05)
@@ -462,7 +462,7 @@ async def test_parallel_equal_requests_all_end_with_their_episode() -> None:
         asked.set()
         await asyncio.sleep(0.2)
 
-    async def ended(keeper: GroupKeeper) -> None:
+    async def ended(keeper: EpisodeWorker) -> None:
         await asked.wait()
         for status, body in await asyncio.wait_for(asyncio.gather(*seen), 10):
             assert (status, body["error"]["code"]) == (401, "episode_over")
@@ -480,6 +480,6 @@ async def test_a_conversation_that_was_too_long_goes_on_when_it_is_compacted() -
         asked = [HELLO, long, [{"role": "user", "content": "summary"}]]
         return [(await post(access, {"messages": messages}))[0] for messages in asked]
 
-    made = await served(agent, limits=Limits(max_length=400, max_turns=20, step_timeout_s=20))
+    made = await served(agent, limits=EpisodeLimits(max_length=400, max_turns=20, step_timeout_s=20))
     assert made.returned == [[200, 400, 200]]
     assert (made.episode.limit, made.episode.turns, made.episode.failure) == (None, 2, None)

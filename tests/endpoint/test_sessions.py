@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from headway.agents.endpoint.sessions import Session
-from headway.agents.endpoint.turns import MadeTurn, Note
+from headway.agents.endpoint.sessions import AgentSession
+from headway.agents.endpoint.turns import MadeTurn, TurnNote
 from headway.agents.interface.program_messages import TurnAnswer, TurnRequest, said
 from headway.data.interfaces.generation import SamplingParams
 from headway.data.types import SampledTokens
@@ -23,7 +23,7 @@ class Numbered:
     def __init__(self) -> None:
         self.go = asyncio.Event()
         self.asked = 0
-        self.noted: list[Note] = []
+        self.noted: list[TurnNote] = []
 
     async def turn(self, request: TurnRequest) -> MadeTurn:
         number, self.asked = self.asked, self.asked + 1
@@ -33,28 +33,28 @@ class Numbered:
     async def count(self, request: TurnRequest) -> int:
         return 1
 
-    def note(self, kind: Note, reason: str) -> None:
+    def note(self, kind: TurnNote, reason: str) -> None:
         self.noted.append(kind)
 
 
-async def sent(session: Session, *, again: bool = False) -> int:
+async def sent(session: AgentSession, *, again: bool = False) -> int:
     """The number of the turn that the request is answered with, all of which arrives."""
     async with session.turn(ASK, b"digest", again=again) as turn:
         return turn.number
 
 
 async def test_a_request_is_the_same_turn_until_its_answer_has_arrived_or_where_its_client_says_so() -> None:
-    session = Session(turns := Numbered(), "tag")
+    session = AgentSession(turns := Numbered(), "tag")
     turns.go.set()
     with pytest.raises(ConnectionError):
         async with session.turn(ASK, b"digest", again=False):
             raise ConnectionError("the stream is cut")
     assert [await sent(session, again=again) for again in (False, False, True)] == [0, 1, 1]
-    assert turns.noted == [Note.REPEATED, Note.REPEATED]
+    assert turns.noted == [TurnNote.REPEATED, TurnNote.REPEATED]
 
 
 async def test_an_equal_request_while_the_answer_is_sent_is_another_turn() -> None:
-    session = Session(turns := Numbered(), "tag")
+    session = AgentSession(turns := Numbered(), "tag")
     turns.go.set()
     async with session.turn(ASK, b"digest", again=False) as one:
         assert await sent(session) != one.number
@@ -62,22 +62,22 @@ async def test_an_equal_request_while_the_answer_is_sent_is_another_turn() -> No
 
 
 async def test_a_turn_is_given_up_once_no_client_waits_for_it() -> None:
-    session = Session(turns := Numbered(), "tag")
+    session = AgentSession(turns := Numbered(), "tag")
     first, second = (asyncio.ensure_future(sent(session, again=again)) for again in (False, True))
     await asyncio.sleep(0)
     first.cancel()
     await asyncio.wait([first])
-    assert (turns.asked, turns.noted) == (1, [Note.REPEATED])
+    assert (turns.asked, turns.noted) == (1, [TurnNote.REPEATED])
     second.cancel()
     await asyncio.wait([second])
-    assert turns.noted == [Note.REPEATED, Note.HUNG_UP]
+    assert turns.noted == [TurnNote.REPEATED, TurnNote.HUNG_UP]
     third = asyncio.ensure_future(sent(session, again=True))
     turns.go.set()
     assert await third == 1
 
 
 async def test_of_equal_requests_side_by_side_the_one_that_is_repeated_is_the_one_that_was_lost() -> None:
-    session = Session(turns := Numbered(), "tag")
+    session = AgentSession(turns := Numbered(), "tag")
     first, second = (asyncio.ensure_future(sent(session)) for _ in range(2))
     await asyncio.sleep(0)
     first.cancel()
@@ -89,7 +89,7 @@ async def test_of_equal_requests_side_by_side_the_one_that_is_repeated_is_the_on
 
 
 async def test_equal_requests_that_are_all_repeated_share_no_turn() -> None:
-    session = Session(turns := Numbered(), "tag")
+    session = AgentSession(turns := Numbered(), "tag")
     asked = [asyncio.ensure_future(sent(session, again=again)) for again in (False, False, True, True)]
     await asyncio.sleep(0)
     turns.go.set()

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from headway.data.collate import Row
+from headway.data.collate import CollatedRow
 from headway.engines.rollout.native.model.policy_forward import ModuleForward
 from headway.engines.train.fsdp.micro_batches import collate
 from headway.engines.train.fsdp.policy import PolicyModule
@@ -62,18 +62,18 @@ def make_model(family: str, **changes: Any) -> PreTrainedModel:
     return model
 
 
-def plain(model: PreTrainedModel, row: Row) -> tuple[torch.Tensor, torch.Tensor]:
+def plain(model: PreTrainedModel, row: CollatedRow) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probs and entropies [T] of a row's response by the model's own logits, one row at a time."""
     ids = torch.from_numpy(row.input_ids.astype(np.int64))
     logp = (model(ids[None], use_cache=False).logits[0, row.prompt_length - 1 : -1] / TEMPERATURE).log_softmax(-1)
     return logp.gather(1, ids[row.prompt_length :, None]).squeeze(1), -(logp.exp() * logp).sum(-1)
 
 
-def rows() -> list[Row]:
+def rows() -> list[CollatedRow]:
     """Three rows of different lengths, two of them longer than the window."""
     rng = np.random.default_rng(0)
     return [
-        Row(
+        CollatedRow(
             input_ids=rng.integers(2, VOCABULARY, prompt + response).astype(np.int32),
             prompt_length=prompt,
             logprobs=np.zeros(response, np.float32),
@@ -115,7 +115,9 @@ def test_the_engines_log_probs_are_those_of_the_models_own_logits(family: str) -
         for response in group.tokens.rows:
             ids = np.concatenate([group.tokens.rows[0].prompt_ids, response.ids])
             nothing = np.zeros(len(response.ids), np.float32)
-            row = Row(ids, len(group.tokens.rows[0].prompt_ids), nothing, nothing.astype(np.int32), nothing == 0)
+            row = CollatedRow(
+                ids, len(group.tokens.rows[0].prompt_ids), nothing, nothing.astype(np.int32), nothing == 0
+            )
             with torch.no_grad():
                 logits = model(torch.from_numpy(ids.astype(np.int64))[None], use_cache=False).logits[0]
             expected = logits.log_softmax(-1)[row.prompt_length - 1 : -1]

@@ -8,21 +8,21 @@ from typing import Any
 
 import numpy as np
 
-from headway.agents.episodes.episode_limits import Limits
+from headway.agents.episodes.episode_limits import EpisodeLimits
 from headway.agents.episodes.episode_tokens import Chats
-from headway.agents.episodes.episode_worker import GroupKeeper
+from headway.agents.episodes.episode_worker import EpisodeWorker
 from headway.agents.episodes.local_episodes import keeping
 from headway.agents.episodes.program_episode import Hosting, Turn
 from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart, Message, TurnRequest, said
 from headway.data.interfaces.episode_groups import FinishedGroup, GroupRequest
-from headway.data.interfaces.generation import Call, FinishedCall, SamplingParams
+from headway.data.interfaces.generation import FinishedCall, GenerateRequest, SamplingParams
 from headway.data.types import FinishReason, Prompt, RowTokens, SampledTokens, TrajectoryId
 from headway.errors import EpisodeOver, RunnerLost
 from headway.planner.simulation.virtual_clock import run_virtual
 from tests.episodes.conftest import renderer_of
 
 RENDERER = renderer_of("qwen2_5")
-LIMITS = Limits(max_length=400, max_turns=5, step_timeout_s=10, episode_timeout_s=100)
+LIMITS = EpisodeLimits(max_length=400, max_turns=5, step_timeout_s=10, episode_timeout_s=100)
 Program = Callable[[EpisodeStart, Turn], Awaitable[EpisodeEnd]]
 
 
@@ -31,16 +31,16 @@ class Policy:
 
     def __init__(self, name: str = "a", seconds: float = 1.0) -> None:
         self.name, self.slots, self.seconds, self.version = name, 8, seconds, 0
-        self.calls: list[Call] = []
+        self.calls: list[GenerateRequest] = []
         self.aborted: list[int] = []
         self.released: list[TrajectoryId] = []
         self.said: dict[int, SampledTokens] = {}
         """What each call was answered with."""
         self.dead = False
-        self.says: Callable[[Call], str] = lambda call: f"turn {len(call.input_ids)}"
+        self.says: Callable[[GenerateRequest], str] = lambda call: f"turn {len(call.input_ids)}"
         self._batches: asyncio.Queue[list[FinishedCall]] = asyncio.Queue()
 
-    async def submit(self, client: str, calls: Sequence[Call]) -> None:
+    async def submit(self, client: str, calls: Sequence[GenerateRequest]) -> None:
         for call in calls:
             self.calls.append(call)
             asyncio.get_running_loop().call_later(self.seconds, self._answer, call)
@@ -55,7 +55,7 @@ class Policy:
     async def release(self, trajectories: Sequence[TrajectoryId]) -> None:
         self.released += trajectories
 
-    def end(self, *calls: Call, lengths: Sequence[int], version: int = 7) -> None:
+    def end(self, *calls: GenerateRequest, lengths: Sequence[int], version: int = 7) -> None:
         """End calls after so many tokens of ``version``, all at once."""
         self._batches.put_nowait(
             [
@@ -64,7 +64,7 @@ class Policy:
             ]
         )
 
-    def _answer(self, call: Call) -> None:
+    def _answer(self, call: GenerateRequest) -> None:
         ids = np.append(RENDERER.encode(self.says(call)), min(RENDERER.end_ids)).astype(np.int32)
         reason = FinishReason.STOP if len(ids) <= call.sampling.max_tokens else FinishReason.LENGTH
         ids = ids[: call.sampling.max_tokens]
@@ -82,7 +82,7 @@ class Policy:
 class Slow(Policy):
     """A policy whose first call takes 5 seconds, and all others 1."""
 
-    async def submit(self, client: str, calls: Sequence[Call]) -> None:
+    async def submit(self, client: str, calls: Sequence[GenerateRequest]) -> None:
         for call in calls:
             self.calls.append(call)
             seconds = 5.0 if len(self.calls) == 1 else 1.0
@@ -144,7 +144,7 @@ def request(n: int = 1, number: int = 0) -> GroupRequest:
     return GroupRequest(number, prompt, n, SamplingParams(50))
 
 
-def hosting(programs: Here, limits: Limits = LIMITS) -> Hosting:
+def hosting(programs: Here, limits: EpisodeLimits = LIMITS) -> Hosting:
     stop_ids = tuple(RENDERER.end_ids)
     return Hosting(programs, Chats(RENDERER).record, limits, stop_ids=stop_ids, keeps_conversations=True)
 
@@ -153,9 +153,9 @@ def made(
     program: Program | Here,
     policies: Sequence[Policy] | None = None,
     *,
-    limits: Limits = LIMITS,
+    limits: EpisodeLimits = LIMITS,
     n: int = 1,
-    meanwhile: Callable[[GroupKeeper], Awaitable[None]] | None = None,
+    meanwhile: Callable[[EpisodeWorker], Awaitable[None]] | None = None,
 ) -> FinishedGroup:
     """One group of ``n`` episodes, on the virtual clock."""
     programs = program if isinstance(program, Here) else Here(program)

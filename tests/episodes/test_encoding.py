@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from headway.agents.chat.chat_template import ChatRenderer
 from headway.agents.chat.text_encoding import encoded
-from headway.agents.episodes.episode_limits import Limits
+from headway.agents.episodes.episode_limits import EpisodeLimits
 from headway.agents.episodes.episode_settings import chats_of
 from headway.agents.episodes.episode_tokens import Chats
 from headway.agents.episodes.local_episodes import keeping
@@ -79,7 +79,7 @@ async def a_long_one_and_another(renderer: Held) -> list[tuple[int, int, int, li
         return EpisodeEnd(1.0)
 
     policy = Policy(seconds=0.0)
-    hosting = Hosting(Here(program), Chats(renderer).record, Limits(max_length=100_000, max_turns=5))
+    hosting = Hosting(Here(program), Chats(renderer).record, EpisodeLimits(max_length=100_000, max_turns=5))
     async with keeping(policy, hosting=hosting) as keeper:
         (group,) = [group async for group in keeper.generate([request(2)])]
     assert [episode.failure for episode in group.trajectories] == [None, None]

@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import pytest
 
-from headway.agents.episodes.episode_worker import GroupKeeper
+from headway.agents.episodes.episode_worker import EpisodeWorker
 from headway.agents.episodes.local_episodes import keeping
 from headway.agents.episodes.program_episode import Turn
 from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart
-from headway.data.interfaces.generation import Call, FinishedCall, Priority
+from headway.data.interfaces.generation import FinishedCall, GenerateRequest, Priority
 from headway.data.types import FinishReason, SampledTokens
 from headway.errors import DataError, RunError
 from headway.planner.simulation.virtual_clock import run_virtual
@@ -22,7 +22,7 @@ from tests.episodes.program_episodes import LIMITS, RENDERER, Here, Policy, host
 def test_a_turn_whose_replica_leaves_is_asked_of_another_and_the_episode_goes_on_there():
     first, second = Policy("a"), Policy("b")
 
-    async def leave(keeper: GroupKeeper) -> None:
+    async def leave(keeper: EpisodeWorker) -> None:
         await asyncio.sleep(1.5)
         await keeper.leave("a")
 
@@ -41,7 +41,7 @@ def test_turns_go_to_the_replica_that_has_the_prefix():
 
 def test_a_call_that_an_engine_refuses_fails_its_episode_alone():
     class Refusing(Policy):
-        async def submit(self, client: str, calls: Sequence[Call]) -> None:
+        async def submit(self, client: str, calls: Sequence[GenerateRequest]) -> None:
             if len(self.calls) == 2:
                 raise DataError("the context is too long for this engine")
             await super().submit(client, calls)
@@ -51,7 +51,7 @@ def test_a_call_that_an_engine_refuses_fails_its_episode_alone():
 
 
 def test_groups_are_aborted_between_turns_by_the_age_of_what_was_sampled():
-    async def abort(keeper: GroupKeeper) -> None:
+    async def abort(keeper: EpisodeWorker) -> None:
         await asyncio.sleep(5)
         await keeper.abort_older_than(0)
         await keeper.abort_older_than(1)
@@ -62,7 +62,7 @@ def test_groups_are_aborted_between_turns_by_the_age_of_what_was_sampled():
 
 
 def test_a_group_is_aborted_with_a_turn_in_flight():
-    async def abort(keeper: GroupKeeper) -> None:
+    async def abort(keeper: EpisodeWorker) -> None:
         await asyncio.sleep(1.5)
         await keeper.abort_older_than(5)
 
@@ -73,7 +73,7 @@ def test_a_group_is_aborted_with_a_turn_in_flight():
 def test_a_call_that_an_engine_ends_aborts_its_group():
     policy = Policy()
 
-    async def abort(keeper: GroupKeeper) -> None:
+    async def abort(keeper: EpisodeWorker) -> None:
         await asyncio.sleep(1.5)
         nothing = SampledTokens.nothing()
         finished = FinishedCall(policy.calls[-1].number, 0, [], FinishReason.ABORTED, 0.0, 0.0, nothing)
@@ -87,7 +87,7 @@ def test_tokens_of_the_calls_that_an_engine_ends_count_in_every_episode_of_the_g
     """The second one's came with the first one's, by whose end the group was aborted before it was read."""
     policy = Policy()
 
-    async def abort(keeper: GroupKeeper) -> None:
+    async def abort(keeper: EpisodeWorker) -> None:
         await asyncio.sleep(1.5)
         policy.end(*policy.calls[-2:], lengths=(3, 2))
 
@@ -153,7 +153,7 @@ def test_held_out_episodes_wait_for_room_and_their_time_with_them():
 
 def test_held_groups_hear_of_the_end():
     async def main() -> None:
-        keeper = GroupKeeper("keeper")
+        keeper = EpisodeWorker("keeper")
         await keeper.hold()
         waiting = asyncio.ensure_future(anext(keeper.generate([request()])))
         await asyncio.sleep(0)

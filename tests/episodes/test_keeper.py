@@ -9,9 +9,9 @@ from contextlib import asynccontextmanager
 import numpy as np
 import pytest
 
-from headway.agents.episodes.episode_worker import GroupKeeper
+from headway.agents.episodes.episode_worker import EpisodeWorker
 from headway.data.interfaces.episode_groups import FinishedGroup, GroupRequest
-from headway.data.interfaces.generation import Call, FinishedCall, Priority, SamplingParams
+from headway.data.interfaces.generation import FinishedCall, GenerateRequest, Priority, SamplingParams
 from headway.data.types import FinishReason, Prompt, SampledTokens, TrajectoryId
 from headway.errors import DataError, RunError, WorkerDied
 from headway.planner.simulation.virtual_clock import run_virtual
@@ -25,14 +25,14 @@ class ScriptedEngine:
     def __init__(self, name: str, slots: int = 4) -> None:
         self.name = name
         self.slots = slots
-        self.calls: dict[int, Call] = {}
+        self.calls: dict[int, GenerateRequest] = {}
         self.messages: list[list[int]] = []
         """Numbers of the calls of each `submit`."""
         self.aborted: list[int] = []
         self.refuses: DataError | None = None
         self._batches: asyncio.Queue[list[FinishedCall] | WorkerDied] = asyncio.Queue()
 
-    async def submit(self, client: str, calls: Sequence[Call]) -> None:
+    async def submit(self, client: str, calls: Sequence[GenerateRequest]) -> None:
         if self.refuses is not None:
             raise self.refuses
         self.messages.append([call.number for call in calls])
@@ -74,8 +74,8 @@ def request(number: int, n: int = 2, priority: Priority = Priority.TRAINING) -> 
 
 
 @asynccontextmanager
-async def keeper_of(*engines: ScriptedEngine, gather_s: float = 0.0) -> AsyncGenerator[GroupKeeper, None]:
-    keeper = GroupKeeper("keeper", lambda ids: " ".join(map(str, ids)), gather_s=gather_s)
+async def keeper_of(*engines: ScriptedEngine, gather_s: float = 0.0) -> AsyncGenerator[EpisodeWorker, None]:
+    keeper = EpisodeWorker("keeper", lambda ids: " ".join(map(str, ids)), gather_s=gather_s)
     for engine in engines:
         await keeper.join(engine)
     await keeper.route([engine.name for engine in engines])
@@ -86,7 +86,7 @@ async def keeper_of(*engines: ScriptedEngine, gather_s: float = 0.0) -> AsyncGen
 class Asked:
     """A `generate` call under way, and the groups that it has given."""
 
-    def __init__(self, keeper: GroupKeeper, requests: Sequence[GroupRequest], on: str | None = None) -> None:
+    def __init__(self, keeper: EpisodeWorker, requests: Sequence[GroupRequest], on: str | None = None) -> None:
         self.groups: list[FinishedGroup] = []
         self.task = asyncio.ensure_future(self._read(keeper.generate(requests, on=on)))
 

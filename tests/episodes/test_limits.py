@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from headway.agents.episodes.episode_limits import Limits
-from headway.agents.episodes.episode_worker import GroupKeeper
+from headway.agents.episodes.episode_limits import EpisodeLimits
+from headway.agents.episodes.episode_worker import EpisodeWorker
 from headway.agents.episodes.local_episodes import keeping
 from headway.agents.episodes.program_episode import Turn
 from headway.agents.interface.program_chat import Chat, Tally
 from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart, TurnRequest, said
-from headway.data.interfaces.generation import Call, SamplingParams
+from headway.data.interfaces.generation import GenerateRequest, SamplingParams
 from headway.data.types import FinishReason
 from headway.errors import EpisodeOver
 from headway.planner.simulation.virtual_clock import run_virtual
@@ -24,8 +24,8 @@ from tests.episodes.program_episodes import LIMITS, Here, Policy, Slow, hosting,
 
 
 @pytest.mark.parametrize(("limits", "turns", "limit"), [
-    (Limits(max_length=400, max_turns=2), 2, "turns"),
-    (Limits(max_length=75, max_turns=9), 2, "tokens"),
+    (EpisodeLimits(max_length=400, max_turns=2), 2, "turns"),
+    (EpisodeLimits(max_length=75, max_turns=9), 2, "tokens"),
 ])  # fmt: skip
 def test_a_limit_ends_an_episode_which_is_trained_with_the_reward_that_it_has(limits, turns, limit):
     (episode,) = made(lambda start, ask: talk(start, ask, 9), limits=limits).trajectories
@@ -37,7 +37,7 @@ def test_a_limit_that_is_not_trained_on_fails_the_episode_and_no_other():
     def program(start: EpisodeStart, ask: Turn) -> Awaitable[EpisodeEnd]:
         return talk(start, ask, 2 if start.seed % 2 else 9)
 
-    group = made(program, limits=Limits(400, max_turns=4, train_on=()), n=8)
+    group = made(program, limits=EpisodeLimits(400, max_turns=4, train_on=()), n=8)
     failed = [episode for episode in group.trajectories if episode.failure is not None]
     assert 0 < len(failed) < 8
     assert {episode.failure for episode in failed} == {"rollout.max_turns=4 was reached"}
@@ -54,7 +54,7 @@ def test_a_turn_is_cut_at_its_limit_and_says_so():
         return EpisodeEnd(0.0)
 
     policy = Policy()
-    made(program, [policy], limits=Limits(400, 5, max_turn_tokens=30))
+    made(program, [policy], limits=EpisodeLimits(400, 5, max_turn_tokens=30))
     assert reasons == ["length", "stop"]
     assert [call.sampling.max_tokens for call in policy.calls] == [2, 30]
 
@@ -62,11 +62,11 @@ def test_a_turn_is_cut_at_its_limit_and_says_so():
 @pytest.mark.parametrize(
     ("limits", "max_tokens", "cut_off"),
     [
-        (Limits(400, 5), 2, False),
-        (Limits(400, 5, max_turn_tokens=2), None, False),
-        (Limits(400, 5, max_turn_tokens=3), 2, False),
-        (Limits(39, 5), None, True),
-        (Limits(39, 5, max_turn_tokens=30), 50, True),
+        (EpisodeLimits(400, 5), 2, False),
+        (EpisodeLimits(400, 5, max_turn_tokens=2), None, False),
+        (EpisodeLimits(400, 5, max_turn_tokens=3), 2, False),
+        (EpisodeLimits(39, 5), None, True),
+        (EpisodeLimits(39, 5, max_turn_tokens=30), 50, True),
     ],
 )
 def test_an_episode_is_cut_off_where_its_last_answer_met_a_limit_of_the_run_and_not_of_its_turn(
@@ -92,7 +92,7 @@ def test_a_step_that_takes_too_long_leaves_the_rewards_that_turns_had():
         await asyncio.sleep(60)
         return EpisodeEnd(turn_rewards=tally.turn_rewards)
 
-    (episode,) = made(program, limits=Limits(400, 5, step_timeout_s=5, train_on=("step",))).trajectories
+    (episode,) = made(program, limits=EpisodeLimits(400, 5, step_timeout_s=5, train_on=("step",))).trajectories
     assert (episode.limit, episode.turn_rewards) == ("step", (0.5, 0.5))
 
 
@@ -124,7 +124,7 @@ def test_a_short_turn_asks_for_no_more_tokens_than_it_may_have():
 
 def test_a_turn_in_flight_is_waited_for_after_another_one_met_a_limit():
     class Long(Slow):
-        async def submit(self, client: str, calls: Sequence[Call]) -> None:
+        async def submit(self, client: str, calls: Sequence[GenerateRequest]) -> None:
             for call in calls:
                 self.calls.append(call)
                 seconds = 30.0 if len(self.calls) == 1 else 1.0
@@ -142,15 +142,15 @@ def test_a_turn_in_flight_is_waited_for_after_another_one_met_a_limit():
 
 
 def test_a_step_that_takes_too_long_ends_the_episode_where_it_is():
-    limits = Limits(400, 5, step_timeout_s=5)
+    limits = EpisodeLimits(400, 5, step_timeout_s=5)
     (episode,) = made(slow, limits=limits).trajectories
     assert episode.failure == "a step took longer than rollout.step_timeout_s=5"
-    (episode,) = made(slow, limits=Limits(400, 5, step_timeout_s=5, train_on=("step",))).trajectories
+    (episode,) = made(slow, limits=EpisodeLimits(400, 5, step_timeout_s=5, train_on=("step",))).trajectories
     assert (episode.failure, episode.turns, len(episode.rows)) == (None, 1, 1)
 
 
 def test_an_episode_that_takes_too_long_is_refused_its_next_turn():
-    limits = Limits(400, 5, step_timeout_s=20, episode_timeout_s=6.5, train_on=("time",))
+    limits = EpisodeLimits(400, 5, step_timeout_s=20, episode_timeout_s=6.5, train_on=("time",))
     (episode,) = made(talk_slowly, limits=limits).trajectories
     assert (episode.failure, episode.limit, episode.turns) == (None, "time", 2)
 
@@ -164,7 +164,7 @@ async def talk_slowly(start: EpisodeStart, ask: Turn) -> EpisodeEnd:
 
 
 def test_clocks_stand_still_while_the_policy_is_halted():
-    async def halt(keeper: GroupKeeper) -> None:
+    async def halt(keeper: EpisodeWorker) -> None:
         await asyncio.sleep(3)
         await keeper.route(["a"], halted=True)
         await asyncio.sleep(50)
@@ -176,7 +176,7 @@ def test_clocks_stand_still_while_the_policy_is_halted():
         await ask(TurnRequest([*start.messages, answer.message, said("user", "go on")]))
         return EpisodeEnd(1.0)
 
-    (episode,) = made(program, limits=Limits(400, 5, step_timeout_s=5), meanwhile=halt).trajectories
+    (episode,) = made(program, limits=EpisodeLimits(400, 5, step_timeout_s=5), meanwhile=halt).trajectories
     assert (episode.failure, episode.turns) == (None, 2)
     assert episode.metrics["environment_s"] == pytest.approx(2.0)
 

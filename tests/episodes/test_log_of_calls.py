@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from headway.agents.episodes.episode_limits import Limits
-from headway.agents.episodes.episode_worker import GroupKeeper
+from headway.agents.episodes.episode_limits import EpisodeLimits
+from headway.agents.episodes.episode_worker import EpisodeWorker
 from headway.agents.episodes.program_episode import Turn
 from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart, TurnRequest, said
 from headway.data.types import FinishReason
@@ -31,7 +31,7 @@ def test_what_is_away_for_a_time_is_tried_again_after_a_pause_and_its_turns_are_
     assert (episode.failure, episode.metrics["tries"], len(policy.calls)) == (None, 3, 2)
     assert tries[2] - tries[1] > tries[1] - tries[0] > 0
     tries.clear()
-    limits = Limits(400, 5, retries=1)
+    limits = EpisodeLimits(400, 5, retries=1)
     (episode,) = made(program, limits=limits).trajectories
     assert episode.failure == "ConnectionError: no route to host"
 
@@ -81,7 +81,7 @@ def test_what_only_a_lost_try_had_asked_for_makes_no_episode_old():
         await asyncio.sleep(1)
         return EpisodeEnd(1.0)
 
-    async def abort_overdue(keeper: GroupKeeper) -> None:
+    async def abort_overdue(keeper: EpisodeWorker) -> None:
         await asyncio.sleep(2.5)
         policy.version = 3
         await asyncio.sleep(1)
@@ -108,7 +108,7 @@ def test_a_limit_that_ends_a_program_which_was_run_again_says_why_it_was():
 
     programs = Here(program)
     programs.lost = {1: (1, True)}
-    (episode,) = made(programs, limits=Limits(400, 5, step_timeout_s=100, episode_timeout_s=30)).trajectories
+    (episode,) = made(programs, limits=EpisodeLimits(400, 5, step_timeout_s=100, episode_timeout_s=30)).trajectories
     assert episode.failure is not None
     assert episode.failure.endswith("; before, its program was run again: its runner was killed by SIGKILL")
 
@@ -129,7 +129,7 @@ def test_turns_that_nobody_waits_for_count_as_turns_and_are_not_trained():
         return EpisodeEnd(1.0)
 
     policy = Policy()
-    group = made(program, [policy], limits=Limits(max_length=400, max_turns=3))
+    group = made(program, [policy], limits=EpisodeLimits(max_length=400, max_turns=3))
     assert (len(policy.calls), group.trajectories[0].turns) == (3, 1)
     [row] = group.tokens.rows
     assert row.prompt_ids.tolist() == policy.calls[0].input_ids.tolist()

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.agents.episodes.token_tree import NO_VERSION, Row, Transcript, call_key
+from headway.agents.episodes.token_tree import NO_VERSION, TokenRow, Transcript, call_key
 from headway.data.types import SampledTokens
 
 
@@ -18,7 +18,7 @@ def sampled(ids, start=0.0, version=3):
     )
 
 
-def trained(row: Row) -> list[int]:
+def trained(row: TokenRow) -> list[int]:
     return row.ids[row.loss_mask].tolist()
 
 

@@ -10,7 +10,7 @@ from itertools import combinations
 import pytest
 import torch
 
-from headway.api.eval.figures import Answer, Estimate, Solved, figures, pass_at_k, usual_ks
+from headway.api.eval.figures import Estimate, ScoredAnswer, Solved, figures, pass_at_k, usual_ks
 
 
 def test_pass_at_k_is_the_share_of_subsets_of_k_answers_with_a_correct_one() -> None:
@@ -50,7 +50,7 @@ def test_an_estimate_has_the_standard_error_of_a_mean() -> None:
 
 def solved(rewards: list[float], failure: str | None = None) -> Solved:
     answers = tuple(
-        Answer(k, "x", tokens=k + 1, cut_off=k == 0, finish_reason="stop", reward=reward, parts={})
+        ScoredAnswer(k, "x", tokens=k + 1, cut_off=k == 0, finish_reason="stop", reward=reward, parts={})
         for k, reward in enumerate(rewards)
     )
     return Solved(0, "s", "p", "a", answers, failure=failure)

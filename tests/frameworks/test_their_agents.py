@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headway.agents.episodes.episode_limits import Limits
+from headway.agents.episodes.episode_limits import EpisodeLimits
 from headway.agents.interface.program_messages import Access, EpisodeEnd, EpisodeStart, TurnAnswer, TurnRequest, said
 from headway.agents.programs.program import LoadedProgram, ProgramSpec
 from tests.endpoint.served import Served, served
@@ -56,7 +56,7 @@ async def ended(program: LoadedProgram, access: Access) -> EpisodeEnd:
 
 async def play(name: str, policy: Policy, **params: Any) -> Served:
     program = ProgramSpec(agent=f"{THEIRS}/agents.py:{name}", params=params).load()
-    limits = Limits(max_length=50_000, max_turns=20, step_timeout_s=20, episode_timeout_s=60)
+    limits = EpisodeLimits(max_length=50_000, max_turns=20, step_timeout_s=20, episode_timeout_s=60)
     return await served(lambda access: ended(program, access), policies=[policy], limits=limits)
 
 

@@ -9,11 +9,11 @@ import pytest
 from headway.agents.rewards.built_in import make_rule
 from headway.agents.rewards.score_request import ScoreRequest
 from headway.config.migration.migration_report import recipe
-from headway.config.migration.settings_files import Source
+from headway.config.migration.settings_files import SettingsFile
 from headway.config.migration.translation import Translation, translate
 from headway.config.migration.unresolved import unresolved
 from headway.config.migration_tables.projects import PROJECTS
-from headway.config.migration_tables.table_rows import Part
+from headway.config.migration_tables.table_rows import ReportPart
 
 BATCHES = {"per_device_train_batch_size": 16, "num_processes": 8, "num_generations": 8}
 """TRL's 16 prompts of an optimizer step."""
@@ -22,7 +22,7 @@ VERL = {"actor_rollout_ref.actor.ppo_mini_batch_size": 16, "data.train_batch_siz
 
 
 def imported(project: str, settings: dict[str, Any]) -> Translation:
-    return translate(PROJECTS[project], [Source("file", settings)])
+    return translate(PROJECTS[project], [SettingsFile("file", settings)])
 
 
 @pytest.mark.parametrize(
@@ -228,7 +228,7 @@ def test_trls_reward_of_the_form_gives_what_it_gives_there() -> None:
 def test_rows_that_share_their_prompt_are_not_what_others_call_packed() -> None:
     (packed,) = (
         one
-        for one in imported("verl", {"actor_rollout_ref.model.use_remove_padding": True}).of(Part.DIFFERS)
+        for one in imported("verl", {"actor_rollout_ref.model.use_remove_padding": True}).of(ReportPart.DIFFERS)
         if one.key.endswith("use_remove_padding")
     )
     assert packed.answer.values == {"model.packing": "shared"} and "packed" in packed.answer.note
@@ -247,7 +247,7 @@ def test_what_the_file_does_not_say_has_no_default_and_is_named_at_the_recipes_t
 
 def test_prime_rls_environment_is_something_to_do_and_an_unlisted_key_is_unknown() -> None:
     found = imported("prime-rl", {"orchestrator.train.env[0].id": "wordle", "orchestrator.new_thing": 1})
-    notes = {one.key: one.answer.note for one in found.of(Part.WITHOUT)}
+    notes = {one.key: one.answer.note for one in found.of(ReportPart.WITHOUT)}
     assert notes["orchestrator.train.env[0].id"].startswith("an environment of verifiers plays and scores unmodified")
     assert notes["orchestrator.new_thing"].startswith("unknown to Headway")
 
@@ -268,7 +268,7 @@ def test_a_key_that_the_project_does_not_have_is_unknown_and_never_nothing_to_do
     project: str, settings: list[str]
 ) -> None:
     found = imported(project, dict.fromkeys(settings, 7))
-    notes = {one.key: one.answer.note for one in found.of(Part.WITHOUT)}
+    notes = {one.key: one.answer.note for one in found.of(ReportPart.WITHOUT)}
     assert {key: notes[key].startswith("unknown to Headway") for key in settings} == dict.fromkeys(settings, True)
 
 
@@ -284,8 +284,8 @@ def test_what_is_lost_is_not_said_to_be_taken_over() -> None:
         f"actor_rollout_ref.model.override_config.{key}": 0 for key in ("attention_dropout", "max_position_embeddings")
     }
     found = imported("verl", keys)
-    assert {one.key for one in found.of(Part.WITHOUT)} >= set(keys)
-    (loss,) = (one for one in imported("prime-rl", {}).of(Part.DIFFERS) if one.key == "trainer.loss.type")
+    assert {one.key for one in found.of(ReportPart.WITHOUT)} >= set(keys)
+    (loss,) = (one for one in imported("prime-rl", {}).of(ReportPart.DIFFERS) if one.key == "trainer.loss.type")
     assert "kl_tau=0.001, is not there" in loss.answer.note
 
 

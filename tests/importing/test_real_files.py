@@ -18,7 +18,7 @@ from headway.config.migration.migration_report import WIDTH, recipe, report
 from headway.config.migration.settings_files import read
 from headway.config.migration.translation import Translation, recognise, translate
 from headway.config.migration_tables.projects import PROJECTS
-from headway.config.migration_tables.table_rows import Part
+from headway.config.migration_tables.table_rows import ReportPart
 
 FILES = Path(__file__).parent / "files"
 WHOLE: Mapping[str, tuple[str, ...]] = {
@@ -174,7 +174,7 @@ def settings_in(file: Path) -> Iterator[str]:
 @pytest.mark.parametrize("name", WHOLE)
 def test_every_setting_of_a_file_is_in_one_part_of_the_report(name: str) -> None:
     found = imported(name)
-    parts = [{one.key for one in found.of(part) if one.given} for part in Part]
+    parts = [{one.key for one in found.of(part) if one.given} for part in ReportPart]
     mentioned = set().union(*parts)
     for file in WHOLE[name]:
         for key in settings_in(FILES / file):

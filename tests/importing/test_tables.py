@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from headway.config.layers import lies_in
 from headway.config.loading import load
 from headway.config.migration.migration_report import recipe, report
-from headway.config.migration.settings_files import Source
+from headway.config.migration.settings_files import SettingsFile
 from headway.config.migration.translation import translate
 from headway.config.migration_tables.projects import PROJECTS, whole_key
-from headway.config.migration_tables.table_rows import Part
+from headway.config.migration_tables.table_rows import ReportPart
 from headway.config.schema_messages import known_keys
 
 SECTIONS = ("rollout.vllm.engine_args", "reward.params", "reward.functions", "data.train", "data.val", "mode")
@@ -32,8 +32,8 @@ def test_every_row_names_a_key_that_there_is_or_says_what_to_do(name: str) -> No
             here = row.here.removesuffix(".*")
             assert any(lies_in(here, one) for one in known), (key, here)
         else:
-            assert row.part is Part.WITHOUT or row.note or row.convert, key
-        assert row.part is not Part.DIFFERS or row.note, key
+            assert row.part is ReportPart.WITHOUT or row.note or row.convert, key
+        assert row.part is not ReportPart.DIFFERS or row.note, key
 
 
 @pytest.mark.parametrize("name", PROJECTS)
@@ -50,7 +50,7 @@ def test_a_key_of_nobody_is_found_nowhere() -> None:
 
 
 def loads(name: str, values: dict[str, Any], folder: Path) -> None:
-    found = translate(PROJECTS[name], [Source("file", dict(values))])
+    found = translate(PROJECTS[name], [SettingsFile("file", dict(values))])
     file = folder / "recipe.yaml"
     file.write_text(recipe(found, None))
     load(file)

@@ -18,8 +18,8 @@ from headway.agents.episodes.token_tree import call_key
 from headway.config.loading import load
 from headway.config.sections.parallel import ParallelConfig
 from headway.config.sizing.placement import concurrent
-from headway.data.collate import Row
-from headway.data.interfaces.generation import Call, SamplingParams
+from headway.data.collate import CollatedRow
+from headway.data.interfaces.generation import GenerateRequest, SamplingParams
 from headway.data.interfaces.steps import StepContext
 from headway.data.sources import build_sources
 from headway.data.types import Outcomes, Prompt, SampledTokens, TurnSpan
@@ -28,7 +28,7 @@ from headway.engines.train.batch_advantages import FetchAdvantages
 from headway.engines.train.fsdp import FsdpEngine
 from headway.engines.train.fsdp.device_mesh import TrainMesh
 from headway.engines.weights.outgoing_version import Stream
-from headway.engines.weights.protocols import Incoming
+from headway.engines.weights.protocols import IncomingWeights
 from headway.models.pretrained import load_model
 from headway.models.tokenizer import load_tokenizer, text_of
 from tests.integration.plain_loop import run_alone
@@ -53,11 +53,11 @@ class Table:
         number = next(self.numbers)
         answer = self.waiting[number] = asyncio.get_running_loop().create_future()
         sampling = SamplingParams(min(self.most, self.room - len(ids)), stop_token_ids=(self.tokenizer.eos_token_id,))
-        call = Call(number, prompt.trajectory_id(k), np.array(ids, np.int32), sampling, key, goes_on=True)
+        call = GenerateRequest(number, prompt.trajectory_id(k), np.array(ids, np.int32), sampling, key, goes_on=True)
         await self.engine.submit("me", [call])
         return await answer
 
-    async def play(self, prompt: Prompt, k: int) -> tuple[Row, float]:
+    async def play(self, prompt: Prompt, k: int) -> tuple[CollatedRow, float]:
         """One game: its row, and whether it was won."""
         hidden = str(prompt.answer)
         ids = start = self.tokenizer.encode(prompt.text)
@@ -79,7 +79,7 @@ class Table:
             logprobs, versions = logprobs + [0.0] * len(tail), versions + [-1] * len(tail)
         # Else what is kept for games that are over fills the memory: the youngest lose theirs, and prefill once more.
         await self.engine.release([prompt.trajectory_id(k)])
-        row = Row(
+        row = CollatedRow(
             np.array(ids, np.int32),
             len(start),
             np.array(logprobs, np.float32),
@@ -91,7 +91,7 @@ class Table:
         )
         return row, float(won)
 
-    async def play_all(self, prompts: Sequence[Prompt], n: int) -> list[list[tuple[Row, float]]]:
+    async def play_all(self, prompts: Sequence[Prompt], n: int) -> list[list[tuple[CollatedRow, float]]]:
         """``n`` games for each prompt, all at once."""
         games = await asyncio.gather(*(self.play(prompt, k) for prompt in prompts for k in range(n)))
         return [list(games[i : i + n]) for i in range(0, len(games), n)]
@@ -112,7 +112,7 @@ async def plain_games(config_path: Path, out: Path) -> None:
     )
     manifest = trainer.manifest(torch.float32)
 
-    def receive(version: int, incoming: Incoming) -> None:
+    def receive(version: int, incoming: IncomingWeights) -> None:
         (sink,) = incoming.shares
         weights = Stream(manifest, trainer.gather(manifest, 2**20))
         for chunk in weights:
@@ -135,7 +135,7 @@ async def plain_games(config_path: Path, out: Path) -> None:
     table = Table(engine, tokenizer, config.rollout.max_turn_tokens, room)
     advantages = FetchAdvantages(config.algorithm)
     for step in range(steps):
-        groups = list[list[tuple[Row, float]]]()
+        groups = list[list[tuple[CollatedRow, float]]]()
         while len(groups) < size:  # groups that all end alike are replaced
             played = await table.play_all([prompts.next() for _ in range(size - len(groups))], config.rollout.n)
             groups += [games for games in played if len({reward for _, reward in games}) > 1]

@@ -27,7 +27,7 @@ from headway.engines.train.batch_advantages import FetchAdvantages
 from headway.engines.train.fsdp import FsdpEngine
 from headway.engines.train.fsdp.device_mesh import TrainMesh
 from headway.engines.weights.outgoing_version import Stream
-from headway.engines.weights.protocols import Incoming
+from headway.engines.weights.protocols import IncomingWeights
 from headway.models.pretrained import load_model
 from headway.models.tokenizer import load_tokenizer
 from headway.pipeline.admission.fetches import outcomes
@@ -49,7 +49,7 @@ async def plain_loop(config_path: Path, out: Path) -> None:
     )
     manifest = trainer.manifest(torch.float32)
 
-    def receive(version: int, incoming: Incoming) -> None:
+    def receive(version: int, incoming: IncomingWeights) -> None:
         (sink,) = incoming.shares
         weights = Stream(manifest, trainer.gather(manifest, 2**20))
         for chunk in weights:

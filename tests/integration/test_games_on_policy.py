@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headway.data.collate import Row
+from headway.data.collate import CollatedRow
 from headway.data.interfaces.steps import StepContext, StepReport
 from headway.data.types import Outcomes
 from headway.engines.train.batch_advantages import FetchAdvantages
@@ -45,12 +45,12 @@ class Trained:
         self.reports: list[StepReport] = []
         step, of_rows, of_outcomes = FsdpEngine.train_step, FetchAdvantages.__call__, FetchAdvantages.of_outcomes
 
-        def train_step(engine: FsdpEngine, rows: Sequence[Row], context: StepContext) -> StepReport:
+        def train_step(engine: FsdpEngine, rows: Sequence[CollatedRow], context: StepContext) -> StepReport:
             self.rows.append([plain(row) for row in rows])
             self.reports.append(step(engine, rows, context))
             return self.reports[-1]
 
-        def estimate(estimator: FetchAdvantages, rows: Sequence[Row], outcomes: Outcomes) -> Any:
+        def estimate(estimator: FetchAdvantages, rows: Sequence[CollatedRow], outcomes: Outcomes) -> Any:
             self.rewards.append(outcomes.rewards.tolist())
             return of_rows(estimator, rows, outcomes)
 
@@ -63,7 +63,7 @@ class Trained:
         patch.setattr(FetchAdvantages, "of_outcomes", estimate_without_rows)
 
 
-def plain(row: Row) -> dict[str, Any]:
+def plain(row: CollatedRow) -> dict[str, Any]:
     """The row with its arrays as bytes, so that equal means: bit for bit."""
     arrays = {
         "ids": row.input_ids,

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from headway.data.trees import Tree, grow
 from headway.models.attention.flex_attention import block_mask, flex
 from headway.models.attention.packed_attention import packed_attention
-from headway.models.attention.packed_layout import Layout
+from headway.models.attention.packed_layout import PackedLayout
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 
@@ -26,7 +26,7 @@ def trees(prompt: int, answers: list[int]) -> list[Tree]:
     return [grow(rows, prompt), grow([ids[:7]])]
 
 
-def heads(layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
+def heads(layout: PackedLayout) -> tuple[Tensor, Tensor, Tensor]:
     noise = torch.Generator().manual_seed(0)
     length = len(layout.positions)
     query, key, value = (torch.randn(1, count, length, 24, generator=noise) for count in (4, 2, 2))
@@ -37,7 +37,7 @@ def heads(layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("window", [None, 3, 150])
 def test_flex_attends_as_the_parts_do(window: int | None, softcap: float | None, sinks: Tensor | None) -> None:
-    layout = Layout.of(trees(131, [20, 6, 70]), CPU)
+    layout = PackedLayout.of(trees(131, [20, 6, 70]), CPU)
     query, key, value = heads(layout)
     expected, _ = packed_attention(
         nn.Module(),
@@ -57,7 +57,7 @@ def test_flex_attends_as_the_parts_do(window: int | None, softcap: float | None,
 
 def test_a_mask_is_compiled_once_for_all_windows() -> None:
     """Torch compiles few variants of a function and then computes all scores: a number in a mask makes a variant."""
-    layout = Layout.of(trees(131, [20, 6]), CPU)
+    layout = PackedLayout.of(trees(131, [20, 6]), CPU)
     masks = [block_mask(layout, window, compiled=False).mask_mod for window in (None, 3, 150)]
     assert len({mask.__code__ for mask in masks}) == 1
     for mask in masks:

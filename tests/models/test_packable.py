@@ -17,7 +17,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from headway.data.trees import Tree, grow
 from headway.models.attention.packable import use_packed_attention
 from headway.models.attention.packed_attention import NAME
-from headway.models.attention.packed_layout import Layout
+from headway.models.attention.packed_layout import PackedLayout
 from headway.models.pretrained import attention
 
 CPU = torch.device("cpu")
@@ -170,7 +170,7 @@ def of_single_rows(lm: PreTrainedModel, rows: Sequence[NDArray[np.int32]]) -> li
 
 
 def of_a_line(lm: PreTrainedModel, rows: Sequence[NDArray[np.int32]], trees: Sequence[Tree]) -> list[Tensor]:
-    layout = Layout.of(trees, CPU)
+    layout = PackedLayout.of(trees, CPU)
     ids = torch.from_numpy(np.concatenate([tree.ids for tree in trees])).long()[None]
     positions = torch.from_numpy(layout.positions)[None]
     hidden = lm.base_model(ids, position_ids=positions, layout=layout, use_cache=False).last_hidden_state[0]

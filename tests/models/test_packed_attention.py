@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from headway.data.trees import Tree, grow
 from headway.models.attention import packed_layout as layouts
 from headway.models.attention.packed_attention import packed_attention
-from headway.models.attention.packed_layout import Kind, Layout
+from headway.models.attention.packed_layout import AttentionKind, PackedLayout
 from tests.data.trees import rows_and_prompt, seen_by_rows
 
 CPU = torch.device("cpu")
@@ -117,9 +117,9 @@ def by_definition(case: Case, leaves: Sequence[Tensor], seen: NDArray[np.bool_])
     return (weights / total @ v.repeat_interleave(repeats, 1)).transpose(1, 2)
 
 
-def assert_as_defined(trees: Sequence[Tree], case: Case, dtype: torch.dtype) -> Layout:
+def assert_as_defined(trees: Sequence[Tree], case: Case, dtype: torch.dtype) -> PackedLayout:
     """Compare output and gradients with `by_definition`; returns the layout that was made."""
-    layout = Layout.of(trees, CPU)
+    layout = PackedLayout.of(trees, CPU)
     leaves, grad = inputs(case, len(layout.positions), dtype)
     out, _ = packed_attention(
         nn.Module(),
@@ -178,16 +178,16 @@ def test_rows_of_very_different_lengths_are_attended_as_by_themselves(case: Case
 
 
 def test_each_kind_of_part_is_chosen_where_it_is_cheap() -> None:
-    def kinds(which: str, window: int | None = None) -> set[Kind]:
+    def kinds(which: str, window: int | None = None) -> set[AttentionKind]:
         with costs(which):
             return {
                 part.kind for part in assert_as_defined(long_trees(), Case(window=window), torch.float32).parts(window)
             }
 
-    assert kinds("rows") == {Kind.CAUSAL}
-    assert Kind.VIEW in kinds("views")
-    assert kinds("segments") == {Kind.CAUSAL, Kind.SUBTREE}
-    assert Kind.VIEW in kinds("segments", window=5), "windows are cut out of views alone"
+    assert kinds("rows") == {AttentionKind.CAUSAL}
+    assert AttentionKind.VIEW in kinds("views")
+    assert kinds("segments") == {AttentionKind.CAUSAL, AttentionKind.SUBTREE}
+    assert AttentionKind.VIEW in kinds("segments", window=5), "windows are cut out of views alone"
 
 
 def test_a_deep_tree_is_attended_as_its_rows_are() -> None:
@@ -214,7 +214,7 @@ def test_many_rows_with_a_long_prompt_are_attended_as_by_themselves_at_what_they
     prompt = rng.integers(2, 60, 150)
     rows = [np.concatenate([prompt, rng.integers(2, 60, int(n))]).astype(np.int32) for n in rng.integers(1, 40, 24)]
     layout = assert_as_defined([grow(rows, 150)], Case(key_heads=2), torch.float32)
-    assert {part.kind for part in layout.parts(None)} == {Kind.CAUSAL, Kind.SUBTREE}
+    assert {part.kind for part in layout.parts(None)} == {AttentionKind.CAUSAL, AttentionKind.SUBTREE}
     assert_as_defined([grow(rows, 150)], Case(window=20, key_heads=2), torch.float32)
 
 
@@ -230,13 +230,13 @@ def test_groups_whose_prompts_are_of_different_lengths_are_attended_together(dty
         patch.setattr(layouts, "CALL", 10_000)  # such a call costs more than their padding
         layout = assert_as_defined(trees, Case(key_heads=2), dtype)
         assert_as_defined(trees, Case(softcap=1.5), dtype)
-    (subtrees,) = [part for part in layout.parts(None) if part.kind is Kind.SUBTREE]
+    (subtrees,) = [part for part in layout.parts(None) if part.kind is AttentionKind.SUBTREE]
     assert subtrees.items == 3
     assert subtrees.mask is not None
 
 
 def test_a_layout_makes_its_parts_once_for_each_window_that_matters() -> None:
-    layout = Layout.of(long_trees(), CPU)
+    layout = PackedLayout.of(long_trees(), CPU)
     longest = int(layout.positions.max())
     assert layout.parts(None) is layout.parts(longest + 1) is layout.parts(None)
     assert layout.parts(longest) is not layout.parts(None)
@@ -244,7 +244,7 @@ def test_a_layout_makes_its_parts_once_for_each_window_that_matters() -> None:
 
 
 def test_nothing_but_one_line_without_a_mask_is_taken() -> None:
-    layout = Layout.of([grow([np.arange(4, dtype=np.int32)])], CPU)
+    layout = PackedLayout.of([grow([np.arange(4, dtype=np.int32)])], CPU)
     line = torch.zeros(1, 2, 4, 8)
     mask = torch.zeros(1, 1, 4, 4)
     arguments: list[Any] = [(line, mask), (line.expand(2, -1, -1, -1), None)]
@@ -254,7 +254,7 @@ def test_nothing_but_one_line_without_a_mask_is_taken() -> None:
 
 
 def test_the_scale_is_that_of_the_head_size_unless_another_is_given() -> None:
-    layout = Layout.of(long_trees(), CPU)
+    layout = PackedLayout.of(long_trees(), CPU)
     leaves, _ = inputs(Case(), len(layout.positions), torch.float64)
     q, k, v = leaves
     default, _ = packed_attention(nn.Module(), q, k, v, None, layout=layout)

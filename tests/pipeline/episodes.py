@@ -21,7 +21,7 @@ from headway.agents.episodes.program_episode import Hosting, Turn
 from headway.agents.episodes.token_tree import Transcript, call_key
 from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart, Message, TurnAnswer, TurnRequest, said
 from headway.config.schema import Config
-from headway.data.interfaces.generation import Call, FinishedCall
+from headway.data.interfaces.generation import FinishedCall, GenerateRequest
 from headway.data.types import FinishReason, RowTokens, SampledTokens, TrajectoryId
 from headway.planner.profiles.distributions import RecordedNumber
 from headway.planner.profiles.program_profile import ProgramProfile
@@ -50,9 +50,9 @@ class TellingRollout(FakeRollout):
         self.told = told
         self.answered: list[FinishedCall] = []
         """Finished calls with at least one token."""
-        self._calls: dict[tuple[str, int], Call] = {}
+        self._calls: dict[tuple[str, int], GenerateRequest] = {}
 
-    async def submit(self, client: str, calls: Sequence[Call]) -> None:
+    async def submit(self, client: str, calls: Sequence[GenerateRequest]) -> None:
         self._calls.update(((client, call.number), call) for call in calls)
         await super().submit(client, calls)
 

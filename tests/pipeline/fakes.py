@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.agents.episodes.episode_worker import GroupKeeper
+from headway.agents.episodes.episode_worker import EpisodeWorker
 from headway.agents.episodes.program_episode import Hosting
 from headway.agents.episodes.replica_clients import CallEngine
 from headway.data.interfaces.episode_groups import FinishedGroup, GroupRequest
-from headway.data.interfaces.generation import Call, FinishedCall, Priority
+from headway.data.interfaces.generation import FinishedCall, GenerateRequest, Priority
 from headway.data.interfaces.rewards import Scores
 from headway.data.interfaces.rollout import EngineStats, OnUpdate, Paused
 from headway.data.interfaces.weights import ReceiveReport
@@ -54,7 +54,7 @@ Failing = Callable[[int, int], str | None]
 """A function of a group's number and k that returns why that episode fails, or None."""
 
 
-class FakeKeeper(GroupKeeper):
+class FakeKeeper(EpisodeWorker):
     """A keeper that tells which group a prompt was asked for, in ``numbers``, fails some episodes, and can be told to
     die."""
 
@@ -356,7 +356,7 @@ class FakeRollout(SimulatedRollout):
         """Compute nothing more, and answer as before."""
         self._replica.slow_down(1e12)
 
-    async def submit(self, client: str, calls: Sequence[Call]) -> None:
+    async def submit(self, client: str, calls: Sequence[GenerateRequest]) -> None:
         for priority in dict.fromkeys(call.priority for call in calls):
             those = [call for call in calls if call.priority is priority]
             numbers = dict.fromkeys(self.numbers.get((*call.trajectory[:3], priority), -1) for call in those)

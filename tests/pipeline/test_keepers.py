@@ -15,7 +15,7 @@ from headway.data.interfaces.generation import SamplingParams
 from headway.errors import HeadwayError, WorkerDied
 from headway.events import Event, GroupSettled, KeeperLost, Note, ReplicaActivity, TrajectoryFinished
 from headway.pipeline.admission.pipeline_state import RunState
-from headway.pipeline.episode_workers import Keepers
+from headway.pipeline.episode_workers import EpisodeWorkers
 from headway.planner.simulation.virtual_clock import run_virtual
 from headway.runtime.task_groups import Tasks, failing_as_one
 from tests.pipeline.fakes import FakeKeeper, prompt
@@ -144,7 +144,7 @@ class Started:
     def __init__(self, *keepers: FakeKeeper) -> None:
         self.events: list[Event] = []
         state = cast(RunState, SimpleNamespace(emit=self.events.append))
-        self.keepers = Keepers(keepers, state, timeout_s=5.0)
+        self.keepers = EpisodeWorkers(keepers, state, timeout_s=5.0)
 
     def run(self, main: Callable[[], Coroutine[Any, Any, None]]) -> None:
         async def replica_failed(replica: str, error: HeadwayError) -> None:

@@ -13,7 +13,7 @@ from headway.data.interfaces.rollout import EngineStats
 from headway.errors import StallError
 from headway.events import Note, ReplicaActivity
 from headway.pipeline.admission.pipeline_state import RunState
-from headway.pipeline.episode_workers import Keepers
+from headway.pipeline.episode_workers import EpisodeWorkers
 from headway.pipeline.recovery.run_monitor import Monitor, Movement
 from headway.planner.simulation.virtual_clock import run_virtual
 from headway.runtime.progress import Heartbeat
@@ -68,7 +68,7 @@ def monitor(replica: Replica, recorder: Recorder, timeout: float = 10.0, workers
     recorder.on = movement.on_event
     return Monitor(
         Serving(replica),  # type: ignore[arg-type]
-        Keepers([], cast(RunState, None), timeout_s=1.0),
+        EpisodeWorkers([], cast(RunState, None), timeout_s=1.0),
         [],
         movement,
         recorder.on_event,

@@ -10,7 +10,7 @@ import pytest
 
 from headway.errors import HeadwayError, RunError, UserError, WorkerDied
 from headway.events import Event, Note, ProfileTaken, RunFinished, RunStarted, VersionReached
-from headway.pipeline.observing.profile_window import ProfileWindow, Told
+from headway.pipeline.observing.profile_window import ProfileWindow, WindowLines
 from headway.planner.simulation.virtual_clock import run_virtual
 from tests.pipeline.scenario import Run, Scenario
 
@@ -72,7 +72,7 @@ class Stage:
             time = asyncio.get_running_loop().time()
             self.window.on_event(VersionReached(time=time, version=version, groups={}))
 
-    async def read(self, told: Told) -> HeadwayError | None:
+    async def read(self, told: WindowLines) -> HeadwayError | None:
         """Read all that is told; return what the window ended with."""
         try:
             async for line in told.lines():

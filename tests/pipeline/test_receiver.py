@@ -9,7 +9,7 @@ import pytest
 from headway.config.sizing.timeouts import Timeouts
 from headway.data.interfaces.rollout import Capabilities, OnUpdate
 from headway.errors import UpdateFailed, WorkerDied
-from headway.pipeline.weight_receiver import Gone, Replica
+from headway.pipeline.weight_receiver import Replica, WorkerUnavailable
 from headway.planner.simulation.virtual_clock import run_virtual
 
 TIMEOUT_S = 5.0
@@ -62,7 +62,7 @@ def in_a_loop(test):
 @pytest.mark.parametrize("call", BOUNDED)
 def test_a_quick_call_that_is_not_answered_ends_in_time_although_it_cannot_be_cancelled(call: str):
     async def test(engine: Stuck, replica: Replica) -> None:
-        with pytest.raises(Gone) as gone:
+        with pytest.raises(WorkerUnavailable) as gone:
             await getattr(replica, call)(*CALLS[call])
         assert now() == TIMEOUT_S
         assert isinstance(gone.value.why, UpdateFailed)
@@ -86,10 +86,10 @@ def test_every_call_under_way_ends_at_once_when_the_replica_is_gone(call: str):
     async def test(engine: Stuck, replica: Replica) -> None:
         death = WorkerDied("stuck was killed")
         asyncio.get_running_loop().call_later(1.0, replica.leave, death)
-        with pytest.raises(Gone) as gone:
+        with pytest.raises(WorkerUnavailable) as gone:
             await getattr(replica, call)(*CALLS[call])
         assert now() == 1.0 and gone.value.why is death
-        with pytest.raises(Gone):
+        with pytest.raises(WorkerUnavailable):
             await getattr(replica, call)(*CALLS[call])
 
     in_a_loop(test)
@@ -101,7 +101,7 @@ def test_it_may_be_lost_at_the_very_moment_at_which_its_time_is_up():
         await asyncio.sleep(0)
         asyncio.get_running_loop().call_at(TIMEOUT_S, replica.leave, WorkerDied("killed"))
         answers = await asyncio.gather(*calls, return_exceptions=True)
-        assert now() == TIMEOUT_S and all(isinstance(answer, Gone) for answer in answers)
+        assert now() == TIMEOUT_S and all(isinstance(answer, WorkerUnavailable) for answer in answers)
 
     in_a_loop(test)
 

@@ -12,9 +12,9 @@ from headway.config.sizing.timeouts import Timeouts
 from headway.data.interfaces.rollout import EngineStats
 from headway.errors import StallError
 from headway.events import Event, ReplicaActivity, ReplicaLost, TrajectoryFinished
-from headway.pipeline.episode_workers import Keepers
+from headway.pipeline.episode_workers import EpisodeWorkers
 from headway.pipeline.recovery.run_monitor import Monitor, Movement
-from headway.pipeline.weight_receiver import Gone
+from headway.pipeline.weight_receiver import WorkerUnavailable
 from headway.planner.simulation.virtual_clock import run_virtual
 from headway.runtime.progress import OpenWork
 from tests.pipeline.invariants import check_everything
@@ -87,12 +87,12 @@ class Scripted:
     def __init__(self, said: Iterator[EngineStats]) -> None:
         self._said = said
         self.serving = [self]
-        self.lost: list[tuple[float, Gone]] = []
+        self.lost: list[tuple[float, WorkerUnavailable]] = []
 
     async def stats(self) -> EngineStats:
         return next(self._said)
 
-    async def lose(self, gone: Gone) -> None:
+    async def lose(self, gone: WorkerUnavailable) -> None:
         self.lost.append((asyncio.get_running_loop().time(), gone))
         self.serving = []
 
@@ -104,7 +104,7 @@ def lost_at(said: Iterator[EngineStats], stands: Callable[[float], bool] = lambd
     async def main() -> None:
         monitor = Monitor(
             cast(Any, fleet),
-            Keepers([], cast(Any, None), timeout_s=1.0),
+            EpisodeWorkers([], cast(Any, None), timeout_s=1.0),
             [],
             Movement(),
             lambda event: None,

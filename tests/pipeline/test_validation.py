@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from headway.agents.episodes.program_episode import Hosting, Limits
+from headway.agents.episodes.program_episode import EpisodeLimits, Hosting
 from headway.config.schema import Config
 from headway.data.interfaces.rewards import Scores
 from headway.data.types import Prompt, TrajectoryId
@@ -130,7 +130,7 @@ def two_turns(config: Config) -> Hosting:
     profile = ProgramProfile.model_validate(
         {"turns": {"kind": "constant", "value": 2}, "step_s": {"kind": "constant", "value": 4}}
     )
-    limits = Limits(max_length=100_000, max_turns=9, step_timeout_s=1e6, episode_timeout_s=1e6)
+    limits = EpisodeLimits(max_length=100_000, max_turns=9, step_timeout_s=1e6, episode_timeout_s=1e6)
     return Hosting(SimulatedPrograms(profile), SimulatedRecord, limits)
 
 

@@ -13,10 +13,10 @@ from headway.agents.tools.python_tools import Tool, load_tools
 from headway.errors import ConfigError, SandboxFailed, Unavailable, UserCodeError
 from headway.runtime.sandbox import sandbox as door
 from headway.runtime.sandbox.python_tool import MOST_SHOWN, told
-from headway.runtime.sandbox.sandbox_limits import Limits, Ran, SandboxSpec
+from headway.runtime.sandbox.sandbox_limits import Ran, SandboxLimits, SandboxSpec
 from tests.programs.scripted import Script, calling, play
 
-SPEC = SandboxSpec("bubblewrap", Limits(wall_s=20.0, memory_mib=256, processes=16, output_kib=32, scratch_mib=8))
+SPEC = SandboxSpec("bubblewrap", SandboxLimits(wall_s=20.0, memory_mib=256, processes=16, output_kib=32, scratch_mib=8))
 
 
 @pytest.fixture(scope="module")

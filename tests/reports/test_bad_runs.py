@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from headway.events import Event, GroupAdmitted, GroupSettled, RunFinished, RunResumed, StageChanged
-from headway.reports.live.console_view import Outcome, report_end
+from headway.reports.live.console_view import FinishedFiles, report_end
 from headway.reports.live.plain_log import PlainView
 from headway.reports.live.snapshot import SnapshotTaker
 from headway.reports.metrics.group_tally import RECENT
@@ -132,7 +132,7 @@ def test_what_was_waited_for_in_vain_after_the_last_step_belongs_to_the_bottlene
 
 def final_block(run: list[Event]) -> str:
     output = io.StringIO()
-    outcome = Outcome(Path("r/events.jsonl"), None, None, resumable=Path("r"))
+    outcome = FinishedFiles(Path("r/events.jsonl"), None, None, resumable=Path("r"))
     report_end(Console(file=output, width=200), summary(figures(run)), outcome)
     return output.getvalue()
 

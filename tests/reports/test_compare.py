@@ -26,7 +26,7 @@ from headway.reports.comparison.run_comparison import (
 from headway.reports.metrics.run_metrics import RunMetrics
 from headway.reports.metrics.summary import summary
 from headway.reports.run_directory import RunLock
-from headway.reports.timeline.curves import ACCURACY, CurveLog, Place
+from headway.reports.timeline.curves import ACCURACY, CurveLog, CurvePoint
 from tests.reports.stories import story, written
 from tests.reports.test_curves import log_of, row
 
@@ -64,7 +64,7 @@ def test_runs_of_different_lengths_are_compared_where_both_have_been() -> None:
 
 
 def test_a_run_without_a_value_has_dashes_and_does_not_shorten_the_others() -> None:
-    place = Place(1, 10.0, 4, 50.0)
+    place = CurvePoint(1, 10.0, 4, 50.0)
     rows = at_equal("validation reward", [[(place, 0.5)], []])
     assert [(of.name, of.cells) for of in rows][:1] == [("validation reward at 4 groups", ("0.500", "-"))]
     assert at_equal("validation reward", [[], []]) == []

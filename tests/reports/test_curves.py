@@ -14,7 +14,7 @@ from headway.reports.timeline.curves import (
     MOST_CURVES,
     MOST_POINTS,
     CurveLog,
-    Place,
+    CurvePoint,
     point_at,
     thinned,
     to_json,
@@ -36,17 +36,17 @@ def row(version: int, **values: Any) -> dict[str, Any]:
 
 def test_a_metric_of_training_lies_where_its_version_ends() -> None:
     log = log_of(row(0, **{"reward/mean": 0.25}), row(1, **{"reward/mean": 0.5}))
-    assert log.points("reward/mean") == [(Place(0, 10.0, 4, 50.0), 0.25), (Place(1, 20.0, 8, 100.0), 0.5)]
+    assert log.points("reward/mean") == [(CurvePoint(0, 10.0, 4, 50.0), 0.25), (CurvePoint(1, 20.0, 8, 100.0), 0.5)]
 
 
 def test_a_validation_lies_where_its_version_begins() -> None:
     log = log_of(row(0, **{ACCURACY: 0.1}), row(1), row(2, **{ACCURACY: 0.3}))
-    assert log.points(ACCURACY) == [(Place(0, 0.0, 0, 0.0), 0.1), (Place(2, 20.0, 8, 100.0), 0.3)]
+    assert log.points(ACCURACY) == [(CurvePoint(0, 0.0, 0, 0.0), 0.1), (CurvePoint(2, 20.0, 8, 100.0), 0.3)]
 
 
 def test_a_validation_that_came_late_joins_its_versions_row() -> None:
     log = log_of(row(0), row(1), {"version": 1, ACCURACY: 0.3}, row(2))
-    assert log.points(ACCURACY) == [(Place(1, 10.0, 4, 50.0), 0.3)]
+    assert log.points(ACCURACY) == [(CurvePoint(1, 10.0, 4, 50.0), 0.3)]
     assert log.versions == 3
     assert [place.seconds for place in log.places()] == [10.0, 20.0, 30.0]
 
@@ -54,7 +54,7 @@ def test_a_validation_that_came_late_joins_its_versions_row() -> None:
 def test_a_version_without_a_row_takes_no_place_and_a_row_without_time_takes_the_last_one() -> None:
     log = log_of(row(0), {"version": 5, ACCURACY: 0.5}, row(3))
     assert [place.version for place in log.places()] == [0, 3, 5]
-    assert log.points(ACCURACY) == [(Place(5, 40.0, 16, 100.0), 0.5)]
+    assert log.points(ACCURACY) == [(CurvePoint(5, 40.0, 16, 100.0), 0.5)]
 
 
 def test_a_chart_without_data_is_not_there_and_a_value_that_is_no_number_is_no_point() -> None:

@@ -26,7 +26,7 @@ from headway.reports.metrics.counters import Counters
 from headway.reports.metrics.episode_sums import MOST_OWN, EpisodeSums
 from headway.reports.metrics.group_tally import GroupTally
 from headway.reports.metrics.summary import summary
-from headway.reports.timeline.lanes import Kind
+from headway.reports.timeline.lanes import SpanKind
 from headway.reports.timeline.timeline import Timeline, build_timeline, idle_reasons
 from tests.reports.scripted_run import REPLICA, ScriptedRun
 from tests.reports.test_metrics import observe, of_type
@@ -280,7 +280,7 @@ def test_steps_of_episodes_are_a_lane_with_how_many_there_were_at_once() -> None
     timeline = build_timeline(run)
     steps = lane(timeline, "steps")
     assert steps.group == "Environments"
-    working = [(s.start, s.end, s.label) for s in steps.spans if s.kind is Kind.ENVIRONMENT]
+    working = [(s.start, s.end, s.label) for s in steps.spans if s.kind is SpanKind.ENVIRONMENT]
     assert working == [(101, 102.2, "up to 2 episodes in steps at once"), (102.5, 103, "1 episode in a step")]
     assert steps.seconds(timeline.window) == pytest.approx(timeline.window[1] - timeline.window[0]), "no gap"
     waits = lane(timeline, "steps: waited for")

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from headway.api.eval.figures import Answer, Solved, figures
+from headway.api.eval.figures import ScoredAnswer, Solved, figures
 from headway.cli.eval_command import _print_by_source, print_samples
 from headway.data.types import Prompt
 from headway.reports.comparison.run_comparison import compared, print_comparison, read_runs
@@ -91,7 +91,7 @@ def test_many_runs_with_long_names_fit_a_narrow_terminal(tmp_path: Path) -> None
 
 
 def test_many_shares_of_many_sources_fit_a_narrow_terminal() -> None:
-    answers = tuple(Answer(k, "a", 1, False, "stop", float(k % 2), {}) for k in range(64))
+    answers = tuple(ScoredAnswer(k, "a", 1, False, "stop", float(k % 2), {}) for k in range(64))
     ks = (1, 2, 4, 8, 16, 32, 64)
     found = {name: figures([Solved(0, name, "p", "a", answers)] * 3, ks, 1.0) for name in ("maths", "a long name")}
     console = Printed()
@@ -110,7 +110,9 @@ def test_prompts_in_tables_are_what_the_user_said() -> None:
     ]
     of_messages = Prompt(0, 0, 0, "s", TEMPLATED, np.arange(2, dtype=np.int32), messages=chat)
     assert (prompt.question, of_messages.question) == ("2+2=", "3+3=")
-    solved = Solved(0, "s", TEMPLATED, "4", (Answer(0, "4", 1, False, "stop", 1.0, {}),), question=prompt.question)
+    solved = Solved(
+        0, "s", TEMPLATED, "4", (ScoredAnswer(0, "4", 1, False, "stop", 1.0, {}),), question=prompt.question
+    )
     console = Printed()
     print_samples(console, [solved], 1)
     line: dict[str, Any] = {"group": 1, "version": 0, "fate": "trained", "lag": 0, "reward": 1.0, "lengths": [1, 2]}

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from headway.events import Note, RunFinished
 from headway.reports.samples.token_scales import Color, scale_of
 from headway.reports.timeline.html_timeline import live_page, page, write_html
-from headway.reports.timeline.lanes import Kind, Lane, LaneSpan, idle
+from headway.reports.timeline.lanes import Lane, LaneSpan, SpanKind, idle
 from headway.reports.timeline.page_data import merge_short, merged
 from headway.reports.timeline.timeline import Timeline, build_timeline
 from tests.reports.scripted_run import ScriptedRun
@@ -176,28 +176,31 @@ def test_the_pages_script_parses(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------ runs with many spans
 
 pieces = st.lists(
-    st.tuples(st.integers(0, 6), st.integers(1, 6), st.sampled_from([Kind.DECODE, Kind.IDLE, Kind.HALTED])), max_size=60
+    st.tuples(st.integers(0, 6), st.integers(1, 6), st.sampled_from([SpanKind.DECODE, SpanKind.IDLE, SpanKind.HALTED])),
+    max_size=60,
 )
 
 
-def lane_of(parts: list[tuple[int, int, Kind]]) -> tuple[LaneSpan, ...]:
+def lane_of(parts: list[tuple[int, int, SpanKind]]) -> tuple[LaneSpan, ...]:
     spans, at = [], 0
     for gap, seconds, kind in parts:
         span = (at + gap, at + gap + seconds)
-        spans.append(LaneSpan(*span, kind, "decodes") if kind is Kind.DECODE else idle(span, f"is {kind}", kind=kind))
+        spans.append(
+            LaneSpan(*span, kind, "decodes") if kind is SpanKind.DECODE else idle(span, f"is {kind}", kind=kind)
+        )
         at = span[1]
     return tuple(spans)
 
 
 @given(pieces, st.integers(1, 30))
 def test_merging_short_spans_keeps_the_seconds_of_each_kind_and_moves_none_further_than_the_resolution(
-    parts: list[tuple[int, int, Kind]], resolution: int
+    parts: list[tuple[int, int, SpanKind]], resolution: int
 ) -> None:
     spans = lane_of(parts)
     shown = tuple(merge_short(spans, resolution))
     assert len(shown) <= len(spans)
     assert all(before.end <= after.start for before, after in pairwise(shown))
-    for kind in (Kind.DECODE, Kind.IDLE, Kind.HALTED):
+    for kind in (SpanKind.DECODE, SpanKind.IDLE, SpanKind.HALTED):
         for until in range(0, 800, 7):
             before, after = (
                 sum(max(0, min(s.end, until) - s.start) for s in of if s.kind is kind) for of in (spans, shown)
@@ -213,7 +216,7 @@ def test_a_run_with_too_many_spans_is_merged_to_the_limit_and_the_page_says_so()
     spans = tuple(
         span
         for i in range(60_000)
-        for span in (LaneSpan(i, i + 0.75, Kind.DECODE, f"decodes {i}"), idle((i + 0.75, i + 1), "no requests"))
+        for span in (LaneSpan(i, i + 0.75, SpanKind.DECODE, f"decodes {i}"), idle((i + 0.75, i + 1), "no requests"))
     )
     lane = Lane("Replicas", "rollout-0", spans)
     shown, resolution = merged([lane], (0.0, 60_000.0), most=20_000)

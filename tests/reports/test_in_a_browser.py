@@ -20,7 +20,7 @@ from headway.reports.comparison.run_comparison import compared, read_runs
 from headway.reports.report import report
 from headway.reports.run_directory import RunDirectory, RunLock
 from headway.reports.watch.follower import Follower
-from headway.reports.watch.watch_server import Server
+from headway.reports.watch.watch_server import WatchServer
 from tests.integration.support import end_started, finish, make_job, start, wait_for
 from tests.reports.browser import CHROMIUM, Page, browser
 from tests.reports.stories import sample, story, validated, written
@@ -84,7 +84,7 @@ class Watched:
 
     def __init__(self, run: Path) -> None:
         self.follower = Follower(RunDirectory(run))
-        self.server = Server(self.follower, run.name)
+        self.server = WatchServer(self.follower, run.name)
         self.follower.start()
         threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
 

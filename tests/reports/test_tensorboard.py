@@ -13,7 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import headway
 from headway.reports.trackers import tensorboard
 from headway.reports.trackers.tensorboard import TensorBoardFile
-from headway.reports.trackers.tracker import Setting
+from headway.reports.trackers.tracker import TrackerSetting
 from tests.full_disk import files_of_at_most
 
 
@@ -43,7 +43,7 @@ def texts(directory: Path) -> dict[str, list[tuple[int, str]]]:
 
 
 def test_settings_samples_and_the_summary_are_texts(tmp_path: Path) -> None:
-    board = TensorBoardFile(tmp_path, pytest.fail, Setting("p", "n", tmp_path, {"run.seed": 7}))
+    board = TensorBoardFile(tmp_path, pytest.fail, TrackerSetting("p", "n", tmp_path, {"run.seed": 7}))
     episode = {"k": 0, "reward": 1.0, "parts": {}, "turns": 1, "length": 3, "finish": "stop", "text": "it is\nfour"}
     board.on_sample(
         {"validation": 2, "problem": 5, "source": "sums", "prompt": "2+2", "answer": 4, "episodes": [episode]}
@@ -82,7 +82,7 @@ def test_what_is_undone_is_forgotten_and_the_rest_stays_as_it_was_written(
     for version in range(4):
         first.on_row({"version": version, "reward/mean": float(version)})
     first.close()
-    resumed = TensorBoardFile(tmp_path, pytest.fail, Setting("p", "n", tmp_path, undone_from=2))
+    resumed = TensorBoardFile(tmp_path, pytest.fail, TrackerSetting("p", "n", tmp_path, undone_from=2))
     for version in (2, 3, 4):
         resumed.on_row({"version": version, "reward/mean": 10.0 * version})
     resumed.close()

@@ -29,7 +29,7 @@ from headway.events import (
 )
 from headway.reports.metrics.counters import Counter
 from headway.reports.timeline.device_lanes import REPLICAS, TRAINER
-from headway.reports.timeline.lanes import Kind, Lane
+from headway.reports.timeline.lanes import Lane, SpanKind
 from headway.reports.timeline.page_data import busy_share
 from headway.reports.timeline.timeline import MarkKind, Timeline, build_timeline, idle_reasons
 from tests.reports.scripted_run import ScriptedRun
@@ -97,7 +97,7 @@ def test_every_update_is_marked_and_every_replica_shows_the_versions_that_it_ser
 def test_a_mode_with_shared_devices_shows_who_holds_them_and_why_replicas_stand_still() -> None:
     timeline = simulated("colocate_async")
     kinds = [span.kind for span in lane(timeline, "shared devices").spans]
-    assert kinds[:3] == [Kind.GENERATE_LEASE, Kind.TRAIN_LEASE, Kind.GENERATE_LEASE]
+    assert kinds[:3] == [SpanKind.GENERATE_LEASE, SpanKind.TRAIN_LEASE, SpanKind.GENERATE_LEASE]
     reasons = {found.reason for found in idle_reasons(timeline)}
     assert "halted: training has the shared devices" in reasons
     assert "waits for the shared devices" in reasons
@@ -106,7 +106,7 @@ def test_a_mode_with_shared_devices_shows_who_holds_them_and_why_replicas_stand_
 def test_a_scripted_run_shows_what_its_script_says() -> None:
     timeline = build_timeline(ScriptedRun(versions=2).build())
     shown = [span for span in lane(timeline, "trainer").spans if span.reason is None]
-    assert [span.kind for span in shown] == [Kind.FORWARD, Kind.STEP] * 2
+    assert [span.kind for span in shown] == [SpanKind.FORWARD, SpanKind.STEP] * 2
     assert [span.seconds for span in shown] == pytest.approx([0.5, 2.0] * 2)
     waits = lane(timeline, "trainer").idle_by_reason(timeline.window)
     assert waits["waits for groups from the message queue"] == pytest.approx(2.0 + 1.0)  # it waits from the start on
@@ -217,7 +217,7 @@ def test_saving_a_checkpoint_is_idle_time_with_a_reason() -> None:
     saved = CheckpointSaved(time=9, version=2, path="checkpoints/version_2", span=(3, 9))
     shown = lane(build_timeline([started(), saved]), "trainer").spans[-1]
     assert (shown.kind, shown.reason, shown.label) == (
-        Kind.CHECKPOINT,
+        SpanKind.CHECKPOINT,
         "saves a checkpoint",
         "saves the checkpoint of v2",
     )

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from headway.events import ReplicaJoined, ReplicaLost, RunStarted, Span, StageChanged, UpdatePhase
 from headway.reports.metrics.intervals import complement, length, union
-from headway.reports.timeline.lanes import NOTHING_REPORTED, Kind, Lane, LaneSpan, idle, lay_out, side_by_side
+from headway.reports.timeline.lanes import NOTHING_REPORTED, Lane, LaneSpan, SpanKind, idle, lay_out, side_by_side
 from headway.reports.timeline.stage_lanes import StageLog, stage_lanes
 from headway.reports.timeline.update_lanes import UpdateLanes
 from tests.reports.scripted_run import ScriptedRun
@@ -22,7 +22,7 @@ sets = st.lists(intervals, max_size=8)
 
 
 def work(spans: list[Span]) -> list[LaneSpan]:
-    return [LaneSpan(*span, Kind.STEP, "step") for span in spans]
+    return [LaneSpan(*span, SpanKind.STEP, "step") for span in spans]
 
 
 def found_at(instant: float, spans: Sequence[LaneSpan]) -> str | None:
@@ -59,13 +59,13 @@ def test_idle_time_is_the_complement_of_the_union_of_work_whatever_was_claimed(
 
 
 def test_work_that_overlaps_is_shown_once() -> None:
-    first, second = LaneSpan(0, 4, Kind.STEP, "a"), LaneSpan(2, 6, Kind.STEP, "b")
+    first, second = LaneSpan(0, 4, SpanKind.STEP, "a"), LaneSpan(2, 6, SpanKind.STEP, "b")
     assert [(s.start, s.end, s.label) for s in lay_out([second, first], [], (0, 6))] == [(0, 4, "a"), (4, 6, "b")]
 
 
 @given(sets)
 def test_spans_that_overlap_get_lanes_of_their_own_and_none_is_lost(spans: list[Span]) -> None:
-    given_spans = [LaneSpan(*span, Kind.TRANSFER, str(i)) for i, span in enumerate(spans) if span[1] > span[0]]
+    given_spans = [LaneSpan(*span, SpanKind.TRANSFER, str(i)) for i, span in enumerate(spans) if span[1] > span[0]]
     lanes = side_by_side("group", "send", given_spans)
     assert sorted(span.label for lane in lanes for span in lane.spans) == sorted(span.label for span in given_spans)
     for lane in lanes:

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from headway.events import Event, Note, PromptsLeftOut, ReplicaLost, RunStarted, ValidationFinished
-from headway.reports.live.console_view import Outcome, report_end
+from headway.reports.live.console_view import FinishedFiles, report_end
 from headway.reports.live.live_view import LiveView
 from headway.reports.live.panel import panel
 from headway.reports.live.plain_log import PlainView, validation_line
@@ -179,7 +179,7 @@ def final_block(run: list[Event], model: Path | None, folder: Path = Path("r")) 
     for event in run:
         metrics.on_event(event)
     output = io.StringIO()
-    outcome = Outcome(folder / "events.jsonl", folder / "tensorboard", model)
+    outcome = FinishedFiles(folder / "events.jsonl", folder / "tensorboard", model)
     report_end(Console(file=output, width=60), summary(metrics), outcome)
     return output.getvalue()
 

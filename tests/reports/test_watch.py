@@ -27,7 +27,7 @@ from headway.reports.timeline.html_timeline import live_parts
 from headway.reports.timeline.timeline import TimelineBuilder, build_timeline
 from headway.reports.watch import serving, watch_server
 from headway.reports.watch.follower import Follower
-from headway.reports.watch.watch_server import Server
+from headway.reports.watch.watch_server import WatchServer
 from tests.reports.stories import lines, sample, story, validated, written
 from tests.reports.timelines import simulated_events
 
@@ -419,9 +419,9 @@ def test_a_process_on_another_machine_that_shows_no_sign_of_life_trains_no_more(
 
 
 @contextmanager
-def served(run: Path) -> Iterator[Server]:
+def served(run: Path) -> Iterator[WatchServer]:
     follower = Follower(RunDirectory(run))
-    server = Server(follower, "a run", 0)
+    server = WatchServer(follower, "a run", 0)
     follower.start()
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
     thread.start()
@@ -434,7 +434,7 @@ def served(run: Path) -> Iterator[Server]:
 
 
 def ask(
-    server: Server, path: str, host: str | None = None, method: str = "GET"
+    server: WatchServer, path: str, host: str | None = None, method: str = "GET"
 ) -> tuple[http.client.HTTPResponse, bytes]:
     connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=10)
     connection.putrequest(method, path, skip_host=True)
@@ -447,7 +447,7 @@ def ask(
 
 
 @contextmanager
-def streamed(server: Server) -> Iterator[Iterator[dict[str, Any]]]:
+def streamed(server: WatchServer) -> Iterator[Iterator[dict[str, Any]]]:
     connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=20)
     connection.request("GET", f"/{server.token}/stream")
     response = connection.getresponse()

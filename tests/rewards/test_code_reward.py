@@ -29,9 +29,9 @@ from headway.agents.rewards.scorers import make_scorer
 from headway.errors import ConfigError, SandboxFailed, ScoringFailed
 from headway.runtime.sandbox import sandbox as door
 from headway.runtime.sandbox.sandbox_call import ENDS_S
-from headway.runtime.sandbox.sandbox_limits import Limits, Ran, SandboxSpec
+from headway.runtime.sandbox.sandbox_limits import Ran, SandboxLimits, SandboxSpec
 
-SPEC = SandboxSpec("bubblewrap", Limits(memory_mib=256, processes=16, output_kib=32, scratch_mib=8))
+SPEC = SandboxSpec("bubblewrap", SandboxLimits(memory_mib=256, processes=16, output_kib=32, scratch_mib=8))
 needs_bwrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="there is no bwrap here: apt install bubblewrap")
 DOUBLE = {"inputs": ["1\n", "21\n"], "outputs": ["2\n", "42\n"]}
 ADDS = {"test_list": ["assert add(1, 2) == 3", "assert add(2, 2) == 4"]}
@@ -403,7 +403,7 @@ def test_code_that_uses_up_its_time_is_scored_however_long_its_sandbox_takes_to_
 ) -> None:
     left = []
 
-    def run(*_: object, limits: Limits, **__: object) -> Ran:
+    def run(*_: object, limits: SandboxLimits, **__: object) -> Ran:
         left.append(signal.getitimer(signal.ITIMER_REAL)[0] - limits.wall_s)
         return Ran("", "", 137, "wall")
 
@@ -445,7 +445,7 @@ def test_the_trial_of_a_rows_tests_has_as_long_as_the_tests_of_a_response(monkey
     """Each test takes all of its time, and is passed."""
     now = [0.0]
 
-    def run(*_: object, files: dict[str, str], limits: Limits, **__: object) -> Ran:
+    def run(*_: object, files: dict[str, str], limits: SandboxLimits, **__: object) -> Ran:
         now[0] += limits.wall_s
         return Ran(json.loads(files[JOB])["word"], "", 0)
 

@@ -16,9 +16,9 @@ import pytest
 
 import headway
 from headway.runtime.sandbox.sandbox import Sandbox
-from headway.runtime.sandbox.sandbox_limits import Limits, Ran, SandboxSpec
+from headway.runtime.sandbox.sandbox_limits import Ran, SandboxLimits, SandboxSpec
 
-SMALL = Limits(wall_s=30.0, cpu_s=10.0, memory_mib=256, processes=16, output_kib=16, scratch_mib=8)
+SMALL = SandboxLimits(wall_s=30.0, cpu_s=10.0, memory_mib=256, processes=16, output_kib=16, scratch_mib=8)
 """Limits of calls that are to end by themselves, even on a busy machine."""
 NOBODY = 65533
 SYSTEM_PYTHON = "/usr/bin/python3"
@@ -26,10 +26,10 @@ SOURCES = str(Path(headway.__file__).parent.parent)
 ONE_CALL = """
 import json, sys
 from dataclasses import asdict
-from headway.runtime.sandbox.sandbox_limits import Limits, SandboxSpec
+from headway.runtime.sandbox.sandbox_limits import SandboxLimits, SandboxSpec
 from headway.runtime.sandbox.sandbox import Sandbox
 job = json.load(sys.stdin)
-ran = Sandbox(SandboxSpec()).run_blocking(job["code"], stdin=job["stdin"], limits=Limits(**job["limits"]))
+ran = Sandbox(SandboxSpec()).run_blocking(job["code"], stdin=job["stdin"], limits=SandboxLimits(**job["limits"]))
 json.dump(asdict(ran), sys.stdout)
 """
 Run = Callable[..., Ran]
@@ -52,7 +52,7 @@ def variables() -> dict[str, str]:
     return {"PYTHONPATH": SOURCES, "PATH": os.environ["PATH"]}
 
 
-def in_another_process(code: str, *, stdin: str = "", limits: Limits = SMALL) -> Ran:
+def in_another_process(code: str, *, stdin: str = "", limits: SandboxLimits = SMALL) -> Ran:
     command = a_user_without_rights()
     assert command is not None
     job = json.dumps({"code": code, "stdin": stdin, "limits": asdict(limits)})

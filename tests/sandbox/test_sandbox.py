@@ -24,7 +24,7 @@ from headway.runtime.sandbox import bubblewrap, bubblewrap_session, process_limi
 from headway.runtime.sandbox import sandbox as door
 from headway.runtime.sandbox.bubblewrap import FIRST_UID, UIDS, own_uid
 from headway.runtime.sandbox.sandbox import Sandbox
-from headway.runtime.sandbox.sandbox_call import Call
+from headway.runtime.sandbox.sandbox_call import SandboxCall
 from headway.runtime.sandbox.sandbox_limits import Kind, SandboxSpec
 from tests.sandbox.conftest import SMALL, SOURCES, running
 
@@ -129,7 +129,7 @@ class SlowToEnd:
 
 def test_a_call_whose_processes_do_not_end_has_gone_beyond_its_time_and_is_no_failure_of_the_sandbox() -> None:
     """Else a model could choose to have its episode or its score tried again, instead of a bad one."""
-    ran = Call(SlowToEnd(), SMALL).run(["/bin/echo", "done"], b"")
+    ran = SandboxCall(SlowToEnd(), SMALL).run(["/bin/echo", "done"], b"")
     assert (ran.stdout, ran.code, ran.limit) == ("done\n", 137, "wall")
 
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from headway.api.sft.sft_data import Example, _solution, solutions
-from headway.api.sft.warmup import Evaluation, WarmupResult, warm_up
+from headway.api.sft.warmup import WarmupEvaluation, WarmupResult, warm_up
 from headway.config.schema import Config, TaskConfig
 from headway.config.sections.model_section import GiveUpConfig, MakeModelConfig, WarmupConfig
 from headway.data.tasks import make_task
@@ -149,7 +149,7 @@ def test_the_evaluation_is_greedy_accuracy_by_the_tasks_own_verifier(model, toke
     config = Config.model_validate({"data": {"task": {**TASK.model_dump(), "size": 64, "val_size": 8}}})
     held_out = build_sources(config, tokenizer).val
     asked: list[None] = []
-    right = asyncio.run(Evaluation(tokenizer, TASK, held_out, 0, 8, lambda: asked.append(None))(model))
+    right = asyncio.run(WarmupEvaluation(tokenizer, TASK, held_out, 0, 8, lambda: asked.append(None))(model))
     lm = load_model(str(model), dtype=torch.float32)
     by_hand = sum(greedy(lm, tokenizer, prompt.text) == prompt.answer for prompt in held_out)
     assert right == by_hand / len(held_out)

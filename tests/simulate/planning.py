@@ -5,9 +5,9 @@ from __future__ import annotations
 from fractions import Fraction
 from typing import Any
 
-from headway.planner.grid import Setting, setting_of, split_of
+from headway.planner.grid import PlanSetting, setting_of, split_of
 from headway.planner.measure import Measurement
-from headway.planner.plan_rows import Row
+from headway.planner.plan_rows import PlanRow
 from headway.planner.profiles.job_profile import Profile
 
 MEASURED = Measurement(
@@ -45,7 +45,7 @@ def profile_of(**changes: Any) -> Profile:
     return Profile.model_validate(values)
 
 
-def setting(preset: str, train: int = 4, rollout: int = 4, **how: Any) -> Setting:
+def setting(preset: str, train: int = 4, rollout: int = 4, **how: Any) -> PlanSetting:
     """On `profile_of`'s devices."""
     profile = profile_of()
     return setting_of(profile, preset, split_of(profile, preset, train, rollout), **how)
@@ -62,13 +62,13 @@ def row(
     error: float = 0.005,
     tail: float | None = None,
     **measured: Any,
-) -> Row:
+) -> PlanRow:
     """A row as if it had been simulated; ``error`` is relative."""
     if preset.startswith("colocate"):
         train = rollout = 8
     values = {field: getattr(MEASURED, field) for field in MEASURED.__slots__}
     values |= {"step_s": step_s, "half_width": error * step_s, "trainer_waited_s": step_s / 2, **measured}
-    return Row(
+    return PlanRow(
         setting=setting(preset, train, rollout, eta=eta, trigger=trigger),
         measured=Measurement(**values),
         samples_per_s=8 / step_s,

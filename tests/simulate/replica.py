@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from itertools import count
 
-from headway.data.interfaces.generation import Call, FinishedCall, Priority, SamplingParams
+from headway.data.interfaces.generation import FinishedCall, GenerateRequest, Priority, SamplingParams
 from headway.data.interfaces.rollout import OnUpdate
 from headway.data.interfaces.weights import ReceiveReport
 from headway.data.types import TrajectoryId
@@ -66,10 +66,10 @@ def calls(
     max_tokens: int = 10_000,
     key: int = 0,
     goes_on: bool = False,
-) -> list[Call]:
+) -> list[GenerateRequest]:
     """Calls of the episodes k = 0 … n − 1 of one prompt; their numbers are `OF_ROW` · ``row`` + k."""
     return [
-        Call(
+        GenerateRequest(
             number=OF_ROW * row + k,
             trajectory=TrajectoryId(0, row, 0, k),
             input_ids=zero_ids(prompt_tokens),
@@ -83,7 +83,10 @@ def calls(
 
 
 async def generate(
-    engine: SimulatedRollout, *calls: Sequence[Call], client: str | None = None, into: list[FinishedCall] | None = None
+    engine: SimulatedRollout,
+    *calls: Sequence[GenerateRequest],
+    client: str | None = None,
+    into: list[FinishedCall] | None = None,
 ) -> list[FinishedCall]:
     """The finished calls in the order in which they come, as one that leaves when it has all. ``into``: take this list
     for them."""
@@ -101,7 +104,7 @@ async def generate(
 
 
 def submit(
-    engine: SimulatedRollout, *calls: Sequence[Call], client: str | None = None
+    engine: SimulatedRollout, *calls: Sequence[GenerateRequest], client: str | None = None
 ) -> asyncio.Task[list[FinishedCall]]:
     return asyncio.ensure_future(generate(engine, *calls, client=client))
 

@@ -7,9 +7,9 @@ from rich.console import Console
 
 from headway.config.presets import PRESETS
 from headway.planner.advice import advise
-from headway.planner.plan_rows import Row
+from headway.planner.plan_rows import PlanRow
 from headway.planner.plan_table import LINES_SHOWN, lines_of, print_plan
-from headway.planner.planner import Plan
+from headway.planner.planner import PlanResult
 from headway.planner.profiles.job_profile import RolloutProfile
 from tests.simulate.planning import profile_of, row, setting
 
@@ -19,9 +19,9 @@ ASSUMPTIONS = [
 ]
 
 
-def plan_of(rows: list[Row], *, open: int = 0, skipped: int = 0, assumptions: tuple[str, ...] = ()) -> Plan:
+def plan_of(rows: list[PlanRow], *, open: int = 0, skipped: int = 0, assumptions: tuple[str, ...] = ()) -> PlanResult:
     ordered = tuple(sorted(rows, key=lambda each: each.step_s))
-    return Plan(
+    return PlanResult(
         profile=profile_of(assumptions=list(assumptions)),
         rows=ordered,
         open=tuple(setting("async_partial", train, 8 - train) for train in range(1, open + 1)),
@@ -33,7 +33,7 @@ def plan_of(rows: list[Row], *, open: int = 0, skipped: int = 0, assumptions: tu
     )
 
 
-def shown(plan: Plan, width: int) -> list[str]:
+def shown(plan: PlanResult, width: int) -> list[str]:
     console = Console(width=width, force_terminal=False, color_system=None)
     with console.capture() as capture:
         print_plan(plan, console)
@@ -48,11 +48,11 @@ def test_replicas_of_several_devices_are_named_with_what_is_recommended() -> Non
     assert "rollout.tensor_model_parallel_size=2" in text
 
 
-def several_devices(plan: Plan, count: int) -> RolloutProfile:
+def several_devices(plan: PlanResult, count: int) -> RolloutProfile:
     return plan.profile.rollout.model_copy(update={"devices": count})
 
 
-def every_preset() -> list[Row]:
+def every_preset() -> list[PlanRow]:
     return [replace(row(preset, 1000.0 + place), speedup=1.25) for place, preset in enumerate(PRESETS)]
 
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from headway.config.presets import PRESETS
 from headway.errors import ConfigError
-from headway.planner.grid import Setting, splits
+from headway.planner.grid import PlanSetting, splits
 from headway.planner.measure import Measurement
-from headway.planner.planner import Plan, plan, to_json
+from headway.planner.planner import PlanResult, plan, to_json
 from headway.planner.profiles.job_profile import Profile
 from tests.simulate.planning import MEASURED, profile_of, setting
 
@@ -25,24 +25,24 @@ class Stand:
 
     wall_s: float = 5.0
     now: float = 100.0
-    asked: list[Setting] = field(default_factory=list)
+    asked: list[PlanSetting] = field(default_factory=list)
 
     def clock(self) -> float:
         return self.now
 
     def measure(
-        self, profile: Profile, setting: Setting, *, out_of_time: Callable[[int], bool], seed: int
+        self, profile: Profile, setting: PlanSetting, *, out_of_time: Callable[[int], bool], seed: int
     ) -> Measurement | None:
         self.asked.append(setting)
         self.now += self.wall_s
         step_s = (40.0 if setting.split.shared else 20.0) - setting.split.train_devices
         return replace(MEASURED, step_s=step_s, trajectories=16 * 7)
 
-    def plan(self, profile: Profile, budget_s: float = 1e6, **options: object) -> Plan:
+    def plan(self, profile: Profile, budget_s: float = 1e6, **options: object) -> PlanResult:
         return plan(profile, budget_s=budget_s, clock=self.clock, measure=self.measure, **options)
 
 
-def small_plan(**changes: object) -> Plan:
+def small_plan(**changes: object) -> PlanResult:
     """Really simulated."""
     settings = [setting("colocate_sync", 8, 8)]
     settings += [setting(preset, train, 8 - train) for preset in ("on_policy", "async_partial") for train in (2, 4)]
@@ -78,7 +78,7 @@ def test_the_default_grid_is_small_for_any_number_of_devices_and_ends_near_the_b
         rollout={"devices": per_replica},
     )
 
-    def simulate(profile: Profile, setting: Setting, **_: object) -> Measurement:
+    def simulate(profile: Profile, setting: PlanSetting, **_: object) -> Measurement:
         share = setting.split.train_devices / profile.devices
         step_s = 10 * (1 + (1 if setting.split.shared else steep * abs(share - best)))
         return replace(MEASURED, step_s=step_s, half_width=0.0)
@@ -146,7 +146,9 @@ def test_work_of_other_processes_takes_no_rows_away_and_a_verdict_without_shared
 def test_a_row_has_its_share_of_the_time_and_no_less_than_it_takes_to_be_known_roughly():
     stand, versions = Stand(wall_s=0.0), []
 
-    def simulate(profile: Profile, setting: Setting, *, out_of_time: Callable[[int], bool], seed: int) -> Measurement:
+    def simulate(
+        profile: Profile, setting: PlanSetting, *, out_of_time: Callable[[int], bool], seed: int
+    ) -> Measurement:
         count = 0
         while count < 30 and not out_of_time(count):
             stand.now, count = stand.now + 1.0, count + 1

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headway.agents.episodes.episode_limits import Limits
+from headway.agents.episodes.episode_limits import EpisodeLimits
 from headway.agents.episodes.local_episodes import keeping
 from headway.agents.episodes.program_episode import Hosting
 from headway.agents.interface.program_messages import TurnRequest
@@ -37,7 +37,7 @@ THREE_TURNS = {
     "step_s": {"kind": "constant", "value": 2},
     "step_tokens": {"kind": "constant", "value": 5},
 }
-LIMITS = Limits(max_length=10_000, max_turns=100, step_timeout_s=1e6, episode_timeout_s=1e6)
+LIMITS = EpisodeLimits(max_length=10_000, max_turns=100, step_timeout_s=1e6, episode_timeout_s=1e6)
 
 
 def made(

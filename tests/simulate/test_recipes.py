@@ -17,7 +17,7 @@ from headway.config.loading import load
 from headway.config.presets import PRESETS
 from headway.planner.forecast import mean_length
 from headway.planner.grid import own
-from headway.planner.planner import Plan, plan
+from headway.planner.planner import PlanResult, plan
 from headway.planner.profiles.profile_files import load_profile
 from headway.planner.simulation.simulated_run import Simulation, config_for
 
@@ -29,7 +29,7 @@ PAPER, SHORT, LONG_TAIL = (
 )
 
 
-def planned(path: Path, train_devices: int) -> Plan:
+def planned(path: Path, train_devices: int) -> PlanResult:
     """The synchronous preset and two that run ahead, each at its own η, on shared devices or that split."""
     job = load_profile(path)
     rows = [row for row in own(job) if row.split.shared or row.split.train_devices == train_devices]

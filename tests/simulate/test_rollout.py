@@ -11,7 +11,7 @@ import pytest
 from headway.data.interfaces.generation import Priority
 from headway.data.interfaces.rollout import OnUpdate
 from headway.data.types import FinishReason, TrajectoryId
-from headway.planner.simulation.simulated_calls import CallRun, Context
+from headway.planner.simulation.simulated_calls import SharedContext, SimulatedCall
 from headway.planner.simulation.simulated_rollout import SimulatedRollout
 from headway.planner.simulation.virtual_clock import run_virtual
 from tests.simulate.replica import calls, generate, in_order, load, now, paused, replica, submit
@@ -404,7 +404,7 @@ def test_a_pause_is_not_busy_time():
 
 def test_the_memory_of_finished_calls_is_freed_without_the_garbage_collector():
     def held() -> int:
-        return sum(isinstance(thing, CallRun | Context) for thing in gc.get_objects())
+        return sum(isinstance(thing, SimulatedCall | SharedContext) for thing in gc.get_objects())
 
     async def main() -> int:
         engine = replica(slots=4)

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.data.interfaces.generation import Call, FinishedCall, Priority
+from headway.data.interfaces.generation import FinishedCall, GenerateRequest, Priority
 from headway.data.interfaces.rollout import EngineStats, OnUpdate
 from headway.data.types import FinishReason
 from headway.events import Span
@@ -223,7 +223,7 @@ class Session:
             await generate(self.engine, asked, client=client, into=self.got[client])
             self.left.remove(client)
 
-    def some(self, row: int) -> list[Call]:
+    def some(self, row: int) -> list[GenerateRequest]:
         """Calls of one row, two at least, some of which have a context of their own and go on."""
         return calls(
             row,

@@ -7,7 +7,7 @@ import pytest
 
 from headway.config.presets import PRESETS
 from headway.planner.forecast import Shares, forecast
-from headway.planner.grid import Setting, around, own
+from headway.planner.grid import PlanSetting, around, own
 from headway.planner.search import MUCH_SLOWER, Climb, Everything, Guess
 from tests.simulate.planning import MEASURED, profile_of, setting
 
@@ -16,18 +16,18 @@ PROFILE = profile_of(
     rollout={"decode": [[1, 0.1], [16, 1.0]]},
 )
 
-Seconds = Callable[[Setting], float]
+Seconds = Callable[[PlanSetting], float]
 
 
 def guess() -> Guess:
     return Guess(lambda each: forecast(PROFILE, each))
 
 
-def climb_of(settings: list[Setting], *, vary: bool = False) -> Climb:
+def climb_of(settings: list[PlanSetting], *, vary: bool = False) -> Climb:
     return Climb(settings, guess(), baseline="colocate_sync", around=lambda each: around(PROFILE, each) if vary else [])
 
 
-def take_all(search: Everything, step_s: Seconds, **measured: float) -> list[Setting]:
+def take_all(search: Everything, step_s: Seconds, **measured: float) -> list[PlanSetting]:
     taken = []
     while (found := search.next()) is not None:
         assert found == search.open[0]
@@ -36,11 +36,11 @@ def take_all(search: Everything, step_s: Seconds, **measured: float) -> list[Set
     return taken
 
 
-def splits_of(preset: str, trains: range = range(1, 8)) -> list[Setting]:
+def splits_of(preset: str, trains: range = range(1, 8)) -> list[PlanSetting]:
     return [setting(preset, train, 8 - train) for train in trains]
 
 
-def train_devices(settings: list[Setting]) -> list[int]:
+def train_devices(settings: list[PlanSetting]) -> list[int]:
     return [each.split.train_devices for each in settings]
 
 
@@ -97,7 +97,7 @@ def test_a_climb_goes_on_as_long_as_splits_get_quicker_and_stops_behind_the_best
 
 
 def test_a_climb_walks_over_splits_that_may_be_as_good():
-    def bumpy(each: Setting) -> float:
+    def bumpy(each: PlanSetting) -> float:
         return {3: 10.0, 4: 10.1, 5: 9.0}.get(each.split.train_devices, 20.0)
 
     splits = splits_of("async_partial", range(3, 6))

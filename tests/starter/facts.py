@@ -8,10 +8,10 @@ from typing import Any
 from benchmarks.memory_choices import MODELS
 from headway.api.init.available_devices import Machine
 from headway.api.init.choices import Choice
-from headway.api.init.data_summary import DataFacts, Lengths
+from headway.api.init.data_summary import DataFacts, TextLengths
 from headway.api.init.model_summary import ModelFacts, shape_of
 from headway.api.init.recipe_builder import choose
-from headway.api.init.reward_choice import Reward
+from headway.api.init.reward_choice import RewardChoice
 
 GB = 1_000_000_000
 
@@ -30,10 +30,10 @@ def data(prompts: Sequence[int] = (100, 200, 300), kind: Any = "math", **changed
         "given": "train.jsonl",
         "settings": {"data.train": "train.jsonl"},
         "rows": 10_000,
-        "reward": Reward("math_verify", "for a test", kind),
-        "prompts": Lengths.of(prompts),
+        "reward": RewardChoice("math_verify", "for a test", kind),
+        "prompts": TextLengths.of(prompts),
         "tokens": sorted(prompts),
-        "answers": Lengths.of([4]),
+        "answers": TextLengths.of([4]),
     }
     return DataFacts(**{**facts, **changed})
 

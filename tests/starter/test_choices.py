@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.memory_choices import MODELS
 from headway.api.init.available_devices import Machine, look_here
-from headway.api.init.data_summary import Lengths
+from headway.api.init.data_summary import TextLengths
 from headway.api.init.memory_choices import config_of, taken
 from headway.api.init.recipe_text import render
 from headway.config.doctor.doctor import diagnose
@@ -142,7 +142,7 @@ def test_optimizer_state_goes_to_the_host_where_it_has_room_for_it() -> None:
     ],
 )
 def test_answers_get_the_room_that_their_kind_needs(thinks: bool, kind: Any, answers: Any, expected: int) -> None:
-    read = data(kind=kind, answers=Lengths.of(answers) if answers else None)
+    read = data(kind=kind, answers=TextLengths.of(answers) if answers else None)
     assert values(choices(model("1 B", thinks=thinks), gpus(8), read))["data.max_response_length"] == expected
 
 

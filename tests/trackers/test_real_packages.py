@@ -19,9 +19,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from headway.errors import ConfigError
 from headway.reports.trackers.prometheus import PrometheusTracker
-from headway.reports.trackers.tracker import Setting
+from headway.reports.trackers.tracker import TrackerSetting
 from headway.reports.trackers.tracker_checks import check_trackers
-from headway.reports.trackers.tracker_client import Memory, memory_file
+from headway.reports.trackers.tracker_client import TrackerState, memory_file
 from tests.full_disk import files_of_at_most
 from tests.trackers.tracked import Tracked, model_folder, row
 
@@ -298,12 +298,12 @@ def test_what_trackio_could_not_write_is_sent_later(tmp_path: Path, monkeypatch:
     run = Tracked(tmp_path, "trackio")
     with files_of_at_most(3000):
         run.go([0, 1, 2])
-    memory = Memory.read(memory_file(run.directory.trackers, "trackio"))
+    memory = TrackerState.read(memory_file(run.directory.trackers, "trackio"))
     assert (memory.rows, memory.whole) == (0, False)
     run.go([3])  # there is room again
     logs = stored("headway", run.entry)
     assert sorted({one["step"] for one in logs if "reward/mean" in one}) == [0, 1, 2, 3]
-    assert Memory.read(memory_file(run.directory.trackers, "trackio")).whole
+    assert TrackerState.read(memory_file(run.directory.trackers, "trackio")).whole
 
 
 # ---------------------------------------------------------------------------------------------- Prometheus
@@ -317,7 +317,7 @@ def scraped(where: str) -> dict[str, tuple[dict[str, str], float]]:
 
 
 def test_prometheus_scrapes_the_newest_figures(tmp_path: Path) -> None:
-    tracker = PrometheusTracker(Setting(project="p", name="first run", folder=tmp_path))
+    tracker = PrometheusTracker(TrackerSetting(project="p", name="first run", folder=tmp_path))
     for version in range(3):
         tracker.on_row(row(version))
     tracker.on_row({"version": 1, "validation/accuracy": 0.75})

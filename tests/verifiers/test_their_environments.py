@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from headway.agents.episodes.episode_limits import Limits
+from headway.agents.episodes.episode_limits import EpisodeLimits
 from headway.agents.interface.program_messages import Access, EpisodeStart, TurnAnswer, TurnRequest
 from headway.agents.programs.program import ProgramSpec
 from headway.reports.samples.samples_file import read_samples
@@ -134,7 +134,7 @@ async def test_the_packages_own_chat_program_calls_tools_over_mcp(tokenizer):
 
 
 async def test_a_limit_of_the_run_ends_an_episode_of_verifiers_and_what_was_said_is_trained(tokenizer):
-    limits = Limits(max_length=4000, max_turns=2, step_timeout_s=20, episode_timeout_s=60)
+    limits = EpisodeLimits(max_length=4000, max_turns=2, step_timeout_s=20, episode_timeout_s=60)
     one = await made(agent(LETTERS), ["x"] * 3, tokenizer=tokenizer, limits=limits)
     assert (one.episode.limit, one.episode.turns) == ("turns", 2)
 

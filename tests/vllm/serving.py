@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from headway.data.interfaces.generation import Call
+from headway.data.interfaces.generation import GenerateRequest
 from headway.data.interfaces.rollout import OnUpdate, Paused
 from headway.engines.rollout.vllm import VllmEngine
 from headway.models.made_model import character_tokenizer
@@ -83,7 +83,7 @@ class Served:
         await self.engine.resume()
         return paused
 
-    async def submit(self, *parts: Sequence[Call], client: str | None = None) -> asyncio.Task[list[Answer]]:
+    async def submit(self, *parts: Sequence[GenerateRequest], client: str | None = None) -> asyncio.Task[list[Answer]]:
         """The answers to come, in order of their episodes."""
         task = await harness.submit(self, *parts, client=client)
 
@@ -93,7 +93,7 @@ class Served:
 
         return asyncio.create_task(answers())
 
-    async def collect(self, *parts: Sequence[Call]) -> list[Answer]:
+    async def collect(self, *parts: Sequence[GenerateRequest]) -> list[Answer]:
         return await (await self.submit(*parts))
 
     async def sampled(self, tokens: int) -> None:

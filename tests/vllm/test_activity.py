@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from headway.engines.rollout.vllm.vllm_activity import Activity
+from headway.engines.rollout.vllm.vllm_activity import VllmActivity
 
 
 class Told:
-    """An `Activity`, and vLLM's side of it."""
+    """An `VllmActivity`, and vLLM's side of it."""
 
     def __init__(self) -> None:
         self.now = 100.0
-        self.activity = Activity(lambda: self.now)
+        self.activity = VllmActivity(lambda: self.now)
 
     def step(
         self,

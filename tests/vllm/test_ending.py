@@ -12,7 +12,7 @@ import pytest
 
 from headway.data.interfaces.generation import FinishedCall
 from headway.data.interfaces.rollout import OnUpdate
-from headway.engines.rollout.vllm.vllm_activity import Activity
+from headway.engines.rollout.vllm.vllm_activity import VllmActivity
 from headway.engines.rollout.vllm.vllm_core import VllmCore
 from headway.errors import HeadwayError, NonFinite, RunError, WorkerDied
 from tests.contract.harness import VOCABULARY, make_calls, numbers_of
@@ -81,7 +81,7 @@ async def core_over(llm: Scripted, told: Told) -> AsyncIterator[VllmCore]:
         slots=2,
         max_context=32,
         clock=clock,
-        activity=Activity(clock),
+        activity=VllmActivity(clock),
         temperature=1.0,
         can_sleep=True,
     )

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from headway.data.collate import Row
+from headway.data.collate import CollatedRow
 from headway.data.interfaces.rollout import OnUpdate
 from headway.data.interfaces.steps import StepContext
 from headway.engines.rollout.vllm import VllmEngine
@@ -116,6 +116,6 @@ async def assert_serves_the_trainers(served: Served, both: Pair, version: int) -
         tokens = answer.tokens
         assert answer.versions == [version]
         ids = np.concatenate([answer.prompt, tokens.ids])
-        row = Row(ids, len(answer.prompt), tokens.logprobs, tokens.versions, np.ones(len(tokens.ids), np.bool_))
+        row = CollatedRow(ids, len(answer.prompt), tokens.logprobs, tokens.versions, np.ones(len(tokens.ids), np.bool_))
         (again,) = both.trainer.forward_logprobs([row])
         np.testing.assert_allclose(tokens.logprobs, again, atol=TOLERANCE, rtol=0)

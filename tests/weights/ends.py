@@ -13,8 +13,21 @@ from typing import Any
 from headway.config.transport_facts import TRANSPORTS
 from headway.data.interfaces.weights import ReceiveReport
 from headway.engines.weights.incoming_version import BackBuffer, InPlace, Receive
-from headway.engines.weights.protocols import Incoming, Outgoing, Parcel, WeightReceiver, WeightSender
-from headway.engines.weights.transports.links import EndContext, Link, Meeting, make_link, open_receiver, open_sender
+from headway.engines.weights.protocols import (
+    IncomingWeights,
+    OutgoingWeights,
+    StoredVersion,
+    WeightReceiver,
+    WeightSender,
+)
+from headway.engines.weights.transports.links import (
+    EndContext,
+    Link,
+    TransportAddress,
+    make_link,
+    open_receiver,
+    open_sender,
+)
 from headway.engines.weights.transports.process_group import open_store
 from headway.engines.weights.weight_layout import Manifest
 from tests.weights.versions import MANIFEST
@@ -45,15 +58,15 @@ class Outcome:
     """How an update ended at each end."""
 
     sent: Exception | None = None
-    parcel: Parcel | None = None
+    parcel: StoredVersion | None = None
     reports: dict[str, ReceiveReport] = field(default_factory=dict)
     errors: dict[str, Exception] = field(default_factory=dict)
 
 
-def arrival(receiver: WeightReceiver, version: int, parcel: Parcel | None) -> Receive:
+def arrival(receiver: WeightReceiver, version: int, parcel: StoredVersion | None) -> Receive:
     """Lets ``version`` come in, in one share."""
 
-    def receive(incoming: Incoming) -> None:
+    def receive(incoming: IncomingWeights) -> None:
         (sink,) = incoming.shares
         receiver.receive(version, sink, parcel)
 
@@ -70,7 +83,7 @@ class Ends:
         self.sender: WeightSender = open_sender(link, here)
         self.receivers: dict[str, WeightReceiver] = {name: end.result(60) for name, end in opening.items()}
 
-    def update(self, version: int, outgoing: Outgoing, targets: Mapping[str, BackBuffer | InPlace]) -> Outcome:
+    def update(self, version: int, outgoing: OutgoingWeights, targets: Mapping[str, BackBuffer | InPlace]) -> Outcome:
         """Send ``version``, and fill each target from the receiver of the same name."""
         outcome = Outcome()
         streamed = self.link.transport in STREAMED
@@ -89,7 +102,7 @@ class Ends:
         return outcome
 
     def fill(
-        self, name: str, version: int, target: BackBuffer | InPlace, parcel: Parcel | None
+        self, name: str, version: int, target: BackBuffer | InPlace, parcel: StoredVersion | None
     ) -> Future[ReceiveReport]:
         return self._pool.submit(target.fill, version, arrival(self.receivers[name], version, parcel))
 
@@ -123,7 +136,7 @@ class Site:
         """To a new meeting: the next generation, or the ``same`` one."""
         self._generation += not same
         address = (HOST, self._addresses[1]) if transport == "broadcast" else None
-        meeting = Meeting(
+        meeting = TransportAddress(
             manifest, names, timeout_s, address=address, generation=self._generation, directory=self.directory
         )
         return make_link(transport, meeting)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from headway.data.interfaces.weights import ReceiveReport
 from headway.engines.weights.digests import combined
 from headway.engines.weights.incoming_version import BackBuffer
-from headway.engines.weights.protocols import Chunk, Outgoing, WeightSink
+from headway.engines.weights.protocols import Chunk, OutgoingWeights, WeightSink
 from headway.engines.weights.transports.broadcast import BroadcastLink
 from headway.engines.weights.transports.links import EndContext, Link, open_receiver, open_sender
 from headway.engines.weights.transports.process_group import StoreGroup, open_store
@@ -47,9 +47,9 @@ def fill(link: Link, name: str, version: int, back: BackBuffer) -> ReceiveReport
 
 @dataclass(frozen=True)
 class DoneBefore:
-    """An `Outgoing` that calls ``action`` before its second chunk."""
+    """An `OutgoingWeights` that calls ``action`` before its second chunk."""
 
-    inner: Outgoing
+    inner: OutgoingWeights
     action: Callable[[], object]
 
     def __iter__(self) -> Iterator[Chunk]:

@@ -13,7 +13,7 @@ import torch
 from headway.engines.weights.buckets import Tensors, whole
 from headway.engines.weights.incoming_version import BackBuffer, InPlace
 from headway.engines.weights.outgoing_version import Staged
-from headway.engines.weights.protocols import Chunk, Incoming, Outgoing
+from headway.engines.weights.protocols import Chunk, IncomingWeights, OutgoingWeights
 from headway.errors import UpdateFailed
 from tests.weights.versions import (
     BUCKET,
@@ -111,7 +111,7 @@ def test_a_mismatch_counts_the_tensors_behind_the_one_it_names() -> None:
 
 
 def test_digests_for_another_number_of_tensors_are_refused() -> None:
-    def receive(incoming: Incoming) -> None:
+    def receive(incoming: IncomingWeights) -> None:
         hand_over(stream(1))(incoming)
         incoming.shares[0].ended([1, 2])
 
@@ -120,7 +120,7 @@ def test_digests_for_another_number_of_tensors_are_refused() -> None:
 
 
 def test_an_error_of_the_transport_passes_through_and_leaves_nothing_staged() -> None:
-    def broken(incoming: Incoming) -> None:
+    def broken(incoming: IncomingWeights) -> None:
         raise UpdateFailed("the sender went away")
 
     back = BackBuffer(MANIFEST)
@@ -146,7 +146,7 @@ def test_of_two_updates_that_race_the_second_is_refused_and_the_first_completes(
     target = make()
     begun, go_on = Event(), Event()
 
-    def slow(incoming: Incoming) -> None:
+    def slow(incoming: IncomingWeights) -> None:
         begun.set()
         assert go_on.wait(20)
         hand_over(stream(1))(incoming)
@@ -171,14 +171,14 @@ class TestDeltas:
         back.loaded()
         return back
 
-    def delta(self, *versions: int) -> Outgoing:
+    def delta(self, *versions: int) -> OutgoingWeights:
         """From the last but one of these versions to the last."""
         staged = Staged(MANIFEST, BUCKET, with_delta=True)
         for version in versions:
             staged.gather(version, windows(weights(version)))
         return staged.outgoing(versions[-1], to=versions[-2])
 
-    def assert_refused(self, back: BackBuffer, version: int, outgoing: Outgoing, message: str) -> None:
+    def assert_refused(self, back: BackBuffer, version: int, outgoing: OutgoingWeights, message: str) -> None:
         with pytest.raises(UpdateFailed, match=message):
             back.fill(version, hand_over(outgoing))
         assert back.version is None

@@ -10,7 +10,7 @@ import torch
 
 from headway.data.interfaces.weights import ReceiveReport
 from headway.engines.weights.incoming_version import BackBuffer, Receive
-from headway.engines.weights.protocols import Chunk, Outgoing
+from headway.engines.weights.protocols import Chunk, OutgoingWeights
 from headway.engines.weights.transports.links import EndContext, open_receiver
 from headway.engines.weights.weight_layout import build_manifest
 from headway.errors import UpdateFailed
@@ -24,9 +24,9 @@ def targets(*names: str) -> dict[str, BackBuffer]:
 
 @dataclass(frozen=True)
 class Held:
-    """An `Outgoing` that says when it was begun, and waits before its second chunk."""
+    """An `OutgoingWeights` that says when it was begun, and waits before its second chunk."""
 
-    inner: Outgoing
+    inner: OutgoingWeights
     begun: Event
     go_on: Event
 
@@ -61,7 +61,7 @@ def test_the_time_is_that_of_one_wait_and_not_of_a_whole_update(site: Site) -> N
 
     @dataclass(frozen=True)
     class Slow:
-        inner: Outgoing
+        inner: OutgoingWeights
 
         def __iter__(self) -> Iterator[Chunk]:
             for chunk in self.inner:

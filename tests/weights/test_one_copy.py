@@ -17,7 +17,7 @@ from headway.data.interfaces.weights import ReceiveReport
 from headway.engines.weights.buckets import Tensors, whole
 from headway.engines.weights.incoming_version import BackBuffer, InPlace, Receive
 from headway.engines.weights.outgoing_version import Staged
-from headway.engines.weights.protocols import HostCopy, Incoming, Outgoing
+from headway.engines.weights.protocols import HostCopy, IncomingWeights, OutgoingWeights
 from headway.engines.weights.shared_bytes import NOTHING, SharedBytes, memory_domain
 from headway.errors import UpdateFailed
 from tests.weights.versions import (
@@ -120,12 +120,12 @@ def copy_of(version: int, report: ReceiveReport) -> HostCopy:
     return HostCopy(version, report.path, report.checksum)
 
 
-def received(back: BackBuffer, version: int, outgoing: Outgoing | None = None) -> HostCopy:
+def received(back: BackBuffer, version: int, outgoing: OutgoingWeights | None = None) -> HostCopy:
     """The copy that ``back`` has once ``version`` has come, by default whole."""
     return copy_of(version, back.fill(version, hand_over(outgoing or stream(version))))
 
 
-def delta(*versions: int) -> Outgoing:
+def delta(*versions: int) -> OutgoingWeights:
     """From the last but one of these versions to the last."""
     staged = Staged(MANIFEST, BUCKET, with_delta=True)
     for version in versions:
@@ -238,7 +238,7 @@ def test_tensors_in_place_cannot_be_read_from_a_copy() -> None:
     tensors = weights(0)
     target = InPlace(MANIFEST, Tensors(MANIFEST, whole(tensors)), window=128)
 
-    def receive(incoming: Incoming) -> None:
+    def receive(incoming: IncomingWeights) -> None:
         incoming.found(received(BackBuffer(MANIFEST), 1))
 
     with pytest.raises(UpdateFailed, match=r"read from a copy, which needs rollout\.enable_dual_buffer"):

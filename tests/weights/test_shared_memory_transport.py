@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from headway.engines.weights.incoming_version import BackBuffer
-from headway.engines.weights.protocols import Parcel
+from headway.engines.weights.protocols import StoredVersion
 from headway.engines.weights.transports.links import EndContext, Link, open_receiver, open_sender
 from headway.errors import UpdateFailed
 from tests.weights.ends import Site, arrival
@@ -106,7 +106,7 @@ def test_a_receiver_lets_go_of_what_earlier_senders_have_removed(site: Site) -> 
     assert mapped and not any("(deleted)" in line for line in mapped)
 
 
-def _receive(link: Link, parcel: Parcel) -> None:
+def _receive(link: Link, parcel: StoredVersion) -> None:
     back = BackBuffer(MANIFEST)
     receiver = open_receiver(link, "a", EndContext())
     back.fill(1, arrival(receiver, 1, parcel))

@@ -17,7 +17,7 @@ from headway.engines.weights.digests import combined
 from headway.engines.weights.incoming_version import BackBuffer, InPlace, Receive
 from headway.engines.weights.outgoing_version import Staged, Stream
 from headway.engines.weights.protocols import Header, WeightSink
-from headway.engines.weights.transports.links import Meeting, make_link
+from headway.engines.weights.transports.links import TransportAddress, make_link
 from headway.engines.weights.weight_layout import Manifest
 from headway.errors import ConfigError, UpdateFailed
 from tests.weights.ends import ALL, STORED, STREAMED, Site
@@ -260,7 +260,7 @@ class _Waiting(_Through):
 
 def test_an_unknown_transport_is_refused_with_those_that_are_known() -> None:
     with pytest.raises(ConfigError, match=r"'pigeon'.*broadcast, local, object_store, shared_memory, disk"):
-        make_link("pigeon", Meeting(MANIFEST, ("a",), 1))
+        make_link("pigeon", TransportAddress(MANIFEST, ("a",), 1))
 
 
 @pytest.mark.parametrize(
@@ -269,4 +269,4 @@ def test_an_unknown_transport_is_refused_with_those_that_are_known() -> None:
 )
 def test_a_transport_says_what_its_meeting_lacks(transport: str, what: str) -> None:
     with pytest.raises(ConfigError, match=f"{transport}.* needs .*{what}"):
-        make_link(transport, Meeting(MANIFEST, ("a",), 1))
+        make_link(transport, TransportAddress(MANIFEST, ("a",), 1))

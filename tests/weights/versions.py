@@ -10,7 +10,7 @@ import torch
 from headway.engines.weights.buckets import pack, view, whole
 from headway.engines.weights.incoming_version import BackBuffer, Receive
 from headway.engines.weights.outgoing_version import Stream, Window
-from headway.engines.weights.protocols import Chunk, HostCopy, Incoming, Outgoing, WeightSink
+from headway.engines.weights.protocols import Chunk, HostCopy, IncomingWeights, OutgoingWeights, WeightSink
 from headway.engines.weights.weight_layout import Manifest, buckets, build_manifest
 
 BUCKET = 512
@@ -53,7 +53,7 @@ def stream(version: int) -> Stream:
     return Stream(MANIFEST, windows(weights(version)))
 
 
-def put(outgoing: Outgoing, sink: WeightSink) -> None:
+def put(outgoing: OutgoingWeights, sink: WeightSink) -> None:
     """What a transport does, without one."""
     for chunk in outgoing:
         sink.room(chunk.header).copy_(chunk.payload)
@@ -61,10 +61,10 @@ def put(outgoing: Outgoing, sink: WeightSink) -> None:
     sink.ended(outgoing.digests)
 
 
-def hand_over(*shares: Outgoing) -> Receive:
+def hand_over(*shares: OutgoingWeights) -> Receive:
     """Each sender's share, one after the other."""
 
-    def receive(incoming: Incoming) -> None:
+    def receive(incoming: IncomingWeights) -> None:
         for outgoing, sink in zip(shares, incoming.shares, strict=True):
             put(outgoing, sink)
 
@@ -75,7 +75,7 @@ def hand_over(*shares: Outgoing) -> Receive:
 class Wrapped:
     """A version whose sinks are ``wrap``ped."""
 
-    inner: Incoming
+    inner: IncomingWeights
     wrap: Callable[[WeightSink], WeightSink]
 
     @property
@@ -107,9 +107,9 @@ def assert_same(received: Weights, sent: Weights) -> None:
 
 @dataclass(frozen=True)
 class Spoilt:
-    """An `Outgoing` whose chunks are changed on their way."""
+    """An `OutgoingWeights` whose chunks are changed on their way."""
 
-    inner: Outgoing
+    inner: OutgoingWeights
     change: Change
 
     def __iter__(self) -> Iterator[Chunk]:
@@ -151,9 +151,9 @@ def shifted(chunks: list[Chunk]) -> list[Chunk]:
 
 @dataclass(frozen=True)
 class GivesUp:
-    """An `Outgoing` that fails after ``after`` chunks."""
+    """An `OutgoingWeights` that fails after ``after`` chunks."""
 
-    inner: Outgoing
+    inner: OutgoingWeights
     error: BaseException
     after: int = 1
 

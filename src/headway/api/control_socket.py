@@ -50,7 +50,7 @@ async def listening(path: Path, answer: Answer) -> AsyncIterator[None]:
 
     Raises `OSError` where the file system has no sockets, or something else has that name.
     """
-    server = _Server(answer)
+    server = _ControlServer(answer)
     bound = _bind(path)
     try:
         listener = await asyncio.start_unix_server(server.serve, sock=bound, limit=LINE_BYTES)
@@ -98,7 +98,7 @@ def _address(path: Path) -> Iterator[str]:
         os.close(folder)
 
 
-class _Server:
+class _ControlServer:
     """Server of a run's socket: one task for each that asks."""
 
     def __init__(self, answer: Answer) -> None:

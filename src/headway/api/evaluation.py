@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headway.api.eval.evaluation_settings import Job, settle
+from headway.api.eval.evaluation_settings import EvaluationJob, settle
 from headway.api.eval.figures import Figures, Solved, by_source, figures, usual_ks
 from headway.api.function_files import Functions
 from headway.api.notebook import cell_output
@@ -149,7 +149,7 @@ def evaluate(
 class Asking:
     """Job of an evaluation. Returns the problems with their answers, and counts of rows that are left out."""
 
-    job: Job
+    job: EvaluationJob
     limit: int | None
 
     def carry_out(self, console: Console | None) -> tuple[list[Solved], Counts]:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 class Plan:
     """Settings of a job, simulated, and which of them to choose. Printed, it is what ``headway plan`` prints."""
 
-    found: planner.Plan
+    found: planner.PlanResult
     """What the simulator found, in its own words."""
 
     @property
@@ -110,7 +110,7 @@ class Planning:
     budget: float
     sweep: bool
 
-    def carry_out(self, console: Console | None) -> planner.Plan:
+    def carry_out(self, console: Console | None) -> planner.PlanResult:
         from headway.planner import planner
 
         return planner.plan(self.profile, devices=self.gpus, budget_s=self.budget, sweep=self.sweep)

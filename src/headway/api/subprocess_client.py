@@ -38,7 +38,7 @@ BOOT = (
 """What the process runs. Until `serve` has begun, Ctrl-C ends it without a word."""
 
 
-class Job(Protocol):
+class SubprocessJob(Protocol):
     """Work for the process. It is pickled, and so is what it returns."""
 
     def carry_out(self, console: Console | None) -> Any:
@@ -51,7 +51,7 @@ class Page(str):
     __slots__ = ()
 
 
-def carry_out_apart(job: Job, show: Callable[[str], None] | None) -> Any:
+def carry_out_apart(job: SubprocessJob, show: Callable[[str], None] | None) -> Any:
     """Have ``job`` carried out in a process of its own, and return its result.
 
     ``show`` gets pages of HTML, each in the place of the one before; without it the process prints where this one does.

@@ -22,7 +22,7 @@ def serve(descriptor: int) -> None:
     """Carry out the job that comes over the connection with this ``descriptor``."""
     os.set_inheritable(descriptor, False)
     connection = Connection(descriptor)
-    told = _Told(connection)
+    told = _SubprocessOutput(connection)
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         with terminations_as_interrupts():
@@ -40,7 +40,7 @@ def serve(descriptor: int) -> None:
     sys.stdout.flush()
 
 
-class _Told:
+class _SubprocessOutput:
     """What this process says, from any thread. A caller that is gone hears nothing."""
 
     def __init__(self, connection: Connection) -> None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from headway.api.eval.evaluation_settings import Job
+    from headway.api.eval.evaluation_settings import EvaluationJob
     from headway.api.eval.figures import Estimate, Figures, Solved
     from headway.api.eval.scored_answers import Questions
     from headway.data.left_out import Counts
@@ -95,7 +95,7 @@ def evaluate(
             typer.echo(f"answers: {output}")
 
 
-def _inputs(job: Job, model: str, recipe: Path | None) -> Iterator[Path]:
+def _inputs(job: EvaluationJob, model: str, recipe: Path | None) -> Iterator[Path]:
     """Return the files that an evaluation reads, and every file that its settings name, those of the run or recipe
     included.
     """
@@ -144,7 +144,7 @@ def _ks(given: str | None, n: int) -> tuple[int, ...]:
     return tuple(sorted({int(word) for word in words}))
 
 
-def _solve(job: Job, limit: int | None, output: Path | None) -> tuple[Questions, list[Solved], bool]:
+def _solve(job: EvaluationJob, limit: int | None, output: Path | None) -> tuple[Questions, list[Solved], bool]:
     """Answer the questions. Returns them, their answers, and whether ``output`` has all of the answers."""
     from rich.console import Console
 
@@ -165,7 +165,7 @@ def _solve(job: Job, limit: int | None, output: Path | None) -> tuple[Questions,
 
 def print_figures(
     console: Console,
-    job: Job,
+    job: EvaluationJob,
     left_out: Counts,
     solved: Sequence[Solved],
     ks: Sequence[int],

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from headway.config.schema import Config
     from headway.config.sizing.model_shape import ModelShape
-    from headway.config.sizing.run_memory import Process
+    from headway.config.sizing.run_memory import RunProcess
 
 WIDTH, COLUMN = 80, 12
 
@@ -46,7 +46,7 @@ def memory_in_short(config: Config) -> str | None:
     return f"{_billions(shape)} parameters, at most {', '.join(parts)} (headway doctor has the table)"
 
 
-def _processes(config: Config) -> tuple[ModelShape, list[Process], bool] | None:
+def _processes(config: Config) -> tuple[ModelShape, list[RunProcess], bool] | None:
     from headway.config.sizing.run_memory import processes
     from headway.devices import listed_here
 
@@ -81,7 +81,7 @@ def _device_bytes(config: Config, *, on_cpu: bool) -> int | None:
     return None if config.cluster.address is not None else memory_listed_here(on_cpu=on_cpu)
 
 
-def _too_large(config: Config, processes: list[Process], *, on_cpu: bool) -> Iterator[str]:
+def _too_large(config: Config, processes: list[RunProcess], *, on_cpu: bool) -> Iterator[str]:
     there = _device_bytes(config, on_cpu=on_cpu)
     if there is None:
         return

@@ -13,7 +13,7 @@ from headway.cli.output_files import check_outputs, check_writable, files_of_run
 from headway.errors import ConfigError
 
 if TYPE_CHECKING:
-    from headway.planner.planner import Plan, Progress
+    from headway.planner.planner import PlanResult, Progress
     from headway.planner.profiles.job_profile import Profile
 
 ProfileFile = Annotated[Path | None, typer.Argument(metavar="PROFILE", help="YAML file of what the job costs.")]
@@ -132,16 +132,16 @@ def _progress() -> Progress | None:
     console = Console(stderr=True, highlight=False)
     if not console.is_terminal:
         return None
-    from headway.planner.plan_rows import Row
+    from headway.planner.plan_rows import PlanRow
 
-    def show(row: Row, still_open: int) -> None:
+    def show(row: PlanRow, still_open: int) -> None:
         text = f"simulated {row.setting}: {row.step_s:.3g} s a version; {still_open} to go"
         console.print(text[: console.width - 1].ljust(console.width - 1), end="\r")
 
     return show
 
 
-def _write_timeline(plan: Plan, number: int | None, path: Path) -> None:
+def _write_timeline(plan: PlanResult, number: int | None, path: Path) -> None:
     from headway.planner.plan_timeline import write_timeline
 
     if not plan.rows:

@@ -94,13 +94,13 @@ def _problem(run: Path, problem: int, as_json: bool) -> None:
 def _group(run: Path, number: int, color: str, tokens: bool, episode: int | None, as_json: bool) -> None:
     from headway.reports.samples.token_scales import Color
     from headway.reports.show.sample_printer import print_group, print_story
-    from headway.reports.show.sample_query import Story, found, of_episode
+    from headway.reports.show.sample_query import GroupHistory, found, of_episode
 
     if color not in list(Color):
         raise ConfigError(f"--color: got {color}, expected one of {', '.join(Color)}")
     with _damage_told(run) as damaged:
         sample = found(run, number, damaged)
-    if isinstance(sample, Story):
+    if isinstance(sample, GroupHistory):
         story = sample.of_episode(episode)
         _print_json(story.to_json()) if as_json else print_story(story, _console())
     elif as_json:

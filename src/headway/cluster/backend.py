@@ -15,7 +15,7 @@ from headway.cluster.proxy import proxy
 from headway.cluster.remote_episode_worker import RemoteKeeper
 from headway.cluster.replacements import Replacements
 from headway.cluster.startup import Cluster, Launched, Startup
-from headway.cluster.weight_sync.probe_tolerance import Rounding
+from headway.cluster.weight_sync.probe_tolerance import ProbeTolerance
 from headway.cluster.worker_engines import RolloutReplica, TrainGroup, critic_of, reference_of
 from headway.cluster.worker_group import Worker
 from headway.config.schema import Config
@@ -58,7 +58,7 @@ class Workers:
     cluster: Cluster
     timeouts: Timeouts
     """Time limits for the model's size and for what was measured at the start."""
-    rounding: Rounding
+    rounding: ProbeTolerance
     """Tolerances, in nats, by which the log-probs of each receiver may differ from the trainer's by rounding."""
     hardware: Mapping[str, Hardware]
     """Hardware that each worker computes on, by the worker's name."""
@@ -180,7 +180,7 @@ async def start_backend(
 
 
 @dataclass(frozen=True, slots=True)
-class Trainer:
+class TrainerRanks:
     """Training ranks without any other worker."""
 
     engine: SupervisedEngine
@@ -205,7 +205,7 @@ async def start_trainer(
     run_dir: Path,
     total_optimizer_steps: int,
     tell: Callable[[str], None] = lambda _: None,
-) -> AsyncIterator[Trainer]:
+) -> AsyncIterator[TrainerRanks]:
     """Start the training ranks of ``config`` alone, with the model at ``model_path``, until the block ends.
 
     Raises as `start_backend` does.
@@ -213,7 +213,7 @@ async def start_trainer(
     cluster, startup = _startup(config, model_path, run_dir, total_optimizer_steps, tell)
     async with AsyncExitStack() as stack:
         ranks = await _up(startup, run_dir, startup.run_trainer, startup.launch(stack, trainer_only=True))
-        yield Trainer(
+        yield TrainerRanks(
             proxy(ranks, SupervisedEngine), cluster.separate_processes, ranks.workers, cluster, startup.timeouts
         )
 

@@ -1,6 +1,6 @@
 """Keepers as the driver calls them, where they have a process of their own.
 
-driver ──RemoteKeeper──▶ KeeperRole ▶ GroupKeeper ──ReplicaCalls──▶ a replica's engine
+driver ──RemoteKeeper──▶ KeeperRole ▶ EpisodeWorker ──ReplicaCalls──▶ a replica's engine
   └ a group, its tokens behind a handle ◀── TokenFiles ┘
 """
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Generic, Protocol, TypeVar
 
 from headway.cluster.remote_episode_worker import RemoteKeeper
-from headway.cluster.shared_filesystem import Sight
+from headway.cluster.shared_filesystem import SharedFilesystem
 from headway.cluster.worker_engines import RolloutReplica
 from headway.cluster.worker_group import Worker
 from headway.cluster.worker_plan import WorkerSpec
@@ -41,7 +41,7 @@ Serve = Callable[[Worker], Awaitable[RolloutReplica]]
 
 
 @dataclass(slots=True)
-class _Place:
+class _ReplaceableWorker:
     """Place of a worker: its spec, its current worker, and how often it was replaced."""
 
     spec: WorkerSpec
@@ -68,7 +68,7 @@ class Replacements(Generic[T]):
         self._others = others
         self._stack = AsyncExitStack()
         self._timeouts = timeouts
-        self._places: dict[str, _Place] = {}
+        self._places: dict[str, _ReplaceableWorker] = {}
 
     def ends_with(self, stack: AsyncExitStack) -> None:
         """Make ``stack`` kill, when it closes, the workers that were started as replacements."""
@@ -76,7 +76,7 @@ class Replacements(Generic[T]):
 
     def know(self, spec: WorkerSpec, worker: Worker) -> None:
         """Register ``worker``, which may have to be replaced."""
-        self._places[spec.name] = _Place(spec, worker)
+        self._places[spec.name] = _ReplaceableWorker(spec, worker)
 
     async def start(self, lost: str, measure: Measure[T] | None = None) -> T:
         """Start a worker in the place of ``lost``, under its own name; ``measure`` is its last step.
@@ -112,11 +112,11 @@ class Replacements(Generic[T]):
         except HeadwayError:
             await _end(worker)
             raise
-        self._places[name] = _Place(spec, worker, place.restarts)
+        self._places[name] = _ReplaceableWorker(spec, worker, place.restarts)
         return started
 
 
-def replica_start(sight: Sight | None, serve: Serve) -> Callable[[Worker], Awaitable[RolloutReplica]]:
+def replica_start(sight: SharedFilesystem | None, serve: Serve) -> Callable[[Worker], Awaitable[RolloutReplica]]:
     """Return the start of a replica's worker. ``serve`` brings up what the worker serves. ``sight`` is None where all
     workers are in one process.
     """
@@ -130,7 +130,7 @@ def replica_start(sight: Sight | None, serve: Serve) -> Callable[[Worker], Await
     return start
 
 
-def keeper_start(sight: Sight | None) -> Callable[[Worker], Awaitable[RemoteKeeper]]:
+def keeper_start(sight: SharedFilesystem | None) -> Callable[[Worker], Awaitable[RemoteKeeper]]:
     """Return the start of a keeper's worker."""
 
     async def start(worker: Worker) -> RemoteKeeper:

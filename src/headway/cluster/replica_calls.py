@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 from headway.cluster.worker_group import Peer
-from headway.data.interfaces.generation import Call, FinishedCall
+from headway.data.interfaces.generation import FinishedCall, GenerateRequest
 from headway.data.types import TrajectoryId
 
 BETWEEN_BATCHES_S = 0.01
@@ -23,7 +23,7 @@ class ReplicaCalls:
         self.slots = slots
         self._peer = peer
 
-    async def submit(self, client: str, calls: Sequence[Call]) -> None:
+    async def submit(self, client: str, calls: Sequence[GenerateRequest]) -> None:
         await self._peer.call("engine.submit", client, list(calls))
 
     async def finished(self, client: str) -> AsyncGenerator[Sequence[FinishedCall], None]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from headway.cluster.roles.file_probe import Lookout
+from headway.cluster.roles.file_probe import FileProbe
 from headway.cluster.worker_group import Worker
 from headway.cluster.worker_plan import ClusterPlan
 from headway.config.transport_facts import TRANSPORTS
@@ -41,10 +41,10 @@ class SharedFiles:
     """Directory where the transport leaves versions; None where it needs no files."""
 
 
-class Sight:
+class SharedFilesystem:
     """Check of one run's files, by the driver and all workers, which must be up."""
 
-    def __init__(self, files: SharedFiles, driver: Lookout) -> None:
+    def __init__(self, files: SharedFiles, driver: FileProbe) -> None:
         self._files = files
         self._driver = driver
         self._sender: Worker | None = None
@@ -156,12 +156,12 @@ class Sight:
 
     @asynccontextmanager
     async def _marked(
-        self, by: Lookout | Worker, directory: Path, *, make_directory: bool = False
+        self, by: FileProbe | Worker, directory: Path, *, make_directory: bool = False
     ) -> AsyncIterator[tuple[Path, str, str | None]]:
         """Leave a mark in ``directory`` until the block ends. Yields file, text, and why it failed, or None."""
         text = uuid4().hex
         mark = directory / f".seen-{text[:12]}"
-        if isinstance(by, Lookout):
+        if isinstance(by, FileProbe):
             leave, remove = by.leave_mark, by.remove_mark
         else:
             leave, remove = partial(by.call, "lookout.leave_mark"), partial(by.call, "lookout.remove_mark")
@@ -172,7 +172,7 @@ class Sight:
 
 
 async def _ask(workers: Sequence[Worker], method: str, *args: Any) -> list[Any]:
-    """Ask each worker's `Lookout` a question. Returns the answers."""
+    """Ask each worker's `FileProbe` a question. Returns the answers."""
     return await concurrently(worker.call(f"lookout.{method}", *args) for worker in workers)
 
 

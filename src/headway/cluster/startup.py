@@ -22,14 +22,14 @@ from headway.cluster.replacements import Replacements, keeper_start, replica_sta
 from headway.cluster.roles.actor_role import ActorRole
 from headway.cluster.roles.critic_role import CriticRole
 from headway.cluster.roles.episode_worker_role import KeeperRole
-from headway.cluster.roles.file_probe import Lookout
+from headway.cluster.roles.file_probe import FileProbe
 from headway.cluster.roles.logprob_role import LogpRole
 from headway.cluster.roles.reference_role import RefRole
 from headway.cluster.roles.rollout_role import RolloutRole
-from headway.cluster.shared_filesystem import SharedFiles, Sight
-from headway.cluster.weight_sync.probe_tolerance import Rounding
+from headway.cluster.shared_filesystem import SharedFiles, SharedFilesystem
+from headway.cluster.weight_sync.probe_tolerance import ProbeTolerance
 from headway.cluster.weight_sync.same_process_weights import WithinProcesses
-from headway.cluster.weight_sync.weight_sync import Exchange, WeightPaths, exchange_settings
+from headway.cluster.weight_sync.weight_sync import WeightPaths, WeightSync, exchange_settings
 from headway.cluster.worker_engines import LogpReceiver, RolloutReplica, clock_offset
 from headway.cluster.worker_group import PartOf, Worker, WorkerGroup
 from headway.cluster.worker_plan import ClusterPlan, Rank, WorkerSpec, plan_cluster, trainer_alone
@@ -100,7 +100,7 @@ class Started:
     inside_fetch: frozenset[str]
     """Roles that share the trainer's ranks: ``ref``, ``logp``, ``critic``."""
     paths: WeightPaths
-    rounding: Rounding
+    rounding: ProbeTolerance
     """Tolerances of the receivers' probes, measured at version 0."""
     needed: tuple[Worker, ...]
     """Workers each of which the run cannot go on without."""
@@ -126,7 +126,7 @@ class Launched:
 
 
 @dataclass(frozen=True, slots=True)
-class _Groups:
+class _WorkerGroups:
     actor: WorkerGroup
     rollouts: tuple[WorkerGroup, ...]
     ref: WorkerGroup | None
@@ -200,11 +200,11 @@ class Startup:
         self._tell("the model is loaded")
         return groups.actor
 
-    def _groups(self, launched: Launched) -> _Groups:
+    def _groups(self, launched: Launched) -> _WorkerGroups:
         cost, inner = _cost(self._model_path), self._config.actor.parallel.inner
         return _group(launched.plan, launched.workers, cost, inner)
 
-    async def _met(self, launched: Launched, actor: WorkerGroup) -> tuple[Address | None, Sight | None]:
+    async def _met(self, launched: Launched, actor: WorkerGroup) -> tuple[Address | None, SharedFilesystem | None]:
         """Check the files that workers see, and open the store at which ranks meet. None within one process."""
         if not self._cluster.separate_processes:
             return None, None
@@ -244,7 +244,7 @@ class Startup:
             paths = WithinProcesses(groups.actor, replicas, dtype, verify=self._config.param_update.verify)
         else:
             settings = exchange_settings(self._config, store, device, directory, self.timeouts)
-            exchange = Exchange(groups.actor, settings, manifests)
+            exchange = WeightSync(groups.actor, settings, manifests)
             for name, (ranks, of) in holders.items():
                 exchange.add(name, ranks, of, await concurrently(self._copy(name, rank) for rank in ranks))
             # Meet now and not at the first update: ends that cannot must be known before anything is generated.
@@ -286,7 +286,7 @@ class Startup:
             replacements_of_keepers=replacements_of_keepers,
         )
 
-    async def _padded(self, groups: _Groups) -> str | None:
+    async def _padded(self, groups: _WorkerGroups) -> str | None:
         """Return why rows of the policy are padded, on the trainer's ranks or on those that recompute log-probs."""
         for group in (groups.actor, groups.logp):
             if group is not None:
@@ -296,7 +296,7 @@ class Startup:
         return None
 
     def _replacements_of_keepers(
-        self, plan: ClusterPlan, workers: dict[str, Worker], sight: Sight | None
+        self, plan: ClusterPlan, workers: dict[str, Worker], sight: SharedFilesystem | None
     ) -> Replacements[RemoteKeeper] | None:
         """Return the replacements of keepers, each of which may be beside any replica; None within one process."""
         if not self._cluster.separate_processes:
@@ -315,12 +315,12 @@ class Startup:
 
     async def _measured(
         self, actor: WorkerGroup, receivers: Sequence[PolicyReceiver], dtypes: tuple[str, str]
-    ) -> Rounding:
+    ) -> ProbeTolerance:
         """Measure the receivers' rounding before any update. Raises `ModelError` for more than rounding."""
         if not self._config.param_update.verify:
-            return Rounding(dtypes, None)
+            return ProbeTolerance(dtypes, None)
         expected = await self._wait("the trainer to compute the log-probs of the probe", _result(actor.probe))
-        rounding = Rounding(dtypes, expected)
+        rounding = ProbeTolerance(dtypes, expected)
         probing = now()
         await self._wait("receivers to compute the log-probs of the probe", rounding.measure(receivers))
         self.timeouts.first_probe_s = now() - probing
@@ -350,7 +350,7 @@ class Startup:
         await concurrently(wait_for(name, worker) for name, worker in started.items())
         return started
 
-    async def _build(self, groups: _Groups, store: Address | None) -> None:
+    async def _build(self, groups: _WorkerGroups, store: Address | None) -> None:
         """Let all workers load their models side by side."""
         await concurrently(
             self._wait(f"{group.name} to load the model", _result(group.build, store)) for group in groups.all
@@ -397,11 +397,11 @@ class Startup:
             return None
         return TokenPlace(self._cluster.address, stack.enter_context(token_directory(self._config)))
 
-    def _sight(self, directory: Path | None) -> Sight:
+    def _sight(self, directory: Path | None) -> SharedFilesystem:
         update, shared = self._config.param_update, self._config.placement.kind == "shared"
         transport = transport_of(update.transport, backend=self._config.cluster.backend, shared=shared)
         files = SharedFiles(self._run_dir, self._model_path, transport, directory)
-        return Sight(files, Lookout(self._cluster.address))
+        return SharedFilesystem(files, FileProbe(self._cluster.address))
 
     async def _serve(self, group: WorkerGroup, manifest: Manifest, paths: WeightPaths) -> RolloutReplica:
         (worker,) = group.workers
@@ -410,7 +410,7 @@ class Startup:
         self._check_can(worker.name, capabilities)
         return RolloutReplica(worker, capabilities, concurrent(self._config), paths, self._config.param_update.verify)
 
-    async def _replace(self, worker: Worker, manifest: Manifest, exchange: Exchange) -> RolloutReplica:
+    async def _replace(self, worker: Worker, manifest: Manifest, exchange: WeightSync) -> RolloutReplica:
         """Start the engine of a replica that takes the place of another."""
         group = WorkerGroup(RolloutRole, [worker])
         await group.build(None)
@@ -451,7 +451,7 @@ def _cost(model_path: str) -> Cost:
     return Cost() if width is None else Cost(width)
 
 
-def _group(plan: ClusterPlan, workers: dict[str, Worker], cost: Cost, inner: int) -> _Groups:
+def _group(plan: ClusterPlan, workers: dict[str, Worker], cost: Cost, inner: int) -> _WorkerGroups:
     """Make the groups of ``plan``. ``inner``: number of ranks of an inner mesh, for roles on the trainer's mesh."""
 
     def worker(rank: Rank) -> Worker:
@@ -461,7 +461,7 @@ def _group(plan: ClusterPlan, workers: dict[str, Worker], cost: Cost, inner: int
     def group(role: type, ranks: Sequence[Rank], inner: int = 1) -> WorkerGroup:
         return WorkerGroup(role, [worker(rank) for rank in ranks], cost, inner=inner)
 
-    return _Groups(
+    return _WorkerGroups(
         actor=group(ActorRole, plan.actor, inner),
         rollouts=tuple(group(RolloutRole, [rank]) for rank in plan.rollout),
         ref=group(RefRole, plan.ref, inner) if plan.ref else None,

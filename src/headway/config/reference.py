@@ -24,7 +24,7 @@ from pydantic import AfterValidator
 from pydantic.fields import FieldInfo
 
 from headway.config.migration_tables.common_names import USUAL
-from headway.config.migration_tables.table_rows import Part
+from headway.config.migration_tables.table_rows import ReportPart
 from headway.config.migration_tables.verl import VERL
 from headway.config.migration_tables.verl_values import FIXED
 from headway.config.presets import PRESETS
@@ -161,7 +161,7 @@ def page() -> str:
     renamed = [
         [f"`{old}`", f"`{row.here}`"]
         for old, row in VERL.rows.items()
-        if row.here in known and "." in old and "*" not in old and old not in known and row.part is Part.TAKEN
+        if row.here in known and "." in old and "*" not in old and old not in known and row.part is ReportPart.TAKEN
     ]
     fixed = [
         [f"`{key}`", ", ".join(f"`{spelled(v)}`" for v in rule.values), rule.reason] for key, rule in FIXED.items()

@@ -16,7 +16,7 @@ from headway.data.types import Column, RowTokens, Sample, TrajectoryId, TurnSpan
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class CollatedRow:
     """One sample with its arrays at hand: P prompt tokens, T response tokens."""
 
     input_ids: NDArray[np.int32]
@@ -38,9 +38,9 @@ class Row:
     """The turns that are trained in the row, in order; empty for one turn, which is the whole response."""
 
 
-def row_of(sample: Sample, tokens: RowTokens) -> Row:
+def row_of(sample: Sample, tokens: RowTokens) -> CollatedRow:
     """Make the row of ``sample`` from its tokens, as they were sampled: without columns, and not masked."""
-    return Row(
+    return CollatedRow(
         input_ids=np.concatenate([tokens.prompt_ids, tokens.ids]),
         prompt_length=len(tokens.prompt_ids),
         logprobs=tokens.logprobs,
@@ -52,7 +52,7 @@ def row_of(sample: Sample, tokens: RowTokens) -> Row:
     )
 
 
-def with_columns(row: Row, sample: Sample, get: Callable[[Column], NDArray[np.float32]]) -> Row:
+def with_columns(row: CollatedRow, sample: Sample, get: Callable[[Column], NDArray[np.float32]]) -> CollatedRow:
     """Return ``row`` with the columns of ``sample``, and in no loss where the sample is masked."""
     columns = {
         name: get(column) if isinstance(column, Column) else spread(column, row.loss_mask)
@@ -72,8 +72,8 @@ def spread(number: float, mask: NDArray[np.bool_]) -> NDArray[np.float32]:
     return np.where(mask, np.float32(number), np.float32(0))
 
 
-def by_episode(rows: Sequence[Row]) -> list[list[int]]:
-    """Indices of the rows of each episode, in the order of their first ones. See `Row.episode`."""
+def by_episode(rows: Sequence[CollatedRow]) -> list[list[int]]:
+    """Indices of the rows of each episode, in the order of their first ones. See `CollatedRow.episode`."""
     episodes: dict[TrajectoryId | int, list[int]] = {}
     for index, row in enumerate(rows):
         episodes.setdefault(index if row.episode is None else row.episode, []).append(index)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from headway.config.schema import Config
-from headway.data.collate import Row, by_episode, token_budget_batches
+from headway.data.collate import CollatedRow, by_episode, token_budget_batches
 from headway.data.trees import Tree, grow
 
 
@@ -49,7 +49,7 @@ class Packing:
         kind, ranks = config.model.packing, config.actor.parallel.cp
         return cls(ranks * config.actor.ppo_max_token_len_per_gpu, packed=kind != "padded", shared=kind == "shared")
 
-    def __call__(self, rows: Sequence[Row], *, whole_episodes: bool = False) -> list[Pack]:
+    def __call__(self, rows: Sequence[CollatedRow], *, whole_episodes: bool = False) -> list[Pack]:
         """Split ``rows`` into micro-batches.
 
         ``whole_episodes``: the rows of an episode share one, unless they alone are more than the budget.
@@ -80,12 +80,12 @@ class Packing:
             for batch in batches
         ]
 
-    def apart(self, rows: Sequence[Row], packs: Sequence[Pack]) -> list[int]:
+    def apart(self, rows: Sequence[CollatedRow], packs: Sequence[Pack]) -> list[int]:
         """Indices of the rows of episodes that no micro-batch holds whole."""
         home = {row: number for number, pack in enumerate(packs) for row in pack.rows}
         return [i for episode in by_episode(rows) if len({home[i] for i in episode}) > 1 for i in episode]
 
-    def _groups(self, rows: Sequence[Row]) -> list[list[int]]:
+    def _groups(self, rows: Sequence[CollatedRow]) -> list[list[int]]:
         """Indices of the rows of each group, or of each episode, which has its rows in one place anyway."""
         groups: dict[object, list[int]] = {}
         for index, row in enumerate(rows):
@@ -93,7 +93,9 @@ class Packing:
             groups.setdefault(index if of is None else of[:-1] if self.shared else of, []).append(index)
         return list(groups.values())
 
-    def _cut(self, rows: Sequence[Row], group: list[int], prompt: int | None, whole_episodes: bool) -> list[list[int]]:
+    def _cut(
+        self, rows: Sequence[CollatedRow], group: list[int], prompt: int | None, whole_episodes: bool
+    ) -> list[list[int]]:
         """Cut a group into pieces that fit into a micro-batch, as far as single rows do."""
         lengths = {i: len(rows[i].input_ids) for i in group}
         if len(group) == 1 or sum(lengths.values()) <= self.token_budget:
@@ -112,7 +114,7 @@ class Packing:
         ]
 
 
-def _prompt(rows: Sequence[Row]) -> int:
+def _prompt(rows: Sequence[CollatedRow]) -> int:
     """Number of tokens of the prompt that all ``rows`` begin with; 0 where they begin with different ones."""
     prompt = min(row.prompt_length for row in rows)
     first = rows[0].input_ids[:prompt]

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.data.collate import Row
+from headway.data.collate import CollatedRow
 
 PROBE_SEQUENCES = 4
 PROBE_PREFILL = 4
@@ -33,11 +33,11 @@ def probe_sequences(vocab_size: int) -> NDArray[np.int64]:
     return np.array(ids, np.int64).reshape(PROBE_SEQUENCES, -1)
 
 
-def probe_rows(vocab_size: int) -> list[Row]:
+def probe_rows(vocab_size: int) -> list[CollatedRow]:
     """The sequences as an engine's rows: `PROBE_PREFILL` prompt tokens, then the response."""
     blank = np.zeros(PROBE_SCORED, np.float32)
     return [
-        Row(
+        CollatedRow(
             input_ids=ids.astype(np.int32),
             prompt_length=PROBE_PREFILL,
             logprobs=blank,

@@ -23,7 +23,7 @@ ROWS_AT_ONCE = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredTensor:
     """A tensor in a file of weights; ``dtype`` as safetensors spells it: F32, BF16, I64."""
 
     file: Path
@@ -33,8 +33,8 @@ class Stored:
 
 
 def of_common_kinds(
-    expected: Mapping[str, list[int]], found: list[Stored], prefix: str
-) -> tuple[dict[str, list[int]], list[Stored]]:
+    expected: Mapping[str, list[int]], found: list[StoredTensor], prefix: str
+) -> tuple[dict[str, list[int]], list[StoredTensor]]:
     """Return the tensors of the kinds, names but for numbers, that a model's files have and these files, too. Of others
     transformers may know several forms."""
     kinds = {NUMBER.sub("*", name): 0 for name in expected}
@@ -44,7 +44,7 @@ def of_common_kinds(
     return known, [one for one in found if there[one.name] in common]
 
 
-def compare(path: str, model: Any, expected: Mapping[str, list[int]], found: list[Stored]) -> None:
+def compare(path: str, model: Any, expected: Mapping[str, list[int]], found: list[StoredTensor]) -> None:
     """Compare the tensors ``found`` in the files of ``path`` with the shapes that ``model`` expects, by their names.
 
     Raises:
@@ -102,7 +102,7 @@ def _name_in_the_model(name: str, expected: Mapping[str, Any], prefix: str) -> s
     return name
 
 
-def _equal(one: Stored, other: Stored) -> bool:
+def _equal(one: StoredTensor, other: StoredTensor) -> bool:
     """Tell whether two tensors are equal, in pieces, so that two large embeddings are not in memory at once."""
     from safetensors import safe_open
 
@@ -114,7 +114,7 @@ def _equal(one: Stored, other: Stored) -> bool:
         )
 
 
-def tensors_in_files(folder: Path) -> Iterator[Stored]:
+def tensors_in_files(folder: Path) -> Iterator[StoredTensor]:
     """Yield the tensors in a folder's safetensors files, of which only the headers are read."""
     from safetensors import safe_open
 
@@ -129,4 +129,4 @@ def tensors_in_files(folder: Path) -> Iterator[Stored]:
         with safe_open(folder / file, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118  # no mapping
                 piece = opened.get_slice(name)
-                yield Stored(folder / file, name, piece.get_shape(), piece.get_dtype())
+                yield StoredTensor(folder / file, name, piece.get_shape(), piece.get_dtype())

@@ -1,8 +1,8 @@
 """The keepers of a run, driven as one: who makes which group, and which replicas they call.
 
-    Fleet, Halts ──join, leave, route──▶ orders ──one after the other──▶ every keeper
+    ReplicaPool, PauseController ──join, leave, route──▶ orders ──one after the other──▶ every keeper
     Generate ──a wave, in shares──▶ generate ◀── what a lost keeper had not handed on, to be made again
-    a keeper ──a replica failed──▶ Supervision ─▶ Fleet.lose
+    a keeper ──a replica failed──▶ Supervision ─▶ ReplicaPool.lose
 
     join() ──▶ JOINING ──knows replicas, route, hold──▶ SERVING ──lose()──▶ gone; others make its groups
 
@@ -26,7 +26,7 @@ from headway.events import KeeperLost
 from headway.pipeline.admission.pipeline_state import RunState, now
 from headway.pipeline.channel import Channel
 from headway.pipeline.conditions import Signal
-from headway.pipeline.weight_receiver import Gone, Remote
+from headway.pipeline.weight_receiver import Remote, WorkerUnavailable
 from headway.runtime.task_groups import Tasks, concurrently
 
 Call = Callable[[Keeper], Coroutine[Any, Any, None]]
@@ -35,7 +35,7 @@ OnFailed = Callable[[str, HeadwayError], Coroutine[Any, Any, None]]
 
 
 class KeeperClient(Remote):
-    """Client of a `Keeper`, whose calls raise `Gone` once the keeper is gone."""
+    """Client of a `Keeper`, whose calls raise `WorkerUnavailable` once the keeper is gone."""
 
     def __init__(self, keeper: Keeper, timeout_s: float) -> None:
         super().__init__(keeper.name, timeout_s)
@@ -78,7 +78,7 @@ class KeeperClient(Remote):
         """
         await self.orders_done()
         if self.why is not None:
-            raise Gone(self, self.why)
+            raise WorkerUnavailable(self, self.why)
         async with aclosing(self.keeper.generate(requests, on=on)) as groups:
             while (finished := await self._while_here(anext(groups, None))) is not None:
                 yield finished
@@ -91,7 +91,7 @@ class KeeperClient(Remote):
 
     async def close(self) -> None:
         """Have the keeper leave all replicas. One that is gone has."""
-        with suppress(Gone, HeadwayError):
+        with suppress(WorkerUnavailable, HeadwayError):
             await self._while_here(self.keeper.close(), self._timeout_s, "leave all replicas")
 
 
@@ -99,7 +99,7 @@ Share = tuple[KeeperClient | None, list[GroupRequest]]
 """A keeper and its part of a wave; None for any keeper, as soon as there is one."""
 
 
-class Keepers:
+class EpisodeWorkers:
     """Every keeper of one run: a `FleetListener`, and `Members` for supervision."""
 
     def __init__(self, keepers: Sequence[Keeper], state: RunState, *, timeout_s: float) -> None:
@@ -210,7 +210,7 @@ class Keepers:
                         keeper.load -= 1
                         del left[finished.number]
                         yield finished
-            except Gone as gone:
+            except WorkerUnavailable as gone:
                 await self.lose(gone)
                 keeper = None
 
@@ -227,7 +227,7 @@ class Keepers:
                     async for finished in groups:
                         del left[finished.number]
                         yield finished
-            except Gone as gone:
+            except WorkerUnavailable as gone:
                 if replica not in self._replicas:  # a keeper says so in the same words as of its own end
                     raise gone.why from gone
                 await self.lose(gone)
@@ -254,9 +254,9 @@ class Keepers:
         """Forget ``keeper``, whose process has ended."""
         client = self._serving.get(keeper.name) or self._joining.get(keeper.name)
         if client is not None:
-            await self.lose(Gone(client, death))
+            await self.lose(WorkerUnavailable(client, death))
 
-    async def lose(self, gone: Gone) -> None:
+    async def lose(self, gone: WorkerUnavailable) -> None:
         """Forget a keeper that is gone: others make its groups, and replicas drop its calls."""
         gone.remote.leave(gone.why)
         name = gone.remote.name
@@ -281,7 +281,7 @@ class Keepers:
             while held != bool(self._holds):
                 held = bool(self._holds)
                 await client.call(lambda keeper: keeper.hold() if held else keeper.go_on())  # noqa: B023 - awaited here
-        except Gone as gone:
+        except WorkerUnavailable as gone:
             await self.lose(gone)
         # Without a wait since the look at the holds: from here on each of them asks this keeper, too.
         if self._joining.pop(client.name, None) is not None:
@@ -309,7 +309,7 @@ class Keepers:
     async def _unless_gone(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         try:
             await work()
-        except Gone as gone:
+        except WorkerUnavailable as gone:
             await self.lose(gone)
 
     def _attend(self, keeper: KeeperClient) -> None:

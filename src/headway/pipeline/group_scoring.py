@@ -29,7 +29,7 @@ INTERRUPTED = "interrupted"
 """Reason of the fate of groups whose scores were given up."""
 
 
-class GivenUp(ScoringFailed):
+class ScoringAbandoned(ScoringFailed):
     """Error in place of a score that is no longer waited for: the run was asked to stop, and its scores do not come."""
 
 
@@ -60,12 +60,12 @@ class Scoring:
     async def score(self, prompt: Prompt, episodes: Sequence[Trajectory]) -> Scores:
         """Return the scores of episodes, none of which failed: their own, or what the reward says of their answers.
 
-        Raises `ScoringFailed`, or `GivenUp` when the run stops before scores come.
+        Raises `ScoringFailed`, or `ScoringAbandoned` when the run stops before scores come.
         """
         if self._reward is None:
             return own_scores(episodes)
         if self.closed:
-            raise GivenUp(INTERRUPTED)
+            raise ScoringAbandoned(INTERRUPTED)
         reward = self._reward
         started = now()
         if not self._awaited:
@@ -79,7 +79,7 @@ class Scoring:
         except asyncio.CancelledError:
             caller = asyncio.current_task()
             if task in self._given_up and not (caller is not None and caller.cancelling()):
-                raise GivenUp(INTERRUPTED) from None
+                raise ScoringAbandoned(INTERRUPTED) from None
             raise
         finally:
             del self._awaited[task]

@@ -27,7 +27,7 @@ from headway.events import Note, Observer, RunFinished, RunStarted
 from headway.pipeline.admission.pipeline_state import now
 from headway.pipeline.parts import Parts
 from headway.pipeline.recovery.driver_state import Taken
-from headway.pipeline.weight_receiver import Gone, Replica
+from headway.pipeline.weight_receiver import Replica, WorkerUnavailable
 from headway.pipeline.wiring import AnyStage, wire
 from headway.runtime.task_groups import Tasks, concurrently, failing_as_one
 
@@ -200,7 +200,7 @@ class Pipeline:
     async def _interrupt(self, replica: Replica) -> None:
         try:
             await self._wiring.halts.end(replica)
-        except Gone as gone:
+        except WorkerUnavailable as gone:
             with suppress(WorkerDied, UpdateFailed):  # the last one, too, is not needed any more
                 await self._fleet.lose(gone)
 

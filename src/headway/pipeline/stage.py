@@ -40,7 +40,7 @@ Given = TypeVar("Given", covariant=True)
 Taken = TypeVar("Taken", contravariant=True)
 
 
-class Source(Protocol[Given]):
+class StageSource(Protocol[Given]):
     """Source of a stage's input: a channel, or the queue's fetches."""
 
     async def get(self) -> Given | None:
@@ -88,7 +88,7 @@ class Stage(ABC, Generic[In, Out]):
     def __init__(
         self,
         emit: Emit,
-        input: Source[In] | None = None,
+        input: StageSource[In] | None = None,
         output: Sink[Out] | None = None,
         *,
         gate: Gate | None = None,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from headway.pipeline.admission.pipeline_state import RunState
-from headway.pipeline.update.replica_pool import Fleet
+from headway.pipeline.update.replica_pool import ReplicaPool
 from headway.pipeline.weight_receiver import Replica
 
 
@@ -26,7 +26,7 @@ class Validation:
 class Validators:
     """The replicas of a run that answer its validations."""
 
-    def __init__(self, state: RunState, fleet: Fleet, *, everywhere: bool) -> None:
+    def __init__(self, state: RunState, fleet: ReplicaPool, *, everywhere: bool) -> None:
         """``everywhere``: all replicas answer."""
         self._state = state
         self._fleet = fleet

@@ -3,7 +3,7 @@
 So it is with every `Remote`; keepers are others (`headway.pipeline.episode_workers`).
 
     it died                            ┐
-    it did not answer in time          ├─▶ `Gone` from that call ─▶ Fleet.lose ─▶ leave: all its other open calls, too
+    it did not answer in time          ├─▶ `WorkerUnavailable` there ─▶ ReplicaPool.lose ─▶ leave: all its other calls
     somebody else saw its process end  ┘
 
 Whoever waits for a receiver therefore needs no clock of its own. A call that was given up is cancelled, and nobody
@@ -28,7 +28,7 @@ from headway.runtime.task_groups import failure_ignored
 T = TypeVar("T")
 
 
-class Gone(Exception):
+class WorkerUnavailable(Exception):
     """Error of a call to a ``remote`` that died or does not answer. The run goes on if others can replace it."""
 
     def __init__(self, remote: Remote, why: RunError) -> None:
@@ -53,7 +53,7 @@ class Remote:
         return self.why is not None
 
     def leave(self, why: RunError) -> None:
-        """Note that it is gone: calls under way, and later ones, raise `Gone`."""
+        """Note that it is gone: calls under way, and later ones, raise `WorkerUnavailable`."""
         if self.why is None:
             self.why = why
             for call in self._open:
@@ -61,7 +61,7 @@ class Remote:
                     call.reschedule(asyncio.get_running_loop().time())
 
     async def gone(self) -> NoReturn:
-        """Wait until it is gone, and raise `Gone`."""
+        """Wait until it is gone, and raise `WorkerUnavailable`."""
         await self._ask(asyncio.Event().wait())
         raise AssertionError("unreachable: nobody sets that event")
 
@@ -71,7 +71,7 @@ class Remote:
     async def _ask(self, call: Coroutine[Any, Any, T], *, within_s: float | None = None, what: str = "") -> T:
         if self.why is not None:
             call.close()
-            raise Gone(self, self.why)
+            raise WorkerUnavailable(self, self.why)
         task = asyncio.ensure_future(call)
         try:
             return await self._while_here(asyncio.shield(failure_ignored(task)), within_s, what)
@@ -84,11 +84,11 @@ class Remote:
                 self._open[limit] = None
                 return await answer
         except WorkerDied as death:
-            raise Gone(self, death) from death
+            raise WorkerUnavailable(self, death) from death
         except TimeoutError:
             if not limit.expired():
                 raise
-            raise Gone(self, self.why or self._did_not(what, within_s or 0.0)) from None
+            raise WorkerUnavailable(self, self.why or self._did_not(what, within_s or 0.0)) from None
         finally:
             self._open.pop(limit, None)
 
@@ -99,7 +99,7 @@ class Remote:
         return f"param_update.timeout_s = {within_s:g} s"
 
 
-class Receiver(Remote):
+class ReceiverClient(Remote):
     """Client of a `PolicyReceiver`."""
 
     def __init__(self, engine: PolicyReceiver, timeouts: Timeouts) -> None:
@@ -129,8 +129,8 @@ class Receiver(Remote):
         return self._timeouts.update_limit(within_s)
 
 
-class Replica(Receiver):
-    """Client of a `RolloutEngine`, whose calls raise `Gone` once the replica is gone."""
+class Replica(ReceiverClient):
+    """Client of a `RolloutEngine`, whose calls raise `WorkerUnavailable` once the replica is gone."""
 
     def __init__(self, engine: RolloutEngine, timeouts: Timeouts) -> None:
         super().__init__(engine, timeouts)

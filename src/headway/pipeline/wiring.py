@@ -33,18 +33,18 @@ from headway.pipeline.admission.staleness import Staleness
 from headway.pipeline.batch_preparation import Preparation
 from headway.pipeline.channel import Channel
 from headway.pipeline.critic_turns import Critic
-from headway.pipeline.episode_workers import Keepers
+from headway.pipeline.episode_workers import EpisodeWorkers
 from headway.pipeline.group_scoring import Scoring
 from headway.pipeline.observing.episode_troubles import EpisodeTroubles
 from headway.pipeline.observing.equal_rewards import EqualRewards
 from headway.pipeline.observing.off_policy_guard import Guard, GuardSettings
 from headway.pipeline.parts import Parts
-from headway.pipeline.recovery.checkpoint_manager import Boundaries
+from headway.pipeline.recovery.checkpoint_manager import CheckpointManager
 from headway.pipeline.recovery.driver_state import DriverState
 from headway.pipeline.recovery.run_monitor import Monitor, Movement
 from headway.pipeline.recovery.supervision import Supervision
 from headway.pipeline.stage import Stage
-from headway.pipeline.stages.actor_train import ActorTrain, TrainSettings, Update
+from headway.pipeline.stages.actor_train import ActorTrain, PendingUpdate, TrainSettings
 from headway.pipeline.stages.critic_train import CriticTrain
 from headway.pipeline.stages.generate import Generate
 from headway.pipeline.stages.logprob import LogProb
@@ -55,8 +55,8 @@ from headway.pipeline.stages.reward import Reward
 from headway.pipeline.stages.validate import Validate
 from headway.pipeline.stages.values import Values
 from headway.pipeline.update.colocation_lease import OwnDevices, SharedDevices
-from headway.pipeline.update.pause_controller import Halts
-from headway.pipeline.update.replica_pool import Fleet
+from headway.pipeline.update.pause_controller import PauseController
+from headway.pipeline.update.replica_pool import ReplicaPool
 from headway.pipeline.validation_workers import Validation, Validators
 
 AnyStage = Stage[Any, Any]
@@ -67,15 +67,15 @@ class Wiring:
     """Parts of one run that are started, stopped or queried from outside the stages."""
 
     state: RunState
-    fleet: Fleet
-    keepers: Keepers
-    halts: Halts
+    fleet: ReplicaPool
+    keepers: EpisodeWorkers
+    halts: PauseController
     source: PromptSource
     scoring: Scoring
     supervision: Supervision[RolloutEngine]
     supervision_of_keepers: Supervision[Keeper]
     monitor: Monitor
-    boundaries: Boundaries
+    boundaries: CheckpointManager
     loader: PromptLoader
     actor: ActorTrain
     update: ParamUpdate
@@ -93,10 +93,10 @@ def wire(config: Config, parts: Parts, observers: Sequence[Observer], checkpoint
     emit = fan_out([*observers, movement])
     state = _state(config, parts, emit)
     timeouts = parts.timeouts or Timeouts.of(config)
-    keepers = Keepers(parts.keepers, state, timeout_s=timeouts.update_timeout_s)
+    keepers = EpisodeWorkers(parts.keepers, state, timeout_s=timeouts.update_timeout_s)
     by_episodes = config.rollout.has_program and config.async_training.drain == "episode"
-    halts = Halts(state, OnUpdate(config.async_training.on_update), keepers, by_episodes=by_episodes)
-    fleet = Fleet(
+    halts = PauseController(state, OnUpdate(config.async_training.on_update), keepers, by_episodes=by_episodes)
+    fleet = ReplicaPool(
         parts.rollouts,
         parts.receivers,
         state,
@@ -117,11 +117,11 @@ def wire(config: Config, parts: Parts, observers: Sequence[Observer], checkpoint
     critic = _critic(config, parts, emit)
     lowers_eta = guard_settings.action == "lower_eta"
     driver = DriverState(state, parts.source, fetches, guard, lowers_eta=lowers_eta, critic=critic)
-    boundaries = Boundaries(driver, parts.trainer, checkpoints, timeouts)
+    boundaries = CheckpointManager(driver, parts.trainer, checkpoints, timeouts)
 
     waves: Channel[Wave] = Channel("waves")
     unrewarded: Channel[Group] = Channel("unrewarded")
-    updates: Channel[Update] = Channel("updates")
+    updates: Channel[PendingUpdate] = Channel("updates")
     validations: Channel[Validation] = Channel("validations")
     loader = PromptLoader(
         state,
@@ -318,7 +318,7 @@ def _troubles(config: Config) -> EpisodeTroubles | None:
 
 
 def _columns(
-    parts: Parts, state: RunState, fleet: Fleet, fetches: Fetches, critic: Critic | None
+    parts: Parts, state: RunState, fleet: ReplicaPool, fetches: Fetches, critic: Critic | None
 ) -> tuple[list[AnyStage], FetchSource, str]:
     """Return the stages that add columns on their own ranks, the source of ActorTrain's fetches, and its name."""
     stages: list[AnyStage] = []

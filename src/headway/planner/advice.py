@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from headway.planner.plan_rows import Row, quickest
+from headway.planner.plan_rows import PlanRow, quickest
 from headway.reports.human import number, share
 
 AS_GOOD = 0.02
@@ -28,7 +28,7 @@ IMBALANCE_FROM = 0.15
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    recommended: Row | None
+    recommended: PlanRow | None
     """The row to choose; None when nothing was simulated."""
     helps: bool | None
     """True if running ahead (η > 0) makes a version quicker; None when there was nothing to compare."""
@@ -37,7 +37,7 @@ class Advice:
     """A sentence on how far the numbers can be trusted; None where there is nothing to say."""
 
 
-def advise(rows: Sequence[Row], assumptions: Sequence[str] = (), not_compared: str | None = None) -> Advice:
+def advise(rows: Sequence[PlanRow], assumptions: Sequence[str] = (), not_compared: str | None = None) -> Advice:
     """The recommendation among ``rows``, and whether asynchrony helps here, with the reason in numbers.
 
     ``not_compared``: a sentence on modes that the rows lack, which the verdict ends with.
@@ -49,7 +49,7 @@ def advise(rows: Sequence[Row], assumptions: Sequence[str] = (), not_compared: s
     return Advice(recommend(rows), helps, said, _caveat(assumptions))
 
 
-def recommend(rows: Sequence[Row]) -> Row:
+def recommend(rows: Sequence[PlanRow]) -> PlanRow:
     """Choose the quickest row; of those as good, the one with the least lag, then the simplest. See `_at_most`."""
     best = min(map(_at_most, rows))
     as_good = [row for row in rows if _at_most(row) <= best * (1 + AS_GOOD)]
@@ -58,12 +58,12 @@ def recommend(rows: Sequence[Row]) -> Row:
     )
 
 
-def _at_most(row: Row) -> float:
+def _at_most(row: PlanRow) -> float:
     """The row's step time or, if the budget cut it short, the upper end of its interval: the most that it may be."""
     return row.step_s if row.complete else row.step_s * (1 + row.relative_error)
 
 
-def _whether(rows: Sequence[Row]) -> tuple[bool | None, str]:
+def _whether(rows: Sequence[PlanRow]) -> tuple[bool | None, str]:
     synchronous = quickest(row for row in rows if row.setting.synchronous)
     streaming = quickest(row for row in rows if row.setting.eta == 0 and not row.setting.synchronous)
     ahead = [row for row in rows if row.setting.eta > 0]
@@ -81,21 +81,21 @@ def _whether(rows: Sequence[Row]) -> tuple[bool | None, str]:
     return False, _does_not_help(best, synchronous)
 
 
-def _is_worth_it(row: Row, other: Row) -> bool:
+def _is_worth_it(row: PlanRow, other: PlanRow) -> bool:
     """Tell whether ``row`` is faster than ``other`` by enough, and by more than both are uncertain."""
     return _gain(row, other) >= max(WORTH_IT, _error(row, other))
 
 
-def _error(row: Row, other: Row) -> float:
+def _error(row: PlanRow, other: PlanRow) -> float:
     """The relative error of the ratio of two rows' step times: errors of two measurements add up as squares."""
     return math.hypot(row.relative_error, other.relative_error)
 
 
-def _gain(row: Row, other: Row) -> float:
+def _gain(row: PlanRow, other: PlanRow) -> float:
     return other.step_s / row.step_s - 1
 
 
-def _helps(ahead: Row, synchronous: Row) -> str:
+def _helps(ahead: PlanRow, synchronous: PlanRow) -> str:
     return (
         f"Asynchrony helps here: {_named(ahead)} trains a version in {number(ahead.step_s)} s, "
         f"{_times(synchronous.step_s / ahead.step_s)} as fast as the best synchronous setting "
@@ -103,7 +103,7 @@ def _helps(ahead: Row, synchronous: Row) -> str:
     )
 
 
-def _uncertain(ahead: Row, synchronous: Row) -> str:
+def _uncertain(ahead: PlanRow, synchronous: PlanRow) -> str:
     error = _error(ahead, synchronous)
     within = f"within {share(error)}" if math.isfinite(error) else "from too few versions for any error"
     return (
@@ -113,7 +113,7 @@ def _uncertain(ahead: Row, synchronous: Row) -> str:
     )
 
 
-def _streaming_is_enough(streaming: Row, ahead: Row, synchronous: Row) -> str:
+def _streaming_is_enough(streaming: PlanRow, ahead: PlanRow, synchronous: PlanRow) -> str:
     return (
         f"Stale data does not help here, overlap alone does: with η = 0 {_named(streaming)} trains a version in "
         f"{number(streaming.step_s)} s, {_times(synchronous.step_s / streaming.step_s)} as fast as the best "
@@ -122,7 +122,7 @@ def _streaming_is_enough(streaming: Row, ahead: Row, synchronous: Row) -> str:
     )
 
 
-def _does_not_help(ahead: Row, synchronous: Row) -> str:
+def _does_not_help(ahead: PlanRow, synchronous: PlanRow) -> str:
     return (
         f"Asynchrony does not help here: its best setting ({_named(ahead)}) takes {number(ahead.step_s)} s a version, "
         f"{_compared(ahead, synchronous)} than the best synchronous one ({_named(synchronous)}: "
@@ -130,7 +130,7 @@ def _does_not_help(ahead: Row, synchronous: Row) -> str:
     )
 
 
-def _what_synchronous_loses(row: Row) -> str:
+def _what_synchronous_loses(row: PlanRow) -> str:
     waits, tail = row.measured.trainer_waited_s / row.step_s, row.tail or 0.0
     turns = f"waits for generation {share(waits)} of the time and trains {share(1 - row.measured.trainer_idle)}"
     if tail >= TAIL_FROM:
@@ -138,7 +138,7 @@ def _what_synchronous_loses(row: Row) -> str:
     return f"{turns}, one after the other, with never more than one batch in flight"
 
 
-def _why_not(ahead: Row, synchronous: Row) -> str:
+def _why_not(ahead: PlanRow, synchronous: PlanRow) -> str:
     trains, waits = 1 - synchronous.measured.trainer_idle, synchronous.measured.trainer_waited_s / synchronous.step_s
     stalled, tail = ahead.measured.update_stall_s / ahead.step_s, synchronous.tail or 0.0
     if trains >= DOMINATES:
@@ -158,7 +158,7 @@ def _why_not(ahead: Row, synchronous: Row) -> str:
     return f"dividing the devices costs what filling the {share(tail)} of slots behind the longest answers saves"
 
 
-def _compared(row: Row, other: Row) -> str:
+def _compared(row: PlanRow, other: PlanRow) -> str:
     gain = _gain(row, other)
     if abs(gain) < 0.005:
         return "no faster"
@@ -169,7 +169,7 @@ def _times(factor: float) -> str:
     return f"{factor:.2f}×"
 
 
-def _named(row: Row) -> str:
+def _named(row: PlanRow) -> str:
     eta = f", η = {float(row.setting.eta):g}" if row.setting.eta else ""
     return f"{row.setting.preset} on {row.setting.split}{eta}"
 

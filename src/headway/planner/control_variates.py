@@ -18,7 +18,7 @@ from math import floor
 from statistics import NormalDist
 
 from headway.events import TrajectoryFinished
-from headway.planner.estimate import Control
+from headway.planner.estimate import ControlVariate
 from headway.planner.forecast import mean_length
 from headway.planner.profiles.job_profile import (
     ConstantLengths,
@@ -71,13 +71,13 @@ class AnswerControls:
         self._tokens.append(0)
         self._longest.append(0)
 
-    def of(self, first: int, count: int) -> list[Control]:
+    def of(self, first: int, count: int) -> list[ControlVariate]:
         """The controls of ``count`` versions from ``first`` on."""
         if self._expected is None:
             return []
         tokens, longest = self._expected
         versions = slice(first, first + count)
-        return [Control(self._tokens[versions], tokens), Control(self._longest[versions], longest)]
+        return [ControlVariate(self._tokens[versions], tokens), ControlVariate(self._longest[versions], longest)]
 
 
 def mean_longest(lengths: LengthsProfile, *, groups: int, answers: int) -> float:

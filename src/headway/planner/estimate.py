@@ -29,21 +29,21 @@ version whether it is enough, and taking the narrowest interval, cost the rest."
 
 
 @dataclass(frozen=True, slots=True)
-class Estimate:
+class StepTimeEstimate:
     mean: float
     half_width: float
     """Half the width of the 95% confidence interval; infinite for fewer than two batches."""
 
 
 @dataclass(frozen=True, slots=True)
-class Control:
+class ControlVariate:
     """A control variate: a quantity that varies along with the times, by version, and what it is on average."""
 
     values: Sequence[float]
     expected: float
 
 
-def estimate(times: Sequence[float], controls: Sequence[Control] = (), *, multiple: int = 1) -> Estimate:
+def estimate(times: Sequence[float], controls: Sequence[ControlVariate] = (), *, multiple: int = 1) -> StepTimeEstimate:
     """Estimate the mean of the times of consecutive versions, at least one.
 
     ``multiple`` divides the size of a batch. ``controls``, the most useful first, have a value for each time; as many
@@ -54,11 +54,11 @@ def estimate(times: Sequence[float], controls: Sequence[Control] = (), *, multip
     adjusted = [_adjusted(means, used[:count]) for count in range(1, len(used) + 1)]
     count = len(means)
     error = T_QUANTILES[count - 2] * stdev(means) / math.sqrt(count) if count > 1 else math.inf
-    candidates = [Estimate(fmean(times), error), *(each for each in adjusted if each is not None)]
+    candidates = [StepTimeEstimate(fmean(times), error), *(each for each in adjusted if each is not None)]
     return min(candidates, key=lambda each: each.half_width)
 
 
-def _adjusted(means: Sequence[float], controls: Sequence[tuple[Sequence[float], float]]) -> Estimate | None:
+def _adjusted(means: Sequence[float], controls: Sequence[tuple[Sequence[float], float]]) -> StepTimeEstimate | None:
     """Estimate the mean if ``controls``, (means of batches, expected), were as expected; None if that is not known."""
     free = len(means) - len(controls) - 1
     if free < FEWEST_FREE:
@@ -70,7 +70,7 @@ def _adjusted(means: Sequence[float], controls: Sequence[tuple[Sequence[float], 
         return None
     residuals = means - design @ coefficients
     variance = float(residuals @ residuals) / free * float(np.linalg.inv(design.T @ design)[0, 0])
-    return Estimate(float(coefficients[0]), T_QUANTILES[free - 1] * math.sqrt(variance))
+    return StepTimeEstimate(float(coefficients[0]), T_QUANTILES[free - 1] * math.sqrt(variance))
 
 
 def _batch_means(values: Sequence[float], multiple: int) -> list[float]:

@@ -14,7 +14,7 @@ import math
 from dataclasses import dataclass
 from statistics import NormalDist, fmean
 
-from headway.planner.grid import Setting
+from headway.planner.grid import PlanSetting
 from headway.planner.profiles.costs import decode_cost, train_cost
 from headway.planner.profiles.distributions import mean_of, mean_of_cut_lognormal
 from headway.planner.profiles.job_profile import ConstantLengths, EmpiricalLengths, LengthsProfile, Profile
@@ -28,7 +28,7 @@ class Shares:
     training: float
     generation: float
 
-    def step_s(self, setting: Setting) -> float:
+    def step_s(self, setting: PlanSetting) -> float:
         """Combine both sides into a step time: the slower one's if they work side by side, the sum on shared devices or
         in turns. With η = 0 the last fetch of a version is trained on while nothing is generated."""
         if setting.synchronous or setting.split.shared:
@@ -38,11 +38,11 @@ class Shares:
         return max(self.training, self.generation)
 
 
-def forecast(profile: Profile, setting: Setting) -> Shares:
+def forecast(profile: Profile, setting: PlanSetting) -> Shares:
     return Shares(_training(profile, setting), _generation(profile, setting))
 
 
-def _training(profile: Profile, setting: Setting) -> float:
+def _training(profile: Profile, setting: PlanSetting) -> float:
     batch, train = profile.batch, profile.train
     cost = train_cost(train, setting.split.train_devices)
     read = mean_of(profile.program.turns) * mean_of(profile.program.step_tokens) if profile.program else 0.0
@@ -54,7 +54,7 @@ def _training(profile: Profile, setting: Setting) -> float:
     return steps * cost.step_s + (batch.ppo_epochs * cost.token_s * uneven + forwards * cost.forward_token_s) * tokens
 
 
-def _generation(profile: Profile, setting: Setting) -> float:
+def _generation(profile: Profile, setting: PlanSetting) -> float:
     batch, rollout, cost = profile.batch, profile.rollout, decode_cost(profile.rollout)
     prompt, answer = mean_length(profile.prompt), mean_episode(profile)
     groups = batch.groups_per_version / (1 - profile.reward.filtered)
@@ -71,7 +71,9 @@ def _generation(profile: Profile, setting: Setting) -> float:
     return max(work, latency / float(1 + setting.eta))
 
 
-def _with_steps(program: ProgramProfile, setting: Setting, work: float, episodes: float, *, decoding_s: float) -> float:
+def _with_steps(
+    program: ProgramProfile, setting: PlanSetting, work: float, episodes: float, *, decoding_s: float
+) -> float:
     """Combine the decoding of ``episodes`` with their steps, which take no slots, but perhaps environments."""
     steps_s = mean_of(program.turns) * mean_of(program.step_s)
     if program.environments is not None:

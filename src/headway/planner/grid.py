@@ -36,7 +36,7 @@ TRAIN_SHARES = tuple(Fraction(*share) for share in ((1, 8), (1, 4), (3, 8), (1, 
 """Shares of the devices at which splits are looked for when there are more than a handful."""
 
 
-class Split(NamedTuple):
+class DeviceSplit(NamedTuple):
     """A division of the devices between training and generation; both have the same ones when ``shared``."""
 
     train_devices: int
@@ -49,11 +49,11 @@ class Split(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class PlanSetting:
     """A setting to simulate: preset, split, η and trigger. It becomes one row of a plan."""
 
     preset: str
-    split: Split
+    split: DeviceSplit
     eta: Fraction
     trigger: int
     """Number of fetches per version."""
@@ -79,7 +79,7 @@ class Setting:
         return f"{self.preset} {self.split} η={float(self.eta):g} trigger={self.trigger}"
 
 
-def splits(profile: Profile, *, shared: bool = False) -> list[Split]:
+def splits(profile: Profile, *, shared: bool = False) -> list[DeviceSplit]:
     """Ways to divide the profile's devices, most training devices last. Shared devices are divided in one way.
 
     Whole meshes train, and whole replicas generate; devices that make neither are left over.
@@ -98,7 +98,7 @@ def splits(profile: Profile, *, shared: bool = False) -> list[Split]:
         raise ConfigError(_too_few(profile, shared=shared))
     chosen = found if len(found) <= len(TRAIN_SHARES) else _handful(profile, found)
     return [
-        Split(found[replicas], replicas * per_replica, replicas, shared=shared)
+        DeviceSplit(found[replicas], replicas * per_replica, replicas, shared=shared)
         for replicas in sorted(chosen, reverse=True)
     ]
 
@@ -130,8 +130,13 @@ def _too_few(profile: Profile, *, shared: bool) -> str:
 
 
 def setting_of(
-    profile: Profile, mode: str, split: Split, *, eta: Fraction | float | str | None = None, trigger: int | None = None
-) -> Setting:
+    profile: Profile,
+    mode: str,
+    split: DeviceSplit,
+    *,
+    eta: Fraction | float | str | None = None,
+    trigger: int | None = None,
+) -> PlanSetting:
     """Make the setting of ``mode`` on ``split``; η and trigger are the preset's own unless they are given.
 
     The preset's own trigger becomes the largest that divides the mini-batches of a version.
@@ -154,10 +159,10 @@ def setting_of(
             f"{', '.join(map(str, triggers(profile)))}, so that each fetch has whole ones"
         )
     own_eta = values["async_training.staleness_threshold"]
-    return Setting(mode, split, exact_fraction(own_eta if eta is None else eta), trigger, mini_batches // trigger)
+    return PlanSetting(mode, split, exact_fraction(own_eta if eta is None else eta), trigger, mini_batches // trigger)
 
 
-def split_of(profile: Profile, mode: str, train_devices: int, rollout_devices: int) -> Split:
+def split_of(profile: Profile, mode: str, train_devices: int, rollout_devices: int) -> DeviceSplit:
     """An explicit split for ``mode``. Raises `ConfigError` when it is not made of whole replicas or does not fit."""
     shared, per_replica = _is_shared(preset(mode)), profile.rollout.devices
     used = max(train_devices, rollout_devices) if shared else train_devices + rollout_devices
@@ -173,7 +178,7 @@ def split_of(profile: Profile, mode: str, train_devices: int, rollout_devices: i
         problems.append(problem)
     if problems:
         raise ConfigError(f"{mode} on {train_devices}:{rollout_devices}: {'; '.join(problems)}")
-    return Split(train_devices, rollout_devices, replicas, shared)
+    return DeviceSplit(train_devices, rollout_devices, replicas, shared)
 
 
 def triggers(profile: Profile) -> list[int]:
@@ -182,7 +187,7 @@ def triggers(profile: Profile) -> list[int]:
     return [trigger for trigger in range(1, mini_batches + 1) if mini_batches % trigger == 0]
 
 
-def own(profile: Profile) -> list[Setting]:
+def own(profile: Profile) -> list[PlanSetting]:
     """Settings of each preset at its own η and trigger, on every split. Raises `ConfigError` when no split fits.
 
     Without presets of shared devices where a replica has several: a run refuses these.
@@ -196,7 +201,7 @@ def own(profile: Profile) -> list[Setting]:
     ]
 
 
-def around(profile: Profile, setting: Setting) -> list[Setting]:
+def around(profile: Profile, setting: PlanSetting) -> list[PlanSetting]:
     """Vary ``setting``: another η, or the next smaller or larger trigger.
 
     Neither is varied for a preset that admits groups a batch at a time: they define such a preset.
@@ -212,12 +217,12 @@ def around(profile: Profile, setting: Setting) -> list[Setting]:
     ]
 
 
-def full(profile: Profile) -> list[Setting]:
+def full(profile: Profile) -> list[PlanSetting]:
     """All combinations of preset, split, η and trigger. Raises `ConfigError` when no split fits."""
     return list(_product(profile))
 
 
-def _product(profile: Profile) -> Iterator[Setting]:
+def _product(profile: Profile) -> Iterator[PlanSetting]:
     for setting in own(profile):
         if setting.waves:
             yield setting
@@ -227,7 +232,7 @@ def _product(profile: Profile) -> Iterator[Setting]:
                 yield setting_of(profile, setting.preset, setting.split, eta=eta, trigger=trigger)
 
 
-def _etas(profile: Profile, setting: Setting) -> list[Fraction]:
+def _etas(profile: Profile, setting: PlanSetting) -> list[Fraction]:
     """The setting's η and, unless it is 0, others that let at least one group run ahead."""
     others = [eta for eta in ETAS if floor(eta * profile.batch.groups_per_version) > 0] if setting.eta > 0 else []
     return sorted({setting.eta, *others})

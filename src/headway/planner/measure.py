@@ -30,9 +30,9 @@ from headway.events import (
     UpdateFinished,
 )
 from headway.planner.control_variates import AnswerControls
-from headway.planner.estimate import Estimate, estimate
+from headway.planner.estimate import StepTimeEstimate, estimate
 from headway.planner.forecast import forecast
-from headway.planner.grid import Setting
+from headway.planner.grid import PlanSetting
 from headway.planner.profiles.job_profile import Profile
 from headway.planner.simulation.simulated_run import Simulation, config_for
 from headway.reports.metrics.occupancy import Occupancy
@@ -206,12 +206,12 @@ class StepMeter:
         found = self._estimate(times)
         return found.half_width <= PRECISION * found.mean
 
-    def _estimate(self, times: list[float]) -> Estimate:
+    def _estimate(self, times: list[float]) -> StepTimeEstimate:
         controls = self._answers.of(self._fill, len(times)) if self._answers is not None else []
         return estimate(times, controls, multiple=self._multiple)
 
 
-def config_of(profile: Profile, setting: Setting, versions: int) -> Config:
+def config_of(profile: Profile, setting: PlanSetting, versions: int) -> Config:
     """The configuration that simulates ``versions`` versions of ``setting``."""
     return config_for(
         profile,
@@ -227,7 +227,11 @@ def config_of(profile: Profile, setting: Setting, versions: int) -> Config:
 
 
 def measure(
-    profile: Profile, setting: Setting, *, out_of_time: Callable[[int], bool] = lambda versions: False, seed: int = 0
+    profile: Profile,
+    setting: PlanSetting,
+    *,
+    out_of_time: Callable[[int], bool] = lambda versions: False,
+    seed: int = 0,
 ) -> Measurement | None:
     """Simulate ``setting`` until its step time is known, or time is out; None when that is too soon to tell."""
     batch = profile.batch

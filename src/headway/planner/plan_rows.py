@@ -9,16 +9,16 @@ from typing import Any
 
 from headway.config.presets import PRESETS
 from headway.config.sections.section import shortest_spelling
-from headway.planner.grid import Setting
+from headway.planner.grid import PlanSetting
 from headway.planner.measure import MOST_VERSIONS, PRECISION, Measurement
 from headway.planner.profiles.job_profile import Profile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class PlanRow:
     """One row of a plan: a simulated setting, what was measured of it, and how it compares."""
 
-    setting: Setting
+    setting: PlanSetting
     measured: Measurement
     samples_per_s: float
     """Number of trained groups per second."""
@@ -48,9 +48,9 @@ class Row:
         return sum(value != values[key] for key, value in PRESETS[baseline_preset()].items())
 
 
-def row_of(profile: Profile, setting: Setting, measured: Measurement) -> Row:
+def row_of(profile: Profile, setting: PlanSetting, measured: Measurement) -> PlanRow:
     """Make the row of a measured ``setting``, still without a baseline to compare with."""
-    return Row(
+    return PlanRow(
         setting=setting,
         measured=measured,
         samples_per_s=profile.batch.groups_per_version / measured.step_s,
@@ -58,7 +58,7 @@ def row_of(profile: Profile, setting: Setting, measured: Measurement) -> Row:
     )
 
 
-def _tail(profile: Profile, setting: Setting, measured: Measurement) -> float:
+def _tail(profile: Profile, setting: PlanSetting, measured: Measurement) -> float:
     slots = setting.split.replicas * profile.rollout.slots
     fillable = min(slots, profile.batch.groups_per_version * profile.batch.n) * measured.trainer_waited_s
     used = measured.slot_utilization * slots * measured.step_s
@@ -75,17 +75,17 @@ def baseline_preset() -> str:
     )
 
 
-def baseline_of(rows: Iterable[Row]) -> Row | None:
+def baseline_of(rows: Iterable[PlanRow]) -> PlanRow | None:
     """Colocated synchronous training where it was simulated, else the quickest synchronous row."""
     synchronous = [row for row in rows if row.setting.synchronous]
     return min(synchronous, key=lambda row: (not row.setting.split.shared, row.step_s), default=None)
 
 
-def quickest(rows: Iterable[Row]) -> Row | None:
+def quickest(rows: Iterable[PlanRow]) -> PlanRow | None:
     return min(rows, key=lambda row: row.step_s, default=None)
 
 
-def to_json(row: Row) -> dict[str, Any]:
+def to_json(row: PlanRow) -> dict[str, Any]:
     """Turn ``row`` into a flat JSON object. ``step_s`` is for B groups; null stands for no lag bound or half-width."""
     setting, measured = row.setting, row.measured
     return {

@@ -13,10 +13,10 @@ from rich.table import Table
 from rich.text import Text
 
 from headway.config.sections.parallel import ParallelConfig
-from headway.planner.grid import Setting
+from headway.planner.grid import PlanSetting
 from headway.planner.measure import PRECISION
-from headway.planner.plan_rows import Row
-from headway.planner.planner import Plan
+from headway.planner.plan_rows import PlanRow
+from headway.planner.planner import PlanResult
 from headway.planner.profiles.profile_mesh import in_words, settings_of
 from headway.reports import human
 
@@ -30,14 +30,14 @@ WIDE_FROM = 96
 """Width of the terminal, in columns, from which on the less important figures are shown, too."""
 RECOMMENDED = "→"
 
-Line = tuple[Row, ...]
+Line = tuple[PlanRow, ...]
 """Rows of one preset and split that show the same figures: one line of the table, with each one's η and trigger."""
 
 
 @dataclass(frozen=True, slots=True)
-class Column:
+class PlanColumn:
     title: str
-    cell: Callable[[Row], str]
+    cell: Callable[[PlanRow], str]
     figure: bool = True
     """True for a measured value, False for a part of the setting."""
     wide: bool = False
@@ -45,27 +45,29 @@ class Column:
 
 
 COLUMNS = (
-    Column("preset", lambda row: row.setting.preset, figure=False),
-    Column("train:\nroll.", lambda row: "shared" if row.setting.split.shared else str(row.setting.split), figure=False),
-    Column("η", lambda row: f"{float(row.setting.eta):g}", figure=False),
-    Column("trig\nger", lambda row: str(row.setting.trigger), figure=False),
-    Column("step\ns", lambda row: human.number(row.step_s)),
-    Column("±", lambda row: human.share(row.relative_error), wide=True),
-    Column("samples\n/s", lambda row: human.number(row.samples_per_s), wide=True),
-    Column("idle\ntrain", lambda row: human.share(row.measured.trainer_idle)),
-    Column("idle\nroll.", lambda row: human.share(row.measured.rollouter_idle)),
-    Column("slots\nused", lambda row: human.share(row.measured.slot_utilization), wide=True),
-    Column("lag\n/max", lambda row: f"{row.measured.lag_mean:.2f}/{row.measured.lag_max}"),
-    Column("speed\n-up", lambda row: human.UNKNOWN if row.speedup is None else f"{row.speedup:.2f}×"),
+    PlanColumn("preset", lambda row: row.setting.preset, figure=False),
+    PlanColumn(
+        "train:\nroll.", lambda row: "shared" if row.setting.split.shared else str(row.setting.split), figure=False
+    ),
+    PlanColumn("η", lambda row: f"{float(row.setting.eta):g}", figure=False),
+    PlanColumn("trig\nger", lambda row: str(row.setting.trigger), figure=False),
+    PlanColumn("step\ns", lambda row: human.number(row.step_s)),
+    PlanColumn("±", lambda row: human.share(row.relative_error), wide=True),
+    PlanColumn("samples\n/s", lambda row: human.number(row.samples_per_s), wide=True),
+    PlanColumn("idle\ntrain", lambda row: human.share(row.measured.trainer_idle)),
+    PlanColumn("idle\nroll.", lambda row: human.share(row.measured.rollouter_idle)),
+    PlanColumn("slots\nused", lambda row: human.share(row.measured.slot_utilization), wide=True),
+    PlanColumn("lag\n/max", lambda row: f"{row.measured.lag_mean:.2f}/{row.measured.lag_max}"),
+    PlanColumn("speed\n-up", lambda row: human.UNKNOWN if row.speedup is None else f"{row.speedup:.2f}×"),
 )
 
 
-def print_plan(plan: Plan, console: Console) -> None:
+def print_plan(plan: PlanResult, console: Console) -> None:
     """Print what ``headway plan`` found, in at most 100 columns."""
     console.print(render(plan, min(console.width, WIDEST)))
 
 
-def render(plan: Plan, width: int) -> RenderableType:
+def render(plan: PlanResult, width: int) -> RenderableType:
     advice = plan.advice
     parts: list[RenderableType] = [_title(plan)]
     if plan.rows:
@@ -86,16 +88,16 @@ def render(plan: Plan, width: int) -> RenderableType:
     return Constrain(Group(*parts), width)
 
 
-def lines_of(rows: Sequence[Row]) -> list[Line]:
+def lines_of(rows: Sequence[PlanRow]) -> list[Line]:
     """Join neighbouring rows of one preset and split that show the same figures into one line."""
     return [tuple(same) for _, same in groupby(rows, key=_looks)]
 
 
-def _looks(row: Row) -> tuple[object, ...]:
+def _looks(row: PlanRow) -> tuple[object, ...]:
     return (row.setting.preset, row.setting.split, *(column.cell(row) for column in COLUMNS if column.figure))
 
 
-def _title(plan: Plan) -> Text:
+def _title(plan: PlanResult) -> Text:
     batch = plan.profile.batch
     return Text.assemble(
         (plan.profile.name, "bold"),
@@ -104,7 +106,7 @@ def _title(plan: Plan) -> Text:
     )
 
 
-def _table(plan: Plan, width: int) -> Table:
+def _table(plan: PlanResult, width: int) -> Table:
     columns = [column for column in COLUMNS if width >= WIDE_FROM or not column.wide]
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="bright_black")
     table.add_column("row", justify="right", no_wrap=True)
@@ -127,7 +129,7 @@ def _table(plan: Plan, width: int) -> Table:
     return table
 
 
-def _shown(plan: Plan) -> list[tuple[int, Line]]:
+def _shown(plan: PlanResult) -> list[tuple[int, Line]]:
     """The lines that are shown, each with the number of its first row, as ``--row`` counts them."""
     seen: set[str] = set()
     always = [plan.baseline, plan.advice.recommended]
@@ -141,7 +143,7 @@ def _shown(plan: Plan) -> list[tuple[int, Line]]:
     return shown
 
 
-def _notes(plan: Plan) -> list[Text]:
+def _notes(plan: PlanResult) -> list[Text]:
     parallel = plan.profile.train.parallel
     notes = [f"Training was measured with {in_words(parallel)}; other meshes need a profile of their own."]
     if plan.baseline is not None:
@@ -159,12 +161,12 @@ def _notes(plan: Plan) -> list[Text]:
     return [Text(note, style="bright_black") for note in notes]
 
 
-def _settings(settings: Sequence[Setting]) -> str:
+def _settings(settings: Sequence[PlanSetting]) -> str:
     more = f" and {human.count(len(settings) - NAMED)} more" if len(settings) > NAMED else ""
     return "; ".join(map(str, settings[:NAMED])) + more
 
 
-def _in_words(row: Row, parallel: Sequence[str]) -> tuple[str | tuple[str, str], ...]:
+def _in_words(row: PlanRow, parallel: Sequence[str]) -> tuple[str | tuple[str, str], ...]:
     setting, split = row.setting, row.setting.split
     where = (
         f"all {human.count(split.train_devices)} devices for both, {_replicas(split.replicas)}"

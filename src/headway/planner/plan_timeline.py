@@ -6,7 +6,7 @@ from math import ceil
 from pathlib import Path
 
 from headway.events import Event
-from headway.planner.grid import Setting
+from headway.planner.grid import PlanSetting
 from headway.planner.measure import config_of, fill_versions
 from headway.planner.profiles.job_profile import Profile
 from headway.planner.simulation.simulated_run import Simulation
@@ -17,7 +17,7 @@ VERSIONS_SHOWN = 6
 """Number of versions in the picture, after the pipeline has filled."""
 
 
-class Recorder:
+class EventRecorder:
     """An observer that keeps every event."""
 
     def __init__(self) -> None:
@@ -29,9 +29,9 @@ class Recorder:
     def close(self) -> None: ...
 
 
-def write_timeline(profile: Profile, setting: Setting, path: Path) -> None:
+def write_timeline(profile: Profile, setting: PlanSetting, path: Path) -> None:
     """Simulate ``setting`` for a few versions and write its timeline to ``path``, as an HTML page."""
-    recorder = Recorder()
+    recorder = EventRecorder()
     versions = fill_versions(setting.eta) + VERSIONS_SHOWN + ceil(setting.eta)
     Simulation(profile, config_of(profile, setting, versions), observers=(recorder,)).run()
     write_html(build_timeline(recorder.events, simulated=True), path)

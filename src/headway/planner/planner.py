@@ -18,9 +18,9 @@ from headway.errors import ConfigError
 from headway.planner import grid
 from headway.planner.advice import Advice, advise
 from headway.planner.forecast import forecast
-from headway.planner.grid import Setting
+from headway.planner.grid import PlanSetting
 from headway.planner.measure import FEWEST_VERSIONS, Measurement, fill_versions, measure
-from headway.planner.plan_rows import Row, baseline_of, baseline_preset, row_of
+from headway.planner.plan_rows import PlanRow, baseline_of, baseline_preset, row_of
 from headway.planner.plan_rows import to_json as row_to_json
 from headway.planner.profiles.job_profile import Profile
 from headway.planner.search import Climb, Everything, Guess
@@ -28,7 +28,7 @@ from headway.planner.search import Climb, Everything, Guess
 ROUGHLY_KNOWN = 6
 """Number of versions that a row is given, however small its share of the time."""
 
-Progress = Callable[[Row, int], None]
+Progress = Callable[[PlanRow, int], None]
 """Callback after each row, with that row and the number of settings that are still to come, roughly."""
 
 
@@ -36,21 +36,21 @@ class Measure(Protocol):
     """Function that measures one setting: `headway.planner.measure.measure`, or a stand-in for it."""
 
     def __call__(
-        self, profile: Profile, setting: Setting, *, out_of_time: Callable[[int], bool], seed: int
+        self, profile: Profile, setting: PlanSetting, *, out_of_time: Callable[[int], bool], seed: int
     ) -> Measurement | None: ...
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class PlanResult:
     profile: Profile
     """The job's profile, with the number of devices that was planned for."""
-    rows: tuple[Row, ...]
+    rows: tuple[PlanRow, ...]
     """Simulated rows, the quickest first."""
-    open: tuple[Setting, ...]
+    open: tuple[PlanSetting, ...]
     """Settings that were not simulated, as time was out; the most promising first."""
-    skipped: tuple[Setting, ...]
+    skipped: tuple[PlanSetting, ...]
     """Settings that were not simulated, as they are expected to be slower than others."""
-    baseline: Row | None
+    baseline: PlanRow | None
     """The row that ``speedup`` compares with: colocated synchronous training, or the quickest synchronous row."""
     advice: Advice
     trajectories: int
@@ -70,12 +70,12 @@ def plan(
     devices: int | None = None,
     budget_s: float = 60.0,
     sweep: bool = False,
-    settings: Sequence[Setting] | None = None,
+    settings: Sequence[PlanSetting] | None = None,
     seed: int = 0,
     progress: Progress | None = None,
     clock: Callable[[], float] = time.process_time,
     measure: Measure = measure,
-) -> Plan:
+) -> PlanResult:
     """Simulate and compare settings of ``profile``'s job.
 
     Args:
@@ -94,7 +94,7 @@ def plan(
         profile = profile.model_copy(update={"devices": devices})
     search = _search(profile, settings, sweep=sweep)
     budget = _Budget(clock, budget_s, profile)
-    rows: list[Row] = []
+    rows: list[PlanRow] = []
     trajectories = 0
     while (setting := search.next()) is not None and budget.allows(setting):
         budget.share(search.to_come)
@@ -108,7 +108,7 @@ def plan(
         if progress is not None:
             progress(rows[-1], search.to_come)
     compared, baseline = _compare(rows)
-    return Plan(
+    return PlanResult(
         profile=profile,
         rows=compared,
         open=tuple(search.open),
@@ -120,7 +120,7 @@ def plan(
     )
 
 
-def to_json(plan: Plan) -> dict[str, Any]:
+def to_json(plan: PlanResult) -> dict[str, Any]:
     """The whole plan as one JSON object; ``rows`` has each row, quickest first."""
     advice = plan.advice
     return {
@@ -144,14 +144,14 @@ def to_json(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _search(profile: Profile, settings: Sequence[Setting] | None, *, sweep: bool) -> Everything:
+def _search(profile: Profile, settings: Sequence[PlanSetting] | None, *, sweep: bool) -> Everything:
     guess, baseline = Guess(lambda setting: forecast(profile, setting)), baseline_preset()
     if settings is not None or sweep:
         return Everything(grid.full(profile) if settings is None else settings, guess, baseline=baseline)
     return Climb(grid.own(profile), guess, baseline=baseline, around=lambda setting: grid.around(profile, setting))
 
 
-def _compare(rows: Iterable[Row]) -> tuple[tuple[Row, ...], Row | None]:
+def _compare(rows: Iterable[PlanRow]) -> tuple[tuple[PlanRow, ...], PlanRow | None]:
     """The rows, quickest first, with their speed-up over the baseline; and the baseline."""
     ordered = sorted(rows, key=lambda row: row.step_s)
     baseline = baseline_of(ordered)
@@ -161,7 +161,7 @@ def _compare(rows: Iterable[Row]) -> tuple[tuple[Row, ...], Row | None]:
     return tuple(compared), baseline_of(compared)
 
 
-def _not_compared(profile: Profile, rows: Sequence[Row], missing: Sequence[Setting]) -> str | None:
+def _not_compared(profile: Profile, rows: Sequence[PlanRow], missing: Sequence[PlanSetting]) -> str | None:
     """Return which modes the rows say nothing of, and why, as a sentence; None if all are there."""
     if (devices := profile.rollout.devices) > 1:
         return (
@@ -199,7 +199,7 @@ class _Budget:
         ends = self._share_ends if versions >= ROUGHLY_KNOWN else self._budget_s
         return self._would_end_late(self._per_version, ends)
 
-    def allows(self, setting: Setting) -> bool:
+    def allows(self, setting: PlanSetting) -> bool:
         """Tell whether the shortest simulation of ``setting`` would probably end in time."""
         shortest = fill_versions(setting.eta) + FEWEST_VERSIONS
         return not self._would_end_late(self._per_version * shortest, self._budget_s)

@@ -28,7 +28,7 @@ HTML_NAME, TRACE_NAME = "timeline.html", "trace.json"
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class ReportFiles:
     """Paths of a report's files."""
 
     html: Path
@@ -39,13 +39,13 @@ class Written:
     """False where groups of the record are without their fate, or the reverse: lines of it are missing."""
 
 
-def places(run: Path, html: Path | None = None, trace: Path | None = None) -> Written:
+def places(run: Path, html: Path | None = None, trace: Path | None = None) -> ReportFiles:
     """Return the paths that `report` will write to. Raises `ConfigError` where ``run`` is no run's directory."""
     events_file_of(run)
-    return Written(html or run / HTML_NAME, trace or run / TRACE_NAME)
+    return ReportFiles(html or run / HTML_NAME, trace or run / TRACE_NAME)
 
 
-def report(run: Path, html: Path | None = None, trace: Path | None = None, versions: str | None = None) -> Written:
+def report(run: Path, html: Path | None = None, trace: Path | None = None, versions: str | None = None) -> ReportFiles:
     """Write the page and the trace of the run in directory ``run``; by default they lie beside its events.
 
     A run that failed or still goes on is reported up to its last event. ``versions``: which ones the timeline draws, as

@@ -30,7 +30,7 @@ from headway.events import (
     TrajectoryFinished,
     VersionReached,
 )
-from headway.reports.live.console_view import ConsoleView, Outcome, report_end, stdout_console
+from headway.reports.live.console_view import ConsoleView, FinishedFiles, report_end, stdout_console
 from headway.reports.live.live_view import LiveView
 from headway.reports.live.notebook_cell import Cell
 from headway.reports.live.plain_log import PlainView
@@ -266,7 +266,7 @@ class Reports:
         written = any(self.directory.tensorboard.glob("*"))  # none where somebody removed the folder
         tensorboard = self.directory.tensorboard if written else None
         resumes = self.directory.path if resumable else None
-        outcome = Outcome(self.directory.events, tensorboard, model, resumes, self._trackers.places_after)
+        outcome = FinishedFiles(self.directory.events, tensorboard, model, resumes, self._trackers.places_after)
         report_end(self._console, self.summary(), outcome)
 
 

@@ -77,7 +77,7 @@ def _told(directory: RunDirectory, version: int, rows: Path, console: Console) -
     The record's rows are written to ``rows``. Raises `DataError` and `UserError`.
     """
     rows.unlink(missing_ok=True)
-    kept = _Kept(JsonLines(rows, lambda _: None))
+    kept = _SurvivingRows(JsonLines(rows, lambda _: None))
     state = newest(directory, look_through(directory.events), version)
     if not state.line and segments_of(directory.events):
         console.print("no state of the metrics fits this version and this Headway: all events are read again")
@@ -112,7 +112,7 @@ def _surviving_samples(directory: RunDirectory, draft: Path, version: int, bound
         ) from cause
 
 
-class _Kept(MetricsFile):
+class _SurvivingRows(MetricsFile):
     """Row sink for the rows of a record that survived."""
 
     last = -1

@@ -45,7 +45,7 @@ def is_trained(lock: Path, locks: Path = LOCKS, now: Callable[[], float] = time.
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class RunStatus:
     """How a run stands. ``status``: that of its end, ``running``, ``not begun`` or ``killed``; ``reason``: why."""
 
     status: str
@@ -59,16 +59,16 @@ class Standing:
         return self.trained is True or self.status == "running"
 
 
-def standing(started: RunStarted | None, finished: RunFinished | None, lock: Path) -> Standing:
+def standing(started: RunStarted | None, finished: RunFinished | None, lock: Path) -> RunStatus:
     """Say how a run stands, by what its record has of its start and end, and by who holds its ``lock``."""
     trained = is_trained(lock)
     if finished is not None:
-        return Standing(finished.status, finished.reason, trained)
+        return RunStatus(finished.status, finished.reason, trained)
     if trained is not False:
-        return Standing("running", None, trained)
+        return RunStatus("running", None, trained)
     if started is None:
-        return Standing("not begun", "nobody trains in this directory, and nothing was trained", trained)
-    return Standing("killed", "nobody trains this run any more, and it did not say how it ended", trained)
+        return RunStatus("not begun", "nobody trains in this directory, and nothing was trained", trained)
+    return RunStatus("killed", "nobody trains this run any more, and it did not say how it ended", trained)
 
 
 def only_starts(lock: Path, record: Path) -> bool:

@@ -54,7 +54,7 @@ class Frames:
             del self._unread[:begin]
 
 
-class Channel:
+class FrameChannel:
     """One end of a connection, on the running event loop."""
 
     def __init__(self, sock: socket.socket, on_frame: Callable[[Frame], object], on_end: Callable[[], object]) -> None:

@@ -17,7 +17,7 @@ from headway.data.interfaces.episode_groups import FinishedGroup, GroupRequest
 from headway.engines.rollout.native import NativeEngine
 from headway.engines.weights.buckets import pack, whole
 from headway.engines.weights.outgoing_version import Stream
-from headway.engines.weights.protocols import Incoming
+from headway.engines.weights.protocols import IncomingWeights
 from headway.engines.weights.weight_layout import Manifest, buckets, build_manifest
 from tests.engines.rollout.support import CONTEXT, decode, make_model, make_request, tensors_of_files
 
@@ -47,7 +47,7 @@ class Source:
         self.entered = threading.Event()
         self.break_after: int | None = None
 
-    def receive(self, version: int, incoming: Incoming) -> None:
+    def receive(self, version: int, incoming: IncomingWeights) -> None:
         (sink,) = incoming.shares
         self.entered.set()
         assert self.go.wait(WAIT_S)

@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from headway.data.interfaces.episode_groups import FinishedGroup, GroupRequest
-from headway.data.interfaces.generation import Call, FinishedCall, Priority, SamplingParams
+from headway.data.interfaces.generation import FinishedCall, GenerateRequest, Priority, SamplingParams
 from headway.data.types import GroupTokens, Prompt, RowAt, RowTokens, Trajectory
 from headway.engines.rollout.native.native_core import EngineCore, Finished
 from headway.engines.weights.served.served_weights import Contents
@@ -174,7 +174,7 @@ class AskedCore(EngineCore):
         return sorted({group.request.number for group, _ in self.asked.values()})
 
 
-def make_call(request: GroupRequest, k: int = 0, number: int = 0, **changes: Any) -> Call:
+def make_call(request: GroupRequest, k: int = 0, number: int = 0, **changes: Any) -> GenerateRequest:
     """The call of one answer of a group."""
     settings: dict[str, Any] = {
         "number": number,
@@ -184,7 +184,7 @@ def make_call(request: GroupRequest, k: int = 0, number: int = 0, **changes: Any
         "priority": request.priority,
         "together": request.n,
     }
-    return Call(**{**settings, **changes})
+    return GenerateRequest(**{**settings, **changes})
 
 
 def make_core(model: PreTrainedModel, *, slots: int = 8, seed: int = 7, **changes: Any) -> AskedCore:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from headway.engines.rollout.native.model.batch_invariance import ALONE, MOST, TOGETHER, least_invariant_rows
-from headway.engines.rollout.native.model.policy_forward import Context, Decoding
+from headway.engines.rollout.native.model.policy_forward import Decoding, PrefillContext
 from tests.engines.rollout.support import FAMILIES, MIXTURES, AskedCore, make_core, make_model, make_request
 
 NUMBERS = range(8)
@@ -102,7 +102,7 @@ def test_where_no_number_of_rows_is_enough_every_step_has_as_many_as_there_are_s
     rows = []
     inner = core._runner._forward.step
 
-    def watched(decoding: Decoding | None, contexts: Sequence[Context], least_rows: int) -> Any:
+    def watched(decoding: Decoding | None, contexts: Sequence[PrefillContext], least_rows: int) -> Any:
         if decoding is not None:
             rows.append(len(decoding.tokens) + sum(len(context.tokens) for context in contexts))
         return inner(decoding, contexts, least_rows)

@@ -26,7 +26,7 @@ from headway.data.types import FinishReason
 from headway.engines.rollout.native.cache.sliding_windows import Windows
 from headway.engines.rollout.native.model import fused_forward
 from headway.engines.rollout.native.model.fused_forward import FusedForward, best_forward
-from headway.engines.rollout.native.model.policy_forward import Context, ModuleForward
+from headway.engines.rollout.native.model.policy_forward import ModuleForward, PrefillContext
 from headway.engines.rollout.native.model.projection import Projection
 from headway.errors import ModelError
 from tests.engines.rollout.support import (
@@ -163,7 +163,7 @@ def test_the_fused_forward_is_used_and_equals_the_module(family: str) -> None:
     module = ModuleForward(copy.deepcopy(model), CONTEXT, windows)
     forward = best_forward(model, CONTEXT)
     assert isinstance(forward, FusedForward)
-    contexts = [Context(torch.randint(0, VOCABULARY, (length,))) for length in (20, 7, 1, 7)]
+    contexts = [PrefillContext(torch.randint(0, VOCABULARY, (length,))) for length in (20, 7, 1, 7)]
     for least_rows in (1, 50):
         with torch.inference_mode():
             logits, kv = forward.step(None, contexts, least_rows)

@@ -17,7 +17,7 @@ from headway.data.interfaces.episode_groups import GroupRequest
 from headway.data.interfaces.generation import Priority
 from headway.data.interfaces.rollout import OnUpdate
 from headway.data.types import FinishReason, TrajectoryId
-from headway.engines.weights.protocols import Incoming
+from headway.engines.weights.protocols import IncomingWeights
 from headway.errors import DataError, ModelError, RunError, UpdateFailed, WorkerDied
 from tests.engines.rollout.serving import MODEL, WAIT_S, Source, collect, endless, serving, until_asked
 from tests.engines.rollout.support import (
@@ -151,7 +151,7 @@ async def test_more_replicas_than_a_thread_pool_has_threads_can_receive_together
     together = threading.Barrier(3)
 
     class Meeting(Source):
-        def receive(self, version: int, incoming: Incoming) -> None:
+        def receive(self, version: int, incoming: IncomingWeights) -> None:
             together.wait(WAIT_S)
             super().receive(version, incoming)
 

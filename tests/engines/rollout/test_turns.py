@@ -12,13 +12,13 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from headway.data.interfaces.generation import Call, FinishedCall, Priority, SamplingParams
+from headway.data.interfaces.generation import FinishedCall, GenerateRequest, Priority, SamplingParams
 from headway.data.interfaces.rollout import OnUpdate
 from headway.data.types import FinishReason, TrajectoryId
 from headway.engines.rollout.native.cache.prefix_cache import BLOCK
 from headway.engines.rollout.native.cache.sliding_windows import Windows
 from headway.engines.rollout.native.model.fused_forward import FusedForward
-from headway.engines.rollout.native.model.policy_forward import Context, ModuleForward
+from headway.engines.rollout.native.model.policy_forward import ModuleForward, PrefillContext
 from headway.engines.rollout.native.native_core import EngineCore
 from tests.engines.rollout.support import FAMILIES, MIXTURES, TOLERANCE, VOCABULARY, activate, make_core, make_model
 from tests.engines.rollout.test_graphs import Replays
@@ -59,10 +59,10 @@ class Episode:
     def over(self) -> bool:
         return len(self.calls) == self.turns
 
-    def call(self, **changes: Any) -> Call:
+    def call(self, **changes: Any) -> GenerateRequest:
         sampling = SamplingParams(self.answer, stop_token_ids=(1,))
         settings = {"input_ids": self.context, "sampling": sampling, "key": len(self.calls), "goes_on": self.goes_on}
-        return Call(**{"number": self.k, "trajectory": self.id, **settings, **changes})
+        return GenerateRequest(**{"number": self.k, "trajectory": self.id, **settings, **changes})
 
     def take(self, call: FinishedCall) -> None:
         """The call's tokens, and what the environment says to that."""
@@ -125,7 +125,7 @@ def prefill(forward: Any, ids: torch.Tensor, cuts: Sequence[int]) -> tuple[torch
     """Logits and keys and values of ``ids``, prefilled part by part."""
     past, logits = None, torch.empty(0)
     for start, stop in zip([0, *cuts], [*cuts, len(ids)], strict=True):
-        logits, (kv,) = forward.step(None, [Context(ids[start:stop], past)], 16)
+        logits, (kv,) = forward.step(None, [PrefillContext(ids[start:stop], past)], 16)
         past = kv if past is None else torch.cat([past, kv], dim=2)
     assert past is not None
     return logits[0], past
@@ -154,11 +154,11 @@ def test_a_prefill_gives_the_same_bits_however_it_is_cut_and_whoever_is_beside_i
         for cuts in ([BLOCK], [1], [BLOCK - 1, BLOCK, BLOCK + 1], [70], [5, 3 * BLOCK], [len(ids) - 1]):
             again, kv_again = prefill(forward, ids, cuts)
             assert torch.equal(logits, again) and torch.equal(kv, kv_again), cuts
-        others = [Context(torch.randint(0, VOCABULARY, (n,))) for n in (3, 5 * BLOCK + 9, 5 * BLOCK + 7, LONG)]
-        beside, kvs = forward.step(None, [*others, Context(ids), Context(ids[70:], kv[:, :, :70])], 16)
+        others = [PrefillContext(torch.randint(0, VOCABULARY, (n,))) for n in (3, 5 * BLOCK + 9, 5 * BLOCK + 7, LONG)]
+        beside, kvs = forward.step(None, [*others, PrefillContext(ids), PrefillContext(ids[70:], kv[:, :, :70])], 16)
         assert torch.equal(beside[4], logits) and torch.equal(kvs[4], kv)
         assert torch.equal(beside[5], logits) and torch.equal(kvs[5], kv[:, :, 70:])
-        _, (kv_longer,) = forward.step(None, [Context(torch.cat([ids, others[3].tokens[:90]]))], 16)
+        _, (kv_longer,) = forward.step(None, [PrefillContext(torch.cat([ids, others[3].tokens[:90]]))], 16)
         assert torch.equal(kv_longer[:, :, : len(ids)], kv)
 
 

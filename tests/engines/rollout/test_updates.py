@@ -14,7 +14,7 @@ import torch
 from headway.data.interfaces.rollout import OnUpdate
 from headway.engines.rollout.native import NativeEngine
 from headway.engines.weights.incoming_version import BackBuffer
-from headway.engines.weights.protocols import Chunk, HostCopy, Incoming, WeightSink
+from headway.engines.weights.protocols import Chunk, HostCopy, IncomingWeights, WeightSink
 from headway.engines.weights.served.served_update import BufferedIntake
 from headway.errors import RunError, UpdateFailed
 from tests.engines.rollout.serving import MODEL, WAIT_S, Source, collect, endless, outgoing, serving
@@ -231,7 +231,7 @@ class Faulty(Source):
         super().__init__(model)
         self.faulty = True
 
-    def receive(self, version: int, incoming: Incoming) -> None:
+    def receive(self, version: int, incoming: IncomingWeights) -> None:
         (sink,) = incoming.shares
         weights = outgoing(self.model, self.manifest)
         for chunk in weights:
@@ -276,7 +276,7 @@ class Ending(Faulty):
         sink.ended([])
         raise Cut
 
-    def receive(self, version: int, incoming: Incoming) -> None:
+    def receive(self, version: int, incoming: IncomingWeights) -> None:
         with suppress(Cut):
             super().receive(version, incoming)
 
@@ -391,7 +391,7 @@ class Elsewhere:
         assert report.path is not None
         self.copy = HostCopy(version, report.path, report.checksum)
 
-    def receive(self, version: int, incoming: Incoming) -> None:
+    def receive(self, version: int, incoming: IncomingWeights) -> None:
         incoming.found(self.copy)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from headway.data.interfaces.rollout import OnUpdate
-from headway.engines.rollout.vllm.vllm_activity import Activity
+from headway.engines.rollout.vllm.vllm_activity import VllmActivity
 from headway.engines.rollout.vllm.vllm_core import VllmCore
 from headway.errors import RunError
 from tests.engines.rollout.support import make_call, make_request
@@ -49,7 +49,7 @@ def core_over(llm: Noting) -> VllmCore:
         slots=2,
         max_context=32,
         clock=clock,
-        activity=Activity(clock),
+        activity=VllmActivity(clock),
         temperature=1.0,
         can_sleep=True,
     )

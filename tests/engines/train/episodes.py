@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.data.collate import Row
+from headway.data.collate import CollatedRow
 from headway.data.types import Outcomes, TrajectoryId, TurnSpan
 
 GROUPS = (4, 4, 9, 4, 9, 2)
@@ -17,7 +17,7 @@ STATES = (-(2**63), 7, 2**63 - 1)
 COLUMNS = ("now", "advantages", "values", "ref_logprobs", "prox_logprobs", "entropy")
 
 
-def whole(seed: int, *, turns: int = 4) -> tuple[list[Row], Outcomes]:
+def whole(seed: int, *, turns: int = 4) -> tuple[list[CollatedRow], Outcomes]:
     """Episodes of 1 to ``turns`` turns in one row each, with holes between turns, rewards and states of turns.
 
     The column ``place`` numbers all tokens of the fetch.
@@ -38,7 +38,7 @@ def whole(seed: int, *, turns: int = 4) -> tuple[list[Row], Outcomes]:
         columns["place"] = np.arange(count, count + length, dtype=np.float32)
         count += length
         rows.append(
-            Row(
+            CollatedRow(
                 input_ids=rng.integers(2, 18, 3 + length).astype(np.int32),
                 prompt_length=3,
                 logprobs=np.where(mask, near, 0.0).astype(np.float32),
@@ -60,7 +60,7 @@ def whole(seed: int, *, turns: int = 4) -> tuple[list[Row], Outcomes]:
     return rows, outcomes
 
 
-def cut_anywhere(row: Row, at: Sequence[int]) -> list[Row]:
+def cut_anywhere(row: CollatedRow, at: Sequence[int]) -> list[CollatedRow]:
     """The row cut before these response tokens: each part has all parts before it in its prompt."""
     ends = sorted({min(place, len(row.loss_mask)) for place in at} - {0, len(row.loss_mask)})
     parts = []
@@ -71,7 +71,7 @@ def cut_anywhere(row: Row, at: Sequence[int]) -> list[Row]:
     return parts
 
 
-def dealt(row: Row, hands: int) -> list[Row]:
+def dealt(row: CollatedRow, hands: int) -> list[CollatedRow]:
     """The row's turns dealt out to ``hands`` rows in turn, as an episode of several conversations has them."""
     parts = []
     for hand in range(min(hands, len(row.turns))):
@@ -80,13 +80,13 @@ def dealt(row: Row, hands: int) -> list[Row]:
     return parts
 
 
-def in_rows(parts: Sequence[Sequence[Row]], outcomes: Outcomes) -> tuple[list[Row], Outcomes]:
+def in_rows(parts: Sequence[Sequence[CollatedRow]], outcomes: Outcomes) -> tuple[list[CollatedRow], Outcomes]:
     """All rows, in order, and the outcomes that say whose they are."""
     rows = [row for of_episode in parts for row in of_episode]
     return rows, replace(outcomes, episode_of=np.repeat(np.arange(len(parts)), [len(rows) for rows in parts]))
 
 
-def _part(row: Row, kept: NDArray[np.int64]) -> Row:
+def _part(row: CollatedRow, kept: NDArray[np.int64]) -> CollatedRow:
     numbers = np.full(len(row.loss_mask), -1)
     for turn in row.turns:
         numbers[turn.start : turn.stop] = turn.number

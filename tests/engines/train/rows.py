@@ -10,12 +10,14 @@ import torch
 from transformers import PreTrainedModel
 
 from headway.config.schema import Config
-from headway.data.collate import Row
+from headway.data.collate import CollatedRow
 
 VOCABULARY = 18
 
 
-def random_rows(n: int, seed: int = 0, with_ref: bool = False, with_prox: bool = False, longest: int = 24) -> list[Row]:
+def random_rows(
+    n: int, seed: int = 0, with_ref: bool = False, with_prox: bool = False, longest: int = 24
+) -> list[CollatedRow]:
     """Rows of very different lengths, some with masked tokens."""
     rng = np.random.default_rng(seed)
     rows = []
@@ -28,7 +30,7 @@ def random_rows(n: int, seed: int = 0, with_ref: bool = False, with_prox: bool =
         if with_prox:
             columns["prox_logprobs"] = (logprobs + 0.1 * rng.standard_normal(response)).astype(np.float32)
         rows.append(
-            Row(
+            CollatedRow(
                 input_ids=rng.integers(2, VOCABULARY, prompt + response).astype(np.int32),
                 prompt_length=prompt,
                 logprobs=logprobs,
@@ -40,15 +42,17 @@ def random_rows(n: int, seed: int = 0, with_ref: bool = False, with_prox: bool =
     return rows
 
 
-def with_columns(row: Row, **columns: np.ndarray) -> Row:
+def with_columns(row: CollatedRow, **columns: np.ndarray) -> CollatedRow:
     return replace(row, columns={**row.columns, **columns})
 
 
-def without_column(row: Row, name: str) -> Row:
+def without_column(row: CollatedRow, name: str) -> CollatedRow:
     return replace(row, columns={key: value for key, value in row.columns.items() if key != name})
 
 
-def response_logprobs(model: PreTrainedModel, row: Row, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+def response_logprobs(
+    model: PreTrainedModel, row: CollatedRow, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probs and entropies [T] of a row, from the model's own logits, in the model's dtype."""
     logits = model(torch.from_numpy(row.input_ids.astype(np.int64))[None]).logits[0, row.prompt_length - 1 : -1]
     logp = (logits / temperature).log_softmax(-1)
@@ -56,7 +60,7 @@ def response_logprobs(model: PreTrainedModel, row: Row, temperature: float) -> t
     return logp[torch.arange(len(targets)), targets], -(logp.exp() * logp).sum(-1)
 
 
-def plain_loss(model: PreTrainedModel, rows: Sequence[Row], config: Config) -> torch.Tensor:
+def plain_loss(model: PreTrainedModel, rows: Sequence[CollatedRow], config: Config) -> torch.Tensor:
     """The mini-batch's loss by its definition."""
     actor = config.actor
     tokens = sum(int(row.loss_mask.sum()) for row in rows)

@@ -19,7 +19,7 @@ from headway.config.schema import Config
 from headway.config.sections.learning import ActorConfig, CriticConfig, OptimConfig
 from headway.config.sections.model_section import ModelConfig
 from headway.config.sections.parallel import ParallelConfig
-from headway.data.collate import Row
+from headway.data.collate import CollatedRow
 from headway.data.interfaces.steps import StepContext
 from headway.engines.train.fsdp.critic_engine import FsdpCritic
 from headway.engines.train.fsdp.device_mesh import TrainMesh
@@ -62,7 +62,7 @@ def some_head() -> torch.Tensor:
     return torch.randn(1, HIDDEN, generator=torch.Generator().manual_seed(3))
 
 
-def valued_rows(n: int, seed: int = 0) -> list[Row]:
+def valued_rows(n: int, seed: int = 0) -> list[CollatedRow]:
     """Rows whose ``values`` and ``returns`` are far apart enough for some values to be clipped."""
     rng = np.random.default_rng(seed)
     rows = []
@@ -72,14 +72,16 @@ def valued_rows(n: int, seed: int = 0) -> list[Row]:
     return rows
 
 
-def plain_values(decoder: torch.nn.Module, head: torch.Tensor, row: Row) -> torch.Tensor:
+def plain_values(decoder: torch.nn.Module, head: torch.Tensor, row: CollatedRow) -> torch.Tensor:
     """head · hidden at the position before each response token, [T]."""
     ids = torch.from_numpy(row.input_ids.astype(np.int64))[None]
     hidden = decoder(input_ids=ids).last_hidden_state[0, row.prompt_length - 1 : -1]
     return hidden @ head[0]
 
 
-def plain_loss(decoder: torch.nn.Module, head: torch.Tensor, rows: Sequence[Row], cliprange: float) -> torch.Tensor:
+def plain_loss(
+    decoder: torch.nn.Module, head: torch.Tensor, rows: Sequence[CollatedRow], cliprange: float
+) -> torch.Tensor:
     """The mean over the tokens that count, token by token."""
     total, tokens = torch.zeros((), dtype=torch.float64), 0
     for row in rows:
@@ -97,20 +99,22 @@ def plain_loss(decoder: torch.nn.Module, head: torch.Tensor, rows: Sequence[Row]
     return total / tokens
 
 
-def numpy_explained_variance(rows: Sequence[Row]) -> float:
+def numpy_explained_variance(rows: Sequence[CollatedRow]) -> float:
     """1 − variance of what is left / variance of the returns, over the tokens that count."""
     values, returns = (np.concatenate([r.columns[n][r.loss_mask] for r in rows]) for n in ("values", "returns"))
     return float(1 - np.var(values.astype(np.float64) - returns) / np.var(returns.astype(np.float64)))
 
 
-def gradient(path: str, config: Config, shares: list[list[Row]]) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+def gradient(
+    path: str, config: Config, shares: list[list[CollatedRow]]
+) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     """Gradient and sums of this rank's share, as the critic leaves them."""
     critic = build(path, config)
     metrics = critic._learner._backward(shares[dist.get_rank()], critic._part)
     return {name: p.grad.full_tensor() for name, p in critic._module.named_parameters()}, metrics
 
 
-def plain_gradient(path: str, rows: Sequence[Row]) -> tuple[dict[str, torch.Tensor], float]:
+def plain_gradient(path: str, rows: Sequence[CollatedRow]) -> tuple[dict[str, torch.Tensor], float]:
     model: PreTrainedModel = load_model(path, dtype=torch.float64)
     head = some_head().double().requires_grad_()
     loss = plain_loss(model.base_model, head, rows, CLIP)
@@ -157,7 +161,7 @@ def test_a_value_does_not_see_its_own_token_or_what_comes_after(one_rank: None, 
     at = length // 2
     other = row.input_ids.copy()
     other[row.prompt_length + at :] = (other[row.prompt_length + at :] + 1) % 18
-    changed = Row(other, row.prompt_length, row.logprobs, row.versions, row.loss_mask)
+    changed = CollatedRow(other, row.prompt_length, row.logprobs, row.versions, row.loss_mask)
     before, after = critic.forward_values([row])[0], critic.forward_values([changed])[0]
     np.testing.assert_allclose(after[: at + 1], before[: at + 1], atol=1e-6)
     assert np.abs(after[at + 1 :] - before[at + 1 :]).min() > 1e-6
@@ -184,7 +188,7 @@ def test_no_rows_give_no_values_and_no_tokens_an_empty_array(one_rank: None, mod
     critic, [full] = build(model_path()), valued_rows(1)
     nothing = np.zeros(0, dtype=np.float32)
     columns = {"values": nothing, "returns": nothing}
-    empty = Row(full.input_ids[:3], 3, nothing, nothing.astype(np.int32), nothing.astype(np.bool_), columns)
+    empty = CollatedRow(full.input_ids[:3], 3, nothing, nothing.astype(np.int32), nothing.astype(np.bool_), columns)
     assert critic.forward_values([]) == []
     assert [len(values) for values in critic.forward_values([empty, full])] == [0, len(full.logprobs)]
     assert not critic.train_step([empty, full]).skipped
@@ -333,7 +337,7 @@ def test_a_row_that_lacks_what_a_step_needs_is_an_error(one_rank: None, model_pa
 # ---------------------------------------------------------------------------------------------- not finite
 
 
-def broken(row: Row, value: float) -> Row:
+def broken(row: CollatedRow, value: float) -> CollatedRow:
     returns = row.columns["returns"].copy()
     returns[np.flatnonzero(row.loss_mask)[0]] = value
     return with_columns(row, returns=returns)
@@ -369,7 +373,7 @@ def test_a_return_that_is_not_finite_and_does_not_count_changes_nothing(one_rank
     assert reports[0] == reports[1] == reports[2]
 
 
-def skip_on_two_ranks(path: str, rows: list[Row]) -> dict[str, Any]:
+def skip_on_two_ranks(path: str, rows: list[CollatedRow]) -> dict[str, Any]:
     mine = rows[:2] if dist.get_rank() == 0 else rows[2:]
     critic = build(path)
     first = critic.train_step(mine)
@@ -413,7 +417,7 @@ def test_training_resumes_bit_for_bit(one_rank: None, model_path: ModelPath, tmp
     assert_same(resumed.forward_values(batches[0]), critic.forward_values(batches[0]))
 
 
-def train_and_save(path: str, checkpoint: Path, rows: list[Row]) -> Any:
+def train_and_save(path: str, checkpoint: Path, rows: list[CollatedRow]) -> Any:
     mine = rows[:2] if dist.get_rank() == 0 else rows[2:]
     critic = build(path)
     critic.train_step(mine)

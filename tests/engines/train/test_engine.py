@@ -17,7 +17,7 @@ from headway.config.schema import Config, RolloutConfig
 from headway.config.sections.learning import ActorConfig, AlgorithmConfig, OptimConfig
 from headway.config.sections.model_section import ModelConfig
 from headway.config.sections.parallel import ParallelConfig
-from headway.data.collate import Row
+from headway.data.collate import CollatedRow
 from headway.data.interfaces.steps import StepContext
 from headway.engines.train.fsdp.device_mesh import TrainMesh
 from headway.engines.train.fsdp.engine import FsdpEngine
@@ -137,7 +137,7 @@ def test_a_response_without_tokens_is_allowed(model_path: ModelPath) -> None:
     [full] = random_rows(1)
     nothing = np.zeros(0, dtype=np.float32)
     columns = {"advantages": nothing}
-    empty = Row(full.input_ids[:3], 3, nothing, nothing.astype(np.int32), nothing.astype(np.bool_), columns)
+    empty = CollatedRow(full.input_ids[:3], 3, nothing, nothing.astype(np.int32), nothing.astype(np.bool_), columns)
     trainer = engine(model_path())
     short, long = trainer.forward_logprobs([empty, full])
     assert len(short) == 0 and len(long) == len(full.logprobs)

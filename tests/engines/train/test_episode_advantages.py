@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from headway.algorithms.advantages import ADVANTAGES
 from headway.algorithms.scores import episode_scores
 from headway.config.sections.learning import AlgorithmConfig
-from headway.data.collate import Row
+from headway.data.collate import CollatedRow
 from headway.data.types import Outcomes
 from headway.engines.train.batch_advantages import FetchAdvantages
 from headway.errors import RunError
@@ -28,7 +28,7 @@ ESTIMATORS = sorted(set(ADVANTAGES.names()) - {"maxrl"})
 KL = {"use_kl_in_reward": True, "kl_ctrl": {"kl_coef": 0.1}}
 
 
-def compute(rows: Sequence[Row], outcomes: Outcomes, **algorithm: Any) -> dict[str, dict[int, float]]:
+def compute(rows: Sequence[CollatedRow], outcomes: Outcomes, **algorithm: Any) -> dict[str, dict[int, float]]:
     """Each column's values by token, at the tokens that count; holes are checked to be 0."""
     columns = FetchAdvantages(AlgorithmConfig.model_validate(algorithm))(rows, outcomes)
     found: dict[str, dict[int, float]] = {}
@@ -56,7 +56,7 @@ ways = st.one_of(
 """For each episode where its row is cut, or how many rows its turns are dealt to."""
 
 
-def apart(rows: Sequence[Row], way: Sequence[Any]) -> list[list[Row]]:
+def apart(rows: Sequence[CollatedRow], way: Sequence[Any]) -> list[list[CollatedRow]]:
     return [
         cut_anywhere(row, how) if isinstance(how, list) else dealt(row, how) for row, how in zip(rows, way, strict=True)
     ]
@@ -86,11 +86,11 @@ def test_cutting_an_episodes_row_into_several_changes_no_advantage(
 # ---------------------------------------------------------------------------------------------- against loops
 
 
-Episode = list[tuple[int, int, Row, int]]
+Episode = list[tuple[int, int, CollatedRow, int]]
 """The tokens of an episode in order: (turn, place in the fetch, row, index in the row)."""
 
 
-def tokens_of(rows: Sequence[Row]) -> Episode:
+def tokens_of(rows: Sequence[CollatedRow]) -> Episode:
     tokens = [
         (turn.number, int(row.columns["place"][t]), row, t)
         for row in rows
@@ -132,7 +132,7 @@ def whitened(values: list[float]) -> list[float]:
     return [(v - mean) / std for v in values]
 
 
-def forked(seed: int) -> tuple[list[list[Row]], Outcomes]:
+def forked(seed: int) -> tuple[list[list[CollatedRow]], Outcomes]:
     rows, outcomes = whole(seed)
     return [dealt(row, 1 + k % 3) for k, row in enumerate(rows)], outcomes
 

@@ -18,7 +18,7 @@ from headway.config.schema import Config
 from headway.config.sections.learning import ActorConfig, AlgorithmConfig
 from headway.config.sections.losses import LOSSES
 from headway.config.sections.parallel import ParallelConfig
-from headway.data.collate import Row
+from headway.data.collate import CollatedRow
 from headway.data.interfaces.steps import StepContext, StepReport
 from headway.data.packing import Pack, Packing
 from headway.engines.train.fsdp.cross_microbatch import Apart
@@ -57,7 +57,7 @@ def configured(loss: str | dict[str, Any], mode: str, correction: dict[str, Any]
 
 
 def through_objective(
-    config: Config, rows: Sequence[Row], budget: int, whole_episodes: bool | None = None
+    config: Config, rows: Sequence[CollatedRow], budget: int, whole_episodes: bool | None = None
 ) -> tuple[dict[int, float], dict[str, float], list[Pack]]:
     """Gradient in the log-prob of each token that counts, metrics, and the micro-batches, as the engine makes them."""
     objective, totals = Objective(config), count(rows)
@@ -208,7 +208,9 @@ def test_rows_of_one_episode_share_a_micro_batch_only_where_a_loss_looks_at_sequ
 # ---------------------------------------------------------------------------------------------- with a model
 
 
-def gradient_and_step(path: str, config: Config, shares: list[list[Row]]) -> tuple[dict[str, torch.Tensor], StepReport]:
+def gradient_and_step(
+    path: str, config: Config, shares: list[list[CollatedRow]]
+) -> tuple[dict[str, torch.Tensor], StepReport]:
     """Gradient of this rank's share, as the engine leaves it before its step, and the step's report."""
     engine = FsdpEngine(
         model_path=path, config=config, total_optimizer_steps=1, mesh=TrainMesh.make(ParallelConfig(), CPU)
@@ -225,7 +227,7 @@ def gradient_and_step(path: str, config: Config, shares: list[list[Row]]) -> tup
     return found, report
 
 
-def of_the_model(path: str, rows: Sequence[Row], config: Config) -> list[Row]:
+def of_the_model(path: str, rows: Sequence[CollatedRow], config: Config) -> list[CollatedRow]:
     """The rows, sampled by something near the model's own policy: else ratios are all beyond their bounds."""
     engine = FsdpEngine(
         model_path=path, config=config, total_optimizer_steps=1, mesh=TrainMesh.make(ParallelConfig(), CPU)

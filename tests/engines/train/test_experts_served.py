@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from headway.data.collate import Row
+from headway.data.collate import CollatedRow
 from headway.data.interfaces.episode_groups import GroupRequest
 from headway.data.interfaces.rollout import OnUpdate
 from headway.data.interfaces.steps import StepContext
@@ -55,7 +55,7 @@ async def assert_serves_the_trainers(engine: NativeEngine, both: Pair, version: 
         for row in group.tokens.rows:
             assert set(row.versions.tolist()) == {version}
             ids = np.concatenate([row.prompt_ids, row.ids])
-            again = Row(ids, len(row.prompt_ids), row.logprobs, row.versions, row.loss_mask)
+            again = CollatedRow(ids, len(row.prompt_ids), row.logprobs, row.versions, row.loss_mask)
             np.testing.assert_allclose(row.logprobs, both.trainer.forward_logprobs([again])[0], atol=1e-5, rtol=0)
 
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.config.sections.learning import AlgorithmConfig
-from headway.data.collate import Row
+from headway.data.collate import CollatedRow
 from headway.data.types import Outcomes, TrajectoryId
 from headway.engines.train.batch_advantages import FetchAdvantages
 from headway.errors import ConfigError, RunError, UserCodeError
@@ -25,7 +25,7 @@ GROUPS = (7, 3, 3, 7, 12, 7, 3, 7, 7)
 Floats = list[float]
 
 
-def fetch(seed: int = 0, *, holes: bool = True, groups: Sequence[int] = GROUPS) -> tuple[list[Row], Outcomes]:
+def fetch(seed: int = 0, *, holes: bool = True, groups: Sequence[int] = GROUPS) -> tuple[list[CollatedRow], Outcomes]:
     """Answers of 1 to 9 tokens; some were cut off; tokens in holes are garbage."""
     rng = np.random.default_rng(seed)
     rows = []
@@ -38,7 +38,7 @@ def fetch(seed: int = 0, *, holes: bool = True, groups: Sequence[int] = GROUPS) 
             for name in ("values", "ref_logprobs", "prox_logprobs")
         }
         rows.append(
-            Row(
+            CollatedRow(
                 input_ids=rng.integers(0, 18, 3 + length).astype(np.int32),
                 prompt_length=3,
                 logprobs=np.where(mask, rng.standard_normal(length), np.nan).astype(np.float32),
@@ -56,14 +56,14 @@ def fetch(seed: int = 0, *, holes: bool = True, groups: Sequence[int] = GROUPS) 
     return rows, outcomes
 
 
-def compute(rows: Sequence[Row], outcomes: Outcomes, **algorithm: Any) -> dict[str, list[np.ndarray]]:
+def compute(rows: Sequence[CollatedRow], outcomes: Outcomes, **algorithm: Any) -> dict[str, list[np.ndarray]]:
     return FetchAdvantages(AlgorithmConfig.model_validate(algorithm))(rows, outcomes)
 
 
 # ---------------------------------------------------------------------------------------------- scalar loops
 
 
-def token_rewards(row: Row, reward: float, coef: float = 0.0, anchor: str | None = None) -> dict[int, float]:
+def token_rewards(row: CollatedRow, reward: float, coef: float = 0.0, anchor: str | None = None) -> dict[int, float]:
     """Token that counts → its reward: k1 off each, the answer's own at the last one."""
     counts = [t for t, valid in enumerate(row.loss_mask) if valid]
     policy = row.logprobs if anchor is None else row.columns[anchor]
@@ -72,7 +72,7 @@ def token_rewards(row: Row, reward: float, coef: float = 0.0, anchor: str | None
     return rewards
 
 
-def scores(rows: Sequence[Row], outcomes: Outcomes, coef: float = 0.0, anchor: str | None = None) -> Floats:
+def scores(rows: Sequence[CollatedRow], outcomes: Outcomes, coef: float = 0.0, anchor: str | None = None) -> Floats:
     return [
         math.fsum(token_rewards(row, float(reward), coef, anchor).values())
         for row, reward in zip(rows, outcomes.rewards, strict=True)
@@ -115,7 +115,7 @@ def gae_loop(
     return result
 
 
-def spread(per_answer: Floats, rows: Sequence[Row]) -> list[np.ndarray]:
+def spread(per_answer: Floats, rows: Sequence[CollatedRow]) -> list[np.ndarray]:
     return [np.where(row.loss_mask, value, 0.0) for value, row in zip(per_answer, rows, strict=True)]
 
 
@@ -147,7 +147,12 @@ def test_rloo_is_that_of_a_scalar_loop(seed: int) -> None:
 
 
 def expected_gae(
-    rows: Sequence[Row], outcomes: Outcomes, gamma: float, lam: float, coef: float = 0.0, anchor: str | None = None
+    rows: Sequence[CollatedRow],
+    outcomes: Outcomes,
+    gamma: float,
+    lam: float,
+    coef: float = 0.0,
+    anchor: str | None = None,
 ) -> dict[str, list[np.ndarray]]:
     of_tokens = [
         gae_loop(token_rewards(row, float(r), coef, anchor), row.columns["values"], gamma, lam)

@@ -14,7 +14,7 @@ from headway.config.schema import Config, RolloutConfig
 from headway.config.sections.learning import ActorConfig, AlgorithmConfig, FsdpConfig, RolloutCorrectionConfig
 from headway.config.sections.model_section import ModelConfig
 from headway.config.sections.parallel import ParallelConfig
-from headway.data.collate import Row
+from headway.data.collate import CollatedRow
 from headway.data.interfaces.steps import StepContext
 from headway.engines.train.fsdp.device_mesh import TrainMesh
 from headway.engines.train.fsdp.engine import FsdpEngine
@@ -38,7 +38,9 @@ def configured(budget: int, actor: dict[str, Any], checkpointing: bool = False) 
     )
 
 
-def gradient(path: str, config: Config, shares: list[list[Row]]) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+def gradient(
+    path: str, config: Config, shares: list[list[CollatedRow]]
+) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     """Gradient and metrics of this rank's share, as the engine leaves them."""
     engine = FsdpEngine(
         model_path=path,
@@ -51,7 +53,7 @@ def gradient(path: str, config: Config, shares: list[list[Row]]) -> tuple[dict[s
     return grads, metrics
 
 
-def plain_gradient(path: str, config: Config, rows: list[Row]) -> tuple[dict[str, torch.Tensor], float]:
+def plain_gradient(path: str, config: Config, rows: list[CollatedRow]) -> tuple[dict[str, torch.Tensor], float]:
     """The same in float64 over the Hugging Face model."""
     model = load_model(path, dtype=torch.float64)
     loss = plain_loss(model, rows, config)
@@ -131,7 +133,7 @@ def test_a_rank_without_rows_takes_part(
 ) -> None:
     path, rows = model_path("llama", False), random_rows(2)
     expected, _ = gradient(path, configured(ONE_MICRO_BATCH, {}), [rows])
-    shares: list[list[Row]] = [[rows[0]], [], [rows[1]]]
+    shares: list[list[CollatedRow]] = [[rows[0]], [], [rows[1]]]
     for grads, _ in run_ranks(3, gradient, (path, configured(ONE_MICRO_BATCH, {}), shares)):
         assert_close(grads, expected)
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from headway.config.schema import AsyncTrainingConfig, Config, RolloutConfig
 from headway.config.sections.learning import ActorConfig, AlgorithmConfig, RolloutCorrectionConfig
 from headway.config.sections.parallel import ParallelConfig
-from headway.data.collate import Row
+from headway.data.collate import CollatedRow
 from headway.data.interfaces.steps import StepContext, StepReport
 from headway.engines.train.fsdp.device_mesh import TrainMesh
 from headway.engines.train.fsdp.engine import FsdpEngine
@@ -47,7 +47,7 @@ def build(path: str, budget: int, correction: RolloutCorrectionConfig | None = N
     )
 
 
-def of_versions(rows: Sequence[Row], versions: Sequence[int], seed: int = 0) -> list[Row]:
+def of_versions(rows: Sequence[CollatedRow], versions: Sequence[int], seed: int = 0) -> list[CollatedRow]:
     """Each token of one of ``versions``, ascending in an answer, the older the further off; garbage where masked."""
     rng, result = np.random.default_rng(seed), []
     for row in rows:
@@ -63,18 +63,20 @@ def of_versions(rows: Sequence[Row], versions: Sequence[int], seed: int = 0) -> 
     return result
 
 
-def joined(rows: Sequence[Row], arrays: Sequence[np.ndarray]) -> np.ndarray:
+def joined(rows: Sequence[CollatedRow], arrays: Sequence[np.ndarray]) -> np.ndarray:
     """Of the tokens that count, as float64."""
     pairs = zip(rows, arrays, strict=True)
     return np.concatenate([np.asarray(array, np.float64)[row.loss_mask] for row, array in pairs])
 
 
-def entropies(path: str, rows: Sequence[Row]) -> list[np.ndarray]:
+def entropies(path: str, rows: Sequence[CollatedRow]) -> list[np.ndarray]:
     model = load_model(path, dtype=torch.float64)
     return [response_logprobs(model, row, TEMPERATURE)[1].detach().numpy() for row in rows]
 
 
-def in_numpy(rows: Sequence[Row], logprobs: Sequence[np.ndarray], entropy: Sequence[np.ndarray]) -> dict[str, float]:
+def in_numpy(
+    rows: Sequence[CollatedRow], logprobs: Sequence[np.ndarray], entropy: Sequence[np.ndarray]
+) -> dict[str, float]:
     """Everything but the quantiles."""
     now, sampled = joined(rows, logprobs), joined(rows, [row.logprobs for row in rows])
     lags = np.minimum(VERSION - joined(rows, [row.versions for row in rows]), 4)
@@ -95,7 +97,7 @@ def in_numpy(rows: Sequence[Row], logprobs: Sequence[np.ndarray], entropy: Seque
     return expected
 
 
-def quantile(rows: Sequence[Row], logprobs: Sequence[np.ndarray], lag: int, percent: int) -> float:
+def quantile(rows: Sequence[CollatedRow], logprobs: Sequence[np.ndarray], lag: int, percent: int) -> float:
     """Of log w: the smallest that so many per cent of the tokens do not exceed."""
     x = joined(rows, logprobs) - joined(rows, [row.logprobs for row in rows])
     lags = np.minimum(VERSION - joined(rows, [row.versions for row in rows]), 4)
@@ -108,7 +110,7 @@ def by_lag(metrics: dict[str, float]) -> dict[str, float]:
 
 
 def assert_reported(
-    report: StepReport, rows: Sequence[Row], logprobs: Sequence[np.ndarray], entropy: Sequence[np.ndarray]
+    report: StepReport, rows: Sequence[CollatedRow], logprobs: Sequence[np.ndarray], entropy: Sequence[np.ndarray]
 ) -> None:
     got, expected = by_lag(report.metrics), in_numpy(rows, logprobs, entropy)
     for name, value in expected.items():
@@ -122,7 +124,7 @@ def assert_reported(
     assert {f"offpolicy/{what}/{name}" for what in OF_EACH_LAG for name in there} == got.keys()
 
 
-def step(path: str, budget: int, rows: list[Row], cut: int) -> tuple[list[np.ndarray], StepReport]:
+def step(path: str, budget: int, rows: list[CollatedRow], cut: int) -> tuple[list[np.ndarray], StepReport]:
     """On two ranks each has its side of ``cut``."""
     mine = rows if dist.get_world_size() == 1 else (rows[:cut] if dist.get_rank() == 0 else rows[cut:])
     trainer = build(path, budget)

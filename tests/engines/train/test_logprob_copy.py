@@ -16,13 +16,13 @@ from headway.config.schema import Config, RolloutConfig
 from headway.config.sections.learning import ActorConfig, OptimConfig
 from headway.config.sections.model_section import ModelConfig
 from headway.config.sections.parallel import ParallelConfig
-from headway.data.collate import Row
+from headway.data.collate import CollatedRow
 from headway.data.interfaces.steps import StepContext
 from headway.engines.train.fsdp.device_mesh import TrainMesh
 from headway.engines.train.fsdp.engine import FsdpEngine
 from headway.engines.train.policy_copy import LogProbCopy
 from headway.engines.weights.outgoing_version import Staged, Stream
-from headway.engines.weights.protocols import Incoming, Outgoing
+from headway.engines.weights.protocols import IncomingWeights, OutgoingWeights
 from headway.errors import ModelError, RunError, UpdateFailed
 from headway.models.pretrained import load_model
 from headway.models.probe import probe_rows, probe_vector
@@ -39,7 +39,7 @@ BUDGET = 64
 class Link:
     """Hands over what is put into it, as a transport would; or fails after so many buckets."""
 
-    outgoing: dict[int, Outgoing] = field(default_factory=dict)
+    outgoing: dict[int, OutgoingWeights] = field(default_factory=dict)
     fails_after: int | None = None
     nbytes: int = 0
     """Payload of the last version."""
@@ -48,7 +48,7 @@ class Link:
     hold: threading.Event | None = None
     held: threading.Event = field(default_factory=threading.Event)
 
-    def receive(self, version: int, incoming: Incoming) -> None:
+    def receive(self, version: int, incoming: IncomingWeights) -> None:
         (sink,) = incoming.shares
         weights = self.outgoing[version]
         self.nbytes = self.deltas = 0
@@ -104,7 +104,7 @@ class Pair:
         await self.copy.stage_weights(version)
         self.copy.activate(version)
 
-    def agree(self, version: int, rows: list[Row]) -> bool:
+    def agree(self, version: int, rows: list[CollatedRow]) -> bool:
         """To the last bit."""
         ours, theirs = self.copy.proximal_logprobs(rows, version), self.trainer.forward_logprobs(rows)
         assert all(a.dtype == np.float32 for a in ours)
@@ -182,7 +182,7 @@ async def test_half_precision_agrees_as_far_as_that_goes(pair: Any) -> None:
 async def test_no_rows_give_no_log_probs_and_no_tokens_an_empty_array(pair: Any) -> None:
     both, [full] = pair(), random_rows(1)
     nothing = np.zeros(0, dtype=np.float32)
-    empty = Row(full.input_ids[:3], 3, nothing, nothing.astype(np.int32), nothing.astype(np.bool_))
+    empty = CollatedRow(full.input_ids[:3], 3, nothing, nothing.astype(np.int32), nothing.astype(np.bool_))
     assert both.copy.proximal_logprobs([], 0) == []
     assert [len(a) for a in both.copy.proximal_logprobs([empty, full], 0)] == [0, len(full.logprobs)]
 

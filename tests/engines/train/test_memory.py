@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen2Config, Qw
 from headway.config.schema import Config
 from headway.config.sections.parallel import ParallelConfig
 from headway.config.sizing.model_shape import FLOAT, ModelShape
-from headway.config.sizing.process_memory import Mesh, Step, trainer
-from headway.data.collate import Row
+from headway.config.sizing.process_memory import Mesh, TrainingStep, trainer
+from headway.data.collate import CollatedRow
 from headway.data.interfaces.steps import StepContext
 from headway.engines.train.fsdp.device_mesh import TrainMesh
 from headway.engines.train.fsdp.engine import FsdpEngine
@@ -67,10 +67,10 @@ def folder_of(root: Path, name: str) -> str:
     return str(folder)
 
 
-def rows(count: int) -> list[Row]:
+def rows(count: int) -> list[CollatedRow]:
     rng, answer = np.random.default_rng(0), TOKENS - 1
     return [
-        Row(
+        CollatedRow(
             input_ids=rng.integers(2, SIZES["vocab_size"], TOKENS).astype(np.int32),
             prompt_length=1,
             logprobs=np.full(answer, -7.6, dtype=np.float32),
@@ -124,7 +124,7 @@ def test_a_training_step_takes_the_memory_that_is_said_within_a_tenth(
     shape = ModelShape.of(json.loads((Path(path) / "config.json").read_text()))
     assert shape is not None
     parallel = ParallelConfig.model_validate(sizes)
-    step = Step(Mesh(RANKS, parallel), TOKENS // parallel.cp, FLOAT, recompute=recompute)
+    step = TrainingStep(Mesh(RANKS, parallel), TOKENS // parallel.cp, FLOAT, recompute=recompute)
     expected = trainer(shape, step)
     found = on_mesh(measured, (path, sizes, recompute))
     said = f"{expected.held[0].nbytes} {expected.device} ({expected.busiest})"

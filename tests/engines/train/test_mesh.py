@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from headway.config.schema import Config
 from headway.config.sections.learning import ActorConfig, OptimConfig
 from headway.config.sections.parallel import ParallelConfig
-from headway.data.collate import Row
+from headway.data.collate import CollatedRow
 from headway.data.interfaces.steps import StepContext
 from headway.data.types import ColumnName
 from headway.engines.train.fsdp import policy as modules
@@ -33,7 +33,7 @@ from headway.engines.train.fsdp.reference_policy import ReferenceEngine
 from headway.engines.train.fsdp.sharded.weight_gather import gather_everywhere, given_parts
 from headway.engines.train.policy_copy import LogProbCopy
 from headway.engines.weights.outgoing_version import Stream
-from headway.engines.weights.protocols import Incoming
+from headway.engines.weights.protocols import IncomingWeights
 from headway.engines.weights.safetensors_files import INDEX, write_files
 from headway.engines.weights.weight_layout import Manifest
 from headway.errors import ModelError
@@ -92,7 +92,7 @@ def engine(path: str, parallel: ParallelConfig, mesh: TrainMesh | None = None) -
     )
 
 
-def share(rows: Sequence[Row], parallel: ParallelConfig) -> list[Row]:
+def share(rows: Sequence[CollatedRow], parallel: ParallelConfig) -> list[CollatedRow]:
     """Rows of this data rank: the last one has most."""
     ranks, rank = dist.get_world_size() // parallel.inner, dist.get_rank() // parallel.inner
     return [row for i, row in enumerate(rows) if min(i, ranks - 1) == rank]
@@ -112,7 +112,7 @@ def sent_share(of: FsdpEngine) -> tuple[int, bytes]:
     return (windows[0][0] if windows else 0), b"".join(data for _, data in windows)
 
 
-def look(path: str, parallel: ParallelConfig, rows: Sequence[Row], beside: bool) -> Found:
+def look(path: str, parallel: ParallelConfig, rows: Sequence[CollatedRow], beside: bool) -> Found:
     mesh, mine = mesh_of(parallel), share(rows, parallel)
     policy = engine(path, parallel, mesh)
     logprobs = policy.forward_logprobs(mine)
@@ -128,12 +128,12 @@ def look(path: str, parallel: ParallelConfig, rows: Sequence[Row], beside: bool)
     return Found(metrics, flat(policy, grads), flat(policy), sent_share(policy), logprobs, values, reference)
 
 
-def critics_columns(row: Row) -> dict[str, NDArray[np.float32]]:
+def critics_columns(row: CollatedRow) -> dict[str, NDArray[np.float32]]:
     of = row.columns["advantages"]
     return {ColumnName.RETURNS: of, ColumnName.VALUES: np.zeros_like(of)}
 
 
-def look_at_all(cases: Sequence[tuple[str, ParallelConfig]], rows: Sequence[Row], beside: bool) -> list[Found]:
+def look_at_all(cases: Sequence[tuple[str, ParallelConfig]], rows: Sequence[CollatedRow], beside: bool) -> list[Found]:
     return [look(path, parallel, rows, beside) for path, parallel in cases]
 
 
@@ -217,7 +217,7 @@ def test_experts_are_computed_together_wherever_their_own_width_permits(width: i
     assert model.config._experts_implementation == ("eager" if width % 8 else "grouped_mm")
 
 
-def look_in_short_chunks(path: str, parallel: ParallelConfig, rows: Sequence[Row]) -> Found:
+def look_in_short_chunks(path: str, parallel: ParallelConfig, rows: Sequence[CollatedRow]) -> Found:
     with patch.object(modules, "default_chunk_tokens", lambda vocabulary, device: 100 // vocabulary):
         return look(path, parallel, rows, beside=False)
 
@@ -236,14 +236,16 @@ def test_ranks_with_unequal_parts_of_the_vocabulary_meet_in_each_chunk(
 # ------------------------------------------------------------------------------------------ files
 
 
-def logprobs_of(model: PreTrainedModel, row: Row) -> NDArray[np.float32]:
+def logprobs_of(model: PreTrainedModel, row: CollatedRow) -> NDArray[np.float32]:
     ids = torch.from_numpy(row.input_ids.astype(np.int64))[None]
     logp = model(ids).logits[0, row.prompt_length - 1 : -1].log_softmax(-1)
     found: NDArray[np.float32] = logp[torch.arange(len(logp)), ids[0, row.prompt_length :]].detach().numpy()
     return found
 
 
-def train_and_write(path: str, parallel: ParallelConfig, rows: Sequence[Row], folder: Path) -> NDArray[np.float32]:
+def train_and_write(
+    path: str, parallel: ParallelConfig, rows: Sequence[CollatedRow], folder: Path
+) -> NDArray[np.float32]:
     policy = engine(path, parallel)
     policy.train_step(share(rows, parallel), StepContext())
     policy.save(folder / "checkpoint", {"version": 1})
@@ -252,7 +254,7 @@ def train_and_write(path: str, parallel: ParallelConfig, rows: Sequence[Row], fo
 
 
 def go_on(
-    path: str, parallels: Sequence[ParallelConfig], rows: Sequence[Row], checkpoint: Path
+    path: str, parallels: Sequence[ParallelConfig], rows: Sequence[CollatedRow], checkpoint: Path
 ) -> list[tuple[NDArray[np.float32], dict[str, float], NDArray[np.float32]]]:
     found = []
     for parallel in parallels:
@@ -347,7 +349,9 @@ def test_files_are_cut_between_tensors_and_the_index_names_them(one_rank: None, 
 # ------------------------------------------------------------------------------------------ updates
 
 
-def update_a_copy(path: str, parallels: Sequence[ParallelConfig], rows: Sequence[Row]) -> list[tuple[float, float]]:
+def update_a_copy(
+    path: str, parallels: Sequence[ParallelConfig], rows: Sequence[CollatedRow]
+) -> list[tuple[float, float]]:
     """Largest differences of a copy's log-probs from the trainer's, before and after an update that it has got."""
     found = []
     for parallel in parallels:
@@ -355,7 +359,9 @@ def update_a_copy(path: str, parallels: Sequence[ParallelConfig], rows: Sequence
         policy = engine(path, parallel, mesh)
         layout = policy.manifest(torch.float32)
 
-        def receive(version: int, incoming: Incoming, policy: FsdpEngine = policy, layout: Manifest = layout) -> None:
+        def receive(
+            version: int, incoming: IncomingWeights, policy: FsdpEngine = policy, layout: Manifest = layout
+        ) -> None:
             (sink,) = incoming.shares
             stream = Stream(layout, policy.gather_everywhere(layout, 1024))
             for chunk in stream:

@@ -18,7 +18,7 @@ from headway.config.schema import AsyncTrainingConfig, Config
 from headway.config.sections.learning import ActorConfig, AlgorithmConfig, RolloutCorrectionConfig
 from headway.config.sections.losses import LOSSES
 from headway.config.sections.parallel import ParallelConfig
-from headway.data.collate import Row
+from headway.data.collate import CollatedRow
 from headway.data.interfaces.steps import StepContext
 from headway.engines.train.fsdp.critic_engine import FsdpCritic
 from headway.engines.train.fsdp.device_mesh import TrainMesh
@@ -162,7 +162,7 @@ def trained(path: str) -> dict[str, float]:
     return dict(engine.train_step(rows, StepContext(version=VERSION)).metrics)
 
 
-def of_all_lags(rows: Sequence[Row]) -> list[Row]:
+def of_all_lags(rows: Sequence[CollatedRow]) -> list[CollatedRow]:
     return [replace(row, versions=(np.arange(len(row.versions)) % (VERSION + 1)).astype(np.int32)) for row in rows]
 
 

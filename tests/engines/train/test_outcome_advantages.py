@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from headway.algorithms.advantages import ADVANTAGES, looks_at_tokens
 from headway.config.sections.learning import AlgorithmConfig
-from headway.data.collate import Row, spread
+from headway.data.collate import CollatedRow, spread
 from headway.data.types import Outcomes
 from headway.engines.train.batch_advantages import FetchAdvantages
 from headway.errors import ConfigError, RunError
@@ -27,7 +27,9 @@ def estimator(**algorithm: Any) -> FetchAdvantages:
     return FetchAdvantages(AlgorithmConfig.model_validate(algorithm))
 
 
-def fetch(seed: int, *, holes: bool, cuts: Sequence[Sequence[int]], hands: Sequence[int]) -> tuple[list[Row], Outcomes]:
+def fetch(
+    seed: int, *, holes: bool, cuts: Sequence[Sequence[int]], hands: Sequence[int]
+) -> tuple[list[CollatedRow], Outcomes]:
     """Random episodes, some of them in several rows; rewards are those of a verifier."""
     rows, outcomes = whole(seed, turns=4 if holes else 1)
     parts = [

@@ -23,7 +23,7 @@ from headway.config.sections.learning import ActorConfig, AlgorithmConfig, Criti
 from headway.config.sections.losses import LOSSES
 from headway.config.sections.model_section import ModelConfig
 from headway.config.sections.parallel import ParallelConfig
-from headway.data.collate import Row
+from headway.data.collate import CollatedRow
 from headway.data.interfaces.steps import StepContext
 from headway.data.packing import Packing
 from headway.data.types import TrajectoryId
@@ -50,7 +50,7 @@ BUDGETS = (ROOMY, 70, 30, 1)
 """All in one micro-batch; several groups in one; groups that are cut; rows by themselves."""
 
 
-def fetch(seed: int, groups: int = 3) -> list[Row]:
+def fetch(seed: int, groups: int = 3) -> list[CollatedRow]:
     """Groups of one to four episodes; some of several rows, that fork or go on where the one before has ended."""
     rng = np.random.default_rng(seed)
 
@@ -69,7 +69,7 @@ def fetch(seed: int, groups: int = 3) -> list[Row]:
     return rows
 
 
-def _row(rng: np.random.Generator, ids: NDArray[np.int32], prompt: int, episode: TrajectoryId) -> Row:
+def _row(rng: np.random.Generator, ids: NDArray[np.int32], prompt: int, episode: TrajectoryId) -> CollatedRow:
     n = len(ids) - prompt
     behaviour = (-np.log(VOCABULARY) + 0.3 * rng.standard_normal(n)).astype(np.float32)
     near = {
@@ -77,7 +77,7 @@ def _row(rng: np.random.Generator, ids: NDArray[np.int32], prompt: int, episode:
         for name in ("ref_logprobs", "prox_logprobs")
     }
     free = {name: rng.standard_normal(n).astype(np.float32) for name in ("advantages", "values", "returns")}
-    return Row(
+    return CollatedRow(
         input_ids=ids,
         prompt_length=prompt,
         logprobs=behaviour,
@@ -104,7 +104,7 @@ def built(path: str, config: Config) -> FsdpEngine:
     )
 
 
-def gradient_of(engine: FsdpEngine, rows: Sequence[Row]) -> tuple[Gradient, dict[str, float]]:
+def gradient_of(engine: FsdpEngine, rows: Sequence[CollatedRow]) -> tuple[Gradient, dict[str, float]]:
     """Gradient and metrics of this rank's rows, as `FsdpEngine.train_step` has them before its step."""
     whole = engine._objective.looks_at_sequences
     part = partial(engine._part, StepContext(version=3), apart=engine._apart(rows) if whole else NOTHING_APART)
@@ -118,7 +118,7 @@ def gradient_of(engine: FsdpEngine, rows: Sequence[Row]) -> tuple[Gradient, dict
     return grads, metrics
 
 
-def look(path: str, config: Config, shares: list[list[Row]]) -> tuple[Gradient, dict[str, float], list[Any]]:
+def look(path: str, config: Config, shares: list[list[CollatedRow]]) -> tuple[Gradient, dict[str, float], list[Any]]:
     engine, rows = built(path, config), shares[dist.get_rank()]
     return (*gradient_of(engine, rows), engine.forward_logprobs(rows))
 
@@ -174,7 +174,7 @@ def test_packed_rows_have_the_gradient_of_padded_ones_and_of_the_loss_written_ou
         assert found == pytest.approx(metrics, rel=1e-4, abs=1e-6)
 
 
-def _without_prox(row: Row) -> Row:
+def _without_prox(row: CollatedRow) -> CollatedRow:
     return replace(row, columns={name: values for name, values in row.columns.items() if name != "prox_logprobs"})
 
 
@@ -189,7 +189,7 @@ def test_packed_rows_have_the_same_gradient_on_any_number_of_ranks_with_layers_r
     expected, metrics, logprobs = look(path, configured("padded"), [rows])
     recompute = partial(configured, "shared", enable_gradient_checkpointing=True)
     assert_close(look(path, recompute(30), [rows])[0], expected)
-    cases: list[tuple[list[list[Row]], int]] = [
+    cases: list[tuple[list[list[CollatedRow]], int]] = [
         ([rows[::2], rows[1::2]], 40),
         ([rows[:1], [], rows[1:]], 60),
     ]
@@ -357,7 +357,7 @@ def test_a_packed_model_is_exported_with_its_own_attention(
 def test_the_share_of_tokens_that_are_not_computed_is_a_metric(one_rank: None, model_path: Callable[..., str]) -> None:
     """Eight rows of 4 tokens behind a prompt of 6; padded to the longest, or each whole, there is nothing to save."""
     rows = [
-        Row(
+        CollatedRow(
             input_ids=np.array([3, 4, 5, 6, 7, 8, k, 9, 10, 11], np.int32),
             prompt_length=6,
             logprobs=np.full(4, -2.0, np.float32),

@@ -23,7 +23,7 @@ from headway.config.schema import AsyncTrainingConfig, Config, RolloutConfig
 from headway.config.sections.learning import ActorConfig, AlgorithmConfig, OptimConfig, RolloutCorrectionConfig
 from headway.config.sections.losses import PpoClip
 from headway.config.sections.parallel import ParallelConfig
-from headway.data.collate import Row
+from headway.data.collate import CollatedRow
 from headway.data.interfaces.steps import StepContext
 from headway.engines.train.fsdp.device_mesh import TrainMesh
 from headway.engines.train.fsdp.engine import FsdpEngine
@@ -67,7 +67,7 @@ def build(path: str, mode: str, correction: RolloutCorrectionConfig = NO_CORRECT
     )
 
 
-def prepared(trainer: FsdpEngine, mode: str, rows: Sequence[Row]) -> list[Row]:
+def prepared(trainer: FsdpEngine, mode: str, rows: Sequence[CollatedRow]) -> list[CollatedRow]:
     """What a fetch adds to its rows before the first step."""
     if mode != RECOMPUTE:
         return list(rows)
@@ -75,7 +75,7 @@ def prepared(trainer: FsdpEngine, mode: str, rows: Sequence[Row]) -> list[Row]:
     return [with_columns(row, prox_logprobs=logprobs) for row, logprobs in zip(rows, prox, strict=True)]
 
 
-def gradient(trainer: FsdpEngine, rows: Sequence[Row], context: StepContext) -> Report:
+def gradient(trainer: FsdpEngine, rows: Sequence[CollatedRow], context: StepContext) -> Report:
     """And the metrics, as the engine leaves them before it steps."""
     metrics = trainer._learner._backward(rows, partial(trainer._part, context))
     grads = {name: p.grad.full_tensor().clone() for name, p in trainer._policy.lm.named_parameters()}
@@ -83,7 +83,7 @@ def gradient(trainer: FsdpEngine, rows: Sequence[Row], context: StepContext) -> 
     return grads, metrics
 
 
-def of_this_version(path: str, rows: Sequence[Row], budget: int = 64) -> list[Row]:
+def of_this_version(path: str, rows: Sequence[CollatedRow], budget: int = 64) -> list[CollatedRow]:
     """As if the engine's own forward pass had sampled them just now."""
     logprobs = build(path, BEHAVIOUR, budget=budget).forward_logprobs(rows)
     return [
@@ -151,7 +151,7 @@ def test_log_probs_of_another_split_into_micro_batches_agree_to_float32_rounding
     assert_close(gradient(trainer, prepared(trainer, RECOMPUTE, rows), context), expected)
 
 
-def all_modes(path: str, rows: list[Row]) -> list[Report]:
+def all_modes(path: str, rows: list[CollatedRow]) -> list[Report]:
     mine = rows[:2] if dist.get_rank() == 0 else rows[2:]
     mine = of_this_version(path, mine)
     reports = []
@@ -176,7 +176,7 @@ def test_on_two_ranks_the_modes_agree_to_the_last_bit_too(
 # ---------------------------------------------------------------------------------------------- lag, first step
 
 
-def stale(rows: Sequence[Row], seed: int = 0) -> list[Row]:
+def stale(rows: Sequence[CollatedRow], seed: int = 0) -> list[CollatedRow]:
     """Tokens of versions 0 … 3 in one answer, as after interruptions, and far from what the policy says now."""
     rng = np.random.default_rng(seed)
     return [
@@ -246,7 +246,7 @@ def linear_policy() -> LinearPolicy:
     return policy
 
 
-def linear_rows(policy: LinearPolicy, prox_version: int) -> list[Row]:
+def linear_rows(policy: LinearPolicy, prox_version: int) -> list[CollatedRow]:
     """Sampled by versions 0 … ``prox_version``, whose log-probs they have; recomputed ones beside them."""
     rng, rows = np.random.default_rng(6), []
     for row in random_rows(8):
@@ -265,7 +265,7 @@ def linear_rows(policy: LinearPolicy, prox_version: int) -> list[Row]:
 
 
 def through_objective(
-    mode: str, correction: RolloutCorrectionConfig, policy: LinearPolicy, rows: list[Row], context: StepContext
+    mode: str, correction: RolloutCorrectionConfig, policy: LinearPolicy, rows: list[CollatedRow], context: StepContext
 ) -> tuple[float, np.ndarray, dict[str, float]]:
     """Loss, its gradient in each token's log-prob, and sums."""
     given = rows if mode == RECOMPUTE else [replace(r, columns={"advantages": r.columns["advantages"]}) for r in rows]

@@ -14,15 +14,15 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from headway.cluster.roles.weight_send_role import Outbox, Send
+from headway.cluster.roles.weight_send_role import Send, WeightSendRole
 from headway.config.schema import Config
 from headway.config.sections.learning import ActorConfig, OptimConfig
 from headway.config.sections.parallel import ParallelConfig
-from headway.data.collate import Row
+from headway.data.collate import CollatedRow
 from headway.data.interfaces.steps import StepContext
 from headway.engines.train.fsdp.device_mesh import TrainMesh
 from headway.engines.train.fsdp.engine import FsdpEngine
-from headway.engines.weights.protocols import Outgoing
+from headway.engines.weights.protocols import OutgoingWeights
 from headway.errors import ModelError, UpdateFailed
 from tests.engines.train.rows import random_rows, with_columns
 
@@ -40,7 +40,7 @@ def engine(path: str) -> FsdpEngine:
     )
 
 
-def share(rows: list[Row]) -> list[Row]:
+def share(rows: list[CollatedRow]) -> list[CollatedRow]:
     """Rank 0 has one row, the last rank the rest: as uneven as it gets."""
     return {0: rows[:1], dist.get_world_size() - 1: rows[1:]}.get(dist.get_rank(), [])
 
@@ -51,7 +51,7 @@ def buckets(of: FsdpEngine, bucket_bytes: int = 4096, dtype: torch.dtype = torch
     return b"".join(bytes(bucket.numpy()) for _, bucket in gathered)
 
 
-def train_and_save(path: str, checkpoint: Path, exported: Path, rows: list[Row]) -> dict[str, Any]:
+def train_and_save(path: str, checkpoint: Path, exported: Path, rows: list[CollatedRow]) -> dict[str, Any]:
     trainer = engine(path)
     start = buckets(trainer)
     trainer.train_step(share(rows), StepContext())
@@ -70,7 +70,7 @@ def train_and_save(path: str, checkpoint: Path, exported: Path, rows: list[Row])
     }
 
 
-def load_and_train(path: str, checkpoint: Path, rows: list[Row]) -> dict[str, Any]:
+def load_and_train(path: str, checkpoint: Path, rows: list[CollatedRow]) -> dict[str, Any]:
     trainer = engine(path)
     extra = trainer.load(checkpoint)
     saved = buckets(trainer)
@@ -101,7 +101,7 @@ def test_ranks_agree_and_another_number_of_ranks_can_go_on(
     assert alone["next"] == pytest.approx(first["next"], rel=1e-3, abs=1e-5)
 
 
-def step_of_kept_layers(path: str, rows: list[Row], reshards: bool) -> tuple[float, bytes]:
+def step_of_kept_layers(path: str, rows: list[CollatedRow], reshards: bool) -> tuple[float, bytes]:
     fsdp = {"reshard_after_forward": reshards}
     config = Config(actor=ActorConfig.model_validate({"fsdp_config": fsdp, "optim": {"lr": 1e-2}}))
     mesh = TrainMesh.make(ParallelConfig(), torch.device("cpu"))
@@ -130,7 +130,7 @@ def test_a_step_on_two_ranks_ends_where_one_rank_does(
         assert np.isclose(np.frombuffer(result, dtype=np.float32), expected, atol=1e-4).mean() > 0.999
 
 
-def step(path: str, rows: list[Row]) -> bytes:
+def step(path: str, rows: list[CollatedRow]) -> bytes:
     trainer = engine(path)
     trainer.train_step(share(rows), StepContext())
     return buckets(trainer)
@@ -168,7 +168,7 @@ def fail_and_send_again(path: str, encoding: str, senders: int) -> bytes:
     config = Config.model_validate(
         {"param_update": {"encoding": encoding}, "rollout": {"param_update_preduce_bucket_size_mb": 0.004}}
     )
-    outbox = Outbox(config, rank=dist.get_rank())
+    outbox = WeightSendRole(config, rank=dist.get_rank())
     outbox.open_route("float32", trainer.manifest(torch.float32, most_senders=senders), pinned=False)
     sender = Interrupted(fails=dist.get_rank() == 0)
     if dist.get_rank() < senders:
@@ -188,7 +188,7 @@ class Interrupted:
         self.sent = b""
         self._failed = not fails
 
-    def send(self, version: int, weights: Outgoing) -> None:
+    def send(self, version: int, weights: OutgoingWeights) -> None:
         self.sent = b""
         for chunk in weights:
             if not self._failed and chunk.header.index == 3:

@@ -16,7 +16,7 @@ from headway.config.sections.learning import ActorConfig, OptimConfig
 from headway.config.sections.model_section import ModelConfig
 from headway.config.sections.parallel import ParallelConfig
 from headway.data.assignment import GroupId
-from headway.data.collate import Row
+from headway.data.collate import CollatedRow
 from headway.data.interfaces.steps import StepContext, StepReport, TrainedRow
 from headway.data.types import TrajectoryId
 from headway.engines.train.fsdp import sample_rows
@@ -46,11 +46,11 @@ def engine(path: str, packing: str = "shared", budget: int = 64) -> FsdpEngine:
     )
 
 
-def of_group(rows: Sequence[Row], group: GroupId, first: int = 0) -> list[Row]:
+def of_group(rows: Sequence[CollatedRow], group: GroupId, first: int = 0) -> list[CollatedRow]:
     return [replace(row, episode=TrajectoryId(*group, first + k)) for k, row in enumerate(rows)]
 
 
-def fetch() -> list[Row]:
+def fetch() -> list[CollatedRow]:
     """Two groups, in turn. The drawn one has two answers that begin alike, one that is masked, and one of two rows with
     holes."""
     prompt = np.array([3, 4, 5, 6], np.int32)
@@ -71,7 +71,7 @@ def fetch() -> list[Row]:
     return [others[0], rows[0], others[1], others[2], rows[1], rows[2], others[3], rows[3], fork, others[4]]
 
 
-def assert_as_trained(found: TrainedRow, row: Row, path: str) -> None:
+def assert_as_trained(found: TrainedRow, row: CollatedRow, path: str) -> None:
     """Its numbers are those of the model before the step, in float64, and those that came with the row."""
     logprobs, entropy = response_logprobs(load_model(path, dtype=torch.float64), row, TEMPERATURE)
     np.testing.assert_allclose(found.logprobs, logprobs.detach().numpy(), atol=2e-5)
@@ -128,7 +128,7 @@ def test_long_rows_lack_their_middle(one_rank: None, model_path: ModelPath, monk
     np.testing.assert_allclose(whole.logprobs, logprobs.detach().numpy()[ends], atol=2e-5)
 
 
-def on_a_rank(path: str, shares: list[list[Row]]) -> StepReport:
+def on_a_rank(path: str, shares: list[list[CollatedRow]]) -> StepReport:
     context = StepContext(version=2, shown=frozenset({DRAWN}))
     return engine(path).train_step(shares[dist.get_rank()], context)
 

@@ -17,11 +17,11 @@ from headway.config.schema import AsyncTrainingConfig, Config
 from headway.config.sections.learning import ActorConfig, OptimConfig
 from headway.config.sections.model_section import ModelConfig
 from headway.config.sections.parallel import ParallelConfig
-from headway.data.collate import Row
+from headway.data.collate import CollatedRow
 from headway.data.interfaces.steps import StepContext
 from headway.engines.train.fsdp.device_mesh import TrainMesh
 from headway.engines.train.fsdp.engine import FsdpEngine
-from headway.engines.train.fsdp.proximal_weights import VersionStart
+from headway.engines.train.fsdp.proximal_weights import ProximalWeights
 from headway.errors import RunError
 from tests.engines.train.rows import random_rows as any_rows
 
@@ -45,13 +45,13 @@ def engine(path: str, fetches: int = 3, **model: object) -> FsdpEngine:
     )
 
 
-def share(rows: list[Row]) -> list[Row]:
+def share(rows: list[CollatedRow]) -> list[CollatedRow]:
     """Of this rank: uneven, so that one rank's last micro-batches are fillers."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     return rows if ranks == 1 else (rows[:1] if rank == 0 else rows[1:])
 
 
-def sampled_by(rows: Sequence[Row], version: int) -> list[Row]:
+def sampled_by(rows: Sequence[CollatedRow], version: int) -> list[CollatedRow]:
     return [replace(row, versions=np.full_like(row.versions, version)) for row in rows]
 
 
@@ -168,7 +168,7 @@ def test_a_forward_pass_that_fails_leaves_the_policy_where_it_was(one_rank: None
 def test_the_copy_is_no_view_of_what_is_trained() -> None:
     module = nn.Linear(2, 2)
     first = module.weight.detach().clone()
-    at = VersionStart(module, keeps_copy=True)
+    at = ProximalWeights(module, keeps_copy=True)
     with at.restored(7):
         assert torch.equal(module.weight, first)
     at.stepping(7)
@@ -181,7 +181,7 @@ def test_the_copy_is_no_view_of_what_is_trained() -> None:
 
 @pytest.mark.parametrize("keeps_copy", [True, False])
 def test_a_version_that_has_passed_is_not_mistaken_for_one_that_begins(keeps_copy: bool) -> None:
-    at = VersionStart(nn.Linear(2, 2), keeps_copy=keeps_copy)
+    at = ProximalWeights(nn.Linear(2, 2), keeps_copy=keeps_copy)
     for version in (7, 8):
         with at.restored(version):
             pass

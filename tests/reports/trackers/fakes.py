@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from headway.reports.trackers.tracker import Setting
+from headway.reports.trackers.tracker import TrackerSetting
 from headway.reports.trackers.tracker_client import Say, TrackerApart
 from headway.reports.trackers.tracker_process import TrackerLost
-from headway.reports.trackers.tracker_queue import Outbox
+from headway.reports.trackers.tracker_queue import TrackerQueue
 
 SOON_S = 30.0
 """Longest wait for another thread, which only a failing test waits out."""
@@ -109,11 +109,11 @@ def apart(
     tool: Tool,
     told: Told,
     folder: Path,
-    outbox: Outbox | None = None,
+    outbox: TrackerQueue | None = None,
     clock: Callable[[], float] = lambda: 0.0,
     config: dict[str, Any] | None = None,
 ) -> TrackerApart:
     """A tracker named ``tool`` over the scripted tool."""
-    setting = Setting(project="p", name="n", folder=folder / "trackers", config=config or {})
-    outbox = outbox or Outbox(folder / "metrics.jsonl")
+    setting = TrackerSetting(project="p", name="n", folder=folder / "trackers", config=config or {})
+    outbox = outbox or TrackerQueue(folder / "metrics.jsonl")
     return TrackerApart("tool", setting, outbox, tool.link, told.say, remedy="headway sync RUN", clock=clock)

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from headway.reports.trackers.factory import ADDRESSES
-from headway.reports.trackers.tracker_client import GOOD_ROWS, MOST_STARTS, Memory, TrackerApart, memory_file
-from headway.reports.trackers.tracker_queue import Ending, Outbox
+from headway.reports.trackers.tracker_client import GOOD_ROWS, MOST_STARTS, TrackerApart, TrackerState, memory_file
+from headway.reports.trackers.tracker_queue import RunEnd, TrackerQueue
 from headway.reports.trackers.tracker_set import Trackers
 from tests.full_disk import files_of_at_most
 from tests.reports.trackers.fakes import SOON_S, Told, Tool, apart
@@ -20,12 +20,12 @@ from tests.reports.trackers.fakes import SOON_S, Told, Tool, apart
 SAMPLE: dict[str, Any] = {"group": 3, "version": 0, "prompt": "?", "episodes": []}
 
 
-def memory(folder: Path) -> Memory:
-    return Memory.read(memory_file(folder / "trackers", "tool"))
+def memory(folder: Path) -> TrackerState:
+    return TrackerState.read(memory_file(folder / "trackers", "tool"))
 
 
 def end(tracker: TrackerApart, summary: dict[str, Any] | None = None) -> None:
-    tracker.end(Ending(summary or {"status": "completed"}))
+    tracker.end(RunEnd(summary or {"status": "completed"}))
     assert tracker.join(SOON_S)
 
 
@@ -46,7 +46,7 @@ def test_what_the_run_hands_over_reaches_the_tool_in_order(tmp_path: Path) -> No
         ("on_summary", {"status": "interrupted"}),
         ("close", "interrupted"),
     ]
-    assert memory(tmp_path) == Memory("entry-1", rows=2, whole=True)
+    assert memory(tmp_path) == TrackerState("entry-1", rows=2, whole=True)
     assert (told.warnings, told.notes) == ([], ["tool: http://tool/entry-1"])
     assert tracker.missing("silent") == ""
 
@@ -126,7 +126,7 @@ def test_what_a_tool_refuses_to_the_end_is_said_with_its_reason_and_its_remedy(t
         "tool did not get 1 of 1 rows, the summary (HTTPError: 503); send it with: headway sync RUN"
     )
     assert tool.calls == [("close", "completed")]
-    assert memory(tmp_path) == Memory("entry-1", rows=0, whole=False)
+    assert memory(tmp_path) == TrackerState("entry-1", rows=0, whole=False)
 
 
 def test_a_tool_whose_process_dies_gets_another_one_that_goes_on_in_the_entry(tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def test_what_a_tool_took_and_did_not_keep_is_told_again_to_another_process(tmp_
     end(tracker)
     assert (tool.processes, tool.rows) == (2, [0, 1, 0, 1, 2])
     assert tracker.missing("silent") == ""
-    assert memory(tmp_path) == Memory("entry-1", rows=3, whole=True)
+    assert memory(tmp_path) == TrackerState("entry-1", rows=3, whole=True)
 
 
 def test_what_a_tool_has_not_kept_at_its_end_is_not_counted_as_taken(tmp_path: Path) -> None:
@@ -167,7 +167,7 @@ def test_what_a_tool_has_not_kept_at_its_end_is_not_counted_as_taken(tmp_path: P
     assert tracker.missing("silent") == (
         "tool did not get 1 of 1 rows, the summary (it could not be persisted); send it with: headway sync RUN"
     )
-    assert memory(tmp_path) == Memory("entry-1", rows=0, whole=False)
+    assert memory(tmp_path) == TrackerState("entry-1", rows=0, whole=False)
 
 
 def test_a_tool_whose_process_always_dies_is_started_a_few_times(tmp_path: Path) -> None:
@@ -218,7 +218,7 @@ def test_settings_that_are_refused_cost_no_row_and_no_other_entry_and_are_said(t
     assert told.warnings == [
         "tool: RestException: a parameter is too long; the run goes on, and what waits is sent later"
     ]
-    assert memory(tmp_path) == Memory("entry-1", rows=6, whole=False)
+    assert memory(tmp_path) == TrackerState("entry-1", rows=6, whole=False)
 
 
 def test_settings_that_end_the_process_leave_the_next_one_to_the_rows(tmp_path: Path) -> None:
@@ -246,7 +246,7 @@ def test_a_row_that_is_refused_again_and_again_does_not_hold_up_those_behind_it(
         tracker.missing("")
         == "tool did not get 1 rows (it was too slow, or refused them); the run's directory has them"
     )
-    assert memory(tmp_path) == Memory("entry-1", rows=7, whole=True)
+    assert memory(tmp_path) == TrackerState("entry-1", rows=7, whole=True)
 
 
 def test_the_last_row_that_is_refused_again_and_again_holds_up_neither_summary_nor_model(tmp_path: Path) -> None:
@@ -255,14 +255,14 @@ def test_the_last_row_that_is_refused_again_and_again_holds_up_neither_summary_n
     tracker.start()
     for version in range(3):
         tracker.on_row({"version": version})
-    tracker.end(Ending({"status": "completed"}, tmp_path / "model"))
+    tracker.end(RunEnd({"status": "completed"}, tmp_path / "model"))
     assert tracker.join(SOON_S)
     assert [call for call, _ in tool.calls] == ["on_row", "on_row", "on_summary", "on_model", "close"]
     assert (
         tracker.missing("")
         == "tool did not get 1 rows (it was too slow, or refused them); the run's directory has them"
     )
-    assert memory(tmp_path) == Memory("entry-1", rows=3, whole=True)
+    assert memory(tmp_path) == TrackerState("entry-1", rows=3, whole=True)
 
 
 def test_the_last_row_is_taken_where_the_tool_was_away_for_a_moment_at_the_end(tmp_path: Path) -> None:
@@ -351,7 +351,7 @@ def test_a_resumed_run_goes_on_in_its_entry_and_sends_what_it_lacks_first(tmp_pa
     metrics = tmp_path / "metrics.jsonl"
     metrics.write_text("".join(json.dumps({"version": version}) + "\n" for version in range(3)))
     tool, told = Tool(), Told()
-    tracker = apart(tool, told, tmp_path, Outbox(metrics, rows=3, sent=1))
+    tracker = apart(tool, told, tmp_path, TrackerQueue(metrics, rows=3, sent=1))
     tracker.start()
     tracker.on_row({"version": 3})
     end(tracker)

@@ -15,7 +15,7 @@ from headway.config.schema import Config
 from headway.errors import ConfigError
 from headway.reports.trackers import tracker_checks
 from headway.reports.trackers.factory import make_tracker
-from headway.reports.trackers.tracker import Setting
+from headway.reports.trackers.tracker import TrackerSetting
 from headway.reports.trackers.tracker_checks import check_trackers, wandb_may_log
 
 DOCUMENT = (Path(__file__).parents[3] / "docs" / "errors.md").read_text(encoding="utf-8")
@@ -122,4 +122,4 @@ def test_a_host_that_is_not_this_machine_is_not_taken_for_a_port(host: str, inst
 
 def test_a_tracker_that_there_is_not_is_answered_with_those_that_there_are(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no tracker 'comet'; there are tensorboard, wandb, mlflow, trackio, prometh"):
-        make_tracker("comet", Setting(project="p", name="n", folder=tmp_path))
+        make_tracker("comet", TrackerSetting(project="p", name="n", folder=tmp_path))

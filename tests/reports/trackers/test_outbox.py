@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from headway.reports.trackers.tracker_queue import READ_AT_ONCE, ROWS, SAMPLES, Ending, Outbox
+from headway.reports.trackers.tracker_queue import READ_AT_ONCE, ROWS, SAMPLES, RunEnd, TrackerQueue
 
 
 def rows(numbers: range) -> list[dict[str, Any]]:
@@ -18,7 +18,7 @@ def write(path: Path, written: list[dict[str, Any]], end: str = "") -> Path:
     return path
 
 
-def drained(outbox: Outbox) -> list[Any]:
+def drained(outbox: TrackerQueue) -> list[Any]:
     values = []
     while (message := outbox.first()) is not None:
         values.append(message.value)
@@ -28,7 +28,7 @@ def drained(outbox: Outbox) -> list[Any]:
 
 def test_rows_that_have_no_room_are_read_from_the_file_in_their_order(tmp_path: Path) -> None:
     told = rows(range(10 * ROWS))
-    outbox = Outbox(write(tmp_path / "metrics.jsonl", told))
+    outbox = TrackerQueue(write(tmp_path / "metrics.jsonl", told))
     for row in told:
         outbox.put_row(row)
     assert len(outbox._rows) == ROWS
@@ -37,7 +37,7 @@ def test_rows_that_have_no_room_are_read_from_the_file_in_their_order(tmp_path: 
 
 
 def test_rows_that_are_nowhere_are_counted_and_do_not_hold_the_others_up(tmp_path: Path) -> None:
-    outbox = Outbox(tmp_path / "metrics.jsonl")
+    outbox = TrackerQueue(tmp_path / "metrics.jsonl")
     told = rows(range(ROWS + 5))
     for row in told:
         outbox.put_row(row)
@@ -47,7 +47,7 @@ def test_rows_that_are_nowhere_are_counted_and_do_not_hold_the_others_up(tmp_pat
 
 def test_half_a_line_in_the_file_costs_what_is_behind_it_alone(tmp_path: Path) -> None:
     told = rows(range(ROWS + 5))
-    outbox = Outbox(write(tmp_path / "metrics.jsonl", told[:3], end='{"versi'))
+    outbox = TrackerQueue(write(tmp_path / "metrics.jsonl", told[:3], end='{"versi'))
     for row in told:
         outbox.put_row(row)
     assert drained(outbox) == told[:3] + told[5:]
@@ -62,26 +62,26 @@ def test_a_damaged_line_costs_no_other_row(damage: str, tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     text = "".join((damage if row["version"] in at else json.dumps(row)) + "\n" for row in told)
     path.write_text(text, errors="surrogateescape")
-    outbox = Outbox(path, rows=len(told))
+    outbox = TrackerQueue(path, rows=len(told))
     assert drained(outbox) == [row for row in told if row["version"] not in at]
     assert outbox.unread == [line + 1 for line in sorted(at)]
 
 
 def test_rows_of_before_that_were_not_sent_come_first(tmp_path: Path) -> None:
     told = rows(range(4))
-    outbox = Outbox(write(tmp_path / "metrics.jsonl", told), rows=4, sent=1)
+    outbox = TrackerQueue(write(tmp_path / "metrics.jsonl", told), rows=4, sent=1)
     outbox.put_row({"version": 4})
     assert drained(outbox) == [*told[1:], {"version": 4}]
 
 
 def test_a_tracker_that_has_rows_which_are_undone_goes_on_with_the_next(tmp_path: Path) -> None:
-    outbox = Outbox(write(tmp_path / "metrics.jsonl", rows(range(2))), rows=2, sent=6)
+    outbox = TrackerQueue(write(tmp_path / "metrics.jsonl", rows(range(2))), rows=2, sent=6)
     outbox.put_row({"version": 2})
     assert drained(outbox) == [{"version": 2}]
 
 
 def test_samples_and_rows_keep_their_order(tmp_path: Path) -> None:
-    outbox = Outbox(tmp_path / "metrics.jsonl")
+    outbox = TrackerQueue(tmp_path / "metrics.jsonl")
     told = [{"group": 0}, {"version": 0}, {"group": 1}, {"group": 2}, {"version": 1}, {"group": 3}]
     for one in told:
         (outbox.put_row if "version" in one else outbox.put_sample)(one)
@@ -89,7 +89,7 @@ def test_samples_and_rows_keep_their_order(tmp_path: Path) -> None:
 
 
 def test_the_newest_samples_are_kept_and_the_others_counted(tmp_path: Path) -> None:
-    outbox = Outbox(tmp_path / "metrics.jsonl")
+    outbox = TrackerQueue(tmp_path / "metrics.jsonl")
     for group in range(SAMPLES + 3):
         outbox.put_sample({"group": group})
     assert [sample["group"] for sample in drained(outbox)] == list(range(3, SAMPLES + 3))
@@ -97,7 +97,7 @@ def test_the_newest_samples_are_kept_and_the_others_counted(tmp_path: Path) -> N
 
 
 def test_a_sample_that_made_room_while_it_was_being_sent_is_not_counted_as_lost(tmp_path: Path) -> None:
-    outbox = Outbox(tmp_path / "metrics.jsonl")
+    outbox = TrackerQueue(tmp_path / "metrics.jsonl")
     outbox.put_sample({"group": 0})
     message = outbox.first()
     assert message is not None
@@ -109,9 +109,9 @@ def test_a_sample_that_made_room_while_it_was_being_sent_is_not_counted_as_lost(
 
 
 def test_the_end_comes_last_and_what_is_left_of_it_is_said(tmp_path: Path) -> None:
-    outbox = Outbox(tmp_path / "metrics.jsonl")
+    outbox = TrackerQueue(tmp_path / "metrics.jsonl")
     outbox.put_row({"version": 0})
-    outbox.end(Ending({"status": "completed"}, tmp_path))
+    outbox.end(RunEnd({"status": "completed"}, tmp_path))
     assert outbox.left() == ["1 of 1 rows", "the summary", "the model"]
     assert outbox.wait(1) == (2, True)
     assert drained(outbox) == [{"version": 0}, {"status": "completed"}, str(tmp_path)]

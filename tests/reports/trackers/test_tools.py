@@ -13,7 +13,7 @@ import pytest
 from headway.reports.trackers import tracker_main
 from headway.reports.trackers.mlflow import AT_ONCE, MlflowTracker
 from headway.reports.trackers.prometheus import PrometheusTracker
-from headway.reports.trackers.tracker import Setting
+from headway.reports.trackers.tracker import TrackerSetting
 from headway.reports.trackers.tracker_main import Host
 from headway.reports.trackers.wandb import WandbTracker
 
@@ -80,7 +80,7 @@ def mlflow(server: Server, patch: pytest.MonkeyPatch, folder: Path) -> MlflowTra
     put_in(patch, "mlflow", MlflowClient=lambda: server)
     pack = lambda *values: values  # noqa: E731
     put_in(patch, "mlflow.entities", Metric=pack, Param=pack, RunTag=pack)
-    return MlflowTracker(Setting(project="p", name="n", folder=folder))
+    return MlflowTracker(TrackerSetting(project="p", name="n", folder=folder))
 
 
 def test_mlflow_takes_rows_where_no_file_can_be_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,7 +144,7 @@ def test_wandb_s_samples_outlive_a_row_that_fails_and_cost_none(
 ) -> None:
     run = WandbRun(refuses="")
     put_in(monkeypatch, "wandb", init=lambda **_: run, Settings=dict, Table=lambda columns, data: len(data))
-    tracker = WandbTracker(Setting(project="p", name="n", folder=tmp_path))
+    tracker = WandbTracker(TrackerSetting(project="p", name="n", folder=tmp_path))
     tracker.on_sample(SAMPLE)
     with pytest.raises(ConnectionError):
         tracker.on_row(ROW)
@@ -199,7 +199,7 @@ def test_prometheus_has_no_figure_that_comes_when_its_port_is_closed(
         Gauge=Gauge,
         start_http_server=lambda *given, **named: (server, None),
     )
-    tracker = PrometheusTracker(Setting(project="p", name="n", folder=tmp_path))
+    tracker = PrometheusTracker(TrackerSetting(project="p", name="n", folder=tmp_path))
     tracker.on_row(ROW)
     tracker.on_summary({"groups": {"trained": 64}})
     assert made == ["headway_version", "headway_reward_mean"]

@@ -23,7 +23,7 @@ OLD_API = (
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
+class _EnvironmentStep:
     observation: Any
     reward: float
     ended: bool
@@ -80,7 +80,7 @@ class GymProgram:
             )
         return self._text(value[0], "reset")
 
-    def _step(self, value: Any) -> _Step:
+    def _step(self, value: Any) -> _EnvironmentStep:
         if not isinstance(value, tuple | list) or len(value) != 5:
             old = isinstance(value, tuple | list) and len(value) == 4
             raise ProgramFailed(
@@ -92,7 +92,9 @@ class GymProgram:
                 raise ProgramFailed(
                     f"{self._who}: step() returned {shown(flag)} for {name}, expected True or False; it returns {FIVE}"
                 )
-        return _Step(observation, number(reward, f"{self._who}: the reward of step()"), bool(terminated or truncated))
+        return _EnvironmentStep(
+            observation, number(reward, f"{self._who}: the reward of step()"), bool(terminated or truncated)
+        )
 
     def _text(self, observation: Any, method: str) -> str:
         if isinstance(observation, str):

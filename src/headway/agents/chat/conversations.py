@@ -82,7 +82,7 @@ class Draft:
 
 
 @dataclass(frozen=True, slots=True)
-class _Stored:
+class _StoredAnswer:
     """An answer of the episode: its prompt, less the ids in one piece, and its sampled ids."""
 
     parts: tuple[NDArray[np.int32], ...]
@@ -102,7 +102,7 @@ class Conversations:
 
     def __init__(self, renderer: ChatRenderer) -> None:
         self._renderer = renderer
-        self._answers: dict[bytes, _Stored] = {}
+        self._answers: dict[bytes, _StoredAnswer] = {}
         """Answers by the digest of the messages up to them."""
         self._known: dict[int, tuple[Mapping[str, Any], Message, bytes]] = {}
         """The messages of the last turn by their identity: as they were given, plain, and the digest of their keys."""
@@ -160,14 +160,14 @@ class Conversations:
         """
         ids = np.array(sampled, np.int32)
         forms = plain_messages([*messages, said("assistant", self._renderer.text(ids))])
-        stored = _Stored(prompt.parts, prompt.answers, prompt.text, ids, forms[0])
+        stored = _StoredAnswer(prompt.parts, prompt.answers, prompt.text, ids, forms[0])
         for form in map(normalise, forms):
             for sent in (form, without_reasoning(form)):  # clients may keep what they show alone
                 self._answers[digest_of(digest_of(message_key(sent)), prompt.digest)] = stored
 
     def _behind(
         self,
-        stored: _Stored,
+        stored: _StoredAnswer,
         chat: Sequence[Message],
         tools: Sequence[ToolSchema] | None,
         last: int,

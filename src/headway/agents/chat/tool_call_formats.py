@@ -36,7 +36,7 @@ class WrittenCall:
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class ParsedAnswer:
     """An answer: its text without calls, if all of them can be read, and the calls in order."""
 
     content: str
@@ -45,7 +45,7 @@ class Written:
     """Thinking, where the form has it apart from the text."""
 
 
-def hermes(text: str) -> Written:
+def hermes(text: str) -> ParsedAnswer:
     """Read calls between ``<tool_call>`` and ``</tool_call>``. The last one's end may be missing."""
     opening, closing = "<tool_call>", "</tool_call>"
     calls, kept, at = [], [], 0
@@ -57,20 +57,20 @@ def hermes(text: str) -> Written:
         if call.arguments is not None and (rest := text[end:at].removesuffix(closing).strip()):
             call = WrittenCall(problem=f"there is more after it, before {closing}: {shown(rest, 40)}")
         calls.append(call)
-    return Written("".join([*kept, text[at:]]), tuple(calls))
+    return ParsedAnswer("".join([*kept, text[at:]]), tuple(calls))
 
 
 _LLAMA_TAG = "<|python_tag|>"
 _LLAMA_CALL = re.compile(r'\{\s*("type"\s*:\s*"function"\s*,\s*)?"(name|function)"\s*:')
 
 
-def llama3_json(text: str) -> Written:
+def llama3_json(text: str) -> ParsedAnswer:
     """Read an answer that is nothing but calls; other JSON is text."""
     body = text.strip()
     tagged = body.startswith(_LLAMA_TAG)
     body = body.removeprefix(_LLAMA_TAG).lstrip()
     if not (_LLAMA_CALL.match(body) or (tagged and body.startswith("{"))):
-        return Written(text)
+        return ParsedAnswer(text)
     calls, at = [], 0
     while at < len(body):
         call, end = _read(body, at, read_call)
@@ -81,13 +81,13 @@ def llama3_json(text: str) -> Written:
         if call.arguments is None:  # where the next one begins cannot be told
             break
         at = len(body) - len(rest.removeprefix(";").lstrip())
-    return Written("", tuple(calls))
+    return ParsedAnswer("", tuple(calls))
 
 
 _MISTRAL_NAME = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\])?\s*(?=\{)")
 
 
-def mistral(text: str) -> Written:
+def mistral(text: str) -> ParsedAnswer:
     """Read the calls after ``[TOOL_CALLS]``: a list of them, one, or names each followed by its arguments."""
     content, *parts = text.split("[TOOL_CALLS]")
     calls: list[WrittenCall] = []
@@ -100,7 +100,7 @@ def mistral(text: str) -> Written:
         if (rest := part[end:].strip()) and all(call.arguments is not None for call in read):
             read = [WrittenCall(problem=f"there is more after it: {shown(rest, 40)}")]
         calls += read
-    return Written(content, tuple(calls))
+    return ParsedAnswer(content, tuple(calls))
 
 
 _CODER_FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*?)(?:</function>\s*|$)", re.DOTALL)
@@ -109,7 +109,7 @@ _GLM_NAME = re.compile(r"\s*([^\s<]+)\s*")
 _GLM_ARGUMENT = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*", re.DOTALL)
 
 
-def qwen3_coder(text: str) -> Written:
+def qwen3_coder(text: str) -> ParsedAnswer:
     """Read functions between ``<tool_call>`` and ``</tool_call>``, or alone. The last one's ends may be missing."""
     if "<tool_call>" not in text:  # models leave it out at times
         return _in_tags(text, "<function=", "</function>", lambda body: _coder_call(f"<function={body}"))
@@ -122,7 +122,7 @@ def _coder_call(body: str) -> WrittenCall:
     return _text_arguments(function[1].strip(), function[2], _CODER_PARAMETER, "<parameter=NAME>…</parameter>")
 
 
-def glm(text: str) -> Written:
+def glm(text: str) -> ParsedAnswer:
     """Read calls between ``<tool_call>`` and ``</tool_call>``: a name, then keys and values in tags."""
     return _in_tags(text, "<tool_call>", "</tool_call>", _glm_call)
 
@@ -141,13 +141,13 @@ _KIMI_BEGIN, _KIMI_END = "<|tool_call_begin|>", "<|tool_call_end|>"
 _KIMI_CALL = re.compile(r"\s*(?:functions\.)?([\w.-]+?)(?::\d+)?\s*<\|tool_call_argument_begin\|>\s*(?=\{)")
 
 
-def deepseek(text: str) -> Written:
+def deepseek(text: str) -> ParsedAnswer:
     """Read the calls of DeepSeek's V3, R1 (arguments in a fence) and V3.1."""
     outer = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
     return _in_tags(text, _DEEPSEEK_BEGIN, _DEEPSEEK_END, lambda body: _named(body, _DEEPSEEK_CALL, "```"), outer)
 
 
-def kimi(text: str) -> Written:
+def kimi(text: str) -> ParsedAnswer:
     """Read the calls of Kimi K2, whose ids have the names."""
     outer = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
     return _in_tags(text, _KIMI_BEGIN, _KIMI_END, lambda body: _named(body, _KIMI_CALL), outer)
@@ -163,7 +163,7 @@ _HARMONY = re.compile(
 _HARMONY_TO = re.compile(r"to=(?:functions\.)?([\w.-]+)")
 
 
-def harmony(text: str) -> Written:
+def harmony(text: str) -> ParsedAnswer:
     """Read gpt-oss's channels: ``analysis`` is thinking, ``commentary`` to a function its call, all else text."""
     calls, said, thoughts, at = [], [], [], 0
     for part in _HARMONY.finditer(text):
@@ -178,10 +178,10 @@ def harmony(text: str) -> Written:
             thoughts.append(part["body"].strip())
         else:
             said.append(part["body"])
-    return Written("".join([*said, text[at:]]), tuple(calls), "\n\n".join(thoughts))
+    return ParsedAnswer("".join([*said, text[at:]]), tuple(calls), "\n\n".join(thoughts))
 
 
-FORMATS: Mapping[str, Callable[[str], Written]] = {
+FORMATS: Mapping[str, Callable[[str], ParsedAnswer]] = {
     one.__name__: one for one in (hermes, llama3_json, mistral, qwen3_coder, glm, deepseek, kimi, harmony)
 }
 """Every form by its name."""
@@ -193,7 +193,7 @@ def _in_tags(
     closing: str,
     read: Callable[[str], WrittenCall],
     outer: tuple[str, str] = ("", ""),
-) -> Written:
+) -> ParsedAnswer:
     """Read what stands between each ``opening`` and its ``closing``; the last one's end may be missing.
 
     ``outer``: tags around all calls, which are no text.
@@ -207,7 +207,7 @@ def _in_tags(
     said = "".join(kept)
     for tag in outer if calls else ():
         said = said.replace(tag, "") if tag else said
-    return Written(said, tuple(calls))
+    return ParsedAnswer(said, tuple(calls))
 
 
 def _text_arguments(name: str, body: str, argument: re.Pattern[str], expected: str) -> WrittenCall:

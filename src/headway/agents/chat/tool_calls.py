@@ -19,7 +19,7 @@ from typing import Any
 from headway.agents.chat.chat_messages import reasoning_of, split_thinking
 from headway.agents.chat.chat_template import KIMI_ID, NUMBERED_ID, ChatRenderer, probe_tool
 from headway.agents.chat.tool_arguments import Misfit, fitted
-from headway.agents.chat.tool_call_formats import FORMATS, Written, WrittenCall, read_call
+from headway.agents.chat.tool_call_formats import FORMATS, ParsedAnswer, WrittenCall, read_call
 from headway.agents.interface.program_messages import CallProblem, ToolCall, ToolSchema, TurnAnswer, calls_made, said
 from headway.errors import ConfigError, said_by
 
@@ -33,7 +33,7 @@ class ToolParser:
     """A reader of answers."""
 
     name: str
-    read: Callable[[str, Sequence[ToolSchema]], Written] = field(repr=False)
+    read: Callable[[str, Sequence[ToolSchema]], ParsedAnswer] = field(repr=False)
     """Called with an answer's text and the tools."""
     opening: str = ""
     """The text that the template opens an answer with; thinking may begin there."""
@@ -106,19 +106,19 @@ def _by_form(name: str, renderer: ChatRenderer) -> ToolParser:
     return ToolParser(name, lambda text, tools: form(text), renderer.generation_prompt, call_id)
 
 
-def _by_template(renderer: ChatRenderer) -> Callable[[str, Sequence[ToolSchema]], Written]:
+def _by_template(renderer: ChatRenderer) -> Callable[[str, Sequence[ToolSchema]], ParsedAnswer]:
     """A reader by the tokenizer's own response template."""
 
-    def read(text: str, tools: Sequence[ToolSchema]) -> Written:
+    def read(text: str, tools: Sequence[ToolSchema]) -> ParsedAnswer:
         try:
             message = renderer.tokenizer.parse_response(
                 text, prefix=renderer.generation_prompt, tools=[dict(tool) for tool in tools]
             )
             calls = tuple(read_call(call) for call in _flat(message.get("tool_calls")))
             content = message.get("content")
-            return Written(content if isinstance(content, str) else "", calls, reasoning_of(message))
+            return ParsedAnswer(content if isinstance(content, str) else "", calls, reasoning_of(message))
         except Exception as cause:  # templates are the user's, and raise whatever their parts do
-            return Written(text, (WrittenCall(problem=f"the answer cannot be read: {said_by(cause)}"),))
+            return ParsedAnswer(text, (WrittenCall(problem=f"the answer cannot be read: {said_by(cause)}"),))
 
     return read
 

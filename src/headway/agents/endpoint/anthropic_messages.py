@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import Field
 
 from headway.agents.endpoint.answer_parts import event
-from headway.agents.endpoint.dialect import Body, Positive, Refused, Setting, Texts, Wanted, ends, read_body
+from headway.agents.endpoint.dialect import Body, Positive, RequestRefused, Setting, TextCodec, Wanted, ends, read_body
 from headway.agents.endpoint.normalise import call, function_tools, name_of, named, role_of, text_of, wrong
 from headway.agents.endpoint.turns import MadeTurn
 from headway.agents.interface.program_messages import Message, ToolSchema, TurnRequest, finite, said
@@ -32,7 +32,7 @@ _SIGNATURE = "headway"
 """Signature of thinking: clients send it back, and nobody looks at it."""
 
 
-class _Messages(Body):
+class _MessagesBody(Body):
     messages: list[dict[str, Any]] = Field(min_length=1)
     system: str | list[Any] | None = None
     tools: list[dict[str, Any]] | None = None
@@ -59,10 +59,10 @@ class Messages:
         details = {"details": {"error_code": code}} if code == _UNTHREADED else {}
         return {"type": "error", "error": {"type": _ERRORS.get(status, "api_error"), "message": message, **details}}
 
-    def read(self, body: bytes, texts: Texts) -> Wanted:
-        asked = read_body(_Messages, body)
+    def read(self, body: bytes, texts: TextCodec) -> Wanted:
+        asked = read_body(_MessagesBody, body)
         if asked.thread is not None:
-            raise Refused(
+            raise RequestRefused(
                 400, _UNTHREADED, "the request's body: thread: threads are not kept here; send all messages, without it"
             )
         for name in ("mcp_servers", "compaction"):

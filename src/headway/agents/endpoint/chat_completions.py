@@ -17,7 +17,7 @@ from headway.agents.endpoint.dialect import (
     Body,
     Positive,
     Setting,
-    Texts,
+    TextCodec,
     TokenId,
     Wanted,
     ends,
@@ -29,7 +29,7 @@ from headway.agents.endpoint.turns import MadeTurn
 from headway.agents.interface.program_messages import Message, ToolSchema, TurnRequest, finite
 
 
-class _Chat(Body):
+class _ChatBody(Body):
     messages: list[dict[str, Any]] = Field(min_length=1)
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
@@ -61,8 +61,8 @@ class ChatCompletions:
     counts: str | None = None
     error = staticmethod(openai_error)
 
-    def read(self, body: bytes, texts: Texts) -> Wanted:
-        chat = read_body(_Chat, body)
+    def read(self, body: bytes, texts: TextCodec) -> Wanted:
+        chat = read_body(_ChatBody, body)
         if chat.functions:
             raise wrong("functions", chat.functions, "tools, the form that followed it")
         if chat.continue_final_message:

@@ -19,7 +19,7 @@ from headway.agents.endpoint.dialect import (
     Body,
     Positive,
     Setting,
-    Texts,
+    TextCodec,
     TokenId,
     Wanted,
     alternatives,
@@ -52,7 +52,7 @@ class Completions:
     counts: str | None = None
     error = staticmethod(openai_error)
 
-    def read(self, body: bytes, texts: Texts) -> Wanted:
+    def read(self, body: bytes, texts: TextCodec) -> Wanted:
         asked = read_body(_Completion, body)
         if asked.echo:
             raise wrong("echo", True, "false: an answer is what the policy sampled; put the prompt before it yourself")
@@ -82,7 +82,9 @@ class Completions:
         yield DONE
 
 
-def _one_prompt(prompt: str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]], texts: Texts) -> tuple[int, ...]:
+def _one_prompt(
+    prompt: str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]], texts: TextCodec
+) -> tuple[int, ...]:
     """The token ids of the prompt: one, though a list of prompts is a request, too."""
     if not isinstance(prompt, str) and prompt and not isinstance(prompt[0], int):
         if len(prompt) > 1:

@@ -22,7 +22,7 @@ from headway.agents.interface.program_messages import TurnRequest, too_much_ends
 from headway.errors import HeadwayError, cut
 
 
-class Refused(HeadwayError):
+class RequestRefused(HeadwayError):
     """A request that is answered with an error.
 
     Attributes:
@@ -36,7 +36,7 @@ class Refused(HeadwayError):
 
 
 @dataclass(frozen=True, slots=True)
-class Texts:
+class TextCodec:
     """Text to token ids and back, by the policy's tokenizer: nothing is added, special tokens are shown."""
 
     encode: Callable[[str], Sequence[int]]
@@ -55,7 +55,7 @@ class Wanted:
     """Settings of sampling by their names in vLLM: those that the request has."""
     body: Any
     """The dialect's own, for the answer."""
-    texts: Texts
+    texts: TextCodec
 
 
 class Dialect(Protocol):
@@ -66,7 +66,7 @@ class Dialect(Protocol):
     counts: str | None
     """Path at which only the tokens of a request are counted, if there is one."""
 
-    def read(self, body: bytes, texts: Texts) -> Wanted:
+    def read(self, body: bytes, texts: TextCodec) -> Wanted:
         """Read a request's body.
 
         Raises:
@@ -83,11 +83,11 @@ class Dialect(Protocol):
         """Make the body of an answer that is an error."""
 
 
-class _Sampling:
+class _SamplingField:
     """Mark of a field that says how to sample, or what else training reckons with."""
 
 
-Setting = Annotated[Any, _Sampling]
+Setting = Annotated[Any, _SamplingField]
 """A field that the endpoint does not follow where it asks for something else than the run's
 (`requested_sampling.py`)."""
 
@@ -99,20 +99,20 @@ class Body(BaseModel):
 
     model: str | None = None
     stream: bool | None = None
-    temperature: Annotated[float | None, _Sampling] = None
-    top_p: Annotated[float | None, _Sampling] = None
-    top_k: Annotated[int | None, _Sampling] = None
-    min_p: Annotated[float | None, _Sampling] = None
-    repetition_penalty: Annotated[float | None, _Sampling] = None
-    presence_penalty: Annotated[float | None, _Sampling] = None
-    frequency_penalty: Annotated[float | None, _Sampling] = None
-    logit_bias: Annotated[dict[str, float] | None, _Sampling] = None
-    n: Annotated[int | None, _Sampling] = None
-    best_of: Annotated[int | None, _Sampling] = None
-    min_tokens: Annotated[int | None, _Sampling] = None
-    parallel_tool_calls: Annotated[bool | None, _Sampling] = None
-    ignore_eos: Annotated[bool | None, _Sampling] = None
-    use_beam_search: Annotated[bool | None, _Sampling] = None
+    temperature: Annotated[float | None, _SamplingField] = None
+    top_p: Annotated[float | None, _SamplingField] = None
+    top_k: Annotated[int | None, _SamplingField] = None
+    min_p: Annotated[float | None, _SamplingField] = None
+    repetition_penalty: Annotated[float | None, _SamplingField] = None
+    presence_penalty: Annotated[float | None, _SamplingField] = None
+    frequency_penalty: Annotated[float | None, _SamplingField] = None
+    logit_bias: Annotated[dict[str, float] | None, _SamplingField] = None
+    n: Annotated[int | None, _SamplingField] = None
+    best_of: Annotated[int | None, _SamplingField] = None
+    min_tokens: Annotated[int | None, _SamplingField] = None
+    parallel_tool_calls: Annotated[bool | None, _SamplingField] = None
+    ignore_eos: Annotated[bool | None, _SamplingField] = None
+    use_beam_search: Annotated[bool | None, _SamplingField] = None
     bad_words: Setting = None
     allowed_token_ids: Setting = None
     structured_outputs: Setting = None
@@ -133,7 +133,7 @@ class Body(BaseModel):
 
 @cache
 def _settings(kind: type[BaseModel]) -> tuple[str, ...]:
-    return tuple(name for name, field in kind.model_fields.items() if _Sampling in field.metadata)
+    return tuple(name for name, field in kind.model_fields.items() if _SamplingField in field.metadata)
 
 
 Positive = Field(default=None, ge=1)
@@ -154,7 +154,7 @@ def read_body(kind: type[B], body: bytes) -> B:
         first = error.errors(include_url=False, include_context=False)[0]
         where = ".".join(map(str, first["loc"]))
         given = "" if first["type"] in ("json_invalid", "missing") else f", given {cut(repr(first['input']), 80)}"
-        raise Refused(
+        raise RequestRefused(
             400, "invalid_request", f"the request's body: {f'{where}: ' if where else ''}{first['msg']}{given}"
         ) from None
 
@@ -188,5 +188,5 @@ def ends(stop: str | Sequence[str] | None, token_ids: Sequence[int] | None = Non
     strings = tuple(one for one in ([stop] if isinstance(stop, str) else stop or ()) if one)
     ids = tuple(dict.fromkeys(token_ids or ()))
     if (problem := too_much_ends(strings, ids)) is not None:
-        raise Refused(400, "invalid_request", f"the request's body: {problem}")
+        raise RequestRefused(400, "invalid_request", f"the request's body: {problem}")
     return Ends(stop=strings, stop_token_ids=ids)

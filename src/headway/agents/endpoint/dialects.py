@@ -7,6 +7,6 @@ from headway.agents.endpoint.chat_completions import ChatCompletions
 from headway.agents.endpoint.completions import Completions
 from headway.agents.endpoint.dialect import Dialect
 from headway.agents.endpoint.responses import Responses
-from headway.agents.endpoint.token_generate import Generate
+from headway.agents.endpoint.token_generate import TokenGenerate
 
-DIALECTS: tuple[Dialect, ...] = (ChatCompletions(), Completions(), Responses(), Messages(), Generate())
+DIALECTS: tuple[Dialect, ...] = (ChatCompletions(), Completions(), Responses(), Messages(), TokenGenerate())

@@ -24,11 +24,11 @@ import xxhash
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from headway.agents.endpoint.dialect import Dialect, Refused, Texts, Wanted, openai_error
+from headway.agents.endpoint.dialect import Dialect, RequestRefused, TextCodec, Wanted, openai_error
 from headway.agents.endpoint.endpoint_address import cannot_listen
 from headway.agents.endpoint.requested_sampling import differences
-from headway.agents.endpoint.sessions import OVER, Session
-from headway.agents.endpoint.turns import MadeTurn, Note, Turns
+from headway.agents.endpoint.sessions import OVER, AgentSession
+from headway.agents.endpoint.turns import MadeTurn, TurnNote, Turns
 from headway.agents.interface.program_messages import Access
 from headway.errors import EpisodeOver, HeadwayError, UserError, said_by, shown, writable
 from headway.runtime.task_groups import off_loop
@@ -55,7 +55,7 @@ SETTINGS = {
 logger = logging.getLogger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-Answering = Callable[[Dialect, web.Request, Session], Awaitable[web.StreamResponse]]
+Answering = Callable[[Dialect, web.Request, AgentSession], Awaitable[web.StreamResponse]]
 ErrorForm = Callable[[int, str, str], dict[str, Any]]
 _FORMS: web.AppKey[dict[str, ErrorForm]] = web.AppKey("forms")
 """How errors look at each path that has a form of its own."""
@@ -79,7 +79,7 @@ class Endpoint:
     def __init__(
         self,
         dialects: Sequence[Dialect],
-        texts: Texts,
+        texts: TextCodec,
         *,
         models: Sequence[str] = ("policy",),
         tokenizer: str = "",
@@ -97,7 +97,7 @@ class Endpoint:
         self._host, self._port = host, port
         reached = node if (":" in node) == (":" in host) else ANY_ADDRESS.get(host, host)
         self._reached = reached if host in ANY_ADDRESS else host
-        self._sessions: dict[str, Session] = {}
+        self._sessions: dict[str, AgentSession] = {}
         self._forgotten: OrderedDict[str, None] = OrderedDict()
         """Keys of episodes that are over, the oldest first."""
         self._told: set[str] = set()
@@ -147,7 +147,7 @@ class Endpoint:
         """See `headway.agents.endpoint.turns.Doors.open`."""
         key = f"hw-{secrets.token_urlsafe(24)}"
         access = Access(self.base_url, key, self._models[0], self._tokenizer)
-        session = self._sessions[key] = Session(turns, access.tag)
+        session = self._sessions[key] = AgentSession(turns, access.tag)
         try:
             yield access
         finally:
@@ -169,25 +169,25 @@ class Endpoint:
         async def handle(request: web.Request) -> web.StreamResponse:
             try:
                 session = self._session(request)
-            except Refused as refused:
+            except RequestRefused as refused:
                 self._tell(request, refused)
                 return _error(dialect.error, refused)
             try:
                 return await answer(dialect, request, session)
-            except Refused as refused:
+            except RequestRefused as refused:
                 told = refused
             except EpisodeOver as over:
                 told = _over(over)
             except UserError as error:
-                told = Refused(400, "invalid_request", str(error))
+                told = RequestRefused(400, "invalid_request", str(error))
             except HeadwayError as error:
-                told = Refused(503, "unavailable", str(error))
-            session.turns.note(Note.REFUSED, f"{request.path}: {told}")
+                told = RequestRefused(503, "unavailable", str(error))
+            session.turns.note(TurnNote.REFUSED, f"{request.path}: {told}")
             return _error(dialect.error, told)
 
         return handle
 
-    async def _answer(self, dialect: Dialect, request: web.Request, session: Session) -> web.StreamResponse:
+    async def _answer(self, dialect: Dialect, request: web.Request, session: AgentSession) -> web.StreamResponse:
         body = await _body(request)
         wanted = await off_loop(len(body), dialect.read, body, self._texts)
         self._check(wanted, session.turns)
@@ -204,27 +204,27 @@ class Endpoint:
             await response.write_eof()
             return response
 
-    async def _count(self, dialect: Dialect, request: web.Request, session: Session) -> web.StreamResponse:
+    async def _count(self, dialect: Dialect, request: web.Request, session: AgentSession) -> web.StreamResponse:
         body = await _body(request)
         wanted = await off_loop(len(body), dialect.read, body, self._texts)
         self._check_model(wanted)
         return _json({"object": "response.input_tokens", "input_tokens": await session.turns.count(wanted.request)})
 
-    def _session(self, request: web.Request) -> Session:
-        """The session of the request's key. Raises `Refused` where there is none."""
+    def _session(self, request: web.Request) -> AgentSession:
+        """The session of the request's key. Raises `RequestRefused` where there is none."""
         kind, _, bearer = request.headers.get("Authorization", "").partition(" ")
         given = [bearer.strip() if kind.lower() == "bearer" else "", request.headers.get("x-api-key", "")]
         for key in given:  # clients of Anthropic's may send both, one of which is made up
             if (session := self._sessions.get(key)) is not None:
                 return session
         if any(key in self._forgotten for key in given):
-            raise Refused(401, "episode_over", f"{OVER}; a key is good while its episode is made")
+            raise RequestRefused(401, "episode_over", f"{OVER}; a key is good while its episode is made")
         what = "with a key that is none of this endpoint's" if any(given) else "without a key"
-        raise Refused(
+        raise RequestRefused(
             401, "invalid_api_key", f"a request {what}; give the api_key of the episode: Authorization: Bearer KEY"
         )
 
-    def _tell(self, request: web.Request, refused: Refused) -> None:
+    def _tell(self, request: web.Request, refused: RequestRefused) -> None:
         """Write in the keeper's log what belongs to no episode, the first times."""
         said = f"{request.method} {request.path} was refused: {refused}"
         if said not in self._told and len(self._told) < MOST_TOLD:
@@ -237,16 +237,16 @@ class Endpoint:
         if turns.trains and (differ := differences(wanted.sampling, turns.sampling)):
             said = f"sampling that training does not follow: {', '.join(differ)}"
             if self._strict:
-                raise Refused(
+                raise RequestRefused(
                     400,
                     "sampling_refused",
                     f"{said}; leave it out, or set rollout.agent_sampling=override, with which the run's holds",
                 )
-            turns.note(Note.OVERRIDDEN, said)
+            turns.note(TurnNote.OVERRIDDEN, said)
 
     def _check_model(self, wanted: Wanted) -> None:
         if wanted.model is not None and wanted.model not in self._models:
-            raise Refused(404, "model_not_found", self._no_model(wanted.model))
+            raise RequestRefused(404, "model_not_found", self._no_model(wanted.model))
 
     def _no_model(self, name: str) -> str:
         return (
@@ -257,7 +257,7 @@ class Endpoint:
     async def _list_models(self, request: web.Request) -> web.Response:
         try:
             self._session(request)
-        except Refused as refused:
+        except RequestRefused as refused:
             return _error(openai_error, refused)
         return _json({"object": "list", "data": [self._model(name) for name in self._models], "has_more": False})
 
@@ -265,8 +265,8 @@ class Endpoint:
         try:
             self._session(request)
             if (name := request.match_info["name"]) not in self._models:
-                raise Refused(404, "model_not_found", self._no_model(name))
-        except Refused as refused:
+                raise RequestRefused(404, "model_not_found", self._no_model(name))
+        except RequestRefused as refused:
             return _error(openai_error, refused)
         return _json(self._model(name))
 
@@ -296,15 +296,15 @@ async def _body(request: web.Request) -> bytes:
         async with asyncio.timeout(BODY_TIMEOUT_S):
             return await request.read()
     except TimeoutError:
-        raise Refused(
+        raise RequestRefused(
             408, "timeout", f"the request's body did not come within {BODY_TIMEOUT_S:g} s; send it again"
         ) from None
     except web.RequestPayloadError as error:
-        raise Refused(
+        raise RequestRefused(
             400, "invalid_request", f"the request's body cannot be read: {said_by(error)}; send it as JSON, whole"
         ) from None
     except web.HTTPRequestEntityTooLarge:
-        raise Refused(
+        raise RequestRefused(
             413,
             "too_large",
             f"the request's body has more than {MOST_BYTES >> 20} MiB, more than any context",
@@ -334,20 +334,20 @@ async def _told_as_json(request: web.Request, handler: Handler) -> web.StreamRes
             f"{request.method} {request.path}: {error.reason}; the endpoint has POST /v1/chat/completions and others"
         )
         form = request.app[_FORMS].get(request.path, openai_error)
-        return _error(form, Refused(error.status, "not_found", message))
+        return _error(form, RequestRefused(error.status, "not_found", message))
     except ConnectionError:  # the client hung up while it was answered; nobody hears of this
         return web.Response(status=499)
 
 
-def _over(over: EpisodeOver) -> Refused:
+def _over(over: EpisodeOver) -> RequestRefused:
     """The error of a turn that a limit refuses. Clients know a context that is too long by words of its message."""
     if over.limit == "tokens":
         said = f"prompt is too long for the maximum context length, {SETTINGS['tokens']}; go on with a shorter one"
-        return Refused(400, "context_length_exceeded", said)
-    return Refused(400, "episode_over", f"{over} ({SETTINGS[over.limit]})")
+        return RequestRefused(400, "context_length_exceeded", said)
+    return RequestRefused(400, "episode_over", f"{over} ({SETTINGS[over.limit]})")
 
 
-def _error(form: ErrorForm, refused: Refused) -> web.Response:
+def _error(form: ErrorForm, refused: RequestRefused) -> web.Response:
     return _json(form(refused.status, refused.code, writable(str(refused))), refused.status)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from headway.agents.endpoint.dialect import Refused
+from headway.agents.endpoint.dialect import RequestRefused
 from headway.agents.interface.program_messages import Message, ToolSchema
 from headway.errors import shown
 
@@ -18,13 +18,13 @@ _TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal"
 """Types of parts that are text, and the field that has it."""
 
 
-def wrong(where: str, given: Any, expected: str) -> Refused:
+def wrong(where: str, given: Any, expected: str) -> RequestRefused:
     """Make the error for what stands at ``where`` in a request's body."""
-    return Refused(400, "invalid_request", f"the request's body: {where} is {shown(given)}; expected {expected}")
+    return RequestRefused(400, "invalid_request", f"the request's body: {where} is {shown(given)}; expected {expected}")
 
 
 def role_of(message: Mapping[str, Any], where: str) -> str:
-    """The role of a message, as templates know it. Raises `Refused` for one that there is not."""
+    """The role of a message, as templates know it. Raises `RequestRefused` for one that there is not."""
     role = message.get("role")
     if not isinstance(role, str) or role not in ROLES:
         raise wrong(f"{where}.role", role, f"one of {', '.join(ROLES)}")
@@ -32,7 +32,7 @@ def role_of(message: Mapping[str, Any], where: str) -> str:
 
 
 def text_of(content: Any, where: str) -> str:
-    """The text of a message's content: text, parts of text, or nothing. Raises `Refused` for anything else."""
+    """The text of a message's content: text, parts of text, or nothing. Raises `RequestRefused` for anything else."""
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
@@ -48,7 +48,7 @@ def text_of(content: Any, where: str) -> str:
 
 
 def name_of(fields: Mapping[str, Any], name: str, where: str) -> str:
-    """The field ``name``, which is text that is not empty. Raises `Refused` for anything else."""
+    """The field ``name``, which is text that is not empty. Raises `RequestRefused` for anything else."""
     value = fields.get(name)
     if not isinstance(value, str) or not value:
         raise wrong(f"{where}.{name}", value, "text")
@@ -71,7 +71,7 @@ def function_tools(tools: Iterable[tuple[str, Any, Any, Any]]) -> list[ToolSchem
         if not isinstance(name, str) or not name:
             raise wrong(f"{where}.name", name, "the function's name")
         if name in schemas:
-            raise Refused(
+            raise RequestRefused(
                 400, "invalid_request", f"the request's body: {where}: there is a tool named {name!r} already"
             )
         if parameters is not None and not isinstance(parameters, dict):

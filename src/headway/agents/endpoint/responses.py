@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from headway.agents.endpoint.answer_parts import event, token_logprobs
-from headway.agents.endpoint.dialect import Body, Positive, Setting, Texts, Wanted, openai_error, read_body
+from headway.agents.endpoint.dialect import Body, Positive, Setting, TextCodec, Wanted, openai_error, read_body
 from headway.agents.endpoint.normalise import call, function_tools, name_of, named, role_of, text_of, wrong
 from headway.agents.endpoint.turns import MadeTurn
 from headway.agents.interface.program_messages import Message, ToolSchema, TurnRequest, finite, said
@@ -22,7 +22,7 @@ _NOT_KEPT = "none: responses are not kept here; send all items of the conversati
 _LOGPROBS = "message.output_text.logprobs"
 
 
-class _Responses(Body):
+class _ResponsesBody(Body):
     input: str | list[dict[str, Any]]
     instructions: str | None = None
     tools: list[dict[str, Any]] | None = None
@@ -47,8 +47,8 @@ class Responses:
     counts: str | None = "/v1/responses/input_tokens"
     error = staticmethod(openai_error)
 
-    def read(self, body: bytes, texts: Texts) -> Wanted:
-        asked = read_body(_Responses, body)
+    def read(self, body: bytes, texts: TextCodec) -> Wanted:
+        asked = read_body(_ResponsesBody, body)
         for name in ("previous_response_id", "conversation", "prompt", "background"):
             if (given := getattr(asked, name)) not in (None, False):
                 raise wrong(name, given, _NOT_KEPT)
@@ -181,7 +181,7 @@ def _response(
     wanted: Wanted, turn: MadeTurn, id: str, created: int, items: list[dict[str, Any]] | None
 ) -> dict[str, Any]:
     """The response with ``items``, or as it is when it begins."""
-    asked: _Responses = wanted.body
+    asked: _ResponsesBody = wanted.body
     sampled = len(turn.sampled.ids)
     cut_off = items is not None and turn.answer.finish_reason == "length"
     return {

@@ -16,8 +16,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from headway.agents.endpoint.dialect import Refused
-from headway.agents.endpoint.turns import MadeTurn, Note, Turns
+from headway.agents.endpoint.dialect import RequestRefused
+from headway.agents.endpoint.turns import MadeTurn, TurnNote, Turns
 from headway.agents.interface.program_messages import TurnRequest
 
 OVER = "the episode of this key is over"
@@ -41,7 +41,7 @@ class _Request:
         return self.turn.cancelling() > 0 or self.turn.cancelled()
 
 
-class Session:
+class AgentSession:
     """The requests with one key."""
 
     def __init__(self, turns: Turns, tag: str) -> None:
@@ -75,9 +75,9 @@ class Session:
             request.delivered = True
         except asyncio.CancelledError:
             if request.turn.cancelled() and self._closed:
-                raise Refused(401, "episode_over", OVER) from None
+                raise RequestRefused(401, "episode_over", OVER) from None
             if request.clients == 1 and not request.turn.done():
-                self.turns.note(Note.HUNG_UP, "")
+                self.turns.note(TurnNote.HUNG_UP, "")
                 request.turn.cancel()
             raise
         finally:
@@ -92,7 +92,7 @@ class Session:
 
     def _request(self, wanted: TurnRequest, digest: bytes, *, again: bool) -> _Request:
         if self._closed:
-            raise Refused(401, "episode_over", OVER)
+            raise RequestRefused(401, "episode_over", OVER)
         known = [one for one in self._requests.get(digest, ()) if one.given_up or not _failed(one.turn)]
         # Equal requests may be sent side by side: one that is repeated is the one whose answer was lost, else the one
         # that was repeated least.
@@ -101,7 +101,7 @@ class Session:
         found = min(reversed(candidates), key=lambda one: (one.given_up, one.delivered, one.sent), default=None)
         if found is not None and not found.given_up:
             found.sent += 1
-            self.turns.note(Note.REPEATED, "")
+            self.turns.note(TurnNote.REPEATED, "")
             return found
         turn = asyncio.get_running_loop().create_task(self.turns.turn(wanted))
         self._turns.add(turn)

@@ -14,7 +14,7 @@ from headway.agents.endpoint.answer_parts import DONE, event, usage, with_usage
 from headway.agents.endpoint.dialect import (
     Body,
     Positive,
-    Texts,
+    TextCodec,
     TokenId,
     Wanted,
     alternatives,
@@ -27,20 +27,20 @@ from headway.agents.endpoint.turns import MadeTurn
 from headway.agents.interface.program_messages import TurnRequest
 
 
-class _Sampling(Body):
+class _SamplingBody(Body):
     max_tokens: int | None = Positive
     stop: str | list[str] | None = None
     stop_token_ids: list[TokenId] | None = None
     logprobs: int | None = None
 
 
-class _Generate(BaseModel):
+class _GenerateBody(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True)
 
     model: str | None = None
     request_id: str | None = None
     token_ids: list[TokenId]
-    sampling_params: _Sampling
+    sampling_params: _SamplingBody
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
     return_token_ids: bool | None = None
@@ -48,15 +48,15 @@ class _Generate(BaseModel):
     content_parts: Any = None
 
 
-class Generate:
+class TokenGenerate:
     """`headway.agents.endpoint.dialect.Dialect` of turns by token ids."""
 
     path = "/inference/v1/generate"
     counts: str | None = None
     error = staticmethod(openai_error)
 
-    def read(self, body: bytes, texts: Texts) -> Wanted:
-        asked = read_body(_Generate, body)
+    def read(self, body: bytes, texts: TextCodec) -> Wanted:
+        asked = read_body(_GenerateBody, body)
         for name in ("features", "content_parts"):
             if getattr(asked, name):
                 raise wrong(name, getattr(asked, name), "none: the policy reads text alone, no images or files")

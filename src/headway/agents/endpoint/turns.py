@@ -22,7 +22,7 @@ from headway.data.interfaces.generation import SamplingParams
 from headway.data.types import SampledTokens
 
 
-class Note(StrEnum):
+class TurnNote(StrEnum):
     """What an agent asked for and did not get, or got in another way than it asked."""
 
     REFUSED = "refused_requests"
@@ -72,7 +72,7 @@ class Turns(Protocol):
             UserError: the request cannot be used; says why.
         """
 
-    def note(self, kind: Note, reason: str) -> None:
+    def note(self, kind: TurnNote, reason: str) -> None:
         """Count what an agent did not get, and why."""
 
 

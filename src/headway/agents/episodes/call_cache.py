@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from headway.agents.episodes.episode_tokens import Prompted
-from headway.agents.episodes.request_dispatcher import Asked, Calls, Home
+from headway.agents.episodes.request_dispatcher import Affinity, PendingRequest, RequestDispatcher
 from headway.data.interfaces.generation import FinishedCall, Priority, SamplingParams
 from headway.data.types import FinishReason, TrajectoryId
 from headway.errors import HeadwayError, WorkerDied
@@ -29,7 +29,7 @@ class _Logged:
     """A call that was made, at whatever try of the program."""
 
     result: asyncio.Future[FinishedCall]
-    asked: Asked | None = None
+    asked: PendingRequest | None = None
     """The call while it is not finished; afterwards None, since it holds the whole context."""
 
 
@@ -41,8 +41,8 @@ class CallLog:
         id: TrajectoryId,
         sampling: SamplingParams,
         priority: Priority,
-        calls: Calls,
-        home: Home,
+        calls: RequestDispatcher,
+        home: Affinity,
         on_aborted: Callable[[], object],
         on_failed: Callable[[HeadwayError], None],
     ) -> None:
@@ -80,7 +80,7 @@ class CallLog:
         logged = self._log.get(prompted.key)
         if logged is None:
             logged = _Logged(failure_ignored(asyncio.get_running_loop().create_future()))
-            logged.asked = Asked(
+            logged.asked = PendingRequest(
                 self.id,
                 prompted.ids,
                 self._ended_by(max_tokens, stop, stop_token_ids),
@@ -114,7 +114,7 @@ class CallLog:
             stop_token_ids=tuple(dict.fromkeys((*own.stop_token_ids, *stop_token_ids))),
         )
 
-    def _refused(self, logged: _Logged, asked: Asked, error: HeadwayError) -> None:
+    def _refused(self, logged: _Logged, asked: PendingRequest, error: HeadwayError) -> None:
         """End a call that no engine takes: that is its episode's failure, unless the one replica for it is gone."""
         logged.asked = None
         if isinstance(error, WorkerDied):
@@ -122,11 +122,11 @@ class CallLog:
         elif not logged.result.done():
             logged.result.set_exception(error)
 
-    def _finished(self, logged: _Logged, asked: Asked, finished: FinishedCall) -> None:
+    def _finished(self, logged: _Logged, asked: PendingRequest, finished: FinishedCall) -> None:
         logged.asked = None
         self._replicas[asked.replica] = None
         if self._home.on is None:
-            self._home = Home(replica=asked.replica)
+            self._home = Affinity(replica=asked.replica)
         if finished.finish_reason is FinishReason.ABORTED:
             self.cut.append(finished)
             # Once all results are read that came with this one: an engine ends the calls of a group together.

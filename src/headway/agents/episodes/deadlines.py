@@ -9,7 +9,7 @@ from collections.abc import Callable
 class Deadline:
     """A callback that comes when its seconds are over, unless it is cancelled."""
 
-    def __init__(self, clock: Clock, seconds: float, callback: Callable[[], object]) -> None:
+    def __init__(self, clock: EpisodeClock, seconds: float, callback: Callable[[], object]) -> None:
         self._clock = clock
         self._left = seconds
         self._callback = callback
@@ -39,7 +39,7 @@ class Deadline:
         self._callback()
 
 
-class Clock:
+class EpisodeClock:
     """The clock of a keeper's episodes. It runs from the start; `stop` and `go_on` hold all deadlines and let them run.
 
     clock = Clock()

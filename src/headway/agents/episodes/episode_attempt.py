@@ -15,10 +15,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from headway.agents.endpoint.turns import MadeTurn, Note
+from headway.agents.endpoint.turns import MadeTurn, TurnNote
 from headway.agents.episodes.call_cache import CallLog
-from headway.agents.episodes.episode_limits import EpisodeTime, Limits, Steps
-from headway.agents.episodes.episode_tokens import Prompted, Record
+from headway.agents.episodes.episode_limits import EpisodeLimits, EpisodeTime, ProgramSteps
+from headway.agents.episodes.episode_tokens import EpisodeTokens, Prompted
 from headway.agents.interface.program_messages import EpisodeEnd, Message, TurnRequest
 from headway.data.interfaces.generation import FinishedCall, SamplingParams
 from headway.data.types import Conversation, FinishReason, RowAt, RowTokens, SampledTokens
@@ -32,9 +32,9 @@ class Try:
         self,
         name: str,
         sampling: SamplingParams,
-        record: Record,
+        record: EpisodeTokens,
         log: CallLog,
-        limits: Limits,
+        limits: EpisodeLimits,
         time: EpisodeTime,
         *,
         trains: bool,
@@ -42,7 +42,7 @@ class Try:
     ) -> None:
         """``keeps_conversation``: the last conversation is wanted in the end."""
         self.name, self.sampling, self.trains, self.record = name, sampling, trains, record
-        self.steps = Steps(time, self._end_step)
+        self.steps = ProgramSteps(time, self._end_step)
         self.asked = 0
         """Turns that the program asked for, refused ones and those that it gave up included."""
         self.calls: list[FinishedCall] = []
@@ -56,9 +56,9 @@ class Try:
         """The limit that has ended the episode; None before."""
         self.rewards: tuple[float, ...] = ()
         """Rewards of turns, as the program told them with its last request."""
-        self.noted: Counter[Note] = Counter()
+        self.noted: Counter[TurnNote] = Counter()
         """What the program asked the endpoint for and did not get."""
-        self.notes: dict[Note, str] = {}
+        self.notes: dict[TurnNote, str] = {}
         """The first reason of each kind that has one."""
         self.running: asyncio.Task[EpisodeEnd] | None = None
         self.over = False
@@ -97,7 +97,7 @@ class Try:
         with boundary("the messages of a turn cannot be used", UserCodeError):
             return len((await self.record.prompt(request)).ids)
 
-    def note(self, kind: Note, reason: str) -> None:
+    def note(self, kind: TurnNote, reason: str) -> None:
         """See `headway.agents.endpoint.turns.Turns.note`."""
         self.noted[kind] += 1
         if reason:

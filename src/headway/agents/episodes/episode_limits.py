@@ -3,7 +3,7 @@
     begin ─▶ step ─▶ end (a turn is asked for) ─▶ … ─▶ begin (it is answered) ─▶ step ─▶ end
     └────────────────────────── the episode's time ──────────────────────────────────────┘
 
-Both limits of time stand still with the keeper's `headway.agents.episodes.deadlines.Clock`.
+Both limits of time stand still with the keeper's `headway.agents.episodes.deadlines.EpisodeClock`.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from headway.agents.episodes.deadlines import Clock, Deadline
+from headway.agents.episodes.deadlines import Deadline, EpisodeClock
 from headway.agents.episodes.step_times import StepTimes
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class EpisodeLimits:
     """Limits of an episode, as ``rollout``'s keys describe them."""
 
     max_length: int
@@ -47,7 +47,7 @@ class Limits:
 class EpisodeTime:
     """The time of one episode, in whatever number of tries its program is run."""
 
-    def __init__(self, clock: Clock, limits: Limits) -> None:
+    def __init__(self, clock: EpisodeClock, limits: EpisodeLimits) -> None:
         self.clock = clock
         self.limits = limits
         self.spans = StepTimes()
@@ -74,7 +74,7 @@ class EpisodeTime:
         self.is_over = True
 
 
-class Steps:
+class ProgramSteps:
     """Steps of one try: what its program does while it waits for no turn. At most one is under way."""
 
     def __init__(self, time: EpisodeTime, on_timeout: Callable[[], object]) -> None:

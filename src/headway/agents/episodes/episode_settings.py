@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from headway.agents.chat.chat_template import ChatRenderer
-from headway.agents.endpoint.dialect import Texts
+from headway.agents.endpoint.dialect import TextCodec
 from headway.agents.endpoint.turns import Doors
-from headway.agents.episodes.episode_limits import Limits
+from headway.agents.episodes.episode_limits import EpisodeLimits
 from headway.agents.episodes.episode_tokens import Chats
 from headway.agents.episodes.program_episode import Hosting, Programs
 from headway.config.schema import Config
@@ -63,10 +63,10 @@ def _endpoint(config: Config, renderer: ChatRenderer, node: str) -> Doors:
     )
 
 
-def texts_of(renderer: ChatRenderer) -> Texts:
+def texts_of(renderer: ChatRenderer) -> TextCodec:
     """Text to token ids and back, as ``renderer`` has them; a text's ids begin as those of a prompt that is text."""
     start = TextStart(renderer.tokenizer)
-    return Texts(lambda text: start.added(renderer.encode(text).tolist(), text), renderer.decode)
+    return TextCodec(lambda text: start.added(renderer.encode(text).tolist(), text), renderer.decode)
 
 
 def chats_of(config: Config, tokenizer: PreTrainedTokenizerBase) -> Chats:
@@ -84,10 +84,10 @@ def held_out_at_once(config: Config) -> int:
     return -(-for_each * len(resolve_placement(config).replicas) // max(1, config.rollout.nnodes))
 
 
-def limits_of(config: Config) -> Limits:
+def limits_of(config: Config) -> EpisodeLimits:
     """Limits of the episodes of ``config``."""
     rollout, data = config.rollout, config.data
-    return Limits(
+    return EpisodeLimits(
         max_length=data.max_prompt_length + data.max_response_length,
         max_turns=rollout.max_turns,
         max_turn_tokens=rollout.max_turn_tokens,

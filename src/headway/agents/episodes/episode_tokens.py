@@ -20,7 +20,7 @@ from headway.agents.chat.conversations import ChatPrompt, Conversations, Draft
 from headway.agents.chat.template_checks import try_template
 from headway.agents.chat.tool_call_formats import HARMONY_MARK, harmony
 from headway.agents.chat.tool_calls import AUTO, ToolParser, choose_parser
-from headway.agents.episodes.token_tree import Row, Transcript, call_key, state_key
+from headway.agents.episodes.token_tree import TokenRow, Transcript, call_key, state_key
 from headway.agents.interface.program_messages import TurnAnswer, TurnRequest, said
 from headway.data.interfaces.generation import FinishedCall
 from headway.data.thoughts import opened_thought
@@ -45,7 +45,7 @@ class Prompted:
     """The tag of a thought with which it ends; empty for none."""
 
 
-class Record(Protocol):
+class EpisodeTokens(Protocol):
     """What a keeper asks of the record of an episode."""
 
     async def prompt(self, request: TurnRequest, taken: Container[int] = ()) -> Prompted:
@@ -106,7 +106,8 @@ class Chats:
 
 
 class ChatRecord:
-    """`Record` of chat messages, by a tokenizer's template. Its tokens are those that were sampled, never realigned."""
+    """`EpisodeTokens` of chat messages, by a tokenizer's template. Its tokens are those that were sampled, never
+    realigned."""
 
     def __init__(self, run: Chats) -> None:
         self._run = run
@@ -116,7 +117,7 @@ class ChatRecord:
         self._problems = 0
 
     async def prompt(self, request: TurnRequest, taken: Container[int] = ()) -> Prompted:
-        """See `Record.prompt`."""
+        """See `EpisodeTokens.prompt`."""
         renderer = self._run.renderer
         if request.token_ids is not None:
             ids = renderer.checked(request.token_ids)
@@ -140,7 +141,7 @@ class ChatRecord:
         return Prompted(chat.ids, key, chat, _state(request), opened_thought(draft.text))
 
     def answered(self, prompted: Prompted, request: TurnRequest, finished: FinishedCall, number: int) -> TurnAnswer:
-        """See `Record.answered`."""
+        """See `EpisodeTokens.answered`."""
         chat, tokens = prompted.chat, finished.tokens
         if tokens is None:
             raise RunError("a chat needs tokens, and this engine only simulates them")
@@ -176,7 +177,7 @@ class ChatRecord:
         return answer
 
     def rows(self) -> list[RowTokens]:
-        """See `Record.rows`."""
+        """See `EpisodeTokens.rows`."""
         return [row_tokens(row) for row in self._transcript.rows()]
 
     @property
@@ -208,7 +209,7 @@ def _state(request: TurnRequest) -> int:
     return state_key("\n".join(texts).encode(errors="surrogatepass"))
 
 
-def row_tokens(row: Row) -> RowTokens:
+def row_tokens(row: TokenRow) -> RowTokens:
     """Cut a row of a transcript before its first trained token: what comes before is its prompt."""
     start = row.turns[0].start
     spans = tuple(turn._replace(start=turn.start - start, stop=turn.stop - start) for turn in row.turns)

@@ -17,10 +17,10 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
 from headway.agents.episodes.call_cache import CallLog
-from headway.agents.episodes.deadlines import Clock
+from headway.agents.episodes.deadlines import EpisodeClock
 from headway.agents.episodes.program_episode import Hosting, MadeEpisode, ProgramEpisode
 from headway.agents.episodes.replica_clients import CallEngine
-from headway.agents.episodes.request_dispatcher import Asked, Calls, Home, nothing_sampled
+from headway.agents.episodes.request_dispatcher import Affinity, PendingRequest, RequestDispatcher, nothing_sampled
 from headway.data.interfaces.episode_groups import FinishedGroup, GroupRequest
 from headway.data.interfaces.generation import FinishedCall, Priority, SamplingParams
 from headway.data.types import (
@@ -34,20 +34,20 @@ from headway.errors import HeadwayError, RunError, WorkerDied, boundary
 
 
 @dataclass(slots=True, eq=False)
-class _Group:
+class _OpenGroup:
     """One group on its way."""
 
     request: GroupRequest
     inbox: asyncio.Queue[FinishedGroup | HeadwayError]
     """The queue of the `generate` call that asked for the group."""
-    home: Home
+    home: Affinity
     missing: int
     """Episodes that are not over."""
     done: dict[int, MadeEpisode] = field(default_factory=dict)
     """Finished episodes of programs, by k."""
-    answers: dict[int, tuple[Asked, FinishedCall]] = field(default_factory=dict)
+    answers: dict[int, tuple[PendingRequest, FinishedCall]] = field(default_factory=dict)
     """Finished episodes of one turn, by k."""
-    calls: dict[int, Asked] = field(default_factory=dict)
+    calls: dict[int, PendingRequest] = field(default_factory=dict)
     """Calls of episodes of one turn, by k."""
     programs: dict[int, tuple[ProgramEpisode, asyncio.Task[None]]] = field(default_factory=dict)
     """Episodes of programs that are not over, by k."""
@@ -67,7 +67,7 @@ class _Group:
         return min((version for version in versions if version is not None), default=None)
 
 
-class GroupKeeper:
+class EpisodeWorker:
     """`headway.data.interfaces.episode_groups.Keeper` on the running event loop.
 
     Args:
@@ -92,16 +92,16 @@ class GroupKeeper:
         most = None if hosting is None else hosting.held_out_at_once
         self._room = None if most is None else asyncio.Semaphore(most)
         """Room for held-out episodes of programs; None for any number."""
-        self._calls = Calls(name)
-        self._clock = Clock()
-        self._groups: dict[_Group, None] = {}
+        self._calls = RequestDispatcher(name)
+        self._clock = EpisodeClock()
+        self._groups: dict[_OpenGroup, None] = {}
         """Groups that were started and are not over."""
-        self._held: dict[_Group, None] | None = None
+        self._held: dict[_OpenGroup, None] | None = None
         """Groups that wait for `go_on`; None while none has to."""
         self._changed = asyncio.Event()
         """Set when a group is over."""
         self._gather_s = gather_s
-        self._whole: dict[_Group, None] = {}
+        self._whole: dict[_OpenGroup, None] = {}
         """Groups that are over, and were not handed on."""
         self._hands_on_at = 0.0
         """Time on the loop's clock before which whole groups are gathered."""
@@ -119,7 +119,7 @@ class GroupKeeper:
         if on is not None and not self._calls.knows(on):
             raise WorkerDied(f"{on} is gone")
         inbox: asyncio.Queue[FinishedGroup | HeadwayError] = asyncio.Queue()
-        groups = [_Group(request, inbox, Home(on), request.episodes) for request in requests]
+        groups = [_OpenGroup(request, inbox, Affinity(on), request.episodes) for request in requests]
         missing = len(groups)
         for group in groups:
             if self._held is not None and _trains(group):
@@ -203,7 +203,7 @@ class GroupKeeper:
 
     # ------------------------------------------------------------------------------------- episodes
 
-    def _start(self, group: _Group) -> None:
+    def _start(self, group: _OpenGroup) -> None:
         self._groups[group] = None
         for k in range(group.request.episodes):
             if self._hosting is not None:
@@ -211,10 +211,10 @@ class GroupKeeper:
             else:
                 self._ask(group, k)
 
-    def _ask(self, group: _Group, k: int) -> None:
+    def _ask(self, group: _OpenGroup, k: int) -> None:
         """Make episode ``k`` by the program of one turn: one call."""
         request = group.request
-        group.calls[k] = asked = Asked(
+        group.calls[k] = asked = PendingRequest(
             request.prompt.trajectory_id(k),
             request.prompt.token_ids,
             group.sampling(k),
@@ -226,7 +226,7 @@ class GroupKeeper:
         )
         self._calls.ask(asked)
 
-    def _on_finished(self, group: _Group, k: int, asked: Asked, finished: FinishedCall) -> None:
+    def _on_finished(self, group: _OpenGroup, k: int, asked: PendingRequest, finished: FinishedCall) -> None:
         del group.calls[k]
         if finished.finish_reason is FinishReason.ABORTED:
             self._abort([group])
@@ -234,11 +234,11 @@ class GroupKeeper:
             group.answers[k] = asked, finished
             self._over(group)
 
-    def _on_failed(self, group: _Group, error: HeadwayError) -> None:
+    def _on_failed(self, group: _OpenGroup, error: HeadwayError) -> None:
         group.inbox.put_nowait(error)
         self._drop([group])
 
-    def _begin(self, group: _Group, k: int, hosting: Hosting) -> None:
+    def _begin(self, group: _OpenGroup, k: int, hosting: Hosting) -> None:
         """Begin episode ``k`` of a user's program."""
         log = CallLog(
             group.request.prompt.trajectory_id(k),
@@ -266,12 +266,12 @@ class GroupKeeper:
         name = f"{self.name}, episode {tuple(episode.id)}"
         group.programs[k] = episode, asyncio.get_running_loop().create_task(make(), name=name)
 
-    def _made(self, group: _Group, k: int, made: MadeEpisode) -> None:
+    def _made(self, group: _OpenGroup, k: int, made: MadeEpisode) -> None:
         if group in self._groups:
             group.done[k] = made
             self._over(group)
 
-    def _over(self, group: _Group) -> None:
+    def _over(self, group: _OpenGroup) -> None:
         """End an episode, and with the last one the group."""
         group.missing -= 1
         if group.missing == 0:
@@ -300,7 +300,7 @@ class GroupKeeper:
                 group.inbox.put_nowait(finished)
         self._hands_on_at = asyncio.get_running_loop().time() + self._gather_s
 
-    def _abort(self, groups: Iterable[_Group]) -> None:
+    def _abort(self, groups: Iterable[_OpenGroup]) -> None:
         """End ``groups`` as they are: what replicas have of them comes back."""
         for group in [group for group in groups if not group.aborted and group in self._groups]:
             group.aborted = True
@@ -311,7 +311,7 @@ class GroupKeeper:
                 del group.programs[k]
                 self._made(group, k, episode.aborted())
 
-    def _drop(self, groups: Iterable[_Group]) -> None:
+    def _drop(self, groups: Iterable[_OpenGroup]) -> None:
         """Forget ``groups``: nobody waits for them any more."""
         for group in groups:
             if self._held is not None:
@@ -325,11 +325,11 @@ class GroupKeeper:
                 task.cancel()
 
 
-def _trains(group: _Group) -> bool:
+def _trains(group: _OpenGroup) -> bool:
     return group.request.priority is Priority.TRAINING
 
 
-def _of_answers(group: _Group, decode: Callable[[Sequence[int]], str] | None) -> FinishedGroup:
+def _of_answers(group: _OpenGroup, decode: Callable[[Sequence[int]], str] | None) -> FinishedGroup:
     """Put the episodes of one turn together, in order of k: once for the whole group, so that an answer that comes
     alone costs no more than a look."""
     prompt_ids = group.request.prompt.token_ids
@@ -365,7 +365,7 @@ def _of_answers(group: _Group, decode: Callable[[Sequence[int]], str] | None) ->
     return FinishedGroup(group.request.number, tuple(trajectories), None if simulated else GroupTokens(tuple(rows)))
 
 
-def _of_programs(group: _Group) -> FinishedGroup:
+def _of_programs(group: _OpenGroup) -> FinishedGroup:
     """Put the episodes of ``group`` together, in order of k, and number their rows."""
     trajectories: list[Trajectory] = []
     rows: list[RowTokens] = []

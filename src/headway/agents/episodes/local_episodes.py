@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
-from headway.agents.episodes.episode_worker import GroupKeeper
+from headway.agents.episodes.episode_worker import EpisodeWorker
 from headway.agents.episodes.program_episode import Hosting
 from headway.agents.episodes.replica_clients import CallEngine
 
@@ -17,14 +17,14 @@ async def keeping(
     decode: Callable[[Sequence[int]], str] | None = None,
     hosting: Hosting | None = None,
     name: str = "keeper",
-) -> AsyncIterator[GroupKeeper]:
-    """A keeper of ``engines``, all of which take calls. An engine that fails ends every `GroupKeeper.generate`.
+) -> AsyncIterator[EpisodeWorker]:
+    """A keeper of ``engines``, all of which take calls. An engine that fails ends every `EpisodeWorker.generate`.
 
     async with keeping(engine, decode=tokenizer.decode) as keeper:
         async for group in keeper.generate(requests):
             ...
     """
-    keeper = GroupKeeper(name, decode, hosting)
+    keeper = EpisodeWorker(name, decode, hosting)
     for engine in engines:
         await keeper.join(engine)
     await keeper.route([engine.name for engine in engines])

@@ -21,10 +21,10 @@ from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, wait_exp
 
 from headway.agents.endpoint.turns import Doors
 from headway.agents.episodes.call_cache import CallLog
-from headway.agents.episodes.deadlines import Clock
+from headway.agents.episodes.deadlines import EpisodeClock
 from headway.agents.episodes.episode_attempt import Try
-from headway.agents.episodes.episode_limits import EpisodeTime, Limits
-from headway.agents.episodes.episode_tokens import Record, spans_of
+from headway.agents.episodes.episode_limits import EpisodeLimits, EpisodeTime
+from headway.agents.episodes.episode_tokens import EpisodeTokens, spans_of
 from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart, TurnAnswer, TurnRequest
 from headway.data.interfaces.episode_groups import GroupRequest
 from headway.data.interfaces.generation import FinishedCall, Priority, SamplingParams
@@ -74,9 +74,9 @@ class Hosting:
     """What a keeper needs in order to have programs make its episodes."""
 
     programs: Programs
-    record: Callable[..., Record]
+    record: Callable[..., EpisodeTokens]
     """Makes the record of an episode. It is given the row's variables of the chat template, where there are any."""
-    limits: Limits
+    limits: EpisodeLimits
     seed: int = 0
     """Seed of the run."""
     stop_ids: tuple[int, ...] = ()
@@ -131,7 +131,7 @@ class MadeEpisode:
 class ProgramEpisode:
     """An episode on its way. `make` makes it; `oldest_version` says how old its tokens are meanwhile."""
 
-    def __init__(self, request: GroupRequest, log: CallLog, hosting: Hosting, clock: Clock) -> None:
+    def __init__(self, request: GroupRequest, log: CallLog, hosting: Hosting, clock: EpisodeClock) -> None:
         """``log``: of the episode's calls, none of which was made so far."""
         self.id: TrajectoryId = log.id
         self._request, self._log, self._hosting, self._limits = request, log, hosting, hosting.limits

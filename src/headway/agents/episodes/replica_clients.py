@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any, Protocol
 
-from headway.data.interfaces.generation import Call, FinishedCall
+from headway.data.interfaces.generation import FinishedCall, GenerateRequest
 from headway.data.types import TrajectoryId
 from headway.errors import DataError, HeadwayError, RunError, boundary
 from headway.runtime.task_groups import end
@@ -23,7 +23,7 @@ class CallEngine(Protocol):
     name: str
     slots: int
 
-    async def submit(self, client: str, calls: Sequence[Call]) -> None: ...
+    async def submit(self, client: str, calls: Sequence[GenerateRequest]) -> None: ...
 
     def finished(self, client: str) -> AsyncIterator[Sequence[FinishedCall]]: ...
 
@@ -32,7 +32,7 @@ class CallEngine(Protocol):
     async def release(self, trajectories: Sequence[TrajectoryId]) -> None: ...
 
 
-class Line:
+class ReplicaClient:
     """One keeper's end of a connection. Orders reach the engine in the order in which they were given."""
 
     def __init__(
@@ -41,7 +41,7 @@ class Line:
         engine: CallEngine,
         *,
         on_finished: Callable[[str, Sequence[FinishedCall]], None],
-        on_refused: Callable[[str, Sequence[Call], DataError], None],
+        on_refused: Callable[[str, Sequence[GenerateRequest], DataError], None],
         on_failed: Callable[[str, HeadwayError], None],
     ) -> None:
         """
@@ -54,7 +54,7 @@ class Line:
         self.engine = engine
         self._client = client
         self._on_finished, self._on_refused, self._on_failed = on_finished, on_refused, on_failed
-        self._calls: list[Call] = []
+        self._calls: list[GenerateRequest] = []
         self._aborted: list[int] = []
         self._released: list[TrajectoryId] = []
         self._ordered = asyncio.Event()
@@ -65,7 +65,7 @@ class Line:
         ]
         self._failed = False
 
-    def submit(self, call: Call) -> None:
+    def submit(self, call: GenerateRequest) -> None:
         """Order ``call``."""
         self._calls.append(call)
         self._ordered.set()
@@ -99,7 +99,7 @@ class Line:
             if released:
                 await self.engine.release(released)
 
-    async def _submit(self, calls: Sequence[Call]) -> None:
+    async def _submit(self, calls: Sequence[GenerateRequest]) -> None:
         try:
             await self.engine.submit(self._client, calls)
         except DataError as error:

@@ -13,16 +13,16 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.agents.episodes.replica_clients import CallEngine, Line
+from headway.agents.episodes.replica_clients import CallEngine, ReplicaClient
 from headway.agents.episodes.routing import Routes
-from headway.data.interfaces.generation import Call, FinishedCall, Priority, SamplingParams
+from headway.data.interfaces.generation import FinishedCall, GenerateRequest, Priority, SamplingParams
 from headway.data.types import FinishReason, TrajectoryId
 from headway.errors import DataError, HeadwayError, WorkerDied
 from headway.runtime.task_groups import concurrently
 
 
 @dataclass(slots=True, eq=False)
-class Home:
+class Affinity:
     """The replica that calls with a common prefix go to while it has free slots."""
 
     on: str | None = None
@@ -32,45 +32,45 @@ class Home:
 
 
 @dataclass(slots=True, eq=False)
-class Asked:
+class PendingRequest:
     """One call of the policy, from when it is wanted until its result is there."""
 
     trajectory: TrajectoryId
     input_ids: NDArray[np.int32]
     sampling: SamplingParams
-    home: Home
-    done: Callable[[Asked, FinishedCall], None]
+    home: Affinity
+    done: Callable[[PendingRequest, FinishedCall], None]
     """Called with the result, that of an aborted call too."""
-    failed: Callable[[Asked, HeadwayError], None]
+    failed: Callable[[PendingRequest, HeadwayError], None]
     """Called instead where an engine does not take the call, or the one replica for it is gone."""
     priority: Priority = Priority.TRAINING
     key: int = 0
     goes_on: bool = False
     together: int = 1
-    """See `headway.data.interfaces.generation.Call`."""
+    """See `headway.data.interfaces.generation.GenerateRequest`."""
     replica: str = ""
     """The replica that has the call, or had it; empty before."""
     number: int = 0
     """Number of the call at the replicas; 0 before."""
 
 
-class Calls:
+class RequestDispatcher:
     """All calls of one keeper, and its lines to the replicas. ``name``: the keeper's, under which replicas know it."""
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._lines: dict[str, Line] = {}
+        self._lines: dict[str, ReplicaClient] = {}
         self._routes = Routes()
-        self._open: dict[int, Asked] = {}
+        self._open: dict[int, PendingRequest] = {}
         """Calls that a replica has, by number."""
-        self._waiting: dict[Asked, None] = {}
+        self._waiting: dict[PendingRequest, None] = {}
         """Calls that wait for a replica that takes some."""
         self._asked = 0
         self._failures: asyncio.Queue[tuple[str, HeadwayError]] = asyncio.Queue()
 
     # ------------------------------------------------------------------------------------- calls
 
-    def ask(self, asked: Asked) -> None:
+    def ask(self, asked: PendingRequest) -> None:
         """Send the call to a replica, once some replica takes calls."""
         home = asked.home
         if home.on is not None:
@@ -89,7 +89,7 @@ class Calls:
         self._asked += 1
         asked.number, asked.replica = self._asked, replica
         self._open[asked.number] = asked
-        call = Call(
+        call = GenerateRequest(
             number=asked.number,
             trajectory=asked.trajectory,
             input_ids=asked.input_ids,
@@ -101,7 +101,7 @@ class Calls:
         )
         self._lines[replica].submit(call)
 
-    def abort(self, calls: Iterable[Asked]) -> list[Asked]:
+    def abort(self, calls: Iterable[PendingRequest]) -> list[PendingRequest]:
         """End calls as they are: what replicas have of them comes back. Returns those that no replica has: they end
         here, without a result."""
         unsent = []
@@ -113,7 +113,7 @@ class Calls:
                 self._lines[asked.replica].abort(asked.number)
         return unsent
 
-    def drop(self, calls: Iterable[Asked]) -> None:
+    def drop(self, calls: Iterable[PendingRequest]) -> None:
         """Forget calls: nobody waits for their results any more."""
         for asked in calls:
             self._waiting.pop(asked, None)
@@ -138,7 +138,7 @@ class Calls:
     def join(self, replica: CallEngine) -> None:
         """Connect to ``replica``."""
         self._routes.add(replica.name, replica.slots)
-        self._lines[replica.name] = Line(
+        self._lines[replica.name] = ReplicaClient(
             self._name,
             replica,
             on_finished=self._on_finished,
@@ -183,7 +183,7 @@ class Calls:
             self._routes.finished(replica)
             asked.done(asked, finished)
 
-    def _on_refused(self, replica: str, calls: Sequence[Call], error: DataError) -> None:
+    def _on_refused(self, replica: str, calls: Sequence[GenerateRequest], error: DataError) -> None:
         """Fail the calls that an engine did not take: those of one message, which it takes whole or not."""
         for call in calls:
             if (asked := self._open.pop(call.number, None)) is not None:

@@ -34,7 +34,7 @@ NO_VERSION = -1
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class TokenRow:
     """A row to train on: everything that the policy read and wrote along one path of the tree. All arrays are [L]."""
 
     ids: NDArray[np.int32]
@@ -55,14 +55,14 @@ class Row:
 
 
 @dataclass(slots=True, eq=False)
-class _Node:
+class _TreeNode:
     """A stretch of tokens of the tree. Its children begin with different tokens."""
 
     ids: NDArray[np.int32]
-    parent: _Node | None
+    parent: _TreeNode | None
     owner: int
     """The first row that has the stretch."""
-    children: dict[int, _Node] = field(default_factory=dict)
+    children: dict[int, _TreeNode] = field(default_factory=dict)
     """Children by their first token."""
     ends: list[int] = field(default_factory=list)
     """Rows that end with the stretch."""
@@ -72,7 +72,7 @@ class _Node:
 class _Growing:
     """A row that later turns may continue."""
 
-    end: _Node
+    end: _TreeNode
     parent: int | None
     shared: int
     turns: list[tuple[TurnSpan, SampledTokens]] = field(default_factory=list)
@@ -85,7 +85,7 @@ class Transcript:
     """
 
     def __init__(self) -> None:
-        self._root = _Node(np.empty(0, np.int32), None, 0)
+        self._root = _TreeNode(np.empty(0, np.int32), None, 0)
         self._rows: list[_Growing] = []
         self.turns = 0
         """Number of turns."""
@@ -135,7 +135,7 @@ class Transcript:
         self.turns += 1
         return continues
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[TokenRow]:
         """The rows to train on. A row in which no token was sampled is left out."""
         return [
             self._row(number, growing)
@@ -161,13 +161,13 @@ class Transcript:
                 return found, depth, owner
             node = child
 
-    def _insert(self, ids: NDArray[np.int32], row: int) -> _Node:
+    def _insert(self, ids: NDArray[np.int32], row: int) -> _TreeNode:
         """Make sure that the tree has the path ``ids``; returns the node that it ends with."""
         node, depth = self._root, 0
         while depth < len(ids):
             child = node.children.get(int(ids[depth]))
             if child is None:
-                child = _Node(ids[depth:].copy(), node, row)  # a view would keep the whole of every turn's context
+                child = _TreeNode(ids[depth:].copy(), node, row)  # a view would keep the whole of every turn's context
                 node.children[int(ids[depth])] = child
                 return child
             common = _common(child.ids, ids[depth:])
@@ -176,7 +176,7 @@ class Transcript:
             node, depth = child, depth + common
         return node
 
-    def _row(self, number: int, growing: _Growing) -> Row:
+    def _row(self, number: int, growing: _Growing) -> TokenRow:
         ids = _path(growing.end)
         mask = np.zeros(len(ids), np.bool_)
         logprobs = np.zeros(len(ids), np.float32)
@@ -185,7 +185,7 @@ class Transcript:
             here = slice(turn.start, turn.stop)
             mask[here], logprobs[here], versions[here] = True, tokens.logprobs, tokens.versions
         turns = tuple(turn for turn, _ in growing.turns)
-        return Row(ids, mask, logprobs, versions, turns, number, growing.parent, growing.shared)
+        return TokenRow(ids, mask, logprobs, versions, turns, number, growing.parent, growing.shared)
 
 
 def call_key(
@@ -220,17 +220,17 @@ def _common(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
     return int(different.argmax()) if different.any() else length
 
 
-def _split(node: _Node, at: int) -> _Node:
+def _split(node: _TreeNode, at: int) -> _TreeNode:
     """Cut ``node`` into two; returns the first part, which has the second as its only child."""
     assert node.parent is not None, "the root has no tokens to cut"
-    first = _Node(node.ids[:at], node.parent, node.owner)
+    first = _TreeNode(node.ids[:at], node.parent, node.owner)
     node.parent.children[int(node.ids[0])] = first
     node.ids, node.parent = node.ids[at:], first
     first.children[int(node.ids[0])] = node
     return first
 
 
-def _path(node: _Node | None) -> NDArray[np.int32]:
+def _path(node: _TreeNode | None) -> NDArray[np.int32]:
     parts: list[NDArray[np.int32]] = []
     while node is not None:
         parts.append(node.ids)

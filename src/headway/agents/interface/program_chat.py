@@ -41,7 +41,7 @@ it will for ever, as ``while True`` around ``except Exception`` does, and would 
 
 
 @dataclass(frozen=True, slots=True)
-class _Turn:
+class _PendingTurn:
     number: int
     """Place among the turns that were asked for, from 0."""
     answer: TurnAnswer
@@ -53,14 +53,14 @@ class Tally:
     """The record of one episode that its chat keeps: turns, their rewards, what went wrong."""
 
     asked: int = 0
-    turns: list[_Turn] = field(default_factory=list)
+    turns: list[_PendingTurn] = field(default_factory=list)
     rewards: dict[int, float] = field(default_factory=dict)
     tool_errors: int = 0
     over: EpisodeOver | None = None
     refusals: int = 0
     closed: bool = False
 
-    def reward(self, turn: _Turn, value: float) -> None:
+    def reward(self, turn: _PendingTurn, value: float) -> None:
         """Add to a turn's reward."""
         self.rewards[turn.number] = self.rewards.get(turn.number, 0.0) + value
 
@@ -150,7 +150,7 @@ class Chat:
         except EpisodeOver as over:
             tally.over = over
             raise
-        tally.turns.append(_Turn(place, answer, tools))
+        tally.turns.append(_PendingTurn(place, answer, tools))
         return answer
 
     async def continued(
@@ -236,7 +236,7 @@ class Chat:
             await asyncio.sleep(0)  # a program that asks again at once leaves others of its loop their turn
         raise EpisodeOver(over.limit)
 
-    def _turn(self, answer: TurnAnswer | None, method: str) -> _Turn:
+    def _turn(self, answer: TurnAnswer | None, method: str) -> _PendingTurn:
         for turn in reversed(self._tally.turns):
             if answer is None or turn.answer is answer:
                 return turn

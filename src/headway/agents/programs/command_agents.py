@@ -54,7 +54,7 @@ class CommandProgram:
         root = access.base_url.removesuffix("/v1")
         loop = asyncio.get_running_loop()
         transport, protocol = await loop.subprocess_exec(
-            lambda: _Ending(MOST_LINE, loop),
+            lambda: _CommandCleanup(MOST_LINE, loop),
             *self._command,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
@@ -98,7 +98,7 @@ class CommandProgram:
         return None if value is None else number(value, f"{self._who}: the reward in its last line")
 
 
-class _Ending(asyncio.subprocess.SubprocessStreamProtocol):
+class _CommandCleanup(asyncio.subprocess.SubprocessStreamProtocol):
     """Ends what a command has left behind once it ends itself: while that holds its output, the output has no end."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:

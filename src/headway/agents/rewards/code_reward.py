@@ -25,7 +25,7 @@ from headway.agents.rewards.score_request import ScoreRequest
 from headway.data.thoughts import end_of_thought
 from headway.errors import ConfigError, SandboxFailed, ScoringFailed, shown
 from headway.runtime.sandbox.sandbox import Sandbox
-from headway.runtime.sandbox.sandbox_limits import Limits, SandboxSpec
+from headway.runtime.sandbox.sandbox_limits import SandboxLimits, SandboxSpec
 
 BLOCK = re.compile(
     r"^[ \t]*(`{3,}|~{3,})[ \t]*([\w+#.-]*)[^\n]*\n(.*?)(?:^[ \t]*\1[ \t]*$|\Z)", re.DOTALL | re.MULTILINE
@@ -118,7 +118,7 @@ def code_of(response: str) -> str:
     return (marked or [content for _, content in blocks] or [response])[-1]
 
 
-def _passes(sandbox: Sandbox, test: Test, answer: str, limits: Limits, wrong: bool) -> bool:
+def _passes(sandbox: Sandbox, test: Test, answer: str, limits: SandboxLimits, wrong: bool) -> bool:
     """Tell whether ``answer`` passes ``test``. ``wrong``: names that asserts lack are there, with useless values."""
     try:
         match test:
@@ -134,7 +134,7 @@ def _passes(sandbox: Sandbox, test: Test, answer: str, limits: Limits, wrong: bo
         raise ScoringFailed(str(cause)) from cause
 
 
-def _told(sandbox: Sandbox, answer: str, job: dict[str, Any], limits: Limits) -> str | None:
+def _told(sandbox: Sandbox, answer: str, job: dict[str, Any], limits: SandboxLimits) -> str | None:
     """Run a job behind the answer; returns what it tells behind the secret word, None where it does not get so far."""
     word = secrets.token_hex(16)
     files = {ANSWER: answer, JOB: json.dumps(job | {"word": word})}

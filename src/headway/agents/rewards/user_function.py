@@ -48,7 +48,7 @@ LOGGERS = ("log_metric", "log_extra")
 """Functions that TRL's trainer gives."""
 
 
-class Dialect(Enum):
+class CallingConvention(Enum):
     """Calling convention of a reward function: parameters that show it, what is always given, whether per group."""
 
     RESPONSE = (("response",), ("prompt", "response", "answer", "source", "extra"), False)
@@ -68,10 +68,10 @@ class Dialect(Enum):
 
     @property
     def of_verl(self) -> bool:
-        return self in (Dialect.VERL, Dialect.VERL_BATCH)
+        return self in (CallingConvention.VERL, CallingConvention.VERL_BATCH)
 
 
-class _Left(Exception):
+class _FunctionExited(Exception):
     """Exception for a call that `sys.exit` or an interrupt of its own, ``by``, ended."""
 
     def __init__(self, by: BaseException) -> None:
@@ -108,7 +108,7 @@ class UserFunction:
     @property
     def may_not_apply(self) -> bool:
         """Tell whether the function may return None: it does not apply to that response."""
-        return self.dialect is Dialect.TRL
+        return self.dialect is CallingConvention.TRL
 
     def check_columns(self, columns: Collection[str], lacked: Mapping[str, str] | None = None) -> None:
         """Check that every required parameter is always given or one of ``columns``. Raises `UserCodeError` otherwise.
@@ -159,7 +159,7 @@ class UserFunction:
 
     def _group_arguments(self, request: ScoreRequest, further: FurtherNumbers) -> dict[str, Any]:
         arguments = self._arguments(request, request.responses)
-        if self.dialect is Dialect.TRL:
+        if self.dialect is CallingConvention.TRL:
             arguments |= {name: getattr(further, name) for name in LOGGERS}
         return arguments
 
@@ -169,7 +169,7 @@ class UserFunction:
         ]
         try:
             return await asyncio.gather(*tasks)
-        except _Left as left:
+        except _FunctionExited as left:
             raise left.by from None
         finally:  # the loop lives on: nothing of a group that failed may run in it
             for task in tasks:
@@ -182,7 +182,7 @@ class UserFunction:
                 self._arguments(request, [request.responses[k]]), timeout_s, f" for response {k}"
             )
         except (SystemExit, KeyboardInterrupt) as end:  # out of a task these stop the loop, with all others left in it
-            raise _Left(end) from None
+            raise _FunctionExited(end) from None
 
     async def _call_async(self, arguments: Mapping[str, Any], timeout_s: float | None, of: str = "") -> Any:
         try:
@@ -196,15 +196,15 @@ class UserFunction:
     def _arguments(self, request: ScoreRequest, responses: list[str]) -> dict[str, Any]:
         """Return all arguments that there are for a call over ``responses``: the group's, or one of them."""
         match self.dialect:
-            case Dialect.RESPONSE:
+            case CallingConvention.RESPONSE:
                 return self._headways_arguments(request) | {"response": responses[0]}
-            case Dialect.RESPONSES:
+            case CallingConvention.RESPONSES:
                 return self._headways_arguments(request) | {"responses": list(responses)}
-            case Dialect.TRL:
+            case CallingConvention.TRL:
                 return self._trls_arguments(request, responses)
-            case Dialect.VERL:
+            case CallingConvention.VERL:
                 return self._params | _verls_arguments(request) | {"solution_str": responses[0]}
-            case Dialect.VERL_BATCH:
+            case CallingConvention.VERL_BATCH:
                 lists = {f"{name}s": [value] * len(responses) for name, value in _verls_arguments(request).items()}
                 return self._params | lists | {"solution_strs": list(responses)}
 
@@ -259,7 +259,7 @@ class UserFunction:
                     f"reward.params: {self._name} takes ({', '.join(self._parameters)}), not {name!r}; drop it"
                 )
         for name in self._required():
-            if name in NEVER_GIVEN and self.dialect is Dialect.TRL and name not in self._params:
+            if name in NEVER_GIVEN and self.dialect is CallingConvention.TRL and name not in self._params:
                 raise UserCodeError(
                     f"reward.function: {self._name} needs {name!r}, which Headway does not give: {NEVER_GIVEN[name]}; "
                     "give the parameter a default"
@@ -295,12 +295,14 @@ def _keyword_parameters(function: Callable[..., Any], spec: str) -> dict[str, in
     return parameters
 
 
-def _dialect_of(parameters: Collection[str], takes_all: bool, spec: str) -> Dialect:
-    matching = [dialect for dialect in Dialect if set(dialect.markers) & set(parameters)]
-    if Dialect.RESPONSE in matching or Dialect.RESPONSES in matching:
-        matching = [dialect for dialect in matching if dialect is not Dialect.TRL or "completions" in parameters]
+def _dialect_of(parameters: Collection[str], takes_all: bool, spec: str) -> CallingConvention:
+    matching = [dialect for dialect in CallingConvention if set(dialect.markers) & set(parameters)]
+    if CallingConvention.RESPONSE in matching or CallingConvention.RESPONSES in matching:
+        matching = [
+            dialect for dialect in matching if dialect is not CallingConvention.TRL or "completions" in parameters
+        ]
     if not matching and takes_all:
-        return Dialect.RESPONSE
+        return CallingConvention.RESPONSE
     if len(matching) != 1:
         raise UserCodeError(
             f"{spec}: takes ({', '.join(parameters)}); a reward has a parameter response (one text) or responses "

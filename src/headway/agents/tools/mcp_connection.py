@@ -30,7 +30,7 @@ class Late(Unavailable):
     """Exception for a server that has not answered in time."""
 
 
-class Connection:
+class McpConnection:
     """One connection, held open by a task of its own: the SDK wants it closed by whom it was opened."""
 
     def __init__(self, spec: McpServerSpec, target: Callable[[], Any]) -> None:

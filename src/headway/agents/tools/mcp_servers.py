@@ -25,7 +25,7 @@ from headway.agents.interface.awaiting import awaited
 from headway.agents.interface.failures import is_away
 from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart
 from headway.agents.interface.tool import Tool, ToolResult
-from headway.agents.tools.mcp_connection import CLOSE_TIMEOUT_S, Connection, Late, transport
+from headway.agents.tools.mcp_connection import CLOSE_TIMEOUT_S, Late, McpConnection, transport
 from headway.agents.tools.mcp_errors import in_words
 from headway.errors import ProgramAway, ProgramFailed, Unavailable, UserCodeError, cut, said_by
 
@@ -81,7 +81,7 @@ class McpServer:
         """``target``: what the SDK's client connects to, in place of the spec's command or URL."""
         self.spec = spec
         self._target = target or partial(transport, spec)
-        self._shared = _Link(spec, self._target)
+        self._shared = _McpLink(spec, self._target)
         self.tools: Sequence[Tool] = ()
 
     def load(self) -> None:
@@ -128,10 +128,10 @@ class McpServer:
         late = f"raise {who}.timeout_s, " if isinstance(cause, Late) else ""
         return f"{late}start the server, or correct {who}.url"
 
-    def begin(self, start: EpisodeStart) -> _Episode:
-        return _Episode(self, _Link(self.spec, self._target) if self.spec.per_episode else self._shared)
+    def begin(self, start: EpisodeStart) -> _McpEpisode:
+        return _McpEpisode(self, _McpLink(self.spec, self._target) if self.spec.per_episode else self._shared)
 
-    def over(self, link: _Link) -> tuple[Tool, ...]:
+    def over(self, link: _McpLink) -> tuple[Tool, ...]:
         """The server's tools, called over ``link``."""
         return tuple(
             Tool(tool.name, tool.schema, partial(link.call, tool.name), origin=tool.origin) for tool in self.tools
@@ -144,17 +144,17 @@ class McpServer:
 
     async def _list(self) -> list[tuple[str, dict[str, Any]]]:
         """Names and schemas of all tools."""
-        link = _Link(self.spec, self._target)
+        link = _McpLink(self.spec, self._target)
         try:
             return await link.list_tools()
         finally:
             await link.close()
 
 
-class _Episode:
+class _McpEpisode:
     """A server's tools in one episode."""
 
-    def __init__(self, server: McpServer, link: _Link) -> None:
+    def __init__(self, server: McpServer, link: _McpLink) -> None:
         self._link, self._own = link, server.spec.per_episode
         self.tools = server.over(link)
 
@@ -166,12 +166,12 @@ class _Episode:
             await awaited(self._link.close())
 
 
-class _Link:
+class _McpLink:
     """A connection to a server, made when it is needed, and anew after it was lost."""
 
     def __init__(self, spec: McpServerSpec, target: Callable[[], Any]) -> None:
         self._spec, self._target = spec, target
-        self._connection: Connection | None = None
+        self._connection: McpConnection | None = None
         self._opening = asyncio.Lock()
 
     async def call(self, tool: str, /, **arguments: Any) -> ToolResult:
@@ -186,7 +186,7 @@ class _Link:
         doing = f"the call of its tool {tool!r}"
         try:
             result = await self._answer(connection, connection.client.call_tool(tool, dict(arguments)), doing)
-        except _Refused as refused:
+        except _CallRefused as refused:
             return ToolResult(f"Error: {tool} failed: {refused}", failed=True)
         except TimeoutError:
             if connection.answered == answered:  # nobody heard of it meanwhile: it hangs
@@ -211,7 +211,7 @@ class _Link:
                     f"{self._spec.who}: its list of tools was waited for {self._spec.timeout_s:g} s, and the server "
                     "did not answer"
                 ) from None
-            except _Refused as refused:
+            except _CallRefused as refused:
                 raise ProgramFailed(f"{self._spec.who}: its list of tools was refused: {refused}") from None
             for tool in page.tools:
                 described = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
@@ -227,15 +227,15 @@ class _Link:
         if connection is not None:
             await connection.close()
 
-    async def _connected(self) -> Connection:
+    async def _connected(self) -> McpConnection:
         async with self._opening:
             if self._connection is None or self._connection.lost:
-                connection = Connection(self._spec, self._target)
+                connection = McpConnection(self._spec, self._target)
                 await connection.open()
                 self._connection = connection
             return self._connection
 
-    async def _answer(self, connection: Connection, asked: Any, doing: str) -> Any:
+    async def _answer(self, connection: McpConnection, asked: Any, doing: str) -> Any:
         """Wait for an answer of the server's, its own end, or the time-out."""
         from mcp import MCPError
         from pydantic import ValidationError
@@ -273,7 +273,7 @@ class _Link:
         finally:
             call.cancel()
 
-    def _refusal(self, connection: Connection, error: Any, doing: str) -> Exception:
+    def _refusal(self, connection: McpConnection, error: Any, doing: str) -> Exception:
         """The error of a call that the server, or the SDK in its place, refused: by JSON-RPC's and the SDK's codes."""
         import mcp_types as types
 
@@ -286,10 +286,10 @@ class _Link:
             return Unavailable(f"{who}: the server went away during {doing}: {text}{connection.why}")
         if error.code in (types.PARSE_ERROR, types.INVALID_REQUEST, types.METHOD_NOT_FOUND):
             return ProgramFailed(f"{who}: the server answered {doing} with what is not MCP: {text}")
-        return _Refused(text)
+        return _CallRefused(text)
 
 
-class _Refused(Exception):
+class _CallRefused(Exception):
     """Exception for a call that the server refused with a reason, which the model is told."""
 
 

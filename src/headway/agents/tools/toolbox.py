@@ -23,7 +23,7 @@ CLOSE_TIMEOUT_S = 20.0
 """Seconds for a tool to give back what an episode held."""
 
 
-class Given:
+class OpenToolbox:
     """The tools of one episode."""
 
     def __init__(self, tools: Sequence[Tool], parts: Sequence[EpisodeTools]) -> None:
@@ -74,7 +74,7 @@ class Toolbox:
         return any(one.gives_reward for one in self._given if not isinstance(one, Tool))
 
     @asynccontextmanager
-    async def episode(self, start: EpisodeStart) -> AsyncIterator[Given]:
+    async def episode(self, start: EpisodeStart) -> AsyncIterator[OpenToolbox]:
         """Lend the tools for the time of an episode. What it held is given back whatever came of it."""
         parts: list[EpisodeTools] = []
         tools: list[Tool] = []
@@ -85,7 +85,7 @@ class Toolbox:
             parts.append(one.begin(start))
             tools += parts[-1].tools
         try:
-            yield Given(tools, parts)
+            yield OpenToolbox(tools, parts)
         finally:
             for part in parts:
                 await _closed(part)

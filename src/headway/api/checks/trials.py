@@ -39,7 +39,7 @@ from headway.api.checks.preflight import (
 from headway.config.schema import Config
 from headway.data.files import Record
 from headway.data.interfaces.episode_groups import GroupRequest
-from headway.data.interfaces.generation import Call, FinishedCall
+from headway.data.interfaces.generation import FinishedCall, GenerateRequest
 from headway.data.rows import by_source
 from headway.data.sources import DataBundle, Rows
 from headway.data.types import Outcomes, Prompt, TrajectoryId
@@ -243,7 +243,7 @@ class _Unanswered:
     def __init__(self) -> None:
         self.asked: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
-    async def submit(self, client: str, calls: Sequence[Call]) -> None:
+    async def submit(self, client: str, calls: Sequence[GenerateRequest]) -> None:
         if not self.asked.done():
             self.asked.set_result(len(calls[0].input_ids))
 
@@ -272,14 +272,14 @@ def _try_algorithm(config: Config) -> None:
 
     from headway.algorithms.corrections import CORRECTIONS, CorrectionParams
     from headway.algorithms.losses import POLICY_LOSSES, LossInputs, PolicyLossParams
-    from headway.data.collate import Row
+    from headway.data.collate import CollatedRow
     from headway.engines.train.batch_advantages import FetchAdvantages
 
     algorithm, own = config.algorithm, set(_own_functions(config))
     if algorithm.adv_estimator in own:
         ids = tuple(TrajectoryId(0, row, 0, k) for row in range(2) for k in range(2))
         lengths, numbers = [3, 2, 3, 1], np.arange(4)
-        rows = [_row(Row, length, id) for length, id in zip(lengths, ids, strict=True)]
+        rows = [_row(CollatedRow, length, id) for length, id in zip(lengths, ids, strict=True)]
         outcomes = Outcomes(
             ids,
             np.array([1, 0, 0, 1], np.float32),

@@ -14,13 +14,13 @@ from headway.cluster.machine.worker_setup import math_environment
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from headway.api.eval.evaluation_settings import Job
+    from headway.api.eval.evaluation_settings import EvaluationJob
     from headway.api.eval.figures import Solved
     from headway.api.eval.scored_answers import Questions
 
 
 def carry_out(
-    job: Job,
+    job: EvaluationJob,
     limit: int | None,
     console: Console,
     *,

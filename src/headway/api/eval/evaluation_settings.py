@@ -77,7 +77,7 @@ NEVER_S = 1e9
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class EvaluationJob:
     """An evaluation. ``config`` has ``model.path``; its ``rollout.val_n`` and ``rollout.val_temperature`` apply."""
 
     config: Config
@@ -102,7 +102,7 @@ def settle(
     config_file: Path | None = None,
     n: int | None = None,
     temperature: float | None = None,
-) -> Job:
+) -> EvaluationJob:
     """Settle what is to be evaluated, checked as far as settings can be without the model and the data.
 
     Raises:
@@ -168,7 +168,9 @@ def settle(
         checkpoints = Checkpoints(RunDirectory(run_config.parent).checkpoints)
         newest = max(checkpoints.complete(with_critic=needs_critic(load(run_config).config)), default=version)
         newer = newest if newest > version else None
-    return Job(config, held_out, named, tuple(loaded.notes), by_default=base is None, version=version, newer=newer)
+    return EvaluationJob(
+        config, held_out, named, tuple(loaded.notes), by_default=base is None, version=version, newer=newer
+    )
 
 
 def _model(model: str) -> tuple[str, Path | None]:

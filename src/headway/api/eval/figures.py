@@ -13,7 +13,7 @@ from headway.data.interfaces.rewards import means_of_parts
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ScoredAnswer:
     """One answer to a problem, scored."""
 
     k: int
@@ -40,14 +40,14 @@ class Solved:
     prompt: str
     """The prompt as the model read it, chat template included."""
     truth: object
-    answers: tuple[Answer, ...]
+    answers: tuple[ScoredAnswer, ...]
     question: str = ""
     """The prompt without the chat template, as `headway.data.types.Prompt.question` is."""
     failure: str | None = None
     """Why the problem has no score; None where it has: some episodes did not fail, and these are scored."""
 
     @property
-    def counted(self) -> tuple[Answer, ...]:
+    def counted(self) -> tuple[ScoredAnswer, ...]:
         """The answers that figures are of: of episodes that did not fail. All of them where the problem has no score,
         so that it counts as 0."""
         if self.failure is not None:

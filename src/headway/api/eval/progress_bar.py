@@ -18,7 +18,7 @@ FEWEST_FOR_A_LINE = 10
 """Minimum number of problems between two lines of progress."""
 
 
-class Shown(Protocol):
+class ProgressDisplay(Protocol):
     """What shows how many problems are answered."""
 
     def start(self) -> None:
@@ -61,7 +61,7 @@ class Bar:
         self._progress.advance(self._task)
 
 
-class Line:
+class NotebookProgress:
     """Progress as one line of a notebook's cell."""
 
     def __init__(self, cell: Cell, total: int) -> None:
@@ -76,10 +76,10 @@ class Line:
 
 
 @contextmanager
-def progress(console: Console, total: int) -> Iterator[Shown]:
+def progress(console: Console, total: int) -> Iterator[ProgressDisplay]:
     """Show on ``console`` how many of ``total`` problems are answered, as long as the block lasts."""
     if isinstance(console, Cell):
-        yield Line(console, total)
+        yield NotebookProgress(console, total)
         return
     if not console.is_terminal:
         yield Tenths(console, total)

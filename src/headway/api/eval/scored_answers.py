@@ -21,8 +21,8 @@ from headway.agents.episodes.program_workers import ProgramRunners, variables
 from headway.agents.rewards.program_reward import own_scores
 from headway.agents.rewards.reward_workers import RewardRunners
 from headway.agents.rewards.score_request import RewardSpec
-from headway.api.eval.evaluation_settings import Job
-from headway.api.eval.figures import Answer, Solved
+from headway.api.eval.evaluation_settings import EvaluationJob
+from headway.api.eval.figures import ScoredAnswer, Solved
 from headway.data.interfaces.episode_groups import FinishedGroup, GroupRequest
 from headway.data.interfaces.generation import Priority, SamplingParams
 from headway.data.interfaces.rollout import RolloutEngine
@@ -53,7 +53,7 @@ class Questions:
     """What is to be told of the data."""
 
 
-def read_questions(job: Job, limit: int | None) -> Questions:
+def read_questions(job: EvaluationJob, limit: int | None) -> Questions:
     """Read the first ``limit`` prompts of the job's data (None: all), and check the model as before a run.
 
     Raises:
@@ -212,9 +212,9 @@ async def _scored(reward: RewardRunners | None, prompt: Prompt, finished: Finish
         failure = str(failed)
     place = {t.id: i for i, t in enumerate(made)}
 
-    def answer(k: int, t: Trajectory) -> Answer:
+    def answer(k: int, t: Trajectory) -> ScoredAnswer:
         at = place.get(t.id)
-        return Answer(
+        return ScoredAnswer(
             k=k,
             text=t.text,
             tokens=t.length,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from headway.api.init.columns import AUTO, answer_column, ends_with_answers, prompt_column
-from headway.api.init.reward_choice import Kind, Reward, reward_for
+from headway.api.init.reward_choice import Kind, RewardChoice, reward_for
 from headway.config.layers import flatten, lies_in, nest
 from headway.config.schema import Config, SourceConfig
 from headway.data.files import Record
@@ -38,7 +38,7 @@ KINDS: Mapping[str, Kind] = {"code": "code", "math_verify": "math", "regex": "ch
 
 
 @dataclass(frozen=True, slots=True)
-class Lengths:
+class TextLengths:
     """Numbers of tokens of some texts."""
 
     median: int
@@ -46,7 +46,7 @@ class Lengths:
     longest: int
 
     @classmethod
-    def of(cls, tokens: Sequence[int]) -> Lengths:
+    def of(cls, tokens: Sequence[int]) -> TextLengths:
         median, p99, longest = np.percentile(tokens, [50, 99, 100], method="higher")
         return cls(int(median), int(p99), int(longest))
 
@@ -61,11 +61,11 @@ class DataFacts:
     """What a configuration says of it: flat keys of the section ``data``."""
     rows: int
     """Training rows, held-out ones included; of a task, problems of an epoch."""
-    reward: Reward
-    prompts: Lengths
+    reward: RewardChoice
+    prompts: TextLengths
     tokens: Sequence[int]
     """Tokens of each prompt that was measured, ascending."""
-    answers: Lengths | None = None
+    answers: TextLengths | None = None
     """None where there are no answers that are text or numbers."""
     chats: bool = False
     """True where prompts are chat messages."""
@@ -131,7 +131,7 @@ def _of_task(
     config = _config(settings)
     problems = read_rows(config).train
     kind: Kind = "text" if data in TASKS.names() else "own"
-    chosen = _own(reward) if reward is not None else Reward("task", "the task's own verifier", kind)
+    chosen = _own(reward) if reward is not None else RewardChoice("task", "the task's own verifier", kind)
     return _measured(data, settings, len(problems), problems[:MOST_MADE], chosen, model, played=played)
 
 
@@ -140,7 +140,7 @@ def _measured(
     settings: Mapping[str, Any],
     rows: int,
     sample: Sequence[Record],
-    reward: Reward,
+    reward: RewardChoice,
     model: ModelFacts,
     longest_rows: Sequence[Record] = (),
     *,
@@ -160,9 +160,9 @@ def _measured(
         settings=settings,
         rows=rows,
         reward=reward,
-        prompts=replace(Lengths.of(tokens), longest=longest),
+        prompts=replace(TextLengths.of(tokens), longest=longest),
         tokens=tokens,
-        answers=Lengths.of(_tokens(model, texts)) if texts and reward.kind != "code" else None,
+        answers=TextLengths.of(_tokens(model, texts)) if texts and reward.kind != "code" else None,
         chats=chats,
         template=template,
         measured=model.tokenizer is not None,
@@ -197,8 +197,8 @@ def _tokens(model: ModelFacts, texts: Sequence[str]) -> list[int]:
     return [-(-len(text) // CHARACTERS_OF_A_TOKEN) for text in texts]
 
 
-def _own(reward: str) -> Reward:
-    return Reward(reward, "as given", KINDS.get(reward, "own"))
+def _own(reward: str) -> RewardChoice:
+    return RewardChoice(reward, "as given", KINDS.get(reward, "own"))
 
 
 def source_of(data: str) -> dict[str, Any]:

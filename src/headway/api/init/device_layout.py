@@ -32,7 +32,7 @@ REPLICA_SIZE = "rollout.tensor_model_parallel_size"
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class DeviceLayout:
     """Roles on devices. ``trainer`` and ``rollout``: machines, and devices on each."""
 
     mode: str
@@ -61,7 +61,7 @@ class Layout:
         return ranks // (self.mesh.get("tp", 1) * self.mesh.get("cp", 1))
 
 
-def layout_of(model: ModelFacts, machine: Machine, context: int, given: Mapping[str, Any]) -> Layout:
+def layout_of(model: ModelFacts, machine: Machine, context: int, given: Mapping[str, Any]) -> DeviceLayout:
     """Return the layout for prompts and answers of ``context`` tokens together.
 
     Raises:
@@ -88,10 +88,10 @@ def _replica_sizes(machine: Machine, given: Mapping[str, Any]) -> tuple[int, ...
     return SIZES if engine == "vllm" else (1,)
 
 
-def _on_cpu(machine: Machine, context: int, mode: str | None, *, shared: bool) -> Layout:
+def _on_cpu(machine: Machine, context: int, mode: str | None, *, shared: bool) -> DeviceLayout:
     one = machine.cores == 1
     why = "training and generation side by side" if not shared else "they take turns in one process"
-    return Layout(
+    return DeviceLayout(
         mode=mode or (TURNS if shared else ASYNC),
         why_mode=why if mode is None else "as given",
         trainer=(1, 1),
@@ -106,7 +106,7 @@ def _on_cpu(machine: Machine, context: int, mode: str | None, *, shared: bool) -
     )
 
 
-def _on_gpus(model: ModelFacts, machine: Machine, fit: Fit, mode: str | None) -> Layout:
+def _on_gpus(model: ModelFacts, machine: Machine, fit: Fit, mode: str | None) -> DeviceLayout:
     step, gpus = fit.step, machine.gpus
     trains = step.mesh.ranks
     generates = gpus if fit.shared else gpus - trains
@@ -127,7 +127,7 @@ def _on_gpus(model: ModelFacts, machine: Machine, fit: Fit, mode: str | None) ->
         takes += ", by the arithmetic of a Llama of its size"
     each = "each" if fit.replica == 1 else f"each {fit.replica}"
     sizes = {name: size for name, size in step.mesh.parallel.model_dump().items() if size > 1}
-    return Layout(
+    return DeviceLayout(
         mode=mode or (TURNS if fit.shared else ASYNC),
         why_mode=why,
         trainer=_machines(trains),

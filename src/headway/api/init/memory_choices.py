@@ -16,8 +16,8 @@ from headway.config.loading import load
 from headway.config.schema import Config
 from headway.config.sizing.memory_fitting import BF16, room
 from headway.config.sizing.model_shape import FLOAT
-from headway.config.sizing.process_memory import Line
-from headway.config.sizing.run_memory import GIB, OF_REPLICA, REPLICA, Process, processes
+from headway.config.sizing.process_memory import MemoryItem
+from headway.config.sizing.run_memory import GIB, OF_REPLICA, REPLICA, RunProcess, processes
 from headway.errors import ConfigError
 
 CACHE = "rollout.kv_cache_gib"
@@ -53,7 +53,7 @@ def within_memory(choices: Sequence[Choice], model: ModelFacts, machine: Machine
     return _on_gpus(list(choices), model, machine)
 
 
-def taken(choices: Sequence[Choice], model: ModelFacts, machine: Machine) -> list[Process]:
+def taken(choices: Sequence[Choice], model: ModelFacts, machine: Machine) -> list[RunProcess]:
     """Return the processes of the run with their memory on devices, but those that take what they find: vLLM's."""
     device_bytes = None if machine.on_cpu else machine.device_bytes
     config = config_of(choices)
@@ -97,7 +97,7 @@ def _with_cache(
     choices: list[Choice],
     model: ModelFacts,
     machine: Machine,
-    over: Callable[[Sequence[Process]], int],
+    over: Callable[[Sequence[RunProcess]], int],
     least: int,
 ) -> list[Choice] | None:
     """Return the choices with a limit on keys and values where they need one, None where none helps.
@@ -124,7 +124,7 @@ def _of_answer(choices: Sequence[Choice], model: ModelFacts, machine: Machine) -
     return (data.max_prompt_length + data.max_response_length) * model.shape.cache(FLOAT if machine.on_cpu else BF16)
 
 
-def _taken(process: Process) -> int:
+def _taken(process: RunProcess) -> int:
     """Return the bytes that a process takes when it generates, or, where it does not, at any moment."""
     memory = process.memory
     if GENERATION not in memory.moments:
@@ -133,10 +133,10 @@ def _taken(process: Process) -> int:
     return sum(line.nbytes for line in lines if not line.on_host)
 
 
-def _cache(process: Process) -> int | None:
-    lines: tuple[Line, ...] = process.memory.held + tuple(process.memory.moments.get(GENERATION, ()))
+def _cache(process: RunProcess) -> int | None:
+    lines: tuple[MemoryItem, ...] = process.memory.held + tuple(process.memory.moments.get(GENERATION, ()))
     return next((line.nbytes for line in lines if line.name == KEYS_AND_VALUES), None)
 
 
-def _sum(found: Sequence[Process]) -> int:
+def _sum(found: Sequence[RunProcess]) -> int:
     return sum(one.count * one.memory.device for one in found)

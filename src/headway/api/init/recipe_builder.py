@@ -14,7 +14,7 @@ from typing import Any
 from headway.api.init.available_devices import Machine
 from headway.api.init.choices import Choice, Choices
 from headway.api.init.data_summary import PROGRAMS, DataFacts
-from headway.api.init.device_layout import REPLICA_SIZE, WHY_MESH, Layout, layout_of
+from headway.api.init.device_layout import REPLICA_SIZE, WHY_MESH, DeviceLayout, layout_of
 from headway.api.init.memory_choices import RECOMPUTE, WHY_RECOMPUTE, within_memory
 from headway.api.init.model_summary import ModelFacts
 from headway.config.layers import lies_in
@@ -223,7 +223,7 @@ def _reward(made: Choices, data: DataFacts, machine: Machine) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class BatchSizes:
     """Sizes of a run in groups."""
 
     mini: int
@@ -236,7 +236,7 @@ class Batch:
     """How often it sees the data."""
 
 
-def _batch(data: DataFacts, machine: Machine, layout: Layout, given: Mapping[str, Any]) -> Batch:
+def _batch(data: DataFacts, machine: Machine, layout: DeviceLayout, given: Mapping[str, Any]) -> BatchSizes:
     trigger = int(given.get(TRIGGER, preset(layout.mode)[TRIGGER]))
     rows = max(1, data.rows - held_out(data))
     usual = 16 if machine.on_cpu else 32
@@ -257,7 +257,7 @@ def _batch(data: DataFacts, machine: Machine, layout: Layout, given: Mapping[str
     elif "data.epochs" in given:
         versions = int(float(given["data.epochs"]) * rows) // version
     versions = max(1, versions)
-    return Batch(
+    return BatchSizes(
         mini=mini,
         why=f"groups of an optimizer step: {answers} answers; {_steps(trigger)} a version{why}",
         steps=versions * version // mini,
@@ -270,7 +270,7 @@ def _steps(trigger: int) -> str:
     return "one such step is" if trigger == 1 else f"{trigger} such steps are"
 
 
-def _rollout(made: Choices, data: DataFacts, layout: Layout, batch: Batch, given: Mapping[str, Any]) -> None:
+def _rollout(made: Choices, data: DataFacts, layout: DeviceLayout, batch: BatchSizes, given: Mapping[str, Any]) -> None:
     made.add("rollout.name", layout.engine, layout.why_engine, main=True)
     made.add("rollout.n", GROUP, "answers to each prompt, compared with each other")
     if "data.epochs" not in given:
@@ -280,7 +280,7 @@ def _rollout(made: Choices, data: DataFacts, layout: Layout, batch: Batch, given
         made.add("rollout.test_freq", 5, "versions between two validations")
 
 
-def _actor(made: Choices, model: ModelFacts, layout: Layout, batch: Batch) -> None:
+def _actor(made: Choices, model: ModelFacts, layout: DeviceLayout, batch: BatchSizes) -> None:
     made.add("actor.ppo_mini_batch_size", batch.mini, batch.why, main=True)
     made.add("actor.ppo_max_token_len_per_gpu", layout.tokens, layout.why_tokens)
     rate = next(rate for least, rate in RATES if model.shape.parameters >= least)
@@ -293,7 +293,7 @@ def _actor(made: Choices, model: ModelFacts, layout: Layout, batch: Batch) -> No
         made.add("actor.fsdp_config.param_offload", True, layout.why_offload, main=True)
 
 
-def _devices(made: Choices, model: ModelFacts, layout: Layout, machine: Machine) -> None:
+def _devices(made: Choices, model: ModelFacts, layout: DeviceLayout, machine: Machine) -> None:
     for role, nodes, each, why in (
         ("trainer", *layout.trainer, layout.why_trainer),
         ("rollout", *layout.rollout, layout.why_rollout),

@@ -33,7 +33,7 @@ ENOUGH = 0.95
 
 
 @dataclass(frozen=True, slots=True)
-class Reward:
+class RewardChoice:
     """A reward function, and why it is the one."""
 
     function: str
@@ -42,36 +42,36 @@ class Reward:
     params: Mapping[str, Any] = field(default_factory=dict)
 
 
-def reward_for(answers: Sequence[tuple[Any, Mapping[str, Any]]]) -> Reward | None:
+def reward_for(answers: Sequence[tuple[Any, Mapping[str, Any]]]) -> RewardChoice | None:
     """Return the built-in reward for rows of (answer, further columns); None where none fits."""
     known = [(answer, extra) for answer, extra in answers if answer is not None]
     if not known:
         return None
     if _most(_has_tests(answer, extra) for answer, extra in known):
-        return Reward("code", "answers are unit tests: they run on the last block of code", "code")
+        return RewardChoice("code", "answers are unit tests: they run on the last block of code", "code")
     if any(not isinstance(answer, str | int | float) for answer, _ in known):
         return None
     texts = [str(answer).strip() for answer, _ in known]
     if _most(_is_number(text) for text in texts):
-        return Reward("math_verify", "answers are numbers: the last one counts, or \\boxed{…}", "math")
+        return RewardChoice("math_verify", "answers are numbers: the last one counts, or \\boxed{…}", "math")
     lists = [re.split(r"[,;]\s*", text) for text in texts if not _is_number(text) and NUMBERS.fullmatch(text)]
     if len(lists) >= ENOUGH * len(texts):
         if sum(len(set(items)) < len(items) for items in lists) > (1 - ENOUGH) * len(lists):
-            return Reward("exact_match", "answers are lists in which numbers repeat: their order counts", "text")
+            return RewardChoice("exact_match", "answers are lists in which numbers repeat: their order counts", "text")
         reason = "answers are lists of numbers: sets, whose order does not count; where it does: exact_match"
-        return Reward("math_verify", reason, "math")
+        return RewardChoice("math_verify", reason, "math")
     if _most(_is_number(text) or _is_mathematics(text) or NUMBERS.fullmatch(text) is not None for text in texts):
-        return Reward("math_verify", "answers are mathematics: \\boxed{…} counts, or the last expression", "math")
+        return RewardChoice("math_verify", "answers are mathematics: \\boxed{…} counts, or the last expression", "math")
     return _of_choices(texts) or _of_texts(texts)
 
 
-def _of_choices(texts: Sequence[str]) -> Reward | None:
+def _of_choices(texts: Sequence[str]) -> RewardChoice | None:
     distinct = sorted(set(texts))
     if all(LETTER.fullmatch(text) for text in distinct):
         letters = [found[1] for text in distinct if (found := LETTER.fullmatch(text))]
         pattern = f"[A-{max('D', *letters)}]"
         plain = {"pattern": rf"\b({pattern})\b"}
-        return Reward(
+        return RewardChoice(
             "regex",
             "answers are letters: the last capital letter that stands alone counts",
             "choice",
@@ -80,16 +80,16 @@ def _of_choices(texts: Sequence[str]) -> Reward | None:
     few = 1 < len(distinct) <= min(MOST_CHOICES, len(texts) // 3)
     if few and all(WORD.fullmatch(text) for text in distinct):
         pattern = rf"\b({'|'.join(map(re.escape, distinct))})\b"
-        return Reward(
+        return RewardChoice(
             "regex", f"answers are {len(distinct)} words: the last of them counts", "choice", {"pattern": pattern}
         )
     return None
 
 
-def _of_texts(texts: Sequence[str]) -> Reward | None:
+def _of_texts(texts: Sequence[str]) -> RewardChoice | None:
     if not _most("\n" not in text and len(text) <= MOST_LETTERS and len(text.split()) <= MOST_WORDS for text in texts):
         return None
-    return Reward(
+    return RewardChoice(
         "exact_match", "answers are short texts: a response has to be just that; regex finds one within", "text"
     )
 

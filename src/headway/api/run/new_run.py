@@ -120,7 +120,7 @@ def _teaching(
 ) -> tuple[Iterator[Example], Evaluate | None]:
     """Return what the warm-up teaches, and the evaluation of what was learned; None for demonstrations."""
     from headway.api.sft.sft_data import demonstrations, solutions
-    from headway.api.sft.warmup import Evaluation
+    from headway.api.sft.warmup import WarmupEvaluation
 
     data, seed = config.data, config.run.seed
     held_out = {prompt.text for prompt in val}
@@ -139,4 +139,4 @@ def _teaching(
         raise AssertionError("unreachable: the doctor asks for a task where there are no demonstrations")
     prompts = PromptTokenizer(tokenizer, data.chat_template, data.max_prompt_length, kwargs=data.chat_template_kwargs)
     examples = solutions(tokenizer, prompts, data.task, warmup, held_out, seed)
-    return examples, Evaluation(tokenizer, data.task, val, seed, data.max_response_length, go_on)
+    return examples, WarmupEvaluation(tokenizer, data.task, val, seed, data.max_response_length, go_on)

@@ -11,7 +11,7 @@ from rich.console import Console
 from headway.api.checks.preflight import check_inputs, check_model
 from headway.api.run.interrupts import note
 from headway.api.run.run_execution import carry_out, set_math_environment, when_saved
-from headway.api.run.training_run import Start, StartingModel, is_of_the_end
+from headway.api.run.training_run import ResumeStart, StartingModel, is_of_the_end
 from headway.config.loading import LoadedConfig
 from headway.config.resume_changes import check_changes
 from headway.config.schema import Config
@@ -22,7 +22,7 @@ from headway.errors import ConfigError, UserError
 from headway.pipeline.recovery.driver_state import Taken, balance
 from headway.pipeline.run import Status
 from headway.reports.checkpoint_folders import Checkpoints
-from headway.reports.record.events_file import Record, look_through
+from headway.reports.record.events_file import SurvivingRecord, look_through
 from headway.reports.resumed_reports import reopen_reports
 from headway.reports.run_directory import RunDirectory, RunLock
 from headway.reports.trackers.tracker_checks import check_trackers
@@ -89,7 +89,7 @@ def resume(path: Path, before: Config, loaded: LoadedConfig, console: Console | 
     for change in data.train.changes:
         note(reports, f"data changed: {change}")
     model = config.model.path or str(directory.initial_model)
-    return carry_out(loaded, rows, reports, lambda: StartingModel(model), Start(version))
+    return carry_out(loaded, rows, reports, lambda: StartingModel(model), ResumeStart(version))
 
 
 def _check_accepted(config: Config, data: DataBundle) -> None:
@@ -97,7 +97,7 @@ def _check_accepted(config: Config, data: DataBundle) -> None:
         raise ConfigError("data.accept_changes: the data are those of the checkpoint; drop it")
 
 
-def _newest(directory: RunDirectory, checkpoints: Checkpoints, record: Record, config: Config) -> int:
+def _newest(directory: RunDirectory, checkpoints: Checkpoints, record: SurvivingRecord, config: Config) -> int:
     """Return the version to resume: that of the newest complete checkpoint that the record mentions."""
     newest = checkpoints.newest(record.boundaries, with_critic=needs_critic(config))
     if newest is not None:

@@ -10,7 +10,7 @@ from headway.errors import ConfigError, UserError
 from headway.pipeline.observing.profile_window import ProfileWindow
 
 
-class Control:
+class RunControl:
     """Answers of one run to ``headway ctl``: a method for each command."""
 
     def __init__(self) -> None:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 
 from headway.api.run.interrupts import note
-from headway.api.run.training_run import Run, Start, StartingModel, is_of_the_end
+from headway.api.run.training_run import ResumeStart, StartingModel, TrainingRun, is_of_the_end
 from headway.cluster.hardware import available_cores
 from headway.cluster.machine.worker_setup import math_environment
 from headway.config.loading import LoadedConfig
@@ -30,7 +30,11 @@ logger = logging.getLogger(__name__)
 
 
 def carry_out(
-    loaded: LoadedConfig, rows: Rows, reports: Reports, prepare: Callable[[], StartingModel], start: Start | None = None
+    loaded: LoadedConfig,
+    rows: Rows,
+    reports: Reports,
+    prepare: Callable[[], StartingModel],
+    start: ResumeStart | None = None,
 ) -> int:
     """Train, with reports that are closed at the end. Returns the exit code, raises the errors of `headway.errors`.
 
@@ -41,7 +45,7 @@ def carry_out(
         for text in loaded.notes:
             note(reports, text)
         with terminations_as_interrupts():
-            run = Run(config, rows, prepare(), reports, start)
+            run = TrainingRun(config, rows, prepare(), reports, start)
             status = asyncio.run(run.run())
             if run.stop_reason is not None:  # raised before the reports close: the run is then a failed one in them
                 raise StoppedByGuard(

@@ -20,7 +20,7 @@ from headway.agents.rewards.reward_workers import HOPELESS, RewardRunners
 from headway.agents.rewards.score_request import RewardSpec
 from headway.api.control_socket import listening
 from headway.api.run.interrupts import Interrupts
-from headway.api.run.run_control import Control
+from headway.api.run.run_control import RunControl
 from headway.config.schema import Config
 from headway.config.sizing.placement import CRITIC, LOGP, REF, needs_critic, needs_greedy_baseline
 from headway.data.left_out import LeftOutRows
@@ -54,7 +54,7 @@ LEAVING_S = 3.0
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class ResumeStart:
     """Start of a resumed run: what it resumes from."""
 
     version: int
@@ -130,11 +130,11 @@ async def _warmed(warm_up: Callable[[Callable[[], None]], None], stall_s: float,
             reports.emit(Note(time=time.monotonic(), level="warning", text=text))
 
 
-class Run:
+class TrainingRun:
     """Training run, from a model to a better one. Opens what the pipeline needs, and closes it in the reverse order."""
 
     def __init__(
-        self, config: Config, rows: Rows, model: StartingModel, reports: Reports, start: Start | None = None
+        self, config: Config, rows: Rows, model: StartingModel, reports: Reports, start: ResumeStart | None = None
     ) -> None:
         """Prepare a run. ``start``: None for a run that begins anew."""
         self._config = config
@@ -163,7 +163,7 @@ class Run:
         from headway.models.tokenizer import load_tokenizer
 
         config, reports = self._config, self._reports
-        control = Control()
+        control = RunControl()
         try:
             await stack.enter_async_context(listening(reports.directory.control, control.answer))
         except OSError as cause:
@@ -300,7 +300,7 @@ class Run:
                 )
                 self._reports.emit(event)
 
-    async def _load(self, workers: Workers, start: Start) -> Taken:
+    async def _load(self, workers: Workers, start: ResumeStart) -> Taken:
         """Load the checkpoint into trainer and critic. Returns the driver's part of it."""
         self._reports.phase("loading the checkpoint", f"version {start.version}")
         checkpoints = Checkpoints(self._reports.directory.checkpoints)

@@ -1,6 +1,6 @@
 """Conversations to learn from, as rows of tokens of which the assistant's are trained.
 
-rows of files and datasets    ─▶ `Conversations`      (``headway sft``)
+rows of files and datasets    ─▶ `SftExamples`      (``headway sft``)
 a task and its own solutions  ─▶ `solutions`      ┐
 a function of the user's      ─▶ `demonstrations` ┴   (``model.warmup``, without end, never a held-out prompt)
 """
@@ -41,7 +41,7 @@ COMPLETIONS = ("completion", "response", "output")
 
 
 @dataclass(frozen=True, slots=True)
-class Conversation:
+class SftConversation:
     """One row of data: chat messages, or a text prompt and its completion."""
 
     where: str
@@ -54,7 +54,7 @@ class Conversation:
     """Prompt and completion, where both are text that no chat template renders."""
 
 
-class Conversations:
+class SftExamples:
     """Rows of a data set as examples. Rows that cannot be used are left out and counted by reason.
 
     Example:
@@ -81,7 +81,7 @@ class Conversations:
         self._met: set[str] = set()
         """Places of the rows that were left out."""
         completions = COMPLETIONS if config.sft.completion_key == "auto" else (config.sft.completion_key,)
-        self._rows: list[Conversation] = []
+        self._rows: list[SftConversation] = []
         for where, row in rows:
             try:
                 self._rows.append(_conversation(where, row, data.prompt_key, completions, data.chat_template))
@@ -109,7 +109,7 @@ class Conversations:
         self.left_out.check(self._read, self._max_bad_rows)
         return found
 
-    def _example(self, conversation: Conversation) -> Example | None:
+    def _example(self, conversation: SftConversation) -> Example | None:
         where = conversation.where
         if conversation.text is not None:
             prompt, completion = conversation.text
@@ -146,7 +146,7 @@ class Conversations:
 
 def _conversation(
     where: str, row: Any, prompt_key: str, completions: Sequence[str], chat_template: str
-) -> Conversation:
+) -> SftConversation:
     """Read a row. Raises `DataError` for one without a conversation."""
     if not isinstance(row, Mapping):
         raise DataError(f"a row is an object with columns, not {type(row).__name__}")
@@ -154,7 +154,7 @@ def _conversation(
     if (column := next((name for name in CHATS if row.get(name)), None)) is not None:
         if isinstance(chat := _read(row[column], column), str):
             raise DataError(f"{column}: expected a list of chat messages, not {shown(chat)}")
-        return Conversation(where, chat, tools, kwargs)
+        return SftConversation(where, chat, tools, kwargs)
     completion_key = next((name for name in completions if row.get(name) is not None), None)
     if row.get(prompt_key) is None or completion_key is None:
         raise DataError(
@@ -163,10 +163,10 @@ def _conversation(
         )
     asked, said = _read(row[prompt_key], prompt_key), _read(row[completion_key], completion_key)
     if isinstance(asked, str) and isinstance(said, str) and chat_template != "always":
-        return Conversation(where, text=(asked, said))
+        return SftConversation(where, text=(asked, said))
     asked = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
     said = [{"role": "assistant", "content": said}] if isinstance(said, str) else said
-    return Conversation(where, [*asked, *said], tools, kwargs)
+    return SftConversation(where, [*asked, *said], tools, kwargs)
 
 
 def _read(value: Any, column: str) -> str | Messages:

@@ -25,8 +25,8 @@ from rich.console import Console
 
 from headway.agents.chat.chat_template import ChatRenderer
 from headway.agents.episodes.episode_tokens import Chats
-from headway.api.sft.sft_data import Conversations, Example
-from headway.api.sft.sft_steps import Steps, trainer_of
+from headway.api.sft.sft_data import Example, SftExamples
+from headway.api.sft.sft_steps import SftSteps, trainer_of
 from headway.cluster.machine.file_work import while_ranks_move
 from headway.config.loading import LoadedConfig
 from headway.config.schema import Config
@@ -101,8 +101,8 @@ class SftData:
         """Digests of the training rows in their order."""
         self.order = f"sft.batch_size={sft.batch_size}, run.seed={config.run.seed}, data.shuffle={data.shuffle}"
         """Settings by which the rows of a step follow from its number."""
-        self.train = Conversations(train, config, tokenizer, chats)
-        self.val = Conversations(val, config, tokenizer, chats) if val else None
+        self.train = SftExamples(train, config, tokenizer, chats)
+        self.val = SftExamples(val, config, tokenizer, chats) if val else None
         self._size, self._seed, self._shuffle = sft.batch_size, config.run.seed, data.shuffle
         self._places = len(self.train) * (data.epochs or 1)
         if sft.max_steps is not None:
@@ -174,7 +174,7 @@ def sft(loaded: LoadedConfig, resume: Path | None = None, console: Console | Non
         for note in loaded.notes:
             reports.note(note)
         try:
-            status = asyncio.run(_Run(config, data, directory, reports, step).run())
+            status = asyncio.run(_SftRun(config, data, directory, reports, step).run())
         except asyncio.CancelledError:  # a second signal: the newest checkpoint is what there is
             reports.close(Status.INTERRUPTED)
             return EXIT_INTERRUPTED
@@ -280,7 +280,7 @@ def _keep_rows(path: Path, step: int) -> None:
     replace_file(path, "".join(kept))
 
 
-class _Run:
+class _SftRun:
     """The steps of one run, from start to exported model."""
 
     def __init__(self, config: Config, data: SftData, directory: RunDirectory, reports: SftReports, step: int) -> None:
@@ -327,7 +327,7 @@ class _Run:
             reports.note(f"go on with: headway sft --resume {self._directory.path}")
         return status
 
-    async def _train(self, steps: Steps) -> Status:
+    async def _train(self, steps: SftSteps) -> Status:
         config, data = self._config, self._data
         skipped, saved = 0, self._first
         ahead = asyncio.create_task(asyncio.to_thread(data.batch, self._first))
@@ -353,7 +353,7 @@ class _Run:
         await steps.engine.export(self._directory.model)
         return Status.COMPLETED
 
-    async def _step(self, steps: Steps, step: int, batch: list[Example], skipped: int) -> int:
+    async def _step(self, steps: SftSteps, step: int, batch: list[Example], skipped: int) -> int:
         """Take one step and report it. Returns how many steps in a row have been skipped."""
         config, data, began = self._config, self._data, time.monotonic()
         report = await self._moving(steps, steps.step(step, batch), f"optimizer step {step + 1}")
@@ -380,7 +380,7 @@ class _Run:
             )
         return skipped
 
-    async def _held_out_loss(self, steps: Steps) -> float:
+    async def _held_out_loss(self, steps: SftSteps) -> float:
         """Return the mean loss of the held-out conversations, in nats per token."""
         nats, tokens = 0.0, 0
         batches, number = self._data.held_out(), 0
@@ -391,7 +391,7 @@ class _Run:
             nats, tokens = nats + loss.nats, tokens + loss.tokens
         return nats / max(1, tokens)
 
-    async def _save(self, steps: Steps, step: int) -> int:
+    async def _save(self, steps: SftSteps, step: int) -> int:
         state = {"step": step, "data": self._data.digests, "order": self._data.order}
         await steps.engine.save(self._checkpoints.actor(step), state)
         keep = self._config.trainer.max_actor_ckpt_to_keep
@@ -400,7 +400,7 @@ class _Run:
                 await asyncio.to_thread(rmtree, path, ignore_errors=True)
         return step
 
-    async def _moving(self, steps: Steps, work: Coroutine[Any, Any, T], what: str) -> T:
+    async def _moving(self, steps: SftSteps, work: Coroutine[Any, Any, T], what: str) -> T:
         """Return the result of ``work``. Raises `StallError` when no rank moves for ``cluster.stall_timeout_s``."""
         limit_s = steps.timeouts.stall_s
 

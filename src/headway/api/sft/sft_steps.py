@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from headway.api.sft.sft_data import Example
-from headway.cluster.backend import Trainer, start_trainer
+from headway.cluster.backend import TrainerRanks, start_trainer
 from headway.cluster.machine.token_files import carried
 from headway.config.schema import Config, PlacementConfig
 from headway.config.sections.learning import AlgorithmConfig, OptimConfig
@@ -19,7 +19,7 @@ from headway.data.interfaces.steps import StepContext, StepReport, TokenLoss
 from headway.data.types import ColumnName, GroupTokens, Sample, TrajectoryId
 
 
-class Steps:
+class SftSteps:
     """Drives the trainer's ranks over batches of examples.
 
     Example:
@@ -28,7 +28,7 @@ class Steps:
             await steps.engine.export(Path("tuned"))
     """
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: TrainerRanks) -> None:
         self.engine = trainer.engine
         self.watch, self.workers, self.timeouts = trainer.watch, trainer.workers, trainer.timeouts
         self._separate = trainer.separate_processes
@@ -73,7 +73,7 @@ async def trainer_of(
     run_dir: Path,
     total_steps: int,
     tell: Callable[[str], None] = lambda _: None,
-) -> AsyncIterator[Steps]:
+) -> AsyncIterator[SftSteps]:
     """Start the training ranks of ``config`` for supervised steps, until the block ends.
 
     ``total_steps``: where the schedule of ``optim`` ends. Raises as `headway.cluster.backend.start_trainer` does.
@@ -85,7 +85,7 @@ async def trainer_of(
         total_optimizer_steps=total_steps,
         tell=tell,
     ) as trainer:
-        yield Steps(trainer)
+        yield SftSteps(trainer)
 
 
 def _supervised(config: Config, optim: OptimConfig) -> Config:

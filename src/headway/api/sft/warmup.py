@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from headway.agents.chat.chat_template import answer_decoder
 from headway.agents.episodes.local_episodes import keeping
 from headway.api.sft.sft_data import Example
-from headway.api.sft.sft_steps import Steps, trainer_of
+from headway.api.sft.sft_steps import SftSteps, trainer_of
 from headway.config.schema import Config, TaskConfig
 from headway.config.sections.learning import OptimConfig
 from headway.config.sections.model_section import WarmupConfig
@@ -112,7 +112,7 @@ async def warm_up(
     )
 
 
-def _trainer(path: Path, config: Config, lr: float, steps: int) -> AbstractAsyncContextManager[Steps]:
+def _trainer(path: Path, config: Config, lr: float, steps: int) -> AbstractAsyncContextManager[SftSteps]:
     """The trainer in this process, whose learning rate falls to zero behind ``steps`` steps."""
     device = config.cluster.device if config.cluster.backend == "inline" else "cpu"  # the devices are the workers'
     trainer = config.trainer.model_copy(update={"nnodes": 1, "n_gpus_per_node": 1, "use_nodes_ratios": None})
@@ -133,7 +133,7 @@ def _move(folder: Path, path: Path) -> None:
     folder.rename(path)
 
 
-class Evaluation:
+class WarmupEvaluation:
     """Greedy accuracy on the held-out problems, by the task's own verifier, through the native engine."""
 
     def __init__(

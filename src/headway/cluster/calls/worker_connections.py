@@ -33,14 +33,14 @@ from typing import Any
 from headway.cluster.role_host import RoleHost
 from headway.config.sizing.timeouts import RECONNECT_S, SESSION_S
 from headway.errors import HeadwayError, said_by
-from headway.runtime.frames import HEADER, Channel, Frame
+from headway.runtime.frames import HEADER, Frame, FrameChannel
 
 KEY_BYTES = 32
 GREETING_S = 30.0
 """Seconds for a connection to be made, and for its caller to send the key: some bytes, whatever the run's size."""
 
 
-class Kind(IntEnum):
+class CallFrameKind(IntEnum):
     """Kind of a frame. A frame's number is that of the caller's call."""
 
     CALL = auto()
@@ -66,7 +66,7 @@ KEPT_BYTES = 1 << 26
 """Bytes kept for the other end from which on iterations wait: more than a fast network has under way."""
 
 
-class Session:
+class FrameSession:
     """One end of a session: numbered, acknowledged frames over one TCP connection after another."""
 
     def __init__(self, on_frame: Callable[[Frame], object], on_break: Callable[[], object]) -> None:
@@ -77,7 +77,7 @@ class Session:
         """Set while at most `KEPT_BYTES` are kept."""
         self.has_room.set()
         self._on_frame, self._on_break = on_frame, on_break
-        self._channel: Channel | None = None
+        self._channel: FrameChannel | None = None
         self._kept: deque[Frame] = deque()
         self._kept_nbytes = 0
         self._acknowledged = 0
@@ -88,7 +88,7 @@ class Session:
         """Go on over ``sock``, whose other end has ``received`` so many frames. Close the connection before it."""
         self.detach()
         self._forget(received)
-        self._channel = Channel(sock, self._read, self._broken)
+        self._channel = FrameChannel(sock, self._read, self._broken)
         for frame in self._kept:
             self._channel.send_soon(frame)
 
@@ -99,7 +99,7 @@ class Session:
             self._channel = None
 
     def send(self, frame: Frame, *, soon: bool = True) -> None:
-        """Send ``frame``, now or over a later connection. ``soon``: see `Channel.send_soon`."""
+        """Send ``frame``, now or over a later connection. ``soon``: see `FrameChannel.send_soon`."""
         self._kept.append(frame)
         self._kept_nbytes += len(frame.payload) + HEADER.size
         if self._channel is not None:
@@ -108,7 +108,7 @@ class Session:
             self.has_room.clear()
 
     def _read(self, frame: Frame) -> None:
-        if frame.kind == Kind.RECEIVED:
+        if frame.kind == CallFrameKind.RECEIVED:
             self._forget(frame.detail)
             return
         self.received += 1
@@ -117,7 +117,7 @@ class Session:
         if self.received - self._told >= RECEIVED_FRAMES or self._untold_nbytes >= RECEIVED_BYTES:
             self._told, self._untold_nbytes = self.received, 0
             if self._channel is not None:
-                self._channel.send_soon(Frame(Kind.RECEIVED, detail=self.received))
+                self._channel.send_soon(Frame(CallFrameKind.RECEIVED, detail=self.received))
 
     def _forget(self, received: int) -> None:
         while self._acknowledged < received and self._kept:
@@ -181,7 +181,7 @@ class CallServer:
                     _, session, connection, received = GREETING.unpack(told)
                     caller = self._caller(session, connection)
                 if not known or caller is None:
-                    await loop.sock_sendall(sock, Frame(Kind.REFUSED).packed())
+                    await loop.sock_sendall(sock, Frame(CallFrameKind.REFUSED).packed())
                     sock.close()
                     return
         except (OSError, EOFError):  # a time-out, too
@@ -210,7 +210,7 @@ class _Caller:
         self._host = host
         self._on_end = on_end
         self._open: dict[int, asyncio.Task[None]] = {}
-        self._session = Session(self._on_frame, self._on_break)
+        self._session = FrameSession(self._on_frame, self._on_break)
         self._ending: asyncio.TimerHandle | None = None
 
     def attach(self, sock: socket.socket, received: int) -> None:
@@ -220,7 +220,7 @@ class _Caller:
             self._ending = None
         self._session.detach()
         with suppress(OSError):  # an empty socket takes so few bytes; a broken one is noticed by the session
-            sock.send(Frame(Kind.RECEIVED, detail=self._session.received).packed())
+            sock.send(Frame(CallFrameKind.RECEIVED, detail=self._session.received).packed())
         self._session.attach(sock, received)
 
     def _on_break(self) -> None:
@@ -236,10 +236,10 @@ class _Caller:
             task.cancel()
 
     def _on_frame(self, frame: Frame) -> None:
-        if frame.kind == Kind.GONE:
+        if frame.kind == CallFrameKind.GONE:
             self._end()
             return
-        if frame.kind == Kind.LEAVE:
+        if frame.kind == CallFrameKind.LEAVE:
             if (task := self._open.get(frame.number)) is not None:
                 task.cancel()
             return
@@ -250,33 +250,33 @@ class _Caller:
     async def _serve(self, frame: Frame) -> None:
         try:
             method, args = pickle.loads(frame.payload)
-            if frame.kind == Kind.CALL:
+            if frame.kind == CallFrameKind.CALL:
                 result = await self._host.call(method, *args)
-                self._send(Kind.RESULT, frame.number, result)
+                self._send(CallFrameKind.RESULT, frame.number, result)
                 return
             async with aclosing(self._host.stream(method, *args)) as items:
                 async for item in items:
-                    self._send(Kind.ITEM, frame.number, item)
+                    self._send(CallFrameKind.ITEM, frame.number, item)
                     await self._session.has_room.wait()
                     if frame.detail:
                         await asyncio.sleep(frame.detail / 1e6)
-            self._send(Kind.END, frame.number, None)
+            self._send(CallFrameKind.END, frame.number, None)
         except BaseException as error:  # whatever it is: the caller would wait for ever
-            self._session.send(Frame(Kind.ERROR, frame.number, 0, _told(error)), soon=False)
+            self._session.send(Frame(CallFrameKind.ERROR, frame.number, 0, _told(error)), soon=False)
             if not isinstance(error, Exception):
                 raise
 
-    def _send(self, kind: Kind, number: int, what: Any) -> None:
+    def _send(self, kind: CallFrameKind, number: int, what: Any) -> None:
         self._session.send(Frame(kind, number, 0, pickle.dumps(what, pickle.HIGHEST_PROTOCOL)))
 
 
-class Connection:
+class WorkerConnection:
     """The caller's end, on the running event loop. Make it with `connected`."""
 
     def __init__(self, address: CallAddress) -> None:
         self._address = address
         self._id = secrets.token_bytes(16)
-        self._session = Session(self._on_frame, self._on_break)
+        self._session = FrameSession(self._on_frame, self._on_break)
         self._connections = itertools.count(1)
         self._opening: asyncio.Task[None] | None = None
         self._open: dict[int, asyncio.Queue[Frame]] = {}
@@ -292,20 +292,20 @@ class Connection:
             Failed: the method raised something else.
             ConnectionEnded: the worker is gone.
         """
-        async with aclosing(self._answers(Kind.CALL, method, args)) as answers:
+        async with aclosing(self._answers(CallFrameKind.CALL, method, args)) as answers:
             return await anext(answers)
 
     def each(self, method: str, *args: Any, apart_s: float = 0.0) -> AsyncGenerator[Any, None]:
         """Yield the items of an asynchronous generator of the worker's, at least ``apart_s`` seconds apart. Leaving
         this one closes that one. Raises as `call` does.
         """
-        return self._answers(Kind.EACH, method, args, round(apart_s * 1e6))
+        return self._answers(CallFrameKind.EACH, method, args, round(apart_s * 1e6))
 
     def close(self) -> None:
         """Leave the worker, which cancels the open calls."""
         if self._opening is not None:
             self._opening.cancel()
-        self._session.send(Frame(Kind.GONE), soon=False)
+        self._session.send(Frame(CallFrameKind.GONE), soon=False)
         self._end("this end was closed")
 
     async def open(self) -> None:
@@ -323,7 +323,7 @@ class Connection:
                 await loop.sock_connect(sock, (address.host, address.port))
                 await loop.sock_sendall(sock, greeting)
                 _, kind, _, received = HEADER.unpack(await _exactly(sock, HEADER.size))
-            if kind != Kind.RECEIVED:
+            if kind != CallFrameKind.RECEIVED:
                 raise ConnectionEnded(f"{_place(address)} does not know this caller: another process listens there")
         except BaseException:
             sock.close()
@@ -354,7 +354,7 @@ class Connection:
             )
 
     async def _answers(
-        self, kind: Kind, method: str, args: tuple[Any, ...], detail: int = 0
+        self, kind: CallFrameKind, method: str, args: tuple[Any, ...], detail: int = 0
     ) -> AsyncGenerator[Any, None]:
         if self.ended:
             raise ConnectionEnded(self._why)
@@ -367,22 +367,22 @@ class Connection:
         try:
             while True:
                 frame = await frames.get()
-                over = frame.kind != Kind.ITEM
+                over = frame.kind != CallFrameKind.ITEM
                 match frame.kind:
-                    case Kind.END:
+                    case CallFrameKind.END:
                         return
-                    case Kind.GONE:
+                    case CallFrameKind.GONE:
                         raise ConnectionEnded(self._why)
-                    case Kind.ERROR:
+                    case CallFrameKind.ERROR:
                         error = _unpickled(frame.payload)
-                        raise error if isinstance(error, HeadwayError) else Failed(error)
+                        raise error if isinstance(error, HeadwayError) else CallFailed(error)
                 yield _unpickled(frame.payload)
                 if over:
                     return
         finally:
             del self._open[number]
             if not over and not self.ended:
-                self._session.send(Frame(Kind.LEAVE, number), soon=False)
+                self._session.send(Frame(CallFrameKind.LEAVE, number), soon=False)
 
     def _on_frame(self, frame: Frame) -> None:
         if (frames := self._open.get(frame.number)) is not None:  # else it was left
@@ -395,20 +395,20 @@ class Connection:
         self.ended, self._why = True, why
         self._session.detach()
         for frames in self._open.values():
-            frames.put_nowait(Frame(Kind.GONE))
+            frames.put_nowait(Frame(CallFrameKind.GONE))
 
 
 class ConnectionEnded(Exception):
     """Error for a connection to a worker that has ended or cannot be made."""
 
 
-class Failed(Exception):
+class CallFailed(Exception):
     """Error for a method that raised another error than Headway's; it has that error's text."""
 
 
-async def connected(address: CallAddress) -> Connection:
+async def connected(address: CallAddress) -> WorkerConnection:
     """Connect to the worker at ``address``. Raises `ConnectionEnded` where nothing answers there."""
-    connection = Connection(address)
+    connection = WorkerConnection(address)
     try:
         await connection.open()
     except (OSError, EOFError) as error:  # a time-out, too
@@ -467,4 +467,4 @@ def _unpickled(payload: bytes) -> Any:
     try:
         return pickle.loads(payload)
     except Exception as error:
-        raise Failed(f"its answer cannot be read here: {said_by(error)}") from error
+        raise CallFailed(f"its answer cannot be read here: {said_by(error)}") from error

@@ -11,19 +11,19 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 from headway.cluster.machine.token_files import TokenFile, TokenPart
-from headway.data.collate import Row, row_of, with_columns
+from headway.data.collate import CollatedRow, row_of, with_columns
 from headway.data.types import Handle, Sample
 
 Fetch = Callable[[Sequence[Handle[Any]]], list[Any]]
 """Function that returns the objects of handles, side by side."""
 
 
-class HeldRows:
+class BatchCache:
     def __init__(self, fetch: Fetch) -> None:
         self._fetch = fetch
         self._holds = False
         # Each value has its handle beside it: the key of some is their address, which must not become another's.
-        self._rows: dict[tuple[Hashable, int], tuple[Handle[Any], Row]] = {}
+        self._rows: dict[tuple[Hashable, int], tuple[Handle[Any], CollatedRow]] = {}
         self._columns: dict[Hashable, tuple[Handle[Any], Any]] = {}
         """Lists of columns by handle."""
         self._borrowed: dict[Hashable, Handle[Any]] = {}
@@ -40,7 +40,7 @@ class HeldRows:
         self._holds = False
         self._rows, self._columns, self._borrowed = {}, {}, {}
 
-    def rows(self, samples: Sequence[Sample], *, once: bool = False) -> list[Row]:
+    def rows(self, samples: Sequence[Sample], *, once: bool = False) -> list[CollatedRow]:
         """Return the samples with their arrays. What is not held is fetched at once; ``once``: and not held then."""
         rows, columns = self._rows, self._columns
         if once or not self._holds:

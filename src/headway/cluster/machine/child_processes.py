@@ -77,7 +77,7 @@ class Watched:
             self._descriptor = None
 
 
-class Family:
+class ChildProcesses:
     """Processes that this one has started so far with ``title`` in their command lines, and all that those started."""
 
     def __init__(self, title: str = "") -> None:

@@ -70,11 +70,11 @@ class SomeRows:
 
 class _PromptAt(NamedTuple):
     offset: int
-    """Bytes behind the index; so in `_RowAt`."""
+    """Bytes behind the index; so in `_FileRow`."""
     length: int
 
 
-class _RowAt(NamedTuple):
+class _FileRow(NamedTuple):
     prompt: int
     offset: int
     length: int
@@ -83,7 +83,7 @@ class _RowAt(NamedTuple):
 
 class _Index(NamedTuple):
     prompts: list[_PromptAt]
-    rows: list[_RowAt]
+    rows: list[_FileRow]
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +215,7 @@ def _laid_out(tokens: GroupTokens) -> list[bytes]:
         start = add(
             (row.ids, np.int32), (row.logprobs, np.float32), (row.versions, np.int32), (row.loss_mask, np.bool_)
         )
-        index.rows.append(_RowAt(prompts[id(row.prompt_ids)], start, len(row.ids), row.turns))
+        index.rows.append(_FileRow(prompts[id(row.prompt_ids)], start, len(row.ids), row.turns))
     packed = pickle.dumps(index, pickle.HIGHEST_PROTOCOL)
     return [len(packed).to_bytes(8, "little"), packed, *blobs]
 

@@ -15,7 +15,7 @@ from typing import NoReturn
 
 import ray
 
-from headway.cluster.machine.child_processes import Family, Watched, named
+from headway.cluster.machine.child_processes import ChildProcesses, Watched, named
 from headway.errors import RunError, WorkerDied
 
 LATEST = "session_latest"
@@ -34,7 +34,7 @@ class RayNode:
         self._session = session
         self._kept_logs = logs
         # The session's name stands in the command line of all that this process started for it.
-        self._family = Family(session.name)
+        self._family = ChildProcesses(session.name)
         self._servers = {name: Watched(pid) for name, pid in named(("raylet", "gcs_server"), session.name).items()}
         self._keeps_logs = False
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from ray.exceptions import RayError, RayTaskError
 
-from headway.cluster.calls.worker_connections import Connection, ConnectionEnded, Failed, connected
+from headway.cluster.calls.worker_connections import CallFailed, ConnectionEnded, WorkerConnection, connected
 from headway.cluster.on_ray.ray_deaths import death
 from headway.errors import HeadwayError, RunError, WorkerDied, said_by
 
@@ -26,7 +26,7 @@ class RayPeer:
         self._pid = pid
         self._log = log
         self._actor = actor
-        self._connection: Connection | None = None
+        self._connection: WorkerConnection | None = None
         self._connecting = asyncio.Lock()
 
     def __reduce__(self) -> tuple[type[RayPeer], tuple[Any, ...]]:
@@ -35,7 +35,7 @@ class RayPeer:
     async def call(self, method: str, *args: Any) -> Any:
         try:
             return await (await self._connected(method)).call(method, *args)
-        except (ConnectionEnded, Failed) as error:
+        except (ConnectionEnded, CallFailed) as error:
             raise await self._translated(method, error) from error
 
     async def each(self, method: str, *args: Any, apart_s: float = 0.0) -> AsyncGenerator[Any, None]:
@@ -43,7 +43,7 @@ class RayPeer:
             async with aclosing((await self._connected(method)).each(method, *args, apart_s=apart_s)) as items:
                 async for item in items:
                     yield item
-        except (ConnectionEnded, Failed) as error:
+        except (ConnectionEnded, CallFailed) as error:
             raise await self._translated(method, error) from error
 
     def close(self) -> None:
@@ -51,7 +51,7 @@ class RayPeer:
         if self._connection is not None:
             self._connection.close()
 
-    async def _connected(self, doing: str) -> Connection:
+    async def _connected(self, doing: str) -> WorkerConnection:
         async with self._connecting:
             if self._connection is None:
                 try:
@@ -64,8 +64,8 @@ class RayPeer:
                     raise death(self.name, self._pid, self._log, doing, error) from error
             return self._connection
 
-    async def _translated(self, doing: str, error: ConnectionEnded | Failed) -> HeadwayError:
-        if isinstance(error, Failed):
+    async def _translated(self, doing: str, error: ConnectionEnded | CallFailed) -> HeadwayError:
+        if isinstance(error, CallFailed):
             return RunError(f"worker {self.name} failed in {doing!r}: {error}. Its log: {self._log}")
         try:
             await self._actor.process.remote()

@@ -45,7 +45,7 @@ NODE_ID = "ray.io/node-id"
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _WorkerBundle:
     """Place of a worker: a bundle on a node."""
 
     group: PlacementGroup
@@ -59,7 +59,7 @@ class _Place:
 class ResourcePool:
     """Pool of a run's devices, reserved together. A worker takes a whole device, or a whole group of them."""
 
-    def __init__(self, places: Iterable[_Place], *, on_gpus: bool) -> None:
+    def __init__(self, places: Iterable[_WorkerBundle], *, on_gpus: bool) -> None:
         self._places = {device: place for place in places for device in place.devices}
         self._on_gpus = on_gpus
 
@@ -94,7 +94,7 @@ class ResourcePool:
                 group = await _reserved(nodes_of, [len(devices) for devices in bundles], on_gpus)
                 if group is not None:
                     places = zip(nodes_of, bundles, strict=True)
-                    return cls((_Place(group, at, *place) for at, place in enumerate(places)), on_gpus=on_gpus)
+                    return cls((_WorkerBundle(group, at, *place) for at, place in enumerate(places)), on_gpus=on_gpus)
             empty = [Node(node.id, node.total, node.total) for node in nodes]
             if loop.time() >= joined_by and assign_nodes(shares, empty) is None:
                 raise ConfigError(
@@ -145,7 +145,7 @@ class ResourcePool:
                 group = await _reserved([node.id], [len(devices)], self._on_gpus)
                 if group is not None:
                     self._give_up(devices)
-                    self._places |= dict.fromkeys(devices, _Place(group, 0, node.id, devices))
+                    self._places |= dict.fromkeys(devices, _WorkerBundle(group, 0, node.id, devices))
                     return True
         return False
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.cluster.roles.critic_role import WithCritic
-from headway.cluster.roles.weight_send_role import Outbox, Send, Sent, SentWeights
+from headway.cluster.roles.weight_send_role import Send, Sent, SentWeights, WeightSendRole
 from headway.cluster.worker_group import Collect, Dispatch, register
 from headway.config.transport_facts import TRANSPORTS, transport_of
 from headway.data.interfaces.steps import StepContext, StepReport, TokenLoss
@@ -48,7 +48,7 @@ class ActorRole(WithCritic):
         self._with_reference = with_reference
         self._total_critic_steps = total_critic_steps
         self._store: Any = None
-        self._outbox = Outbox(self._config, rank=rank)
+        self._outbox = WeightSendRole(self._config, rank=rank)
         self._returns: list[NDArray[np.float32]] = []
         """Returns of a fetch, from `advantages` until `returns` takes them."""
 

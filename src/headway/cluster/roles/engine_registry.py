@@ -11,11 +11,11 @@ from typing import Any
 
 from headway.config.schema import Config
 from headway.config.sizing.placement import concurrent
-from headway.engines.weights.protocols import Incoming
+from headway.engines.weights.protocols import IncomingWeights
 from headway.engines.weights.weight_layout import Manifest, bucket_bytes
 from headway.errors import ConfigError
 
-Receive = Callable[[int, Incoming], None]
+Receive = Callable[[int, IncomingWeights], None]
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 from headway.agents.chat.chat_template import answer_decoder
 from headway.agents.episodes.episode_settings import chat_hosting
-from headway.agents.episodes.episode_worker import GroupKeeper
+from headway.agents.episodes.episode_worker import EpisodeWorker
 from headway.agents.episodes.program_workers import ProgramRunners
 from headway.cluster.machine.token_files import TokenFile, TokenFiles, TokenPlace
 from headway.cluster.machine.worker_setup import collecting_seldom
@@ -28,7 +28,7 @@ they do for it, on cores that trainer and engine share with them; a fetch of gro
 
 
 class KeeperRole(Role):
-    """A `GroupKeeper`, its tokenizer and, where a program makes the episodes, the runners of that."""
+    """A `EpisodeWorker`, its tokenizer and, where a program makes the episodes, the runners of that."""
 
     def __init__(self, *, logs: Path | None = None, tokens: TokenPlace | None = None, **arguments: Any) -> None:
         """
@@ -60,10 +60,10 @@ class KeeperRole(Role):
         with torch_hidden():
             decode = answer_decoder(self._tokenizer, skip_special_tokens=self._config.rollout.skip_special_tokens)
         if self._files is None:  # the process is the driver's, which nobody has to wake up
-            self._keeper = GroupKeeper(self.name, decode, hosting)
+            self._keeper = EpisodeWorker(self.name, decode, hosting)
         else:
             self._process.enter_context(collecting_seldom())
-            self._keeper = GroupKeeper(self.name, decode, hosting, gather_s=GATHER_S)
+            self._keeper = EpisodeWorker(self.name, decode, hosting, gather_s=GATHER_S)
 
     async def generate(
         self, requests: Sequence[GroupRequest], on: str | None, forgotten: Sequence[TokenFile]

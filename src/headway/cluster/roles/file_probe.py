@@ -13,7 +13,7 @@ from pathlib import Path
 from headway.models.model_folder import fingerprint
 
 
-class Lookout:
+class FileProbe:
     """Access to files for every role and the driver, on another thread: also while a worker computes."""
 
     def __init__(self, host: str) -> None:

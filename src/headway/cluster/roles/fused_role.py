@@ -13,7 +13,7 @@ from headway.cluster.roles.actor_role import ActorRole
 from headway.cluster.roles.rollout_role import RolloutRole
 from headway.config.transport_facts import WITHIN_PROCESS
 from headway.engines.profiler import ProcessProfile
-from headway.engines.weights.transports.links import Meeting, make_link
+from headway.engines.weights.transports.links import TransportAddress, make_link
 
 WITHIN = "within"
 """Key of the link between actor and replica in one process."""
@@ -39,7 +39,7 @@ class FusedRole:
     def connect_within(self, dtype: str, timeout_s: float) -> None:
         """Connect the replica to this process's training rank, so that it gets the weights that the rank gathers."""
         receiver = self.rollout.name
-        link = make_link(WITHIN_PROCESS, Meeting(self.actor.layout(dtype), (receiver,), timeout_s))
+        link = make_link(WITHIN_PROCESS, TransportAddress(self.actor.layout(dtype), (receiver,), timeout_s))
         self.actor.open_link(WITHIN, link)
         self.rollout.open_link(link)
 

@@ -8,11 +8,11 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from headway.cluster.hardware import Hardware, hardware_here
-from headway.cluster.machine.batch_cache import HeldRows
-from headway.cluster.roles.file_probe import Lookout
+from headway.cluster.machine.batch_cache import BatchCache
+from headway.cluster.roles.file_probe import FileProbe
 from headway.config.schema import Config
 from headway.config.sizing.timeouts import Timeouts, model_nbytes
-from headway.data.collate import Row
+from headway.data.collate import CollatedRow
 from headway.data.types import Handle, Sample
 from headway.devices import kind_of
 from headway.engines.profiler import ProcessProfile
@@ -49,9 +49,9 @@ class Role:
         self._fetch = fetch
         self._put = put
         self._host = host
-        self.lookout = Lookout(host)
+        self.lookout = FileProbe(host)
         self.profile = ProcessProfile(name)
-        self._held = HeldRows(fetch)
+        self._held = BatchCache(fetch)
 
     def hardware(self) -> Hardware:
         """Return a description of the hardware that this rank computes on; call it once the role is built."""
@@ -71,7 +71,7 @@ class Role:
         """Forget the rows that are held."""
         self._held.end()
 
-    def _rows(self, samples: Sequence[Sample]) -> list[Row]:
+    def _rows(self, samples: Sequence[Sample]) -> list[CollatedRow]:
         """Return the samples with their arrays, fetched once for all calls of a fetch."""
         return self._held.rows(samples)
 

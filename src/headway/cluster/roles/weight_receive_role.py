@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 
-from headway.engines.weights.protocols import HostCopy, Incoming, Parcel, WeightReceiver, WeightSink
+from headway.engines.weights.protocols import HostCopy, IncomingWeights, StoredVersion, WeightReceiver, WeightSink
 from headway.engines.weights.transports.links import EndContext, Link, open_receiver
 from headway.errors import UpdateFailed
 
-Left = tuple[Parcel | None, ...] | HostCopy
+Left = tuple[StoredVersion | None, ...] | HostCopy
 """What a receiver is given: the parcel of each sender, with a stored transport, or another process's copy."""
 
 
@@ -50,7 +50,7 @@ class WeightInbox:
         finally:
             self._left.pop(version, None)
 
-    def receive(self, version: int, incoming: Incoming) -> None:
+    def receive(self, version: int, incoming: IncomingWeights) -> None:
         """Receive ``version``, or map it where another process of this machine has. Blocks."""
         left = self._left.get(version, ())
         if isinstance(left, HostCopy):
@@ -75,5 +75,5 @@ class WeightInbox:
         self._receivers = []
 
 
-def _receive(version: int, receiver: WeightReceiver, sink: WeightSink, parcel: Parcel | None) -> None:
+def _receive(version: int, receiver: WeightReceiver, sink: WeightSink, parcel: StoredVersion | None) -> None:
     receiver.receive(version, sink, parcel)

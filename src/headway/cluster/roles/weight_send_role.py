@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from headway.config.schema import Config
 from headway.data.interfaces.weights import GatherReport, SendReport, changed_of_all
 from headway.engines.weights.digests import combined
-from headway.engines.weights.protocols import Outgoing, Parcel, WeightSender
+from headway.engines.weights.protocols import OutgoingWeights, StoredVersion, WeightSender
 from headway.engines.weights.transports.links import EndContext, Link, open_sender
 from headway.engines.weights.weight_layout import Manifest, bucket_bytes
 from headway.errors import UpdateFailed
@@ -54,7 +54,7 @@ class Sent:
     report: SendReport
     digests: tuple[int, ...]
     """Digests of the tensors that were sent, in the layout's order."""
-    parcels: tuple[Parcel | None, ...]
+    parcels: tuple[StoredVersion | None, ...]
     """Parcels for receivers of a stored transport, one of each rank."""
 
     def joined(self, others: Sequence[Sent]) -> Sent:
@@ -102,7 +102,7 @@ class _Route:
     """Copy of the share; None where none is made."""
 
 
-class Outbox:
+class WeightSendRole:
     """Outbox of one rank. Ranks without a share take part in gathering and send nothing."""
 
     def __init__(self, config: Config, *, rank: int) -> None:
@@ -201,7 +201,7 @@ class Outbox:
         if send.key not in self._senders:
             raise UpdateFailed(f"version {version}: the trainer is not connected to {send.key}; reach it first")
 
-    def _send(self, version: int, send: Send, weights: Outgoing, share: Manifest) -> Sent:
+    def _send(self, version: int, send: Send, weights: OutgoingWeights, share: Manifest) -> Sent:
         started = time.perf_counter()
         parcel = self._senders[send.key].send(version, weights)
         seconds = time.perf_counter() - started

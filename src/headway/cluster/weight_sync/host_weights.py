@@ -11,12 +11,12 @@ from collections.abc import Callable, Sequence
 
 from headway.cluster.worker_group import Worker
 from headway.data.interfaces.weights import ReceiveReport
-from headway.engines.weights.protocols import HostCopy, Parcel
+from headway.engines.weights.protocols import HostCopy, StoredVersion
 from headway.errors import UpdateFailed, UpdateMissed
 from headway.runtime.task_groups import failure_ignored
 
 
-class MachineCopy:
+class HostWeights:
     """Weights that come once, into the memory of one worker, for all workers of a machine that can map it.
 
     A worker that receives in place, or can share with nobody, has a copy to itself.
@@ -46,7 +46,7 @@ class MachineCopy:
         """Version that is known to be there, as a whole."""
         self.trusted = True
         """True while a stored version may be used for this copy as for others."""
-        self._parcels: asyncio.Future[tuple[Parcel | None, ...]] | None = None
+        self._parcels: asyncio.Future[tuple[StoredVersion | None, ...]] | None = None
         """Parcels of the transfer that is under way."""
         self._arrival: tuple[int, asyncio.Task[ReceiveReport]] | None = None
         """Version that the owner was last told to receive, and its report."""
@@ -60,7 +60,7 @@ class MachineCopy:
             self.owner = workers[0]
             self.holds, self.link = None, None
 
-    def sent(self, parcels: tuple[Parcel | None, ...]) -> None:
+    def sent(self, parcels: tuple[StoredVersion | None, ...]) -> None:
         """Say that a version was sent, and what its senders left of it."""
         if self._parcels is not None and not self._parcels.done():
             self._parcels.set_result(parcels)
@@ -88,7 +88,7 @@ class MachineCopy:
         return await (arrival if worker is self.owner else self._map(worker, self.owner, version, arrival))
 
     async def _receive(
-        self, owner: Worker, parcels: asyncio.Future[tuple[Parcel | None, ...]], version: int
+        self, owner: Worker, parcels: asyncio.Future[tuple[StoredVersion | None, ...]], version: int
     ) -> ReceiveReport:
         try:
             left = () if self._streamed else await parcels

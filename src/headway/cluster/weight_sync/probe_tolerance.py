@@ -28,7 +28,7 @@ CEILING = {"float32": 0.05, "bfloat16": 0.5}
 """Largest tolerance, and largest difference at version 0, in nats, by dtype. Rounding explains no more."""
 
 
-class Rounding:
+class ProbeTolerance:
     """Tolerances of one run's receivers, by name."""
 
     def __init__(self, dtypes: Iterable[str], expected: NDArray[np.float32] | None) -> None:

@@ -2,7 +2,7 @@
 
     reach(names)             makes missing or broken links, or those made for others, anew, all ends side by side
     send / gather            asked of the trainer's ranks, each for its share
-    stage(name)              asked of a receiver's workers, each of which loads from its machine's copy (`MachineCopy`)
+    stage(name)              asked of a receiver's workers, each of which loads from its machine's copy (`HostWeights`)
 
 A delta is sent to copies that are all known to hold the version before; one that failed is assumed to hold nothing.
 """
@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import Protocol
 
 from headway.cluster.roles.weight_send_role import Send, Sent, SentWeights
-from headway.cluster.weight_sync.host_weights import MachineCopy
+from headway.cluster.weight_sync.host_weights import HostWeights
 from headway.cluster.worker_group import Worker, WorkerGroup
 from headway.config.schema import Config
 from headway.config.sizing.timeouts import Timeouts
 from headway.config.transport_facts import TRANSPORTS, transport_of
 from headway.data.interfaces.weights import GatherReport, ReceiveReport, SendReport
 from headway.devices import CPU, kind_of
-from headway.engines.weights.transports.links import Address, Link, Meeting, make_link, through_devices
+from headway.engines.weights.transports.links import Address, Link, TransportAddress, make_link, through_devices
 from headway.engines.weights.weight_layout import Manifest
 from headway.errors import ConfigError, UpdateFailed, WorkerDied
 from headway.runtime.task_groups import both, concurrently, failure_ignored
@@ -94,9 +94,9 @@ def exchange_settings(
 
 
 @dataclass(frozen=True, slots=True)
-class _Receiver:
+class _ReceiverState:
     name: str
-    members: tuple[tuple[Worker, MachineCopy], ...]
+    members: tuple[tuple[Worker, HostWeights], ...]
     """Its workers, each with the copy that it loads from: several hold the policy together."""
 
     @property
@@ -105,7 +105,7 @@ class _Receiver:
 
 
 @dataclass(slots=True)
-class _Connection:
+class _TransportConnection:
     links: list[Link]
     """Link of each rank that sends."""
     owners: list[Worker]
@@ -113,7 +113,7 @@ class _Connection:
 
 
 @dataclass(frozen=True, slots=True)
-class _Published:
+class _PublishedCopy:
     """Stored version, for all copies of a dtype."""
 
     base: int | None
@@ -123,11 +123,11 @@ class _Published:
     def failed(self) -> bool:
         return self.sending.done() and (self.sending.cancelled() or self.sending.exception() is not None)
 
-    def is_of_no_use_to(self, copies: Sequence[MachineCopy]) -> bool:
+    def is_of_no_use_to(self, copies: Sequence[HostWeights]) -> bool:
         return self.base is not None and any(copy.holds != self.base for copy in copies)
 
 
-class Exchange:
+class WeightSync:
     """Transfers from the trainer's ranks to every receiver, by transports to other processes (and ``local``)."""
 
     def __init__(self, actor: WorkerGroup, settings: ExchangeSettings, manifests: Mapping[str, Manifest]) -> None:
@@ -135,10 +135,10 @@ class Exchange:
         self._actor = actor
         self._settings = settings
         self._manifests = manifests
-        self._receivers: dict[str, _Receiver] = {}
-        self._copies: dict[str, MachineCopy] = {}
-        self._connections: dict[str, _Connection] = {}
-        self._published: dict[str, _Published] = {}
+        self._receivers: dict[str, _ReceiverState] = {}
+        self._copies: dict[str, HostWeights] = {}
+        self._connections: dict[str, _TransportConnection] = {}
+        self._published: dict[str, _PublishedCopy] = {}
         """Published versions by dtype: a stored version is sent once for all copies."""
         self._turns: dict[str, asyncio.Lock] = {}
         """Locks by link key, held while a link is opened, or used to send where several copies share it."""
@@ -151,7 +151,7 @@ class Exchange:
         ``copies``: name of the copy that each worker loads from; workers of a machine share one by giving it one name.
         """
         keys = [f"{dtype}/{copy}" for copy in copies]
-        self._receivers[name] = _Receiver(
+        self._receivers[name] = _ReceiverState(
             name,
             tuple(
                 (worker, self._copies.setdefault(key, self._copy(key, dtype)))
@@ -159,9 +159,9 @@ class Exchange:
             ),
         )
 
-    def _copy(self, key: str, dtype: str) -> MachineCopy:
+    def _copy(self, key: str, dtype: str) -> HostWeights:
         streamed, mapping_s = self._settings.streamed, self._settings.timeouts.mapping_s
-        return MachineCopy(key, dtype, streamed=streamed, mapping_s=mapping_s, on_failure=self._broke)
+        return HostWeights(key, dtype, streamed=streamed, mapping_s=mapping_s, on_failure=self._broke)
 
     def copy_of(self, name: str) -> str:
         """Return what `PolicyReceiver.copy` of a receiver is."""
@@ -179,18 +179,18 @@ class Exchange:
             self._copies[key].begin(workers)
         await concurrently(self._connect(key, members) for key, members in self._by_link(names).items())
 
-    def _copies_of(self, names: Sequence[str]) -> list[MachineCopy]:
+    def _copies_of(self, names: Sequence[str]) -> list[HostWeights]:
         return list({copy.key: copy for name in names for _, copy in self._receivers[name].members}.values())
 
-    def _by_link(self, names: Sequence[str]) -> dict[str, list[MachineCopy]]:
+    def _by_link(self, names: Sequence[str]) -> dict[str, list[HostWeights]]:
         """Return the copies by key of their link: one per copy with a stream to itself, else one for all of a dtype."""
-        found: dict[str, list[MachineCopy]] = {}
+        found: dict[str, list[HostWeights]] = {}
         for copy in self._copies_of(names):
             key = copy.key if self._settings.streamed and self._settings.apart else copy.dtype
             found.setdefault(key, []).append(copy)
         return found
 
-    async def _connect(self, key: str, copies: Sequence[MachineCopy]) -> None:
+    async def _connect(self, key: str, copies: Sequence[HostWeights]) -> None:
         async with self._turn(key):
             connection = self._connections.get(key)
             owners = [copy.owner for copy in copies if copy.owner is not None]
@@ -202,10 +202,12 @@ class Exchange:
             else:  # a stored version's place does not depend on who receives
                 await self._open_owners(key, connection.links, [copy for copy in copies if copy.link != key])
 
-    async def _meet(self, key: str, copies: Sequence[MachineCopy], owners: Sequence[Worker]) -> None:
+    async def _meet(self, key: str, copies: Sequence[HostWeights], owners: Sequence[Worker]) -> None:
         """Open all ends of new links side by side, as those of some transports wait for each other."""
         links = self._links(copies[0].dtype, owners)
-        self._connections[key] = connection = _Connection(links, list(owners), broken=True)  # until all have met
+        self._connections[key] = connection = _TransportConnection(
+            links, list(owners), broken=True
+        )  # until all have met
         senders = zip(self._actor.workers, links, strict=False)
         await both(
             concurrently(rank.call("connect", key, link) for rank, link in senders),
@@ -213,7 +215,7 @@ class Exchange:
         )
         connection.broken = False
 
-    async def _open_owners(self, key: str, links: Sequence[Link], copies: Sequence[MachineCopy]) -> None:
+    async def _open_owners(self, key: str, links: Sequence[Link], copies: Sequence[HostWeights]) -> None:
         await concurrently(self._open_owner(copy.owner, links) for copy in copies if copy.owner is not None)
         for copy in copies:
             copy.link = key
@@ -233,7 +235,7 @@ class Exchange:
         links = []
         for rank, share in zip(self._actor.workers, self._manifests[dtype].shares(), strict=False):
             self._generation += 1
-            meeting = Meeting(
+            meeting = TransportAddress(
                 manifest=share,
                 receivers=tuple(worker.name for worker in owners),
                 timeout_s=settings.timeouts.transport_s,
@@ -278,7 +280,7 @@ class Exchange:
                 sent = [await self._publish(version, copies)]
         return _together([one.report for one in sent], dict.fromkeys(names, sent[0].report.checksum))
 
-    async def _send_copies(self, version: int, key: str, copies: Sequence[MachineCopy]) -> Sent:
+    async def _send_copies(self, version: int, key: str, copies: Sequence[HostWeights]) -> Sent:
         sent = await self._from_all_ranks(version, Send(copies[0].dtype, key, self._base(copies)))
         _tell(copies, sent)
         return sent
@@ -295,7 +297,7 @@ class Exchange:
         sent: Sent = first.joined(others)
         return sent
 
-    async def _publish(self, version: int, copies: Sequence[MachineCopy]) -> Sent:
+    async def _publish(self, version: int, copies: Sequence[HostWeights]) -> Sent:
         """Send a version once for all copies of a dtype; once more, whole, for those that cannot use what was sent."""
         dtype = copies[0].dtype
         async with self._turn(dtype):
@@ -311,7 +313,7 @@ class Exchange:
                     await asyncio.wait([published.sending])  # one sending at a time
                 base = self._base(copies) if published is None else None
                 sending = asyncio.create_task(self._from_all_ranks(version, Send(dtype, dtype, base)))
-                published = self._published[dtype] = _Published(base, sending)
+                published = self._published[dtype] = _PublishedCopy(base, sending)
         assert published is not None
         # Shielded: whoever asked first may be left out before it is done, and the others need it, too.
         sent: Sent = await asyncio.shield(failure_ignored(published.sending))
@@ -321,13 +323,13 @@ class Exchange:
         # A sending for several receivers counts once.
         return sent if first else replace(sent, report=replace(sent.report, send_s=0.0, nbytes=0))
 
-    def _base(self, copies: Sequence[MachineCopy]) -> int | None:
+    def _base(self, copies: Sequence[HostWeights]) -> int | None:
         """Return the version that all ``copies`` hold, where a delta may be sent to them; None otherwise."""
         held = {copy.holds for copy in copies}
         return held.pop() if self._settings.with_delta and len(held) == 1 else None
 
     @contextmanager
-    def _failing(self, copies: Sequence[MachineCopy]) -> Iterator[None]:
+    def _failing(self, copies: Sequence[HostWeights]) -> Iterator[None]:
         """Distrust ``copies``, and fail their pending parcels, when the block, which sends to them, fails."""
         try:
             yield
@@ -351,7 +353,7 @@ class Exchange:
                 connection.broken |= owner in connection.owners
 
 
-def _tell(copies: Sequence[MachineCopy], sent: Sent) -> None:
+def _tell(copies: Sequence[HostWeights], sent: Sent) -> None:
     for copy in copies:
         copy.sent(sent.parcels)
 

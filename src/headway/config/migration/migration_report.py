@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from headway.config.migration.recipe_writer import body, in_yaml
-from headway.config.migration.translation import Outcome, Translation, shown_value
-from headway.config.migration_tables.table_rows import Part
+from headway.config.migration.translation import Translation, TranslationOutcome, shown_value
+from headway.config.migration_tables.table_rows import ReportPart
 
 WIDTH = 80
 NOTHING = "nothing to do"
@@ -20,7 +20,7 @@ def report(found: Translation) -> str:
     lines = [f"{', '.join(source.name for source in found.sources)}: {found.project.name}"]
     for source in found.sources:
         lines += _wrapped(source.remarks, "note: ", "      ")
-    for part in Part:
+    for part in ReportPart:
         outcomes = sorted(found.of(part), key=_urgency)
         lines += ["", f"{part.value} ({len(outcomes)})"]
         for note, group in groupby(outcomes, key=lambda one: "" if one.answer.values else one.answer.note):
@@ -32,24 +32,24 @@ def report(found: Translation) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _urgency(one: Outcome) -> tuple[int, str]:
+def _urgency(one: TranslationOutcome) -> tuple[int, str]:
     """Return what outcomes are sorted by: those with values, those with something to do, and the rest by its remark."""
     if one.answer.values or not one.answer.note:
         return 0, ""
     return (2 if one.answer.note.startswith(NOTHING) else 1), one.answer.note
 
 
-def _settings(outcomes: Sequence[Outcome], note: str, project: str) -> Iterator[str]:
+def _settings(outcomes: Sequence[TranslationOutcome], note: str, project: str) -> Iterator[str]:
     """Yield the lines of settings that share a remark; without one each has its own."""
     for one in outcomes:
         yield from _setting(one, project)
     yield from textwrap.wrap(note, WIDTH, initial_indent="    ", subsequent_indent="    ")
 
 
-def _setting(one: Outcome, project: str) -> Iterator[str]:
+def _setting(one: TranslationOutcome, project: str) -> Iterator[str]:
     theirs = f"  {one.key}={shown_value(one)}" + ("" if one.given else f"  ({project}'s default)")
     ours = [f"{key}={in_yaml(value)}" for key, value in one.answer.values.items()]
-    if one.answer.part is Part.TAKEN and len(ours) == 1 and not one.answer.note:
+    if one.answer.part is ReportPart.TAKEN and len(ours) == 1 and not one.answer.note:
         line = theirs if theirs.strip() == ours[0] else f"{theirs} → {ours[0]}"
         if len(line) <= WIDTH:
             yield line
@@ -80,7 +80,9 @@ def recipe(found: Translation, written_to: str | None) -> str:
     comments = {}
     for key, one in found.origins().items():
         name = one.key if one.given else f"{found.project.name}'s default of {one.key}"
-        remark = one.answer.note if one.answer.part is Part.DIFFERS and key == next(iter(one.answer.values)) else ""
-        value = f"={shown_value(one)}" if one.answer.part is Part.DIFFERS else ""
+        remark = (
+            one.answer.note if one.answer.part is ReportPart.DIFFERS and key == next(iter(one.answer.values)) else ""
+        )
+        value = f"={shown_value(one)}" if one.answer.part is ReportPart.DIFFERS else ""
         comments[key] = (f"{name}{value}", remark)
     return "\n".join(head) + "\n" + body(found.values, comments)

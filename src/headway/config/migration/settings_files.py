@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from headway.config.migration.python_configs import read_code
-from headway.config.migration.shell_scripts import Script, read_script
+from headway.config.migration.shell_scripts import ShellScript, read_script
 from headway.config.migration.unresolved import unresolved, written
 from headway.config.migration_tables.openrlhf import OPENRLHF
 from headway.config.migration_tables.trl import TRL
@@ -47,7 +47,7 @@ _TRAINS = ("ppo", "dapo", "fully_async", "one_step_off")
 
 
 @dataclass(slots=True)
-class Source:
+class SettingsFile:
     """One file: its name, its settings in order, the project where the file names it, remarks, and files it names."""
 
     name: str
@@ -57,18 +57,18 @@ class Source:
     files: list[str] = field(default_factory=list)
 
 
-def read(given: str) -> Source:
+def read(given: str) -> SettingsFile:
     """Read a file, ``-`` for standard input, or a command line.
 
     Raises:
         ConfigError: there is no such file, or it is not what its name says.
     """
     if given == "-":
-        return _of_whole_script(sys.stdin.read(), Source("standard input"))
+        return _of_whole_script(sys.stdin.read(), SettingsFile("standard input"))
     path = Path(given).expanduser()
     if " " in given.strip() and not _exists(path):
-        return _of_whole_script(given, Source("the command line"))
-    text, source = _text(path), Source(str(path))
+        return _of_whole_script(given, SettingsFile("the command line"))
+    text, source = _text(path), SettingsFile(str(path))
     match path.suffix.lower():
         case ".yaml" | ".yml":
             return _of_yaml(text, source)
@@ -103,7 +103,7 @@ def _text(path: Path) -> str:
         raise ConfigError(f"{path}: {error.strerror}; expected {KINDS}") from error
 
 
-def _of_yaml(text: str, source: Source) -> Source:
+def _of_yaml(text: str, source: SettingsFile) -> SettingsFile:
     text = _OF_ENVIRONMENT.sub(rf"{_OPEN}\1{_CLOSE}", text)
     try:
         content = OmegaConf.create(text) if text.strip() else OmegaConf.create({})
@@ -154,7 +154,7 @@ def _as_written(text: str) -> Any:
     return text.replace(_OPEN, "${").replace(_CLOSE, "}")
 
 
-def _of_toml(text: str, source: Source) -> Source:
+def _of_toml(text: str, source: SettingsFile) -> SettingsFile:
     try:
         source.settings = dict(_flat(tomllib.loads(text), empty=True))
     except (tomllib.TOMLDecodeError, RecursionError) as error:
@@ -162,11 +162,11 @@ def _of_toml(text: str, source: Source) -> Source:
     return source
 
 
-def _of_code(text: str, source: Source, path: Path) -> Source:
+def _of_code(text: str, source: SettingsFile, path: Path) -> SettingsFile:
     described = re.search(_COMMAND.format(re.escape(path.name)), text.replace("\\\\\n", "\\\n"), re.MULTILINE)
     options: dict[str, Any] = {}
     with suppress(ConfigError):  # what is described need not be a command
-        options = _of_script(described[0] if described else "", Source(source.name)).settings
+        options = _of_script(described[0] if described else "", SettingsFile(source.name)).settings
     code = read_code(text, path, options)
     source.settings, source.remarks = options | code.settings, code.remarks
     if not any(name in text for name in ("GRPO", "RLOO")) or not source.settings:
@@ -177,7 +177,7 @@ def _of_code(text: str, source: Source, path: Path) -> Source:
     return source
 
 
-def _of_whole_script(text: str, source: Source) -> Source:
+def _of_whole_script(text: str, source: SettingsFile) -> SettingsFile:
     """Read a script that is all there is. Raises `ConfigError` where its settings are in another file alone."""
     _of_script(text, source)
     if source.files and set(source.settings) <= {CONFIG, PROCESSES}:
@@ -185,7 +185,7 @@ def _of_whole_script(text: str, source: Source) -> Source:
     return source
 
 
-def _of_script(text: str, source: Source) -> Source:
+def _of_script(text: str, source: SettingsFile) -> SettingsFile:
     script = read_script(text)
     source.remarks += script.remarks
     flagged = [settings for command in script.commands if (settings := dict(_flags(command, source)))]
@@ -204,7 +204,7 @@ def _of_script(text: str, source: Source) -> Source:
     return source
 
 
-def _runs(script: Script) -> Iterator[list[str]]:
+def _runs(script: ShellScript) -> Iterator[list[str]]:
     """Yield the commands with settings, each with what stands behind a line that is not continued by oversight."""
     run: list[str] = []
     for command in script.commands:
@@ -235,7 +235,7 @@ def _overrides(command: Sequence[str]) -> dict[str, Any]:
     return settings
 
 
-def _note_program(command: Sequence[str], source: Source) -> None:
+def _note_program(command: Sequence[str], source: SettingsFile) -> None:
     """Remember the program of verl's that a command starts."""
     if any(_SETTING.match(word) and "." in word.partition("=")[0] for word in command):
         for word in command:
@@ -244,7 +244,7 @@ def _note_program(command: Sequence[str], source: Source) -> None:
                 source.settings[PROGRAM], source.project = program, VERL.name
 
 
-def _note_files(script: Script, source: Source) -> None:
+def _note_files(script: ShellScript, source: SettingsFile) -> None:
     for command in script.commands:
         words = [part for word in command for part in (word.split("=") if word.startswith("--config=") else [word])]
         for word, after in zip(words, [*words[1:], ""], strict=True):
@@ -255,7 +255,7 @@ def _note_files(script: Script, source: Source) -> None:
                 )
 
 
-def _flags(command: Sequence[str], source: Source) -> Iterator[tuple[str, Any]]:
+def _flags(command: Sequence[str], source: SettingsFile) -> Iterator[tuple[str, Any]]:
     """Yield the options of a command of TRL, OpenRLHF or prime-rl, as settings."""
     start = next(
         (i for i, word in enumerate(command) if word.endswith(".py") or word.startswith("openrlhf.cli.train_ppo")), None

@@ -49,7 +49,7 @@ _OPERATORS: Mapping[type, Callable[[Any, Any], Any]] = {
 
 
 @dataclass(slots=True)
-class Script:
+class ShellScript:
     """A script as far as it was read: its variables, arrays and commands, and remarks on what was guessed."""
 
     variables: dict[str, str] = field(default_factory=lambda: {"HOME": "$HOME", "PWD": ".", "pwd": "."})
@@ -59,7 +59,7 @@ class Script:
 
 
 @dataclass(slots=True)
-class _Block:
+class _ShellBlock:
     """An open ``if``, ``case`` or ``{``: whether what stands there now is carried out, or a branch before it was."""
 
     kind: str
@@ -75,8 +75,8 @@ class _Block:
 
 @dataclass(slots=True)
 class _Reader:
-    script: Script
-    blocks: list[_Block] = field(default_factory=list)
+    script: ShellScript
+    blocks: list[_ShellBlock] = field(default_factory=list)
     last: str = ""
     """The statement before, which ``&&`` and ``||`` look at."""
     status: bool | None = True
@@ -89,16 +89,16 @@ class _Reader:
         if block is not None and self._branch(block, separator, word, rest, statement):
             return
         if word == "if":
-            self.blocks.append(_Block("if", False, condition=statement, test=_holds(rest, self.script)))
+            self.blocks.append(_ShellBlock("if", False, condition=statement, test=_holds(rest, self.script)))
         elif found := _CASE.match(statement):
             self._open_case(statement, found[1], found[2] or "")
         elif word in ("do", "then", "else"):
             self._rest(rest)
         elif self._is_skipped(separator, statement):
             if word == "{":
-                self.blocks.append(_Block("{", False))
+                self.blocks.append(_ShellBlock("{", False))
         elif word == "{" or statement.endswith("{"):  # the latter is a function, which is taken to be called
-            self.blocks.append(_Block("{", True))
+            self.blocks.append(_ShellBlock("{", True))
             self._rest(rest if word == "{" else "")
         elif self._live():
             self.last, self.status = statement, _holds(statement, self.script) if word in ("[", "[[") else True
@@ -125,7 +125,7 @@ class _Reader:
             self.skipped, self.status = False, True
         return self.skipped
 
-    def _branch(self, block: _Block, separator: str, word: str, rest: str, statement: str) -> bool:
+    def _branch(self, block: _ShellBlock, separator: str, word: str, rest: str, statement: str) -> bool:
         """Follow the words of the block that is open; tell whether the statement was one of them, with its rest."""
         if word == {"if": "fi", "case": "esac", "{": "}"}[block.kind]:
             self.blocks.pop()
@@ -167,24 +167,24 @@ class _Reader:
         known = len(words) <= 1 and not any(missing(word) for word in words)
         if not known and self._live() and not re.search(r"\$\{?1\b", subject):  # "$1": a loop over arguments
             self.script.remarks.append(f"`{_short(statement)}`: no branch is taken, as the file does not say which")
-        self.blocks.append(_Block("case", False, condition="|", subject="".join(words) if known else None))
+        self.blocks.append(_ShellBlock("case", False, condition="|", subject="".join(words) if known else None))
         self._rest(rest)
 
 
-def read_script(text: str) -> Script:
+def read_script(text: str) -> ShellScript:
     """Read a shell script. Raises `ConfigError` for quotes or brackets that do not close."""
-    script = Script()
+    script = ShellScript()
     _read(text, script)
     return script
 
 
-def _read(text: str, script: Script) -> None:
+def _read(text: str, script: ShellScript) -> None:
     reader = _Reader(script)
     for separator, statement in _statements(_HERE_DOCUMENT.sub(r"\3", text)):
         reader.read(separator, statement)
 
 
-def _carry_out(statement: str, script: Script) -> None:
+def _carry_out(statement: str, script: ShellScript) -> None:
     if _OPENS.match(statement) or statement in ("done", "}", ";;"):
         return
     if found := _ASSIGNMENT.match(statement):
@@ -210,11 +210,11 @@ def _carry_out(statement: str, script: Script) -> None:
                 script.commands.append(words)
 
 
-def _assign(name: str, adds: str, value: str, script: Script) -> None:
+def _assign(name: str, adds: str, value: str, script: ShellScript) -> None:
     script.variables[name] = (script.variables.get(name, "") if adds else "") + value
 
 
-def _holds(statement: str, script: Script) -> bool | None:
+def _holds(statement: str, script: ShellScript) -> bool | None:
     """Tell whether a condition like ``[ "$A" = "b" ]`` holds; None where that cannot be told."""
     if not (test := _TEST.match(statement)):
         return None
@@ -279,7 +279,7 @@ def _statements(text: str) -> Iterator[tuple[str, str]]:
         yield separator, statement.strip()
 
 
-def _words(text: str, script: Script) -> list[str]:
+def _words(text: str, script: ShellScript) -> list[str]:
     """Return the words of a text after its expansions."""
     try:
         return shlex.split(_expanded(text, script), comments=False)
@@ -287,7 +287,7 @@ def _words(text: str, script: Script) -> list[str]:
         raise ConfigError(f"{_short(text)!r}: {error}; expected a shell command") from error
 
 
-def _expanded(text: str, script: Script) -> str:
+def _expanded(text: str, script: ShellScript) -> str:
     """Replace expansions by what they give, quoted as `shlex.split` undoes it."""
     result, quote, at = "", "", 0
     while at < len(text):
@@ -313,7 +313,7 @@ def _expanded(text: str, script: Script) -> str:
     return result.replace(f'"{_NOTHING}"', "").replace(_NOTHING, "")
 
 
-def _expansion(text: str, at: int, script: Script) -> tuple[list[str], int]:
+def _expansion(text: str, at: int, script: ShellScript) -> tuple[list[str], int]:
     """Return what the expansion at ``at`` gives, an array's items one by one, and where it ends."""
     if text.startswith("$((", at):
         end = _closing(text, at + 1)
@@ -343,7 +343,7 @@ def _closing(text: str, at: int) -> int:
     return len(text)
 
 
-def _parameter(inside: str, script: Script) -> list[str]:
+def _parameter(inside: str, script: ShellScript) -> list[str]:
     """Return what ``${inside}`` gives: a variable, ``NAME:-default``, ``NAME[@]``."""
     if not (name := _NAME.match(inside)):
         return [unresolved(f"${{{inside}}}")]
@@ -368,7 +368,7 @@ def _parameter(inside: str, script: Script) -> list[str]:
     return [known]
 
 
-def _arithmetic(text: str, script: Script) -> str:
+def _arithmetic(text: str, script: ShellScript) -> str:
     """Return the value of an arithmetic expression of whole numbers."""
     expanded = re.sub(r"\$\{?(\w+)\}?", r"\1", text).strip()
     try:
@@ -377,7 +377,7 @@ def _arithmetic(text: str, script: Script) -> str:
         return unresolved(f"$(({text}))")
 
 
-def _number(node: ast.expr, script: Script) -> int:
+def _number(node: ast.expr, script: ShellScript) -> int:
     match node:
         case ast.Constant(value=int() as value):
             return value

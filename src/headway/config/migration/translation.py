@@ -15,12 +15,12 @@ from headway.config.doctor.doctor import diagnose
 from headway.config.layers import flatten, lies_in
 from headway.config.loading import LoadedConfig, load, mode_config
 from headway.config.migration.recipe_writer import body
-from headway.config.migration.settings_files import Source
+from headway.config.migration.settings_files import SettingsFile
 from headway.config.migration.unresolved import missing, written
 from headway.config.migration_tables.openrlhf import OPENRLHF, with_new_names
 from headway.config.migration_tables.prime_rl import PRIME_RL, SECTIONS
 from headway.config.migration_tables.projects import PROJECTS
-from headway.config.migration_tables.table_rows import Answer, Part, Project, taken, without
+from headway.config.migration_tables.table_rows import Project, ReportPart, Translated, taken, without
 from headway.config.migration_tables.trl import TRL
 from headway.config.migration_tables.verl import RENAMED, VERL
 from headway.config.schema import Config
@@ -35,12 +35,12 @@ SIMILARITY = 0.88
 
 
 @dataclass(slots=True)
-class Outcome:
+class TranslationOutcome:
     """What became of one setting. ``given`` is False for a default of the project's that the file leaves as it is."""
 
     key: str
     value: Any
-    answer: Answer
+    answer: Translated
     given: bool = True
     known: bool = True
 
@@ -70,23 +70,23 @@ class Translation:
     what the doctor still asks for, and the values with all others."""
 
     project: Project
-    sources: Sequence[Source]
+    sources: Sequence[SettingsFile]
     values: dict[str, Any] = field(default_factory=dict)
-    outcomes: list[Outcome] = field(default_factory=list)
+    outcomes: list[TranslationOutcome] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
     open: list[str] = field(default_factory=list)
     config: Config = field(default_factory=Config)
 
-    def of(self, part: Part) -> list[Outcome]:
+    def of(self, part: ReportPart) -> list[TranslationOutcome]:
         """Return the outcomes of one part of the report, defaults only where they give the recipe a value."""
         return [one for one in self.outcomes if one.answer.part is part and (one.given or one.answer.values)]
 
-    def origins(self) -> dict[str, Outcome]:
+    def origins(self) -> dict[str, TranslationOutcome]:
         """Return, for each key of the recipe, the setting that its value is from."""
         return {key: one for one in self.outcomes for key in one.answer.values if key in self.values}
 
 
-def recognise(sources: Sequence[Source], asked: str | None = None) -> Project:
+def recognise(sources: Sequence[SettingsFile], asked: str | None = None) -> Project:
     """Return the project that the files are of, by what they name and by their keys, or the one that is ``asked``.
 
     Raises:
@@ -116,12 +116,12 @@ def recognise(sources: Sequence[Source], asked: str | None = None) -> Project:
     return next(iter(projects.values()))
 
 
-def _knows(project: Project, source: Source) -> int:
+def _knows(project: Project, source: SettingsFile) -> int:
     """Count the settings of a file that a project's table has."""
     return sum(project.row(_without_index(key)) is not None for key in _canonical(project, source).values())
 
 
-def _project_of(source: Source) -> Project | None:
+def _project_of(source: SettingsFile) -> Project | None:
     """Return the project that a file names, or of which it has keys that no other has."""
     if source.project:
         return next(project for project in PROJECTS.values() if project.name == source.project)
@@ -138,7 +138,7 @@ def _project_of(source: Source) -> Project | None:
     return best
 
 
-def translate(project: Project, sources: Sequence[Source]) -> Translation:
+def translate(project: Project, sources: Sequence[SettingsFile]) -> Translation:
     """Translate the files' settings, later files over earlier ones, to values that load."""
     settings: dict[str, tuple[str, Any]] = {}  # by the table's key: how it is written, and its value
     for source in sources:
@@ -172,7 +172,7 @@ def translate(project: Project, sources: Sequence[Source]) -> Translation:
     return result
 
 
-def _canonical(project: Project, source: Source) -> dict[str, str]:
+def _canonical(project: Project, source: SettingsFile) -> dict[str, str]:
     """Return, for each key as it is written, the table's: without prefixes, indices, and what stands for Hydra's."""
     settings = source.settings
     if project is VERL:
@@ -204,27 +204,27 @@ def _without_index(key: str) -> str:
 
 def _outcome(
     project: Project, name: str, key: str, value: Any, everything: Mapping[str, Any], *, given: bool = True
-) -> Outcome:
+) -> TranslationOutcome:
     row = project.row(_without_index(key))
     if name.startswith("~"):
-        return Outcome(name, value, taken(note="taken away there, and not set here"), given)
+        return TranslationOutcome(name, value, taken(note="taken away there, and not set here"), given)
     if row is None:
-        return Outcome(name, value, without(_unknown(project, key)), given, known=False)
+        return TranslationOutcome(name, value, without(_unknown(project, key)), given, known=False)
     if (lost := missing(value)) and row.here:
         reason = f"{', '.join(dict.fromkeys(lost))} is not known from the file; set {row.here} yourself"
-        return Outcome(name, value, without(reason), given)
+        return TranslationOutcome(name, value, without(reason), given)
     if value is None and row.here and not given:
-        return Outcome(name, value, row.answer(value, everything), given)
+        return TranslationOutcome(name, value, row.answer(value, everything), given)
     try:
-        return Outcome(name, value, row.answer(value, everything), given)
+        return TranslationOutcome(name, value, row.answer(value, everything), given)
     except _NotKnown as error:
         reason = f"needs {error}, which is not known from the file{f'; set {row.here} yourself' if row.here else ''}"
-        return Outcome(name, value, without(reason), given)
+        return TranslationOutcome(name, value, without(reason), given)
     except (TypeError, ValueError, KeyError, ArithmeticError, AttributeError) as error:
         if value is None:
-            return Outcome(name, value, taken(note="not given, here either"), given)
+            return TranslationOutcome(name, value, taken(note="not given, here either"), given)
         reason = f"its value could not be read ({written(error)}){f'; set {row.here} yourself' if row.here else ''}"
-        return Outcome(name, value, without(reason), given)
+        return TranslationOutcome(name, value, without(reason), given)
 
 
 def _unknown(project: Project, key: str) -> str:
@@ -239,17 +239,17 @@ def _unknown(project: Project, key: str) -> str:
 
 def _settle(result: Translation) -> None:
     """Make one value of each key: settings of the file over defaults, later ones over earlier ones."""
-    owners: dict[str, Outcome] = {}
+    owners: dict[str, TranslationOutcome] = {}
     for one in result.outcomes:
         for key, value in one.answer.values.items():
             before = owners.get(key)
             if before is not None and before.given and result.values[key] != value:
                 note = f"{before.answer.note + '; ' if before.answer.note else ''}{one.key} replaces {key}"
                 kept = {name: old for name, old in before.answer.values.items() if name != key}
-                before.answer = Answer(Part.DIFFERS, kept, note)
+                before.answer = Translated(ReportPart.DIFFERS, kept, note)
             elif before is not None and not before.given:
                 kept = {name: old for name, old in before.answer.values.items() if name != key}
-                before.answer = Answer(before.answer.part, kept, before.answer.note)
+                before.answer = Translated(before.answer.part, kept, before.answer.note)
             result.values[key], owners[key] = value, one
 
 
@@ -275,7 +275,7 @@ def _make_it_load(result: Translation) -> None:
                 del result.values[key]
         if not one.given:
             kept = {key: value for key, value in one.answer.values.items() if key in result.values}
-            one.answer = Answer(one.answer.part, kept, one.answer.note)
+            one.answer = Translated(one.answer.part, kept, one.answer.note)
     result.config = (loaded := _load(result)).config
     try:
         diagnose(loaded)
@@ -297,22 +297,22 @@ def _drop_refused(result: Translation, message: str) -> bool:
         for key in list(result.values):
             if re.search(rf"(^|\s){re.escape(key)}(\.\w+)*(\[\d+\]\S*)?:", line) or line.startswith(f"{key} "):
                 reason = re.sub(r" \(in [^)]*\)", "", line.partition(f"{key}")[2].lstrip(": "))
-                _drop(result, key, f"set {key} yourself: {reason}", Part.WITHOUT)
+                _drop(result, key, f"set {key} yourself: {reason}", ReportPart.WITHOUT)
                 found = True
     return found
 
 
-def _drop(result: Translation, key: str, note: str, part: Part | None = None) -> None:
+def _drop(result: Translation, key: str, note: str, part: ReportPart | None = None) -> None:
     for name in [name for name in result.values if lies_in(name, key)]:
         del result.values[name]
     for one in result.outcomes:
         if any(lies_in(name, key) for name in one.answer.values):
             kept = {name: value for name, value in one.answer.values.items() if not lies_in(name, key)}
             remark = note if not kept else "; ".join(filter(None, (one.answer.note, f"{key} is {note}")))
-            one.answer = Answer(part or one.answer.part, kept, remark)
+            one.answer = Translated(part or one.answer.part, kept, remark)
 
 
-def shown_value(one: Outcome) -> str:
+def shown_value(one: TranslationOutcome) -> str:
     """Return a setting's value for people, shortened. What its name says is a secret is `…`."""
     text = " ".join(written(_without_secrets(one.key, one.value, one.answer.values)).split())
     return text if len(text) <= 60 else f"{text[:57]}…"

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from headway.config.migration_tables import areal_values as of
 from headway.config.migration_tables.table_rows import (
     Project,
-    Row,
+    TableRow,
     always,
     choice,
     differs,
@@ -28,7 +28,7 @@ COMPUTES = "nothing to do: it is about how AReaL computes, not about what is lea
 LOADED = "nothing to do: rows are read as they are asked for (docs/data.md)"
 OF_REFERENCE = "nothing to do: the reference is computed as the actor is, without gradients and optimizer"
 OF_CRITIC = "nothing to do: the critic is computed as the actor is, and shares its memory settings"
-TABLE: Mapping[str, Row] = {
+TABLE: Mapping[str, TableRow] = {
     "experiment_name": same("run.name", file_name),
     "trial_name": same(
         "reports.run_name", lambda value, given: taken(note="a run's directory has its time in its name")
@@ -259,7 +259,7 @@ TABLE: Mapping[str, Row] = {
     "memory_profiler.*": no("headway ctl RUN profile profiles a run that goes on (docs/profiling.md)"),
     "perf_tracer.*": no("nothing to do: headway report draws where the time went (docs/reports.md)"),
 }
-ROWS: Mapping[str, Row] = {
+ROWS: Mapping[str, TableRow] = {
     **like(TABLE, "actor.", "ref.", no(OF_REFERENCE)),
     **like(TABLE, "actor.", "critic.", no(OF_CRITIC)),
     **like(TABLE, "train_dataset.", "valid_dataset.", no(LOADED)),

@@ -6,7 +6,7 @@ import re
 from math import ceil
 from typing import Any
 
-from headway.config.migration_tables.table_rows import Answer, Given, Row, differs, off, other, same, taken
+from headway.config.migration_tables.table_rows import Given, TableRow, Translated, differs, off, other, same, taken
 from headway.config.migration_tables.table_rows import without as lost
 from headway.config.migration_tables.table_values import groups, number, path, whole
 
@@ -27,30 +27,30 @@ def mini(given: Given) -> int:
     return ceil(prompts(given) / mini_batches(given))
 
 
-def batch(value: Any, given: Given) -> Answer:
+def batch(value: Any, given: Given) -> Translated:
     batches = mini_batches(given)
     values = {"actor.ppo_mini_batch_size": mini(given), "async_training.require_batches": batches}
     return other(values, f"prompts of a version: {batches} mini-batches of {mini(given)}")
 
 
-def mini_batch_count(value: Any, given: Given) -> Answer:
+def mini_batch_count(value: Any, given: Given) -> Translated:
     return taken({"async_training.require_batches": mini_batches(given)}, "mini-batches of a step")
 
 
-def steps(value: Any, given: Given) -> Answer:
+def steps(value: Any, given: Given) -> Translated:
     if value is None:
         return taken(note="not given, here either")
     size = mini(given) * mini_batches(given)
     return groups(whole(value, given) * size, size, f"{value} steps of {size} prompts, in prompts")
 
 
-def epochs(value: Any, given: Given) -> Answer:
+def epochs(value: Any, given: Given) -> Translated:
     if given.get("total_train_steps") is not None:
         return lost("total_train_steps, which is given too, ends the run; Headway takes one of the two")
     return taken({"data.epochs": whole(value, given)})
 
 
-def offpolicyness(value: Any, given: Given) -> Answer:
+def offpolicyness(value: Any, given: Given) -> Translated:
     eta = whole(value, given)
     if eta == 0:
         return other({"mode": "on_policy"}, "modes are sets of values here; nothing runs ahead")
@@ -61,16 +61,16 @@ def offpolicyness(value: Any, given: Given) -> Answer:
     )
 
 
-def devices(role: str) -> Row:
+def devices(role: str) -> TableRow:
     """Make the row of a backend like ``fsdp:d4t2``: devices of a role, and how they divide the model."""
 
-    def convert(value: Any, given: Given) -> Answer:
+    def convert(value: Any, given: Given) -> Translated:
         return allocated(role, str(value), given)
 
     return differs(f"{role}.n_gpus_per_node", "an allocation", convert)
 
 
-def allocated(role: str, allocation: str, given: Given) -> Answer:
+def allocated(role: str, allocation: str, given: Given) -> Translated:
     sizes = {letter: int(size) for letter, size in SIZES.findall(allocation.rpartition(":")[2].split("|")[0])}
     if not sizes:
         return lost(f"give {role}.nnodes and {role}.n_gpus_per_node")
@@ -99,7 +99,7 @@ def on_nodes(role: str, devices: int, given: Given) -> dict[str, Any]:
     return {f"{role}.nnodes": nodes, f"{role}.n_gpus_per_node": ceil(devices / nodes)}
 
 
-def allocation_mode(value: Any, given: Given) -> Answer:
+def allocation_mode(value: Any, given: Given) -> Translated:
     if not value:
         return taken(note="not given: actor.backend and rollout.backend say it")
     generate, _, train = str(value).partition("+")
@@ -109,7 +109,7 @@ def allocation_mode(value: Any, given: Given) -> Answer:
     return other({**rollout.values, **trainer.values}, f"generation: {rollout.note}; training: {trainer.note}")
 
 
-def estimator(value: Any, given: Given) -> Answer:
+def estimator(value: Any, given: Given) -> Translated:
     """Return the estimator that the normalisation of rewards and advantages amounts to."""
     mean, deviation = given.get("actor.reward_norm.mean_level"), given.get("actor.reward_norm.std_level")
     whitened = given.get("actor.adv_norm.std_level") == "batch"
@@ -130,7 +130,7 @@ def estimator(value: Any, given: Given) -> Answer:
     return other({"algorithm.adv_estimator": "grpo"}, "choose an estimator (docs/algorithms)")
 
 
-def with_estimator(value: Any, given: Given) -> Answer:
+def with_estimator(value: Any, given: Given) -> Translated:
     return other({}, f"in algorithm.adv_estimator={estimator(value, given).values['algorithm.adv_estimator']}")
 
 
@@ -142,7 +142,7 @@ def loss(given: Given) -> str:
     return "dual_clip" if given.get("actor.c_clip") is not None else "ppo_clip"
 
 
-def loss_of(value: Any, given: Given) -> Answer:
+def loss_of(value: Any, given: Given) -> Translated:
     return taken({"algorithm.policy_loss.loss_mode": loss(given)}) if value not in (False, "token", None) else taken()
 
 
@@ -150,15 +150,15 @@ def higher(value: Any, given: Given) -> Any:
     return taken(note="not given, here either") if value is None else number(value, given)
 
 
-def dual(value: Any, given: Given) -> Answer:
+def dual(value: Any, given: Given) -> Translated:
     if value is None:
         return taken(note="off, as here")
     name = "algorithm.policy_loss"
     return taken({f"{name}.loss_mode": "dual_clip", f"{name}.clip_ratio_c": number(value, given)})
 
 
-def tau(which: str) -> Row:
-    def convert(value: Any, given: Given) -> Answer:
+def tau(which: str) -> TableRow:
+    def convert(value: Any, given: Given) -> Translated:
         if given.get("actor.use_sapo_loss") is not True:
             return taken(note="without effect there and here: the loss is another")
         return taken({f"algorithm.policy_loss.{which}": number(value, given)})
@@ -166,7 +166,7 @@ def tau(which: str) -> Row:
     return same(f"algorithm.policy_loss.{which}", convert)
 
 
-def kl(value: Any, given: Given) -> Answer:
+def kl(value: Any, given: Given) -> Translated:
     coefficient = number(value, given)
     if coefficient == 0:
         return taken(note="off, as here")
@@ -174,16 +174,16 @@ def kl(value: Any, given: Given) -> Answer:
     return taken(values | {"algorithm.kl_penalty": str(given.get("actor.kl_estimator", "k1"))})
 
 
-def decoupled(value: Any, given: Given) -> Answer:
+def decoupled(value: Any, given: Given) -> Translated:
     return taken({"async_training.use_rollout_log_probs": not value}, "π_prox is recomputed" if value else "")
 
 
-def recompute(value: Any, given: Given) -> Answer:
+def recompute(value: Any, given: Given) -> Translated:
     decoupled = bool(given.get("actor.use_decoupled_loss"))
     return taken({"async_training.use_rollout_log_probs": not (value or decoupled)})
 
 
-def cap(value: Any, given: Given) -> Answer:
+def cap(value: Any, given: Given) -> Translated:
     if value is None or not given.get("actor.use_decoupled_loss"):
         return taken(note="off, as here")
     name = "algorithm.rollout_correction"
@@ -196,8 +196,8 @@ def cap(value: Any, given: Given) -> Answer:
     return other(values | {f"{name}.bound": number(value, given)}, "weights of π_prox/π_behav up to this")
 
 
-def affine(neutral: float) -> Row:
-    def convert(value: Any, given: Given) -> Answer:
+def affine(neutral: float) -> TableRow:
+    def convert(value: Any, given: Given) -> Translated:
         if number(value, given) == neutral:
             return taken(note="off, as here")
         if given.get("actor.reward_norm.mean_level") == "group":
@@ -207,8 +207,8 @@ def affine(neutral: float) -> Row:
     return same("", convert)
 
 
-def dataset(side: str) -> Row:
-    def convert(value: Any, given: Given) -> Answer:
+def dataset(side: str) -> TableRow:
+    def convert(value: Any, given: Given) -> Translated:
         if value is None:
             return taken(note="not given, here either")
         name = str(value)
@@ -230,7 +230,7 @@ def dataset(side: str) -> Row:
     return differs(f"data.{side}", "a source", convert)
 
 
-def warmup(value: Any, given: Given) -> Answer:
+def warmup(value: Any, given: Given) -> Translated:
     if not value:
         return taken(note="off, as here")
     if given.get("total_train_steps") is None:
@@ -239,26 +239,26 @@ def warmup(value: Any, given: Given) -> Answer:
     return other({"actor.optim.lr_warmup_steps": steps}, f"{value} of the run, in optimizer steps")
 
 
-def frequency(here: str) -> Row:
-    def convert(value: Any, given: Given) -> Answer:
+def frequency(here: str) -> TableRow:
+    def convert(value: Any, given: Given) -> Translated:
         return taken(note="not given, here either") if value is None else taken({here: whole(value, given)}, "versions")
 
     return same(here, convert)
 
 
-def never(here: str) -> Row:
+def never(here: str) -> TableRow:
     return off(f"give {here}, which counts versions: steps of train_dataset.batch_size prompts")
 
 
-def tracker(name: str) -> Row:
-    def convert(value: Any, given: Given) -> Answer:
+def tracker(name: str) -> TableRow:
+    def convert(value: Any, given: Given) -> Translated:
         used = [one for one in ("wandb", "trackio") if given.get(f"stats_logger.{one}.mode") not in (None, "disabled")]
         return taken({"reports.trackers": used}) if used else taken(note="off, as here")
 
     return same("reports.trackers", convert)
 
 
-def greedy(value: Any, given: Given) -> Answer:
+def greedy(value: Any, given: Given) -> Translated:
     return taken(note="off, as here") if not value else lost("answers are sampled: greedy ones are all equal")
 
 

@@ -7,10 +7,10 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from headway.config.migration_tables.table_rows import (
-    Answer,
     Given,
     Project,
-    Row,
+    TableRow,
+    Translated,
     choice,
     differs,
     no,
@@ -75,38 +75,38 @@ def _mini(given: Given) -> int:
     return max(1, whole(given["train.batch_size"], given) // whole(given["rollout.n_samples_per_prompt"], given))
 
 
-def _train_batch(value: Any, given: Given) -> Answer:
+def _train_batch(value: Any, given: Given) -> Translated:
     return other({"actor.ppo_mini_batch_size": _mini(given)}, "it counts samples, Headway prompts")
 
 
-def _rollout_batch(value: Any, given: Given) -> Answer:
+def _rollout_batch(value: Any, given: Given) -> Translated:
     batches = max(1, _prompts(given) // _mini(given))
     note = f"prompts of a step: {batches} mini-batches of {_mini(given)}"
     return other({"async_training.require_batches": batches}, note)
 
 
-def _engines(value: Any, given: Given) -> Answer:
+def _engines(value: Any, given: Given) -> Translated:
     size = whole(given.get("vllm.tensor_parallel_size", 1), given)
     values = {"rollout.n_gpus_per_node": whole(value, given) * size}
     return taken(values, "replicas") if size == 1 else other(values, f"devices of {value} engines of {size} each")
 
 
-def _asynchronous(value: Any, given: Given) -> Answer:
+def _asynchronous(value: Any, given: Given) -> Translated:
     return other({"mode": "async_stale" if value else "colocate_sync"}, "modes are sets of values here")
 
 
-def _clip_range(value: Any, given: Given) -> Answer:
+def _clip_range(value: Any, given: Given) -> Translated:
     low, high = value if isinstance(value, list) else str(value).split()
     return taken({"actor.clip_ratio_low": float(low), "actor.clip_ratio_high": float(high)})
 
 
-def _remote(value: Any, given: Given) -> Answer:
+def _remote(value: Any, given: Given) -> Translated:
     if str(value).endswith(".py"):
         return other({}, "a file with reward_func: reward.function=file.py:function, of another form (docs/rewards.md)")
     return lost("call the server in a reward function (docs/rewards.md)")
 
 
-def _length(value: Any, given: Given) -> Answer:
+def _length(value: Any, given: Given) -> Translated:
     total, answer = whole(value, given), given.get("rollout.max_new_tokens")
     if answer is None:
         halves = {"data.max_prompt_length": total - total // 2, "data.max_response_length": total // 2}
@@ -115,17 +115,17 @@ def _length(value: Any, given: Given) -> Answer:
     return other({"data.max_prompt_length": length}, "prompt and answer together, less the answer")
 
 
-def _dataset(value: Any, given: Given) -> Answer:
+def _dataset(value: Any, given: Given) -> Translated:
     name = str(value)
     source = path(name, given) if name.endswith((".jsonl", ".parquet")) else {"dataset": path(name, given)}
     return other({"data.train": source}, "rows as they are (docs/data.md)")
 
 
-def _held_out(value: Any, given: Given) -> Answer:
+def _held_out(value: Any, given: Given) -> Translated:
     return other({"data.val": _dataset(value, given).values["data.train"]}, "rows as they are (docs/data.md)")
 
 
-def _kl(value: Any, given: Given) -> Answer:
+def _kl(value: Any, given: Given) -> Translated:
     coefficient = number(value, given)
     if coefficient == 0:
         return taken(note="off, as here")
@@ -134,7 +134,7 @@ def _kl(value: Any, given: Given) -> Answer:
     return taken({"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.kl_coef": coefficient})
 
 
-def _kl_estimator(value: Any, given: Given) -> Answer:
+def _kl_estimator(value: Any, given: Given) -> Translated:
     return taken({"actor.kl_loss_type" if given.get("algo.kl.use_loss") else "algorithm.kl_penalty": value})
 
 
@@ -143,10 +143,10 @@ def _two(value: Any, given: Given) -> list[float]:
     return [float(first), float(second)]
 
 
-def _scheduler(role: str) -> Row:
+def _scheduler(role: str) -> TableRow:
     here = f"{role}.optim"
 
-    def convert(value: Any, given: Given) -> Answer:
+    def convert(value: Any, given: Given) -> Translated:
         name = str(value).removesuffix("_with_warmup").removesuffix("_with_min_lr")
         if name not in ("constant", "linear", "cosine"):
             return lost(f"choose {here}.lr_scheduler_type: constant, linear or cosine")
@@ -160,7 +160,7 @@ def _scheduler(role: str) -> Row:
     return differs(f"{here}.lr_scheduler_type", "with a warmup", convert)
 
 
-def _warmup(role: str) -> Row:
+def _warmup(role: str) -> TableRow:
     return no(f"it needs the run's length in steps: give {role}.optim.lr_warmup_steps in optimizer steps")
 
 
@@ -187,7 +187,7 @@ def with_new_names(settings: Given) -> dict[str, Any]:
     return {BEFORE[key]: value for key, value in settings.items() if key in BEFORE} | dict(settings)
 
 
-SECTIONS: Mapping[str, Row] = {
+SECTIONS: Mapping[str, TableRow] = {
     "actor.model_name_or_path": same("model.path", path),
     "actor.num_nodes": same("trainer.nnodes", whole),
     "actor.num_gpus_per_node": same("trainer.n_gpus_per_node", whole),
@@ -373,11 +373,11 @@ BEFORE: Mapping[str, str] = {
 """Names without a section → the same options' names with one."""
 
 
-def _row(key: str) -> Row:
+def _row(key: str) -> TableRow:
     return SECTIONS.get(key) or next(row for pattern, row in SECTIONS.items() if fnmatchcase(key, pattern))
 
 
-ROWS: Mapping[str, Row] = {
+ROWS: Mapping[str, TableRow] = {
     **SECTIONS,
     **{old: _row(new) for old, new in BEFORE.items()},
     "prompt_max_len": same("data.max_prompt_length", whole),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from headway.config.migration_tables import prime_rl_values as of
-from headway.config.migration_tables.table_rows import Project, Row, always, differs, no, off, same, several, taken
+from headway.config.migration_tables.table_rows import Project, TableRow, always, differs, no, off, same, several, taken
 from headway.config.migration_tables.table_rows import without as lost
 from headway.config.migration_tables.table_values import LORA, REPLICA_SIZE, file_name, number, path, whole
 
@@ -19,7 +19,7 @@ SERVER = "nothing to do: replicas get weights and memory from the run (rollout.v
 LAUNCH = "nothing to do: Ray starts and places the processes (docs/several-machines.md)"
 MODEL = "nothing to do: it is about how prime-rl computes, not about what is learned"
 BUFFER = "algorithm.filter_groups.enable drops groups without a signal; there are no pools of easy and hard problems"
-ROWS: Mapping[str, Row] = {
+ROWS: Mapping[str, TableRow] = {
     # the whole run
     "model.name": same("model.path", path),
     "trainer.model.name": same("model.path", path),

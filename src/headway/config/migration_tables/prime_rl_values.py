@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from headway.config.migration_tables.table_rows import Answer, Given, Row, differs, other, same, taken
+from headway.config.migration_tables.table_rows import Given, TableRow, Translated, differs, other, same, taken
 from headway.config.migration_tables.table_rows import without as lost
 from headway.config.migration_tables.table_values import groups, number, whole
 
@@ -32,14 +32,14 @@ def mini(given: Given) -> int:
     return max(1, whole(given["orchestrator.batch_size"], given) // n(given))
 
 
-def batch(value: Any, given: Given) -> Answer:
+def batch(value: Any, given: Given) -> Translated:
     size = mini(given)
     return other(
         {"actor.ppo_mini_batch_size": size}, f"{value} rollouts / {n(given)} of a problem = {size} prompts a step"
     )
 
 
-def steps(value: Any, given: Given) -> Answer:
+def steps(value: Any, given: Given) -> Translated:
     size = mini(given)
     return groups(whole(value, given) * size, size, f"{value} steps of {size} prompts, in prompts")
 
@@ -57,13 +57,13 @@ def micro_batch(given: Given) -> int:
     return max(whole(own or 2048, given), total_length(given))
 
 
-def trained_length(value: Any, given: Given) -> Answer:
+def trained_length(value: Any, given: Given) -> Translated:
     if any(given.get(key) for key in ("orchestrator.seq_len", "seq_len")):
         return other({"actor.ppo_max_token_len_per_gpu": micro_batch(given)}, "tokens of a micro-batch there, too")
     return length(value, given)
 
 
-def context(value: Any, given: Given) -> Answer:
+def context(value: Any, given: Given) -> Translated:
     if value is None:
         return taken(note="not given, here either")
     if any(given.get(key) for key in ("orchestrator.seq_len", "seq_len", "trainer.model.seq_len", "model.seq_len")):
@@ -71,7 +71,7 @@ def context(value: Any, given: Given) -> Answer:
     return length(value, given)
 
 
-def length(value: Any, given: Given) -> Answer:
+def length(value: Any, given: Given) -> Translated:
     """Divide the length of a sequence between prompt and answer."""
     total, answer = total_length(given), given.get("orchestrator.train.sampling.max_completion_tokens")
     answer = (
@@ -90,14 +90,14 @@ def length(value: Any, given: Given) -> Answer:
     return other(values, "the tokens of a micro-batch, and of prompt and answer, divided by guess")
 
 
-def answer(value: Any, given: Given) -> Answer:
+def answer(value: Any, given: Given) -> Translated:
     total, length = total_length(given), whole(value, given)
     if length >= total:
         return other({}, f"no shorter than seq_len={total}, which bounds prompt and answer together: that holds")
     return taken({"data.max_response_length": length}, "tokens of a turn; of several turns together here")
 
 
-def off_policy(value: Any, given: Given) -> Answer:
+def off_policy(value: Any, given: Given) -> Translated:
     lag = whole(value, given)
     ahead = next((whole(given[key], given) for key in given if key.endswith("async_level")), min(lag, 1))
     if lag == 0 or ahead == 0:
@@ -115,7 +115,7 @@ def off_policy(value: Any, given: Given) -> Answer:
     )
 
 
-def async_level(value: Any, given: Given) -> Answer:
+def async_level(value: Any, given: Given) -> Translated:
     eta, lag = whole(value, given), given.get("orchestrator.max_off_policy_steps")
     if eta == 0 or lag == 0:
         return other({"mode": "on_policy"}, "modes are sets of values here; nothing runs ahead")
@@ -128,14 +128,14 @@ def async_level(value: Any, given: Given) -> Answer:
     )
 
 
-def algorithm(value: Any, given: Given) -> Answer:
+def algorithm(value: Any, given: Given) -> Translated:
     if value in ("grpo", "max_rl"):
         name = {"grpo": "dr_grpo", "max_rl": "maxrl"}[value]
         return other({"algorithm.adv_estimator": name}, "its advantage is the reward less the group's mean")
     return lost(f"Headway has no {value}: neither teachers, nor losses on what an environment says")
 
 
-def loss(value: Any, given: Given) -> Answer:
+def loss(value: Any, given: Given) -> Translated:
     if value in LOSSES:
         mode = {"algorithm.policy_loss.loss_mode": LOSSES[value]}
         tau = number(given.get("trainer.loss.kl_tau", 1e-3), given)
@@ -144,30 +144,30 @@ def loss(value: Any, given: Given) -> Answer:
     return lost(f"there is no loss {value}; choose one (docs/algorithms), or write it (docs/your-own.md)")
 
 
-def scheduler(value: Any, given: Given) -> Answer:
+def scheduler(value: Any, given: Given) -> Translated:
     return taken({"actor.optim.lr_scheduler_type": value})
 
 
-def optimizer(value: Any, given: Given) -> Answer:
+def optimizer(value: Any, given: Given) -> Translated:
     if value in ("adamw", "adam"):
         return taken(note="always so here: AdamW over float32 master weights")
     return lost(f"there is AdamW alone; its learning rate is another than that of {value}")
 
 
-def checkpointing(value: Any, given: Given) -> Answer:
+def checkpointing(value: Any, given: Given) -> Translated:
     return taken({"model.enable_gradient_checkpointing": value is not None})
 
 
-def every(here: str) -> Row:
+def every(here: str) -> TableRow:
     return same(here, lambda value, given: taken() if value is None else taken({here: whole(value, given)}, "versions"))
 
 
-def wandb(value: Any, given: Given) -> Answer:
+def wandb(value: Any, given: Given) -> Translated:
     return taken({"reports.trackers": ["wandb"]})
 
 
-def wandb_and(here: str) -> Row:
-    def convert(value: Any, given: Given) -> Answer:
+def wandb_and(here: str) -> TableRow:
+    def convert(value: Any, given: Given) -> Translated:
         if value is None:
             return taken(note="not given, here either")
         return taken({"reports.trackers": ["wandb"], here: str(value)})
@@ -175,7 +175,7 @@ def wandb_and(here: str) -> Row:
     return same(here, convert)
 
 
-def offline(value: Any, given: Given) -> Answer:
+def offline(value: Any, given: Given) -> Translated:
     return taken(note="off, as here") if not value else lost("set WANDB_MODE=offline (docs/trackers.md)")
 
 
@@ -184,7 +184,7 @@ def lower_min(value: Any, given: Given) -> Any:
     return other({"actor.optim.min_lr_ratio": min(1.0, number(value, given) / rate)}, "as a share of the learning rate")
 
 
-def gpus(role: str) -> Row:
+def gpus(role: str) -> TableRow:
     return differs(
         f"{role}.n_gpus_per_node",
         "devices of a list",
@@ -192,13 +192,13 @@ def gpus(role: str) -> Row:
     )
 
 
-def replicas(value: Any, given: Given) -> Answer:
+def replicas(value: Any, given: Given) -> Translated:
     size = next((whole(given[key], given) for key in given if key.endswith(("parallel.tp", "tensor_parallel_size"))), 1)
     return other({"rollout.n_gpus_per_node": whole(value, given) * size}, f"devices of {value} engines of {size} each")
 
 
-def nodes(role: str) -> Row:
-    def convert(value: Any, given: Given) -> Answer:
+def nodes(role: str) -> TableRow:
+    def convert(value: Any, given: Given) -> Translated:
         if value is None:
             return taken(note="not given, here either")
         nodes = whole(value, given)
@@ -210,10 +210,10 @@ def nodes(role: str) -> Row:
     return same(f"{role}.nnodes", convert)
 
 
-def one(here: str) -> Row:
+def one(here: str) -> TableRow:
     """Make the row of a dimension of the mesh, whose ``auto`` Headway lacks."""
 
-    def convert(value: Any, given: Given) -> Answer:
+    def convert(value: Any, given: Given) -> Translated:
         if value == "auto":
             return lost(f"choose {here} for a mixture of experts; 1 otherwise")
         return taken({here: whole(value, given)})

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from headway.config.migration_tables.areal import AREAL
 from headway.config.migration_tables.openrlhf import OPENRLHF
 from headway.config.migration_tables.prime_rl import PRIME_RL
-from headway.config.migration_tables.table_rows import Project, Row
+from headway.config.migration_tables.table_rows import Project, TableRow
 from headway.config.migration_tables.trl import TRL
 from headway.config.migration_tables.verl import VERL
 
@@ -17,7 +17,7 @@ PROJECTS: Mapping[str, Project] = MappingProxyType(
 )
 
 
-def whole_key(key: str) -> tuple[str, str, Row] | None:
+def whole_key(key: str) -> tuple[str, str, TableRow] | None:
     """Find another project's setting of this very key: the project's name, the key, its row.
 
     A pattern counts where it has a counterpart of its own for each key, and for names without a section (``lora_*``).
@@ -32,7 +32,7 @@ def whole_key(key: str) -> tuple[str, str, Row] | None:
     return None
 
 
-def last_part(key: str) -> tuple[str, str, Row] | None:
+def last_part(key: str) -> tuple[str, str, TableRow] | None:
     """Find another project's setting, with a counterpart here, whose name is the last part of ``key``.
 
     Only names of several words count where they lie in sections: ``type`` and ``path`` are everybody's.

@@ -19,7 +19,7 @@ Given = Mapping[str, Any]
 """Settings of a file of another project by dotted key, laid over the project's defaults."""
 
 
-class Part(Enum):
+class ReportPart(Enum):
     """Parts of the report, each with its headline."""
 
     TAKEN = "Taken over"
@@ -28,16 +28,16 @@ class Part(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class Translated:
     """What becomes of one setting: the values here, by dotted key, the part of the report, and a remark."""
 
-    part: Part
+    part: ReportPart
     values: Mapping[str, Any] = field(default_factory=dict)
     note: str = ""
 
 
 Convert = Callable[[Any, Given], Any]
-"""Function of a setting's value and all settings of the file: our value, or a whole `Answer`."""
+"""Function of a setting's value and all settings of the file: our value, or a whole `Translated`."""
 
 
 def unchanged(value: Any, given: Given) -> Any:
@@ -46,68 +46,68 @@ def unchanged(value: Any, given: Given) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class TableRow:
     """A key of another project: the nearest key here ("" where there is none), how values are converted, a remark."""
 
     here: str = ""
     convert: Convert = unchanged
     note: str = ""
-    part: Part = Part.TAKEN
+    part: ReportPart = ReportPart.TAKEN
 
-    def answer(self, value: Any, given: Given) -> Answer:
+    def answer(self, value: Any, given: Given) -> Translated:
         """Say what becomes of ``value``. Raises what the conversion raises for a value that it cannot read."""
         result = self.convert(value, given)
-        if isinstance(result, Answer):
+        if isinstance(result, Translated):
             return result
-        return Answer(self.part, {self.here: result} if self.here else {}, self.note)
+        return Translated(self.part, {self.here: result} if self.here else {}, self.note)
 
 
-def same(here: str, convert: Convert = unchanged, note: str = "") -> Row:
+def same(here: str, convert: Convert = unchanged, note: str = "") -> TableRow:
     """Make the row of a key that means what ``here`` means."""
-    return Row(here, convert, note)
+    return TableRow(here, convert, note)
 
 
-def differs(here: str, note: str, convert: Convert = unchanged) -> Row:
+def differs(here: str, note: str, convert: Convert = unchanged) -> TableRow:
     """Make the row of a key whose nearest counterpart counts, names or does something else, as ``note`` says."""
-    return Row(here, convert, note, Part.DIFFERS)
+    return TableRow(here, convert, note, ReportPart.DIFFERS)
 
 
-def no(note: str) -> Row:
+def no(note: str) -> TableRow:
     """Make the row of a key without a counterpart; ``note`` says what to do."""
-    return Row(convert=lambda value, given: without(note), note=note, part=Part.WITHOUT)
+    return TableRow(convert=lambda value, given: without(note), note=note, part=ReportPart.WITHOUT)
 
 
-def always(*values: Any, note: str) -> Row:
+def always(*values: Any, note: str) -> TableRow:
     """Make the row of a key that Headway has at ``values`` alone, without any setting; ``note`` says why."""
 
-    def convert(value: Any, given: Given) -> Answer:
+    def convert(value: Any, given: Given) -> Translated:
         return taken(note=f"always so here: {note}") if _among(value, values) else without(note)
 
-    return Row(convert=convert, note=note, part=Part.WITHOUT)
+    return TableRow(convert=convert, note=note, part=ReportPart.WITHOUT)
 
 
-def off(note: str) -> Row:
+def off(note: str) -> TableRow:
     """Make the row of a feature that Headway lacks: nothing is lost where it is off, else ``note`` says what to do."""
 
-    def convert(value: Any, given: Given) -> Answer:
+    def convert(value: Any, given: Given) -> Translated:
         is_off = value is None or value is False or value in (0, "", "null", "none", "disable", "disabled", [], {})
         return taken(note="off, as here") if is_off else without(note)
 
-    return Row(convert=convert, note=note, part=Part.WITHOUT)
+    return TableRow(convert=convert, note=note, part=ReportPart.WITHOUT)
 
 
-def choice(here: str, names: Mapping[Any, Any]) -> Row:
-    """Make the row of a key whose values have other names here; one may be a whole `Answer`."""
+def choice(here: str, names: Mapping[Any, Any]) -> TableRow:
+    """Make the row of a key whose values have other names here; one may be a whole `Translated`."""
 
     def convert(value: Any, given: Given) -> Any:
         if value in names:
             return names[value]
         return without(f"Headway has nothing of that name; choose {here} (docs/configuration.md)")
 
-    return Row(here, convert)
+    return TableRow(here, convert)
 
 
-def several(prefix: str, names: str, row: Row) -> dict[str, Row]:
+def several(prefix: str, names: str, row: TableRow) -> dict[str, TableRow]:
     """Make one row for each of ``names`` behind ``prefix``; a name is a key there, or ``section.*``.
 
     A project's keys without a counterpart are named: what a fork adds to the same section stays unknown.
@@ -115,24 +115,24 @@ def several(prefix: str, names: str, row: Row) -> dict[str, Row]:
     return {prefix + name: row for name in names.split()}
 
 
-def like(rows: Mapping[str, Row], section: str, there: str, row: Row) -> dict[str, Row]:
+def like(rows: Mapping[str, TableRow], section: str, there: str, row: TableRow) -> dict[str, TableRow]:
     """Make one row for the keys of ``section`` in the section ``there``, which has the same ones."""
     return {there + key.removeprefix(section): row for key in rows if key.startswith(section)}
 
 
-def taken(values: Mapping[str, Any] | None = None, note: str = "") -> Answer:
+def taken(values: Mapping[str, Any] | None = None, note: str = "") -> Translated:
     """Make the answer of a setting that is taken over."""
-    return Answer(Part.TAKEN, values or {}, note)
+    return Translated(ReportPart.TAKEN, values or {}, note)
 
 
-def other(values: Mapping[str, Any], note: str) -> Answer:
+def other(values: Mapping[str, Any], note: str) -> Translated:
     """Make the answer of a setting that means something else here."""
-    return Answer(Part.DIFFERS, values, note)
+    return Translated(ReportPart.DIFFERS, values, note)
 
 
-def without(note: str) -> Answer:
+def without(note: str) -> Translated:
     """Make the answer of a setting without a counterpart."""
-    return Answer(Part.WITHOUT, {}, note)
+    return Translated(ReportPart.WITHOUT, {}, note)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,13 +140,13 @@ class Project:
     """Another project: its name and its table, whose keys may have ``*`` for any part of a key."""
 
     name: str
-    rows: Mapping[str, Row]
+    rows: Mapping[str, TableRow]
     defaults: Callable[[Given], Mapping[str, Any]] = lambda given: {}
     """Function of a file's settings: the values of settings that it leaves out."""
     marks: tuple[str, ...] = ()
     """Keys that no other project has, with ``*``."""
 
-    def row(self, key: str) -> Row | None:
+    def row(self, key: str) -> TableRow | None:
         """Return the row of ``key``: its own, or that of the first pattern that fits it.
 
         What ``*`` at the end of a pattern stands for takes the place of the one in ``here``.

@@ -6,7 +6,7 @@ import re
 from math import ceil
 from typing import Any
 
-from headway.config.migration_tables.table_rows import Answer, Given, other, same, taken
+from headway.config.migration_tables.table_rows import Given, Translated, other, same, taken
 
 TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio", "prometheus")
 """Trackers of ``reports.trackers``."""
@@ -46,7 +46,7 @@ def file_name(value: Any, given: Given) -> str:
     return name.strip("-.")[:100] or "imported"
 
 
-def trackers(value: Any, given: Given) -> Answer:
+def trackers(value: Any, given: Given) -> Translated:
     """Return the trackers that Headway has, of a name or a list of names."""
     names = [str(name) for name in (value if isinstance(value, list | tuple) else [value])]
     names = list(TRACKERS) if "all" in names else names
@@ -63,13 +63,13 @@ def interval(value: Any, given: Given) -> int:
     return max(whole(value, given), -1)
 
 
-def groups(value: Any, version: int, what: str) -> Answer:
+def groups(value: Any, version: int, what: str) -> Translated:
     """Return the length of a run of ``value`` groups as a multiple of ``version`` groups."""
     total = ceil(float(value) / version) * version
     return other({"rollout.total_rollout_steps": total}, f"{what}; a multiple of B={version} groups")
 
 
-def reward_file(file: Any, function: Any) -> Answer:
+def reward_file(file: Any, function: Any) -> Translated:
     """Return the reward that is a function of a Python file."""
     if not file:
         return taken(note="not given, here either")
@@ -77,7 +77,7 @@ def reward_file(file: Any, function: Any) -> Answer:
     return taken({"reward.function": spec}, "a function of verl's or TRL's form is called as it is (docs/rewards.md)")
 
 
-def _replica(value: Any, given: Given) -> Answer:
+def _replica(value: Any, given: Given) -> Translated:
     size = whole(value, given)
     engine = {"rollout.name": "vllm"} if size > 1 else {}  # the only one here that has several
     return taken({"rollout.tensor_model_parallel_size": size, **engine})

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from headway.config.migration_tables import trl_values as of
-from headway.config.migration_tables.table_rows import Project, Row, always, choice, differs, no, off, same, taken
+from headway.config.migration_tables.table_rows import Project, TableRow, always, choice, differs, no, off, same, taken
 from headway.config.migration_tables.table_values import LORA, REPLICA_SIZE, file_name, number, path, trackers, whole
 
 OF_TRAINER = "nothing to do: it is about how transformers' trainer runs, not about what is learned"
 OF_VLLM = "nothing to do: Headway starts the engines, and gives them memory (rollout.vllm.engine_args)"
-ROWS: Mapping[str, Row] = {
+ROWS: Mapping[str, TableRow] = {
     of.CONFIG: differs("mode", "modes are sets of values", of.mode),
     of.PROCESSES: differs("trainer.n_gpus_per_node", "training processes", of.processes),
     # model and data

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from math import lcm
 from typing import Any
 
-from headway.config.migration_tables.table_rows import Answer, Given, Row, differs, other, same, taken
+from headway.config.migration_tables.table_rows import Given, TableRow, Translated, differs, other, same, taken
 from headway.config.migration_tables.table_rows import without as lost
 from headway.config.migration_tables.table_values import groups, number, path, whole
 
@@ -58,7 +58,7 @@ def version(given: Given) -> int:
     return mini(given) * batches(given) * whole(given.get("weight_sync_steps", 1), given)
 
 
-def batch(value: Any, given: Given) -> Answer:
+def batch(value: Any, given: Given) -> Translated:
     n, several = whole(given["num_generations"], given), completions(given)
     factors = f"{given['per_device_train_batch_size']} × {given['gradient_accumulation_steps']}"
     note = f"{factors} × {given.get(PROCESSES, 1)} processes = {several} completions, / {n} of a prompt"
@@ -69,11 +69,11 @@ def batch(value: Any, given: Given) -> Answer:
     return other({"actor.ppo_mini_batch_size": mini(given)}, note)
 
 
-def with_batch(value: Any, given: Given) -> Answer:
+def with_batch(value: Any, given: Given) -> Translated:
     return other({}, "is in actor.ppo_mini_batch_size, which counts the prompts of an optimizer step")
 
 
-def generation(value: Any, given: Given) -> Answer:
+def generation(value: Any, given: Given) -> Translated:
     if value is None:
         return taken(note="not given, here either")
     return other(
@@ -81,7 +81,7 @@ def generation(value: Any, given: Given) -> Answer:
     )
 
 
-def steps(value: Any, given: Given) -> Answer:
+def steps(value: Any, given: Given) -> Translated:
     if whole(value, given) <= 0:
         return taken(note="off, as here: epochs end the run")
     size, steps, each = mini(given), whole(value, given), uses(given)
@@ -89,16 +89,16 @@ def steps(value: Any, given: Given) -> Answer:
     return groups(steps * size / each, version(given), note)
 
 
-def epochs(value: Any, given: Given) -> Answer:
+def epochs(value: Any, given: Given) -> Translated:
     if whole(given.get("max_steps", -1), given) > 0:
         return lost("max_steps, which is given too, ends the run; Headway takes one of the two")
     return taken({"data.epochs": max(1, round(float(value)))})
 
 
-def every(here: str) -> Row:
+def every(here: str) -> TableRow:
     """Make the row of an interval in optimizer steps, where ours counts versions."""
 
-    def convert(value: Any, given: Given) -> Answer:
+    def convert(value: Any, given: Given) -> Translated:
         if float(value) < 1:
             return lost(f"a share of the run; give {here} in versions")
         versions = max(1, round(whole(value, given) * mini(given) / (version(given) * uses(given))))
@@ -107,7 +107,7 @@ def every(here: str) -> Row:
     return differs(here, "versions, not steps", convert)
 
 
-def beta(value: Any, given: Given) -> Answer:
+def beta(value: Any, given: Given) -> Translated:
     coefficient = number(value, given)
     if given.get(CONFIG) == "RLOOConfig":
         on = {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.kl_coef": coefficient}
@@ -117,7 +117,7 @@ def beta(value: Any, given: Given) -> Answer:
     )
 
 
-def loss(value: Any, given: Given) -> Answer:
+def loss(value: Any, given: Given) -> Translated:
     if value not in (*AGGREGATION, *OF_TOKENS):
         return lost(f"there is no loss {value}; choose one (docs/algorithms), or write it (docs/your-own.md)")
     mode = AGGREGATION.get(value, "token-mean")
@@ -136,19 +136,19 @@ def policy_loss(loss_type: Any, given: Given) -> str:
     return "dual_clip" if given.get("delta") is not None else "ppo_clip"
 
 
-def delta(value: Any, given: Given) -> Answer:
+def delta(value: Any, given: Given) -> Translated:
     if value is None:
         return taken(note="off, as here")
     return other({"algorithm.policy_loss.clip_ratio_c": number(value, given)}, "the bound of loss_mode=dual_clip")
 
 
-def level(value: Any, given: Given) -> Answer:
+def level(value: Any, given: Given) -> Translated:
     if value == "token":
         return taken(note="the ratio of each token, as ppo_clip has it")
     return other({"algorithm.policy_loss.loss_mode": "gspo"}, "ratios of answers are a loss of their own here")
 
 
-def scale(value: Any, given: Given) -> Answer:
+def scale(value: Any, given: Given) -> Translated:
     if value in (True, "group"):
         return taken({"algorithm.norm_adv_by_std_in_grpo": True})
     if value in (False, "none"):
@@ -156,7 +156,7 @@ def scale(value: Any, given: Given) -> Answer:
     return lost("advantages are divided by the group's deviation, or not (algorithm.norm_adv_by_std_in_grpo)")
 
 
-def mode(value: Any, given: Given) -> Answer:
+def mode(value: Any, given: Given) -> Translated:
     if value == "RLOOConfig":
         return other({"mode": "colocate_sync", "algorithm.adv_estimator": "rloo"}, "RLOO is an estimator here")
     if value == "AsyncGRPOConfig":
@@ -166,21 +166,21 @@ def mode(value: Any, given: Given) -> Answer:
     return other({"mode": "colocate_sync"}, "modes are sets of values here: devices generate and train by turns")
 
 
-def vllm(value: Any, given: Given) -> Answer:
+def vllm(value: Any, given: Given) -> Translated:
     return taken({"rollout.name": "vllm"}) if value else taken({"rollout.name": "native"}, "Headway's own engine")
 
 
-def processes(value: Any, given: Given) -> Answer:
+def processes(value: Any, given: Given) -> Translated:
     count = whole(value, given)
     shared = mode(given[CONFIG], given).values["mode"] == "colocate_sync"
     values = {"trainer.n_gpus_per_node": count} | ({"rollout.n_gpus_per_node": count} if shared else {})
     return other(values, "training processes; replicas are rollout.n_gpus_per_node")
 
 
-def data(side: str) -> Row:
+def data(side: str) -> TableRow:
     """Make the row of a data set: a name of the Hub with what goes with it, or what the script loads."""
 
-    def convert(value: Any, given: Given) -> Answer:
+    def convert(value: Any, given: Given) -> Translated:
         if value is None:
             return taken(note="not given, here either")
         source = dict(value) if isinstance(value, Mapping) else {"dataset": str(value)}
@@ -207,7 +207,7 @@ def importable(name: str) -> str:
     return f"{module.replace('.', '/')}.py:{function}" if dot and ":" not in name else name
 
 
-def rewards(value: Any, given: Given) -> Answer:
+def rewards(value: Any, given: Given) -> Translated:
     names = [importable(str(one)) for one in (value if isinstance(value, list | tuple) else [value])]
     if OVERLONG in names:
         penalty = {"reward.overlong_buffer.enable": True, "reward.overlong_buffer.len": 256}
@@ -236,27 +236,27 @@ def rewards(value: Any, given: Given) -> Answer:
     return other({"reward.functions": parts}, note or "Headway's own, which compare with data.answer_key")
 
 
-def tools(value: Any, given: Given) -> Answer:
+def tools(value: Any, given: Given) -> Translated:
     names = [str(one) for one in (value if isinstance(value, list | tuple) else [value])]
     if not all(":" in name for name in names):
         return lost("give rollout.tools=[file.py:function, …] (docs/agents.md)")
     return other({"rollout.tools": names}, "functions of files; move them out of a script that trains when imported")
 
 
-def environment(value: Any, given: Given) -> Answer:
+def environment(value: Any, given: Given) -> Translated:
     if ":" not in str(value):
         return lost("give rollout.environment=file.py:Class; TRL's form is taken as it is (docs/agents.md)")
     return other({"rollout.environment": str(value)}, "a class of a file; move it out of a script that trains")
 
 
-def schedule(value: Any, given: Given) -> Answer:
+def schedule(value: Any, given: Given) -> Translated:
     name = str(value).rpartition(".")[2].lower().removesuffix("_with_warmup")
     if name in ("linear", "cosine", "constant"):
         return taken({"actor.optim.lr_scheduler_type": name})
     return lost("choose actor.optim.lr_scheduler_type: constant, linear or cosine")
 
 
-def warmup_ratio(value: Any, given: Given) -> Answer:
+def warmup_ratio(value: Any, given: Given) -> Translated:
     if not value:
         return taken(note="off, as here")
     steps = whole(given.get("max_steps", -1), given)
@@ -265,7 +265,7 @@ def warmup_ratio(value: Any, given: Given) -> Answer:
     return other({"actor.optim.lr_warmup_steps": int(float(value) * steps)}, f"{value} of {steps} optimizer steps")
 
 
-def warmup(value: Any, given: Given) -> Answer:
+def warmup(value: Any, given: Given) -> Translated:
     return (
         warmup_ratio(value, given)
         if 0 < float(value) < 1
@@ -273,15 +273,15 @@ def warmup(value: Any, given: Given) -> Answer:
     )
 
 
-def betas(value: Any, given: Given) -> Answer:
+def betas(value: Any, given: Given) -> Translated:
     return taken({"actor.optim.betas": [float(given["adam_beta1"]), float(given["adam_beta2"])]})
 
 
-def dtype(dtype: str) -> Row:
+def dtype(dtype: str) -> TableRow:
     return same("model.dtype", lambda value, given: taken({"model.dtype": dtype} if value else {}))
 
 
-def correction(value: Any, given: Given) -> Answer:
+def correction(value: Any, given: Given) -> Translated:
     if not value or not given.get("use_vllm"):
         return taken(note="off, as here" if not value else "it is for vLLM, which is not used")
     mode = str(given.get("vllm_importance_sampling_mode", "sequence_mask"))
@@ -299,27 +299,27 @@ def correction(value: Any, given: Given) -> Answer:
     )
 
 
-def staleness(value: Any, given: Given) -> Answer:
+def staleness(value: Any, given: Given) -> Translated:
     return other(
         {"async_training.staleness_threshold": whole(value, given)},
         "versions that generation may run ahead; TRL drops what is older, Headway does not start it",
     )
 
 
-def prompt_length(value: Any, given: Given) -> Answer:
+def prompt_length(value: Any, given: Given) -> Translated:
     if value is None:
         return other({}, "no limit there; here prompts of more than data.max_prompt_length (512) tokens are left out")
     return taken({"data.max_prompt_length": whole(value, given)})
 
 
-def answers_of_validation(value: Any, given: Given) -> Answer:
+def answers_of_validation(value: Any, given: Given) -> Translated:
     if value is None:
         value = given["num_generations"]
     sampled = {"rollout.val_n": whole(value, given), "rollout.val_temperature": given.get("temperature", 1.0)}
     return taken(sampled, "validation samples as training does; one greedy answer is usual here")
 
 
-def not_null(here: str, convert: Any = number) -> Row:
+def not_null(here: str, convert: Any = number) -> TableRow:
     return same(here, lambda value, given: taken() if value is None else convert(value, given))
 
 

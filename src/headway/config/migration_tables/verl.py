@@ -11,7 +11,7 @@ from typing import Any
 from headway.config.migration_tables import verl_values as of
 from headway.config.migration_tables.table_rows import (
     Project,
-    Row,
+    TableRow,
     always,
     choice,
     differs,
@@ -78,7 +78,7 @@ RENAMED: Mapping[str, str] = {
 """Beginnings of keys of verl's section ``reward`` → those of the older keys, which the rows have."""
 SCHEDULES = {"constant": "constant", "cosine": "cosine", "linear": "linear", None: taken(note="not given")}
 SCHEDULE_KEYS = ("lr_scheduler_type", "warmup_style", "lr_decay_style")
-TABLE: Mapping[str, Row] = {
+TABLE: Mapping[str, TableRow] = {
     of.PROGRAM: differs("mode", "modes are sets of values", of.mode),
     **{key: always(*rule.values, note=rule.reason) for key, rule in of.FIXED.items()},
     "defaults": always(note="verl's own defaults lie beneath; settings of another base file: give that file, too"),
@@ -454,7 +454,7 @@ TABLE: Mapping[str, Row] = {
     "ray_kwargs.*": no("cluster.address joins a Ray cluster; else one is started"),
     "ray_init.*": no("cluster.address joins a Ray cluster; else one is started"),
 }
-ROWS: Mapping[str, Row] = {
+ROWS: Mapping[str, TableRow] = {
     **like(TABLE, "actor.", "ref.", no(OF_REFERENCE)),
     **like(TABLE, "actor.", "critic.", no(OF_CRITIC)),
     **like(TABLE, "model.", "critic.model.", no(OF_CRITIC)),

@@ -8,7 +8,7 @@ from fractions import Fraction
 from math import gcd
 from typing import Any
 
-from headway.config.migration_tables.table_rows import Answer, Given, Row, differs, other, same, taken
+from headway.config.migration_tables.table_rows import Given, TableRow, Translated, differs, other, same, taken
 from headway.config.migration_tables.table_rows import without as lost
 from headway.config.migration_tables.table_values import groups, interval, number, path, whole
 
@@ -83,7 +83,7 @@ def agent_answers(given: Given) -> int:
     return max(1, whole(given.get("rollout.n_agent") or 1, given))
 
 
-def mini_batch(value: Any, given: Given) -> Answer:
+def mini_batch(value: Any, given: Given) -> Translated:
     values = {"actor.ppo_mini_batch_size": mini(given)}
     if (several := agent_answers(given)) > 1:
         return other(values, f"with n_agent verl's forks count answers: {value} of them, {several} of a prompt")
@@ -95,7 +95,7 @@ def answers(value: Any, given: Given) -> int:
     return whole(value, given) * agent_answers(given)
 
 
-def agents(value: Any, given: Given) -> Answer:
+def agents(value: Any, given: Given) -> Translated:
     n = answers(given.get("rollout.n", 1), given)
     return taken({"rollout.n": n}, "copies of a prompt, each with rollout.n answers")
 
@@ -113,12 +113,12 @@ def version(given: Given) -> int:
     return max(1, int(batches(given))) * mini(given) * whole(trigger, given)
 
 
-def mode(value: Any, given: Given) -> Answer:
+def mode(value: Any, given: Given) -> Translated:
     mode, why = MODES[program(given)]
     return other({"mode": mode}, f"modes are sets of values here: {why}")
 
 
-def train_batch_size(value: Any, given: Given) -> Answer:
+def train_batch_size(value: Any, given: Given) -> Translated:
     if program(given) == FULLY_ASYNC:
         return taken(note="always so here: prompts stream one by one")
     several = batches(given)
@@ -132,7 +132,7 @@ def train_batch_size(value: Any, given: Given) -> Answer:
     return other({"async_training.require_batches": max(1, int(several))}, note)
 
 
-def steps(value: Any, given: Given) -> Answer:
+def steps(value: Any, given: Given) -> Translated:
     if value is None or whole(value, given) < 0:
         return taken(note="not given, here either")
     if program(given) == FULLY_ASYNC:
@@ -141,13 +141,13 @@ def steps(value: Any, given: Given) -> Answer:
     return groups(steps * version(given), version(given), f"{steps} steps of {version(given)} prompts, in prompts")
 
 
-def rollout_steps(value: Any, given: Given) -> Answer:
+def rollout_steps(value: Any, given: Given) -> Translated:
     if value is None:
         return taken(note="not given, here either")
     return groups(value, version(given), "prompts that are trained on; verl counts those that are generated")
 
 
-def epochs(value: Any, given: Given) -> Answer:
+def epochs(value: Any, given: Given) -> Translated:
     steps = given.get(
         "rollout.total_rollout_steps" if program(given) == FULLY_ASYNC else "trainer.total_training_steps"
     )
@@ -156,15 +156,15 @@ def epochs(value: Any, given: Given) -> Answer:
     return taken({"data.epochs": whole(value, given)})
 
 
-def held_out(value: Any, given: Given) -> Answer:
+def held_out(value: Any, given: Given) -> Translated:
     rows = whole(value, given)
     return taken({"data.val_max_samples": rows}, "chosen by the seed") if rows > 0 else taken(note="all, as here")
 
 
-def devices(role: str, key: str) -> Row:
+def devices(role: str, key: str) -> TableRow:
     """Make the row of a count of devices: in `main_ppo` generation has the trainer's."""
 
-    def convert(value: Any, given: Given) -> Answer:
+    def convert(value: Any, given: Given) -> Translated:
         count = whole(value, given)
         if program(given) in SHARED and role == "trainer":
             return other(
@@ -177,8 +177,8 @@ def devices(role: str, key: str) -> Row:
     return same(f"{role}.{key}", convert)
 
 
-def validation(of: str) -> Row:
-    def convert(value: Any, given: Given) -> Answer:
+def validation(of: str) -> TableRow:
+    def convert(value: Any, given: Given) -> Translated:
         if (program(given) == FULLY_ASYNC) != (of == FULLY_ASYNC):
             return lost(f"only {of} looks at it")
         return taken({"rollout.test_freq": interval(value, given)})
@@ -191,7 +191,7 @@ def ranks(given: Given) -> int:
     return whole(given["trainer.nnodes"], given) * whole(given["trainer.n_gpus_per_node"], given)
 
 
-def micro_batch(value: Any, given: Given) -> Answer:
+def micro_batch(value: Any, given: Given) -> Translated:
     if value is None:
         return taken(note="not given, here either")
     if given.get("actor.use_dynamic_bsz") is True:
@@ -204,7 +204,7 @@ def micro_batch(value: Any, given: Given) -> Answer:
     )
 
 
-def micro_batch_of_all(value: Any, given: Given) -> Answer:
+def micro_batch_of_all(value: Any, given: Given) -> Translated:
     """Return the answer for answers of a micro-batch over all ranks, which verl divides by the ranks of data."""
     if value is None:
         return taken(note="not given, here either")
@@ -212,7 +212,7 @@ def micro_batch_of_all(value: Any, given: Given) -> Answer:
     return micro_batch(max(1, whole(value, given) // max(1, lines)), given)
 
 
-def token_budget(value: Any, given: Given) -> Answer:
+def token_budget(value: Any, given: Given) -> Translated:
     if given.get("actor.use_dynamic_bsz") is not True:
         return lost("nothing to do: without use_dynamic_bsz it has no effect")
     return taken({"actor.ppo_max_token_len_per_gpu": whole(value, given)})
@@ -228,10 +228,10 @@ def loss(value: Any, given: Given) -> Any:
     return lost(f"there is no loss {value}; choose one (docs/algorithms), or write it (docs/your-own.md)")
 
 
-def only_in(loss: str, here: str) -> Row:
+def only_in(loss: str, here: str) -> TableRow:
     """Make the row of a parameter that belongs to one loss."""
 
-    def convert(value: Any, given: Given) -> Answer:
+    def convert(value: Any, given: Given) -> Translated:
         chosen = given.get("actor.policy_loss.loss_mode", "vanilla")
         if chosen != loss:
             return taken(note=f"without effect there and here: the loss is {chosen}")
@@ -240,11 +240,11 @@ def only_in(loss: str, here: str) -> Row:
     return same(f"algorithm.policy_loss.{here}", convert)
 
 
-def clip(value: Any, given: Given) -> Answer:
+def clip(value: Any, given: Given) -> Translated:
     return taken(note="not given, here either") if value is None else taken({"actor.clip_ratio": number(value, given)})
 
 
-def reward_manager(value: Any, given: Given) -> Answer:
+def reward_manager(value: Any, given: Given) -> Translated:
     if given.get("custom_reward_function.path"):
         return taken(note="answers are scored by reward.function; an overlong penalty is reward.overlong_buffer")
     return other(
@@ -254,7 +254,7 @@ def reward_manager(value: Any, given: Given) -> Answer:
     )
 
 
-def steps_of_ratio(value: Any, given: Given) -> Answer:
+def steps_of_ratio(value: Any, given: Given) -> Translated:
     if not value or float(value) <= 0:
         return taken(note="off, as here")
     steps = given.get("trainer.total_training_steps")
@@ -269,11 +269,11 @@ def updates(role: str, given: Given) -> int:
     return max(1, int(batches(given))) * whole(given.get(f"{role}.ppo_epochs", 1), given)
 
 
-def warmup(role: str) -> Row:
+def warmup(role: str) -> TableRow:
     """Make the row of a warmup in training steps, where ours counts optimizer steps."""
     here = f"{role}.optim.lr_warmup_steps"
 
-    def convert(value: Any, given: Given) -> Answer:
+    def convert(value: Any, given: Given) -> Translated:
         if float(value) < 0:
             return taken(note="not given, here either")
         count, several = whole(value, given), updates(role, given)
@@ -284,7 +284,7 @@ def warmup(role: str) -> Row:
     return same(here, convert)
 
 
-def optimizer_offload(value: Any, given: Given) -> Answer:
+def optimizer_offload(value: Any, given: Given) -> Translated:
     if not value:
         return taken(note="off, as here")
     if given.get("actor.fsdp_config.param_offload") is True:
@@ -295,7 +295,7 @@ def optimizer_offload(value: Any, given: Given) -> Answer:
     )
 
 
-def replicas(value: Any, given: Given) -> Answer:
+def replicas(value: Any, given: Given) -> Translated:
     size = whole(value, given)
     count = ranks(given)
     if size <= 0 or size >= count:
@@ -307,7 +307,7 @@ def replicas(value: Any, given: Given) -> Answer:
     return other({"actor.parallel.replicate": copies}, f"copies of the sharded model; there ranks of one: {size}")
 
 
-def correction(value: Any, given: Given) -> Answer:
+def correction(value: Any, given: Given) -> Translated:
     if value in (None, "null"):
         return taken(note="off, as here")
     if value not in ("token", "sequence"):
@@ -331,7 +331,7 @@ REJECTED = {
 """Beginnings of verl's names for what is rejected → the same here."""
 
 
-def rejection(value: Any, given: Given) -> Answer:
+def rejection(value: Any, given: Given) -> Translated:
     if value in (None, "null"):
         return taken(note="off, as here")
     name = next((name for start, name in REJECTED.items() if str(value).startswith(start)), "reject")
@@ -341,13 +341,13 @@ def rejection(value: Any, given: Given) -> Answer:
     )
 
 
-def override(value: Any, given: Given) -> Answer:
+def override(value: Any, given: Given) -> Translated:
     if value in (None, {}, ""):
         return taken(note="empty: the model's config.json says it, as here")
     return lost("not taken over: change config.json in the model's folder")
 
 
-def penalty(value: Any, given: Given) -> Answer:
+def penalty(value: Any, given: Given) -> Translated:
     factor = number(value, given)
     name = "reward.overlong_buffer.penalty_factor"
     if given.get("custom_reward_function.path"):
@@ -359,39 +359,39 @@ def penalty(value: Any, given: Given) -> Answer:
     )
 
 
-def context(value: Any, given: Given) -> Answer:
+def context(value: Any, given: Given) -> Translated:
     return taken(note="the longest context is prompt and response; the model's folder says how many positions it has")
 
 
-def tools(value: Any, given: Given) -> Answer:
+def tools(value: Any, given: Given) -> Translated:
     return taken(note="off, as here") if not value else taken({"rollout.tools": [path(value, given)]})
 
 
-def turns(value: Any, given: Given) -> Answer:
+def turns(value: Any, given: Given) -> Translated:
     if value is None or not given.get("rollout.multi_turn.tool_config_path"):
         return taken(note="not given, or of no effect without tools")
     return taken({"rollout.max_turns": whole(value, given)})
 
 
-def partial(value: Any, given: Given) -> Answer:
+def partial(value: Any, given: Given) -> Translated:
     how = "interrupt" if value else "drain"
     return taken({"async_training.on_update": how}, "answers in flight at an update")
 
 
-def of_async(here: str, convert: Any) -> Row:
-    def only(value: Any, given: Given) -> Answer:
+def of_async(here: str, convert: Any) -> TableRow:
+    def only(value: Any, given: Given) -> Translated:
         if program(given) != FULLY_ASYNC:
             return lost(f"nothing to do: only {FULLY_ASYNC} looks at it")
         result = convert(value, given)
-        return result if isinstance(result, Answer) else taken({here: result})
+        return result if isinstance(result, Translated) else taken({here: result})
 
     return same(here, only)
 
 
-def of_trainer_mode(here: str, note: str, mode: str) -> Row:
+def of_trainer_mode(here: str, note: str, mode: str) -> TableRow:
     """Make the row of a whole number that only one value of `TRAINER_MODE` looks at."""
 
-    def only(value: Any, given: Given) -> Answer:
+    def only(value: Any, given: Given) -> Translated:
         if program(given) != mode:
             return lost(f"nothing to do: only {TRAINER_MODE}={mode} looks at it")
         return other({here: whole(value, given)}, note)
@@ -399,7 +399,7 @@ def of_trainer_mode(here: str, note: str, mode: str) -> Row:
     return differs(here, note, only)
 
 
-def rollout_log_probs(value: Any, given: Given) -> Answer:
+def rollout_log_probs(value: Any, given: Given) -> Translated:
     recomputed = bool(given.get("async_training.compute_prox_log_prob"))
     note = "async_training.compute_prox_log_prob has the trainer recompute them" if recomputed else ""
     return taken({"async_training.use_rollout_log_probs": bool(value) and not recomputed}, note)

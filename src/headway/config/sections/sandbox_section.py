@@ -10,7 +10,7 @@ from pydantic import Field
 from headway.config.sections.section import Positive, Section
 from headway.runtime.sandbox.process_limits import TELLS
 from headway.runtime.sandbox.python_tool import PYTHON
-from headway.runtime.sandbox.sandbox_limits import Limits, SandboxSpec
+from headway.runtime.sandbox.sandbox_limits import SandboxLimits, SandboxSpec
 
 if TYPE_CHECKING:
     from headway.config.schema import Config
@@ -43,8 +43,8 @@ class SandboxConfig(Section):
     @property
     def spec(self) -> SandboxSpec:
         """The sandbox that the section asks for."""
-        limits = {name: getattr(self, name) for name in Limits.__dataclass_fields__}
-        return SandboxSpec(self.kind, Limits(**limits))
+        limits = {name: getattr(self, name) for name in SandboxLimits.__dataclass_fields__}
+        return SandboxSpec(self.kind, SandboxLimits(**limits))
 
 
 def runs_code(config: Config) -> bool:

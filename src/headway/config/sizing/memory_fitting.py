@@ -14,7 +14,7 @@ from itertools import product
 
 from headway.config.sections.parallel import ParallelConfig, replica_problems
 from headway.config.sizing.model_shape import FLOAT, ModelShape
-from headway.config.sizing.process_memory import Memory, Mesh, Step, trainer, update
+from headway.config.sizing.process_memory import Mesh, ProcessMemory, TrainingStep, trainer, update
 
 PER_MACHINE = 8
 """Devices of a machine."""
@@ -52,8 +52,8 @@ class Fit:
 
     shared: bool
     """True where the same devices generate."""
-    step: Step
-    memory: Memory
+    step: TrainingStep
+    memory: ProcessMemory
     """Memory of a rank while it trains."""
     replica: int
     """Devices of a replica."""
@@ -101,7 +101,9 @@ def whole_answers(shape: ModelShape, nbytes: int, context: int, devices: int = 1
     return max(0, left // (context * shape.cache(BF16, devices)))
 
 
-def _steps(shape: ModelShape, ranks: int, context: int, device_bytes: int, budgets: tuple[int, ...]) -> Iterator[Step]:
+def _steps(
+    shape: ModelShape, ranks: int, context: int, device_bytes: int, budgets: tuple[int, ...]
+) -> Iterator[TrainingStep]:
     """Yield training steps on so many devices, in the order of what they cost."""
     within = min(ranks, PER_MACHINE)
     inner = [(tp, cp) for tp, cp in product((1, 2, 4, 8), repeat=2) if tp * cp <= within and shape.kv_heads % tp == 0]
@@ -111,7 +113,7 @@ def _steps(shape: ModelShape, ranks: int, context: int, device_bytes: int, budge
     for offload, (tp, cp), recompute, replicate, ep in product((False, True), inner, (False, True), copies, experts):
         least = -(-context // cp)
         for budget in (*(budget for budget in budgets if budget > least), least):
-            yield Step(
+            yield TrainingStep(
                 mesh=Mesh(ranks, ParallelConfig(replicate=replicate, tp=tp, cp=cp, ep=ep)),
                 tokens=budget,
                 itemsize=BF16,

@@ -17,7 +17,7 @@ FLOAT = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class ModelFamily:
     """How models of one ``model_type`` differ from Llama."""
 
     norm: Literal["rms", "gemma", "layer"] = "rms"
@@ -36,16 +36,16 @@ class Family:
     """Served by the native engine in few large operations, whose matrices have a second copy on a CPU."""
 
 
-FAMILIES: Mapping[str, Family] = {
-    "llama": Family(joined=True),
-    "mistral": Family(joined=True),
-    "mixtral": Family(),
-    "qwen2": Family(qkv_bias=True, joined=True),
-    "qwen3": Family(qk_norm=True, joined=True),
-    "qwen3_moe": Family(qk_norm=True),
-    "gemma": Family(norm="gemma", tied=True),
-    "phi": Family(norm="layer", norms=1, all_biases=True, gated=False),
-    "phi3": Family(fused_qkv=True),
+FAMILIES: Mapping[str, ModelFamily] = {
+    "llama": ModelFamily(joined=True),
+    "mistral": ModelFamily(joined=True),
+    "mixtral": ModelFamily(),
+    "qwen2": ModelFamily(qkv_bias=True, joined=True),
+    "qwen3": ModelFamily(qk_norm=True, joined=True),
+    "qwen3_moe": ModelFamily(qk_norm=True),
+    "gemma": ModelFamily(norm="gemma", tied=True),
+    "phi": ModelFamily(norm="layer", norms=1, all_biases=True, gated=False),
+    "phi3": ModelFamily(fused_qkv=True),
 }
 """Families whose memory is known."""
 
@@ -54,7 +54,7 @@ FAMILIES: Mapping[str, Family] = {
 class ModelShape:
     """The sizes of a decoder. All numbers of parameters are those of the whole model."""
 
-    family: Family
+    family: ModelFamily
     layers: int
     hidden: int
     heads: int

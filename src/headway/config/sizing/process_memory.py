@@ -41,7 +41,7 @@ def chunk_tokens(vocabulary: int, device_bytes: int | None) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class MemoryItem:
     """Something that takes memory of a process."""
 
     name: str
@@ -51,11 +51,11 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class ProcessMemory:
     """Memory of one process: what it holds all the time, and beside that at one moment or another."""
 
-    held: tuple[Line, ...]
-    moments: Mapping[str, tuple[Line, ...]]
+    held: tuple[MemoryItem, ...]
+    moments: Mapping[str, tuple[MemoryItem, ...]]
 
     @property
     def busiest(self) -> str | None:
@@ -63,7 +63,7 @@ class Memory:
         return max(self.moments, key=lambda name: _sum(self.moments[name], on_host=False), default=None)
 
     @property
-    def lines(self) -> tuple[Line, ...]:
+    def lines(self) -> tuple[MemoryItem, ...]:
         """What is held all the time, and at the busiest moment."""
         return self.held + (() if self.busiest is None else self.moments[self.busiest])
 
@@ -78,9 +78,9 @@ class Memory:
         others = [_sum(lines, on_host=True) for lines in self.moments.values()]
         return _sum(self.held, on_host=True) + max(others, default=0)
 
-    def beside(self, other: Memory) -> Memory:
+    def beside(self, other: ProcessMemory) -> ProcessMemory:
         """Return the memory of both in one process, whose moments do not coincide."""
-        return Memory(self.held + other.held, {**self.moments, **other.moments})
+        return ProcessMemory(self.held + other.held, {**self.moments, **other.moments})
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ class Mesh:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class TrainingStep:
     """A training step on each rank."""
 
     mesh: Mesh
@@ -131,60 +131,64 @@ class Step:
     """True where the loss has the entropy in it."""
 
 
-def trainer(shape: ModelShape, step: Step) -> Memory:
+def trainer(shape: ModelShape, step: TrainingStep) -> ProcessMemory:
     """Memory of a rank that trains the policy."""
     share = FLOAT * step.mesh.share(shape)
     held = [
-        Line("weights, float32", share, step.offload),
-        Line("gradients, float32", share, step.offload),
-        Line("two moments, float32", 2 * share, step.offload),
+        MemoryItem("weights, float32", share, step.offload),
+        MemoryItem("gradients, float32", share, step.offload),
+        MemoryItem("two moments, float32", 2 * share, step.offload),
     ]
-    return Memory(tuple(held), _moments(shape, step))
+    return ProcessMemory(tuple(held), _moments(shape, step))
 
 
-def reference(shape: ModelShape, step: Step) -> Memory:
+def reference(shape: ModelShape, step: TrainingStep) -> ProcessMemory:
     """Memory of a rank of the reference policy, or of one that recomputes log-probs: forward passes alone."""
     mesh, c = step.mesh, step.itemsize
     forward = (
-        Line("gathered embedding and head", c * mesh.root(shape)),
-        Line("gathered layers: two at a time", 2 * c * mesh.layer(shape)),
-        Line("activations of one layer", step.tokens * _passing(shape, step)),
-        Line("logits of a chunk", 3 * _chunk(shape, step)),
+        MemoryItem("gathered embedding and head", c * mesh.root(shape)),
+        MemoryItem("gathered layers: two at a time", 2 * c * mesh.layer(shape)),
+        MemoryItem("activations of one layer", step.tokens * _passing(shape, step)),
+        MemoryItem("logits of a chunk", 3 * _chunk(shape, step)),
     )
-    return Memory((Line("weights of the reference", c * mesh.share(shape), step.offload),), {"log-probs": forward})
+    return ProcessMemory(
+        (MemoryItem("weights of the reference", c * mesh.share(shape), step.offload),), {"log-probs": forward}
+    )
 
 
-def critic(shape: ModelShape, step: Step) -> Memory:
+def critic(shape: ModelShape, step: TrainingStep) -> ProcessMemory:
     """Memory of a rank that trains the critic: a decoder without a head."""
     share = FLOAT * step.mesh.share(replace(shape, tied=True))
-    held = Line("weights and moments of the critic", 3 * share, step.offload)
-    gradients = Line("gradients of the critic", share, step.offload)
+    held = MemoryItem("weights and moments of the critic", 3 * share, step.offload)
+    gradients = MemoryItem("gradients of the critic", share, step.offload)
     parts = _moments(replace(shape, tied=True), step, headless=True)
     moments = {f"{name} of the critic": (gradients, *lines) for name, lines in parts.items()}
-    return Memory((held,), moments)
+    return ProcessMemory((held,), moments)
 
 
 def update(
     shape: ModelShape, itemsize: int, bucket: int, *, senders: int, copy: bool, on_cpu: bool, shared: bool = False
-) -> Memory:
+) -> ProcessMemory:
     """Memory of an update on a trainer rank. ``senders``: ranks that send, each a share; 0 for one that does not.
 
     ``copy``: what is sent is kept (overlapped, or deltas). ``shared``: each rank gets all, for a replica on its device.
     """
     share = _up(shape.parameters * itemsize, max(1, senders))
     bucket = min(bucket, share)
-    lines = [Line("bucket of an update", bucket)]
+    lines = [MemoryItem("bucket of an update", bucket)]
     if senders > 1 or shared:
-        lines.append(Line("bucket of another rank", bucket))
+        lines.append(MemoryItem("bucket of another rank", bucket))
     if senders and not on_cpu and not copy:
-        lines.append(Line("the bucket in host memory", bucket, on_host=True))
-    held = (Line("copy of what is sent", share, on_host=not on_cpu),) if copy and senders else ()
-    return Memory(held, {"update": tuple(lines)})
+        lines.append(MemoryItem("the bucket in host memory", bucket, on_host=True))
+    held = (MemoryItem("copy of what is sent", share, on_host=not on_cpu),) if copy and senders else ()
+    return ProcessMemory(held, {"update": tuple(lines)})
 
 
-def machine(shape: ModelShape, itemsize: int, *, on_cpu: bool) -> Memory:
+def machine(shape: ModelShape, itemsize: int, *, on_cpu: bool) -> ProcessMemory:
     """Memory that the processes of a machine share: the copy of new weights that they load from."""
-    return Memory((Line("new weights, for all who load them", shape.parameters * itemsize, on_host=not on_cpu),), {})
+    return ProcessMemory(
+        (MemoryItem("new weights, for all who load them", shape.parameters * itemsize, on_host=not on_cpu),), {}
+    )
 
 
 def replica(
@@ -199,7 +203,7 @@ def replica(
     on_cpu: bool,
     cache_bytes: int | None = None,
     devices: int = 1,
-) -> Memory:
+) -> ProcessMemory:
     """Memory of a replica of the native engine, which holds the whole model, or of each of the ``devices`` that vLLM
     divides it over.
 
@@ -207,24 +211,24 @@ def replica(
     ``prefill``: tokens of prompts that are read at once; ``in_place``: updates are received over the served weights.
     """
     served, cache = shape.served(devices) * itemsize, cached_tokens * shape.cache(itemsize, devices)
-    held = [Line("served weights", served), Line("keys and values", min(cache, cache_bytes or cache))]
+    held = [MemoryItem("served weights", served), MemoryItem("keys and values", min(cache, cache_bytes or cache))]
     if on_cpu and shape.family.joined and shape.hidden * shape.intermediate >= PACKED_FROM:
         read_once = 0 if shape.tied else shape.embedding
-        held.append(Line("the weights as a CPU's kernels read them", (shape.parameters - read_once) * itemsize))
+        held.append(MemoryItem("the weights as a CPU's kernels read them", (shape.parameters - read_once) * itemsize))
     divided = 2 * (shape.queries + 2 * shape.keys) + 3 * shape.intermediate * max(1, shape.experts_per_token)
     row = 2 * shape.hidden + _up(divided, devices)
     moments = {
-        "prefill": (Line("a layer of the prompts that are read", prefill * row * itemsize),),
-        "sampling": (Line("logits of a decode step", 3 * slots * shape.vocabulary * FLOAT),),
-        "update": (Line("bucket of an update", min(bucket, served), on_host=not on_cpu and in_place),),
+        "prefill": (MemoryItem("a layer of the prompts that are read", prefill * row * itemsize),),
+        "sampling": (MemoryItem("logits of a decode step", 3 * slots * shape.vocabulary * FLOAT),),
+        "update": (MemoryItem("bucket of an update", min(bucket, served), on_host=not on_cpu and in_place),),
     }
-    return Memory(tuple(held), moments)
+    return ProcessMemory(tuple(held), moments)
 
 
 # ------------------------------------------------------------------------------------------ a training step
 
 
-def activations(shape: ModelShape, step: Step) -> int:
+def activations(shape: ModelShape, step: TrainingStep) -> int:
     """Bytes that a micro-batch's forward pass saves for its backward pass."""
     c = step.itemsize
     ends = INDEX + 2 * c * shape.head_dim + shape.saved_by_norm(c) + 5 * FLOAT
@@ -232,15 +236,15 @@ def activations(shape: ModelShape, step: Step) -> int:
     return step.tokens * (ends + shape.layers * layer)
 
 
-def _moments(shape: ModelShape, step: Step, *, headless: bool = False) -> dict[str, tuple[Line, ...]]:
+def _moments(shape: ModelShape, step: TrainingStep, *, headless: bool = False) -> dict[str, tuple[MemoryItem, ...]]:
     """Return what a step takes at each moment. ``headless``: of a decoder whose head is one number."""
     mesh, c = step.mesh, step.itemsize
     layer, root = mesh.layer(shape), mesh.root(shape)
     own_embedding = mesh.vocabulary(shape) * shape.hidden
     own_head = 0 if headless else own_embedding
-    gathered = Line("gathered embedding and head", c * root)
+    gathered = MemoryItem("gathered embedding and head", c * root)
     kept_layers = 0 if step.reshard else shape.layers * c * layer
-    saved = Line("activations", activations(shape, step))
+    saved = MemoryItem("activations", activations(shape, step))
     of_layer = step.tokens * shape.saved_by_layer(c, mesh.parallel.tp)
     # What a layer has saved is freed as its backward pass goes on, and was not there before where it is recomputed.
     last, within = (0, of_layer) if step.recompute else (of_layer, step.tokens * _passing(shape, step))
@@ -249,51 +253,51 @@ def _moments(shape: ModelShape, step: Step, *, headless: bool = False) -> dict[s
         "logits of a chunk": (3 if step.entropy else 2) * logits,
         "gradient of the head, and a chunk's": (FLOAT + c) * own_head,
     }
-    hidden = Line("gradient of the hidden states", step.tokens * c * shape.hidden)
-    two = Line("gathered layers: two at a time", max(kept_layers, 2 * c * layer))
+    hidden = MemoryItem("gradient of the hidden states", step.tokens * c * shape.hidden)
+    two = MemoryItem("gathered layers: two at a time", max(kept_layers, 2 * c * layer))
     return {
-        "log-probs": (gathered, two, saved, Line("logits of a chunk", 3 * logits)),
+        "log-probs": (gathered, two, saved, MemoryItem("logits of a chunk", 3 * logits)),
         "backward pass of the head": (
             gathered,
-            Line("gathered layer", max(kept_layers, c * layer)),
+            MemoryItem("gathered layer", max(kept_layers, c * layer)),
             saved,
             hidden,
-            *(Line(name, nbytes) for name, nbytes in of_head.items()),
+            *(MemoryItem(name, nbytes) for name, nbytes in of_head.items()),
         ),
         "backward pass of a layer": (
             gathered,
             two,
             replace(saved, nbytes=saved.nbytes - last),
             hidden,
-            Line("gradient of the head", c * own_head),
-            Line("a layer's gradients, and sums over ranks", (c + FLOAT) * layer),
-            Line("a layer in work", within),
+            MemoryItem("gradient of the head", c * own_head),
+            MemoryItem("a layer's gradients, and sums over ranks", (c + FLOAT) * layer),
+            MemoryItem("a layer in work", within),
         ),
         "backward pass of the embedding": (
             gathered,
-            Line("gradients of embedding and head", c * (own_embedding + own_head)),
-            Line("a layer's sums over ranks", FLOAT * layer),
+            MemoryItem("gradients of embedding and head", c * (own_embedding + own_head)),
+            MemoryItem("a layer's sums over ranks", FLOAT * layer),
         ),
         "sum of the last gradients over ranks": (
-            Line("gradients of embedding and head", c * root),
-            Line("the same, summed over ranks in float32", FLOAT * root),
+            MemoryItem("gradients of embedding and head", c * root),
+            MemoryItem("the same, summed over ranks in float32", FLOAT * root),
         ),
     }
 
 
-def _passing(shape: ModelShape, step: Step) -> int:
+def _passing(shape: ModelShape, step: TrainingStep) -> int:
     """Bytes per token that come and go while a layer is computed."""
     tp, chosen = step.mesh.parallel.tp, max(1, shape.experts_per_token)
     return step.itemsize * (2 * shape.hidden + 2 * chosen * shape.intermediate // tp)
 
 
-def _chunk(shape: ModelShape, step: Step) -> int:
+def _chunk(shape: ModelShape, step: TrainingStep) -> int:
     """Bytes of a chunk's logits in float32."""
     vocabulary = step.mesh.vocabulary(shape)
     return min(step.tokens, chunk_tokens(vocabulary, step.device_bytes)) * vocabulary * FLOAT
 
 
-def _sum(lines: Sequence[Line], *, on_host: bool) -> int:
+def _sum(lines: Sequence[MemoryItem], *, on_host: bool) -> int:
     return sum(line.nbytes for line in lines if line.on_host is on_host)
 
 

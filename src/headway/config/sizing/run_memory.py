@@ -11,10 +11,10 @@ from headway.config.sections.model_section import MakeModelConfig
 from headway.config.sizing.model_shape import FLOAT, ModelShape
 from headway.config.sizing.placement import ACTOR, CRITIC, LOGP, REF, ROLLOUT, Placement, concurrent, resolve_placement
 from headway.config.sizing.process_memory import (
-    Line,
-    Memory,
+    MemoryItem,
     Mesh,
-    Step,
+    ProcessMemory,
+    TrainingStep,
     critic,
     machine,
     reference,
@@ -30,12 +30,12 @@ REPLICA, OF_REPLICA = "replica", "device of a replica"
 
 
 @dataclass(frozen=True, slots=True)
-class Process:
+class RunProcess:
     """Equal processes of a run, each on a device of its own; or machines, by what processes share there."""
 
     name: str
     count: int
-    memory: Memory
+    memory: ProcessMemory
 
 
 def made(make: MakeModelConfig) -> Mapping[str, Any]:
@@ -48,38 +48,38 @@ def made(make: MakeModelConfig) -> Mapping[str, Any]:
     }
 
 
-def processes(config: Config, shape: ModelShape, *, on_cpu: bool, device_bytes: int | None = None) -> list[Process]:
+def processes(config: Config, shape: ModelShape, *, on_cpu: bool, device_bytes: int | None = None) -> list[RunProcess]:
     """Return the processes of a run of a model of ``shape``. Those of one process each (``backend: inline``), too.
 
     Micro-batches are as large as they may be, answers as long, and all slots in use.
     """
     placement = resolve_placement(config)
     step = _step(config, placement, on_cpu=on_cpu, device_bytes=None if on_cpu else device_bytes)
-    roles: dict[str, Memory] = {ACTOR: _trainer(config, shape, step, placement, on_cpu=on_cpu, senders=0)}
+    roles: dict[str, ProcessMemory] = {ACTOR: _trainer(config, shape, step, placement, on_cpu=on_cpu, senders=0)}
     for role, of in ((REF, reference), (LOGP, reference), (CRITIC, critic)):
         if role in placement.devices and not placement.shared(role, ACTOR):
             roles[role] = of(shape, _on(step, len(placement.devices[role])))
     senders = _senders(config, len(placement.devices[ACTOR]), on_cpu=on_cpu)
     generates = _replica(config, shape, senders, on_cpu=on_cpu)
     if placement.shared(ROLLOUT, ACTOR):
-        roles[ACTOR] = roles[ACTOR].beside(Memory((), {"generation": generates.lines}))
+        roles[ACTOR] = roles[ACTOR].beside(ProcessMemory((), {"generation": generates.lines}))
     else:
         roles[ROLLOUT] = generates
     counts = {role: len(placement.devices[role]) for role in roles}
     names = {ACTOR: "trainer rank", REF: "reference rank", LOGP: "logp rank", CRITIC: "critic rank"}
     names[ROLLOUT] = REPLICA if placement.per_replica == 1 else OF_REPLICA
-    found = [Process(names[role], counts[role], memory) for role, memory in roles.items()]
+    found = [RunProcess(names[role], counts[role], memory) for role, memory in roles.items()]
     if not placement.shared(ROLLOUT, ACTOR):
         sending = _trainer(config, shape, step, placement, on_cpu=on_cpu, senders=senders)
         others = counts[ACTOR] - senders
-        found[:1] = [Process("trainer rank that sends" if others else names[ACTOR], senders, sending)]
+        found[:1] = [RunProcess("trainer rank that sends" if others else names[ACTOR], senders, sending)]
         if others:
-            found.insert(1, Process("trainer rank that does not", others, roles[ACTOR]))
+            found.insert(1, RunProcess("trainer rank that does not", others, roles[ACTOR]))
     shared = machine(shape, _served(config, on_cpu=on_cpu), on_cpu=on_cpu)
     if ROLLOUT in roles and (config.rollout.enable_dual_buffer or config.rollout.name != "native"):
-        found.append(Process("machine with replicas", len(placement.on_nodes(ROLLOUT)), shared))
+        found.append(RunProcess("machine with replicas", len(placement.on_nodes(ROLLOUT)), shared))
     if LOGP in roles:
-        found.append(Process("machine with logp ranks", len(placement.on_nodes(LOGP)), shared))
+        found.append(RunProcess("machine with logp ranks", len(placement.on_nodes(LOGP)), shared))
     return found
 
 
@@ -92,7 +92,7 @@ def _senders(config: Config, ranks: int, *, on_cpu: bool) -> int:
     return min(facts.most_senders, ranks // config.actor.parallel.replicate)
 
 
-def _step(config: Config, placement: Placement, *, on_cpu: bool, device_bytes: int | None) -> Step:
+def _step(config: Config, placement: Placement, *, on_cpu: bool, device_bytes: int | None) -> TrainingStep:
     actor, data = config.actor, config.data
     mesh = Mesh(len(placement.devices[ACTOR]), actor.parallel)
     longest = data.max_prompt_length + data.max_response_length
@@ -100,7 +100,7 @@ def _step(config: Config, placement: Placement, *, on_cpu: bool, device_bytes: i
     groups = -(-actor.ppo_mini_batch_size * inner // mesh.ranks)  # of a mini-batch, on each data rank
     all_rows = -(-groups * config.rollout.n * longest // actor.parallel.cp)
     budget = max(actor.ppo_max_token_len_per_gpu, -(-longest // actor.parallel.cp))
-    return Step(
+    return TrainingStep(
         mesh=mesh,
         tokens=min(budget, all_rows),
         itemsize=_itemsize(config.model.dtype, on_cpu=on_cpu),
@@ -112,14 +112,14 @@ def _step(config: Config, placement: Placement, *, on_cpu: bool, device_bytes: i
     )
 
 
-def _on(step: Step, ranks: int) -> Step:
+def _on(step: TrainingStep, ranks: int) -> TrainingStep:
     """Return ``step`` on another number of ranks."""
     return replace(step, mesh=Mesh(ranks, step.mesh.parallel))
 
 
 def _trainer(
-    config: Config, shape: ModelShape, step: Step, placement: Placement, *, on_cpu: bool, senders: int
-) -> Memory:
+    config: Config, shape: ModelShape, step: TrainingStep, placement: Placement, *, on_cpu: bool, senders: int
+) -> ProcessMemory:
     """``senders``: number of ranks that send weights, of which this is one; 0 if it is not."""
     memory = trainer(shape, step)
     if placement.shared(REF, ACTOR):
@@ -128,9 +128,9 @@ def _trainer(
         memory = memory.beside(critic(shape, step))
     if placement.shared(LOGP, ACTOR) and config.async_training.trigger_parameter_sync_step > 1:
         share = FLOAT * step.mesh.share(shape)
-        copy = Line("weights at the version's start", share, on_host=not on_cpu)
-        now = Line("the present weights, meanwhile", share, on_host=not on_cpu)
-        memory = memory.beside(Memory((copy,), {"log-probs of the version's start": (now,)}))
+        copy = MemoryItem("weights at the version's start", share, on_host=not on_cpu)
+        now = MemoryItem("the present weights, meanwhile", share, on_host=not on_cpu)
+        memory = memory.beside(ProcessMemory((copy,), {"log-probs of the version's start": (now,)}))
     bucket = int(config.rollout.param_update_preduce_bucket_size_mb * MIB)
     served = _served(config, on_cpu=on_cpu)
     keeps = config.param_update.schedule == "overlapped" or config.param_update.encoding == "delta"
@@ -138,7 +138,7 @@ def _trainer(
     return memory.beside(update(shape, served, bucket, senders=senders, copy=keeps, on_cpu=on_cpu, shared=shared))
 
 
-def _replica(config: Config, shape: ModelShape, senders: int, *, on_cpu: bool) -> Memory:
+def _replica(config: Config, shape: ModelShape, senders: int, *, on_cpu: bool) -> ProcessMemory:
     rollout = config.rollout
     context = config.data.max_prompt_length + config.data.max_response_length
     slots = concurrent(config)

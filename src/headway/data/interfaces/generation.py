@@ -58,7 +58,7 @@ class SamplingParams:
 
 @pickled_by_fields
 @dataclass(frozen=True, slots=True)
-class Call:
+class GenerateRequest:
     """One call of the policy: a context, and how to go on with it.
 
     The tokens depend on (run seed, ``trajectory``, ``key``, position in the call, weights) alone.

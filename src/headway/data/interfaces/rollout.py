@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
-from headway.data.interfaces.generation import Call, FinishedCall
+from headway.data.interfaces.generation import FinishedCall, GenerateRequest
 from headway.data.interfaces.weights import PolicyReceiver
 from headway.data.types import TrajectoryId
 from headway.events import DecodeSteps, PrefillSteps, Span
@@ -89,7 +89,7 @@ class RolloutEngine(PolicyReceiver, Protocol):
     slots: int
     """Calls that decode at once (``rollout.max_concurrent``); more wait inside the engine."""
 
-    async def submit(self, client: str, calls: Sequence[Call]) -> None:
+    async def submit(self, client: str, calls: Sequence[GenerateRequest]) -> None:
         """Take all of ``calls`` in one step, or none.
 
         Calls of validation start before waiting ones of training. Raises `DataError` for a context that does not fit,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.data.interfaces.generation import Call, FinishedCall, Priority, SamplingParams
+from headway.data.interfaces.generation import FinishedCall, GenerateRequest, Priority, SamplingParams
 from headway.data.types import FinishReason, SampledTokens, version_spans
 from headway.engines.rollout.randomness import trajectory_key
 from headway.errors import DataError, NonFinite
@@ -23,7 +23,7 @@ from headway.errors import DataError, NonFinite
 class CallRun:
     """State of one call in the engine, from submission to its end."""
 
-    call: Call
+    call: GenerateRequest
     client: str
     """The name under which the call was submitted; results and commands go by it and the call's number."""
     serial: int
@@ -44,7 +44,7 @@ class CallRun:
     @classmethod
     def of(
         cls,
-        call: Call,
+        call: GenerateRequest,
         client: str,
         *,
         seed: int,
@@ -107,7 +107,7 @@ class CallRun:
         )
 
 
-def check_context(call: Call, max_context: int, vocabulary: int) -> None:
+def check_context(call: GenerateRequest, max_context: int, vocabulary: int) -> None:
     """Raise `DataError` if a model of so many tokens cannot go on from a call's context."""
     ids = call.input_ids
     if not 0 < len(ids) < max_context:

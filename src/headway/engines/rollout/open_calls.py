@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from headway.data.interfaces.generation import Call
+from headway.data.interfaces.generation import GenerateRequest
 from headway.engines.rollout.call_run import CallRun
 from headway.errors import DataError
 
@@ -22,7 +22,9 @@ class OpenCalls:
     def __iter__(self) -> Iterator[CallRun]:
         return (run for runs in self._of.values() for run in runs.values())
 
-    def submit(self, client: str, calls: Sequence[Call], check: Callable[[Call, int], CallRun]) -> list[CallRun]:
+    def submit(
+        self, client: str, calls: Sequence[GenerateRequest], check: Callable[[GenerateRequest, int], CallRun]
+    ) -> list[CallRun]:
         """Take all of ``calls``, or none if ``check`` raises.
 
         ``check(call, serial)`` sets up the ``serial``-th call of the engine. Raises `DataError` for a number that an

@@ -25,7 +25,7 @@ from headway.algorithms.advantages import (
 )
 from headway.algorithms.kl import kl_in_reward
 from headway.config.sections.learning import AlgorithmConfig
-from headway.data.collate import Row
+from headway.data.collate import CollatedRow
 from headway.data.types import ColumnName, Outcomes
 from headway.engines.train.episode_rows import Episodes, Get, turn_numbers, turn_states
 from headway.errors import ConfigError, RunError
@@ -52,7 +52,7 @@ class FetchAdvantages:
         )
         self._algorithm = algorithm
 
-    def __call__(self, rows: Sequence[Row], outcomes: Outcomes) -> dict[str, Arrays]:
+    def __call__(self, rows: Sequence[CollatedRow], outcomes: Outcomes) -> dict[str, Arrays]:
         """Compute the ``advantages`` of each row, and ``returns`` where the estimator has a critic.
 
         ``rows`` have the columns that are asked for: ``values``; ``ref_logprobs`` and ``prox_logprobs``. Those of an
@@ -167,15 +167,15 @@ def _rewards_of_turns(
     return placed
 
 
-def _values(row: Row) -> NDArray[np.float32]:
+def _values(row: CollatedRow) -> NDArray[np.float32]:
     return row.columns[ColumnName.VALUES]
 
 
-def _ref_logprobs(row: Row) -> NDArray[np.float32]:
+def _ref_logprobs(row: CollatedRow) -> NDArray[np.float32]:
     return row.columns[ColumnName.REF_LOGPROBS]
 
 
-def _prox_logprobs(row: Row) -> NDArray[np.float32]:
+def _prox_logprobs(row: CollatedRow) -> NDArray[np.float32]:
     return row.columns.get(ColumnName.PROX_LOGPROBS, row.logprobs)
 
 

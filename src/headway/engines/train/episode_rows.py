@@ -16,16 +16,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.data.collate import Row
+from headway.data.collate import CollatedRow
 
-Get = Callable[[Row], NDArray[Any]]
+Get = Callable[[CollatedRow], NDArray[Any]]
 """Function that returns an array [T] of a row."""
 
 
 class Episodes:
     """The episodes of a fetch's rows."""
 
-    def __init__(self, rows: Sequence[Row], episode_of: NDArray[np.int64]) -> None:
+    def __init__(self, rows: Sequence[CollatedRow], episode_of: NDArray[np.int64]) -> None:
         """``episode_of`` [S] has the index of each row's episode, ascending from 0.
 
         Raises:
@@ -74,17 +74,17 @@ class Episodes:
         return np.argsort(np.concatenate([turn_numbers(row)[row.loss_mask] for row in rows]), kind="stable")
 
 
-def turn_numbers(row: Row) -> NDArray[np.int64]:
+def turn_numbers(row: CollatedRow) -> NDArray[np.int64]:
     """The number [T] of the turn that each response token of ``row`` is of; a hole has that of the turn before it."""
     return _of_turns(row, [turn.number for turn in row.turns])
 
 
-def turn_states(row: Row) -> NDArray[np.int64]:
+def turn_states(row: CollatedRow) -> NDArray[np.int64]:
     """The state [T] of the turn that each response token of ``row`` is of; a hole has that of the turn before it."""
     return _of_turns(row, [turn.state for turn in row.turns])
 
 
-def _of_turns(row: Row, values: Sequence[int]) -> NDArray[np.int64]:
+def _of_turns(row: CollatedRow, values: Sequence[int]) -> NDArray[np.int64]:
     if not row.turns:
         return np.zeros(len(row.loss_mask), np.int64)
     starts = [0, *(turn.start for turn in row.turns[1:]), len(row.loss_mask)]

@@ -11,14 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.config.schema import Config
-from headway.data.collate import Row
+from headway.data.collate import CollatedRow
 from headway.data.interfaces.weights import ReceiveReport
 from headway.engines.train.fsdp.device_mesh import TrainMesh
 from headway.engines.train.fsdp.forward_passes import forward_sharded
 from headway.engines.train.fsdp.sharded.shard_boxes import local
 from headway.engines.train.fsdp.sharded.sharding import sharded_policy
 from headway.engines.train.fsdp.sharded.weight_gather import parts_of_files
-from headway.engines.weights.protocols import Incoming
+from headway.engines.weights.protocols import IncomingWeights
 from headway.engines.weights.served.served_memory import WeightMemory
 from headway.engines.weights.served.served_update import BufferedIntake, Updates, outcome
 from headway.engines.weights.served.served_weights import ServedWeights
@@ -43,7 +43,7 @@ class LogProbCopy:
         mesh: TrainMesh,
         name: str,
         manifest: Manifest,
-        receive: Callable[[int, Incoming], None],
+        receive: Callable[[int, IncomingWeights], None],
     ) -> None:
         """Open the model at ``model_path``, which is version 0, in the dtype that the trainer computes in. Collective.
 
@@ -73,7 +73,7 @@ class LogProbCopy:
         """Reason why rows are padded and not packed; None where they are packed."""
         return self._policy.padded
 
-    def proximal_logprobs(self, rows: Sequence[Row], version: int) -> list[NDArray[np.float32]]:
+    def proximal_logprobs(self, rows: Sequence[CollatedRow], version: int) -> list[NDArray[np.float32]]:
         """The [T] float32 log-probs of each row (nats) under ``version``. Raises `RunError` when it serves another."""
         self._weights.check("compute log-probs")
         if self._weights.version != version:
@@ -100,5 +100,5 @@ class LogProbCopy:
         """Stop receiving updates; one that is under way ends by itself."""
         self._updates.close()
 
-    def _logprobs(self, rows: Sequence[Row]) -> list[NDArray[np.float32]]:
+    def _logprobs(self, rows: Sequence[CollatedRow]) -> list[NDArray[np.float32]]:
         return forward_sharded(self._policy, rows, self._packing, self._device)

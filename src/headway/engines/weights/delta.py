@@ -91,7 +91,7 @@ def apply(payload: torch.Tensor, target: torch.Tensor) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Block:
+class _DeltaBlock:
     """One block of a payload, with at least one change."""
 
     index: int
@@ -124,7 +124,7 @@ class _Block:
         return np.unpackbits(self.where.view(np.uint8), bitorder="little").view(np.bool_)
 
 
-def _changed_blocks(payload: _Bytes, nbytes: int) -> Iterator[_Block]:
+def _changed_blocks(payload: _Bytes, nbytes: int) -> Iterator[_DeltaBlock]:
     """The blocks with changes in a delta to ``nbytes`` bytes. That its counts add up is checked before the first."""
     blocks = _block_count(nbytes)
     header = blocks * _COUNT.itemsize
@@ -145,7 +145,7 @@ def _changed_blocks(payload: _Bytes, nbytes: int) -> Iterator[_Block]:
     for index in np.flatnonzero(counts):
         stop, count = stops[index], counts[index]
         middle = stop - count
-        yield _Block(int(index), int(sizes[index]), body[middle - wheres[index] : middle], body[middle:stop])
+        yield _DeltaBlock(int(index), int(sizes[index]), body[middle - wheres[index] : middle], body[middle:stop])
 
 
 def _where(differs: npt.NDArray[np.bool_], places: _Places) -> bytes:

@@ -26,12 +26,12 @@ from headway.data.interfaces.weights import ReceiveReport
 from headway.engines.weights.buckets import Tensors
 from headway.engines.weights.delta import apply
 from headway.engines.weights.digests import RunningDigests, combined, digest
-from headway.engines.weights.protocols import Header, HostCopy, Incoming
+from headway.engines.weights.protocols import Header, HostCopy, IncomingWeights
 from headway.engines.weights.shared_bytes import NOTHING, SharedBytes
 from headway.engines.weights.weight_layout import ALIGNMENT, Manifest, buckets
 from headway.errors import UpdateFailed
 
-Receive = Callable[[Incoming], None]
+Receive = Callable[[IncomingWeights], None]
 """Function that lets one version come in, blocking."""
 Pin = Callable[[torch.Tensor], Callable[[], None]]
 """Function that locks pages of memory, for copies to a device, and returns one that undoes it."""
@@ -62,7 +62,7 @@ class BackBuffer:
         self._holds: int | None = None
         """The version that lies in memory of its own, complete."""
         self._staged: int | None = None
-        self._turn = _Turn()
+        self._turn = _UpdateLock()
         self._mapping = Lock()
 
     @property
@@ -156,7 +156,7 @@ class InPlace:
         self._tensors = tensors
         self._window = window
         self._pinned = pinned
-        self._turn = _Turn()
+        self._turn = _UpdateLock()
 
     def fill(self, version: int, receive: Receive) -> ReceiveReport:
         """Let ``receive`` write ``version`` into the tensors. Report and errors are those of `BackBuffer.fill`."""
@@ -179,7 +179,7 @@ class InPlace:
             self._tensors.write(offset + start, data[start:stop])
 
 
-class _Turn:
+class _UpdateLock:
     """Lock for one update at a time: a second one would mix with the first."""
 
     def __init__(self) -> None:
@@ -196,7 +196,7 @@ class _Turn:
 
 
 class _Version:
-    """One version that is being received (`Incoming`)."""
+    """One version that is being received (`IncomingWeights`)."""
 
     def __init__(
         self, manifest: Manifest, sink: Callable[[Manifest], _Arrival], adopt: Callable[[HostCopy], None]

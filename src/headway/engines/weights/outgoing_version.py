@@ -18,7 +18,7 @@ import torch
 
 from headway.engines.weights.delta import encode
 from headway.engines.weights.digests import RunningDigests, digest
-from headway.engines.weights.protocols import Chunk, Header, Outgoing
+from headway.engines.weights.protocols import Chunk, Header, OutgoingWeights
 from headway.engines.weights.weight_layout import Manifest, buckets
 from headway.errors import UpdateFailed
 from headway.runtime.progress import advance
@@ -117,7 +117,7 @@ class Staged:
         self._gathered = Gathered(time.perf_counter() - started, self._manifest.nbytes, share)
         return self._gathered
 
-    def outgoing(self, version: int, *, to: int | None) -> Outgoing:
+    def outgoing(self, version: int, *, to: int | None) -> OutgoingWeights:
         """Return ``version`` as it is sent to receivers that all hold version ``to`` (None: nothing that is known).
 
         Raises `UpdateFailed` when the copy holds another version.
@@ -125,7 +125,7 @@ class Staged:
         if self.version != version:
             raise UpdateFailed(f"version {version} was to be sent, but the trainer's copy holds version {self.version}")
         deltas = self._deltas if to is not None and to == self._base else {}
-        return _Copy([deltas.get(whole.header.index, whole) for whole in self._whole], self._digests)
+        return _CompleteCopy([deltas.get(whole.header.index, whole) for whole in self._whole], self._digests)
 
     def _chunk_of(self, index: int, offset: int, data: torch.Tensor) -> Chunk:
         if index >= len(self._whole) or (offset, data.numel()) != (
@@ -149,7 +149,7 @@ class Staged:
 
 
 @dataclass(slots=True)
-class _Copy:
+class _CompleteCopy:
     chunks: Sequence[Chunk]
     digests: tuple[int, ...]
     nbytes: int = 0

@@ -3,8 +3,8 @@
     Outgoing ─▶ WeightSender ══ header, payload; header, payload; …; digests ══▶ WeightReceiver ─▶ WeightSink
 
 *Streamed* transports (``broadcast``, ``local``): both ends run at the same time. *Stored* ones (``object_store``,
-``shared_memory``, ``disk``): the sender leaves everything somewhere and returns a `Parcel`; whoever has it can receive,
-until the sender sends the next version.
+``shared_memory``, ``disk``): the sender leaves everything somewhere and returns a `StoredVersion`; whoever has it can
+receive, until the sender sends the next version.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Chunk:
     """The bytes that travel: [payload_nbytes] uint8, on any device."""
 
 
-class Outgoing(Protocol):
+class OutgoingWeights(Protocol):
     """A share of one version to be sent, bucket by bucket. To be iterated once."""
 
     @property
@@ -58,7 +58,7 @@ class Outgoing(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Parcel:
+class StoredVersion:
     """The facts that receivers of a stored version have to know."""
 
     version: int
@@ -92,7 +92,7 @@ class WeightSink(Protocol):
         """End the version, given the ``digests`` of all tensors."""
 
 
-class Incoming(Protocol):
+class IncomingWeights(Protocol):
     """A version that is being received: share by share, or found on this machine."""
 
     @property
@@ -106,7 +106,7 @@ class Incoming(Protocol):
 class WeightSender(Protocol):
     """A trainer rank's end of a transport. Blocking; runs on a worker's own thread."""
 
-    def send(self, version: int, weights: Outgoing) -> Parcel | None:
+    def send(self, version: int, weights: OutgoingWeights) -> StoredVersion | None:
         """Send ``weights`` until every receiver has everything, or return a parcel once they lie where receivers look.
 
         Raises `UpdateFailed` within the transport's timeout when a receiver does not answer, and when what the
@@ -119,7 +119,7 @@ class WeightSender(Protocol):
 class WeightReceiver(Protocol):
     """A receiver's end of a transport. Blocking; runs on a worker's own thread, never on the decoding one."""
 
-    def receive(self, version: int, sink: WeightSink, parcel: Parcel | None) -> None:
+    def receive(self, version: int, sink: WeightSink, parcel: StoredVersion | None) -> None:
         """Put all buckets of ``version`` into ``sink``, in order. ``parcel`` is the sender's, for a stored transport.
 
         Raises `UpdateFailed` within the transport's timeout when the sender does not answer, and when what arrives is

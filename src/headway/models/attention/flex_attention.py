@@ -18,7 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
-from headway.models.attention.packed_layout import Layout
+from headway.models.attention.packed_layout import PackedLayout
 
 VARIANTS = 64
 """Number of variants of a kernel that may be compiled in a process."""
@@ -28,7 +28,7 @@ def flex(
     query: Float[Tensor, "1 H L D"],
     key: Float[Tensor, "1 G L D"],
     value: Float[Tensor, "1 G L E"],
-    layout: Layout,
+    layout: PackedLayout,
     *,
     scale: float,
     window: int | None,
@@ -59,7 +59,7 @@ def flex(
     return result.contiguous()
 
 
-def block_mask(layout: Layout, window: int | None, *, compiled: bool = True) -> BlockMask:
+def block_mask(layout: PackedLayout, window: int | None, *, compiled: bool = True) -> BlockMask:
     """Make the mask of a layout under a ``window``, once for all layers that have it."""
     if window not in layout.masks:
         starts = layout.segments.starts

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from headway.data.trees import Ids, Tree, grow
 from headway.errors import ModelError, boundary, said_by
 from headway.models.attention.packed_attention import NAME
-from headway.models.attention.packed_layout import Layout
+from headway.models.attention.packed_layout import PackedLayout
 from headway.models.pretrained import without_reports
 
 LEAST_HEAD = 16
@@ -120,7 +120,7 @@ def _hidden(lm: PreTrainedModel, row: Ids, device: torch.device) -> Float[Tensor
 
 
 def _packed_hidden(lm: PreTrainedModel, trees: Sequence[Tree], device: torch.device) -> Float[Tensor, "L H"]:
-    layout = Layout.of(trees, device)
+    layout = PackedLayout.of(trees, device)
     ids = torch.from_numpy(np.concatenate([tree.ids for tree in trees])).long().to(device)
     positions = torch.from_numpy(layout.positions).to(device)
     output = lm.base_model(input_ids=ids[None], position_ids=positions[None], layout=layout, use_cache=False)

@@ -22,7 +22,7 @@ from torch.nn.functional import embedding_bag
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from headway.devices import kind_of
-from headway.models.attention.packed_layout import Kind, Layout, Part
+from headway.models.attention.packed_layout import AttentionKind, AttentionPart, PackedLayout
 
 NAME = "headway_packed"
 """Name of this attention among those of `transformers`."""
@@ -38,7 +38,7 @@ def packed_attention(
     value: Float[Tensor, "1 G L E"],
     attention_mask: Tensor | None,
     *,
-    layout: Layout,
+    layout: PackedLayout,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -72,7 +72,7 @@ def _attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    layout: Layout,
+    layout: PackedLayout,
     scale: float,
     sliding_window: int | None,
     softcap: float | None,
@@ -146,7 +146,7 @@ def _add(line: Float[Tensor, "L G D"], places: Places, values: Float[Tensor, "N 
         line.index_copy_(0, places, line.index_select(0, places).add_(values))
 
 
-def _summed(part: Part, values: Float[Tensor, "N G D"]) -> tuple[Places, Float[Tensor, "U G D"]]:
+def _summed(part: AttentionPart, values: Float[Tensor, "N G D"]) -> tuple[Places, Float[Tensor, "U G D"]]:
     """Places of a part's keys, and the sum of the ``values`` of each."""
     if part.sums is None:
         return part.keys, values
@@ -155,14 +155,14 @@ def _summed(part: Part, values: Float[Tensor, "N G D"]) -> tuple[Places, Float[T
     return part.sums.places, sums.unflatten(1, values.shape[1:])
 
 
-def _kept(part: Part, values: Float[Tensor, "B H Q ..."]) -> Float[Tensor, "M H ..."]:
+def _kept(part: AttentionPart, values: Float[Tensor, "B H Q ..."]) -> Float[Tensor, "M H ..."]:
     """Values of the queries that are not dropped, in the order of ``part.places``."""
     flat = values.transpose(1, 2).flatten(0, 1)
     return flat if part.kept is None else flat.index_select(0, part.kept)
 
 
 def _merged(
-    out_LHE: Tensor, lse_LH: Tensor, part: Part, own_MHE: Tensor, own_MH: Tensor
+    out_LHE: Tensor, lse_LH: Tensor, part: AttentionPart, own_MHE: Tensor, own_MH: Tensor
 ) -> tuple[Float[Tensor, "M H E"], Float[Tensor, "M H"]]:
     """Results of a part's queries so far, merged with those of the part itself."""
     so_far_MH = _take(lse_LH, part.places)
@@ -177,7 +177,7 @@ class _Flash(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q_LHD: Tensor, k_LGD: Tensor, v_LGD: Tensor, parts: Sequence[Part], scale: float
+        ctx: Any, q_LHD: Tensor, k_LGD: Tensor, v_LGD: Tensor, parts: Sequence[AttentionPart], scale: float
     ) -> Float[Tensor, "L H D"]:
         tokens, heads, _ = q_LHD.shape
         out_LHD = torch.empty_like(q_LHD, memory_format=torch.contiguous_format)
@@ -188,12 +188,12 @@ class _Flash(torch.autograd.Function):
                 _gather(k_LGD, part.keys, part.items, heads),
                 _gather(v_LGD, part.keys, part.items, heads),
                 0.0,
-                part.kind is Kind.CAUSAL,
+                part.kind is AttentionKind.CAUSAL,
                 attn_mask=_as_dtype(part.mask, q_LHD.dtype),
                 scale=scale,
             )
             own_MHD, own_MH = _kept(part, out), _kept(part, lse.to(lse_LH.dtype))
-            if part.kind is Kind.SUBTREE:
+            if part.kind is AttentionKind.SUBTREE:
                 own_MHD, own_MH = _merged(out_LHD, lse_LH, part, own_MHD, own_MH)
             _put(out_LHD, part.places, own_MHD.to(out_LHD.dtype))
             _put(lse_LH, part.places, own_MH)
@@ -220,11 +220,11 @@ class _Flash(torch.autograd.Function):
                 _gather(out_LHD, part.queries, part.items, heads),
                 lse_BHQ,
                 0.0,
-                part.kind is Kind.CAUSAL,
+                part.kind is AttentionKind.CAUSAL,
                 attn_mask=_as_dtype(part.mask, q_LHD.dtype),
                 scale=ctx.scale,
             )
-            to_queries = _add if part.kind is Kind.SUBTREE else _put
+            to_queries = _add if part.kind is AttentionKind.SUBTREE else _put
             to_queries(grad_q, part.places, _kept(part, of_q).to(grad_q.dtype))
             _add(grad_k, *_summed(part, _as_line(grad_k, of_k)))
             _add(grad_v, *_summed(part, _as_line(grad_v, of_v)))
@@ -235,7 +235,7 @@ def _by_definition(
     q_LHD: Tensor,
     k_LGD: Tensor,
     v_LGE: Tensor,
-    parts: Sequence[Part],
+    parts: Sequence[AttentionPart],
     scale: float,
     softcap: float | None,
     sinks_H: Tensor | None,
@@ -255,13 +255,13 @@ def _by_definition(
             scores = softcap * torch.tanh(scores / softcap)
         if part.mask is not None:
             scores = scores + part.mask
-        elif part.kind is Kind.CAUSAL:
+        elif part.kind is AttentionKind.CAUSAL:
             later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
             scores = scores.masked_fill(later, -math.inf)
         lse = scores.logsumexp(-1)
         values = _gather(v_LGE, part.keys, part.items, heads).to(dtype)
         own_MHE, own_MH = _kept(part, (scores - lse.unsqueeze(-1)).exp() @ values), _kept(part, lse)
-        if part.kind is Kind.SUBTREE:
+        if part.kind is AttentionKind.SUBTREE:
             own_MHE, own_MH = _merged(out_LHE, lse_LH, part, own_MHE, own_MH)
         out_LHE = _replaced(out_LHE, part.places, own_MHE)
         lse_LH = _replaced(lse_LH, part.places, own_MH)

@@ -44,7 +44,7 @@ PIECE = 256
 """Number of queries in a piece of a segment that is longer than a layer's window."""
 
 
-class Kind(Enum):
+class AttentionKind(Enum):
     CAUSAL = auto()
     VIEW = auto()
     SUBTREE = auto()
@@ -54,7 +54,7 @@ class Kind(Enum):
 class Item:
     """Queries and the keys that they attend to."""
 
-    kind: Kind
+    kind: AttentionKind
     queries: Places
     """Places of the queries in the line."""
     keys: Places
@@ -80,10 +80,10 @@ class Sums:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class AttentionPart:
     """Items that are computed in one call. Padding repeats an item's last token, and is dropped."""
 
-    kind: Kind
+    kind: AttentionKind
     items: int
     queries: Int[Tensor, " BQ"] | slice
     """Places of the queries in the line, B times Q; a slice where they lie one behind the other."""
@@ -102,14 +102,14 @@ class Part:
 
 
 @dataclass(eq=False, slots=True)
-class Layout:
+class PackedLayout:
     """Layout of one packed line of L tokens."""
 
     segments: Segments
     positions: Places
     """Position of each token in its rows, [L]."""
     device: torch.device
-    windows: dict[int | None, list[Part]] = field(default_factory=dict)
+    windows: dict[int | None, list[AttentionPart]] = field(default_factory=dict)
     """The parts that were made so far, by the window of the layers that asked for them."""
     masks: dict[int | None, Any] = field(default_factory=dict)
     """The masks that FlexAttention was given so far, by the window."""
@@ -117,12 +117,12 @@ class Layout:
     """Ranks that divide the line; None where each has all of it."""
 
     @classmethod
-    def of(cls, trees: Sequence[Tree], device: torch.device, ranks: SequenceRanks | None = None) -> Layout:
+    def of(cls, trees: Sequence[Tree], device: torch.device, ranks: SequenceRanks | None = None) -> PackedLayout:
         """Make the layout of a line of ``trees``, one behind the other."""
         positions = np.concatenate([tree.positions for tree in trees])
         return cls(Segments.join([tree.segments for tree in trees]), positions, device, ranks=ranks)
 
-    def parts(self, window: int | None) -> list[Part]:
+    def parts(self, window: int | None) -> list[AttentionPart]:
         """Parts of attention under a sliding ``window``: a token sees those less than so many positions before it.
 
         What covers each token, ``causal`` or ``view``, comes before the subtrees.
@@ -189,7 +189,7 @@ def _rows(root: int, following: int, segments: Segments, stops: Places) -> list[
     done = int(segments.starts[root])  # tokens before it are some row's already
     for segment, _, path in _paths(root, following, segments, stops):
         if segments.ends[segment] == stops[segment]:
-            items.append(Item(Kind.CAUSAL, path, path, dropped=int(np.searchsorted(path, done))))
+            items.append(Item(AttentionKind.CAUSAL, path, path, dropped=int(np.searchsorted(path, done))))
             done = int(stops[segment])
     return items
 
@@ -202,9 +202,9 @@ def _segments(root: int, following: int, segments: Segments, stops: Places) -> l
         levels[segment] = level = levels[int(segments.parents[segment])] + 1
         stop, end = int(stops[segment]), int(segments.ends[segment])
         own = np.arange(segments.starts[segment], stop)
-        items.append(Item(Kind.CAUSAL, own, own))
+        items.append(Item(AttentionKind.CAUSAL, own, own))
         if end > stop:
-            items.append(Item(Kind.SUBTREE, np.arange(stop, end), own, level=level))
+            items.append(Item(AttentionKind.SUBTREE, np.arange(stop, end), own, level=level))
     return items
 
 
@@ -218,7 +218,7 @@ def _views(root: int, following: int, segments: Segments, stops: Places, window:
             queries = own[first : first + step]
             oldest = 0 if window is None else max(0, depth + first - window + 1)
             keys = path[oldest : depth + first + len(queries)]
-            items.append(Item(Kind.VIEW, queries, keys, before=depth + first - oldest))
+            items.append(Item(AttentionKind.VIEW, queries, keys, before=depth + first - oldest))
     return items
 
 
@@ -246,7 +246,7 @@ def _shape(item: Item) -> tuple[int, int, int]:
     return len(item.queries), len(item.keys), item.before
 
 
-def _part(kind: Kind, items: Sequence[Item], window: int | None, device: torch.device) -> Part:
+def _part(kind: AttentionKind, items: Sequence[Item], window: int | None, device: torch.device) -> AttentionPart:
     query_lengths = np.array([len(item.queries) for item in items])
     key_lengths = np.array([len(item.keys) for item in items])
     queries_BQ, keys_BK = _padded([item.queries for item in items]), _padded([item.keys for item in items])
@@ -254,19 +254,19 @@ def _part(kind: Kind, items: Sequence[Item], window: int | None, device: torch.d
     column = np.arange(wide)
     kept_BQ = (column < query_lengths[:, None]) & (column >= np.array([[item.dropped] for item in items]))
     seen = None
-    if kind is Kind.VIEW:
+    if kind is AttentionKind.VIEW:
         # Padding sees what the item's last query does, whose place it has.
         last = np.minimum(column, query_lengths[:, None] - 1)
         at_BQ1 = (last + np.array([[item.before] for item in items]))[..., None]
         seen = np.arange(long) <= at_BQ1
         if window is not None:
             seen &= np.arange(long) > at_BQ1 - window
-    elif kind is Kind.SUBTREE and (key_lengths < long).any():
+    elif kind is AttentionKind.SUBTREE and (key_lengths < long).any():
         seen = np.broadcast_to((np.arange(long) < key_lengths[:, None])[:, None], (len(items), wide, long))
 
     dropping = not kept_BQ.all()
     keys = _places(keys_BK.reshape(-1), device)
-    return Part(
+    return AttentionPart(
         kind=kind,
         items=len(items),
         queries=_places(queries_BQ.reshape(-1), device),

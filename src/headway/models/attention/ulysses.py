@@ -42,12 +42,12 @@ class SequenceRanks:
         heads = line.shape[1]
         if heads % self.size:
             line = line.repeat_interleave(self.size // gcd(heads, self.size), dim=1)
-        exchanged: Tensor = _Exchange.apply(line, 1, 2, self.group)  # type: ignore[no-untyped-call]
+        exchanged: Tensor = _AllToAll.apply(line, 1, 2, self.group)  # type: ignore[no-untyped-call]
         return exchanged
 
     def to_tokens(self, line: Float[Tensor, "1 L h D"]) -> Float[Tensor, "1 l H D"]:
         """Give up tokens for heads: all heads of this rank's tokens."""
-        exchanged: Tensor = _Exchange.apply(line, 1, 2, self.group)  # type: ignore[no-untyped-call]
+        exchanged: Tensor = _AllToAll.apply(line, 1, 2, self.group)  # type: ignore[no-untyped-call]
         return exchanged
 
     def own_heads(self, of_heads: Float[Tensor, " H"]) -> Float[Tensor, " h"]:
@@ -63,7 +63,7 @@ class SequenceRanks:
         return joined
 
 
-class _Exchange(torch.autograd.Function):
+class _AllToAll(torch.autograd.Function):
     """Scatter one dimension over the ranks, and gather another from them."""
 
     @staticmethod
@@ -77,7 +77,7 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _Exchange.apply(grads[0], *ctx.args), None, None, None  # type: ignore[no-untyped-call]
+        return _AllToAll.apply(grads[0], *ctx.args), None, None, None  # type: ignore[no-untyped-call]
 
 
 class _Joined(torch.autograd.Function):

@@ -32,7 +32,7 @@ MOST_BYTES = 8 * 2**20
 Record = dict[str, Any]
 
 
-class Texts(Protocol):
+class TokenDecoder(Protocol):
     """Text of token ids, special tokens included."""
 
     def text(self, ids: Sequence[int]) -> str:
@@ -48,11 +48,11 @@ class SampleOutlet:
 
     keep: Callable[[Record], None]
     """Function that takes a record, which is JSON. Must return at once and never raise."""
-    texts: Texts
+    texts: TokenDecoder
 
 
 @dataclass(slots=True)
-class _Drawn:
+class _DrawnGroup:
     """A drawn group that is under way. Times are seconds on the event clock."""
 
     number: int
@@ -83,7 +83,7 @@ class Samples:
         self._share = share
         self._problems = problems
         self._n = n
-        self._open: dict[int, _Drawn] = {}
+        self._open: dict[int, _DrawnGroup] = {}
         self._numbers: dict[GroupId, int] = {}
         """Numbers of the groups in `_open`, by identity."""
 
@@ -96,7 +96,7 @@ class Samples:
     def admitted(self, number: int, prompt: Prompt, time: float) -> None:
         """Note that a group was admitted for ``prompt``, drawn or not."""
         if self.draws(number):
-            self._open[number] = _Drawn(number, prompt, time)
+            self._open[number] = _DrawnGroup(number, prompt, time)
             self._numbers[_identity(prompt)] = number
 
     def generated(self, number: int, episodes: Sequence[Trajectory], time: float) -> None:
@@ -158,7 +158,7 @@ class Samples:
 
     # ---------------------------------------------------------------------------------------- records
 
-    def _group(self, drawn: _Drawn, ended: Mapping[str, Any], version: int, time: float) -> Record:
+    def _group(self, drawn: _DrawnGroup, ended: Mapping[str, Any], version: int, time: float) -> Record:
         rows: dict[int, list[TrainedRow]] = {}
         for row in drawn.rows:
             rows.setdefault(row.episode.k, []).append(row)
@@ -179,7 +179,7 @@ class Samples:
             "episodes": [self._episode(t, drawn, rows.get(t.id.k, [])) for t in drawn.episodes],
         }
 
-    def _episode(self, t: Trajectory, drawn: _Drawn, rows: Sequence[TrainedRow]) -> Record:
+    def _episode(self, t: Trajectory, drawn: _DrawnGroup, rows: Sequence[TrainedRow]) -> Record:
         reward, parts = drawn.scores.get(t.id.k, (None, {}))
         return {
             **_said(t, reward, parts),

@@ -55,7 +55,7 @@ class WindowState(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class WindowLines:
     """Lines for whoever asked for a window, as it goes on. Nobody has to read them."""
 
     _lines: asyncio.Queue[str | HeadwayError | None] = field(default_factory=asyncio.Queue)
@@ -150,7 +150,7 @@ class ProfileWindow:
 
     # ------------------------------------------------------------------------------------------ whoever asks
 
-    def ask(self, *, versions: int, seconds: float) -> Told:
+    def ask(self, *, versions: int, seconds: float) -> WindowLines:
         """Ask for a window of so many ``versions`` from the next one on, of at most so many ``seconds``.
 
         It opens and closes whether anybody reads what it tells or not. Raises `UserError` where that cannot be.
@@ -171,7 +171,7 @@ class ProfileWindow:
             )
         if not self._processes():
             raise UserError(f"this run has nothing to profile{f': {self._remark}' if self._remark else ''}")
-        told = Told()
+        told = WindowLines()
         if self._remark:
             told.say(self._remark)
         told.say(f"the window opens with version {first}, when version {self._version} is trained")
@@ -181,7 +181,7 @@ class ProfileWindow:
 
     # ------------------------------------------------------------------------------------------ the window
 
-    async def _end_told(self, taking: Coroutine[Any, Any, None], told: Told) -> None:
+    async def _end_told(self, taking: Coroutine[Any, Any, None], told: WindowLines) -> None:
         """Run a window to its end, whatever that is, and say it."""
         failure: HeadwayError | None = RunError("the run was left before the profile was written")
         try:
@@ -196,7 +196,7 @@ class ProfileWindow:
             self._state = WindowState.IDLE
             told.end(failure)
 
-    async def _take(self, first: int, versions: int, seconds: float, told: Told) -> None:
+    async def _take(self, first: int, versions: int, seconds: float, told: WindowLines) -> None:
         await self._changed.until(lambda: self._over or self._version >= first)
         if self._over:
             raise RunError(f"the run ended before version {first} began: there is no profile")
@@ -253,7 +253,7 @@ class ProfileWindow:
         names = chain([f"version-{version}"], (f"version-{version}-{number}" for number in count(2)))
         return next(folder for name in names if not (folder := self._folder / name).exists())
 
-    async def _written(self, processes: Sequence[Profiled], folder: Path, told: Told) -> list[str]:
+    async def _written(self, processes: Sequence[Profiled], folder: Path, told: WindowLines) -> list[str]:
         """Write the traces, one after another, since each may be large. Returns the names of those that are there."""
         origin = time.time() - self._since_first(now())
         files: list[str] = []

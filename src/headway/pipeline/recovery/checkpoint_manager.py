@@ -21,7 +21,7 @@ from headway.pipeline.admission.pipeline_state import now
 from headway.pipeline.recovery.driver_state import DriverState, Taken
 
 
-class Boundaries:
+class CheckpointManager:
     """Version boundaries of one run, and the checkpoints of some of them."""
 
     def __init__(self, driver: DriverState, trainer: TrainEngine, checkpoints: Path, timeouts: Timeouts) -> None:

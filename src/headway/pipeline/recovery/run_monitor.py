@@ -11,11 +11,11 @@ from headway.data.interfaces.rollout import EngineStats
 from headway.errors import StallError
 from headway.events import Emit, Event, ReplicaActivity
 from headway.pipeline.admission.pipeline_state import now
-from headway.pipeline.episode_workers import Keepers
+from headway.pipeline.episode_workers import EpisodeWorkers
 from headway.pipeline.recovery.liveness import SHORTEST_S, ask
 from headway.pipeline.stage import Stage, State
-from headway.pipeline.update.replica_pool import Fleet
-from headway.pipeline.weight_receiver import Gone, Replica
+from headway.pipeline.update.replica_pool import ReplicaPool
+from headway.pipeline.weight_receiver import Replica, WorkerUnavailable
 from headway.runtime.progress import Living, OpenWork
 from headway.runtime.task_groups import concurrently
 
@@ -53,8 +53,8 @@ class Monitor:
 
     def __init__(
         self,
-        fleet: Fleet,
-        keepers: Keepers,
+        fleet: ReplicaPool,
+        keepers: EpisodeWorkers,
         stages: Sequence[Stage[Any, Any]],
         movement: Movement,
         emit: Emit,
@@ -111,7 +111,7 @@ class Monitor:
     async def _report_one(self, replica: Replica) -> None:
         try:
             stats = await replica.stats()
-        except Gone as gone:
+        except WorkerUnavailable as gone:
             await self._fleet.lose(gone)
         else:
             self._emit(activity(replica.name, stats))
@@ -128,7 +128,7 @@ class Monitor:
                 f"{replica.name} answers, but computed no token for {silent_s:.0f} s while {calls} of its calls were "
                 "open: its engine hangs. Its log may say why; where a step takes so long, raise param_update.timeout_s"
             )
-            await self._fleet.lose(Gone(replica, StallError(why)))
+            await self._fleet.lose(WorkerUnavailable(replica, StallError(why)))
 
     def who_waits(self) -> str:
         """Describe the waits of all stages: ``ActorTrain waits for groups from the message queue; Generate …``."""

@@ -37,7 +37,7 @@ Replace = Callable[[str], Coroutine[Any, Any, M]]
 
 
 class Members(Protocol[M]):
-    """Members of a run that come and go: its replicas (`Fleet`), or its keepers (`Keepers`)."""
+    """Members of a run that come and go: its replicas (`ReplicaPool`), or its keepers (`EpisodeWorkers`)."""
 
     lost: Channel[str]
     """Names of those that are gone."""

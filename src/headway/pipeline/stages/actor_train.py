@@ -29,13 +29,13 @@ from headway.pipeline.admission.pipeline_state import RunState, now
 from headway.pipeline.batch_preparation import Preparation
 from headway.pipeline.channel import Channel
 from headway.pipeline.critic_turns import Critic
-from headway.pipeline.episode_workers import Keepers
+from headway.pipeline.episode_workers import EpisodeWorkers
 from headway.pipeline.observing.nonfinite import SkippedSteps
 from headway.pipeline.observing.off_policy_guard import Guard
-from headway.pipeline.recovery.checkpoint_manager import Boundaries
+from headway.pipeline.recovery.checkpoint_manager import CheckpointManager
 from headway.pipeline.stage import Stage
-from headway.pipeline.update.colocation_lease import Lease
-from headway.pipeline.update.replica_pool import Fleet
+from headway.pipeline.update.colocation_lease import ColocationLease
+from headway.pipeline.update.replica_pool import ReplicaPool
 
 COLUMNS = (ColumnName.ADVANTAGES, ColumnName.REF_LOGPROBS, ColumnName.PROX_LOGPROBS)
 """Names of the columns that the loss may read."""
@@ -44,7 +44,7 @@ SHOWN_COLUMNS = (*COLUMNS, ColumnName.VALUES, ColumnName.RETURNS)
 
 
 @dataclass(slots=True)
-class Update:
+class PendingUpdate:
     """Update to ``version``, which the trainer has reached. The trainer goes on when the update is released."""
 
     version: int
@@ -85,23 +85,23 @@ class Resumed:
     version: int
 
 
-class ActorTrain(Stage[Fetch | Resumed, Update]):
+class ActorTrain(Stage[Fetch | Resumed, PendingUpdate]):
     waits_for_output = "ParamUpdate"
 
     def __init__(
         self,
         state: RunState,
         input: FetchSource,
-        output: Channel[Update],
+        output: Channel[PendingUpdate],
         trainer: TrainEngine,
         preparation: Preparation,
         settings: TrainSettings,
         *,
-        lease: Lease,
-        fleet: Fleet,
-        keepers: Keepers,
+        lease: ColocationLease,
+        fleet: ReplicaPool,
+        keepers: EpisodeWorkers,
         guard: Guard,
-        boundaries: Boundaries,
+        boundaries: CheckpointManager,
         turn: asyncio.Lock,
         critic: Critic | None = None,
         to_critic: Channel[Fetch] | None = None,
@@ -153,15 +153,15 @@ class ActorTrain(Stage[Fetch | Resumed, Update]):
             self._emit(FetchTaken(time=now(), fetch=fetch.index, version=fetch.version, numbers=numbers, waited=waited))
         return fetch
 
-    async def process_data(self, item: Fetch | Resumed) -> AsyncGenerator[Update, None]:
+    async def process_data(self, item: Fetch | Resumed) -> AsyncGenerator[PendingUpdate, None]:
         async with self._turn, aclosing(self._work_on(item)) as updates:
             async for update in updates:
                 yield update
 
-    async def _work_on(self, item: Fetch | Resumed) -> AsyncGenerator[Update, None]:
+    async def _work_on(self, item: Fetch | Resumed) -> AsyncGenerator[PendingUpdate, None]:
         if isinstance(item, Resumed):
             await self._lease.to_train(self._waiting_within, new_weights=True)
-            yield Update(item.version)
+            yield PendingUpdate(item.version)
             await self._lease.to_generate(self._waiting_within)
             return
         fetch = item
@@ -184,13 +184,13 @@ class ActorTrain(Stage[Fetch | Resumed, Update]):
             if oldest is not None and self._state.trains_more:  # what is queued is dropped when it would be taken
                 await self._keepers.abort_older_than(oldest)
                 await self._fleet.abort_older_than(oldest)
-            yield Update(version)
+            yield PendingUpdate(version)
             if self._settings.save_freq > 0 and version % self._settings.save_freq == 0 and self._state.trains_more:
                 await self._boundaries.save(version)
         # Not in a finally: a trainer that failed ends the run, and no engine must wake up on its devices.
         await self._lease.to_generate(self._waiting_within)
 
-    async def send_output_data(self, update: Update) -> bool:
+    async def send_output_data(self, update: PendingUpdate) -> bool:
         if not await super().send_output_data(update):
             return False
         await update.until_released()

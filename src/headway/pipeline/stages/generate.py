@@ -18,11 +18,11 @@ from headway.pipeline.admission.ledger import Fate
 from headway.pipeline.admission.nothing_to_train import EPISODE_FAILED
 from headway.pipeline.admission.pipeline_state import RunState, now
 from headway.pipeline.channel import Channel
-from headway.pipeline.episode_workers import Keepers, Share
+from headway.pipeline.episode_workers import EpisodeWorkers, Share
 from headway.pipeline.observing.episode_troubles import EpisodeTroubles
 from headway.pipeline.stage import Stage
 from headway.pipeline.stages.prompt_loader import Wave
-from headway.pipeline.update.pause_controller import Halts
+from headway.pipeline.update.pause_controller import PauseController
 
 
 class Generate(Stage[Share, Group]):
@@ -35,8 +35,8 @@ class Generate(Stage[Share, Group]):
         state: RunState,
         input: Channel[Wave],
         output: Channel[Group],
-        keepers: Keepers,
-        halts: Halts,
+        keepers: EpisodeWorkers,
+        halts: PauseController,
         *,
         n: int,
         min_episodes: int = 1,

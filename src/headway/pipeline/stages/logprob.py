@@ -20,7 +20,7 @@ from headway.pipeline.admission.fetches import Fetch, FetchSource
 from headway.pipeline.admission.pipeline_state import RunState
 from headway.pipeline.channel import Channel
 from headway.pipeline.stage import Stage
-from headway.pipeline.update.replica_pool import Fleet
+from headway.pipeline.update.replica_pool import ReplicaPool
 
 
 class LogProb(Stage[Fetch, Fetch]):
@@ -28,7 +28,7 @@ class LogProb(Stage[Fetch, Fetch]):
     waits_for_output = "ActorTrain"
 
     def __init__(
-        self, state: RunState, input: FetchSource, output: Channel[Fetch], engine: ProximalEngine, fleet: Fleet
+        self, state: RunState, input: FetchSource, output: Channel[Fetch], engine: ProximalEngine, fleet: ReplicaPool
     ) -> None:
         super().__init__(state.emit, input, output)
         self._state = state

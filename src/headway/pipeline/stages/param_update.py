@@ -31,18 +31,18 @@ from headway.events import UpdateFinished, UpdateSuperseded
 from headway.pipeline.admission.pipeline_state import RunState, now
 from headway.pipeline.channel import Channel
 from headway.pipeline.stage import Stage
-from headway.pipeline.stages.actor_train import Update
-from headway.pipeline.update.pause_controller import Halts
-from headway.pipeline.update.replica_pool import Fleet
+from headway.pipeline.stages.actor_train import PendingUpdate
+from headway.pipeline.update.pause_controller import PauseController
+from headway.pipeline.update.replica_pool import ReplicaPool
 from headway.pipeline.update.version_transfer import Delivered, Transfer
 from headway.pipeline.update.weight_loading import Load, Loading, Probe
 from headway.pipeline.validation_workers import Validation, Validators
-from headway.pipeline.weight_receiver import Receiver, Replica
+from headway.pipeline.weight_receiver import ReceiverClient, Replica
 from headway.runtime.task_groups import concurrently
 
 
 @dataclass(frozen=True, slots=True)
-class Published:
+class PublishedVersion:
     """Result of publishing a version: every receiver serves it, or skipped it."""
 
     gather_s: float
@@ -55,7 +55,9 @@ class Schedule(ABC):
     """Schedule of an update: how a version's weights get to the receivers, and when the trainer may go on."""
 
     @abstractmethod
-    async def publish(self, update: Update, receivers: Callable[[], Sequence[Receiver]]) -> Published:
+    async def publish(
+        self, update: PendingUpdate, receivers: Callable[[], Sequence[ReceiverClient]]
+    ) -> PublishedVersion:
         """Transfer ``update``, load it on all that ``receivers`` gives, and release it when the trainer may go on."""
 
 
@@ -65,7 +67,9 @@ class Synchronous(Schedule):
         self._transfer = transfer
         self._loading = loading
 
-    async def publish(self, update: Update, receivers: Callable[[], Sequence[Receiver]]) -> Published:
+    async def publish(
+        self, update: PendingUpdate, receivers: Callable[[], Sequence[ReceiverClient]]
+    ) -> PublishedVersion:
         version, to = update.version, receivers()
         await self._loading.make_ready(to)
         delivered = await self._transfer.together(self._trainer, version, to)
@@ -73,7 +77,7 @@ class Synchronous(Schedule):
             self._loading.load(receiver, version, delivered.probe) for receiver in delivered.receivers
         )
         update.release()
-        return Published(delivered.gather_s, _known(loads), delivered.full_nbytes, delivered.changed)
+        return PublishedVersion(delivered.gather_s, _known(loads), delivered.full_nbytes, delivered.changed)
 
 
 class Overlapped(Schedule):
@@ -88,14 +92,16 @@ class Overlapped(Schedule):
         self._turns: dict[str, asyncio.Lock] = {}
         """Locks by copy, so that each gets one delivery at a time, in order of versions."""
 
-    async def publish(self, update: Update, receivers: Callable[[], Sequence[Receiver]]) -> Published:
+    async def publish(
+        self, update: PendingUpdate, receivers: Callable[[], Sequence[ReceiverClient]]
+    ) -> PublishedVersion:
         if update.version == self._newest:  # the copy has it
             gathered = replace(self._gathered, gather_s=0.0)
         else:
             self._newest = update.version  # before gather: what has not begun by now must not read the copy any more
             self._gathered = gathered = await self._transfer.gather(self._trainer, update.version)
         update.release()
-        by_copy: dict[str, list[Receiver]] = {}
+        by_copy: dict[str, list[ReceiverClient]] = {}
         for receiver in receivers():
             by_copy.setdefault(receiver.copy, []).append(receiver)
         deliveries = await concurrently(
@@ -103,10 +109,10 @@ class Overlapped(Schedule):
         )
         full_nbytes = max((one.full_nbytes for one, _ in deliveries if one.full_nbytes is not None), default=None)
         loads = [load for _, loaded in deliveries for load in loaded]
-        return Published(gathered.gather_s, _known(loads), full_nbytes, gathered.changed)
+        return PublishedVersion(gathered.gather_s, _known(loads), full_nbytes, gathered.changed)
 
     async def _deliver(
-        self, copy: str, receivers: Sequence[Receiver], version: int, probe: Probe | None
+        self, copy: str, receivers: Sequence[ReceiverClient], version: int, probe: Probe | None
     ) -> tuple[Delivered, Sequence[Load | None]]:
         async with self._turns.setdefault(copy, asyncio.Lock()):
             loaded = self._state.staleness.loaded
@@ -121,7 +127,7 @@ class Overlapped(Schedule):
             loads = (self._loading.load(receiver, version, probe) for receiver in delivered.receivers)
             return delivered, await concurrently(loads)
 
-    def _are_overtaken(self, receivers: Sequence[Receiver], version: int) -> bool:
+    def _are_overtaken(self, receivers: Sequence[ReceiverClient], version: int) -> bool:
         if version == self._newest:
             return False
         for receiver in receivers:
@@ -133,18 +139,18 @@ def _known(loads: Iterable[Load | None]) -> list[Load]:
     return [load for load in loads if load is not None]
 
 
-class ParamUpdate(Stage[Update, Validation]):
+class ParamUpdate(Stage[PendingUpdate, Validation]):
     concurrency = None
     waits_for_input = "ActorTrain"
 
     def __init__(
         self,
         state: RunState,
-        input: Channel[Update],
+        input: Channel[PendingUpdate],
         output: Channel[Validation],
         trainer: TrainEngine,
-        fleet: Fleet,
-        halts: Halts,
+        fleet: ReplicaPool,
+        halts: PauseController,
         validators: Validators,
         turn: asyncio.Lock,
         *,
@@ -180,7 +186,7 @@ class ParamUpdate(Stage[Update, Validation]):
         """Prepare to publish ``version`` first, and to order its validation if due: the result is not known."""
         self._validated = max(0, version - 1)
 
-    async def process_data(self, update: Update) -> AsyncGenerator[Validation, None]:
+    async def process_data(self, update: PendingUpdate) -> AsyncGenerator[Validation, None]:
         started = now()
         published = await self._schedule.publish(update, lambda: self._fleet.receivers)
         released = update.released_at if update.released_at is not None else now()
@@ -211,7 +217,7 @@ class ParamUpdate(Stage[Update, Validation]):
             await self._state.changed.until(lambda: self._fleet.needs_version)
             async with self._turn:
                 if self._fleet.needs_version:
-                    await self._schedule.publish(Update(self._state.version), lambda: self._fleet.joining)
+                    await self._schedule.publish(PendingUpdate(self._state.version), lambda: self._fleet.joining)
 
     def close_output(self) -> None:
         super().close_output()

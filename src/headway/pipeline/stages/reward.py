@@ -22,7 +22,7 @@ from headway.pipeline.admission.ledger import Fate
 from headway.pipeline.admission.message_queue import MessageQueue
 from headway.pipeline.admission.pipeline_state import RunState, now
 from headway.pipeline.channel import Channel
-from headway.pipeline.group_scoring import GivenUp, Scoring
+from headway.pipeline.group_scoring import Scoring, ScoringAbandoned
 from headway.pipeline.observing.equal_rewards import EqualRewards, FilteredGroups
 from headway.pipeline.stage import Stage
 
@@ -67,7 +67,7 @@ class Reward(Stage[Group, Group]):
     async def process_data(self, group: Group) -> AsyncGenerator[Group, None]:
         try:
             scores = await self._reward.score(group.prompt, group.trajectories)
-        except GivenUp as given_up:
+        except ScoringAbandoned as given_up:
             self._state.drop_unscored(group.number, str(given_up))
             return
         except ScoringFailed as failure:

@@ -36,8 +36,8 @@ from headway.pipeline.admission.nothing_to_train import (
 from headway.pipeline.admission.pipeline_state import RunState, now
 from headway.pipeline.channel import Channel
 from headway.pipeline.conditions import Signal
-from headway.pipeline.episode_workers import Keepers
-from headway.pipeline.group_scoring import GivenUp, Scoring
+from headway.pipeline.episode_workers import EpisodeWorkers
+from headway.pipeline.group_scoring import Scoring, ScoringAbandoned
 from headway.pipeline.stage import Stage
 from headway.pipeline.validation_workers import Validation, Validators
 from headway.runtime.task_groups import Tasks, concurrently, failing_as_one
@@ -55,7 +55,7 @@ class Validate(Stage[Validation, None]):
         state: RunState,
         input: Channel[Validation],
         validators: Validators,
-        keepers: Keepers,
+        keepers: EpisodeWorkers,
         prompts: Sequence[Prompt],
         reward: Scoring,
         *,
@@ -102,7 +102,7 @@ class Validate(Stage[Validation, None]):
         reported = self._reported
         try:
             await self._validate(validation, before)
-        except GivenUp:
+        except ScoringAbandoned:
             text = f"version {validation.version} was not validated: the run ends, and the scores did not come"
             self._emit(Note(time=now(), level="info", text=text))
         finally:
@@ -174,7 +174,7 @@ class Validate(Stage[Validation, None]):
         scored.clear()
         answers: list[FinishedGroup] = []
         scoring: list[asyncio.Task[Score]] = []
-        timeouts = Timeouts() if first else None
+        timeouts = ValidationTimeouts() if first else None
         replica = validation.replica
 
         async def take(made: AsyncGenerator[FinishedGroup, None]) -> None:
@@ -208,7 +208,9 @@ class Validate(Stage[Validation, None]):
         self._validators.let_go(validation)  # it may load again while scores come in
         return [(answer, await score) for answer, score in zip(answers, scoring, strict=True)]
 
-    async def _score(self, finished: FinishedGroup, timeouts: Timeouts | None, scored: dict[int, Scores]) -> Score:
+    async def _score(
+        self, finished: FinishedGroup, timeouts: ValidationTimeouts | None, scored: dict[int, Scores]
+    ) -> Score:
         prompt = self._prompts[finished.number]
         made = [t for t in finished.trajectories if t.failure is None]
         score: Score
@@ -218,7 +220,7 @@ class Validate(Stage[Validation, None]):
             scores = await self._reward.score(prompt, made)
             score = float(scores.rewards.mean())
             scored[finished.number] = scores
-        except GivenUp:
+        except ScoringAbandoned:
             raise
         except ScoringFailed as failure:
             score = failure
@@ -227,7 +229,7 @@ class Validate(Stage[Validation, None]):
         return score
 
 
-class Timeouts:
+class ValidationTimeouts:
     """Detector of a first validation in which every problem scored so far timed out."""
 
     def __init__(self) -> None:

@@ -17,13 +17,13 @@ from typing import Protocol
 from headway.events import LeaseChanged
 from headway.pipeline.admission.pipeline_state import RunState, now
 from headway.pipeline.stage import WaitingFor
-from headway.pipeline.update.pause_controller import Halts
-from headway.pipeline.update.replica_pool import Fleet
-from headway.pipeline.weight_receiver import Gone, Replica
+from headway.pipeline.update.pause_controller import PauseController
+from headway.pipeline.update.replica_pool import ReplicaPool
+from headway.pipeline.weight_receiver import Replica, WorkerUnavailable
 from headway.runtime.task_groups import concurrently
 
 
-class Lease(Protocol):
+class ColocationLease(Protocol):
     async def to_train(self, waiting_for: WaitingFor, *, new_weights: bool) -> None:
         """Wait until nothing else computes on the trainer's devices. Call it only with complete input in hand.
 
@@ -45,7 +45,7 @@ class OwnDevices:
 class SharedDevices:
     """Lease of one group of devices, which generation has unless training asks for it."""
 
-    def __init__(self, state: RunState, fleet: Fleet, halts: Halts) -> None:
+    def __init__(self, state: RunState, fleet: ReplicaPool, halts: PauseController) -> None:
         self._state = state
         self._fleet = fleet
         self._halts = halts
@@ -67,7 +67,7 @@ class SharedDevices:
             with waiting_for(f"{replica.name} to {self._halts.policy} and give the devices back"):
                 halt = await self._halts.halt(replica, "lease")
                 await replica.sleep(keep_weights=keep_weights)
-        except Gone as gone:
+        except WorkerUnavailable as gone:
             await self._fleet.lose(gone)
             return 0.0
         return halt.validation_s
@@ -77,5 +77,5 @@ class SharedDevices:
             with waiting_for(f"{replica.name} to wake up"):
                 await replica.wake()
                 await self._halts.release(replica, "lease")
-        except Gone as gone:
+        except WorkerUnavailable as gone:
             await self._fleet.lose(gone)

@@ -17,8 +17,8 @@ from headway.data.interfaces.rollout import OnUpdate, RolloutEngine
 from headway.events import ReplicaHalted
 from headway.pipeline.admission.pipeline_state import RunState, now
 from headway.pipeline.conditions import Gate
-from headway.pipeline.episode_workers import Keepers
-from headway.pipeline.weight_receiver import Gone, Replica
+from headway.pipeline.episode_workers import EpisodeWorkers
+from headway.pipeline.weight_receiver import Replica, WorkerUnavailable
 
 
 @dataclass(slots=True)
@@ -36,10 +36,12 @@ class Halt:
     """Check that must pass before the replica resumes; None for no check."""
 
 
-class Halts:
-    """Halts of the replicas of a run. Also a `FleetListener`, in order to know which replicas serve."""
+class PauseController:
+    """Controller of the pauses of a run's replicas. Also a `FleetListener`, in order to know which replicas serve."""
 
-    def __init__(self, state: RunState, policy: OnUpdate, keepers: Keepers, *, by_episodes: bool = False) -> None:
+    def __init__(
+        self, state: RunState, policy: OnUpdate, keepers: EpisodeWorkers, *, by_episodes: bool = False
+    ) -> None:
         """``keepers`` hear which replicas take new calls. ``by_episodes``: a drain finishes all episodes of the groups
         that were started, whose next turns need the replica, before it pauses that."""
         self.policy = policy
@@ -81,12 +83,13 @@ class Halts:
         return replica in self._still or (halt is not None and halt.stopped is not None)
 
     async def end(self, replica: Replica) -> None:
-        """Interrupt ``replica`` for the rest of the run. Raises `Gone`."""
+        """Interrupt ``replica`` for the rest of the run. Raises `WorkerUnavailable`."""
         self._still.add(replica.name)
         await replica.pause(OnUpdate.INTERRUPT)
 
     async def halt(self, replica: Replica, why: str) -> Halt:
-        """Halt ``replica`` for the reason ``why``. Returns the halt when it decodes nothing any more. Raises `Gone`."""
+        """Halt ``replica`` for the reason ``why``. Returns the halt when it decodes nothing any more. Raises
+        `WorkerUnavailable`."""
         async with self._turns.setdefault(replica.name, asyncio.Lock()):
             if (halted := self._halts.get(replica.name)) is not None:
                 halted.by.append(why)
@@ -103,7 +106,7 @@ class Halts:
             self._set_gate()
             try:
                 paused = await replica.pause(self.policy)
-            except Gone:
+            except WorkerUnavailable:
                 del self._halts[replica.name]
                 self._let_go_on(replica.name)
                 raise
@@ -111,7 +114,7 @@ class Halts:
             return halt
 
     async def release(self, replica: Replica, why: str) -> None:
-        """Withdraw the reason ``why``; ``replica`` resumes if no other reason is left. Raises `Gone`."""
+        """Withdraw the reason ``why``; ``replica`` resumes if no other reason is left. Raises `WorkerUnavailable`."""
         halt = self._halts[replica.name]
         if halt.by == [why] and halt.check is not None:
             check, halt.check = halt.check, None

@@ -20,7 +20,7 @@ from headway.errors import HeadwayError, NonFinite, RunError, WorkerDied
 from headway.events import ReplicaJoined, ReplicaLost
 from headway.pipeline.admission.pipeline_state import RunState, now
 from headway.pipeline.channel import Channel
-from headway.pipeline.weight_receiver import Gone, Receiver, Replica
+from headway.pipeline.weight_receiver import ReceiverClient, Replica, WorkerUnavailable
 from headway.runtime.task_groups import concurrently
 
 
@@ -34,7 +34,7 @@ class FleetListener(Protocol):
         """Called when ``replica`` no longer serves."""
 
 
-class Fleet:
+class ReplicaPool:
     def __init__(
         self,
         replicas: Sequence[RolloutEngine],
@@ -57,7 +57,7 @@ class Fleet:
         self._serving = {engine.name: Replica(engine, timeouts) for engine in replicas}
         for engine in replicas:
             self._tell_joined(engine)
-        self._others = [Receiver(other, timeouts) for other in others]
+        self._others = [ReceiverClient(other, timeouts) for other in others]
         self._joining: dict[str, Replica] = {}
         self._gone: dict[str, RunError] = {}
         """Errors for which replicas were given up, by their names."""
@@ -83,7 +83,7 @@ class Fleet:
         return [*self._serving.values(), *self._joining.values()]
 
     @property
-    def receivers(self) -> list[Receiver]:
+    def receivers(self) -> list[ReceiverClient]:
         """Receivers of the next version: all replicas, and the others that hold a copy of the policy."""
         return [*self.replicas, *self._others]
 
@@ -126,7 +126,7 @@ class Fleet:
         """Forget a replica whose process has ended. Raises as `lose` does."""
         for replica in self.replicas:
             if replica.name == engine.name:
-                await self.lose(Gone(replica, death))
+                await self.lose(WorkerUnavailable(replica, death))
 
     def reason(self, lost: str) -> RunError:
         """Return the error for which the replica ``lost`` was given up."""
@@ -147,12 +147,12 @@ class Fleet:
             self._state.emit(ReplicaJoined(time=now(), replica=replica.name, version=version, slots=replica.slots))
             self._tell_joined(replica.engine)
 
-    def serve_other(self, receiver: Receiver, version: int) -> None:
+    def serve_other(self, receiver: ReceiverClient, version: int) -> None:
         """Note that ``receiver``, which generates nothing, has loaded ``version``."""
         receiver.version = version
         self._state.changed.changed()
 
-    async def lose(self, gone: Gone) -> None:
+    async def lose(self, gone: WorkerUnavailable) -> None:
         """Forget a lost receiver. Raises the error of its loss where nothing can take its place."""
         replica = gone.remote
         replica.leave(gone.why)
@@ -176,7 +176,7 @@ class Fleet:
         if isinstance(error, NonFinite) or not isinstance(error, RunError):
             raise error
         if replica in self._serving:
-            await self.lose(Gone(self._serving[replica], error))
+            await self.lose(WorkerUnavailable(self._serving[replica], error))
 
     async def abort_older_than(self, version: int) -> None:
         """Abort the calls that replicas are serving and that have a token of an older version than ``version``."""
@@ -189,5 +189,5 @@ class Fleet:
     async def _abort_older_at(self, replica: Replica, version: int) -> None:
         try:
             await replica.abort_older_than(version)
-        except Gone as gone:
+        except WorkerUnavailable as gone:
             await self.lose(gone)

@@ -17,14 +17,14 @@ from dataclasses import dataclass, field
 
 from headway.data.interfaces.weights import ReceiveReport, SendReport
 from headway.errors import UpdateFailed, UpdateMissed
-from headway.pipeline.weight_receiver import Gone, Receiver, Remote
+from headway.pipeline.weight_receiver import ReceiverClient, Remote, WorkerUnavailable
 
 
 @dataclass(frozen=True, slots=True)
 class Audience:
     """Receivers that one attempt is for."""
 
-    receivers: Sequence[Receiver]
+    receivers: Sequence[ReceiverClient]
     failures: int = 0
     """Number of earlier attempts in a row, for just these receivers, that failed."""
 
@@ -43,15 +43,15 @@ class Attempt:
     began: float = 0.0
     """Time on the event clock at which sending began."""
     sent: SendReport | UpdateFailed | None = None
-    received: dict[str, ReceiveReport | UpdateFailed | Gone] = field(default_factory=dict)
+    received: dict[str, ReceiveReport | UpdateFailed | WorkerUnavailable] = field(default_factory=dict)
     """Answers by the receiver's name; silent receivers are missing."""
 
     @property
-    def gone(self) -> list[Gone]:
-        return [answer for answer in self.received.values() if isinstance(answer, Gone)]
+    def gone(self) -> list[WorkerUnavailable]:
+        return [answer for answer in self.received.values() if isinstance(answer, WorkerUnavailable)]
 
     @property
-    def silent(self) -> list[Receiver]:
+    def silent(self) -> list[ReceiverClient]:
         return [receiver for receiver in self.audience.receivers if receiver.name not in self.received]
 
     @property
@@ -61,7 +61,7 @@ class Attempt:
         return {name: error for name, error in errors.items() if error is not None}
 
     @property
-    def holding(self) -> dict[Receiver, ReceiveReport]:
+    def holding(self) -> dict[ReceiverClient, ReceiveReport]:
         """Receivers that have the version, complete and equal to what was sent, with their reports."""
         if not isinstance(self.sent, SendReport):
             return {}
@@ -73,14 +73,14 @@ class Attempt:
             if isinstance(answer, ReceiveReport) and receiver.name not in failed
         }
 
-    def without(self, receivers: Iterable[Remote]) -> list[Receiver]:
+    def without(self, receivers: Iterable[Remote]) -> list[ReceiverClient]:
         out = set(receivers)
         return [receiver for receiver in self.audience.receivers if receiver not in out]
 
-    def _error(self, name: str, answer: ReceiveReport | UpdateFailed | Gone) -> UpdateFailed | None:
+    def _error(self, name: str, answer: ReceiveReport | UpdateFailed | WorkerUnavailable) -> UpdateFailed | None:
         if isinstance(answer, UpdateFailed):
             return answer
-        if isinstance(answer, Gone) or not isinstance(self.sent, SendReport):
+        if isinstance(answer, WorkerUnavailable) or not isinstance(self.sent, SendReport):
             return None
         sent = self.sent.checksums.get(name, self.sent.checksum)
         if answer.checksum == sent:
@@ -92,15 +92,15 @@ class Attempt:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class RetryDecision:
     """Consequences of an attempt. A receiver that holds the version (`Attempt.holding`) and is not listed is done."""
 
-    lost: Sequence[Gone] = ()
+    lost: Sequence[WorkerUnavailable] = ()
     again: Sequence[Audience] = ()
     reason: str = ""
 
 
-def judge(attempt: Attempt) -> Verdict:
+def judge(attempt: Attempt) -> RetryDecision:
     """Decide how to go on after ``attempt``. Raises `UpdateFailed` where repeating it would not help."""
     if gone := attempt.gone:
         return _go_on_without(attempt, gone)
@@ -110,21 +110,23 @@ def judge(attempt: Attempt) -> Verdict:
         raise UpdateFailed(_did_not_arrive(attempt))
     if attempt.failed or isinstance(attempt.sent, UpdateFailed):
         return _judge_failure(attempt)
-    return Verdict()
+    return RetryDecision()
 
 
-def _judge_silence(attempt: Attempt) -> Verdict:
+def _judge_silence(attempt: Attempt) -> RetryDecision:
     silent, audience = attempt.silent, attempt.audience
     if len(silent) > 1 and not isinstance(attempt.sent, SendReport):
-        return Verdict(again=_apart(audience), reason=_did_not_arrive(attempt))
+        return RetryDecision(again=_apart(audience), reason=_did_not_arrive(attempt))
     if len(audience.receivers) == 1 and isinstance(attempt.sent, UpdateFailed) and not audience.failures:
-        return Verdict(again=[Audience(audience.receivers, failures=1)], reason=str(attempt.sent))
-    return _go_on_without(attempt, [Gone(receiver, _did_not_answer(attempt, receiver)) for receiver in silent])
+        return RetryDecision(again=[Audience(audience.receivers, failures=1)], reason=str(attempt.sent))
+    return _go_on_without(
+        attempt, [WorkerUnavailable(receiver, _did_not_answer(attempt, receiver)) for receiver in silent]
+    )
 
 
 def _apart(audience: Audience) -> list[Audience]:
     """Divide receivers that waited for each other: by the copies that they load from, or else one by one."""
-    by_copy: dict[str, list[Receiver]] = {}
+    by_copy: dict[str, list[ReceiverClient]] = {}
     for receiver in audience.receivers:
         by_copy.setdefault(receiver.copy, []).append(receiver)
     if len(by_copy) > 1:
@@ -132,26 +134,26 @@ def _apart(audience: Audience) -> list[Audience]:
     return [Audience([receiver]) for receiver in audience.receivers]
 
 
-def _judge_failure(attempt: Attempt) -> Verdict:
+def _judge_failure(attempt: Attempt) -> RetryDecision:
     audience, failed = attempt.audience, attempt.failed
     # A receiver's error says more than the trainer's, which may only say that somebody gave up.
     error = next(iter(failed.values()), attempt.sent)
     assert isinstance(error, UpdateFailed)
     if not audience.failures:
-        return Verdict(again=[Audience(audience.receivers, failures=1)], reason=str(error))
+        return RetryDecision(again=[Audience(audience.receivers, failures=1)], reason=str(error))
     own = {name for name, error in failed.items() if not isinstance(error, UpdateMissed)}
     alone = [receiver for receiver in audience.receivers if receiver.name in own or len(audience.receivers) == 1]
     if len(alone) != 1:
         raise error
-    return _go_on_without(attempt, [Gone(alone[0], error)])
+    return _go_on_without(attempt, [WorkerUnavailable(alone[0], error)])
 
 
-def _go_on_without(attempt: Attempt, gone: Sequence[Gone]) -> Verdict:
+def _go_on_without(attempt: Attempt, gone: Sequence[WorkerUnavailable]) -> RetryDecision:
     rest = attempt.without([*(one.remote for one in gone), *attempt.holding])
-    return Verdict(gone, [Audience(rest)] if rest else [], str(gone[0].why))
+    return RetryDecision(gone, [Audience(rest)] if rest else [], str(gone[0].why))
 
 
-def _did_not_answer(attempt: Attempt, receiver: Receiver) -> UpdateFailed:
+def _did_not_answer(attempt: Attempt, receiver: ReceiverClient) -> UpdateFailed:
     if isinstance(attempt.sent, UpdateFailed):
         return UpdateFailed(f"{receiver.name} did not receive version {attempt.version}: {attempt.sent}")
     trainer = "" if attempt.sent is not None else "; nor did the trainer, which was sending"

@@ -27,9 +27,9 @@ from headway.events import TrainerBusy, UpdatePhase, UpdateRetried
 from headway.pipeline.admission.pipeline_state import RunState, now
 from headway.pipeline.conditions import Signal
 from headway.pipeline.stage import WaitingFor
-from headway.pipeline.update.replica_pool import Fleet
+from headway.pipeline.update.replica_pool import ReplicaPool
 from headway.pipeline.update.update_attempt import Attempt, Audience, judge
-from headway.pipeline.weight_receiver import Gone, Receiver
+from headway.pipeline.weight_receiver import ReceiverClient, WorkerUnavailable
 from headway.runtime.task_groups import Tasks, concurrently, failing_as_one
 
 Send = Callable[[Sequence[str]], Coroutine[Any, Any, SendReport]]
@@ -40,14 +40,14 @@ Send = Callable[[Sequence[str]], Coroutine[Any, Any, SendReport]]
 class Delivered:
     """Result of a delivery: who received the version, and what that took."""
 
-    receivers: list[Receiver] = field(default_factory=list)
+    receivers: list[ReceiverClient] = field(default_factory=list)
     """Receivers that hold the version now; any other that it was meant for is gone."""
     gather_s: float = 0.0
     probe: NDArray[np.float32] | None = None
     full_nbytes: int | None = None
     changed: float | None = None
 
-    def add(self, sent: SendReport, receivers: Sequence[Receiver]) -> None:
+    def add(self, sent: SendReport, receivers: Sequence[ReceiverClient]) -> None:
         self.receivers += receivers
         self.gather_s += sent.gather_s
         self.probe, self.full_nbytes, self.changed = sent.probe, sent.full_nbytes, sent.changed
@@ -56,7 +56,7 @@ class Delivered:
 class Transfer:
     """Transfers of a run's versions, each repeated until the remaining receivers have it."""
 
-    def __init__(self, state: RunState, fleet: Fleet, waiting_for: WaitingFor, timeouts: Timeouts) -> None:
+    def __init__(self, state: RunState, fleet: ReplicaPool, waiting_for: WaitingFor, timeouts: Timeouts) -> None:
         self._state = state
         self._fleet = fleet
         self._waiting_for = waiting_for
@@ -64,7 +64,7 @@ class Transfer:
         self._sending = 0
         self._sent = Signal()
 
-    async def together(self, trainer: TrainEngine, version: int, receivers: Sequence[Receiver]) -> Delivered:
+    async def together(self, trainer: TrainEngine, version: int, receivers: Sequence[ReceiverClient]) -> Delivered:
         """Send ``version`` to all ``receivers`` at once."""
 
         async def send(names: Sequence[str]) -> SendReport:
@@ -82,7 +82,9 @@ class Transfer:
         self._report_gathered(version, started, gathered.gather_s, gathered.nbytes)
         return gathered
 
-    async def apart(self, trainer: OverlappingTrainEngine, version: int, receivers: Sequence[Receiver]) -> Delivered:
+    async def apart(
+        self, trainer: OverlappingTrainEngine, version: int, receivers: Sequence[ReceiverClient]
+    ) -> Delivered:
         """Send the trainer's copy, which holds ``version``, to ``receivers``, which load from one copy of theirs."""
 
         async def send(names: Sequence[str]) -> SendReport:
@@ -96,7 +98,7 @@ class Transfer:
             self._sent.changed()
 
     async def _deliver(
-        self, trainer: TrainEngine, version: int, receivers: Sequence[Receiver], send: Send, *, where: str
+        self, trainer: TrainEngine, version: int, receivers: Sequence[ReceiverClient], send: Send, *, where: str
     ) -> Delivered:
         """Repeat attempts until all remaining receivers hold ``version``. Raises `UpdateFailed` if that cannot be."""
         delivered = Delivered()
@@ -140,7 +142,7 @@ class Transfer:
                 await failing_as_one(partial(_unless_gone, attempt.audience.receivers, trainer.reach(names)))
             except UpdateFailed as failure:
                 attempt.sent = failure
-            except Gone as gone:  # whoever meets one that will not come waits for it: the others meet anew
+            except WorkerUnavailable as gone:  # whoever meets one that will not come waits for it: the others meet anew
                 attempt.received[gone.remote.name] = gone
         return attempt.sent is None and not attempt.received
 
@@ -151,20 +153,20 @@ class Transfer:
             except UpdateFailed as failure:
                 attempt.sent = failure
 
-    async def _receive(self, attempt: Attempt, receiver: Receiver, limit: asyncio.Timeout) -> None:
+    async def _receive(self, attempt: Attempt, receiver: ReceiverClient, limit: asyncio.Timeout) -> None:
         with self._waiting_for(f"{receiver.name} to receive"):
             try:
                 attempt.received[receiver.name] = await receiver.stage_weights(attempt.version)
             except UpdateFailed as failure:
                 attempt.received[receiver.name] = failure
-            except Gone as gone:
+            except WorkerUnavailable as gone:
                 attempt.received[receiver.name] = gone
                 end = now() + SETTLE_S
                 if not limit.expired() and (limit.when() or end) > end:
                     limit.reschedule(end)
 
     def _accept(
-        self, attempt: Attempt, arrived: Mapping[Receiver, ReceiveReport], delivered: Delivered, where: str
+        self, attempt: Attempt, arrived: Mapping[ReceiverClient, ReceiveReport], delivered: Delivered, where: str
     ) -> None:
         sent, version = attempt.sent, attempt.version
         if not arrived or not isinstance(sent, SendReport):
@@ -189,8 +191,8 @@ class Transfer:
         )
 
 
-async def _unless_gone(receivers: Sequence[Receiver], call: Coroutine[Any, Any, None], tasks: Tasks) -> None:
-    """Return the result of ``call``, or raise `Gone` as soon as one of ``receivers`` is gone."""
+async def _unless_gone(receivers: Sequence[ReceiverClient], call: Coroutine[Any, Any, None], tasks: Tasks) -> None:
+    """Return the result of ``call``, or raise `WorkerUnavailable` as soon as one of ``receivers`` is gone."""
     watching = [tasks.start(receiver.gone()) for receiver in receivers]
     try:
         await call

@@ -22,9 +22,9 @@ from headway.errors import UpdateFailed
 from headway.events import UpdatePhase
 from headway.pipeline.admission.pipeline_state import RunState, now
 from headway.pipeline.stage import WaitingFor
-from headway.pipeline.update.pause_controller import Halts
-from headway.pipeline.update.replica_pool import Fleet
-from headway.pipeline.weight_receiver import Gone, Receiver, Replica
+from headway.pipeline.update.pause_controller import PauseController
+from headway.pipeline.update.replica_pool import ReplicaPool
+from headway.pipeline.weight_receiver import ReceiverClient, Replica, WorkerUnavailable
 from headway.runtime.task_groups import concurrently
 
 Probe = NDArray[np.float32]
@@ -55,8 +55,8 @@ class Loading:
     def __init__(
         self,
         state: RunState,
-        fleet: Fleet,
-        halts: Halts,
+        fleet: ReplicaPool,
+        halts: PauseController,
         waiting_for: WaitingFor,
         on_loaded: Callable[[Replica, int], Awaitable[None]],
         *,
@@ -73,20 +73,20 @@ class Loading:
         self._probe_tolerance = probe_tolerance
         self._stopped: dict[str, _Stopped] = {}
 
-    async def make_ready(self, receivers: Sequence[Receiver]) -> None:
+    async def make_ready(self, receivers: Sequence[ReceiverClient]) -> None:
         """Halt those replicas among ``receivers`` that receive weights into the memory they serve from."""
         await concurrently(self._make_ready(receiver) for receiver in receivers)
 
-    async def stand_down(self, receiver: Receiver) -> None:
+    async def stand_down(self, receiver: ReceiverClient) -> None:
         """Undo `make_ready` for ``receiver``, to which nothing will be sent after all."""
         if isinstance(receiver, Replica) and receiver.name in self._stopped:
             del self._stopped[receiver.name]
             try:
                 await self._halts.release(receiver, "load")
-            except Gone as gone:
+            except WorkerUnavailable as gone:
                 await self._fleet.lose(gone)
 
-    async def load(self, receiver: Receiver, version: int, expected: Probe | None) -> Load | None:
+    async def load(self, receiver: ReceiverClient, version: int, expected: Probe | None) -> Load | None:
         """Make ``receiver`` serve the staged ``version``. Returns the cost; None without lost decoding, or if it is
         gone.
 
@@ -97,15 +97,15 @@ class Loading:
                 return await self._swap(receiver, version, expected)
             await self._report(receiver, version, await self._activate(receiver, version), expected)
             self._fleet.serve_other(receiver, version)
-        except Gone as gone:
+        except WorkerUnavailable as gone:
             await self._fleet.lose(gone)
         return None
 
-    async def _make_ready(self, receiver: Receiver) -> None:
+    async def _make_ready(self, receiver: ReceiverClient) -> None:
         if isinstance(receiver, Replica) and not receiver.capabilities.double_buffered:
             try:
                 await self._stop(receiver)
-            except Gone as gone:
+            except WorkerUnavailable as gone:
                 await self._fleet.lose(gone)
 
     async def _stop(self, replica: Replica) -> None:
@@ -130,11 +130,11 @@ class Loading:
         await self._halts.release(replica, "load")
         return Load(stopped.validation_s, now() - stopped.since, stopped.interrupted)
 
-    async def _activate(self, receiver: Receiver, version: int) -> float:
+    async def _activate(self, receiver: ReceiverClient, version: int) -> float:
         with self._waiting_for(f"{receiver.name} to load"):
             return await receiver.activate(version)
 
-    async def _report(self, receiver: Receiver, version: int, seconds: float, expected: Probe | None) -> None:
+    async def _report(self, receiver: ReceiverClient, version: int, seconds: float, expected: Probe | None) -> None:
         difference = await self._difference(receiver, version, expected)
         self._state.emit(
             UpdatePhase(
@@ -147,7 +147,7 @@ class Loading:
             )
         )
 
-    async def _difference(self, receiver: Receiver, version: int, expected: Probe | None) -> float | None:
+    async def _difference(self, receiver: ReceiverClient, version: int, expected: Probe | None) -> float | None:
         """Return the largest difference from the probe ``expected``, in nats; None if there is nothing to compare.
 
         Raises `UpdateFailed` when it exceeds the tolerance, or when log-probs are not finite.

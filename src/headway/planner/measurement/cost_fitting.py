@@ -37,7 +37,7 @@ Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class LinearCost:
     """A cost in seconds that is linear in the size of the work: ``fixed_s + unit_s · size``."""
 
     fixed_s: float
@@ -46,7 +46,7 @@ class Line:
     """True when the sizes differ enough to tell fixed and unit cost apart; if not, all is proportional to size."""
 
 
-def fit_line(sizes: Sequence[float], seconds: Sequence[float], weights: Sequence[float] | None = None) -> Line:
+def fit_line(sizes: Sequence[float], seconds: Sequence[float], weights: Sequence[float] | None = None) -> LinearCost:
     """Fit the non-negative line that is nearest to the measurements by least squares and keeps their total.
 
     ``sizes`` are positive; single ``seconds`` may be negative where they are differences. Where the sizes hardly
@@ -57,13 +57,13 @@ def fit_line(sizes: Sequence[float], seconds: Sequence[float], weights: Sequence
     w = np.ones_like(x) if weights is None else np.asarray(weights, float)
     total, size = float((w * y).sum()), float((w * x).sum())
     if total <= 0:
-        return Line(0.0, 0.0, separated=False)
+        return LinearCost(0.0, 0.0, separated=False)
     slope, error = _slope(x, y, w)
     fixed = (total - slope * size) / float(w.sum())
     separated = slope > SIGNIFICANT * error
     if separated and fixed >= 0:
-        return Line(fixed, slope, separated)
-    return Line(0.0, total / size, separated)
+        return LinearCost(fixed, slope, separated)
+    return LinearCost(0.0, total / size, separated)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ class _Prefills:
     """Seconds that decoding alone would have taken."""
 
 
-def fit_prefill(merged: Iterable[PrefillSteps], decode: DecodeCost) -> Line:
+def fit_prefill(merged: Iterable[PrefillSteps], decode: DecodeCost) -> LinearCost:
     """Fit the cost of prefilling tokens: the seconds by which a step that prefilled some took longer than one in which
     as many decoded.
     """
@@ -132,9 +132,9 @@ def _decode_s(decode: DecodeCost, active: float, cached: float) -> float:
     return decode.step_s(fewer, cached) + (active - fewer) * (decode.step_s(more) - decode.step_s(fewer))
 
 
-def _line_beside(prefills: Sequence[_Prefills]) -> Line:
+def _line_beside(prefills: Sequence[_Prefills]) -> LinearCost:
     if not prefills:
-        return Line(0.0, 0.0, separated=False)
+        return LinearCost(0.0, 0.0, separated=False)
     return fit_line(
         [p.tokens for p in prefills], [p.step_s - p.decode_s for p in prefills], [p.steps for p in prefills]
     )

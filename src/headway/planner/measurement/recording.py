@@ -62,7 +62,7 @@ class EpisodeRecord:
 
 
 @dataclass(slots=True)
-class GroupRecord:
+class RecordedGroup:
     """The record of one admitted group, as far as it got."""
 
     admitted: float = 0.0
@@ -106,7 +106,7 @@ class Recording:
     def __init__(self, mini_batch: int, ranks: int) -> None:
         self.workers: list[WorkerDescribed] = []
         self.started: RunStarted | None = None
-        self.groups: defaultdict[int, GroupRecord] = defaultdict(GroupRecord)
+        self.groups: defaultdict[int, RecordedGroup] = defaultdict(RecordedGroup)
         self.activity: list[ReplicaActivity] = []
         self.validations: list[ValidationFinished] = []
         self.training = TrainingRecord(mini_batch, self._samples_of, Division(ranks))
@@ -163,7 +163,7 @@ class Recording:
         items = list(measured)
         return [item for item in items if item.began >= self.updates.warm_at] or items
 
-    def recorded_groups(self) -> list[GroupRecord]:
+    def recorded_groups(self) -> list[RecordedGroup]:
         """Groups that were trained or filtered, in order of admission: their answers are as long as they would be."""
         return [group for _, group in sorted(self.groups.items()) if group.fate in KEPT_FATES and group.answer_tokens]
 

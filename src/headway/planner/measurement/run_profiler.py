@@ -38,7 +38,7 @@ from headway.events import (
 )
 from headway.planner.measurement.cost_fitting import (
     DecodeFit,
-    Line,
+    LinearCost,
     evenly,
     fit_decode,
     fit_line,
@@ -49,7 +49,7 @@ from headway.planner.measurement.cost_fitting import (
     without_outliers,
 )
 from headway.planner.measurement.overlap import Overlap
-from headway.planner.measurement.recording import GroupRecord, recording_of
+from headway.planner.measurement.recording import RecordedGroup, recording_of
 from headway.planner.measurement.required_records import check_directory, check_enough
 from headway.planner.profiles.costs import decode_cost
 from headway.planner.profiles.distributions import RecordedNumber
@@ -71,7 +71,7 @@ from headway.planner.profiles.job_profile import (
 from headway.planner.profiles.profile_mesh import in_words
 from headway.planner.profiles.program_profile import ProgramProfile
 from headway.reports.record.events_file import EventReader, look_through, read_events
-from headway.reports.timeline.drawn_versions import Drawn, newest_versions
+from headway.reports.timeline.drawn_versions import DrawnVersions, newest_versions
 
 MAX_GROUPS = 4000
 """Largest number of recorded groups that a profile keeps."""
@@ -183,7 +183,7 @@ class _Profiling:
 
     # ------------------------------------------------------------------------------------------ lengths
 
-    def _kept_groups(self) -> list[GroupRecord]:
+    def _kept_groups(self) -> list[RecordedGroup]:
         groups = self._recording.recorded_groups()
         kept = [groups[index] for index in evenly(len(groups), MAX_GROUPS)]
         if len(kept) < len(groups):
@@ -191,7 +191,7 @@ class _Profiling:
             self._assume(f"lengths are those of {len(kept)} of {whose} {len(groups)} groups, evenly spread")
         return kept
 
-    def _lengths(self, kept: Sequence[GroupRecord], *, replay: bool) -> tuple[EmpiricalLengths, EmpiricalLengths]:
+    def _lengths(self, kept: Sequence[RecordedGroup], *, replay: bool) -> tuple[EmpiricalLengths, EmpiricalLengths]:
         """Lengths of prompts (one per group) and answers, group by group in order of admission."""
         self._assume("answers stay as long as they were in the run; they change as the policy learns")
         filtered = [index for index, group in enumerate(kept) if group.fate == "filtered"]
@@ -204,7 +204,7 @@ class _Profiling:
             ),
         )
 
-    def _program(self, kept: Sequence[GroupRecord]) -> ProgramProfile | None:
+    def _program(self, kept: Sequence[RecordedGroup]) -> ProgramProfile | None:
         """Turns and steps, one number for each recorded episode; None for single answers."""
         episodes = [episode for group in kept for _, episode in sorted(group.episodes.items())]
         if not episodes:
@@ -244,7 +244,7 @@ class _Profiling:
             update={"prefill_token_s": rounded(prefill.unit_s), "prefill_s": rounded(prefill.fixed_s)}
         )
 
-    def _assume_of_decoding(self, decode: DecodeFit, prefill: Line, slots: int) -> None:
+    def _assume_of_decoding(self, decode: DecodeFit, prefill: LinearCost, slots: int) -> None:
         fewest, most = decode.curve[0][0], decode.curve[-1][0]
         if fewest > 1 or most < slots:
             self._assume(
@@ -293,7 +293,7 @@ class _Profiling:
         shares = self._placement.on_nodes(ACTOR)
         return max(len(share.devices) for share in shares) if len(shares) > 1 else None
 
-    def _step_cost(self) -> Line:
+    def _step_cost(self) -> LinearCost:
         steps = without_outliers(
             (step for step in self._overlap.steps() if step.tokens > 0),
             lambda step: step.seconds / step.tokens,
@@ -305,7 +305,7 @@ class _Profiling:
             )
         return line
 
-    def _forward_cost(self, step: Line) -> float:
+    def _forward_cost(self, step: LinearCost) -> float:
         """Seconds per token of a forward pass."""
         forwards = [work for work in self._overlap.forwards() if work.tokens > 0]
         if not forwards:
@@ -398,7 +398,7 @@ class _Profiling:
         )
 
 
-def _events_of(path: Path, newest: Drawn) -> Iterator[Event]:
+def _events_of(path: Path, newest: DrawnVersions) -> Iterator[Event]:
     """Yield the events of a large run's ``newest`` versions, and of earlier ones who took part, and validations.
 
     Groups that were admitted before are left out: not all of their answers are among them.
@@ -418,7 +418,7 @@ def _events_of(path: Path, newest: Drawn) -> Iterator[Event]:
         yield event
 
 
-def _answers(group: GroupRecord) -> list[int]:
+def _answers(group: RecordedGroup) -> list[int]:
     """Number of tokens of each answer, or of each turn of an episode on average; at least 1: an answer that ended at
     once still took its step.
     """

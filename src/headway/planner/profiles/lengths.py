@@ -38,7 +38,7 @@ def lengths_of(profile: LengthsProfile, seed: int) -> LengthSampler:
         case LognormalLengths():
             return _Lognormal(profile, seed)
         case EmpiricalLengths():
-            return _Recorded(profile.groups, _recorded(profile, seed))
+            return _RecordedLengths(profile.groups, _recorded(profile, seed))
 
 
 FilterSampler = Callable[[TrajectoryId], bool]
@@ -91,7 +91,7 @@ class _Lognormal:
         return key, self._mu + self._common * _inverse_normal(_uniform(key, -1))
 
 
-class _Recorded:
+class _RecordedLengths:
     """Recorded lengths: all answers of a group take theirs from the same recorded group."""
 
     def __init__(self, groups: list[list[int]], recorded: Callable[[TrajectoryId], int]) -> None:

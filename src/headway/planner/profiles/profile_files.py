@@ -83,7 +83,7 @@ def dump_profile(profile: Profile) -> str:
     lengths = ("prompt", "response")
     ordered = {k: v for k, v in values.items() if k not in lengths} | {k: values[k] for k in lengths}
     text: str = yaml.dump(
-        ordered, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=False, width=120
+        ordered, Dumper=_ProfileDumper, sort_keys=False, allow_unicode=True, default_flow_style=False, width=120
     )
     return text
 
@@ -132,7 +132,7 @@ _Loader.add_implicit_resolver(
 )
 
 
-class _Dumper(SafeDumper):
+class _ProfileDumper(SafeDumper):
     """YAML dumper that writes sections as blocks and lists on one line, except lists of text."""
 
 
@@ -141,4 +141,4 @@ def _represent_list(dumper: SafeDumper, data: list[Any]) -> SequenceNode:
     return dumper.represent_sequence("tag:yaml.org,2002:seq", data, flow_style=not of_text)
 
 
-_Dumper.add_representer(list, _represent_list)
+_ProfileDumper.add_representer(list, _represent_list)

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from headway.planner.profiles.costs import DecodeCost
-from headway.planner.simulation.simulated_calls import CallRun
+from headway.planner.simulation.simulated_calls import SimulatedCall
 
 ROUNDING = 1e-6
 """Tolerance for rounding, in tokens: far above the error of a service of 10⁹, far below what a step samples."""
@@ -40,23 +40,23 @@ class ProcessorSharing:
         self._target = 0.0
         """The service at which the next completion or preemption is due; decoding never goes beyond it."""
         self._segments = 0
-        self._ends: list[tuple[float, int, int, CallRun]] = []
+        self._ends: list[tuple[float, int, int, SimulatedCall]] = []
         """Heap of (service at its end, serial, segment, run). An entry whose run left that segment is stale."""
-        self._youngest: list[tuple[bool, int, int, CallRun]] = []
+        self._youngest: list[tuple[bool, int, int, SimulatedCall]] = []
         """Heap of (serves validation, −serial, segment, run), stale like above; kept only under a limit."""
-        self._untouched: deque[tuple[float, int, list[CallRun]]] = deque()
+        self._untouched: deque[tuple[float, int, list[SimulatedCall]]] = deque()
         """(service of their first token, segment, runs) of those without a token, in order."""
 
     # ---------------------------------------------------------------- who decodes
 
-    def fits(self, run: CallRun, beside: int, cached: int) -> bool:
+    def fits(self, run: SimulatedCall, beside: int, cached: int) -> bool:
         """Tell whether ``run`` can join together with ``beside`` others of ``cached`` tokens, and a step then fits."""
         active = self.active + beside
         if self._limit is None or active == 0:
             return True
         return self._kv + cached + run.context + active + 1 <= self._limit + ROUNDING
 
-    def join(self, runs: Sequence[CallRun]) -> None:
+    def join(self, runs: Sequence[SimulatedCall]) -> None:
         """``runs`` decode from now on."""
         self._segments += 1
         segment, service = self._segments, self._service
@@ -70,7 +70,7 @@ class ProcessorSharing:
         if untouched := [run for run in runs if run.started is None]:
             self._untouched.append((service + 1, segment, untouched))
 
-    def leave(self, run: CallRun, version: int) -> None:
+    def leave(self, run: SimulatedCall, version: int) -> None:
         """Stop ``run``; it keeps its whole tokens, and a fraction of a token is lost."""
         service = self._service - run.joined
         whole = self.gained(run)
@@ -78,7 +78,7 @@ class ProcessorSharing:
         self._remove(run, service)
         run.gain(whole, version)
 
-    def leave_all(self, version: int) -> list[CallRun]:
+    def leave_all(self, version: int) -> list[SimulatedCall]:
         """Everything stops; in order of submission."""
         decoding = (run for _, _, segment, run in self._ends if run.segment == segment)
         runs = sorted(decoding, key=lambda run: run.serial)
@@ -86,7 +86,7 @@ class ProcessorSharing:
             self.leave(run, version)
         return runs
 
-    def gained(self, run: CallRun) -> int:
+    def gained(self, run: SimulatedCall) -> int:
         """Whole tokens of the stretch that ``run`` is in."""
         return int(self._service - run.joined + ROUNDING) if run.segment else 0
 
@@ -120,7 +120,7 @@ class ProcessorSharing:
         """Decode from ``since`` to the event that `until_next` announced, which is at ``now``."""
         self._move(self._target, since, now)
 
-    def complete(self, version: int) -> list[CallRun]:
+    def complete(self, version: int) -> list[SimulatedCall]:
         """Remove and return the runs that have all their tokens."""
         ends, due = self._ends, self._service + ROUNDING
         completed = []
@@ -133,7 +133,7 @@ class ProcessorSharing:
                 completed.append(run)
         return completed
 
-    def preempt(self, version: int) -> list[CallRun]:
+    def preempt(self, version: int) -> list[SimulatedCall]:
         """The youngest leave, one by one, until the cache holds another step of the rest."""
         preempted = []
         while self._limit is not None and self._full_at() <= self._service + ROUNDING:
@@ -158,7 +158,7 @@ class ProcessorSharing:
         self._kv += gained
         self._service = service
 
-    def _remove(self, run: CallRun, service: float) -> None:
+    def _remove(self, run: SimulatedCall, service: float) -> None:
         run.segment = 0
         self.active -= 1
         if self.active:

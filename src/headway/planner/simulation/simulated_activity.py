@@ -8,7 +8,7 @@ ROUNDING = 1e-6
 """Tolerance for rounding: the part of a step that may be missing from a whole one."""
 
 
-class Activity:
+class SimulatedActivity:
     """Busy spans, slot-time, tokens prefilled and found, and steps since the last report.
 
     Decoding is continuous here, so steps come in parts: what is left of a whole step is kept for the next report. A

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from headway.data.interfaces.generation import Call, FinishedCall, Priority
+from headway.data.interfaces.generation import FinishedCall, GenerateRequest, Priority
 from headway.data.types import FinishReason
 
 
 @dataclass(slots=True, eq=False)
-class Context:
+class SharedContext:
     """A context that open calls have in common."""
 
     key: tuple[int, ...]
@@ -19,7 +19,7 @@ class Context:
     """The version whose prefill of it is in the cache; None while there is none."""
 
 
-class CallRun:
+class SimulatedCall:
     """One call inside the engine. ``serial`` orders all of a replica's by submission."""
 
     __slots__ = (
@@ -39,7 +39,7 @@ class CallRun:
         "training",
     )
 
-    def __init__(self, call: Call, client: str, serial: int, length: int, prompt: Context) -> None:
+    def __init__(self, call: GenerateRequest, client: str, serial: int, length: int, prompt: SharedContext) -> None:
         self.call = call
         self.client = client
         self.serial = serial

@@ -32,7 +32,7 @@ def said_in_tokens(role: str, content: str, tokens: int) -> Message:
 
 
 @dataclass(slots=True)
-class _Turn:
+class _SimulatedTurn:
     """A turn that has its answer."""
 
     path: Path
@@ -44,14 +44,15 @@ class _Turn:
 
 
 class SimulatedRecord:
-    """`headway.agents.episodes.episode_tokens.Record` of lengths. Rows are `RowAt`: there is nothing behind them.
+    """`headway.agents.episodes.episode_tokens.EpisodeTokens` of lengths. Rows are `RowAt`: there is nothing behind
+    them.
 
     All ids of a context are the same number, which takes no memory: how many of its tokens some earlier turn of the
     episode has left behind, as far as the last answer in it, or 0 for a first turn. `PrefixCache` reads it.
     """
 
     def __init__(self) -> None:
-        self._turns: dict[int, _Turn] = {}
+        self._turns: dict[int, _SimulatedTurn] = {}
         """Turns by the keys of their calls."""
         self._rows: list[RowAt] = []
         self._last: list[int] = []
@@ -59,7 +60,7 @@ class SimulatedRecord:
         self._first: Path | None = None
 
     async def prompt(self, request: TurnRequest, taken: Container[int] = ()) -> Prompted:
-        """See `headway.agents.episodes.episode_tokens.Record.prompt`."""
+        """See `headway.agents.episodes.episode_tokens.EpisodeTokens.prompt`."""
         path: Path = tuple(map(_item, request.messages))
         if self._first is None:
             self._first = path
@@ -70,7 +71,7 @@ class SimulatedRecord:
         return Prompted(same_ids(sum(lengths), sum(lengths[:known]) if self._turns else 0), key, path)
 
     def answered(self, prompted: Prompted, request: TurnRequest, finished: FinishedCall, number: int) -> TurnAnswer:
-        """See `headway.agents.episodes.episode_tokens.Record.answered`."""
+        """See `headway.agents.episodes.episode_tokens.EpisodeTokens.answered`."""
         path: Path = prompted.chat
         context, row = len(prompted.ids), self._continued(path)
         if row is None:
@@ -80,12 +81,12 @@ class SimulatedRecord:
         else:
             self._rows[row] = replace(self._rows[row], length=context + finished.length - self._rows[row].prompt_length)
             self._last[row] = prompted.key
-        self._turns[prompted.key] = _Turn(path, finished.length, row)
+        self._turns[prompted.key] = _SimulatedTurn(path, finished.length, row)
         reason = "stop" if finished.finish_reason is FinishReason.STOP else "length"
         return TurnAnswer("", "", {**said("assistant", ""), "key": prompted.key}, finish_reason=reason)
 
     def rows(self) -> list[RowAt]:
-        """See `headway.agents.episodes.episode_tokens.Record.rows`."""
+        """See `headway.agents.episodes.episode_tokens.EpisodeTokens.rows`."""
         return self._rows
 
     @property

@@ -12,13 +12,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from headway.data.interfaces.generation import Call
+from headway.data.interfaces.generation import GenerateRequest
 from headway.data.types import TrajectoryId
-from headway.planner.simulation.simulated_calls import CallRun, Context
+from headway.planner.simulation.simulated_calls import SharedContext, SimulatedCall
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
+class _LastCall:
     """The context and continuation of an episode's last call."""
 
     client: str
@@ -26,7 +26,7 @@ class _Kept:
     computed_by: int
 
 
-class PrefixCache:
+class SimulatedPrefixCache:
     """The contexts of open calls, and what is kept for further calls of episodes. What one version computed is nothing
     to another one, unless the episode goes on in place (`go_on_in_place`).
 
@@ -34,28 +34,28 @@ class PrefixCache:
     """
 
     def __init__(self) -> None:
-        self._contexts: dict[tuple[int, ...], Context] = {}
-        self._kept: dict[TrajectoryId, _Kept] = {}
+        self._contexts: dict[tuple[int, ...], SharedContext] = {}
+        self._kept: dict[TrajectoryId, _LastCall] = {}
         """By episode, the least recently used one first."""
         self._kept_tokens = 0
 
-    def open(self, call: Call) -> Context:
+    def open(self, call: GenerateRequest) -> SharedContext:
         """The context of ``call``, which is open from now on."""
         length = len(call.input_ids)
         key = (*call.trajectory, call.key, length) if call.key else (*call.trajectory[:3], length)
         if (context := self._contexts.get(key)) is None:
-            context = self._contexts[key] = Context(key)
+            context = self._contexts[key] = SharedContext(key)
         context.calls += 1
         return context
 
-    def close(self, run: CallRun) -> None:
+    def close(self, run: SimulatedCall) -> None:
         """Count the run's call as open no more; a context without open calls is forgotten."""
         context = run.prompt
         context.calls -= 1
         if not context.calls:
             del self._contexts[context.key]
 
-    def prefill(self, run: CallRun, version: int) -> int:
+    def prefill(self, run: SimulatedCall, version: int) -> int:
         """Compute the context of ``run`` under ``version``: tokens that this takes, beside ``run.found``.
 
         A call that goes on with tokens of its own is prefilled whole.
@@ -66,7 +66,7 @@ class PrefixCache:
         run.prompt.computed_by = version
         return run.context - run.found
 
-    def _found(self, run: CallRun, version: int) -> int:
+    def _found(self, run: SimulatedCall, version: int) -> int:
         kept = self._kept.pop(run.call.trajectory, None)
         if kept is None:
             return 0
@@ -79,10 +79,10 @@ class PrefixCache:
 
     # ------------------------------------------------------------------------------------- between calls
 
-    def keep(self, run: CallRun, version: int) -> None:
+    def keep(self, run: SimulatedCall, version: int) -> None:
         """Keep all tokens of a finished ``run`` for its episode's next call under ``version``."""
         self._forget(run.call.trajectory)
-        self._kept[run.call.trajectory] = _Kept(run.client, run.context, version)
+        self._kept[run.call.trajectory] = _LastCall(run.client, run.context, version)
         self._kept_tokens += run.context
 
     def go_on_in_place(self, version: int) -> None:

@@ -98,7 +98,7 @@ class SimulatedPrograms:
         if on_begin is not None:
             on_begin()
         try:
-            return await _Script(self._profile, self._troubles, job, attempt).play(on_ask)
+            return await _AttemptScript(self._profile, self._troubles, job, attempt).play(on_ask)
         except EpisodeOver:
             return EpisodeEnd()
         except (ProgramAway, RunnerLost):
@@ -116,7 +116,7 @@ class SimulatedPrograms:
                 del self._tries[job.name]
 
 
-class _Script:
+class _AttemptScript:
     """One try of one program: everything that it will do."""
 
     def __init__(self, profile: ProgramProfile, troubles: Troubles, job: EpisodeStart, attempt: int) -> None:

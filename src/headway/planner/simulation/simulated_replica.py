@@ -17,7 +17,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
-from headway.data.interfaces.generation import Call, FinishedCall
+from headway.data.interfaces.generation import FinishedCall, GenerateRequest
 from headway.data.interfaces.rollout import EngineStats, OnUpdate
 from headway.data.types import FinishReason, TrajectoryId
 from headway.errors import DataError
@@ -26,9 +26,9 @@ from headway.planner.profiles.costs import decode_cost
 from headway.planner.profiles.job_profile import RolloutProfile
 from headway.planner.profiles.lengths import LengthSampler, lengths_id
 from headway.planner.simulation.processor_sharing import ROUNDING, ProcessorSharing
-from headway.planner.simulation.simulated_activity import Activity
-from headway.planner.simulation.simulated_calls import CallRun
-from headway.planner.simulation.simulated_prefix_cache import PrefixCache
+from headway.planner.simulation.simulated_activity import SimulatedActivity
+from headway.planner.simulation.simulated_calls import SimulatedCall
+from headway.planner.simulation.simulated_prefix_cache import SimulatedPrefixCache
 
 Deliver = Callable[[str, Sequence[FinishedCall]], None]
 """Takes a client's calls that are finished at one moment."""
@@ -62,23 +62,23 @@ class DecodingReplica:
         self._deliver = deliver
 
         self._serial = 0
-        self._runs: dict[tuple[str, int], CallRun] = {}
+        self._runs: dict[tuple[str, int], SimulatedCall] = {}
         """Unfinished calls by client and number, in order of submission."""
         self._ended: dict[str, list[FinishedCall]] = {}
         """Calls that have just ended, by client."""
-        self._validation: deque[CallRun] = deque()
-        self._training: deque[CallRun] = deque()
-        self._held: list[CallRun] = []
+        self._validation: deque[SimulatedCall] = deque()
+        self._training: deque[SimulatedCall] = deque()
+        self._held: list[SimulatedCall] = []
         """Submitted since a pause began: they wait for `resume`."""
-        self._cut: list[CallRun] = []
+        self._cut: list[SimulatedCall] = []
         """Runs that the present pause stopped; they keep their slots."""
         self._cost = decode_cost(profile)
         self._slower = 1.0
         """Factor by which everything takes longer, at present, than the profile says."""
         self._sharing = ProcessorSharing(self._cost, profile.kv_tokens)
         """All that is in a slot; it stands still while the replica prefills."""
-        self._prefixes = PrefixCache()
-        self._prefilling: list[CallRun] = []
+        self._prefixes = SimulatedPrefixCache()
+        self._prefilling: list[SimulatedCall] = []
         """Runs that are in their slots, but not in the cache before `_prefill_ends`."""
         self._prefill_tokens = 0
         self._prefill_found = 0
@@ -93,7 +93,7 @@ class DecodingReplica:
 
         self._settled = 0.0
         self._timer: asyncio.TimerHandle | None = None
-        self._activity = Activity()
+        self._activity = SimulatedActivity()
         self._contention = contention
         if contention is not None:
             contention.add_replica(self.slow_down)
@@ -101,7 +101,7 @@ class DecodingReplica:
 
     # ---------------------------------------------------------------- commands
 
-    def submit(self, client: str, calls: Sequence[Call]) -> None:
+    def submit(self, client: str, calls: Sequence[GenerateRequest]) -> None:
         """Take all calls at once. They come back from ``deliver`` when they are finished.
 
         Raises `DataError` for a number that an open call of ``client`` has.
@@ -111,7 +111,7 @@ class DecodingReplica:
             raise DataError(f"client {client} submitted a call under a number that another of its open calls has")
         for call in calls:
             length = min(self._lengths(lengths_id(call.trajectory, call.key)), call.sampling.max_tokens)
-            run = CallRun(call, client, self._serial, length, self._prefixes.open(call))
+            run = SimulatedCall(call, client, self._serial, length, self._prefixes.open(call))
             self._runs[client, call.number] = run
             self._serial += 1
             (self._held if self.paused else self._line(run)).append(run)
@@ -148,7 +148,7 @@ class DecodingReplica:
         """Begin to stop; how many calls with tokens that cut. Never weakens a pause that is in force."""
         now = self._settle()
         self.paused = True
-        cut: list[CallRun] = []
+        cut: list[SimulatedCall] = []
         if policy is not OnUpdate.DRAIN:
             self._in_place = policy is OnUpdate.KEEP
             self._halted = True
@@ -215,22 +215,22 @@ class DecodingReplica:
 
     # ---------------------------------------------------------------- who is where
 
-    def _line(self, run: CallRun) -> deque[CallRun]:
+    def _line(self, run: SimulatedCall) -> deque[SimulatedCall]:
         return self._training if run.training else self._validation
 
-    def _oldest(self, run: CallRun) -> float:
+    def _oldest(self, run: SimulatedCall) -> float:
         """The oldest version that sampled a token of ``run``; infinite without a token. Versions only grow."""
         if run.spans:
             return run.spans[0][1]
         return self.version if self._sharing.gained(run) else math.inf
 
-    def _abort(self, runs: Sequence[CallRun], now: float) -> None:
+    def _abort(self, runs: Sequence[SimulatedCall], now: float) -> None:
         self._take_out(runs)
         for run in runs:
             self._finish(run, FinishReason.ABORTED, now)
         self._go_on(now)
 
-    def _take_out(self, runs: Iterable[CallRun]) -> None:
+    def _take_out(self, runs: Iterable[SimulatedCall]) -> None:
         """Take ``runs`` out of whatever they are in, with their whole tokens."""
         waiting = set()
         for run in runs:
@@ -246,7 +246,7 @@ class DecodingReplica:
         if not self._sharing.active:
             self._break_off()  # it is for nobody
 
-    def _cut_all(self) -> list[CallRun]:
+    def _cut_all(self) -> list[SimulatedCall]:
         """Stop all that decodes or prefills. Each keeps its slot reserved."""
         cut = self._sharing.leave_all(self.version)
         self._break_off()
@@ -352,7 +352,7 @@ class DecodingReplica:
             self._prefill(fresh, now)
             self._fit_prefixes()
 
-    def _prefill(self, runs: list[CallRun], now: float) -> None:
+    def _prefill(self, runs: list[SimulatedCall], now: float) -> None:
         """Prefill ``runs`` from now on. Nothing decodes before it ends, those that join with them included."""
         tokens = sum(self._prefixes.prefill(run, self.version) for run in runs)
         found = sum(run.found for run in runs if not run.tokens)
@@ -385,10 +385,10 @@ class DecodingReplica:
             cut_off = run.tokens >= run.call.sampling.max_tokens
             self._finish(run, FinishReason.LENGTH if cut_off else FinishReason.STOP, now)
 
-    def _finish(self, run: CallRun, reason: FinishReason, now: float) -> None:
+    def _finish(self, run: SimulatedCall, reason: FinishReason, now: float) -> None:
         self._forget(run)
         self._ended.setdefault(run.client, []).append(run.finished(reason, now))
 
-    def _forget(self, run: CallRun) -> None:
+    def _forget(self, run: SimulatedCall) -> None:
         del self._runs[run.client, run.call.number]
         self._prefixes.close(run)

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from headway.data.interfaces.generation import Call, FinishedCall
+from headway.data.interfaces.generation import FinishedCall, GenerateRequest
 from headway.data.interfaces.rollout import Capabilities, EngineStats, OnUpdate, Paused
 from headway.data.interfaces.weights import ReceiveReport
 from headway.data.types import TrajectoryId
@@ -97,7 +97,7 @@ class SimulatedRollout:
 
     # ---------------------------------------------------------------- calls
 
-    async def submit(self, client: str, calls: Sequence[Call]) -> None:
+    async def submit(self, client: str, calls: Sequence[GenerateRequest]) -> None:
         """Take all of ``calls`` in one step. Raises `DataError` for a number that an open call of the client has."""
         self._check_alive()
         self._outboxes.setdefault(client, asyncio.Queue())

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.agents.episodes.episode_settings import limits_of
-from headway.agents.episodes.episode_worker import GroupKeeper
+from headway.agents.episodes.episode_worker import EpisodeWorker
 from headway.agents.episodes.program_episode import Hosting
 from headway.algorithms.filters import has_variance
 from headway.config.layers import nest
@@ -137,7 +137,7 @@ def _parts(profile: Profile, config: Config, trainer: SimulatedTrainer, replicas
         source=SimulatedSource(prompts, filtered=filtered_of(profile.response, seed)),
         validation=held_out_prompts(profile.validation.problems if profile.validation else 0, prompts),
         rollouts=replicas,
-        keepers=[GroupKeeper("keeper", hosting=_hosting(profile, config, replicas))],
+        keepers=[EpisodeWorker("keeper", hosting=_hosting(profile, config, replicas))],
         trainer=trainer,
         reward=SimulatedReward(profile.reward, seed),
         advantages=partial(_advantages, trainer),

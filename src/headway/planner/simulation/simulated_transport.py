@@ -26,7 +26,7 @@ Address = tuple[str, int]
 
 
 @dataclass(slots=True, eq=False)
-class _Call:
+class _SendCall:
     """A call of `send` whose receivers have not all come."""
 
     addresses: Sequence[Address]
@@ -44,7 +44,7 @@ class SimulatedTransport:
         self._send_s = phase_seconds(update.send, update.nbytes)
         self._recv_s = phase_seconds(update.recv, update.nbytes)
         self._register_s = phase_seconds(update.register_, update.nbytes)
-        self._calls: dict[Address, _Call] = {}
+        self._calls: dict[Address, _SendCall] = {}
         """Calls that wait for a receiver, by its address."""
         self._arrived: dict[Address, asyncio.Future[None]] = {}
         """Receivers that wait for a transfer which has not begun."""
@@ -58,7 +58,7 @@ class SimulatedTransport:
         if taken := [address for address in addresses if self._call_of(address)]:
             raise RunError(f"version {version} is being sent to {taken[0][0]} already; each transfer has one sender")
         absent = sum(address not in self._arrived for address in addresses)
-        call = _Call(addresses, absent, asyncio.get_running_loop().create_future())
+        call = _SendCall(addresses, absent, asyncio.get_running_loop().create_future())
         self._calls.update(dict.fromkeys(addresses, call))
         self._begin_if_complete(call)
         try:
@@ -91,14 +91,14 @@ class SimulatedTransport:
     # A cancelled task learns of it one turn of the loop after its future: until it withdraws or leaves, the future
     # alone says that it is gone.
 
-    def _call_of(self, address: Address) -> _Call | None:
+    def _call_of(self, address: Address) -> _SendCall | None:
         call = self._calls.get(address)
         if call is not None and call.complete.cancelled():
             self._withdraw(call)
             return None
         return call
 
-    def _withdraw(self, call: _Call) -> None:
+    def _withdraw(self, call: _SendCall) -> None:
         for address in call.addresses:
             if self._calls.get(address) is call:
                 del self._calls[address]
@@ -117,7 +117,7 @@ class SimulatedTransport:
         if (call := self._calls.get(address)) is not None:
             call.absent += 1
 
-    def _begin_if_complete(self, call: _Call) -> None:
+    def _begin_if_complete(self, call: _SendCall) -> None:
         if call.absent:
             return
         for address in call.addresses:

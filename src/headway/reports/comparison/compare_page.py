@@ -7,7 +7,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from headway.reports.comparison.run_comparison import Comparison, Row
+from headway.reports.comparison.run_comparison import Comparison, ComparisonRow
 from headway.reports.run_directory import whole_file
 from headway.reports.timeline.curves import KINDS, ChartKind
 from headway.reports.timeline.curves import to_json as curves_json
@@ -45,7 +45,7 @@ def _run(place: int, name: str, status: str) -> str:
     )
 
 
-def _rows(head: str, names: Sequence[str], rows: Sequence[Row]) -> str:
+def _rows(head: str, names: Sequence[str], rows: Sequence[ComparisonRow]) -> str:
     return table((head, *names), [(row.name, *row.cells) for row in rows], numbers=len(names))
 
 

@@ -26,7 +26,7 @@ from headway.reports.run_directory import RunDirectory
 from headway.reports.run_liveness import standing
 from headway.reports.samples.token_view import visible
 from headway.reports.table_fitting import print_fitting
-from headway.reports.timeline.curves import ACCURACY, CurveLog, Place, point_at
+from headway.reports.timeline.curves import ACCURACY, CurveLog, CurvePoint, point_at
 
 REWARD, ESS = "reward/mean", "offpolicy/ess"
 AVERAGED = 10
@@ -43,7 +43,7 @@ AXES: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("seconds", "seconds", human.number),
     ("tokens", "tokens", human.number),
 )
-"""Fields of `Place` at which runs are compared, with their names and how values of them are written."""
+"""Fields of `CurvePoint` at which runs are compared, with their names and how values of them are written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class RunRead:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ComparisonRow:
     """A row of a table: what it is about, and one text for each run."""
 
     name: str
@@ -68,9 +68,9 @@ class Row:
 @dataclass(frozen=True, slots=True)
 class Comparison:
     runs: tuple[RunRead, ...]
-    settings: tuple[Row, ...]
+    settings: tuple[ComparisonRow, ...]
     """The settings that differ, by key."""
-    results: tuple[Row, ...]
+    results: tuple[ComparisonRow, ...]
 
 
 def read_runs(paths: Sequence[Path]) -> list[RunRead]:
@@ -123,7 +123,7 @@ def compared(runs: Sequence[RunRead]) -> Comparison:
     return Comparison(tuple(runs), tuple(_differing(runs)), tuple(_results(runs)))
 
 
-def _differing(runs: Sequence[RunRead]) -> list[Row]:
+def _differing(runs: Sequence[RunRead]) -> list[ComparisonRow]:
     """The settings that are not the same in all runs. One that a file lacks has its default there, shown as a dash."""
     missing = object()
     keys = list(dict.fromkeys(key for run in runs for key in run.settings if key not in NOT_COMPARED))
@@ -131,7 +131,9 @@ def _differing(runs: Sequence[RunRead]) -> list[Row]:
     for key in keys:
         values = [run.settings.get(key, missing) for run in runs]
         if any(value != values[0] for value in values):
-            rows.append(Row(key, tuple(human.UNKNOWN if value is missing else _value(value) for value in values)))
+            rows.append(
+                ComparisonRow(key, tuple(human.UNKNOWN if value is missing else _value(value) for value in values))
+            )
     return rows
 
 
@@ -139,21 +141,21 @@ def _value(value: Any) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _results(runs: Sequence[RunRead]) -> list[Row]:
+def _results(runs: Sequence[RunRead]) -> list[ComparisonRow]:
     figures = [run.figures for run in runs]
     ends = [_end(run.curves) for run in runs]
     rows = [
-        Row("status", tuple(run.status for run in runs)),
-        Row("versions", tuple(human.count(of["version"]) for of in figures)),
-        Row("groups trained", tuple(human.count(of["groups"]["trained"]) for of in figures)),
-        Row("seconds", tuple(human.number(end.seconds) for end in ends)),
-        Row("tokens trained", tuple(human.number(of["tokens"]["trained"]) for of in figures)),
+        ComparisonRow("status", tuple(run.status for run in runs)),
+        ComparisonRow("versions", tuple(human.count(of["version"]) for of in figures)),
+        ComparisonRow("groups trained", tuple(human.count(of["groups"]["trained"]) for of in figures)),
+        ComparisonRow("seconds", tuple(human.number(end.seconds) for end in ends)),
+        ComparisonRow("tokens trained", tuple(human.number(of["tokens"]["trained"]) for of in figures)),
         *at_equal("validation reward", [run.curves.points(ACCURACY) for run in runs], versions=True),
         *at_equal("training reward", [_smooth(run.curves.points(REWARD)) for run in runs]),
     ]
 
     def row(name: str, write: Callable[[Any], str], read: Callable[[dict[str, Any]], Any]) -> None:
-        rows.append(Row(name, tuple(write(read(of)) for of in figures)))
+        rows.append(ComparisonRow(name, tuple(write(read(of)) for of in figures)))
 
     row("generated tokens/s", human.number, lambda of: of["throughput"]["generated_tokens_per_s"])
     row("trained tokens/s", human.number, lambda of: of["throughput"]["trained_tokens_per_s"])
@@ -161,13 +163,15 @@ def _results(runs: Sequence[RunRead]) -> list[Row]:
     row("replicas idle", human.share, lambda of: of["rollouter/idle_ratio"])
     row("lag, mean", human.number, lambda of: of["lag"]["mean"])
     row("lag, most", human.number, lambda of: of["lag"]["max"])
-    rows.append(Row("ESS, mean", tuple(human.number(_mean(run.curves.points(ESS))) for run in runs)))
+    rows.append(ComparisonRow("ESS, mean", tuple(human.number(_mean(run.curves.points(ESS))) for run in runs)))
     for fate in ("filtered", "dropped", "failed", "in_flight"):
         row(f"groups {fate.replace('_', ' ')}", human.count, lambda of, fate=fate: of["groups"][fate])  # type: ignore[misc]
     return rows
 
 
-def at_equal(name: str, points: Sequence[Sequence[tuple[Place, float]]], *, versions: bool = False) -> list[Row]:
+def at_equal(
+    name: str, points: Sequence[Sequence[tuple[CurvePoint, float]]], *, versions: bool = False
+) -> list[ComparisonRow]:
     """Rows of a metric at the groups, seconds and tokens that all runs with a value of it have reached.
 
     ``points``: of each run, by version. A run without any value has dashes. ``versions``: say which version it is of.
@@ -179,21 +183,21 @@ def at_equal(name: str, points: Sequence[Sequence[tuple[Place, float]]], *, vers
     for axis, unit, write in AXES:
         at = min(getattr(run[-1][0], axis) for run in known)
         cells = tuple(_point(point_at(run, axis, at), versions) for run in points)
-        rows.append(Row(f"{name} at {write(at)} {unit}", cells))
-    return [*rows, Row(f"{name}, best", tuple(_best(run) for run in points))]
+        rows.append(ComparisonRow(f"{name} at {write(at)} {unit}", cells))
+    return [*rows, ComparisonRow(f"{name}, best", tuple(_best(run) for run in points))]
 
 
-def _point(point: tuple[Place, float] | None, versions: bool) -> str:
+def _point(point: tuple[CurvePoint, float] | None, versions: bool) -> str:
     if point is None:
         return human.UNKNOWN
     return human.score(point[1]) + (f" v{point[0].version}" if versions else "")
 
 
-def _best(points: Sequence[tuple[Place, float]]) -> str:
+def _best(points: Sequence[tuple[CurvePoint, float]]) -> str:
     return human.score(max((value for _, value in points), default=None))
 
 
-def _smooth(points: Sequence[tuple[Place, float]]) -> list[tuple[Place, float]]:
+def _smooth(points: Sequence[tuple[CurvePoint, float]]) -> list[tuple[CurvePoint, float]]:
     """Means over the last `AVERAGED` values, or as many as there are."""
     values = [value for _, value in points]
     return [
@@ -202,13 +206,13 @@ def _smooth(points: Sequence[tuple[Place, float]]) -> list[tuple[Place, float]]:
     ]
 
 
-def _mean(points: Sequence[tuple[Place, float]]) -> float | None:
+def _mean(points: Sequence[tuple[CurvePoint, float]]) -> float | None:
     return sum(value for _, value in points) / len(points) if points else None
 
 
-def _end(curves: CurveLog) -> Place:
+def _end(curves: CurveLog) -> CurvePoint:
     places = curves.places()
-    return places[-1] if places else Place(0, 0.0, 0.0, 0.0)
+    return places[-1] if places else CurvePoint(0, 0.0, 0.0, 0.0)
 
 
 # ------------------------------------------------------------------------------------------------ terminal
@@ -224,7 +228,9 @@ def print_comparison(found: Comparison, console: Console) -> None:
     _print_table("results", found, found.results, console, whole=True)
 
 
-def _print_table(title: str, found: Comparison, rows: Sequence[Row], console: Console, *, whole: bool) -> None:
+def _print_table(
+    title: str, found: Comparison, rows: Sequence[ComparisonRow], console: Console, *, whole: bool
+) -> None:
     """``whole``: values stay on one line, and runs that have no room come in a table below."""
     names = [title, *(run.name for run in found.runs)]
     widest = WIDEST

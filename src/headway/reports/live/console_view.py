@@ -99,7 +99,7 @@ def stdout_console() -> Console:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class FinishedFiles:
     """Paths of a finished run's files."""
 
     events: Path
@@ -112,7 +112,7 @@ class Outcome:
     """Names of the other trackers, and where each shows the run."""
 
 
-def report_end(console: Console, summary: dict[str, Any], outcome: Outcome) -> None:
+def report_end(console: Console, summary: dict[str, Any], outcome: FinishedFiles) -> None:
     """Print the end of a run: what it achieved, what held it up, where its files are, and what to do next."""
     console.print()
     console.print(_headline(summary), soft_wrap=True)

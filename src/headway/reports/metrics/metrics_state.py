@@ -23,7 +23,7 @@ from typing import Any
 from headway.reports.checkpoint_folders import Checkpoints
 from headway.reports.metrics.run_metrics import RunMetrics
 from headway.reports.record.dense_events import folder_of
-from headway.reports.record.events_file import Record
+from headway.reports.record.events_file import SurvivingRecord
 from headway.reports.run_directory import RunDirectory
 
 SUFFIX = ".state"
@@ -83,7 +83,7 @@ def save(run: RunDirectory, state: bytes, version: int, line: int, time: float) 
         path.unlink(missing_ok=True)
 
 
-def newest(run: RunDirectory, record: Record, until: int | None = None) -> MetricsState:
+def newest(run: RunDirectory, record: SurvivingRecord, until: int | None = None) -> MetricsState:
     """Return the newest usable state of the surviving history, at most at the boundary of ``until``."""
     for path in _states(run):
         version = int(path.stem)

@@ -63,7 +63,7 @@ class RowSink(Protocol):
 
 
 @dataclass(slots=True)
-class Lengths:
+class ResponseLengths:
     """Sum of the response lengths of whole groups, in tokens."""
 
     tokens: int = 0
@@ -81,7 +81,7 @@ class Lengths:
 
 
 @dataclass(slots=True)
-class Totals:
+class RunTotals:
     """Counts over the whole run."""
 
     fetches: int = 0
@@ -103,8 +103,8 @@ class Totals:
     """Times that a replica gave up what it kept for the next turn of an open episode, for want of memory."""
     episodes: EpisodeSums = field(default_factory=EpisodeSums)
     """Sums over the episodes that programs made."""
-    trained: Lengths = field(default_factory=Lengths)
-    trainable: Lengths = field(default_factory=Lengths)
+    trained: ResponseLengths = field(default_factory=ResponseLengths)
+    trainable: ResponseLengths = field(default_factory=ResponseLengths)
     """Lengths of groups that have ended, trained or lost; filtered ones are left out of training on purpose."""
 
 
@@ -140,7 +140,7 @@ class RunMetrics:
         self.warnings: list[str] = []
         self.workers: dict[str, WorkerDescribed] = {}
         """Descriptions of the workers, by name."""
-        self.totals = Totals()
+        self.totals = RunTotals()
         self.pace = Pace()
         self.updates = UpdateSums()
         """Sums of the updates that finished after the first admission: what was published before it cost the run

@@ -293,7 +293,7 @@ def _finite(value: Any) -> Any:
 
 
 @dataclass(slots=True)
-class Record:
+class SurvivingRecord:
     """The lines of a record that survived, as ranges, and how the run stands."""
 
     lines: list[tuple[int, int]] = field(default_factory=list)
@@ -324,9 +324,9 @@ class Record:
         self.lines.append((now, now))
 
 
-def look_through(path: Path) -> Record:
+def look_through(path: Path) -> SurvivingRecord:
     """Find the surviving lines of a record. Raises `DataError` for an unreadable file or an unknown resume point."""
-    record = Record(lines=[(0, 0)])
+    record = SurvivingRecord(lines=[(0, 0)])
     kinds = {f'{{"kind": "{event.kind}"': event for event in (VersionReached, RunResumed, RunFinished)}
     prefixes = tuple(kinds)
     for index, line in complete_lines(path):

@@ -38,7 +38,7 @@ class Color(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class ScaleStep:
     """One step of a scale."""
 
     label: str
@@ -54,10 +54,10 @@ class Scale:
     title: str
     bounds: tuple[float, ...]
     """Ascending; step i has the values from bound i − 1 up to, and without, bound i."""
-    steps: tuple[Step, ...]
+    steps: tuple[ScaleStep, ...]
     names: tuple[Any, ...] = ()
 
-    def step(self, value: Any) -> Step | None:
+    def step(self, value: Any) -> ScaleStep | None:
         """Return the step of ``value``; None for a value that is missing or not finite."""
         if value is None or (isinstance(value, float) and not math.isfinite(value)):
             return None
@@ -104,7 +104,7 @@ def _advantage(rows: Sequence[Row]) -> Scale:
     sizes = [abs(v) for row in rows for v in values_of(Color.ADVANTAGE, row) if v is not None and math.isfinite(v)]
     third = max(sizes, default=0.0) / 3
     if not third:
-        return Scale("advantage", (), (Step("0", ""),))
+        return Scale("advantage", (), (ScaleStep("0", ""),))
     return _diverging("advantage", (-2 * third, -third, -third / 1e6, third / 1e6, third, 2 * third))
 
 
@@ -115,14 +115,14 @@ def _diverging(title: str, bounds: tuple[float, ...]) -> Scale:
     styles = (*BLUES, "", *REDS)
     labels = (low, *middle, high)
     loud = {0, len(styles) - 1}
-    return Scale(title, bounds, tuple(Step(labels[i], styles[i], i in loud) for i in range(len(styles))))
+    return Scale(title, bounds, tuple(ScaleStep(labels[i], styles[i], i in loud) for i in range(len(styles))))
 
 
 def _logprob(rows: Sequence[Row]) -> Scale:
     labels = ("p<1%", "1..10%", "10..50%", "50..90%", ">90%")
     bounds = tuple(math.log(p) for p in (0.01, 0.1, 0.5, 0.9))
     steps = tuple(
-        Step(label, style, place == 0) for place, (label, style) in enumerate(zip(labels, PURPLES, strict=True))
+        ScaleStep(label, style, place == 0) for place, (label, style) in enumerate(zip(labels, PURPLES, strict=True))
     )
     return Scale("log-prob of the trainer", bounds, steps)
 
@@ -130,19 +130,19 @@ def _logprob(rows: Sequence[Row]) -> Scale:
 def _entropy(rows: Sequence[Row]) -> Scale:
     labels = ("<0.1", "0.1..0.5", "0.5..1", "1..2", ">2")
     steps = tuple(
-        Step(label, style, place == 4) for place, (label, style) in enumerate(zip(labels, YELLOWS, strict=True))
+        ScaleStep(label, style, place == 4) for place, (label, style) in enumerate(zip(labels, YELLOWS, strict=True))
     )
     return Scale("entropy of the trainer, nats", (0.1, 0.5, 1.0, 2.0), steps)
 
 
 def _version(rows: Sequence[Row]) -> Scale:
     versions = sorted({version for row in rows for version in row["versions"] if version >= 0})
-    steps = tuple(Step(f"version {v}", VERSIONS[place % len(VERSIONS)]) for place, v in enumerate(versions))
+    steps = tuple(ScaleStep(f"version {v}", VERSIONS[place % len(VERSIONS)]) for place, v in enumerate(versions))
     return Scale("version that sampled the token", (), steps, tuple(versions))
 
 
 def _mask(rows: Sequence[Row]) -> Scale:
-    steps = (Step("only read, or left out", ""), Step("trained", VERSIONS[0]))
+    steps = (ScaleStep("only read, or left out", ""), ScaleStep("trained", VERSIONS[0]))
     return Scale("what is trained", (), steps, (False, True))
 
 

@@ -21,7 +21,7 @@ from headway.reports.samples.token_view import (
     token_text,
     visible,
 )
-from headway.reports.show.sample_query import Sample, Story, Summary, of_episode
+from headway.reports.show.sample_query import GroupHistory, Sample, Summary, of_episode
 from headway.reports.table_fitting import print_fitting
 
 LINE = 60
@@ -93,7 +93,7 @@ def print_validations(samples: Sequence[Sample], console: Console) -> None:
             _print_words(one, console)
 
 
-def print_story(story: Story, console: Console) -> None:
+def print_story(story: GroupHistory, console: Console) -> None:
     """Print what the record tells of a group that left no sample."""
     admitted, settled = story.admitted, story.settled
     fate = "under way" if settled is None else _fate(settled.fate, settled.reason)

@@ -48,7 +48,7 @@ class Listed:
 
 
 @dataclass(slots=True)
-class Story:
+class GroupHistory:
     """Account of a group by its run's record, which has all but what was said."""
 
     admitted: GroupAdmitted
@@ -59,7 +59,7 @@ class Story:
     kept: str = ""
     """One sentence: why there is no text, and how there would be."""
 
-    def of_episode(self, k: int | None) -> Story:
+    def of_episode(self, k: int | None) -> GroupHistory:
         """Return the account with the episode ``k`` alone, or all of it for None. Raises `ConfigError`."""
         if k is None:
             return self
@@ -130,7 +130,7 @@ def of_problem(run: Path, problem: int, damaged: list[int]) -> list[Sample]:
     return samples
 
 
-def found(run: Path, number: int, damaged: list[int]) -> Sample | Story:
+def found(run: Path, number: int, damaged: list[int]) -> Sample | GroupHistory:
     """Return the last sample of group ``number``, or what the record tells of it where it left none.
 
     ``damaged`` gets the numbers of lines of the file that may have been its own and are no samples.
@@ -185,12 +185,12 @@ def _samples(run: Path, what: str, damaged: list[int], number: int | None = None
         raise ConfigError(f"RUN: got {run}, whose samples cannot be read: {cause}") from cause
 
 
-def _story(run: Path, number: int, damaged: list[int]) -> Story:
-    story: Story | None = None
+def _story(run: Path, number: int, damaged: list[int]) -> GroupHistory:
+    story: GroupHistory | None = None
     for event in events_of(run, OF_A_GROUP, number):
         match event:
             case GroupAdmitted(number=n) if n == number:
-                story = Story(event)
+                story = GroupHistory(event)
             case TrajectoryFinished(number=n) if n == number and story is not None:
                 story.episodes.append(event)
             case GroupRewarded(number=n) if n == number and story is not None:
@@ -205,7 +205,7 @@ def _story(run: Path, number: int, damaged: list[int]) -> Story:
     return story
 
 
-def _why_no_text(run: Path, story: Story, damaged: list[int]) -> str:
+def _why_no_text(run: Path, story: GroupHistory, damaged: list[int]) -> str:
     if damaged:
         return "It has no text that can be read: it was not drawn, or its line in samples.jsonl is damaged."
     drawn = _drawn_per_version(run)

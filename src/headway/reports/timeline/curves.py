@@ -73,7 +73,7 @@ _PLAIN = {metric: kind for kind in KINDS for metric, _ in kind.metrics}
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class CurvePoint:
     """A place on every axis: the version, seconds since the run's start, trained groups and tokens until then."""
 
     version: int
@@ -147,28 +147,29 @@ class CurveLog:
         """Number of versions."""
         return len(self._index)
 
-    def places(self, *, entered: bool = False) -> list[Place]:
+    def places(self, *, entered: bool = False) -> list[CurvePoint]:
         """Places of all versions, ascending: of their ends, or with ``entered`` of the instants at which they began.
 
         A row without a time, and a version without a row, take the place of the one before.
         """
         order = sorted(self._index.items())
-        ends: list[Place] = []
+        ends: list[CurvePoint] = []
         tokens = accumulate(self._tokens[index] for _, index in order)
         seconds = min((began for began in self._began if not math.isnan(began)), default=0.0)
-        begin, groups = Place(0, seconds, 0.0, 0.0), 0.0
+        begin, groups = CurvePoint(0, seconds, 0.0, 0.0), 0.0
         for (version, index), so_far in zip(order, tokens, strict=True):
             seconds = max(_or(self._ended[index], seconds), seconds)
             groups = max(_or(self._groups[index], groups), groups)
-            ends.append(Place(version, seconds, groups, so_far))
+            ends.append(CurvePoint(version, seconds, groups, so_far))
         if not entered:
             return ends
         before = [begin, *ends[:-1]]
         return [
-            Place(at.version, last.seconds, last.groups, last.tokens) for at, last in zip(ends, before, strict=False)
+            CurvePoint(at.version, last.seconds, last.groups, last.tokens)
+            for at, last in zip(ends, before, strict=False)
         ]
 
-    def points(self, metric: str) -> list[tuple[Place, float]]:
+    def points(self, metric: str) -> list[tuple[CurvePoint, float]]:
         """All values of a metric, by version, with their places."""
         kind = self._kind(metric)
         places = self.places(entered=kind is not None and kind.entered)
@@ -240,7 +241,7 @@ def to_json(log: CurveLog, most: int = MOST_POINTS) -> dict[str, Any]:
     return {"tables": tables, "charts": [_packed(chart, index) for chart in charts]}
 
 
-def _table(places: Sequence[Place]) -> dict[str, list[float]]:
+def _table(places: Sequence[CurvePoint]) -> dict[str, list[float]]:
     return {
         "version": [place.version for place in places],
         "seconds": [round(place.seconds, 3) for place in places],
@@ -281,14 +282,14 @@ def _or(value: float, otherwise: float) -> float:
     return otherwise if math.isnan(value) else value
 
 
-def point_at(points: Sequence[tuple[Place, float]], axis: str, at: float) -> tuple[Place, float] | None:
-    """Return the last of ``points`` at ``at`` or before on ``axis``, a field of `Place`; None for none."""
+def point_at(points: Sequence[tuple[CurvePoint, float]], axis: str, at: float) -> tuple[CurvePoint, float] | None:
+    """Return the last of ``points`` at ``at`` or before on ``axis``, a field of `CurvePoint`; None for none."""
     places = [getattr(place, axis) for place, _ in points]
     found = bisect_left(places, math.nextafter(at, math.inf)) - 1
     return points[found] if found >= 0 else None
 
 
-def last_place(log: CurveLog) -> Place | None:
+def last_place(log: CurveLog) -> CurvePoint | None:
     """The place that the run has reached; None where it has no row."""
     places = log.places()
     return places[-1] if places else None

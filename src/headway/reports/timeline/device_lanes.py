@@ -24,12 +24,17 @@ from headway.events import (
 )
 from headway.reports.metrics.intervals import complement, intersection, union
 from headway.reports.metrics.occupancy import TRAINER_WORK
-from headway.reports.timeline.lanes import Kind, Lane, LaneSpan, clipped, idle, lay_out
+from headway.reports.timeline.lanes import Lane, LaneSpan, SpanKind, clipped, idle, lay_out
 from headway.reports.timeline.stage_lanes import ENDED, PAUSED, PROCESSING, WAITING_INPUT, WAITING_OUTPUT, StageLog
 from headway.reports.timeline.update_lanes import UpdateLanes
 
 TRAINER, REPLICAS = "Trainer", "Replicas"
-TRAINER_KINDS = {"step": Kind.STEP, "forward": Kind.FORWARD, "critic": Kind.FORWARD, "gather": Kind.GATHER}
+TRAINER_KINDS = {
+    "step": SpanKind.STEP,
+    "forward": SpanKind.FORWARD,
+    "critic": SpanKind.FORWARD,
+    "gather": SpanKind.GATHER,
+}
 GROUPS_AWAITED = f"waits for {WAITS_FOR_GROUPS}"
 SCORES_AWAITED = "waits for groups: rewards are being computed, and nothing decodes"
 STEPS_AWAITED = "waits for groups: episodes are in their environments, and nothing decodes"
@@ -50,7 +55,7 @@ HALTED = {"load": "halted: loads new weights", "lease": "halted: training has th
 
 
 @dataclass(slots=True)
-class Trainer:
+class TrainerLanes:
     """Accumulates the trainer's activity for its lanes."""
 
     _work: list[LaneSpan] = field(default_factory=list)
@@ -68,7 +73,7 @@ class Trainer:
             self._work.append(LaneSpan(*event.span, TRAINER_KINDS[event.what], f"{event.what} v{event.version}{fetch}"))
 
     def save(self, event: CheckpointSaved) -> None:
-        self._saves.append(idle(event.span, SAVES, f"saves the checkpoint of v{event.version}", Kind.CHECKPOINT))
+        self._saves.append(idle(event.span, SAVES, f"saves the checkpoint of v{event.version}", SpanKind.CHECKPOINT))
 
     def lane(
         self,
@@ -105,8 +110,8 @@ def _update_claims(stage: StageLog, updates: UpdateLanes, drains: bool) -> list[
     waited = union(stage.when(WAITING_OUTPUT))
     validations = [_validation_wait(event, updates) for event in updates.finished if event.validation_stall_s > 0]
     phases = [span for spans in updates.phases().values() for span in spans]
-    transfers = union(span.span for span in phases if span.kind in (Kind.TRANSFER, Kind.GATHER))
-    loads = union(span.span for span in phases if span.kind is Kind.LOAD)
+    transfers = union(span.span for span in phases if span.kind in (SpanKind.TRANSFER, SpanKind.GATHER))
+    loads = union(span.span for span in phases if span.kind is SpanKind.LOAD)
     return [
         [idle(span, TRANSFER_AWAITED) for span in intersection(transfers, waited)],
         [idle(span, LOAD_AWAITED) for span in intersection(loads, waited)],
@@ -149,7 +154,7 @@ class Replicas:
 
     def lane(self, replica: str, life: Span, shared: Sequence[list[LaneSpan]], updates: UpdateLanes) -> Lane:
         """Return the lane of ``replica``. ``shared``: claims that hold for every replica, from `AdmissionLanes`."""
-        work = [LaneSpan(*span, Kind.DECODE, "decodes") for span in union(self._busy[replica])]
+        work = [LaneSpan(*span, SpanKind.DECODE, "decodes") for span in union(self._busy[replica])]
         halts = [_halt(event, updates) for event in self._halts[replica]]
         present = complement(updates.absent(replica, life), life)
         return Lane(REPLICAS, replica, tuple(s for part in present for s in lay_out(work, [halts, *shared], part)))
@@ -204,4 +209,4 @@ def _halt(event: ReplicaHalted, updates: UpdateLanes) -> LaneSpan:
     label = reason if version is None else f"halted: loads v{version}"
     if event.interrupted:
         label += f"; {event.interrupted} answers were cut and go on"
-    return idle(event.span, reason, label, Kind.HALTED)
+    return idle(event.span, reason, label, SpanKind.HALTED)

@@ -11,7 +11,7 @@ from pathlib import Path
 from headway.errors import ConfigError
 from headway.events import LeaseChanged, ReplicaJoined, ReplicaLost, RunStarted, UpdatePhase, VersionReached
 from headway.reports.record.dense_events import ALL, segments_of
-from headway.reports.record.events_file import EventReader, Record
+from headway.reports.record.events_file import EventReader, SurvivingRecord
 from headway.reports.timeline.timeline import TimelineBuilder
 
 MOST_DENSE = 50_000
@@ -21,7 +21,7 @@ LASTING = (RunStarted, ReplicaJoined, ReplicaLost, LeaseChanged, UpdatePhase)
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class DrawnVersions:
     """The versions ``first`` to ``last``, and their lines of ``events.jsonl``: ``line`` to before ``end``."""
 
     first: int
@@ -30,7 +30,9 @@ class Drawn:
     end: int = ALL
 
 
-def newest_versions(events: Path, record: Record, most: int | None = None, versions: int = 1) -> Drawn | None:
+def newest_versions(
+    events: Path, record: SurvivingRecord, most: int | None = None, versions: int = 1
+) -> DrawnVersions | None:
     """Return the newest versions that have at most ``most`` dense events, by default `MOST_DENSE`, but at least
     so many ``versions``; None where the whole run has no more.
     """
@@ -43,10 +45,12 @@ def newest_versions(events: Path, record: Record, most: int | None = None, versi
     else:
         return None
     before = [version for version, line in record.boundaries.items() if line < begin]
-    return None if not before else Drawn(max(before), max(record.boundaries), record.boundaries[max(before)] + 1)
+    return (
+        None if not before else DrawnVersions(max(before), max(record.boundaries), record.boundaries[max(before)] + 1)
+    )
 
 
-def chosen_versions(versions: str, record: Record) -> Drawn:
+def chosen_versions(versions: str, record: SurvivingRecord) -> DrawnVersions:
     """Return the versions that ``versions`` names, as ``A:B``. Raises `ConfigError` where there are none."""
     newest = max(record.boundaries, default=0)
     first, _, last = versions.partition(":")
@@ -55,10 +59,10 @@ def chosen_versions(versions: str, record: Record) -> Drawn:
             f"--versions: got {versions}; expected A:B, the first and the last of the versions 0 to {newest}"
         )
     line = record.boundaries.get(int(first), -1) + 1
-    return Drawn(int(first), min(int(last), newest), line, record.boundaries.get(int(last) + 1, ALL - 1) + 1)
+    return DrawnVersions(int(first), min(int(last), newest), line, record.boundaries.get(int(last) + 1, ALL - 1) + 1)
 
 
-def draw(events: Path, drawn: Drawn, builder: TimelineBuilder, end: int = ALL) -> None:
+def draw(events: Path, drawn: DrawnVersions, builder: TimelineBuilder, end: int = ALL) -> None:
     """Have ``builder`` draw those versions, up to ``end`` lines. It reads the version before, too: for what goes on.
 
     Raises `DataError` where the record cannot be read.

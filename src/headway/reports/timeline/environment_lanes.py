@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from headway.events import Span, TrajectoryFinished
 from headway.reports.metrics.counters import Overlapping
-from headway.reports.timeline.lanes import Kind, Lane, LaneSpan, idle, lay_out
+from headway.reports.timeline.lanes import Lane, LaneSpan, SpanKind, idle, lay_out
 
 ENVIRONMENTS = "Environments"
 NO_STEP = "no episode is in a step"
@@ -42,7 +42,7 @@ class Environments:
         if not self._any:
             return
         steps = [
-            LaneSpan(*span, Kind.ENVIRONMENT, _many(most, "episode in a step", "episodes in steps"))
+            LaneSpan(*span, SpanKind.ENVIRONMENT, _many(most, "episode in a step", "episodes in steps"))
             for span, most in _stretches(self._steps)
         ]
         yield Lane(ENVIRONMENTS, "steps", lay_out(steps, [[idle(life, NO_STEP)]], life))

@@ -27,7 +27,7 @@ from headway.reports.samples.sample_index import validation_line
 from headway.reports.samples.token_scales import Color, Scale, scale_of
 from headway.reports.timeline.curves import to_json as curves_json
 from headway.reports.timeline.page_data import MAX_SPANS, busy_share, merged, page_data
-from headway.reports.timeline.timeline import KEPT_DISCARDS, Story, Timeline, build_timeline, idle_reasons
+from headway.reports.timeline.timeline import KEPT_DISCARDS, RunHistory, Timeline, build_timeline, idle_reasons
 
 REASONS_SHOWN = 12
 SCRIPTS = ("common.js", "rows.js", "drawing.js", "hands.js", "curves.js", "groups.js", "tokens.js", "story.js")
@@ -120,7 +120,7 @@ def live_parts(timeline: Timeline, max_spans: int) -> dict[str, Any]:
     }
 
 
-def story_data(story: Story) -> dict[str, Any]:
+def story_data(story: RunHistory) -> dict[str, Any]:
     """Return curves, ledger and groups as the page's script reads them."""
     return {
         "curves": curves_json(story.curves),

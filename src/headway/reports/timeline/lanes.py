@@ -21,7 +21,7 @@ from headway.reports.metrics.intervals import complement
 NOTHING_REPORTED = "nothing reported"
 
 
-class Kind(StrEnum):
+class SpanKind(StrEnum):
     """The kind of thing that a span shows."""
 
     STEP = "step"
@@ -64,7 +64,7 @@ class LaneSpan:
 
     start: float
     end: float
-    kind: Kind
+    kind: SpanKind
     label: str
     reason: str | None = None
 
@@ -108,7 +108,7 @@ ROUNDING_S = 1e-9
 """Longest gap, in seconds, that is no time but the rounding of times added up in different orders."""
 
 
-def idle(span: Span, reason: str, label: str | None = None, kind: Kind = Kind.IDLE) -> LaneSpan:
+def idle(span: Span, reason: str, label: str | None = None, kind: SpanKind = SpanKind.IDLE) -> LaneSpan:
     """Make a claim: during ``span`` nothing was done, for ``reason``."""
     return LaneSpan(*span, kind, reason if label is None else label, reason)
 

@@ -13,7 +13,7 @@ from typing import Any
 from headway.events import Span
 from headway.reports.timeline.device_lanes import REPLICAS, TRAINER
 from headway.reports.timeline.environment_lanes import ENVIRONMENTS
-from headway.reports.timeline.lanes import Kind, Lane, LaneSpan
+from headway.reports.timeline.lanes import Lane, LaneSpan, SpanKind
 from headway.reports.timeline.stage_lanes import GROUP as STAGES
 from headway.reports.timeline.timeline import MarkKind, Timeline
 
@@ -22,21 +22,21 @@ MAX_SPANS = 100_000
 MAX_POINTS = 4_000
 """Most points that a page draws of a counter."""
 WORDS = {
-    Kind.STEP: "optimizer step",
-    Kind.FORWARD: "forward pass",
-    Kind.GATHER: "gather weights",
-    Kind.DECODE: "prefill or decode",
-    Kind.PROCESS: "stage at work",
-    Kind.ENVIRONMENT: "steps of environments",
-    Kind.TRANSFER: "weights on their way",
-    Kind.LOAD: "load weights",
-    Kind.VALIDATE: "validation",
-    Kind.CHECKPOINT: "checkpoint",
-    Kind.SERVE: "version served",
-    Kind.TRAIN_LEASE: "devices lent to training",
-    Kind.GENERATE_LEASE: "devices lent to generation",
-    Kind.HALTED: "idle: halted",
-    Kind.IDLE: "idle: waits",
+    SpanKind.STEP: "optimizer step",
+    SpanKind.FORWARD: "forward pass",
+    SpanKind.GATHER: "gather weights",
+    SpanKind.DECODE: "prefill or decode",
+    SpanKind.PROCESS: "stage at work",
+    SpanKind.ENVIRONMENT: "steps of environments",
+    SpanKind.TRANSFER: "weights on their way",
+    SpanKind.LOAD: "load weights",
+    SpanKind.VALIDATE: "validation",
+    SpanKind.CHECKPOINT: "checkpoint",
+    SpanKind.SERVE: "version served",
+    SpanKind.TRAIN_LEASE: "devices lent to training",
+    SpanKind.GENERATE_LEASE: "devices lent to generation",
+    SpanKind.HALTED: "idle: halted",
+    SpanKind.IDLE: "idle: waits",
 }
 ROWS = {
     MarkKind.DISCARDED: "groups discarded",
@@ -49,7 +49,7 @@ ROWS = {
 """Kinds of marks that have a row of their own → the row's name."""
 TIMED = (TRAINER, REPLICAS, ENVIRONMENTS, STAGES)
 """Groups of lanes that cover every instant from their beginning to their end: what is not idle is busy."""
-IDLE = frozenset({Kind.IDLE, Kind.HALTED})
+IDLE = frozenset({SpanKind.IDLE, SpanKind.HALTED})
 
 
 def merged(lanes: Sequence[Lane], window: Span, most: int) -> tuple[tuple[Lane, ...], float]:
@@ -86,7 +86,7 @@ def _one_for_each_kind(short: list[LaneSpan]) -> Iterator[LaneSpan]:
     if len(short) <= 2:
         yield from short
         return
-    alike: dict[tuple[Kind, str | None], list[LaneSpan]] = {}
+    alike: dict[tuple[SpanKind, str | None], list[LaneSpan]] = {}
     for span in short:
         alike.setdefault((span.kind, span.reason), []).append(span)
     start = short[0].start
@@ -108,7 +108,7 @@ class _Strings:
 
 
 @dataclass(frozen=True, slots=True)
-class _Clock:
+class _Microseconds:
     """Conversion of times to whole microseconds since ``origin``."""
 
     origin: float
@@ -118,9 +118,9 @@ class _Clock:
 
 
 def page_data(timeline: Timeline, lanes: Sequence[Lane], resolution: float) -> dict[str, Any]:
-    strings, clock = _Strings(), _Clock(timeline.window[0])
+    strings, clock = _Strings(), _Microseconds(timeline.window[0])
     used = {span.kind for lane in lanes for span in lane.spans}
-    kinds = [kind for kind in Kind if kind in used]
+    kinds = [kind for kind in SpanKind if kind in used]
     thinned = [counter.thinned((timeline.window[1] - timeline.window[0]) / MAX_POINTS) for counter in timeline.counters]
     return {
         "end": clock(timeline.window[1]),
@@ -147,7 +147,9 @@ def page_data(timeline: Timeline, lanes: Sequence[Lane], resolution: float) -> d
     }
 
 
-def _packed(lane: Lane, timeline: Timeline, clock: _Clock, strings: _Strings, kinds: list[Kind]) -> dict[str, Any]:
+def _packed(
+    lane: Lane, timeline: Timeline, clock: _Microseconds, strings: _Strings, kinds: list[SpanKind]
+) -> dict[str, Any]:
     """Pack a lane. ``spans`` holds four integers a span: time since the last one's end, length, kind, label."""
     spans: list[int] = []
     reached = 0
@@ -170,6 +172,6 @@ def busy_share(lane: Lane, timeline: Timeline) -> float | None:
     return max(1.0 - lane.idle_seconds(window) / told, 0.0)
 
 
-def _marks(timeline: Timeline, kind: MarkKind, clock: _Clock, strings: _Strings) -> dict[str, Any]:
+def _marks(timeline: Timeline, kind: MarkKind, clock: _Microseconds, strings: _Strings) -> dict[str, Any]:
     points = [[clock(mark.time), strings.place(mark.label)] for mark in timeline.marks if mark.kind is kind]
     return {"kind": kind, "name": ROWS.get(kind, kind), "row": kind in ROWS, "points": points}

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from headway.events import Span, StageChanged
-from headway.reports.timeline.lanes import NOTHING_REPORTED, Kind, Lane, LaneSpan, idle, joined
+from headway.reports.timeline.lanes import NOTHING_REPORTED, Lane, LaneSpan, SpanKind, idle, joined
 
 GROUP = "Stages"
 WAITING_INPUT, WAITING_OUTPUT, PROCESSING, PAUSED = "waiting_input", "waiting_output", "processing", "paused"
@@ -78,7 +78,7 @@ def stage_lanes(
 def _span(stay: Stay) -> LaneSpan:
     span = (stay.start, stay.end)
     if stay.state == PROCESSING:
-        return LaneSpan(*span, Kind.PROCESS, "1 item" if stay.active == 1 else f"up to {stay.active} items at once")
+        return LaneSpan(*span, SpanKind.PROCESS, "1 item" if stay.active == 1 else f"up to {stay.active} items at once")
     if stay.state == PAUSED:
-        return idle(span, "paused", kind=Kind.HALTED)
+        return idle(span, "paused", kind=SpanKind.HALTED)
     return idle(span, f"waits for {stay.waiting_for}" if stay.waiting_for else stay.state)

@@ -8,7 +8,7 @@
     LeaseChanged, ValidationFinished, CheckpointSaved ──────▶ Run
     UpdateFinished, GroupSettled, ReplicaLost, Note, … ─────▶ marks
     every event ────────────────────────────────────────────▶ figures of the whole run, as in summary.json
-    rows of metrics, groups ────────────────────────────────▶ `Story`: curves, the fates of groups
+    rows of metrics, groups ────────────────────────────────▶ `RunHistory`: curves, the fates of groups
 
 Everything is derived from events, so a run that failed or still goes on has a timeline up to its last event.
 """
@@ -53,15 +53,15 @@ from headway.reports.metrics.intervals import complement, intersection
 from headway.reports.metrics.run_metrics import RunMetrics
 from headway.reports.metrics.summary import summary
 from headway.reports.timeline.curves import CurveLog
-from headway.reports.timeline.device_lanes import REPLICAS, TRAINER, AdmissionLanes, Replicas, Trainer
+from headway.reports.timeline.device_lanes import REPLICAS, TRAINER, AdmissionLanes, Replicas, TrainerLanes
 from headway.reports.timeline.environment_lanes import Environments
 from headway.reports.timeline.group_lines import GroupLog, ledger
-from headway.reports.timeline.lanes import Kind, Lane, LaneSpan, clipped, side_by_side
+from headway.reports.timeline.lanes import Lane, LaneSpan, SpanKind, clipped, side_by_side
 from headway.reports.timeline.stage_lanes import PROCESSING, StageLog, stage_lanes
 from headway.reports.timeline.update_lanes import UpdateLanes
 
 RUN = "Run"
-LEASES = {"train": Kind.TRAIN_LEASE, "generate": Kind.GENERATE_LEASE}
+LEASES = {"train": SpanKind.TRAIN_LEASE, "generate": SpanKind.GENERATE_LEASE}
 KEPT_DISCARDS = 20_000
 """Most marks of discarded groups that are kept; the figures count all of them."""
 
@@ -104,7 +104,7 @@ class Timeline:
     """True for a simulation: times are predictions, and rewards mean nothing."""
     versions: tuple[int, int] | None = None
     """First and last of the versions that lanes, marks, counters and groups are of; None where it is the whole run."""
-    story: Story | None = None
+    story: RunHistory | None = None
     """What was learned and what became of each group; None where nothing says so, and of a simulation."""
 
     @property
@@ -113,7 +113,7 @@ class Timeline:
 
 
 @dataclass(frozen=True, slots=True)
-class Story:
+class RunHistory:
     """What a run learned, and what became of its groups."""
 
     curves: CurveLog
@@ -173,7 +173,7 @@ class TimelineBuilder:
     groups: GroupLog = field(default_factory=GroupLog)
     metrics: RunMetrics = field(default_factory=RunMetrics)
     stages: dict[str, StageLog] = field(default_factory=dict)
-    trainer: Trainer = field(default_factory=Trainer)
+    trainer: TrainerLanes = field(default_factory=TrainerLanes)
     replicas: Replicas = field(default_factory=Replicas)
     environments: Environments = field(default_factory=Environments)
     admission: AdmissionLanes = field(default_factory=AdmissionLanes)
@@ -236,7 +236,7 @@ class TimelineBuilder:
             measured=self.metrics.window,
             simulated=self.simulated,
             versions=self.versions,
-            story=None if self.simulated else Story(self.curves, self.groups, ledger(self.metrics)),
+            story=None if self.simulated else RunHistory(self.curves, self.groups, ledger(self.metrics)),
         )
         return whole if self.versions is None else _within(whole, life)
 
@@ -278,10 +278,10 @@ class TimelineBuilder:
             case ValidationFinished():
                 reward = "" if self.simulated else f"mean reward {score(event.accuracy)} on "
                 label = f"validates v{event.version}: {reward}{event.problems} problems"
-                self.validations.append(LaneSpan(*event.span, Kind.VALIDATE, label))
+                self.validations.append(LaneSpan(*event.span, SpanKind.VALIDATE, label))
             case CheckpointSaved():
                 self.trainer.save(event)
-                self.saves.append(LaneSpan(*event.span, Kind.CHECKPOINT, f"saves v{event.version} to {event.path}"))
+                self.saves.append(LaneSpan(*event.span, SpanKind.CHECKPOINT, f"saves v{event.version} to {event.path}"))
 
     def _mark(self, event: Event) -> None:
         if (mark := _mark_of(event)) is None:
@@ -341,7 +341,7 @@ class TimelineBuilder:
             if end > start
         ]
         asked = [
-            LaneSpan(lease.asked, lease.time, Kind.IDLE, f"{lease.holder} has asked for the devices")
+            LaneSpan(lease.asked, lease.time, SpanKind.IDLE, f"{lease.holder} has asked for the devices")
             for lease in self.leases
             if lease.time > lease.asked
         ]

@@ -14,10 +14,10 @@ from headway.events import ReplicaJoined, ReplicaLost, RunStarted, Span, UpdateF
 from headway.reports.human import number
 from headway.reports.metrics.intervals import complement
 from headway.reports.metrics.version_row import PHASES
-from headway.reports.timeline.lanes import Kind, Lane, LaneSpan, side_by_side
+from headway.reports.timeline.lanes import Lane, LaneSpan, SpanKind, side_by_side
 
 GROUP = "Parameter update"
-KINDS = {"gather": Kind.GATHER, "load": Kind.LOAD}
+KINDS = {"gather": SpanKind.GATHER, "load": SpanKind.LOAD}
 
 
 @dataclass(slots=True)
@@ -76,7 +76,7 @@ class UpdateLanes:
         points = self.served.get(replica, [])
         ends = [time for time, _ in points[1:]] + [end]
         return [
-            LaneSpan(start, stop, Kind.SERVE, f"serves v{version}")
+            LaneSpan(start, stop, SpanKind.SERVE, f"serves v{version}")
             for (start, version), stop in zip(points, ends, strict=True)
             if version is not None and stop > start
         ]
@@ -102,5 +102,5 @@ def _placed(phases: list[UpdatePhase]) -> list[LaneSpan]:
         next_phase, next_start = phase, end - event.seconds
         moved = f", {number(event.nbytes / 1e6)} MB" if event.nbytes else ""
         label = f"{event.phase} v{event.version}{moved}"
-        placed.append(LaneSpan(next_start, end, KINDS.get(event.phase, Kind.TRANSFER), label))
+        placed.append(LaneSpan(next_start, end, KINDS.get(event.phase, SpanKind.TRANSFER), label))
     return placed[::-1]

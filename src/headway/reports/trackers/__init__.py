@@ -1,7 +1,7 @@
 """Trackers: tools for looking at runs that are not Headway's own. Each gets what the run's directory has, too.
 
     rows, samples, summary, model ─▶ Trackers ─▶ TensorBoardFile                          writes a file, at once
-                                             └─▶ TrackerApart ─▶ Outbox ─▶ thread ─▶ its process: W&B, MLflow, …
+                                             └─▶ TrackerApart ─▶ TrackerQueue ─▶ thread ─▶ its process: W&B, MLflow, …
                                                                    ▲
                                                                    └─ metrics.jsonl: rows for which there was no room
 

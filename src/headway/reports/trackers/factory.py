@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from headway.reports.trackers.tracker import Setting, Tracker
+from headway.reports.trackers.tracker import Tracker, TrackerSetting
 
 PACKAGES: Mapping[str, str] = {
     "wandb": "wandb",
@@ -22,12 +22,12 @@ ADDRESSES: Mapping[str, tuple[str, ...]] = {
 """Variables that say where a tracker is, which is named where it does not answer."""
 
 
-def make_tracker(name: str, setting: Setting) -> Tracker:
+def make_tracker(name: str, setting: TrackerSetting) -> Tracker:
     """Make the tracker ``name``, which imports its package. Raises `ValueError` for a name that is not known."""
     return _class(name)(setting)
 
 
-def _class(name: str) -> Callable[[Setting], Tracker]:
+def _class(name: str) -> Callable[[TrackerSetting], Tracker]:
     match name:
         case "wandb":
             from headway.reports.trackers.wandb import WandbTracker

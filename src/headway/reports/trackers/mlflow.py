@@ -13,7 +13,7 @@ from typing import Any
 
 from headway.errors import said_by
 from headway.reports.trackers.held_samples import HeldSamples
-from headway.reports.trackers.tracker import Setting
+from headway.reports.trackers.tracker import TrackerSetting
 from headway.reports.trackers.tracker_tables import COLUMNS, flat, scalars
 
 LONGEST_PARAM = 500
@@ -26,7 +26,7 @@ STATUS = {"completed": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
 class MlflowTracker:
     """Tracker for MLflow: a run of an experiment, with a file of samples for each version."""
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: TrackerSetting) -> None:
         from mlflow import MlflowClient
         from mlflow.entities import Metric, Param, RunTag
 
@@ -44,7 +44,7 @@ class MlflowTracker:
         shown = f"{uri}/#/experiments/{run.info.experiment_id}/runs/{self.entry}"
         self.where = shown if uri.startswith("http") else f"run {self.entry} in {uri}"
 
-    def _create(self, setting: Setting) -> Any:
+    def _create(self, setting: TrackerSetting) -> Any:
         experiment = self._client.get_experiment_by_name(setting.project)
         number = self._client.create_experiment(setting.project) if experiment is None else experiment.experiment_id
         return self._client.create_run(number, run_name=setting.name)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from headway.reports.trackers.held_samples import HeldSamples
-from headway.reports.trackers.tracker import Setting
+from headway.reports.trackers.tracker import TrackerSetting
 from headway.reports.trackers.tracker_tables import scalars
 
 PREFIX = "headway_"
@@ -16,7 +16,7 @@ PREFIX = "headway_"
 class PrometheusTracker:
     """Exporter of the run's figures. Its only label is ``run``, the run's name."""
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: TrackerSetting) -> None:
         from prometheus_client import CollectorRegistry, Gauge, start_http_server
 
         self._gauge = Gauge

@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from headway.errors import said_by, writable
-from headway.reports.trackers.tracker import Setting
+from headway.reports.trackers.tracker import TrackerSetting
 from headway.reports.trackers.tracker_tables import markdown, scalars, table
 
 _NUMBER = count()
@@ -32,7 +32,7 @@ class TensorBoardFile:
 
     entry = remedy = ""
 
-    def __init__(self, directory: Path, report: Callable[[str], None], setting: Setting | None = None) -> None:
+    def __init__(self, directory: Path, report: Callable[[str], None], setting: TrackerSetting | None = None) -> None:
         """Open a file. Earlier files lose their points of the version ``setting.undone_from`` and of later ones."""
         self._directory = directory
         self.where = str(directory)
@@ -74,7 +74,7 @@ class TensorBoardFile:
             self._attempt(records.close)
         self._records = None
 
-    def _open(self, setting: Setting | None) -> None:
+    def _open(self, setting: TrackerSetting | None) -> None:
         self._directory.mkdir(exist_ok=True)  # of a run that goes on it may have been removed
         step = None if setting is None else setting.undone_from
         if step is not None:

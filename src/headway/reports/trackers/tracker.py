@@ -11,7 +11,7 @@ from headway.reports.trackers.held_samples import HeldSamples
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class TrackerSetting:
     """What a tracker is made from: the run, and the entry in which it goes on."""
 
     project: str

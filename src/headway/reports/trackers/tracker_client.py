@@ -1,6 +1,6 @@
 """A tracker in a process of its own, as the run sees it: what is handed over is taken at once, and never refused.
 
-run's thread ──put──▶ Outbox ──▶ this tracker's thread ──ask──▶ its process
+run's thread ──put──▶ TrackerQueue ──▶ this tracker's thread ──ask──▶ its process
                                       └─▶ RUN/trackers/NAME.json: the entry, and how many rows it has
 """
 
@@ -16,9 +16,9 @@ from typing import Any
 
 from headway.errors import DataError, said_by
 from headway.reports.run_directory import replace_file
-from headway.reports.trackers.tracker import Setting
-from headway.reports.trackers.tracker_process import Link, TrackerLost
-from headway.reports.trackers.tracker_queue import Ending, Message, Outbox
+from headway.reports.trackers.tracker import TrackerSetting
+from headway.reports.trackers.tracker_process import TrackerLink, TrackerLost
+from headway.reports.trackers.tracker_queue import Message, RunEnd, TrackerQueue
 
 BEHIND_S = 60.0
 """Seconds without an answer after which a tracker is said to be behind."""
@@ -32,7 +32,7 @@ MOST_REFUSALS = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class TrackerState:
     """What a resumed run knows of a tracker, from the file ``NAME.json`` in the run's folder of trackers."""
 
     entry: str = ""
@@ -42,7 +42,7 @@ class Memory:
     """True if the entry has the run's end, too."""
 
     @classmethod
-    def read(cls, path: Path) -> Memory:
+    def read(cls, path: Path) -> TrackerState:
         """Read the file; one that is missing is that of a tracker without an entry. Raises `DataError`."""
         try:
             found = cls(**json.loads(path.read_text(encoding="utf-8")))
@@ -83,9 +83,9 @@ class TrackerApart:
     def __init__(
         self,
         name: str,
-        setting: Setting,
-        outbox: Outbox,
-        link: Callable[[], Link],
+        setting: TrackerSetting,
+        outbox: TrackerQueue,
+        link: Callable[[], TrackerLink],
         say: Say,
         *,
         remedy: str = "",
@@ -103,7 +103,7 @@ class TrackerApart:
         self._make_link = link
         self._say = say
         self._clock = clock
-        self._link: Link | None = None
+        self._link: TrackerLink | None = None
         self._starts = 0
         self._good_rows = 0
         self._refusals = (-1, 0)
@@ -145,7 +145,7 @@ class TrackerApart:
     def on_sample(self, sample: dict[str, Any]) -> None:
         self._outbox.put_sample(sample)
 
-    def end(self, ending: Ending) -> None:
+    def end(self, ending: RunEnd) -> None:
         """Let the thread send what is left, and end."""
         self._outbox.end(ending)
 
@@ -319,7 +319,7 @@ class TrackerApart:
     def _remember(self) -> None:
         path = self._memory
         try:
-            Memory(self._setting.entry, self._outbox.next, self._complete).write(path)
+            TrackerState(self._setting.entry, self._outbox.next, self._complete).write(path)
         except OSError as cause:
             self._warn(f"cannot write {path} ({cause.strerror or cause}); a resumed run would begin another entry")
 

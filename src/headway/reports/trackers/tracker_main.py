@@ -20,7 +20,7 @@ from typing import Any
 
 from headway.errors import said_by
 from headway.reports.trackers.factory import make_tracker
-from headway.reports.trackers.tracker import NotKept, Setting, Tracker
+from headway.reports.trackers.tracker import NotKept, Tracker, TrackerSetting
 
 LOOK_EVERY_S = 60.0
 STOOD_STILL_S = 600
@@ -82,7 +82,9 @@ class Host:
 
     def _carry_out(self, call: str, value: Any) -> dict[str, Any]:
         if call == "open":
-            self._tracker = tracker = make_tracker(self._name, Setting(**{**value, "folder": Path(value["folder"])}))
+            self._tracker = tracker = make_tracker(
+                self._name, TrackerSetting(**{**value, "folder": Path(value["folder"])})
+            )
             return {"entry": tracker.entry, "where": tracker.where, "remedy": tracker.remedy}
         if (tracker_ := self._tracker) is None:
             return {}

@@ -31,7 +31,7 @@ class TrackerLost(RunError):
     """Error for a tracker whose process ended while it was asked."""
 
 
-class Link(Protocol):
+class TrackerLink(Protocol):
     """A tracker somewhere else. `ask` blocks; `kill` may be called from any thread, and ends it."""
 
     def ask(self, call: str, value: Any) -> dict[str, Any]:

@@ -34,14 +34,14 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
+class RunEnd:
     """End of a run: its summary, and the folder of its model where trackers get it."""
 
     summary: dict[str, Any]
     model: Path | None = None
 
 
-class Outbox:
+class TrackerQueue:
     """Bounded queue between the run and the thread that sends. Methods may be called from any thread, none waits but
     `wait`, and none holds its lock while it reads the file.
     """
@@ -89,7 +89,7 @@ class Outbox:
 
         self._tell(put)
 
-    def end(self, ending: Ending) -> None:
+    def end(self, ending: RunEnd) -> None:
         """Nothing comes any more but ``ending``."""
 
         def put() -> None:

@@ -19,10 +19,10 @@ from headway.errors import DataError, writable
 from headway.reports.run_directory import RunDirectory
 from headway.reports.trackers.factory import ADDRESSES, PACKAGES
 from headway.reports.trackers.tensorboard import TensorBoardFile
-from headway.reports.trackers.tracker import Setting
-from headway.reports.trackers.tracker_client import GOES_ON, Memory, Say, TrackerApart, memory_file
+from headway.reports.trackers.tracker import TrackerSetting
+from headway.reports.trackers.tracker_client import GOES_ON, Say, TrackerApart, TrackerState, memory_file
 from headway.reports.trackers.tracker_process import TrackerProcess
-from headway.reports.trackers.tracker_queue import Ending, Outbox
+from headway.reports.trackers.tracker_queue import RunEnd, TrackerQueue
 from headway.reports.trackers.tracker_tables import trimmed
 
 LIMIT_S = 10.0
@@ -101,7 +101,7 @@ class Trackers:
         limit_s += 0.0 if given is None else upload_s(_bytes_in(given))
         try:
             for tracker in self._apart:
-                tracker.end(Ending(summary, given))
+                tracker.end(RunEnd(summary, given))
             self._wait(limit_s)
             silent = f"it did not answer within {limit_s:.0f} s"
         except KeyboardInterrupt:
@@ -162,7 +162,7 @@ def open_lacking(config: Config, directory: RunDirectory, say: Say) -> Trackers:
     lacking: list[TrackerApart] = []
     for name in kept:
         try:
-            memory = Memory.read(memory_file(directory.trackers, name))
+            memory = TrackerState.read(memory_file(directory.trackers, name))
         except DataError as cause:
             raise DataError(
                 f"{cause}, so that it is not known what {name} has of the run; take the file from a copy, or remove "
@@ -181,17 +181,17 @@ def open_lacking(config: Config, directory: RunDirectory, say: Say) -> Trackers:
     return Trackers(None, lacking, say, log_model=config.reports.log_model)
 
 
-def _remembered(directory: RunDirectory, name: str, say: Say) -> Memory:
+def _remembered(directory: RunDirectory, name: str, say: Say) -> TrackerState:
     """Return what a run that goes on knows of its tracker; nothing, which is said, where the file is damaged."""
     try:
-        return Memory.read(memory_file(directory.trackers, name))
+        return TrackerState.read(memory_file(directory.trackers, name))
     except DataError as cause:
         say.warn(f"{name}: {cause}; the run begins another entry")
-        return Memory()
+        return TrackerState()
 
 
-def _setting(config: Config, directory: RunDirectory) -> Setting:
-    return Setting(
+def _setting(config: Config, directory: RunDirectory) -> TrackerSetting:
+    return TrackerSetting(
         project=config.reports.project,
         name=config.reports.run_name or directory.path.resolve().name,
         folder=directory.trackers,
@@ -202,10 +202,10 @@ def _setting(config: Config, directory: RunDirectory) -> Setting:
 
 
 def _apart(
-    name: str, setting: Setting, directory: RunDirectory, say: Say, memory: Memory, goes_on: str = GOES_ON
+    name: str, setting: TrackerSetting, directory: RunDirectory, say: Say, memory: TrackerState, goes_on: str = GOES_ON
 ) -> TrackerApart:
     """Make a tracker in a process of its own, which goes on in the entry that the run's directory remembers."""
-    outbox = Outbox(directory.metrics, rows=_lines(directory.metrics), sent=memory.rows)
+    outbox = TrackerQueue(directory.metrics, rows=_lines(directory.metrics), sent=memory.rows)
     link = partial(TrackerProcess, name, directory.logs / f"{name}.log")
     remedy = f"headway sync {shlex.quote(str(directory.path))}" if name in KEPT else ""
     own = replace(setting, entry=memory.entry)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from headway.reports.trackers.held_samples import HeldSamples
-from headway.reports.trackers.tracker import NotKept, Setting
+from headway.reports.trackers.tracker import NotKept, TrackerSetting
 from headway.reports.trackers.tracker_tables import COLUMNS, flat, is_number, scalars, table
 
 LOST = ("could not be persisted", "may be dropped")
@@ -22,7 +22,7 @@ class TrackioTracker:
     by the next call, as `NotKept` where it says that something is lost.
     """
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: TrackerSetting) -> None:
         import trackio
 
         self._trackio = trackio
@@ -76,7 +76,7 @@ class TrackioTracker:
             raise NotKept(trouble) if any(words in trouble for words in LOST) else RuntimeError(trouble)
 
 
-def _free_name(trackio: Any, setting: Setting) -> str:
+def _free_name(trackio: Any, setting: TrackerSetting) -> str:
     """Return the run's name, or one made from it where the project has a run of that name."""
     try:
         taken = {run.name for run in trackio.Api().runs(setting.project)}

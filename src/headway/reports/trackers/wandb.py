@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from headway.reports.trackers.held_samples import HeldSamples
-from headway.reports.trackers.tracker import Setting
+from headway.reports.trackers.tracker import TrackerSetting
 from headway.reports.trackers.tracker_tables import COLUMNS, flat, scalars
 
 
 class WandbTracker:
     """Tracker for W&B: a run, with a table of samples for each version."""
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: TrackerSetting) -> None:
         import wandb
 
         self._wandb = wandb

@@ -23,7 +23,7 @@ from headway.reports.metrics.metrics_state import newest
 from headway.reports.metrics.summary import summary
 from headway.reports.record.dense_events import DenseReader
 from headway.reports.record.event_types import parse_event
-from headway.reports.record.events_file import Record, look_through, to_json_line
+from headway.reports.record.events_file import SurvivingRecord, look_through, to_json_line
 from headway.reports.record.file_tail import Rewritten, Tail
 from headway.reports.run_directory import RunDirectory
 from headway.reports.run_liveness import only_starts, standing
@@ -68,7 +68,7 @@ class _Read:
     events: Tail
     samples: SampleIndex
     dense: DenseReader
-    record: Record
+    record: SurvivingRecord
     builder: TimelineBuilder
     lines: int = 0
     """Number of lines of the record that were read."""
@@ -89,7 +89,7 @@ class Follower:
         self._failure: HeadwayError | None = None
         self._thread = threading.Thread(target=self._follow, name="follow-run", daemon=True)
         self._curves_due, self._timeline_due = _Due(CURVES_EVERY_S), _Due(TIMELINE_EVERY_S)
-        self._read = self._anew(Record(lines=[(0, 0)]))
+        self._read = self._anew(SurvivingRecord(lines=[(0, 0)]))
         self._outdated = True
         """True where the record is to be read from its beginning."""
         self._watched = 0
@@ -236,7 +236,7 @@ class Follower:
             self._build()
         return went_on
 
-    def _anew(self, record: Record) -> _Read:
+    def _anew(self, record: SurvivingRecord) -> _Read:
         samples = SampleIndex(self._directory.samples)
         builder = TimelineBuilder(groups=GroupLog(samples.groups))
         return _Read(Tail(self._directory.events), samples, DenseReader(self._directory.events), record, builder)
@@ -245,7 +245,7 @@ class Follower:
         """Read the record from its beginning. Raises `DataError` where it is damaged, and `OSError`."""
         events = self._directory.events
         try:
-            record = look_through(events) if events.is_file() else Record(lines=[(0, 0)])
+            record = look_through(events) if events.is_file() else SurvivingRecord(lines=[(0, 0)])
         except DataError as cause:
             if isinstance(cause.__cause__, OSError):  # nothing is wrong with the record
                 raise cause.__cause__ from cause

@@ -16,7 +16,7 @@ from pathlib import Path
 from headway.errors import ConfigError, DataError
 from headway.reports.run_directory import LEFTOVERS, RunDirectory
 from headway.reports.watch.follower import Follower
-from headway.reports.watch.watch_server import Server
+from headway.reports.watch.watch_server import WatchServer
 
 log = logging.getLogger(__name__)
 WAIT_S = 60.0
@@ -38,7 +38,7 @@ def serve(
     """
     directory = _directory(run, note)
     follower = Follower(directory)
-    server = Server(follower, run.resolve().name, port)
+    server = WatchServer(follower, run.resolve().name, port)
     follower.start()
     thread = threading.Thread(target=server.serve_forever, name="watch", daemon=True)
     thread.start()

@@ -56,7 +56,7 @@ HEADERS = {
 }
 
 
-class Server(ThreadingHTTPServer):
+class WatchServer(ThreadingHTTPServer):
     """Server of one run's page. ``serve_forever`` serves until `shutdown`, from another thread."""
 
     daemon_threads = True
@@ -117,7 +117,7 @@ class _Reply:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    server: Server
+    server: WatchServer
     timeout = REQUEST_TIMEOUT_S
     protocol_version = "HTTP/1.1"
     named: ClassVar[str] = "headway"

@@ -25,7 +25,7 @@ from typing import IO
 from headway.errors import ConfigError, SandboxFailed
 from headway.runtime.sandbox.interpreter import Interpreter, base_python, interpreter
 from headway.runtime.sandbox.interpreter_mount import open_way_to
-from headway.runtime.sandbox.sandbox_limits import Limits
+from headway.runtime.sandbox.sandbox_limits import SandboxLimits
 
 UID_INSIDE = 1000
 HOSTNAME = "headway-sandbox"
@@ -109,7 +109,7 @@ class Bubblewrap:
     def command(
         self,
         program: Sequence[str],
-        limits: Limits,
+        limits: SandboxLimits,
         *,
         uid: int | None,
         status: int,
@@ -143,7 +143,9 @@ class Bubblewrap:
         namespace = f"/proc/{os.getpid()}/fd/{self._way.fileno()}"  # not passed on: it would be there in the room
         return [str(shutil.which("nsenter")), f"--mount={namespace}", f"--setuid={uid}", f"--setgid={uid}", "--"]
 
-    def _room(self, limits: Limits, status: int, seccomp: int, stdin: int, files: Mapping[str, int]) -> list[str]:
+    def _room(
+        self, limits: SandboxLimits, status: int, seccomp: int, stdin: int, files: Mapping[str, int]
+    ) -> list[str]:
         names = "--unshare-user --unshare-pid --unshare-ipc --unshare-uts --unshare-net --unshare-cgroup-try"
         apart = [*([WANTED] if self.disables_namespaces else []), "--as-pid-1", "--die-with-parent", "--new-session"]
         apart += ["--cap-drop", "ALL", "--clearenv"]
@@ -187,12 +189,12 @@ class Bubblewrap:
         for packages in self.interpreter.hidden:
             yield from ("--tmpfs", str(packages), "--remount-ro", str(packages))
 
-    def _limited(self, limits: Limits) -> list[str]:
+    def _limited(self, limits: SandboxLimits) -> list[str]:
         """The command's beginning that sets limits of each process. In the room: processes are counted within it."""
         return [self.prlimit, *rlimits(limits, counts_processes=self.counts_processes), "--"]
 
 
-def rlimits(limits: Limits, *, counts_processes: bool) -> Iterator[str]:
+def rlimits(limits: SandboxLimits, *, counts_processes: bool) -> Iterator[str]:
     """Arguments of prlimit(1) for each process of a call."""
     seconds = max(1, round(limits.cpu_s + 0.5))
     yield f"--cpu={seconds}:{seconds + 1}"

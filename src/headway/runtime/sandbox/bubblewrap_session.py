@@ -18,7 +18,7 @@ from headway.runtime.sandbox.bubblewrap import SCRATCH, Bubblewrap, own_uid
 from headway.runtime.sandbox.memory_files import sealed
 from headway.runtime.sandbox.resource_usage import exceeded, processes_in
 from headway.runtime.sandbox.sandbox_call import CHUNK, ENDS_S
-from headway.runtime.sandbox.sandbox_limits import Limit, Limits
+from headway.runtime.sandbox.sandbox_limits import Limit, SandboxLimits
 
 
 class BubblewrapRoom:
@@ -32,7 +32,7 @@ class BubblewrapRoom:
             files: names in the scratch space → contents.
         """
         self._found, self._refused, self._files = found, refused, files
-        self._limits = Limits()
+        self._limits = SandboxLimits()
         self._status = -1
         self._told = b""
         self._first: int | None = None
@@ -42,7 +42,9 @@ class BubblewrapRoom:
         """Here the first process says that it is there. It starts the program when it is told a line, and does not
         where this process ends before."""
 
-    def start(self, program: Sequence[str], limits: Limits, stdin: bytes, held: ExitStack) -> subprocess.Popen[bytes]:
+    def start(
+        self, program: Sequence[str], limits: SandboxLimits, stdin: bytes, held: ExitStack
+    ) -> subprocess.Popen[bytes]:
         self._limits = limits
         uid = held.enter_context(own_uid())
         self._status, told_here = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)

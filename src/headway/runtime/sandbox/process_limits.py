@@ -19,9 +19,9 @@ from pathlib import Path
 from headway.errors import ConfigError
 from headway.runtime.sandbox.bubblewrap import rlimits
 from headway.runtime.sandbox.memory_files import sealed
-from headway.runtime.sandbox.resource_usage import Process, exceeded, processes_in, used_by_directory
+from headway.runtime.sandbox.resource_usage import ProcEntry, exceeded, processes_in, used_by_directory
 from headway.runtime.sandbox.sandbox_call import ENDS_S
-from headway.runtime.sandbox.sandbox_limits import Limit, Limits
+from headway.runtime.sandbox.sandbox_limits import Limit, SandboxLimits
 
 TELLS = (
     "sandbox=process_limits: what the model writes runs as this user, without a sandbox. It can read this user's "
@@ -44,11 +44,13 @@ class ProcessLimits:
 
     def __init__(self, files: Mapping[str, bytes]) -> None:
         self._files = files
-        self._limits = Limits()
+        self._limits = SandboxLimits()
         self._directory = Path()
         self._session = -1
 
-    def start(self, program: Sequence[str], limits: Limits, stdin: bytes, held: ExitStack) -> subprocess.Popen[bytes]:
+    def start(
+        self, program: Sequence[str], limits: SandboxLimits, stdin: bytes, held: ExitStack
+    ) -> subprocess.Popen[bytes]:
         self._limits = limits
         self._directory = Path(tempfile.mkdtemp(prefix="headway-sandbox-"))
         held.callback(shutil.rmtree, self._directory, ignore_errors=True)
@@ -101,5 +103,5 @@ class ProcessLimits:
     def code(self, returned: int, said: str) -> int:
         return returned if returned >= 0 else 128 - returned
 
-    def _members(self) -> list[Process]:
+    def _members(self) -> list[ProcEntry]:
         return [one for one in processes_in("/proc") if one.session == self._session]

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 
 from headway.errors import SandboxFailed, Unavailable
 from headway.runtime.sandbox.sandbox import Sandbox
-from headway.runtime.sandbox.sandbox_limits import Limits, Ran
+from headway.runtime.sandbox.sandbox_limits import Ran, SandboxLimits
 
 PYTHON = "python"
 """Name of the tool in ``rollout.tools``, and to the model."""
@@ -42,7 +42,7 @@ except BaseException as error:
 """Program that runs the code, and prints the value of its last expression as a session does."""
 
 
-def python_tool(sandbox: Sandbox, limits: Limits) -> Callable[[str], Awaitable[str]]:
+def python_tool(sandbox: Sandbox, limits: SandboxLimits) -> Callable[[str], Awaitable[str]]:
     """The tool's function. Its docstring is what the model reads."""
 
     async def python(code: str) -> str:
@@ -60,7 +60,7 @@ def python_tool(sandbox: Sandbox, limits: Limits) -> Callable[[str], Awaitable[s
     return python
 
 
-def told(ran: Ran, limits: Limits) -> str:
+def told(ran: Ran, limits: SandboxLimits) -> str:
     """Return what the model is told of a call: what was printed, the end of a traceback, the limit that ended it."""
     parts = [_bounded(ran.stdout.rstrip("\n"))]
     errors = ran.stderr.rstrip("\n").splitlines()

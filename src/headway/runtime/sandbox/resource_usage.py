@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from headway.runtime.sandbox.sandbox_limits import MOST_FILES, Limit, Limits
+from headway.runtime.sandbox.sandbox_limits import MOST_FILES, Limit, SandboxLimits
 
 TICKS = os.sysconf("SC_CLK_TCK")
 PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -21,7 +21,7 @@ SPARE = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Process:
+class ProcEntry:
     """One process, as its directory in /proc tells."""
 
     place: str
@@ -39,7 +39,7 @@ class Process:
         return int(self.place.rpartition("/")[2])
 
 
-def processes_in(proc: str) -> list[Process]:
+def processes_in(proc: str) -> list[ProcEntry]:
     """The processes of the mounted ``proc``; those that end meanwhile are left out."""
     found = []
     with suppress(OSError):
@@ -50,13 +50,13 @@ def processes_in(proc: str) -> list[Process]:
     return found
 
 
-def _process(place: str) -> Process:
+def _process(place: str) -> ProcEntry:
     stat = _text(f"{place}/stat").rpartition(")")[2].split()
     seconds = sum(map(int, stat[11:15])) / TICKS
-    return Process(place, stat[0] == "Z", int(stat[3]), int(stat[17]), seconds, int(stat[21]) * PAGE)
+    return ProcEntry(place, stat[0] == "Z", int(stat[3]), int(stat[17]), seconds, int(stat[21]) * PAGE)
 
 
-def exceeded(processes: Iterable[Process], scratch: str, limits: Limits) -> Limit | None:
+def exceeded(processes: Iterable[ProcEntry], scratch: str, limits: SandboxLimits) -> Limit | None:
     """The limit that the processes of one call, with the files of its scratch space, have gone beyond; or None."""
     processes = list(processes)
     if sum(one.threads for one in processes) > limits.processes + SPARE:
@@ -74,7 +74,7 @@ def exceeded(processes: Iterable[Process], scratch: str, limits: Limits) -> Limi
     return "memory" if files + sum(map(_exact, processes)) > most else None
 
 
-def _sockets(process: Process) -> int:
+def _sockets(process: ProcEntry) -> int:
     """How many sockets a process has open."""
     count = 0
     with suppress(OSError):  # it has ended
@@ -104,7 +104,7 @@ def used_by_directory(directory: Path) -> int:
     return total
 
 
-def _exact(process: Process) -> int:
+def _exact(process: ProcEntry) -> int:
     """Bytes in memory, of shared pages a process's share."""
     with suppress(OSError, ValueError, StopIteration):
         lines = _text(f"{process.place}/smaps_rollup").splitlines()

@@ -15,15 +15,15 @@ from headway.runtime.sandbox.bubblewrap import Bubblewrap
 from headway.runtime.sandbox.bubblewrap_session import BubblewrapRoom
 from headway.runtime.sandbox.interpreter import ISOLATED, base_python
 from headway.runtime.sandbox.process_limits import ProcessLimits, prlimit
-from headway.runtime.sandbox.sandbox_call import KILLED, Call, Room
-from headway.runtime.sandbox.sandbox_limits import Limits, Ran, SandboxSpec
+from headway.runtime.sandbox.sandbox_call import KILLED, Room, SandboxCall
+from headway.runtime.sandbox.sandbox_limits import Ran, SandboxLimits, SandboxSpec
 from headway.runtime.sandbox.seccomp import seccomp_filter
 
 AT_ONCE = max(32, 2 * (os.cpu_count() or 1))
 """Most calls at once of a process's event loop; further ones wait. Many more than processors: a call that sleeps takes
 none, and is not to hold up others."""
 FILE_NAME = re.compile(r"[\w.-]{1,100}")
-TRIAL = Limits(wall_s=10.0, cpu_s=5.0, memory_mib=256, processes=8, output_kib=16, scratch_mib=1)
+TRIAL = SandboxLimits(wall_s=10.0, cpu_s=5.0, memory_mib=256, processes=8, output_kib=16, scratch_mib=1)
 REFUSED = (
     "sandbox: bwrap cannot make a sandbox here: {said}. It needs user namespaces. On this machine allow them (sysctl "
     "user.max_user_namespaces above 0; kernel.unprivileged_userns_clone=1 and "
@@ -82,7 +82,7 @@ class Sandbox:
         *,
         stdin: str = "",
         files: Mapping[str, str] | None = None,
-        limits: Limits | None = None,
+        limits: SandboxLimits | None = None,
     ) -> Ran:
         """Run a program to its end. Cancelling this ends the program, and waits until nothing of it is left.
 
@@ -113,15 +113,15 @@ class Sandbox:
         *,
         stdin: str = "",
         files: Mapping[str, str] | None = None,
-        limits: Limits | None = None,
+        limits: SandboxLimits | None = None,
     ) -> Ran:
         """`run`, for code without an event loop."""
         call, arguments = self._call(program, files or {}, limits or self._spec.limits)
         return call.run(arguments, _encoded(stdin))
 
     def _call(
-        self, program: str | Sequence[str], files: Mapping[str, str], limits: Limits
-    ) -> tuple[Call, Sequence[str]]:
+        self, program: str | Sequence[str], files: Mapping[str, str], limits: SandboxLimits
+    ) -> tuple[SandboxCall, Sequence[str]]:
         if bad := [name for name in files if not FILE_NAME.fullmatch(name) or name.startswith(".")]:
             raise ValueError(f"{bad[0]!r} is no plain name of a file")
         contents = {name: _encoded(content) for name, content in files.items()}
@@ -130,7 +130,7 @@ class Sandbox:
             program = self.python(CODE)
         room: Room
         room = ProcessLimits(contents) if self._found is None else BubblewrapRoom(self._found, self._refused, contents)
-        return Call(room, limits), program
+        return SandboxCall(room, limits), program
 
     def python(self, *arguments: str) -> list[str]:
         """The command that runs the room's Python with ``arguments``."""

@@ -17,7 +17,7 @@ from contextlib import ExitStack
 from typing import Protocol
 
 from headway.errors import SandboxFailed
-from headway.runtime.sandbox.sandbox_limits import Limit, Limits, Ran
+from headway.runtime.sandbox.sandbox_limits import Limit, Ran, SandboxLimits
 
 LOOKS_S = 0.02
 """Seconds between two looks at what the processes take."""
@@ -31,7 +31,9 @@ EVENTS = select.POLLIN | select.POLLHUP | select.POLLERR
 class Room(Protocol):
     """The surroundings of one call: how its program is started, watched and ended."""
 
-    def start(self, program: Sequence[str], limits: Limits, stdin: bytes, held: ExitStack) -> subprocess.Popen[bytes]:
+    def start(
+        self, program: Sequence[str], limits: SandboxLimits, stdin: bytes, held: ExitStack
+    ) -> subprocess.Popen[bytes]:
         """Start ``program``; what it needs until its end is entered into ``held``. Raises `OSError`."""
         ...
 
@@ -65,10 +67,10 @@ class Room(Protocol):
         ...
 
 
-class Call:
+class SandboxCall:
     """One call: `run` in any thread, `stop` from any other."""
 
-    def __init__(self, room: Room, limits: Limits) -> None:
+    def __init__(self, room: Room, limits: SandboxLimits) -> None:
         self._room, self._limits = room, limits
         self._lock = threading.Lock()
         self._was_stopped = False

@@ -13,7 +13,7 @@ Kind = Literal["bubblewrap", "process_limits"]
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class SandboxLimits:
     """Limits of one call, over all of its processes together."""
 
     wall_s: float = 10.0
@@ -46,7 +46,7 @@ class SandboxSpec:
     """The sandbox of a run: its kind, and the limits of a call that names none. Pickles."""
 
     kind: Kind = "bubblewrap"
-    limits: Limits = Limits()
+    limits: SandboxLimits = SandboxLimits()
 
 
 @dataclass(frozen=True, slots=True)

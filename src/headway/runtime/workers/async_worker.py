@@ -15,9 +15,9 @@ from itertools import count
 from typing import Any
 
 from headway.errors import HeadwayError, RunError, said_by
-from headway.runtime.frames import Channel, Frame
+from headway.runtime.frames import Frame, FrameChannel
 from headway.runtime.workers.redaction import Redaction
-from headway.runtime.workers.wire import Kind, pickled_error, unpickled
+from headway.runtime.workers.wire import FrameKind, pickled_error, unpickled
 from headway.runtime.workers.worker_main import closed, print_traceback
 from headway.runtime.workers.worker_protocol import Hosted
 
@@ -37,7 +37,7 @@ def serve_shared(sock: socket.socket, hosted: Hosted, redaction: Redaction, note
     asyncio.run(_Shared(hosted, redaction, note).serve(sock))
 
 
-class Left(Exception):
+class TaskExited(Exception):
     """Exception for a task that `sys.exit` or an interrupt of its own ended: these would stop the event loop."""
 
 
@@ -54,7 +54,7 @@ class _Shared:
         loop.set_task_factory(self._task)
         loop.set_default_executor(ThreadPoolExecutor(MOST_THREADS, thread_name_prefix="job"))
         ended = asyncio.Event()
-        self._channel = Channel(sock, self._on_frame, ended.set)
+        self._channel = FrameChannel(sock, self._on_frame, ended.set)
         await ended.wait()
         try:
             for job in self._jobs.values():
@@ -67,20 +67,20 @@ class _Shared:
 
     def _on_frame(self, frame: Frame) -> None:
         match frame.kind:
-            case Kind.JOB:
+            case FrameKind.JOB:
                 context = copy_context()
                 context.run(_whose.set, frame.number)
                 job = asyncio.get_running_loop().create_task(self._job(frame.number, frame.payload), context=context)
                 job.add_done_callback(partial(self._on_job_end, frame.number))
                 self._jobs[frame.number] = job
-            case Kind.CANCEL if frame.number in self._jobs:
+            case FrameKind.CANCEL if frame.number in self._jobs:
                 self._jobs[frame.number].cancel()
-            case Kind.ANSWER | Kind.REFUSAL:
+            case FrameKind.ANSWER | FrameKind.REFUSAL:
                 answered = self._asks.get((frame.number, frame.detail))
                 if answered is not None and not answered.done():
                     answered.set_result(frame)
-            case Kind.PING:
-                self._channel.send(Frame(Kind.PONG))
+            case FrameKind.PING:
+                self._channel.send(Frame(FrameKind.PONG))
             case _:
                 pass
 
@@ -88,16 +88,18 @@ class _Shared:
         """Do a job, and return what to tell the host of its end."""
         try:
             result = await self._hosted.serve(pickle.loads(payload), partial(self._ask, number))
-            return Frame(Kind.RESULT, number, 0, pickle.dumps(result))
+            return Frame(FrameKind.RESULT, number, 0, pickle.dumps(result))
         except BaseException as error:
             if not isinstance(error, HeadwayError | asyncio.CancelledError):
                 print_traceback()
-            return Frame(Kind.ERROR, number, 0, pickled_error(error, self._redaction))
+            return Frame(FrameKind.ERROR, number, 0, pickled_error(error, self._redaction))
 
     def _on_job_end(self, number: int, job: asyncio.Task[Frame]) -> None:
         del self._jobs[number]
         if job.cancelled():  # before its first step
-            self._channel.send(Frame(Kind.ERROR, number, 0, pickled_error(asyncio.CancelledError(), self._redaction)))
+            self._channel.send(
+                Frame(FrameKind.ERROR, number, 0, pickled_error(asyncio.CancelledError(), self._redaction))
+            )
         else:
             self._channel.send(job.result())
 
@@ -107,15 +109,15 @@ class _Shared:
             raise RunError("the job that asks has ended")
         key = number, next(self._numbers)
         self._asks[key] = asyncio.get_running_loop().create_future()
-        self._channel.send(Frame(Kind.ASK, *key, payload))
+        self._channel.send(Frame(FrameKind.ASK, *key, payload))
         try:
             answer: Frame = await self._asks[key]
         except asyncio.CancelledError:
-            self._channel.send(Frame(Kind.WITHDRAWN, *key))
+            self._channel.send(Frame(FrameKind.WITHDRAWN, *key))
             raise
         finally:
             del self._asks[key]
-        if answer.kind == Kind.REFUSAL:
+        if answer.kind == FrameKind.REFUSAL:
             raise pickle.loads(answer.payload)
         return unpickled(answer.payload, "the answer")
 
@@ -144,7 +146,7 @@ class _Shared:
             except StopIteration as stop:
                 return stop.value
             except (SystemExit, KeyboardInterrupt) as end:
-                raise Left(said_by(end)) from end
+                raise TaskExited(said_by(end)) from end
             finally:
                 note[0], error = NOBODY, None
                 if os.getpid() != pid:  # a child that user code has forked returns: there is one loop at the connection

@@ -16,7 +16,7 @@ from contextlib import suppress
 
 from headway.runtime.frames import HEADER, Frame
 from headway.runtime.process_tree import adopt_orphans, children, descendants, die_with, end_children
-from headway.runtime.workers.wire import BlockingChannel, Kind
+from headway.runtime.workers.wire import BlockingChannel, FrameKind
 
 
 def fork_runners(sock: socket.socket, close: Callable[[], object]) -> BlockingChannel:
@@ -40,12 +40,12 @@ def fork_runners(sock: socket.socket, close: Callable[[], object]) -> BlockingCh
             close()
             os._exit(0)
         _, kind, order, detail = HEADER.unpack(data)
-        if kind == Kind.REAP:
+        if kind == FrameKind.REAP:
             end = os.waitstatus_to_exitcode(os.waitpid(detail, 0)[1])
             kept.discard(detail)
             if not kept.issuperset(children()):  # an ended runner's: a live one adopts what it started
                 end_children(kept)
-            sock.sendall(Frame(Kind.REAPED, order, end).packed())
+            sock.sendall(Frame(FrameKind.REAPED, order, end).packed())
             continue
         try:
             pid = os.fork()
@@ -59,4 +59,4 @@ def fork_runners(sock: socket.socket, close: Callable[[], object]) -> BlockingCh
             return BlockingChannel(socket.socket(fileno=descriptors[0]))
         os.close(descriptors[0])
         kept.add(pid)
-        sock.sendall(Frame(Kind.FORKED, order, pid).packed())
+        sock.sendall(Frame(FrameKind.FORKED, order, pid).packed())

@@ -11,7 +11,7 @@ from typing import Any
 from headway.errors import HeadwayError, UserCodeFailed
 from headway.runtime.frames import Frame
 from headway.runtime.workers.redaction import Redaction
-from headway.runtime.workers.wire import BlockingChannel, Kind, pickled_error, unpickled
+from headway.runtime.workers.wire import BlockingChannel, FrameKind, pickled_error, unpickled
 from headway.runtime.workers.worker_main import closed, nothing_returns_but_this_process, print_traceback
 from headway.runtime.workers.worker_protocol import Hosted
 
@@ -23,12 +23,12 @@ def serve_alone(channel: BlockingChannel, hosted: Hosted, redaction: Redaction) 
             try:
                 job = pickle.loads(frame.payload)
                 ended = Frame(
-                    Kind.RESULT, frame.number, 0, pickle.dumps(_done(_Job(channel, frame.number), hosted, job))
+                    FrameKind.RESULT, frame.number, 0, pickle.dumps(_done(_SyncJob(channel, frame.number), hosted, job))
                 )
             except BaseException as error:  # an interrupt, too: runners ignore Ctrl-C, so that user code raised it
                 if not isinstance(error, HeadwayError):
                     print_traceback()
-                ended = Frame(Kind.ERROR, frame.number, 0, pickled_error(error, redaction))
+                ended = Frame(FrameKind.ERROR, frame.number, 0, pickled_error(error, redaction))
         channel.send(ended)
     close_alone(hosted)
 
@@ -39,7 +39,7 @@ def close_alone(hosted: Hosted) -> None:
         closed(hosted).send(None)
 
 
-class _Job:
+class _SyncJob:
     """What one job asks the host."""
 
     def __init__(self, channel: BlockingChannel, number: int) -> None:
@@ -52,16 +52,16 @@ class _Job:
         if os.getpid() != self._pid:  # a child that user code has forked, at the runner's connection
             os._exit(0)
         self._asks += 1
-        self._channel.send(Frame(Kind.ASK, self._number, self._asks, payload))
+        self._channel.send(Frame(FrameKind.ASK, self._number, self._asks, payload))
         answer = self._channel.receive()
         if answer is None:  # the host is gone
             os._exit(1)
-        if answer.kind == Kind.REFUSAL:
+        if answer.kind == FrameKind.REFUSAL:
             raise pickle.loads(answer.payload)
         return unpickled(answer.payload, "the answer")
 
 
-def _done(job: _Job, hosted: Hosted, what: Any) -> Any:
+def _done(job: _SyncJob, hosted: Hosted, what: Any) -> Any:
     """Run the job's coroutine, which waits for nothing but the host, in one step."""
     coroutine: Coroutine[Any, Any, Any] = hosted.serve(what, job.ask)
     try:

@@ -15,8 +15,8 @@ from typing import Any
 
 from headway.errors import HeadwayError, RunError, RunnerLost
 from headway.runtime.frames import Frame
-from headway.runtime.workers.wire import Kind, raised, unpickled
-from headway.runtime.workers.worker_process import WITH_NURSERY, Note, Process
+from headway.runtime.workers.wire import FrameKind, raised, unpickled
+from headway.runtime.workers.worker_process import WITH_NURSERY, StepNote, WorkerProcess
 
 OnAsk = Callable[[Any], Awaitable[Any]]
 LEAVES_S = 30.0
@@ -26,7 +26,7 @@ TICKS = 20
 
 
 @dataclass(slots=True, eq=False)
-class Job:
+class WorkerJob:
     """One job, from the call that asked for it to its end."""
 
     number: int
@@ -35,7 +35,7 @@ class Job:
     on_begin: Callable[[], object] | None
     timeout_s: float | None
     result: asyncio.Future[Any]
-    runner: Runner | None = None
+    runner: UserCodeWorker | None = None
     """The runner that has begun the job; None while it waits for one."""
     limit: asyncio.TimerHandle | None = None
     asks: dict[int, asyncio.Task[None]] = field(default_factory=dict)
@@ -61,17 +61,19 @@ class Job:
         self.end(error=RunnerLost(f"took longer than {self.timeout_s:g} s", culprit=True, timed_out=True))
 
 
-class Runner:
+class UserCodeWorker:
     """A process that serves jobs. ``alone``: one at a time, and it is killed when it is to leave one."""
 
-    def __init__(self, name: str, *, alone: bool, note: Note | None, on_room: Callable[[Runner], object]) -> None:
+    def __init__(
+        self, name: str, *, alone: bool, note: StepNote | None, on_room: Callable[[UserCodeWorker], object]
+    ) -> None:
         """Make one without a process; ``on_room`` is called when it may take a further job."""
-        self.process: Process
+        self.process: WorkerProcess
         self.dying = False
         """It takes no more jobs."""
         self.failed = False
         """The user's code has raised in its last job."""
-        self.jobs: dict[int, Job] = {}
+        self.jobs: dict[int, WorkerJob] = {}
         self._name, self._alone, self._note, self._on_room = name, alone, note, on_room
         self._leaving: set[int] = set()
         """Numbers of jobs that were cancelled and have not ended yet."""
@@ -85,11 +87,11 @@ class Runner:
         """Number of jobs that it has, those included that are being cancelled."""
         return len(self.jobs) + len(self._leaving)
 
-    def begin(self, job: Job) -> None:
+    def begin(self, job: WorkerJob) -> None:
         """Send a job."""
         self.jobs[job.number] = job
         job.runner = self
-        self.process.channel.send(Frame(Kind.JOB, job.number, payload=job.payload))
+        self.process.channel.send(Frame(FrameKind.JOB, job.number, payload=job.payload))
         job.payload = b""  # it may be large, and the job long
         if job.timeout_s is not None:
             job.limit = asyncio.get_running_loop().call_later(job.timeout_s, job.overdue)
@@ -99,7 +101,7 @@ class Runner:
             except Exception as error:
                 job.end(error=error)
 
-    def leave(self, job: Job) -> None:
+    def leave(self, job: WorkerJob) -> None:
         """Have a job ended that has not ended by itself."""
         if self.jobs.pop(job.number, None) is None:
             return
@@ -109,7 +111,7 @@ class Runner:
         else:
             self._leaving.add(job.number)
             asyncio.get_running_loop().call_later(LEAVES_S, self._overstayed, job.number)
-            self.process.channel.send(Frame(Kind.CANCEL, job.number))
+            self.process.channel.send(Frame(FrameKind.CANCEL, job.number))
 
     def _overstayed(self, number: int) -> None:
         """End the process whose job goes on although it was cancelled a while ago."""
@@ -136,12 +138,12 @@ class Runner:
         self._heard = True
         job = self.jobs.get(frame.number)
         match frame.kind:
-            case Kind.ASK if job is not None:
+            case FrameKind.ASK if job is not None:
                 job.asks[frame.detail] = asyncio.create_task(self._answer(job, frame))
-            case Kind.WITHDRAWN if job is not None and (ask := job.asks.pop(frame.detail, None)) is not None:
+            case FrameKind.WITHDRAWN if job is not None and (ask := job.asks.pop(frame.detail, None)) is not None:
                 ask.cancel()
-            case Kind.RESULT | Kind.ERROR:
-                self.failed = frame.kind == Kind.ERROR
+            case FrameKind.RESULT | FrameKind.ERROR:
+                self.failed = frame.kind == FrameKind.ERROR
                 self._leaving.discard(frame.number)
                 if job is not None:
                     del self.jobs[frame.number]
@@ -150,8 +152,8 @@ class Runner:
             case _:
                 pass
 
-    def _end(self, job: Job, frame: Frame) -> None:
-        if frame.kind == Kind.ERROR:
+    def _end(self, job: WorkerJob, frame: Frame) -> None:
+        if frame.kind == FrameKind.ERROR:
             job.end(error=raised(frame.payload))
             return
         try:
@@ -159,7 +161,7 @@ class Runner:
         except HeadwayError as error:
             job.end(error=error)
 
-    async def _answer(self, job: Job, ask: Frame) -> None:
+    async def _answer(self, job: WorkerJob, ask: Frame) -> None:
         try:
             reply = await self._reply(job, ask)
         except (Exception, asyncio.CancelledError) as error:
@@ -170,14 +172,14 @@ class Runner:
             if job.asks.pop(ask.detail, None) is not None:
                 self.process.channel.send(reply)
 
-    async def _reply(self, job: Job, ask: Frame) -> Frame:
+    async def _reply(self, job: WorkerJob, ask: Frame) -> Frame:
         try:
             if job.on_ask is None:
                 raise RunError("there is nobody to ask for this job")
             answer = await job.on_ask(unpickled(ask.payload, "what was asked"))
-            return Frame(Kind.ANSWER, job.number, ask.detail, pickle.dumps(answer))
+            return Frame(FrameKind.ANSWER, job.number, ask.detail, pickle.dumps(answer))
         except HeadwayError as error:
-            return Frame(Kind.REFUSAL, job.number, ask.detail, pickle.dumps(error))
+            return Frame(FrameKind.REFUSAL, job.number, ask.detail, pickle.dumps(error))
 
     # ------------------------------------------------------------------------------------------ ends
 
@@ -210,7 +212,7 @@ class Runner:
             self._heard, self._silent, self._steps = False, 0, steps
             return
         if self._silent == 0:
-            self.process.channel.send(Frame(Kind.PING))
+            self.process.channel.send(Frame(FrameKind.PING))
         self._silent += 1
         if self._silent > TICKS:
             self._stall(stall_s)

@@ -27,7 +27,7 @@ MOST_SAID = 300
 """Most characters that are told of an exception of user code."""
 
 
-class Kind(IntEnum):
+class FrameKind(IntEnum):
     """The meaning of a frame."""
 
     START = auto()

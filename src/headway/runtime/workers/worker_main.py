@@ -23,7 +23,7 @@ from headway.errors import HeadwayError, UserCodeError, cut, said_by
 from headway.runtime.child_python import guarded
 from headway.runtime.frames import Frame
 from headway.runtime.workers.redaction import Redaction
-from headway.runtime.workers.wire import MOST_SAID, BlockingChannel, Kind, pickled_error
+from headway.runtime.workers.wire import MOST_SAID, BlockingChannel, FrameKind, pickled_error
 from headway.runtime.workers.worker_protocol import Hosted, HostedSpec
 
 HELD_BACK = {signal.SIGINT, signal.SIGHUP}
@@ -35,7 +35,7 @@ BOOT = f"{guarded()}from headway.runtime.workers.worker_main import main; main(*
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class WorkerStart:
     """The first message to a runner process."""
 
     spec: bytes
@@ -66,7 +66,7 @@ def main(descriptor: int, note: int) -> None:
     first = channel.receive()
     if first is None:
         return
-    start: Start = pickle.loads(first.payload)
+    start: WorkerStart = pickle.loads(first.payload)
     redaction = Redaction(start.secrets)
     hosted = _loaded(start, channel, redaction)
     if hosted is None:
@@ -85,21 +85,21 @@ def main(descriptor: int, note: int) -> None:
         serve_shared(channel.sock, hosted, redaction, memoryview(mmap.mmap(note, mmap.PAGESIZE)).cast("Q"))
 
 
-def _loaded(start: Start, channel: BlockingChannel, redaction: Redaction) -> Hosted | None:
+def _loaded(start: WorkerStart, channel: BlockingChannel, redaction: Redaction) -> Hosted | None:
     """Load the user's code and tell the host what it is, or why there is none."""
     with nothing_returns_but_this_process():
         try:
             spec: HostedSpec = pickle.loads(start.spec)
             hosted = spec.load()
-            told = Frame(Kind.LOADED, payload=pickle.dumps(hosted.describe()))
+            told = Frame(FrameKind.LOADED, payload=pickle.dumps(hosted.describe()))
         except HeadwayError as error:
-            hosted, told = None, Frame(Kind.FAILED, payload=pickled_error(error, redaction))
+            hosted, told = None, Frame(FrameKind.FAILED, payload=pickled_error(error, redaction))
         except BaseException as error:
             if start.prints:
                 print_traceback()
             text = cut(redaction.of(said_by(error, most=1 << 20)), MOST_SAID)
             error = UserCodeError(f"{start.shown} cannot be loaded: {text}")
-            hosted, told = None, Frame(Kind.FAILED, payload=pickled_error(error, redaction))
+            hosted, told = None, Frame(FrameKind.FAILED, payload=pickled_error(error, redaction))
     channel.send(told)
     return hosted
 

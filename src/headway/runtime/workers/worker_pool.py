@@ -23,9 +23,9 @@ from headway.errors import RunnerLost, WorkerDied, said_by
 from headway.runtime.process_tree import END_S
 from headway.runtime.workers.environment_variables import passed_on, secrets_of
 from headway.runtime.workers.redaction import RedactedLog, Redaction
-from headway.runtime.workers.user_code_worker import TICKS, Job, OnAsk, Runner
-from headway.runtime.workers.worker_main import Start
-from headway.runtime.workers.worker_process import Launch, Note, Nursery, Process
+from headway.runtime.workers.user_code_worker import TICKS, OnAsk, UserCodeWorker, WorkerJob
+from headway.runtime.workers.worker_main import WorkerStart
+from headway.runtime.workers.worker_process import Launch, Nursery, StepNote, WorkerProcess
 from headway.runtime.workers.worker_protocol import HostedSpec
 
 START_TIMEOUT_S = 120.0
@@ -78,11 +78,11 @@ class Runners:
         self._start_timeout_s, self._close_s = start_timeout_s, close_s
         self._log: RedactedLog | None = None
         self._nursery: Nursery | None = None
-        self._runners: list[Runner] = []
+        self._runners: list[UserCodeWorker] = []
         """Runners that are ready, or whose process has not ended yet."""
-        self._alive: set[Process] = set()
+        self._alive: set[WorkerProcess] = set()
         self._launches: set[asyncio.Task[Any]] = set()
-        self._waiting: deque[Job] = deque()
+        self._waiting: deque[WorkerJob] = deque()
         self._ticking: asyncio.TimerHandle | None = None
         self._numbers = count(1)
         self._closed = False
@@ -134,7 +134,7 @@ class Runners:
         if self._closed:
             raise RunnerLost(f"the {self._name} is closed", culprit=False)
         result = asyncio.get_running_loop().create_future()
-        waiting = Job(next(self._numbers), pickle.dumps(job), on_ask, on_begin, timeout_s, result)
+        waiting = WorkerJob(next(self._numbers), pickle.dumps(job), on_ask, on_begin, timeout_s, result)
         self._waiting.append(waiting)
         self._give_room()
         try:
@@ -197,12 +197,12 @@ class Runners:
         if self._stall_s is not None and self._ticking is None:
             self._tick()
 
-    def _free(self) -> Runner | None:
+    def _free(self) -> UserCodeWorker | None:
         """Return the runner with the fewest jobs, if it has room for another one."""
         free = [one for one in self._runners if not one.dying and (self._at_once is None or one.load < self._at_once)]
         return min(free, key=lambda one: one.load, default=None)
 
-    def _on_room(self, runner: Runner) -> None:
+    def _on_room(self, runner: UserCodeWorker) -> None:
         if self._forked and runner.failed:
             runner.kill()  # what its job has left behind is nobody's
         self._give_room()
@@ -246,8 +246,8 @@ class Runners:
             UserError: the user's code does not load.
             RunnerLost: the process did not come up.
         """
-        note = None if self._alone else Note()
-        runner = Runner(self._name, alone=self._alone, note=note, on_room=self._on_room)
+        note = None if self._alone else StepNote()
+        runner = UserCodeWorker(self._name, alone=self._alone, note=note, on_room=self._on_room)
         try:
             if self._forked:
                 described = await self._fork(runner)
@@ -263,7 +263,7 @@ class Runners:
         self._runners.append(runner)
         return described
 
-    async def _fork(self, runner: Runner) -> Any:
+    async def _fork(self, runner: UserCodeWorker) -> Any:
         """Give ``runner`` a process that the nursery forks. Returns what the code describes itself as."""
         for tries_left in (1, 0):  # a nursery that has ended costs no job; one that does not come up does
             if self._nursery is None or self._nursery.lost:
@@ -279,7 +279,7 @@ class Runners:
                     raise
         return described
 
-    async def _loaded(self, process: Process) -> Any:
+    async def _loaded(self, process: WorkerProcess) -> Any:
         await asyncio.wait([process.loaded], timeout=self._start_timeout_s)
         if process.loaded.done():
             return process.loaded.result()
@@ -287,11 +287,13 @@ class Runners:
         text = f"a {self._name} was not ready within {self._start_timeout_s:g} s"
         raise RunnerLost(text, end="SIGKILL", culprit=False, timed_out=True)
 
-    def _watch(self, process: Process, runner: Runner | None = None) -> None:
+    def _watch(self, process: WorkerProcess, runner: UserCodeWorker | None = None) -> None:
         self._alive.add(process)
         process.ended.add_done_callback(partial(self._on_process_end, process, runner))
 
-    def _on_process_end(self, process: Process, runner: Runner | None, ended: asyncio.Future[str]) -> None:
+    def _on_process_end(
+        self, process: WorkerProcess, runner: UserCodeWorker | None, ended: asyncio.Future[str]
+    ) -> None:
         self._alive.discard(process)
         if runner is None:
             return
@@ -309,7 +311,7 @@ class Runners:
         if self._log is None:
             redaction = Redaction([*self._env.values(), *secrets_of(os.environ)])
             self._log = RedactedLog(self._log_path, redaction, begins=f"{self._name} runs {self._spec.shown}")
-        start = Start(
+        start = WorkerStart(
             spec=pickle.dumps(self._spec),
             shown=self._spec.shown,
             forks=self._forked,

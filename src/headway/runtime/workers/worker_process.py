@@ -16,10 +16,10 @@ from typing import Any
 
 from headway.errors import RunnerLost
 from headway.runtime.child_python import python_command
-from headway.runtime.frames import Channel, Frame
+from headway.runtime.frames import Frame, FrameChannel
 from headway.runtime.process_tree import END_S
-from headway.runtime.workers.wire import Kind, raised, unpickled
-from headway.runtime.workers.worker_main import BOOT, HELD_BACK, SHOWS_WHERE, Start
+from headway.runtime.workers.wire import FrameKind, raised, unpickled
+from headway.runtime.workers.worker_main import BOOT, HELD_BACK, SHOWS_WHERE, WorkerStart
 
 SHOWN_S = 0.2
 """Seconds for a process to print where its threads stand."""
@@ -31,7 +31,7 @@ WITH_NURSERY = "the process that forked it"
 """End of a runner whose nursery has ended: all of its runners end with it."""
 
 
-class Process:
+class WorkerProcess:
     """A process with user code, on the host's event loop.
 
     loaded    what it describes, once it has loaded the user's code: a result, `UserError` or `RunnerLost`
@@ -58,7 +58,7 @@ class Process:
         self._on_frame = on_frame
         self._end_of = end_of
         self._ending: asyncio.Task[None] | None = None
-        self.channel = Channel(sock, self._receive, self._on_cut)
+        self.channel = FrameChannel(sock, self._receive, self._on_cut)
         self._pidfd = os.pidfd_open(pid)
         self._ends_by = signal.SIGTERM if guarded else signal.SIGKILL
         loop.add_reader(self._pidfd, self._on_gone)
@@ -79,12 +79,12 @@ class Process:
 
     def _receive(self, frame: Frame) -> None:
         match frame.kind:
-            case Kind.LOADED:
+            case FrameKind.LOADED:
                 try:
                     self.loaded.set_result(unpickled(frame.payload, "what the user's code describes itself as"))
                 except Exception as error:
                     self.loaded.set_exception(error)
-            case Kind.FAILED:
+            case FrameKind.FAILED:
                 self.loaded.set_exception(raised(frame.payload))
             case _:
                 self._on_frame(frame)
@@ -113,13 +113,13 @@ class Launch:
     """How processes with one piece of user code are started."""
 
     name: str
-    start: Start
+    start: WorkerStart
     env: Mapping[str, str]
     """Their whole environment."""
     output: int
     """Descriptor of what they print to."""
 
-    def spawn(self, on_frame: Callable[[Frame], object], note: Note | None = None) -> Process:
+    def spawn(self, on_frame: Callable[[Frame], object], note: StepNote | None = None) -> WorkerProcess:
         """Start a new process, which notes in ``note`` whose steps it makes. Raises `OSError` where that fails."""
         here, there = socket.socketpair()
         with there:
@@ -146,8 +146,8 @@ class Launch:
         async def end_of(_pid: int) -> str:
             return end_text(popen.wait())
 
-        process = Process(popen.pid, here, on_frame, end_of, guarded=True)
-        process.channel.send(Frame(Kind.START, payload=pickle.dumps(self.start)))
+        process = WorkerProcess(popen.pid, here, on_frame, end_of, guarded=True)
+        process.channel.send(Frame(FrameKind.START, payload=pickle.dumps(self.start)))
         return process
 
 
@@ -163,16 +163,16 @@ class Nursery:
         self._orders: dict[int, asyncio.Future[int]] = {}
         self._last = 0
 
-    async def fork(self, on_frame: Callable[[Frame], object]) -> Process:
+    async def fork(self, on_frame: Callable[[Frame], object]) -> WorkerProcess:
         """Fork a runner. Raises `RunnerLost` where the nursery does not do it; it is ended then."""
         here, there = socket.socketpair()
         try:
             with there:
-                pid = await self._ordered(Frame(Kind.FORK), there.fileno())
+                pid = await self._ordered(Frame(FrameKind.FORK), there.fileno())
             if pid < 0:
                 here.close()
                 raise RunnerLost(f"could not be forked: {os.strerror(-pid)}", culprit=False)
-            process = Process(pid, here, on_frame, self._end_of)
+            process = WorkerProcess(pid, here, on_frame, self._end_of)
         except OSError as cause:
             here.close()  # a runner that was forked nevertheless ends at that
             self.lost = True
@@ -183,7 +183,7 @@ class Nursery:
 
     async def _end_of(self, pid: int) -> str:
         try:
-            return end_text(await self._ordered(Frame(Kind.REAP, detail=pid)))
+            return end_text(await self._ordered(Frame(FrameKind.REAP, detail=pid)))
         except OSError:
             return WITH_NURSERY
 
@@ -216,7 +216,7 @@ class Nursery:
             told.set_result(frame.detail)
 
 
-class Note:
+class StepNote:
     """The file in which a runner notes whose step its event loop is making."""
 
     def __init__(self) -> None:

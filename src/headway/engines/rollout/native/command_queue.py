@@ -27,7 +27,7 @@ class Command:
     answer: asyncio.Future[Any] | None
 
 
-class Outgoing:
+class Deliveries:
     """Deliveries to event loops, which `send` crosses to once for all that there is. Belongs to one thread."""
 
     def __init__(self) -> None:

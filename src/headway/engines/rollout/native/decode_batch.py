@@ -18,9 +18,9 @@ from headway.data.types import FinishReason
 from headway.engines.rollout.call_run import CallRun
 from headway.engines.rollout.native.cache.context_prefixes import Prefixes
 from headway.engines.rollout.native.cache.shared_prompts import SharedPrompts
-from headway.engines.rollout.native.decode_rows import Rows
-from headway.engines.rollout.native.model_runner import Given, Runner
-from headway.engines.rollout.native.native_activity import Step
+from headway.engines.rollout.native.decode_rows import DecodeRows
+from headway.engines.rollout.native.model_runner import HostContext, ModelRunner
+from headway.engines.rollout.native.native_activity import DecodeStep
 from headway.engines.rollout.native.penalty_state import SeenTokens
 from headway.engines.rollout.native.prefix_sharing import Siblings
 from headway.engines.rollout.native.step_admission import Share, StepAdmission
@@ -30,19 +30,19 @@ KEPT_SHARE = 8
 """One in so many tokens of the KV cache's memory may be taken beside it, for prefills that calls wait for."""
 
 
-class Batch:
+class DecodeBatch:
     """The rows, with all that belongs to them: keys and values, tokens seen, and contexts kept for other calls."""
 
     def __init__(
         self,
-        runner: Runner,
+        runner: ModelRunner,
         *,
         slots: int,
         max_context: int,
         max_batched_tokens: int,
         decode: Callable[[Sequence[int]], str],
     ) -> None:
-        self.rows = Rows(slots, max_context)
+        self.rows = DecodeRows(slots, max_context)
         self.prefixes = Prefixes(runner.cache)
         self.siblings = Siblings(max(max_context, runner.cache.tokens // KEPT_SHARE))
         self._prompts = SharedPrompts(slots)
@@ -103,14 +103,16 @@ class Batch:
             find=self.prefixes.find,
         )
 
-    def run(self, starting: Sequence[CallRun], admission: StepAdmission, step: Step) -> torch.Tensor:
+    def run(self, starting: Sequence[CallRun], admission: StepAdmission, step: DecodeStep) -> torch.Tensor:
         """One forward pass over all rows and the contexts of the calls that start, which get the next rows.
 
         Returns the logits [A, V] of all rows, those that start last.
         """
         decoding = self.active
         missing = [share for share in admission.shares if share.missing]
-        contexts = [Given(share.ids[share.found.length :], self.prefixes.gather(share.found)) for share in missing]
+        contexts = [
+            HostContext(share.ids[share.found.length :], self.prefixes.gather(share.found)) for share in missing
+        ]
         tokens, lengths = self.rows.tokens[:decoding], self.rows.lengths[:decoding]
         prompts = self._prompts.of(decoding) if self._runner.shares else ()
         decoded, prefilled = self._runner.step(tokens, lengths, contexts, prompts)
@@ -167,7 +169,7 @@ class Batch:
             self._seen.move(moved, row)
         return run
 
-    def _start(self, starting: Sequence[CallRun], shares: Sequence[Share], step: Step) -> torch.Tensor:
+    def _start(self, starting: Sequence[CallRun], shares: Sequence[Share], step: DecodeStep) -> torch.Tensor:
         """Give the calls that start the next rows, their contexts in the cache; logits [S, V] of their next tokens."""
         first = self.active
         for row, run in enumerate(starting, first):

@@ -17,7 +17,7 @@ from headway.engines.rollout.call_run import CallRun
 from headway.engines.rollout.randomness import uniforms
 
 
-class Rows:
+class DecodeRows:
     """Struct of arrays over the slots."""
 
     def __init__(self, slots: int, max_context: int) -> None:

@@ -28,15 +28,15 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from headway.config.sizing.timeouts import close_s
-from headway.data.interfaces.generation import Call, FinishedCall
+from headway.data.interfaces.generation import FinishedCall, GenerateRequest
 from headway.data.interfaces.rollout import Capabilities, EngineStats, OnUpdate, Paused
 from headway.data.interfaces.weights import ReceiveReport
 from headway.data.types import TrajectoryId
 from headway.devices import kind_of
 from headway.engines.rollout.inboxes import CallInbox, Inboxes
-from headway.engines.rollout.native.command_queue import Command, Outgoing, always
+from headway.engines.rollout.native.command_queue import Command, Deliveries, always
 from headway.engines.rollout.native.native_core import EngineCore, Finished
-from headway.engines.weights.protocols import Incoming
+from headway.engines.weights.protocols import IncomingWeights
 from headway.engines.weights.served.served_update import (
     BufferedIntake,
     InPlaceIntake,
@@ -101,7 +101,7 @@ class NativeEngine:
         kv_cache_bytes: int | None = None,
         enforce_eager: bool = False,
         decode: Callable[[Sequence[int]], str],
-        receive: Callable[[int, Incoming], None] | None = None,
+        receive: Callable[[int, IncomingWeights], None] | None = None,
         manifest: Manifest | None = None,
         dual_buffer: bool = True,
         consume_bucket_bytes: int = 64 * 2**20,
@@ -145,7 +145,7 @@ class NativeEngine:
         self._inboxes = Inboxes(name)
         self._clients: dict[str, CallInbox] = {}
         """The inboxes that the decoding thread fills, by client."""
-        self._outgoing = Outgoing()
+        self._outgoing = Deliveries()
         self._over = threading.Lock()
         """Held to post a command, and to declare that none will be read any more."""
         self._ended: Callable[[], HeadwayError] | None = None
@@ -156,7 +156,7 @@ class NativeEngine:
 
     # ------------------------------------------------------------------------------------- the protocol
 
-    async def submit(self, client: str, calls: Sequence[Call]) -> None:
+    async def submit(self, client: str, calls: Sequence[GenerateRequest]) -> None:
         """Submit all calls at once.
 
         Raises `DataError`, and submits nothing, for a context that does not fit or parameters that make no sense.
@@ -323,7 +323,7 @@ class NativeEngine:
         else:
             self._unanswered.append((command, result))
 
-    def _submit(self, inbox: CallInbox, calls: Sequence[Call]) -> None:
+    def _submit(self, inbox: CallInbox, calls: Sequence[GenerateRequest]) -> None:
         self._attend(inbox)
         self._core.submit(inbox.client, calls)
 

@@ -15,13 +15,13 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from headway.data.interfaces.generation import SamplingParams
-from headway.devices import Recorder
+from headway.devices import GraphRecorder
 from headway.engines.rollout.native.cache.kv_cache import ROOM_STEP, KvGeometry, SlotCache, enough
 from headway.engines.rollout.native.cache.shared_prompts import SharedPrompt
 from headway.engines.rollout.native.cache.sliding_windows import Windows
 from headway.engines.rollout.native.model import cuda_graphs
 from headway.engines.rollout.native.model.batch_invariance import TOGETHER, least_invariant_rows
-from headway.engines.rollout.native.model.policy_forward import Context, Decoding, PolicyForward, RowBlock
+from headway.engines.rollout.native.model.policy_forward import Decoding, PolicyForward, PrefillContext, RowBlock
 from headway.engines.rollout.native.sampler import BatchSampling, behaviour_logprobs, sample
 from headway.engines.rollout.native.supported_models import has_experts
 from headway.errors import ConfigError
@@ -57,8 +57,8 @@ def blocks_of(spans: NDArray[np.int64]) -> list[tuple[int, int, int]]:
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
-    """A context to prefill, on the host; see `Context`."""
+class HostContext:
+    """A context to prefill, on the host; see `PrefillContext`."""
 
     ids: NDArray[np.int64]
     """[T] the tokens that are not there yet, at least one."""
@@ -87,7 +87,7 @@ class Prefilled:
         return Prefilled(kv, self.logits.clone())
 
 
-class Runner:
+class ModelRunner:
     """Owns the model and the KV cache."""
 
     def __init__(
@@ -98,7 +98,7 @@ class Runner:
         slots: int,
         max_context: int,
         kv_cache_bytes: int | None = None,
-        recorder: Recorder | None = None,
+        recorder: GraphRecorder | None = None,
     ) -> None:
         """``recorder``: of decoding steps, which are then replayed (see `graphs`), where ``forward`` can be.
 
@@ -209,7 +209,7 @@ class Runner:
         self,
         tokens: NDArray[np.int64],
         lengths: NDArray[np.int64],
-        contexts: Sequence[Given],
+        contexts: Sequence[HostContext],
         prompts: Sequence[SharedPrompt] = (),
     ) -> tuple[torch.Tensor, list[Prefilled]]:
         """One token for each of rows 0..A-1, ``tokens`` [A] at positions ``lengths`` [A], and all of ``contexts``.
@@ -227,7 +227,7 @@ class Runner:
         rows = self._decoding(tokens, lengths, self.cache, prompts) if len(tokens) else None
         if rows is not None and not self._mixes:
             decoded, rows = self._forward.step(rows, (), self._least_rows)[0][: len(tokens)], None
-        given = [Context(self._to_device(context.ids), context.past) for context in contexts]
+        given = [PrefillContext(self._to_device(context.ids), context.past) for context in contexts]
         together = [given] if self._mixes and (given or rows is not None) else [[context] for context in given]
         for batch in together:
             logits, kv = self._forward.step(rows, batch, self._least_rows)
@@ -290,7 +290,7 @@ class Runner:
         rows, length = ids.shape
         cache = self.cache.scratch(max(rows, self._least_rows), self._span(length, self.cache.context))
         nothing = np.zeros(0, np.int64)
-        _, prefilled = self.step(nothing, nothing, [Given(row[:given]) for row in ids])
+        _, prefilled = self.step(nothing, nothing, [HostContext(row[:given]) for row in ids])
         for row, context in enumerate(prefilled):
             cache.fill(range(row, row + 1), context.kv)
         step = torch.stack([context.logits for context in prefilled])

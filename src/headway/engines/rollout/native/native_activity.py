@@ -11,7 +11,7 @@ from headway.events import Span
 
 
 @dataclass(slots=True)
-class Step:
+class DecodeStep:
     """The record of one step; filled in while it runs."""
 
     active: int = 0
@@ -26,7 +26,7 @@ class Step:
     """Rows that were parked before it for want of memory."""
 
 
-class Activity(Counts):
+class NativeActivity(Counts):
     """Measures the native engine's steps, each of which is timed where it is made."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -35,9 +35,9 @@ class Activity(Counts):
         self._open: Span | None = None
 
     @contextmanager
-    def step(self) -> Iterator[Step]:
+    def step(self) -> Iterator[DecodeStep]:
         """Time one step. Consecutive steps without a `stop` in between count as one busy span."""
-        step, start = Step(), self._clock()
+        step, start = DecodeStep(), self._clock()
         yield step
         end = self._clock()
         opened, before = self._open or (start, start)

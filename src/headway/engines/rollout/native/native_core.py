@@ -18,16 +18,16 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from headway.data.interfaces.generation import Call, FinishedCall
+from headway.data.interfaces.generation import FinishedCall, GenerateRequest
 from headway.data.interfaces.rollout import EngineStats, OnUpdate, Paused
 from headway.data.types import FinishReason, TrajectoryId
-from headway.devices import Recorder
+from headway.devices import GraphRecorder
 from headway.engines.rollout.call_run import CallRun, not_finite
-from headway.engines.rollout.native.decode_batch import Batch
+from headway.engines.rollout.native.decode_batch import DecodeBatch
 from headway.engines.rollout.native.model.fused_forward import best_forward
 from headway.engines.rollout.native.model.model_preparation import prepare_model
-from headway.engines.rollout.native.model_runner import Runner
-from headway.engines.rollout.native.native_activity import Activity
+from headway.engines.rollout.native.model_runner import ModelRunner
+from headway.engines.rollout.native.native_activity import NativeActivity
 from headway.engines.rollout.open_calls import OpenCalls
 from headway.engines.rollout.scheduler import Mode, Scheduler
 from headway.engines.weights.served.served_weights import ServedWeights
@@ -51,7 +51,7 @@ class EngineCore:
         max_context: int,
         max_batched_tokens: int,
         kv_cache_bytes: int | None = None,
-        recorder: Recorder | None = None,
+        recorder: GraphRecorder | None = None,
         decode: Callable[[Sequence[int]], str],
         clock: Callable[[], float],
         temperature: float = 1.0,
@@ -64,7 +64,7 @@ class EngineCore:
         self._clock = clock
         prepare_model(model, max_context)
         self._scheduler = Scheduler()
-        self._runner = Runner(
+        self._runner = ModelRunner(
             model,
             best_forward(model, max_context),
             slots=slots,
@@ -72,11 +72,11 @@ class EngineCore:
             kv_cache_bytes=kv_cache_bytes,
             recorder=recorder,
         )
-        self._batch = Batch(
+        self._batch = DecodeBatch(
             self._runner, slots=slots, max_context=max_context, max_batched_tokens=max_batched_tokens, decode=decode
         )
         self.weights = ServedWeights.of(model, f"rollout engine {name}")  # after the runner, which may repack them
-        self._activity = Activity(clock)
+        self._activity = NativeActivity(clock)
         self._calls = OpenCalls()
         self._in_place = True
         """New weights find what goes on with the keys and values of old ones: nothing decodes at the end of a drain."""
@@ -90,12 +90,12 @@ class EngineCore:
 
     # ------------------------------------------------------------------------------------- commands
 
-    def submit(self, client: str, calls: Sequence[Call]) -> None:
+    def submit(self, client: str, calls: Sequence[GenerateRequest]) -> None:
         """Queue all calls at once, or none: raises `DataError` for one that cannot be served."""
 
         before: CallRun | None = None
 
-        def check(call: Call, serial: int) -> CallRun:
+        def check(call: GenerateRequest, serial: int) -> CallRun:
             nonlocal before
             before = CallRun.of(
                 call,

@@ -14,7 +14,7 @@ def context_key(run: CallRun) -> bytes:
 
 
 @dataclass(slots=True)
-class _Context:
+class _SharedPrefix:
     waiting: int = 0
     """Calls that have not started."""
     kept: Prefilled | None = None
@@ -30,7 +30,7 @@ class Siblings:
     def __init__(self, most: int) -> None:
         """``most``: tokens to keep, unless one context alone is longer."""
         self._most = most
-        self._contexts: dict[bytes, _Context] = {}
+        self._contexts: dict[bytes, _SharedPrefix] = {}
         self._kept: dict[bytes, int] = {}
         """Tokens of the prefills that are kept, by context, the oldest first."""
 
@@ -39,7 +39,7 @@ class Siblings:
         key = context_key(run)
         context = self._contexts.get(key)
         if context is None:
-            context = self._contexts[key] = _Context()
+            context = self._contexts[key] = _SharedPrefix()
         context.waiting += 1
 
     def started(self, run: CallRun) -> None:

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from headway.config.doctor.machine_advice import check_vllm_installed
 from headway.config.sizing.timeouts import close_s, model_nbytes
-from headway.data.interfaces.generation import Call, FinishedCall
+from headway.data.interfaces.generation import FinishedCall, GenerateRequest
 from headway.data.interfaces.rollout import Capabilities, EngineStats, OnUpdate, Paused
 from headway.data.interfaces.weights import ReceiveReport
 from headway.data.types import TrajectoryId
@@ -37,10 +37,10 @@ from headway.engines.rollout.vllm.launch import (
     is_roomy,
     start,
 )
-from headway.engines.rollout.vllm.vllm_activity import Activity
+from headway.engines.rollout.vllm.vllm_activity import VllmActivity
 from headway.engines.rollout.vllm.vllm_core import VllmCore
 from headway.engines.weights.incoming_version import BackBuffer, Receive
-from headway.engines.weights.protocols import Incoming
+from headway.engines.weights.protocols import IncomingWeights
 from headway.engines.weights.served.served_update import Updates, cannot_stage, not_staged, nothing_to_activate, outcome
 from headway.engines.weights.weight_layout import Manifest
 from headway.errors import HeadwayError, RunError, StallError, UpdateFailed, WorkerDied, boundary
@@ -95,7 +95,7 @@ class VllmEngine:
         slots: int,
         max_context: int,
         dtype: str = "auto",
-        receive: Callable[[int, Incoming], None] | None = None,
+        receive: Callable[[int, IncomingWeights], None] | None = None,
         manifest: Manifest | None = None,
         temperature: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
@@ -165,7 +165,7 @@ class VllmEngine:
 
     # ------------------------------------------------------------------------------------- the protocol
 
-    async def submit(self, client: str, calls: Sequence[Call]) -> None:
+    async def submit(self, client: str, calls: Sequence[GenerateRequest]) -> None:
         """Take all of ``calls`` in one step, or none.
 
         Raises `DataError` for a context that does not fit, parameters that make no sense, or a number that is in use.
@@ -257,7 +257,7 @@ class VllmEngine:
         await self._ask(self._there.wake())
 
     async def stats(self) -> EngineStats:
-        """Activity since the last call; steps as `Activity` of this package has them."""
+        """Activity since the last call; steps as `VllmActivity` of this package has them."""
         return await self._ask(self._there.stats())
 
     async def close(self) -> None:
@@ -321,7 +321,7 @@ class VllmEngine:
                 self._started.set_exception(error if known else WorkerDied(f"vLLM did not start: {error!r}"))
 
     async def _live(self) -> None:
-        activity = Activity(self._clock)
+        activity = VllmActivity(self._clock)
         llm = start(self._settings, activity.stat_logger)
         try:
             sleep = self._settings.sleep and not is_cpu_build()
@@ -343,7 +343,7 @@ class VllmEngine:
                 handler.cancel()  # or it takes the end of vLLM's processes for a failure, and says so
             llm.shutdown(timeout=self._close_s / 2)  # killed, they would leave shared memory behind
 
-    async def _submit(self, core: VllmCore, inbox: CallInbox, calls: Sequence[Call]) -> None:
+    async def _submit(self, core: VllmCore, inbox: CallInbox, calls: Sequence[GenerateRequest]) -> None:
         self._clients.setdefault(inbox.client, inbox)
         await core.submit(inbox.client, calls)
 

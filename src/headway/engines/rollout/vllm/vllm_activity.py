@@ -8,7 +8,7 @@ from typing import Any
 from headway.engines.rollout.engine_activity import Counts
 
 
-class Activity(Counts):
+class VllmActivity(Counts):
     """The activity of vLLM, which steps for as long as it has a call and is not paused; what a step did, it says
     behind each.
 

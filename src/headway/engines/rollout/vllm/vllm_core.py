@@ -24,14 +24,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.data.interfaces.generation import Call, FinishedCall
+from headway.data.interfaces.generation import FinishedCall, GenerateRequest
 from headway.data.interfaces.rollout import EngineStats, OnUpdate, Paused
 from headway.data.types import FinishReason
 from headway.engines.rollout.call_run import CallRun
 from headway.engines.rollout.open_calls import OpenCalls
 from headway.engines.rollout.scheduler import Mode, Scheduler
-from headway.engines.rollout.vllm.vllm_activity import Activity
-from headway.engines.rollout.vllm.vllm_link import Link
+from headway.engines.rollout.vllm.vllm_activity import VllmActivity
+from headway.engines.rollout.vllm.vllm_link import VllmLink
 from headway.engines.rollout.vllm.vllm_request import has_tokens, prompt_of, reason_of, sampling_of, written_of
 from headway.engines.rollout.vllm.vllm_state import VllmState
 from headway.errors import HeadwayError, RunError
@@ -55,7 +55,7 @@ class VllmCore:
         slots: int,
         max_context: int,
         clock: Callable[[], float],
-        activity: Activity,
+        activity: VllmActivity,
         temperature: float,
         can_sleep: bool,
     ) -> None:
@@ -68,7 +68,7 @@ class VllmCore:
         """
         self._llm = llm
         self._hand_on, self._on_end = deliver, on_end
-        self._link = Link(llm, name, self._end)
+        self._link = VllmLink(llm, name, self._end)
         self._state = VllmState(llm, self._link, name, on_halted=self._show, on_cleared=activity.interrupted)
         self._name = name
         self._seed = seed
@@ -102,7 +102,7 @@ class VllmCore:
         """Tell the workers what lies where in the buffers that they will map."""
         await self._state.connect(nbytes, slots)
 
-    async def submit(self, client: str, calls: Sequence[Call]) -> None:
+    async def submit(self, client: str, calls: Sequence[GenerateRequest]) -> None:
         """Queue all calls at once, or none: raises `DataError` for one that cannot be served."""
         self.check()
         runs = self._calls.submit(

@@ -11,7 +11,7 @@ from headway.errors import HeadwayError, RunError, WorkerDied
 T = TypeVar("T")
 
 
-class Link:
+class VllmLink:
     """One engine of vLLM's, as long as it lives. Driven from its loop alone.
 
     Args:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.engines.rollout.vllm.vllm_link import Link
+from headway.engines.rollout.vllm.vllm_link import VllmLink
 from headway.errors import ModelError, RunError, UpdateFailed
 
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
@@ -45,7 +45,7 @@ class VllmState:
     """
 
     def __init__(
-        self, llm: Any, link: Link, name: str, *, on_halted: Callable[[], None], on_cleared: Callable[[], None]
+        self, llm: Any, link: VllmLink, name: str, *, on_halted: Callable[[], None], on_cleared: Callable[[], None]
     ) -> None:
         self._llm = llm
         self._link = link

@@ -12,14 +12,14 @@ from numpy.typing import NDArray
 from headway.algorithms.aggregation import token_weights
 from headway.algorithms.values import value_loss
 from headway.config.schema import Config
-from headway.data.collate import Row
+from headway.data.collate import CollatedRow
 from headway.data.interfaces.steps import StepReport
 from headway.data.trees import Tree
 from headway.data.types import ColumnName
 from headway.engines.train.fsdp.device_mesh import TrainMesh
 from headway.engines.train.fsdp.forward_passes import forward_sharded
 from headway.engines.train.fsdp.learner import Learner
-from headway.engines.train.fsdp.metric_sums import Sums, Totals
+from headway.engines.train.fsdp.metric_sums import BatchTotals, Sums
 from headway.engines.train.fsdp.micro_batches import collate, required_column, response_aligned
 from headway.engines.train.fsdp.policy import ValueModule
 from headway.engines.train.fsdp.sharded.sharding import sharded
@@ -43,11 +43,11 @@ class FsdpCritic:
             mesh=mesh,
         )
 
-    def forward_values(self, rows: Sequence[Row]) -> list[NDArray[np.float32]]:
+    def forward_values(self, rows: Sequence[CollatedRow]) -> list[NDArray[np.float32]]:
         """The [T] float32 values of each of this rank's ``rows``: V(s_t), before token t."""
         return forward_sharded(self._module, rows, self._packing, self._device)
 
-    def train_step(self, rows: Sequence[Row]) -> StepReport:
+    def train_step(self, rows: Sequence[CollatedRow]) -> StepReport:
         """Take one optimizer step towards the ``returns`` of ``rows``, this rank's share of a mini-batch.
 
         Metrics: ``vf_loss``, ``vf_clipfrac``, ``vpred_mean``, ``returns_mean``, ``vf_explained_var`` (as in verl:
@@ -70,7 +70,9 @@ class FsdpCritic:
         """Restore what `save` wrote, on any number of ranks."""
         self._learner.load(path)
 
-    def _part(self, rows: Sequence[Row], trees: Sequence[Tree], totals: Totals) -> tuple[torch.Tensor, Sums]:
+    def _part(
+        self, rows: Sequence[CollatedRow], trees: Sequence[Tree], totals: BatchTotals
+    ) -> tuple[torch.Tensor, Sums]:
         batch = collate(rows, self._device, trees, self._module.ranks)
 
         def floats(name: str) -> torch.Tensor:

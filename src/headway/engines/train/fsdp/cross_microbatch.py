@@ -14,18 +14,18 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.data.collate import Row
+from headway.data.collate import CollatedRow
 
 
 @dataclass(frozen=True, slots=True)
 class Apart:
     """Rows of episodes that are spread over micro-batches."""
 
-    rows: Sequence[Row] = ()
+    rows: Sequence[CollatedRow] = ()
     logprobs: Sequence[NDArray[np.float32]] = ()
     """Their log-probs [T] (nats) under the policy as it is in this step."""
 
-    def beside(self, rows: Sequence[Row]) -> Apart:
+    def beside(self, rows: Sequence[CollatedRow]) -> Apart:
         """The rows, with their log-probs, that the episodes of a micro-batch's ``rows`` have in other micro-batches."""
         if not self.rows:
             return self

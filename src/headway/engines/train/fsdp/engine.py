@@ -22,7 +22,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from headway.config.schema import Config
-from headway.data.collate import Row
+from headway.data.collate import CollatedRow
 from headway.data.interfaces.steps import StepContext, StepReport
 from headway.data.trees import Tree
 from headway.engines.train.fsdp import objective
@@ -30,11 +30,11 @@ from headway.engines.train.fsdp.cross_microbatch import NOTHING_APART, Apart
 from headway.engines.train.fsdp.device_mesh import TrainMesh
 from headway.engines.train.fsdp.forward_passes import forward_sharded
 from headway.engines.train.fsdp.learner import Learner
-from headway.engines.train.fsdp.metric_sums import Sums, Totals
+from headway.engines.train.fsdp.metric_sums import BatchTotals, Sums
 from headway.engines.train.fsdp.micro_batches import collate
 from headway.engines.train.fsdp.objective import Objective
-from headway.engines.train.fsdp.proximal_weights import VersionStart
-from headway.engines.train.fsdp.sample_rows import Shown
+from headway.engines.train.fsdp.proximal_weights import ProximalWeights
+from headway.engines.train.fsdp.sample_rows import SampledRows
 from headway.engines.train.fsdp.sharded.collectives import on_rank_zero, reduce_numbers
 from headway.engines.train.fsdp.sharded.mesh_export import export_windows
 from headway.engines.train.fsdp.sharded.sharding import sharded_policy
@@ -80,15 +80,15 @@ class FsdpEngine:
             mesh=mesh,
         )
         keeps = config.async_training.trigger_parameter_sync_step > 1
-        self._at_version = VersionStart(self._policy, keeps_copy=keeps)
+        self._at_version = ProximalWeights(self._policy, keeps_copy=keeps)
 
     # ------------------------------------------------------------------------------------------ compute
 
-    def forward_logprobs(self, rows: Sequence[Row]) -> list[NDArray[np.float32]]:
+    def forward_logprobs(self, rows: Sequence[CollatedRow]) -> list[NDArray[np.float32]]:
         """The [T] float32 log-probs of each of this rank's ``rows`` (nats, ``rollout.temperature`` applied)."""
         return forward_sharded(self._policy, rows, self._packing, self._device)
 
-    def proximal_logprobs(self, rows: Sequence[Row], version: int) -> list[NDArray[np.float32]]:
+    def proximal_logprobs(self, rows: Sequence[CollatedRow], version: int) -> list[NDArray[np.float32]]:
         """Log-probs [T] of each of ``rows`` under the policy before the first optimizer step of ``version``.
 
         To be called before that step, and then at any time until the next version's. Raises `RunError` otherwise.
@@ -96,19 +96,19 @@ class FsdpEngine:
         with self._at_version.restored(version):
             return self.forward_logprobs(rows)
 
-    def train_step(self, rows: Sequence[Row], context: StepContext) -> StepReport:
+    def train_step(self, rows: Sequence[CollatedRow], context: StepContext) -> StepReport:
         """Take one optimizer step on a mini-batch of which ``rows`` are this rank's share. See `Learner.step`.
 
         The report has those of ``rows`` that ``context`` wants shown, with the numbers of the step's forward pass.
         """
         self._at_version.stepping(context.version)
         whole = self._objective.looks_at_sequences
-        shown = Shown(rows, context.shown)
+        shown = SampledRows(rows, context.shown)
         part = partial(self._part, context, apart=self._apart(rows) if whole else NOTHING_APART, shown=shown)
         report = self._learner.step(rows, part, whole_episodes=whole)
         return replace(report, shown=shown.rows()) if context.shown else report
 
-    def _apart(self, rows: Sequence[Row]) -> Apart:
+    def _apart(self, rows: Sequence[CollatedRow]) -> Apart:
         """Look at the episodes of ``rows`` that no micro-batch holds whole, in a pass without gradient."""
         indices = self._packing.apart(rows, self._packing(rows, whole_episodes=True))
         (most,) = reduce_numbers([len(indices)], dist.ReduceOp.MAX, self._device)
@@ -120,12 +120,12 @@ class FsdpEngine:
     def _part(
         self,
         context: StepContext,
-        rows: Sequence[Row],
+        rows: Sequence[CollatedRow],
         trees: Sequence[Tree],
-        totals: Totals,
+        totals: BatchTotals,
         *,
         apart: Apart = NOTHING_APART,
-        shown: Shown | None = None,
+        shown: SampledRows | None = None,
     ) -> tuple[torch.Tensor, Sums]:
         batch = collate(rows, self._device, trees, self._policy.ranks)
         others = apart.beside(rows)

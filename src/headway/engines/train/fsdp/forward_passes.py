@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from headway.data.collate import Row
+from headway.data.collate import CollatedRow
 from headway.data.packing import Pack, Packing
 from headway.engines.train.fsdp.micro_batches import MicroBatch, collate, filler_row
 from headway.engines.train.fsdp.policy import ShardedModule
@@ -20,7 +20,7 @@ from headway.runtime.progress import advance
 
 
 def micro_batches(
-    rows: Sequence[Row], packing: Packing, device: torch.device, *, whole_episodes: bool = False
+    rows: Sequence[CollatedRow], packing: Packing, device: torch.device, *, whole_episodes: bool = False
 ) -> list[Pack]:
     """Split this rank's ``rows`` into micro-batches, as many on every rank. Collective.
 
@@ -35,7 +35,7 @@ def micro_batches(
     return packs
 
 
-def rows_of(rows: Sequence[Row], pack: Pack) -> list[Row]:
+def rows_of(rows: Sequence[CollatedRow], pack: Pack) -> list[CollatedRow]:
     """Return the rows of one micro-batch, or the filler row for an empty one."""
     return [rows[i] for i in pack.rows] or [filler_row()]
 
@@ -46,7 +46,7 @@ Compute = Callable[[MicroBatch], torch.Tensor]
 
 @torch.no_grad()
 def forward_rows(
-    rows: Sequence[Row],
+    rows: Sequence[CollatedRow],
     packs: Sequence[Pack],
     compute: Compute,
     device: torch.device,
@@ -64,7 +64,7 @@ def forward_rows(
 
 
 def forward_sharded(
-    module: ShardedModule, rows: Sequence[Row], packing: Packing, device: torch.device
+    module: ShardedModule, rows: Sequence[CollatedRow], packing: Packing, device: torch.device
 ) -> list[NDArray[np.float32]]:
     """Compute [T] float32 numbers for each of this rank's ``rows``, by ``module.per_token``. Collective."""
     try:

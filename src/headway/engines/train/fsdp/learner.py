@@ -20,20 +20,20 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from headway.config.sections.learning import OptimConfig
-from headway.data.collate import Row
+from headway.data.collate import CollatedRow
 from headway.data.interfaces.steps import StepReport
 from headway.data.packing import Packing
 from headway.data.trees import Tree
 from headway.engines.train.fsdp.device_mesh import TrainMesh
 from headway.engines.train.fsdp.forward_passes import micro_batches, rows_of
 from headway.engines.train.fsdp.lr_schedule import learning_rate
-from headway.engines.train.fsdp.metric_sums import Sums, Totals, as_metrics, count, merge
+from headway.engines.train.fsdp.metric_sums import BatchTotals, Sums, as_metrics, count, merge
 from headway.engines.train.fsdp.sharded.checkpoint import load_checkpoint, save_checkpoint
 from headway.engines.train.fsdp.sharded.collectives import reduce_numbers, reduce_sums
 from headway.engines.train.fsdp.sharded.shard_boxes import Pieces, copies, local
 from headway.runtime.progress import advance
 
-StepPart = Callable[[Sequence[Row], Sequence[Tree], Totals], tuple[torch.Tensor, Sums]]
+StepPart = Callable[[Sequence[CollatedRow], Sequence[Tree], BatchTotals], tuple[torch.Tensor, Sums]]
 """Function of a micro-batch's rows, the trees that they are packed into and the step's totals: its addend to the loss,
 and its sums for the metrics."""
 
@@ -66,7 +66,7 @@ class Learner:
             self._shards.values(), lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay, fused=True
         )
 
-    def step(self, rows: Sequence[Row], part: StepPart, *, whole_episodes: bool = False) -> StepReport:
+    def step(self, rows: Sequence[CollatedRow], part: StepPart, *, whole_episodes: bool = False) -> StepReport:
         """Take one optimizer step on a mini-batch of which ``rows`` are this rank's share.
 
         ``whole_episodes``: the rows of an episode share a micro-batch, as far as the budget allows.
@@ -135,7 +135,9 @@ class Learner:
         for name, parameter in self._parameters.items():
             self._shards[name].data = local(parameter)
 
-    def _backward(self, rows: Sequence[Row], part: StepPart, *, whole_episodes: bool = False) -> dict[str, float]:
+    def _backward(
+        self, rows: Sequence[CollatedRow], part: StepPart, *, whole_episodes: bool = False
+    ) -> dict[str, float]:
         """Leave the mini-batch's gradient in the parameters; returns the metrics, equal on all ranks."""
         mine = count(rows)
         packs = micro_batches(rows, self._packing, self._mesh.device, whole_episodes=whole_episodes)
@@ -150,7 +152,7 @@ class Learner:
             self._mesh.device,
             self._mesh.rows,
         )
-        totals = Totals(tokens, sequences, mine.lengths)
+        totals = BatchTotals(tokens, sequences, mine.lengths)
         parts = []
         for done, pack in enumerate(packs, 1):
             loss, sums = part(rows_of(rows, pack), pack.trees, totals)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from headway.algorithms import health
-from headway.data.collate import Row, by_episode
+from headway.data.collate import CollatedRow, by_episode
 from headway.data.types import TrajectoryId
 
 Sums = dict[str, Tensor]
@@ -20,7 +20,7 @@ MAXIMA = frozenset(HEALTH + name for name in health.MAX_REDUCED)
 
 
 @dataclass(frozen=True, slots=True)
-class Totals:
+class BatchTotals:
     """Numbers of tokens and sequences that the loss counts in a whole mini-batch, over all ranks."""
 
     tokens: float
@@ -31,12 +31,12 @@ class Totals:
     """Numbers of tokens that the loss counts, of those episodes of this rank that have several rows."""
 
 
-def count(rows: Sequence[Row]) -> Totals:
+def count(rows: Sequence[CollatedRow]) -> BatchTotals:
     """Count the tokens and episodes of this rank's ``rows``: its share of the mini-batch's totals."""
     tokens = [int(row.loss_mask.sum()) for row in rows]
     episodes = by_episode(rows)
     several = {rows[own[0]].episode: sum(tokens[i] for i in own) for own in episodes if len(own) > 1}
-    return Totals(
+    return BatchTotals(
         tokens=float(sum(tokens)),
         sequences=float(sum(any(tokens[i] for i in own) for own in episodes)),
         lengths={episode: length for episode, length in several.items() if episode is not None},

@@ -23,10 +23,10 @@ from jaxtyping import Float, Int, Shaped
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headway.data.collate import Row
+from headway.data.collate import CollatedRow
 from headway.data.trees import Tree, grow
 from headway.data.types import ColumnName
-from headway.models.attention.packed_layout import Layout
+from headway.models.attention.packed_layout import PackedLayout
 from headway.models.attention.ulysses import SequenceRanks
 
 
@@ -42,7 +42,7 @@ class MicroBatch:
     """Ids of the response tokens."""
     which: Int[Tensor, " M"] | None = None
     """Index of each row's response tokens among the U; None where they are those, in order."""
-    layout: Layout | None = None
+    layout: PackedLayout | None = None
     """Layout of the line; None for padded rows."""
     positions: Int[Tensor, "1 L"] | None = None
     """Position of each token of the line in its rows; None for padded rows."""
@@ -81,7 +81,7 @@ class OwnTokens:
 
 
 def collate(
-    rows: Sequence[Row], device: torch.device, trees: Sequence[Tree] = (), ranks: SequenceRanks | None = None
+    rows: Sequence[CollatedRow], device: torch.device, trees: Sequence[Tree] = (), ranks: SequenceRanks | None = None
 ) -> MicroBatch:
     """Collate ``rows`` into the tensors of one forward pass: packed as ``trees`` say, or padded without any.
 
@@ -104,7 +104,7 @@ def collate(
     def tensor(array: NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(array).to(device)
 
-    layout = Layout.of(trees, device, ranks) if trees else None
+    layout = PackedLayout.of(trees, device, ranks) if trees else None
     return MicroBatch(
         input_ids=tensor(batch.input_ids),
         predictors=tensor(batch.predictors),
@@ -126,7 +126,7 @@ class _Arrays:
     which: NDArray[np.int64] | None = None
 
 
-def _padded(rows: Sequence[Row]) -> _Arrays:
+def _padded(rows: Sequence[CollatedRow]) -> _Arrays:
     longest = max(len(row.input_ids) for row in rows)
     ids = np.zeros((len(rows), longest), dtype=np.int64)
     predictors: list[NDArray[np.int64]] = []
@@ -138,7 +138,7 @@ def _padded(rows: Sequence[Row]) -> _Arrays:
     return _Arrays(ids, np.concatenate(predictors), np.concatenate(targets))
 
 
-def _packed(rows: Sequence[Row], trees: Sequence[Tree]) -> _Arrays:
+def _packed(rows: Sequence[CollatedRow], trees: Sequence[Tree]) -> _Arrays:
     ids = np.concatenate([tree.ids for tree in trees]).astype(np.int64)
     predictors, tokens = [], []
     left, before = iter(rows), 0
@@ -156,7 +156,10 @@ def _packed(rows: Sequence[Row], trees: Sequence[Tree]) -> _Arrays:
 
 
 def response_aligned(
-    rows: Sequence[Row], get: Callable[[Row], NDArray[np.generic]], dtype: type[np.generic], device: torch.device
+    rows: Sequence[CollatedRow],
+    get: Callable[[CollatedRow], NDArray[np.generic]],
+    dtype: type[np.generic],
+    device: torch.device,
 ) -> Shaped[Tensor, "M 1"]:
     """Join ``get(row)``, one value per response token, of all rows, without padding."""
     joined = np.empty(sum(map(_response_length, rows)), dtype=dtype)
@@ -167,17 +170,17 @@ def response_aligned(
     return torch.from_numpy(joined).to(device)[:, None]
 
 
-def required_column(row: Row, name: str) -> NDArray[np.float32]:
+def required_column(row: CollatedRow, name: str) -> NDArray[np.float32]:
     """Column ``name`` [T] of ``row``. Raises `ValueError` for a row without it."""
     if name not in row.columns:
         raise ValueError(f"a row of {_response_length(row)} response tokens has no {name}, which this step needs")
     return row.columns[name]
 
 
-def filler_row() -> Row:
+def filler_row() -> CollatedRow:
     """A row of weight zero, for a rank with fewer micro-batches than another: FSDP's collectives need every rank."""
     nothing = np.zeros(1, dtype=np.float32)
-    return Row(
+    return CollatedRow(
         input_ids=np.zeros(2, dtype=np.int32),
         prompt_length=1,
         logprobs=nothing,
@@ -187,5 +190,5 @@ def filler_row() -> Row:
     )
 
 
-def _response_length(row: Row) -> int:
+def _response_length(row: CollatedRow) -> int:
     return len(row.input_ids) - row.prompt_length

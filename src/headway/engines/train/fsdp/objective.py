@@ -32,10 +32,10 @@ from headway.algorithms.kl import kl_penalty
 from headway.algorithms.losses import POLICY_LOSSES, LossInputs, PolicyLossParams, log_ratio
 from headway.config.schema import Config
 from headway.config.sections.learning import ActorConfig, CorrectionConfig, RolloutCorrectionConfig
-from headway.data.collate import Row, by_episode
+from headway.data.collate import CollatedRow, by_episode
 from headway.data.interfaces.steps import StepContext
 from headway.data.types import ColumnName, TrajectoryId
-from headway.engines.train.fsdp.metric_sums import HEALTH, Sums, Totals
+from headway.engines.train.fsdp.metric_sums import HEALTH, BatchTotals, Sums
 from headway.engines.train.fsdp.micro_batches import required_column, response_aligned
 from headway.runtime.user_code import names_a_file
 
@@ -71,7 +71,7 @@ class LossColumns:
 
 
 def collate_columns(
-    rows: Sequence[Row],
+    rows: Sequence[CollatedRow],
     device: torch.device,
     *,
     with_ref: bool,
@@ -80,8 +80,8 @@ def collate_columns(
 ) -> LossColumns:
     """Collate the loss's tensors for ``rows``: the columns that it always reads, and those that are asked for.
 
-    ``lengths``: see `metric_sums.Totals`; without any, each row is an episode. Raises `ValueError` for a row that lacks
-    a column.
+    ``lengths``: see `metric_sums.BatchTotals`; without any, each row is an episode. Raises `ValueError` for a row that
+    lacks a column.
     """
     labels = np.empty(len(rows), np.int64)
     tokens = np.array([row.loss_mask.sum() for row in rows])
@@ -91,7 +91,7 @@ def collate_columns(
         if episode is not None and episode in lengths:
             tokens[own] = lengths[episode]
 
-    def floats(get: Callable[[Row], NDArray[np.float32]]) -> Tensor:
+    def floats(get: Callable[[CollatedRow], NDArray[np.float32]]) -> Tensor:
         return response_aligned(rows, get, np.float32, device)
 
     return LossColumns(
@@ -148,7 +148,7 @@ class Objective:
     def __call__(
         self,
         columns: LossColumns,
-        totals: Totals,
+        totals: BatchTotals,
         logprobs: Tensor,
         entropy: Tensor,
         context: StepContext,
@@ -229,7 +229,7 @@ class Objective:
         inputs: LossInputs,
         mask_M1: Bool[Tensor, "M 1"],
         columns: LossColumns,
-        of: Totals,
+        of: BatchTotals,
         context: StepContext,
     ) -> Sums:
         """The sums that metrics come from: means over tokens, and health over all tokens and by lag."""

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from headway.errors import RunError
 
 
-class VersionStart:
+class ProximalWeights:
     """One rank's shards of the policy at the start of a version, copied to host memory. While they are restored, a
     second copy holds the present ones.
     """

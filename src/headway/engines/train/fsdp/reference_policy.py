@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.config.schema import Config
-from headway.data.collate import Row
+from headway.data.collate import CollatedRow
 from headway.engines.train.fsdp.device_mesh import TrainMesh
 from headway.engines.train.fsdp.forward_passes import forward_sharded
 from headway.engines.train.fsdp.sharded.sharding import sharded_policy
@@ -28,6 +28,6 @@ class ReferenceEngine:
         self._packing = self._policy.packing(config)
         self._device = mesh.device
 
-    def forward_logprobs(self, rows: Sequence[Row]) -> list[NDArray[np.float32]]:
+    def forward_logprobs(self, rows: Sequence[CollatedRow]) -> list[NDArray[np.float32]]:
         """The [T] float32 log-probs of each of this rank's ``rows`` (nats, ``rollout.temperature`` applied)."""
         return forward_sharded(self._policy, rows, self._packing, self._device)

@@ -18,17 +18,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headway.data.assignment import GroupId
-from headway.data.collate import Row
+from headway.data.collate import CollatedRow
 from headway.data.interfaces.steps import TrainedRow
 
 LONGEST = 2048
 """Most response tokens of a row that is shown; longer ones lack their middle."""
 
 
-class Shown:
+class SampledRows:
     """The rows of one step, on one rank, that are shown."""
 
-    def __init__(self, rows: Sequence[Row], groups: Collection[GroupId]) -> None:
+    def __init__(self, rows: Sequence[CollatedRow], groups: Collection[GroupId]) -> None:
         """Look out for those of this rank's ``rows`` that are of ``groups``."""
         self._wanted = (
             {id(row): place for place, row in enumerate(rows) if row.episode is not None and row.episode[:3] in groups}
@@ -38,7 +38,7 @@ class Shown:
         """Identity of a row, as an object → its place among the step's rows."""
         self._found: dict[int, TrainedRow] = {}
 
-    def look(self, rows: Sequence[Row], logprobs: Float[Tensor, " M"], entropy: Float[Tensor, " M"]) -> None:
+    def look(self, rows: Sequence[CollatedRow], logprobs: Float[Tensor, " M"], entropy: Float[Tensor, " M"]) -> None:
         """Take what is shown of one micro-batch: its rows, and what the forward pass says of their tokens."""
         if not any(id(row) in self._wanted for row in rows):
             return
@@ -53,7 +53,7 @@ class Shown:
         return tuple(row for _, row in sorted(self._found.items()))
 
 
-def _trained(row: Row, logprobs_T: NDArray[np.float32], entropy_T: NDArray[np.float32]) -> TrainedRow:
+def _trained(row: CollatedRow, logprobs_T: NDArray[np.float32], entropy_T: NDArray[np.float32]) -> TrainedRow:
     length = len(row.loss_mask)
     kept = np.arange(length)
     if length > LONGEST:

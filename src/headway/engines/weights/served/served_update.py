@@ -18,7 +18,7 @@ import torch
 from headway.data.interfaces.weights import ReceiveReport
 from headway.devices import kind_of
 from headway.engines.weights.incoming_version import BackBuffer, InPlace, Receive
-from headway.engines.weights.protocols import Incoming
+from headway.engines.weights.protocols import IncomingWeights
 from headway.engines.weights.served.served_weights import Contents, ServedWeights
 from headway.engines.weights.served.side_stream import SideStream
 from headway.engines.weights.weight_layout import Manifest
@@ -130,7 +130,7 @@ class Updates:
         self,
         name: str,
         intake: Intake,
-        receive: Callable[[int, Incoming], None],
+        receive: Callable[[int, IncomingWeights], None],
         device: torch.device,
     ) -> None:
         """Set up a receiving thread. ``receive`` lets a version come in, blocking; ``device`` is the engine's."""

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 
 import torch
 
-from headway.devices import SideStream as Stream
+from headway.devices import DeviceStream as Stream
 from headway.devices import kind_of
 
 

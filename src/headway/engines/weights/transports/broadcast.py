@@ -17,8 +17,8 @@ from enum import IntEnum
 
 import torch
 
-from headway.engines.weights.protocols import Chunk, Header, Outgoing, Parcel, WeightSink
-from headway.engines.weights.transports.links import Address, EndContext, Meeting, needs, place_of
+from headway.engines.weights.protocols import Chunk, Header, OutgoingWeights, StoredVersion, WeightSink
+from headway.engines.weights.transports.links import Address, EndContext, TransportAddress, needs, place_of
 from headway.engines.weights.transports.process_group import StoreGroup
 from headway.errors import UpdateFailed
 
@@ -44,7 +44,7 @@ class BroadcastLink:
         return f"weights/{self.generation}/{'+'.join(self.receivers)}"
 
 
-def make_link(meeting: Meeting) -> BroadcastLink:
+def make_link(meeting: TransportAddress) -> BroadcastLink:
     if meeting.address is None:
         raise needs("broadcast", "the address of the sender's store")
     return BroadcastLink(
@@ -60,7 +60,7 @@ def open_receiver(link: BroadcastLink, name: str, here: EndContext) -> Broadcast
     return BroadcastReceiver(link, place_of(name, link.receivers), here.host)
 
 
-class _Kind(IntEnum):
+class _MessageKind(IntEnum):
     BUCKET = 0
     END = 1
     GIVE_UP = 2
@@ -90,18 +90,18 @@ class BroadcastSender(_Member):
     def __init__(self, link: BroadcastLink, host: str | None = None) -> None:
         super().__init__(link, rank=0, host=host)
 
-    def send(self, version: int, weights: Outgoing) -> Parcel | None:
+    def send(self, version: int, weights: OutgoingWeights) -> StoredVersion | None:
         count = 0
         source = iter(weights)
         while (chunk := self._draw(source, version, count)) is not None:
             payload = chunk.payload.to(self._link.device)
             with self._sending(version, count, f"bucket {count}"):
-                self._header(version, _Kind.BUCKET, *_numbers(chunk.header))
+                self._header(version, _MessageKind.BUCKET, *_numbers(chunk.header))
                 self._group.broadcast(payload)
             count += 1
         digests = weights.digests
         with self._sending(version, count, "the end"):
-            self._header(version, _Kind.END, count, len(digests))
+            self._header(version, _MessageKind.END, count, len(digests))
             if digests:
                 signed = [value - 2**64 if value >= 2**63 else value for value in digests]
                 self._group.broadcast(torch.tensor(signed, dtype=torch.int64).to(self._link.device))
@@ -113,7 +113,7 @@ class BroadcastSender(_Member):
             return next(source, None)
         except BaseException:
             try:
-                self._header(version, _Kind.GIVE_UP, index)
+                self._header(version, _MessageKind.GIVE_UP, index)
             except RuntimeError:
                 self._group.close()
             raise
@@ -133,7 +133,7 @@ class BroadcastSender(_Member):
                 f"{self._link.timeout_s:g} s or went away: {cause}"
             ) from cause
 
-    def _header(self, version: int, kind: _Kind, *values: int) -> None:
+    def _header(self, version: int, kind: _MessageKind, *values: int) -> None:
         numbers = [version, int(kind), *values]
         numbers += [0] * (HEADER - len(numbers))
         self._group.broadcast(torch.tensor(numbers, dtype=torch.int64, device=self._link.device))
@@ -146,7 +146,7 @@ class BroadcastReceiver(_Member):
         super().__init__(link, rank=index + 1, host=host)
         self._name = link.receivers[index]
 
-    def receive(self, version: int, sink: WeightSink, parcel: Parcel | None = None) -> None:
+    def receive(self, version: int, sink: WeightSink, parcel: StoredVersion | None = None) -> None:
         index = 0
         try:
             while isinstance(what := self._next(version, index), Header):
@@ -157,7 +157,7 @@ class BroadcastReceiver(_Member):
                 sink.filled(what)
                 index += 1
             sink.ended(what)
-        except _GivenUp as told:
+        except _SenderGaveUp as told:
             raise UpdateFailed(str(told)) from None
         except BaseException:
             # A bucket that nobody takes would keep the others waiting: leaving tells them.
@@ -168,7 +168,7 @@ class BroadcastReceiver(_Member):
         """Receive the header of the bucket that is due, or, when all members have everything, the digests."""
         with self._waiting(version, index):
             numbers = self._expect(version, index)
-            if numbers[1] == _Kind.BUCKET:
+            if numbers[1] == _MessageKind.BUCKET:
                 return _header_of(numbers)
             digests = self._digests(numbers[3])
             self._group.note(f"{version}:{index}")
@@ -207,8 +207,8 @@ class BroadcastReceiver(_Member):
         self._group.broadcast(header)
         numbers: list[int] = header.tolist()
         sent_version, kind, sent_index = numbers[:3]
-        if kind == _Kind.GIVE_UP:
-            raise _GivenUp(f"version {sent_version}: {self._link.sender} gave up at bucket {sent_index}")
+        if kind == _MessageKind.GIVE_UP:
+            raise _SenderGaveUp(f"version {sent_version}: {self._link.sender} gave up at bucket {sent_index}")
         if (sent_version, sent_index) != (version, index):
             raise UpdateFailed(
                 f"{self._name} asked for bucket {index} of version {version}, "
@@ -217,7 +217,7 @@ class BroadcastReceiver(_Member):
         return numbers
 
 
-class _GivenUp(UpdateFailed):
+class _SenderGaveUp(UpdateFailed):
     """The sender said that it gives up; the group is in order."""
 
 

@@ -14,9 +14,9 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from headway.engines.weights.protocols import Header, Outgoing, Parcel, WeightSink
+from headway.engines.weights.protocols import Header, OutgoingWeights, StoredVersion, WeightSink
 from headway.engines.weights.safetensors_files import LENGTH_BYTES, header
-from headway.engines.weights.transports.links import EndContext, Meeting, needs
+from headway.engines.weights.transports.links import EndContext, TransportAddress, needs
 from headway.engines.weights.transports.object_store import contents
 from headway.engines.weights.weight_layout import Manifest
 from headway.errors import UpdateFailed
@@ -31,7 +31,7 @@ class DiskLink:
     manifest: Manifest
 
 
-def make_link(meeting: Meeting) -> DiskLink:
+def make_link(meeting: TransportAddress) -> DiskLink:
     if meeting.directory is None:
         raise needs("disk", "a directory")
     dtypes = sorted({slot.dtype for slot in meeting.manifest.slots})
@@ -58,7 +58,7 @@ class DiskSender:
             with suppress(OSError):  # whoever writes under this name finds out why
                 partial.unlink(missing_ok=True)
 
-    def send(self, version: int, weights: Outgoing) -> Parcel:
+    def send(self, version: int, weights: OutgoingWeights) -> StoredVersion:
         path = self._directory / f"version_{version}.safetensors"
         file = _File(path, version)
         headers = []
@@ -74,7 +74,7 @@ class DiskSender:
             file.discard()
             raise
         self._keep(path)
-        return Parcel(version, tuple(headers), (str(path),) * len(headers), weights.digests)
+        return StoredVersion(version, tuple(headers), (str(path),) * len(headers), weights.digests)
 
     def close(self) -> None:
         """Leave the last versions on disk, for others."""
@@ -93,7 +93,7 @@ class DiskReceiver:
     def __init__(self, name: str) -> None:
         self._name = name
 
-    def receive(self, version: int, sink: WeightSink, parcel: Parcel | None) -> None:
+    def receive(self, version: int, sink: WeightSink, parcel: StoredVersion | None) -> None:
         pieces, digests = contents(parcel, version, self._name)
         if pieces:
             self._read(version, Path(pieces[0][1]), [header for header, _ in pieces], sink)

@@ -25,7 +25,7 @@ Address = tuple[str, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
+class TransportAddress:
     """The ends that meet for a transfer, and what there is to meet with. A transport takes what it needs."""
 
     manifest: Manifest
@@ -64,7 +64,7 @@ class EndContext:
     """Function that gets the objects behind handles. Raises an error of any type when one does not come in time."""
 
 
-def make_link(transport: str, meeting: Meeting) -> Link:
+def make_link(transport: str, meeting: TransportAddress) -> Link:
     """Make the link of ``transport``. Raises `ConfigError` if it is unknown, or if ``meeting`` lacks what it needs."""
     return Link(transport, _module(transport).make_link(meeting))
 

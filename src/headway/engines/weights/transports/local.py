@@ -13,15 +13,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from threading import Condition
 
-from headway.engines.weights.protocols import Chunk, Outgoing, Parcel, WeightSink
-from headway.engines.weights.transports.links import EndContext, Meeting, place_of
+from headway.engines.weights.protocols import Chunk, OutgoingWeights, StoredVersion, WeightSink
+from headway.engines.weights.transports.links import EndContext, TransportAddress, place_of
 from headway.errors import UpdateFailed
 
 End = tuple[int, ...]
 """The digests, which are offered after the last bucket."""
 
 
-def make_link(meeting: Meeting) -> LocalExchange:
+def make_link(meeting: TransportAddress) -> LocalExchange:
     return LocalExchange(meeting.receivers, meeting.timeout_s)
 
 
@@ -35,7 +35,7 @@ def open_receiver(link: LocalExchange, name: str, here: EndContext) -> LocalRece
 
 
 @dataclass(slots=True)
-class _Update:
+class _LocalVersion:
     """One version on its way. All fields are guarded by the exchange's condition."""
 
     version: int
@@ -58,12 +58,12 @@ class LocalExchange:
         self.receivers = tuple(receivers)
         self._timeout_s = timeout_s
         self._changed = Condition()
-        self._update: _Update | None = None
+        self._update: _LocalVersion | None = None
         self._closed = False
 
-    def send(self, version: int, weights: Outgoing) -> None:
+    def send(self, version: int, weights: OutgoingWeights) -> None:
         """Offer every bucket to every receiver; returns when all have acknowledged the end of ``version``."""
-        update = _Update(version, pending=set())
+        update = _LocalVersion(version, pending=set())
         with self._changed:
             if self._update is not None and self._update.failure is None:
                 raise UpdateFailed(
@@ -104,7 +104,7 @@ class LocalExchange:
             self._closed = True
             self._changed.notify_all()
 
-    def _offer(self, update: _Update, index: int, offer: Chunk | End) -> None:
+    def _offer(self, update: _LocalVersion, index: int, offer: Chunk | End) -> None:
         with self._changed:
             update.index, update.offer = index, offer
             update.pending = set(self.receivers)
@@ -119,7 +119,7 @@ class LocalExchange:
             if update.failure is not None:
                 raise UpdateFailed(f"version {update.version} stopped at bucket {index}: {update.failure}")
 
-    def _join(self, name: str, version: int) -> _Update:
+    def _join(self, name: str, version: int) -> _LocalVersion:
         def ready() -> bool:
             update = self._update
             if update is None or name in update.left:
@@ -139,7 +139,7 @@ class LocalExchange:
                 raise UpdateFailed(f"version {version} stopped before receiver {name} came: {update.failure}")
             return update
 
-    def _take(self, update: _Update, name: str, index: int) -> Chunk | End:
+    def _take(self, update: _LocalVersion, name: str, index: int) -> Chunk | End:
         with self._changed:
             self._wait(
                 lambda: update.index >= index or update.failure is not None,
@@ -156,14 +156,14 @@ class LocalExchange:
             assert update.offer is not None
             return update.offer
 
-    def _acknowledge(self, update: _Update, name: str) -> None:
+    def _acknowledge(self, update: _LocalVersion, name: str) -> None:
         with self._changed:
             update.pending.discard(name)
             if not isinstance(update.offer, Chunk):
                 update.left.add(name)
             self._changed.notify_all()
 
-    def _fail(self, update: _Update, reason: str, told: str | None = None) -> None:
+    def _fail(self, update: _LocalVersion, reason: str, told: str | None = None) -> None:
         with self._changed:
             update.failure = update.failure or reason
             update.offer = None
@@ -185,7 +185,7 @@ class LocalSender:
     def __init__(self, exchange: LocalExchange) -> None:
         self._exchange = exchange
 
-    def send(self, version: int, weights: Outgoing) -> Parcel | None:
+    def send(self, version: int, weights: OutgoingWeights) -> StoredVersion | None:
         self._exchange.send(version, weights)
         return None
 
@@ -201,7 +201,7 @@ class LocalReceiver:
         self._exchange = exchange
         self._name = name
 
-    def receive(self, version: int, sink: WeightSink, parcel: Parcel | None = None) -> None:
+    def receive(self, version: int, sink: WeightSink, parcel: StoredVersion | None = None) -> None:
         self._exchange.receive(self._name, version, sink)
 
     def close(self) -> None:

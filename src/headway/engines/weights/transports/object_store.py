@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from headway.engines.weights.protocols import Header, Outgoing, Parcel, WeightSink
-from headway.engines.weights.transports.links import EndContext, Meeting
+from headway.engines.weights.protocols import Header, OutgoingWeights, StoredVersion, WeightSink
+from headway.engines.weights.transports.links import EndContext, TransportAddress
 from headway.errors import UpdateFailed, boundary
 
 
@@ -17,7 +17,7 @@ class ObjectStoreLink:
     """A link without data: the object store is there for both ends, which need to know nothing else."""
 
 
-def make_link(meeting: Meeting) -> ObjectStoreLink:
+def make_link(meeting: TransportAddress) -> ObjectStoreLink:
     return ObjectStoreLink()
 
 
@@ -38,7 +38,7 @@ class ObjectStoreSender:
     def __init__(self, here: EndContext) -> None:
         self._here = here
 
-    def send(self, version: int, weights: Outgoing) -> Parcel:
+    def send(self, version: int, weights: OutgoingWeights) -> StoredVersion:
         headers: list[Header] = []
         handles: list[Any] = []
         for chunk in weights:
@@ -47,7 +47,7 @@ class ObjectStoreSender:
             with boundary(f"version {version}: the object store did not take bucket {len(handles)}", UpdateFailed):
                 handles.append(self._here.put(payload))
             headers.append(chunk.header)
-        return Parcel(version, tuple(headers), tuple(handles), weights.digests)
+        return StoredVersion(version, tuple(headers), tuple(handles), weights.digests)
 
     def close(self) -> None:
         """Do nothing: objects are freed with their last handle."""
@@ -60,7 +60,7 @@ class ObjectStoreReceiver:
         self._here = here
         self._name = name
 
-    def receive(self, version: int, sink: WeightSink, parcel: Parcel | None) -> None:
+    def receive(self, version: int, sink: WeightSink, parcel: StoredVersion | None) -> None:
         pieces, digests = contents(parcel, version, self._name)
         for header, handle in pieces:
             index = header.index
@@ -79,7 +79,7 @@ class ObjectStoreReceiver:
     def close(self) -> None: ...
 
 
-def contents(parcel: Parcel | None, version: int, name: str) -> tuple[list[tuple[Header, Any]], tuple[int, ...]]:
+def contents(parcel: StoredVersion | None, version: int, name: str) -> tuple[list[tuple[Header, Any]], tuple[int, ...]]:
     """Headers with contents, and the digests, of the parcel that ``name`` was given for ``version``.
 
     Raises `UpdateFailed` for a parcel of another version.

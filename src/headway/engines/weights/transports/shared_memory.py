@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from headway.engines.weights.protocols import Outgoing, Parcel, WeightSink
-from headway.engines.weights.transports.links import EndContext, Meeting, needs
+from headway.engines.weights.protocols import OutgoingWeights, StoredVersion, WeightSink
+from headway.engines.weights.transports.links import EndContext, TransportAddress, needs
 from headway.engines.weights.transports.object_store import contents
 from headway.errors import UpdateFailed
 
@@ -27,7 +27,7 @@ class SharedMemoryLink:
     nbytes: int
 
 
-def make_link(meeting: Meeting) -> SharedMemoryLink:
+def make_link(meeting: TransportAddress) -> SharedMemoryLink:
     if meeting.directory is None:
         raise needs("shared_memory", "a directory in memory")
     return SharedMemoryLink(meeting.directory, meeting.manifest.nbytes)
@@ -53,7 +53,7 @@ class SharedMemorySender:
         self._turn = 0
         self._version: int | None = None
 
-    def send(self, version: int, weights: Outgoing) -> Parcel:
+    def send(self, version: int, weights: OutgoingWeights) -> StoredVersion:
         if version == self._version:
             self._turn = 1 - self._turn  # who still reads what was sent before must not see it change
         self._version = version
@@ -65,7 +65,7 @@ class SharedMemorySender:
             header = chunk.header
             memory[header.offset : header.offset + header.payload_nbytes].copy_(chunk.payload)
             headers.append(header)
-        return Parcel(version, tuple(headers), (str(path),) * len(headers), weights.digests)
+        return StoredVersion(version, tuple(headers), (str(path),) * len(headers), weights.digests)
 
     def close(self) -> None:
         for path, _ in self._files.values():
@@ -80,7 +80,7 @@ class SharedMemoryReceiver:
         self._name = name
         self._mapped: dict[str, NDArray[np.uint8]] = {}
 
-    def receive(self, version: int, sink: WeightSink, parcel: Parcel | None) -> None:
+    def receive(self, version: int, sink: WeightSink, parcel: StoredVersion | None) -> None:
         pieces, digests = contents(parcel, version, self._name)
         for header, path in pieces:
             memory = self._map(path, version)

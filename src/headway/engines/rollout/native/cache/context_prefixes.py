@@ -17,11 +17,11 @@ from headway.data.types import TrajectoryId
 from headway.engines.rollout.call_run import CallRun
 from headway.engines.rollout.native.cache.kv_cache import SlotCache
 from headway.engines.rollout.native.cache.prefix_cache import NOTHING, Found, PrefixCache
-from headway.engines.rollout.native.decode_rows import Rows
+from headway.engines.rollout.native.decode_rows import DecodeRows
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
+class FinishedContext:
     """A context on its way from a row into blocks."""
 
     ids: NDArray[np.int64]
@@ -70,15 +70,15 @@ class Prefixes:
         self._running.pop(run, None)
         self._tree.end(run.call.trajectory)
 
-    def ending(self, rows: Rows, row: int) -> Ending | None:
+    def ending(self, rows: DecodeRows, row: int) -> FinishedContext | None:
         """Take what a call that ends has in its row, if it is to be kept."""
         run = rows.runs[row]
         if run not in self._running:
             return None
         ids = rows.context(row)
-        return Ending(ids, self._cache.read(row, len(ids)), self._running[run])
+        return FinishedContext(ids, self._cache.read(row, len(ids)), self._running[run])
 
-    def store(self, run: CallRun, ending: Ending, rows: int) -> None:
+    def store(self, run: CallRun, ending: FinishedContext, rows: int) -> None:
         """Keep what a call that has ended had in its row, beside ``rows`` rows."""
         self._limit(self._cache.blocks_beside(rows))
         copies = self._tree.store(ending.ids, run.call.trajectory, ending.shared)

@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedConfig
 
-from headway.engines.rollout.native.cache.prefix_cache import BLOCK, Copy
+from headway.engines.rollout.native.cache.prefix_cache import BLOCK, BlockCopy
 from headway.engines.rollout.native.supported_models import not_served
 from headway.errors import said_by
 
@@ -175,7 +175,7 @@ class SlotCache:
         copy: torch.Tensor = self._blocks[:, self._at(blocks)].transpose(1, 2).flatten(2, 3)[:, :, :length]
         return copy
 
-    def store(self, copies: Sequence[Copy], kv: torch.Tensor) -> None:
+    def store(self, copies: Sequence[BlockCopy], kv: torch.Tensor) -> None:
         """Copy parts of a context's keys and values [layers, 2·kv_heads, T, head_dim] into blocks."""
         whole = [copy for copy in copies if copy.stop - copy.start == BLOCK]
         if whole:  # neighbours: behind a block that is new, all are

@@ -34,10 +34,10 @@ Ids = NDArray[np.integer]
 
 
 @dataclass(slots=True, eq=False)
-class _Node:
+class _CacheNode:
     """A block in use, or a root, which has no tokens."""
 
-    parent: _Node | None
+    parent: _CacheNode | None
     ids: Ids
     owner: TrajectoryId | None
     """The one episode that finds it; None: all do."""
@@ -49,8 +49,8 @@ class _Node:
     used: int = 0
     """Time of the last use."""
     pins: int = 0
-    shared: dict[bytes, _Node] = field(default_factory=dict)
-    own: dict[TrajectoryId, list[_Node]] = field(default_factory=dict)
+    shared: dict[bytes, _CacheNode] = field(default_factory=dict)
+    own: dict[TrajectoryId, list[_CacheNode]] = field(default_factory=dict)
 
     @property
     def idle(self) -> bool:
@@ -59,14 +59,14 @@ class _Node:
 
 
 @dataclass(slots=True, eq=False)
-class _Episode:
+class _OpenEpisode:
     """An open episode: one that may call again."""
 
     holder: Hashable
-    root: _Node
+    root: _CacheNode
     running: int = 0
     """Calls of it that decode."""
-    leaves: list[_Node] = field(default_factory=list)
+    leaves: list[_CacheNode] = field(default_factory=list)
     """The ends of its contexts, pinned."""
 
 
@@ -85,7 +85,7 @@ NOTHING = Found()
 
 
 @dataclass(frozen=True, slots=True)
-class Copy:
+class BlockCopy:
     """Tokens ``start`` to ``stop`` of a context, to be copied into ``block``, from its position ``offset`` on."""
 
     block: int
@@ -106,16 +106,16 @@ class PrefixCache:
 
     def _clear(self) -> None:
         self._root = _root()
-        self._nodes: dict[int, _Node] = {}
+        self._nodes: dict[int, _CacheNode] = {}
         """Nodes by block."""
         self._free: list[int] = []
         """Heap of free blocks below `top`."""
         self.top = 0
         """All blocks from here on are free."""
-        self._idle: list[tuple[int, int, int, _Node]] = []
+        self._idle: list[tuple[int, int, int, _CacheNode]] = []
         """Heap of (last use, -depth, serial, node); entries may be out of date."""
         self._serial = count()
-        self._episodes: dict[TrajectoryId, _Episode] = {}
+        self._episodes: dict[TrajectoryId, _OpenEpisode] = {}
 
     def __len__(self) -> int:
         """Blocks in use."""
@@ -128,7 +128,7 @@ class PrefixCache:
         if not self._nodes:
             return NOTHING
         node, length, shared = self._root_of(trajectory), 0, 0
-        way: list[_Node] = []
+        way: list[_CacheNode] = []
         while length < len(ids):
             child, common = self._next(node, ids[length : length + BLOCK], trajectory)
             if child is None:
@@ -143,7 +143,7 @@ class PrefixCache:
         self._use(way)
         return Found(tuple(node.block for node in way), length, shared)
 
-    def store(self, ids: Ids, trajectory: TrajectoryId, shared: int) -> list[Copy]:
+    def store(self, ids: Ids, trajectory: TrajectoryId, shared: int) -> list[BlockCopy]:
         """Keep the context ``ids`` [T] of an open episode; what has to be copied for that.
 
         The first ``shared`` tokens were prefilled and follow what is everybody's. Keeps nothing for an episode that is
@@ -151,7 +151,7 @@ class PrefixCache:
         """
         if (episode := self._episodes.get(trajectory)) is None:
             return []
-        copies: list[Copy] = []
+        copies: list[BlockCopy] = []
         node, start = self._root_of(trajectory), 0
         episode.root = node
         while start < len(ids):
@@ -168,13 +168,13 @@ class PrefixCache:
                 if block is None:
                     self._rest(node)
                     return copies
-                child = _Node(node, chunk.copy(), None if everybodys else trajectory, given, block, node.depth + 1)
+                child = _CacheNode(node, chunk.copy(), None if everybodys else trajectory, given, block, node.depth + 1)
                 self._nodes[block] = child
                 if everybodys:
                     node.shared[_key(chunk)] = child
                 else:
                     node.own.setdefault(trajectory, []).append(child)
-                copies.append(Copy(block, 0, start, start + len(chunk)))
+                copies.append(BlockCopy(block, 0, start, start + len(chunk)))
             self._use([child])
             node, start = child, start + BLOCK
         if node.parent is not None:
@@ -187,7 +187,7 @@ class PrefixCache:
         """A call of an episode decodes; the episode is open from now on, until it is released or ``holder`` leaves."""
         episode = self._episodes.get(trajectory)
         if episode is None:
-            episode = self._episodes[trajectory] = _Episode(holder, self._root)
+            episode = self._episodes[trajectory] = _OpenEpisode(holder, self._root)
         episode.root = self._root_of(trajectory)
         episode.running += 1
 
@@ -246,7 +246,7 @@ class PrefixCache:
         self.top = limit
         return moves
 
-    def _take(self, episode: _Episode) -> int | None:
+    def _take(self, episode: _OpenEpisode) -> int | None:
         """Take a block for ``episode``, which is storing; None where all are pinned by older ones."""
         while len(self._nodes) >= self.limit:
             if not self._evict() and self._unpin_youngest(episode) is episode:
@@ -269,7 +269,7 @@ class PrefixCache:
             return True
         return False
 
-    def _unpin_youngest(self, storing: _Episode | None) -> _Episode:
+    def _unpin_youngest(self, storing: _OpenEpisode | None) -> _OpenEpisode:
         """Take the pins of the youngest open episode: of those first that have everything in a row.
 
         One that is ``storing`` may be that, without a pin yet.
@@ -285,12 +285,12 @@ class PrefixCache:
 
     # ------------------------------------------------------------------------------------- the tree
 
-    def _root_of(self, trajectory: TrajectoryId) -> _Node:
+    def _root_of(self, trajectory: TrajectoryId) -> _CacheNode:
         """The root for an episode: its own while it has something there, and goes on with it after `renew`."""
         episode = self._episodes.get(trajectory)
         return episode.root if episode is not None and (episode.leaves or episode.running) else self._root
 
-    def _next(self, node: _Node, chunk: Ids, trajectory: TrajectoryId) -> tuple[_Node | None, int]:
+    def _next(self, node: _CacheNode, chunk: Ids, trajectory: TrajectoryId) -> tuple[_CacheNode | None, int]:
         """The child of ``node`` to go on to, and how many tokens of ``chunk`` it has.
 
         The episode's own, unless everybody's has the same bits and more of them.
@@ -302,7 +302,7 @@ class PrefixCache:
             return shared, BLOCK
         return own, common
 
-    def _own(self, node: _Node, chunk: Ids, trajectory: TrajectoryId) -> tuple[_Node | None, int]:
+    def _own(self, node: _CacheNode, chunk: Ids, trajectory: TrajectoryId) -> tuple[_CacheNode | None, int]:
         """The child of ``node`` that its episode alone finds with the most tokens of ``chunk``, and how many."""
         best, most = None, 0
         for child in node.own.get(trajectory, ()):
@@ -311,8 +311,8 @@ class PrefixCache:
         return best, most
 
     def _extended(
-        self, node: _Node, chunk: Ids, start: int, trajectory: TrajectoryId, copies: list[Copy]
-    ) -> _Node | None:
+        self, node: _CacheNode, chunk: Ids, start: int, trajectory: TrajectoryId, copies: list[BlockCopy]
+    ) -> _CacheNode | None:
         """A child of the episode's own that holds ``chunk``, or that does when what is missing is added at its end."""
         child, common = self._own(node, chunk, trajectory)
         if child is None or common == len(chunk):
@@ -320,15 +320,15 @@ class PrefixCache:
         if common < len(child.ids):
             return None
         child.ids = chunk.copy()
-        copies.append(Copy(child.block, common, start + common, start + len(chunk)))
+        copies.append(BlockCopy(child.block, common, start + common, start + len(chunk)))
         return child
 
-    def _use(self, way: Sequence[_Node]) -> None:
+    def _use(self, way: Sequence[_CacheNode]) -> None:
         self._time += 1
         for node in way:
             node.used = self._time
 
-    def _pin(self, episode: _Episode, leaf: _Node) -> None:
+    def _pin(self, episode: _OpenEpisode, leaf: _CacheNode) -> None:
         """Pin the end of a context; the ends that it goes on from need no pin any more."""
         before, above = leaf, {leaf}
         while before.parent is not None:
@@ -341,11 +341,11 @@ class PrefixCache:
                 self._unpin(other)
         episode.leaves = [*stays, leaf]
 
-    def _unpin(self, leaf: _Node) -> None:
+    def _unpin(self, leaf: _CacheNode) -> None:
         leaf.pins -= 1
         self._rest(leaf)
 
-    def _rest(self, node: _Node | None) -> None:
+    def _rest(self, node: _CacheNode | None) -> None:
         """Note that ``node`` may go, if it may."""
         if node is None or not node.idle:
             return
@@ -355,7 +355,7 @@ class PrefixCache:
             heapq.heapify(self._idle)
         heapq.heappush(self._idle, (node.used, -node.depth, next(self._serial), node))
 
-    def _remove(self, node: _Node) -> _Node:
+    def _remove(self, node: _CacheNode) -> _CacheNode:
         """Free the block of an idle node; its parent."""
         parent = node.parent
         assert parent is not None
@@ -372,8 +372,8 @@ class PrefixCache:
         return parent
 
 
-def _root() -> _Node:
-    return _Node(None, np.empty(0, np.int32), None, 0, -1, 0)
+def _root() -> _CacheNode:
+    return _CacheNode(None, np.empty(0, np.int32), None, 0, -1, 0)
 
 
 def _key(chunk: Ids) -> bytes:

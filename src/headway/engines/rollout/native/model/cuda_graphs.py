@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from headway.devices import Compute, Recorder
+from headway.devices import Compute, GraphRecorder
 from headway.engines.rollout.native.cache.kv_cache import SlotCache
 from headway.engines.rollout.native.model.policy_forward import Decoding, PolicyForward, RowBlock
 from headway.errors import said_by
@@ -39,7 +39,7 @@ def recorded_rows(rows: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _Recorded:
+class _RecordedGraph:
     tokens: torch.Tensor
     lengths: torch.Tensor
     replay: Compute
@@ -49,12 +49,12 @@ class DecodeGraphs:
     """Runs decoding steps in one cache by recording and replaying them."""
 
     def __init__(
-        self, forward: PolicyForward, cache: SlotCache, recorder: Recorder, window: int | None, dtype: torch.dtype
+        self, forward: PolicyForward, cache: SlotCache, recorder: GraphRecorder, window: int | None, dtype: torch.dtype
     ) -> None:
         """``window``: of the model's sliding attention, if it has any."""
         self._forward, self._cache, self._recorder = forward, cache, recorder
         self._window, self._dtype = window, dtype
-        self._recorded: OrderedDict[tuple[int, int, int], _Recorded] = OrderedDict()
+        self._recorded: OrderedDict[tuple[int, int, int], _RecordedGraph] = OrderedDict()
         self._logits: torch.Tensor | None = None
         """[slots, V] which every recorded step writes."""
         self.works = True
@@ -119,7 +119,7 @@ class DecodeGraphs:
         if not difference <= TOLERANCE:
             self._give_up(f"a replayed step of {rows} rows differs from the step by {difference:.2g}, relative")
             return expected
-        self._recorded[shape] = _Recorded(tokens, lengths, replay)
+        self._recorded[shape] = _RecordedGraph(tokens, lengths, replay)
         if len(self._recorded) > MOST:
             self._recorded.popitem(last=False)
         return expected

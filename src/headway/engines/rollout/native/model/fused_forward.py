@@ -25,10 +25,10 @@ from transformers import PreTrainedModel
 from headway.engines.rollout.native.cache.kv_cache import KvGeometry, SlotCache
 from headway.engines.rollout.native.cache.sliding_windows import Windows
 from headway.engines.rollout.native.model.policy_forward import (
-    Context,
     Decoding,
     ModuleForward,
     PolicyForward,
+    PrefillContext,
     RowBlock,
     block_masks,
 )
@@ -109,7 +109,7 @@ def _brief_logits(forward: PolicyForward, model: PreTrainedModel, windows: Windo
     vocabulary = model.get_input_embeddings().weight.shape[0]
     ids = (torch.arange(2 * length, device=model.device) * 7919 % vocabulary).view(2, length)
     lengths = torch.tensor([length, max(length // 2, 1)], device=model.device)
-    contexts = [Context(row[:count]) for row, count in zip(ids, lengths.tolist(), strict=True)]
+    contexts = [PrefillContext(row[:count]) for row, count in zip(ids, lengths.tolist(), strict=True)]
     with torch.inference_mode():
         cache = SlotCache(
             KvGeometry.of(model.config), slots=2, context=length + 1, dtype=model.dtype, device=model.device
@@ -144,7 +144,7 @@ class _HeadNorms:
 
 
 @dataclass(frozen=True, slots=True)
-class _Layer:
+class _FusedLayer:
     input_norm: torch.Tensor
     qkv: Projection
     head_norms: _HeadNorms | None
@@ -196,7 +196,7 @@ class FusedForward:
             self._cos, self._sin = self._rotation(decoder.rotary_emb, max_context, model)
 
     def step(
-        self, decoding: Decoding | None, contexts: Sequence[Context], least_rows: int
+        self, decoding: Decoding | None, contexts: Sequence[PrefillContext], least_rows: int
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         parts: list[DecodeAttention | PrefillAttention] = []
         if decoding is not None:
@@ -262,12 +262,12 @@ class FusedForward:
         return cos, sin
 
 
-def _pack(layer: Any, heads: int, kv_heads: int) -> _Layer:
+def _pack(layer: Any, heads: int, kv_heads: int) -> _FusedLayer:
     attention, mlp = layer.self_attn, layer.mlp
     norms = None
     if hasattr(attention, "q_norm"):
         norms = _HeadNorms(attention.q_norm.weight, attention.k_norm.weight, heads, kv_heads)
-    return _Layer(
+    return _FusedLayer(
         input_norm=layer.input_layernorm.weight,
         qkv=_joint(attention.q_proj, attention.k_proj, attention.v_proj),
         head_norms=norms,

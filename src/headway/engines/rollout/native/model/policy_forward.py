@@ -72,7 +72,7 @@ class Decoding:
 
 
 @dataclass(frozen=True, slots=True)
-class Context:
+class PrefillContext:
     """A context to prefill, or the rest of one."""
 
     tokens: torch.Tensor
@@ -95,7 +95,7 @@ class PolicyForward(Protocol):
     """Rows can attend to their prompts apart (see `prompts`)."""
 
     def step(
-        self, decoding: Decoding | None, contexts: Sequence[Context], least_rows: int
+        self, decoding: Decoding | None, contexts: Sequence[PrefillContext], least_rows: int
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Run one token for each row that is ``decoding``, and all tokens of ``contexts``.
 
@@ -127,7 +127,7 @@ class ModuleForward:
         self._masks = block_masks(windows, max_context, model.dtype, model.device)
 
     def step(
-        self, decoding: Decoding | None, contexts: Sequence[Context], least_rows: int
+        self, decoding: Decoding | None, contexts: Sequence[PrefillContext], least_rows: int
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         logits = [] if decoding is None else [self._decode(decoding)]
         kv: list[torch.Tensor] = []
@@ -142,7 +142,7 @@ class ModuleForward:
     def release(self) -> None:
         """Do nothing: no memory is held beside the module's own."""
 
-    def _prefill(self, contexts: Sequence[Context], least_rows: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    def _prefill(self, contexts: Sequence[PrefillContext], least_rows: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
         logits: dict[int, torch.Tensor] = {}
         kv: dict[int, torch.Tensor] = {}
         for indices in alike(contexts, BLOCK if self._masks else None):
@@ -156,7 +156,7 @@ class ModuleForward:
         return torch.stack([logits[i] for i in range(len(contexts))]), [kv[i] for i in range(len(contexts))]
 
     def _run_blocks(
-        self, contexts: Sequence[Context], least_rows: int
+        self, contexts: Sequence[PrefillContext], least_rows: int
     ) -> tuple[list[torch.Tensor], Sequence[torch.Tensor]]:
         """Run contexts that are `alike`, block after block.
 
@@ -236,7 +236,7 @@ class ModuleForward:
         return logits
 
 
-def alike(contexts: Sequence[Context], block: int | None) -> list[list[int]]:
+def alike(contexts: Sequence[PrefillContext], block: int | None) -> list[list[int]]:
     """Indices of contexts that begin at the same place and end in the same block, together; None: at the same place."""
     groups: dict[tuple[int, int], list[int]] = {}
     for index, context in enumerate(contexts):

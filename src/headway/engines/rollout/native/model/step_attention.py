@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from headway.engines.rollout.native.cache.prefix_cache import BLOCK
 from headway.engines.rollout.native.cache.shared_prompts import LEAST_TOKENS, TOGETHER
 from headway.engines.rollout.native.cache.sliding_windows import BlockMasks, Windows
-from headway.engines.rollout.native.model.policy_forward import Context, Decoding, alike
+from headway.engines.rollout.native.model.policy_forward import Decoding, PrefillContext, alike
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +178,7 @@ class _Alike:
 class PrefillAttention:
     """Contexts to prefill: where their tokens are in a step, and how they attend."""
 
-    def __init__(self, shape: AttentionShape, contexts: Sequence[Context], masks: BlockMasks | None) -> None:
+    def __init__(self, shape: AttentionShape, contexts: Sequence[PrefillContext], masks: BlockMasks | None) -> None:
         """``masks``: cut the queries into these masks' blocks (see `forward`)."""
         self._shape = shape
         device = contexts[0].tokens.device
@@ -212,7 +212,7 @@ class PrefillAttention:
         stored = torch.stack(self._stored).transpose(1, 2).split(self._lengths, dim=2)
         return [stored[place] for place in self._places.tolist()]
 
-    def _lay(self, contexts: Sequence[Context], masks: BlockMasks | None) -> _Alike:
+    def _lay(self, contexts: Sequence[PrefillContext], masks: BlockMasks | None) -> _Alike:
         start, device = contexts[0].start, contexts[0].tokens.device
         pasts = [context.past for context in contexts if context.past is not None]
         past = torch.stack(pasts) if pasts else None
