@@ -1,6 +1,6 @@
 """Facts about each transport of weights: abilities, needs, purpose. No other file asks for a transport by its name.
 
-One line here and one file, ``weights/transports/<name>.py``, make a transport.
+One line here and one file, ``engines/weights/transports/<name>.py``, make a transport.
 """
 
 from __future__ import annotations
