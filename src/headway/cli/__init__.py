@@ -2,11 +2,8 @@
 
 headway COMMAND CONFIG [a.b=c ...] ─▶ load ─▶ diagnose ─▶ the command's own work
 
-    training.py   train, demo, doctor    planning.py   plan, profile, report          evaluation.py   eval
-    sft.py        sft
-    showing.py    show                   watching.py   watch, compare                  control.py      ctl
-    trackers.py   sync                   recipes.py    recipes                         settings.py     config
-    init.py       init                   importing.py  import
+    train_command.py  train, demo, doctor    plan_command.py     plan, profile, report
+    watch_command.py  watch, compare         any other command   its own NAME_command.py
 """
 
 from __future__ import annotations

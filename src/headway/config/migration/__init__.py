@@ -1,5 +1,7 @@
 """``headway import``: files of other projects become a recipe, with a report of what became of each setting.
 
 shell script, YAML, TOML, Python ─▶ settings by key ─▶ which project? ─▶ its table ─▶ recipe and report
-  scripts.py  reading.py  code.py      reading.py            translation.py         recipe.py  report.py
+  shell_scripts.py                  settings_files.py        translation.py      recipe_writer.py
+  settings_files.py                                                              migration_report.py
+  python_configs.py
 """
