@@ -242,7 +242,7 @@ def _holder(run: RunDirectory) -> str:
 
 
 def _why_alone(run: RunDirectory) -> str:
-    """Return why nobody answers for a run."""
+    """Return why a run does not answer."""
     trained = is_trained(run.lock)
     if trained is False:
         with suppress(DataError):

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What a model answered, and how good that was."""
+    """A model's answers and their scores."""
 
     figures: Figures
     """Accuracy, pass@k, lengths, each with its standard error over problems."""
@@ -102,7 +102,7 @@ def evaluate(
     agent: Function | Mapping[str, Any] | None = None,
     **sections: Any,
 ) -> Evaluation:
-    """Measure a model, in a process of its own, as ``headway eval`` does.
+    """Measure a model in a subprocess, as ``headway eval`` does.
 
     Args:
         model: a run, a run's directory, a folder of Hugging Face's, or a name on the hub.

@@ -80,7 +80,7 @@ def plan(
     budget: float = 60.0,
     sweep: bool = False,
 ) -> Plan:
-    """Simulate settings of a job, and say which to choose, as ``headway plan`` does, in a process of its own.
+    """Simulate a job's settings and recommend some, as ``headway plan`` does, in a subprocess.
 
     Args:
         profile: a YAML file of what the job costs; or a run, or its directory, whose record is replayed.

@@ -55,7 +55,7 @@ def layer(values: Mapping[str, Any]) -> Layer:
 
 
 def _long(keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """Return keywords as settings. Several rewards are ``reward.functions``, each a mapping of its own."""
+    """Return keywords as settings. Several rewards become ``reward.functions``, one mapping each."""
     found: dict[str, Any] = {}
     for name, given in keywords.items():
         if given is None:

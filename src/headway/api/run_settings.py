@@ -1,4 +1,4 @@
-"""Settings of a run that begins or goes on, checked, for the command line and Python alike."""
+"""Checked settings of a new or resumed run, for command line and Python."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Work in a process of its own, and the wait for it: neither an event loop of the caller's, nor torch or Ray in its
-process, nor what an earlier run left behind is in the way.
+"""Run a job in a subprocess, and wait for it: free of the caller's event loop, its torch and Ray, and the remains of
+earlier runs.
 
     caller ── job ──▶ process        ──▶ pages of a cell, then the result or the error
     Ctrl-C ── SIGINT ──▶             the process is in a group of its own: a terminal sends it nothing by itself
@@ -52,7 +52,7 @@ class Page(str):
 
 
 def carry_out_apart(job: SubprocessJob, show: Callable[[str], None] | None) -> Any:
-    """Have ``job`` carried out in a process of its own, and return its result.
+    """Carry out ``job`` in a subprocess, and return its result.
 
     ``show`` gets pages of HTML, each in the place of the one before; without it the process prints where this one does.
 

@@ -41,7 +41,7 @@ def serve(descriptor: int) -> None:
 
 
 class _SubprocessOutput:
-    """What this process says, from any thread. A caller that is gone hears nothing."""
+    """Thread-safe messages to the caller. Sends nothing once the caller is gone."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection

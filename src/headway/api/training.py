@@ -1,4 +1,4 @@
-"""Training from Python: a run that begins, and one that goes on."""
+"""Training from Python: new and resumed runs."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def train(
     agent: Function | Mapping[str, Any] | None = None,
     **sections: Any,
 ) -> Run:
-    """Train a model, or go on with a run that ended early, and return the run when it has ended.
+    """Train a model, or resume a run that ended early, and return the run when it has ended.
 
     The run has a process of its own, which prints what ``headway train`` prints; in a notebook the output of the cell
     shows it, and is replaced as it changes. Ctrl-C, a notebook's button to interrupt, has the run finish its version
@@ -107,7 +107,7 @@ class Beginning:
 
 @dataclass(frozen=True, slots=True)
 class Resumption:
-    """Job of a run that goes on. Returns the exit code."""
+    """Job of a resumed run. Returns the exit code."""
 
     path: Path
     before: Config

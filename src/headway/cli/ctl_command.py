@@ -1,4 +1,4 @@
-"""Command ``headway ctl``: asks a run that goes on for something.
+"""Command ``headway ctl``: sends a command to a live run.
 
     headway ctl RUN COMMAND …  ─▶  RUN/control.sock  ─▶  the process that trains the run
 

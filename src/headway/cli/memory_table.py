@@ -1,4 +1,4 @@
-"""What ``headway doctor`` says of memory: a table of each kind of process, and what would not fit."""
+"""Memory table of ``headway doctor``: each kind of process, and what does not fit."""
 
 from __future__ import annotations
 

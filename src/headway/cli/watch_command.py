@@ -1,4 +1,4 @@
-"""Commands ``headway watch`` and ``headway compare``: a run while it goes on, and runs beside each other."""
+"""Commands ``headway watch`` and ``headway compare``: one live or ended run; several side by side."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes of a run that can be profiled, each once, whatever runs in it."""
+"""Processes of a run that can be profiled, one for all workers in it."""
 
 from __future__ import annotations
 

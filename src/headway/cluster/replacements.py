@@ -1,4 +1,4 @@
-"""Replacement of a replica or a keeper that is gone, while the run goes on.
+"""Replacement of lost replicas and episode workers during the run.
 
     find a place ─▶ kill what is left ─▶ launch ─▶ up ─▶ sees the files ─▶ build ─▶ serve ─▶ joins the pipeline
 

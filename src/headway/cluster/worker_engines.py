@@ -63,7 +63,7 @@ class TrainGroup:
         await self._engine.export(path)
 
     async def close(self) -> None:
-        """Do nothing: whoever started the workers closes them."""
+        """Do nothing: the starter of the workers closes them."""
 
 
 def reference_of(ranks: WorkerGroup) -> LogProbEngine:
@@ -137,7 +137,7 @@ class RolloutReplica:
         await self._role.sleep(keep_weights)
 
     async def close(self) -> None:
-        """Do nothing: whoever started the worker closes it."""
+        """Do nothing: the starter of the worker closes it."""
 
 
 async def clock_offset(worker: Worker, exchanges: int = 3) -> float:

@@ -107,7 +107,7 @@ class Peer(Protocol):
 
 
 class PeerPart:
-    """One of the roles of a peer that runs several, as a peer of its own."""
+    """One role of a peer with several, as a separate peer."""
 
     def __init__(self, peer: Peer, part: str) -> None:
         self._peer = peer
@@ -152,7 +152,7 @@ class Worker(Protocol):
         """Wait like `died`; raise also when the worker's machine stops answering, which other signs may show later."""
 
     async def kill(self) -> None:
-        """End the worker whatever it is doing, and return when it is gone. Pending calls fail."""
+        """End the worker at once, and return when it is gone. Pending calls fail."""
 
 
 class PartOf:

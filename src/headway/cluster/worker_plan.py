@@ -55,7 +55,7 @@ class WorkerSpec:
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """Rank of a role, or a replica: a worker of its own, or a part of one."""
+    """Rank of a role, or a replica: a whole worker or a part of one."""
 
     name: str
     worker: str

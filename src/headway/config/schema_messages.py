@@ -92,7 +92,7 @@ def _by_name(section: type[Section]) -> list[str]:
 
 
 def _null_by_default(section: type[Section], prefix: str = "") -> Iterator[str]:
-    """Dotted keys that may be null, and are where nobody gives them a value."""
+    """Yield the dotted keys whose default is null."""
     for name, field in section.model_fields.items():
         key = f"{prefix}{field.alias or name}"
         if field.default is None:

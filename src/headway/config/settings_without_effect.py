@@ -73,7 +73,7 @@ IN_PLACE_OF = {
 
 
 def without_effect(config: Config) -> dict[str, str]:
-    """Return every key whose value changes nothing in this configuration → the reason, whoever wrote the key."""
+    """Return every key without effect in this configuration → the reason, defaults included."""
     found: dict[str, str] = {}
     for rules in (
         _model,

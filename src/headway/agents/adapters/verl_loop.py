@@ -85,7 +85,7 @@ class ServerManager:
 
 
 class VerlLoop:
-    """An agent loop in verl's form. Each episode has an object of its own: of the class, as in verl, or a deep copy."""
+    """An agent loop in verl's form. Each episode has a new object of the class, or a deep copy of the object."""
 
     is_async = True
 
@@ -202,7 +202,7 @@ def _field(output: Any, name: str) -> Any:
 
 
 def _numbers(metrics: Any) -> Iterator[tuple[str, float]]:
-    """The numbers of ``metrics`` by name; whatever else there is, NaN among it, cannot be averaged and is left out."""
+    """The finite numbers of ``metrics`` by name. Other values, which have no mean, are left out."""
     dump: Callable[[], Any] | None = getattr(metrics, "model_dump", None)
     plain = metrics if isinstance(metrics, Mapping) else dump() if dump is not None else {}
     for name, value in plain.items():

@@ -40,7 +40,7 @@ def plain_messages(messages: Iterable[Mapping[str, Any]]) -> list[Message]:
 
 
 def normalise(message: Message) -> Message:
-    """Bring a plain message to the one form by which messages are compared, whatever form a client sent it in.
+    """Normalise a plain message for comparison with messages of other clients.
 
     An answer has its thinking in ``reasoning_content``, also where that stood in its text, between tags or before the
     closing one. White space around its parts and the ids of its calls do not count.

@@ -34,7 +34,7 @@ class TemplateReport:
 
     @property
     def note(self) -> str | None:
-        """What the user is told of the changes; None if there are none."""
+        """Warning about the changes; None without changes."""
         if not self.changes:
             return None
         return (

@@ -1,8 +1,7 @@
-"""Text to token ids in a time that what fits in an episode bounds, whatever an agent sends.
+"""Text to token ids in bounded time, for texts of any length.
 
-A megabyte takes a second or more. So of a text that is much longer than those that fit only a beginning is encoded:
-enough to know that it is too long. What may fit is encoded in a thread where it is long
-(`runtime.task_groups.off_loop`).
+A megabyte takes a second or more. So a text that is far too long for an episode is encoded in part: enough to know
+that it is too long. A long text that may fit is encoded in a thread (`runtime.task_groups.off_loop`).
 """
 
 from __future__ import annotations

@@ -216,7 +216,7 @@ def _response(
 
 
 def _told(item: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """What a stream tells of an item of the output: kinds of events, and their fields."""
+    """Stream events of one output item: the kind and the fields of each."""
     of = {"item_id": item["id"]}
     if item["type"] == "function_call":
         begun = {**item, "arguments": "", "status": "in_progress"}

@@ -1,4 +1,4 @@
-"""What the endpoint asks of an episode, and what it gets.
+"""Interface between the endpoint and an episode.
 
 class Echo:                                                 # `Turns`: one try of an episode's program
     name, sampling, trains = "episode (0, 3, 0, 1)", SamplingParams(max_tokens=64), True
@@ -23,7 +23,7 @@ from headway.data.types import SampledTokens
 
 
 class TurnNote(StrEnum):
-    """What an agent asked for and did not get, or got in another way than it asked."""
+    """Irregular requests of an agent, counted in metrics by these names."""
 
     REFUSED = "refused_requests"
     """Requests that were answered with an error."""

@@ -26,7 +26,7 @@ from headway.runtime.task_groups import failure_ignored
 
 @dataclass(slots=True, eq=False)
 class _Logged:
-    """A call that was made, at whatever try of the program."""
+    """A call that some attempt of the program has made."""
 
     result: asyncio.Future[FinishedCall]
     asked: PendingRequest | None = None
@@ -73,7 +73,7 @@ class CallLog:
     def call(
         self, prompted: Prompted, max_tokens: int, stop: tuple[str, ...] = (), stop_token_ids: tuple[int, ...] = ()
     ) -> asyncio.Future[FinishedCall]:
-        """Call the policy, unless the log knows the call. The call goes on where its result is waited for no more.
+        """Call the policy, or return the logged call. Cancelling the wait does not cancel the call.
 
         ``stop``, ``stop_token_ids``: strings and tokens that end it, beside the sampling's own.
         """

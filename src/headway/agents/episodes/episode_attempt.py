@@ -212,7 +212,7 @@ class Try:
             self.running.cancel()
 
     def _answered(self, messages: list[Message], answer: Message) -> None:
-        """Note a turn. It goes on with the last conversation if it begins with what that began with."""
+        """Note a turn. It continues the last conversation if it begins with the same prompt."""
         if not self._prompt or messages[: len(self._prompt)] != self._prompt:
             self._prompt = list(messages)
         self._said = [*messages, answer]

@@ -45,7 +45,7 @@ class EpisodeLimits:
 
 
 class EpisodeTime:
-    """The time of one episode, in whatever number of tries its program is run."""
+    """The time of one episode, over all attempts of its program."""
 
     def __init__(self, clock: EpisodeClock, limits: EpisodeLimits) -> None:
         self.clock = clock
@@ -110,7 +110,7 @@ class ProgramSteps:
         self._time.spans.end(asyncio.get_running_loop().time())
 
     def forgive(self) -> None:
-        """Forget that turns were refused: the program goes on with one that was not."""
+        """Reset the count of refused turns, after a turn that was accepted."""
         self.refused, self._left_s = 0, None
 
     def refuse(self) -> None:

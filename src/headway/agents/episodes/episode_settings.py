@@ -1,4 +1,4 @@
-"""What makes episodes by a user's program, from a configuration: limits, and the chat that a tokenizer renders."""
+"""Episode settings from a configuration: limits, chat template, endpoint."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class Prompted:
 
 
 class EpisodeTokens(Protocol):
-    """What a keeper asks of the record of an episode."""
+    """Tokens of one episode, as its worker uses them."""
 
     async def prompt(self, request: TurnRequest, taken: Container[int] = ()) -> Prompted:
         """Make the context of the turn that ``request`` asks for. Nothing is stored.
@@ -195,10 +195,9 @@ def _with_reasoning(answer: TurnAnswer, renderer: ChatRenderer) -> TurnAnswer:
 
 
 def _state(request: TurnRequest) -> int:
-    """The state of a turn: the one that its program names, or what the policy is told since the last answer.
+    """The state key of a turn: of the state its program names, or of the messages since the last answer.
 
-    By what messages say, not by ids: a template may write the past anew at each turn, and calls of tools have ids that
-    number them.
+    It depends on texts, not on ids: a template may rewrite the past at each turn, and tool calls have numbered ids.
     """
     if request.state is not None:
         return state_key(request.state.encode(errors="surrogatepass"))

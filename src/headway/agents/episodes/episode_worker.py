@@ -285,7 +285,7 @@ class EpisodeWorker:
                 self._handing_on = loop.call_at(self._hands_on_at, self._hand_on)
 
     def _hand_on(self) -> None:
-        """Hand on all groups that are whole: whoever waits for them is woken up once."""
+        """Hand on all complete groups, so that their consumer wakes up once."""
         if self._handing_on is not None:
             self._handing_on.cancel()
             self._handing_on = None
@@ -312,7 +312,7 @@ class EpisodeWorker:
                 self._made(group, k, episode.aborted())
 
     def _drop(self, groups: Iterable[_OpenGroup]) -> None:
-        """Forget ``groups``: nobody waits for them any more."""
+        """Forget ``groups``, and cancel their calls."""
         for group in groups:
             if self._held is not None:
                 self._held.pop(group, None)

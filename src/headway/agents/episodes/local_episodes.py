@@ -1,4 +1,4 @@
-"""A keeper over engines of this process, for whoever wants answers and runs no pipeline."""
+"""An episode worker over engines of this process, without a pipeline."""
 
 from __future__ import annotations
 

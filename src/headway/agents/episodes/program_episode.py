@@ -71,7 +71,7 @@ class Programs(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Hosting:
-    """What a keeper needs in order to have programs make its episodes."""
+    """Settings with which an episode worker runs programs."""
 
     programs: Programs
     record: Callable[..., EpisodeTokens]
@@ -326,7 +326,7 @@ class ProgramEpisode:
         return MadeEpisode(trajectory, [row for row in rows if isinstance(row, RowTokens)])
 
     def _trajectory(self, calls: Sequence[FinishedCall], finish_reason: FinishReason) -> Trajectory:
-        """What ``calls`` say of the episode, as of now: it has no rows yet."""
+        """The trajectory of ``calls`` so far, without rows."""
         now = asyncio.get_running_loop().time()
         return Trajectory(
             id=self.id,

@@ -18,7 +18,7 @@ from headway.runtime.task_groups import end
 
 
 class CallEngine(Protocol):
-    """What a line asks of a replica, wherever that runs: a part of `RolloutEngine`."""
+    """Part of `RolloutEngine` that `ReplicaClient` calls."""
 
     name: str
     slots: int
@@ -76,7 +76,7 @@ class ReplicaClient:
         self._ordered.set()
 
     def release(self, trajectory: TrajectoryId) -> None:
-        """Tell the engine that an episode is over whose call said that it goes on."""
+        """Tell the engine to release the context of an episode that has ended."""
         self._released.append(trajectory)
         self._ordered.set()
 

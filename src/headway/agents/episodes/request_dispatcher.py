@@ -114,7 +114,7 @@ class RequestDispatcher:
         return unsent
 
     def drop(self, calls: Iterable[PendingRequest]) -> None:
-        """Forget calls: nobody waits for their results any more."""
+        """Abort calls, and drop their results."""
         for asked in calls:
             self._waiting.pop(asked, None)
             if self._open.pop(asked.number, None) is None:
@@ -124,7 +124,7 @@ class RequestDispatcher:
                 line.abort(asked.number)
 
     def release(self, trajectory: TrajectoryId, replicas: Iterable[str]) -> None:
-        """Tell replicas that the episode ``trajectory`` is over, whose calls said that it goes on."""
+        """Tell replicas to release the context of the episode ``trajectory``, which has ended."""
         for replica in replicas:
             if (line := self._lines.get(replica)) is not None:
                 line.release(trajectory)

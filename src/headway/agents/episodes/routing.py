@@ -50,7 +50,7 @@ class Routes:
         return home
 
     def count(self, replica: str) -> None:
-        """Count a call that goes to ``replica`` whatever its load is."""
+        """Count a call that is bound to ``replica``."""
         self._load[replica] += 1
 
     def finished(self, replica: str) -> None:

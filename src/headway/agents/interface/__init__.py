@@ -1,1 +1,1 @@
-"""What a program and its episode say to each other."""
+"""Interface between a program and its episode."""

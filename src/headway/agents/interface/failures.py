@@ -14,7 +14,7 @@ from headway.errors import EpisodeOver, HeadwayError, ProgramAway, ProgramFailed
 
 
 class Insisted(BaseException):
-    """Exception that ends a program which goes on asking after its episode is over: `except Exception` lets it pass."""
+    """Ends a program that keeps asking after its episode is over. `except Exception` does not catch it."""
 
 
 AWAY_BY_NAME = frozenset(

@@ -92,7 +92,7 @@ class EpisodeTools(Protocol):
         ...
 
     async def close(self) -> None:
-        """Give back what the episode held, whatever came of it."""
+        """Release what the episode held, also after a failure."""
         ...
 
 

@@ -20,9 +20,9 @@ EXPECTED = "a program is async def run(row, chat), or a class or an object that 
 
 
 class UsersRun:
-    """What the user's code runs an episode with: a function, or the ``run`` of an object or of a class.
+    """The user's ``run``: a function, or a method of an object or a class.
 
-    Of a class each episode has an object of its own, made with ``rollout.params``; a function is called with them.
+    Of a class each episode has a new object, made with ``rollout.params``; a function is called with them.
     """
 
     def __init__(self, found: Any, who: str, params: Mapping[str, Any], expected: str) -> None:
@@ -66,7 +66,7 @@ class UsersRun:
             check_arguments(self._who, self._make, (), self._params)
 
     def of_an_episode(self) -> Callable[..., Any]:
-        """What is called for one episode."""
+        """The function of one episode."""
         if self._make is None:
             return functools.partial(self._run, **self.given)
         run: Callable[..., Any] = self._make(**self._params).run

@@ -211,7 +211,7 @@ def _called(node: ast.AST) -> str:
 
 
 def _lacked(node: ast.AST) -> str:
-    """What ``node`` uses that is not there where tests run; empty for nothing."""
+    """The module or pytest name in ``node`` that tests cannot use; else empty."""
     match node:
         case ast.Import(names=names):
             modules = [name.name.partition(".")[0] for name in names]
@@ -246,7 +246,7 @@ def _text(value: Any) -> str:
 
 
 def _parsed(value: Any) -> Any:
-    """What JSON text holds; anything else as it is. Raises `ScoringFailed` for text that only begins like JSON."""
+    """Parse JSON text; return other values as they are. Raises `ScoringFailed` for damaged JSON."""
     if not isinstance(value, str) or value.lstrip()[:1] not in ("{", "["):
         return value
     try:

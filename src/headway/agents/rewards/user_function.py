@@ -72,7 +72,7 @@ class CallingConvention(Enum):
 
 
 class _FunctionExited(Exception):
-    """Exception for a call that `sys.exit` or an interrupt of its own, ``by``, ended."""
+    """Exception for a call that ended itself by ``by``: `sys.exit` or an interrupt."""
 
     def __init__(self, by: BaseException) -> None:
         super().__init__()

@@ -60,7 +60,7 @@ class Toolbox:
 
     @property
     def schemas(self) -> tuple[ToolSchema, ...]:
-        """What the model is told of the tools."""
+        """Schemas of the tools, for the model."""
         return tuple(tool.schema for tool in self.tools)
 
     @property
@@ -75,7 +75,7 @@ class Toolbox:
 
     @asynccontextmanager
     async def episode(self, start: EpisodeStart) -> AsyncIterator[OpenToolbox]:
-        """Lend the tools for the time of an episode. What it held is given back whatever came of it."""
+        """Open the tools for one episode, and close them after it, also when it fails."""
         parts: list[EpisodeTools] = []
         tools: list[Tool] = []
         for one in self._given:

@@ -231,7 +231,7 @@ def _schema_of(of: Any, who: str) -> dict[str, Any]:
 
 
 def _kwargs_of(row: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """What the row has for a tool: ``extra_info.tools_kwargs[NAME]``, or a column ``tools_kwargs``."""
+    """The row's ``tools_kwargs[NAME]``: of the column ``tools_kwargs``, or of ``extra_info``."""
     extra = row.get("extra_info")
     given = row.get("tools_kwargs") or (extra.get("tools_kwargs") if isinstance(extra, Mapping) else None)
     mine = given.get(name) if isinstance(given, Mapping) else None

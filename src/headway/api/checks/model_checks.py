@@ -62,7 +62,7 @@ def _mesh_problems(config: Config, model: Mapping[str, object]) -> Iterator[str]
 
 
 def _ranks(config: Config) -> dict[str, int]:
-    """Return the number of ranks of each role that has the model on a mesh of its own."""
+    """Return the number of ranks of each role with a separate mesh for the model."""
     placement = resolve_placement(config)
     names = {ACTOR: "the trainer", REF: REF, LOGP: LOGP, CRITIC: CRITIC}
     own = [role for role in names if role == ACTOR or not placement.shared(role, ACTOR)]
@@ -162,7 +162,7 @@ def check_engine(config: Config, model_config: Any) -> None:
 
 
 def _checked_model(config: Config, model_config: Any) -> Any:
-    """Build the model of ``config.json`` without memory for its weights; None if it would have to run code of its own.
+    """Build the model of ``config.json`` on the meta device; None under ``trust_remote_code``.
 
     Raises `ModelError` when the model has no layers, or makes its logits in a way that is not supported, or does not
     attend over lines that ``actor.parallel.cp`` ranks divide.

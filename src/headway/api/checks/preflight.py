@@ -227,13 +227,13 @@ def one_reward_runner(config: Config, spec: RewardSpec, log_path: Path | None = 
 
 
 async def load_reward(reward: RewardRunners, spec: RewardSpec) -> None:
-    """Load the user's reward in a process of its own. Raises `UserCodeError` where it cannot be used."""
+    """Load the user's reward in a subprocess. Raises `UserCodeError` if it cannot be used."""
     advice = "raise reward.timeout_s above the time that it needs"
     await _in_time(reward.start(), spec.function, max(LOAD_TIMEOUT_S, spec.timeout_s), advice)
 
 
 async def load_program(config: Config, rows: Rows, programs: ProgramRunners) -> ProgramDescription:
-    """Load the program in a process of its own, check that rows have the columns that it needs, and describe it."""
+    """Load the program in a subprocess, check that rows have the columns it needs, and describe it."""
     shown = program_spec(config).shown
     limit = LOAD_TIMEOUT_S + programs.waits_s  # a server that is late says so itself
     described = await _in_time(programs.describe(), shown, limit, "load what takes long at the first episode")
@@ -309,8 +309,8 @@ def _check_comparable(what: str, records: Sequence[Record], needing: Sequence[st
 
 
 def _check_tests(records: Sequence[Record]) -> None:
-    """Check that one of the first ``records`` has unit tests. A row without any fails its group while the run goes on,
-    which ends where all of them do."""
+    """Check that one of the first ``records`` has unit tests. During the run a row without them fails its group, and
+    the run ends if all rows fail."""
     refused: DataError | None = None
     for record in (record for record in records[:TESTS_TRIED] if record.answer is not None):
         try:

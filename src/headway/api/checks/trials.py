@@ -1,11 +1,11 @@
-"""What ``--dry-run`` checks: trials of the user's code before a run. Each part is called once, as the run will call it.
+"""Trials of the user's code for ``--dry-run``. Each part is called once, as the run will call it.
 
     reward             a real and an empty answer to the first rows of each source, in the processes of a run
     loss, correction,  a batch of two rows of three tokens, forward and backward
     estimator
     program, agent     its first turn, rendered by the model's own chat template, and not answered
 
-Nothing loads weights. What cannot be tried is told.
+Loads no weights. Names what it cannot try.
 """
 
 from __future__ import annotations

@@ -196,7 +196,7 @@ def _tasks() -> str:
 
 
 def _meaning(data: str | None) -> list[str]:
-    """Translate DATA into settings, which take the place of whatever data there were."""
+    """Translate DATA into settings that replace earlier data."""
     if data is None:
         return []
     nothing_else = ["data.sources=[]", "data.val=null", "data.val_sources=[]"]

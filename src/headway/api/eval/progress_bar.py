@@ -19,7 +19,7 @@ FEWEST_FOR_A_LINE = 10
 
 
 class ProgressDisplay(Protocol):
-    """What shows how many problems are answered."""
+    """Shows how many problems are answered."""
 
     def start(self) -> None:
         """Show that answering begins."""

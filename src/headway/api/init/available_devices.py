@@ -1,4 +1,4 @@
-"""What there is to compute on: the machine that the command runs on, or GPUs that the user tells of."""
+"""Available devices: of this machine, or the GPUs that the user names."""
 
 from __future__ import annotations
 

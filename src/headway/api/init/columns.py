@@ -1,4 +1,4 @@
-"""Which columns of a data set hold the prompt and the ground truth: those with the names, and the values, of such."""
+"""Find the columns of the prompt and the ground truth of a data set, by names and values."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def _answers_beside(rows: Sequence[Any], prompt: str, where: str) -> str | None:
 
 
 def _named(usual: Iterable[str], columns: Sequence[str]) -> Iterator[str]:
-    """Yield the columns with usual names, whatever their capitals, the likeliest first."""
+    """Yield the columns with usual names, in any case, the likeliest first."""
     for name in usual:
         yield from (column for column in columns if column.lower() == name)
 

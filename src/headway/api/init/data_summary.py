@@ -1,4 +1,4 @@
-"""What a data set's rows say: columns, how long prompts and answers are in the model's tokens, which reward fits."""
+"""Summary of a data set: columns, lengths in the model's tokens, the reward that fits."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class TextLengths:
 
 @dataclass(frozen=True, slots=True)
 class DataFacts:
-    """What is known of a data set."""
+    """Properties of a data set."""
 
     given: str
     """The data set as the user gave it."""

@@ -1,4 +1,4 @@
-"""Who trains and who generates on which devices, over which mesh: the first layout that memory has room for."""
+"""Devices and mesh of trainer and rollout: the first layout that fits in memory."""
 
 from __future__ import annotations
 
@@ -221,7 +221,7 @@ def _is_plain(fit: Fit) -> bool:
 
 
 def _problems(model: ModelFacts, fit: Fit) -> Iterator[str]:
-    """What keeps the model from being divided like that."""
+    """Yield the reasons against this division."""
     parallel, ranks = fit.step.mesh.parallel, fit.step.mesh.ranks
     nodes, each = _machines(ranks)
     yield from parallel.problems(nodes, each, "the trainer")

@@ -1,4 +1,4 @@
-"""What a model's files say of it: its sizes, its longest context, how it is spoken to. No weights are read."""
+"""Summary of a model's files: sizes, longest context, chat template. Reads no weights."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ THINKING = ("<think>", "enable_thinking", "reasoning_content")
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What is known of a model before it is loaded."""
+    """Properties of a model that is not loaded."""
 
     path: str
     """Folder, or name on the hub, as the user gave it."""

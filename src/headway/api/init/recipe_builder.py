@@ -203,7 +203,7 @@ def _prompts(data: DataFacts) -> str:
 
 
 def held_out(data: DataFacts) -> int:
-    """Return how many of the rows validation gets, a tenth at most unless given; 0 where it has data of its own."""
+    """Return the number of validation rows: by default at most a tenth, 0 if there are validation data."""
     if data.is_task or _has_val(data):
         return 0
     return int(data.settings.get("data.val_size", min(HELD_OUT, data.rows // 10 or min(1, data.rows - 1))))

@@ -1,4 +1,4 @@
-"""Which built-in reward fits a data set, by its answers.
+"""Choose the built-in reward for a data set's answers.
 
 unit tests ─▶ code     numbers, LaTeX ─▶ math_verify     letters, a few words ─▶ regex     short texts ─▶ exact_match
 """

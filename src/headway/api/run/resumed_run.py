@@ -30,9 +30,9 @@ from headway.runtime.user_code import names_a_file
 
 
 def resume(path: Path, before: Config, loaded: LoadedConfig, console: Console | None = None) -> int:
-    """Run ``headway train --resume``: go on with the run in the directory ``path`` from its newest checkpoint.
+    """Run ``headway train --resume``: resume the run in the directory ``path`` from its newest checkpoint.
 
-    Whatever can be refused without the workers is, before anything of the run is changed: `reopen_reports` comes last.
+    All checks that need no workers come before any change to the run: `reopen_reports` comes last.
     ``before`` is its configuration so far, ``loaded`` the one that holds from now on. It is shown on ``console``, or
     where this process prints. Returns the exit code.
 

@@ -1,4 +1,4 @@
-"""What a run that goes on can be asked for, through its control socket."""
+"""Commands that a live run takes through its control socket."""
 
 from __future__ import annotations
 

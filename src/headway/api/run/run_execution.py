@@ -1,4 +1,4 @@
-"""Carrying out one run, from its open reports to its exit code, whatever happens on the way."""
+"""Execute one run, from open reports to its exit code, errors included."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def _saved(directory: RunDirectory, config: Config) -> list[int]:
 
 
 def how_to_go_on(reports: Reports, config: Config, *, changed: bool = False, refused: int | None = None) -> str:
-    """Return the command that goes on with a run that ended early. Empty where nothing was trained.
+    """Return advice on how to resume a run that ended early. Empty if nothing was trained.
 
     ``changed``: whether a setting must change, or the run would end in the same way again. ``refused``: the version
     that could not be resumed with what was given. While that is the newest, nothing is returned: the command is the one

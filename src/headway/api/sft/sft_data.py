@@ -96,7 +96,7 @@ class SftExamples:
 
     @property
     def has_text(self) -> bool:
-        """Whether some rows are text that no chat template renders."""
+        """True if some rows are plain text without a chat template."""
         return any(row.text is not None for row in self._rows)
 
     def examples(self, indices: Iterable[int]) -> list[Example]:
@@ -190,7 +190,7 @@ def solutions(
     held_out: Set[str],
     seed: int,
 ) -> Iterator[Example]:
-    """Yield the task's problems, with ``config.params`` on top of its own, and the answers that a teacher gives.
+    """Yield the task's problems with a teacher's answers. ``config.params`` override the task's.
 
     ``held_out``: texts of prompts that are left out.
     """

@@ -159,7 +159,7 @@ class SftData:
 
 
 def sft(loaded: LoadedConfig, resume: Path | None = None, console: Console | None = None) -> int:
-    """Run ``headway sft``, or go on with the run in ``resume``. Returns the exit code."""
+    """Run ``headway sft``, or resume the run in ``resume``. Returns the exit code."""
     config = loaded.config
     data = check(config)
     directory = _new_directory(config) if resume is None else RunDirectory(resume)

@@ -1,1 +1,1 @@
-"""What workers of one machine share: processes, memory files, token files, batches."""
+"""Shared by workers of one machine: processes, memory files, token files, batches."""

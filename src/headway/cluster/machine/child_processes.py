@@ -33,7 +33,7 @@ def named(programs: Collection[str], title: str) -> dict[str, int]:
 
 
 class Watched:
-    """Watched process of this machine, whoever started it."""
+    """Watch on any process of this machine."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid

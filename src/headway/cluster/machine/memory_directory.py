@@ -51,7 +51,7 @@ def held_directory(path: Path) -> None:
 
 
 def remove_abandoned(parent: Path, *, but: Path | None = None) -> None:
-    """Remove the directories of runs that have ended, in whatever way, ``but`` one. Other users' are left alone."""
+    """Remove the directories of this user's ended or killed runs, except ``but``."""
     for path in parent.glob(f"{PREFIX}*"):
         if path == but:
             continue

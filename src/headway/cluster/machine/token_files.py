@@ -127,7 +127,7 @@ class TokenFiles:
         return TokenFile(self._host, path)
 
     def remove(self, files: Iterable[TokenFile]) -> None:
-        """Remove files that nobody will read any more."""
+        """Remove files that are no longer needed."""
         for file in files:
             Path(file.path).unlink(missing_ok=True)
 

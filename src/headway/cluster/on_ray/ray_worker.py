@@ -272,7 +272,7 @@ def _read_on(host: str, parts: Sequence[TokenPart]) -> Handle[list[SomeRows]]:
 
 
 def _check_alive(elsewhere: Mapping[str, Sequence[TokenPart]]) -> None:
-    """Raise `RunError` where tokens are on a machine that Ray has no more: nobody can read them."""
+    """Raise `RunError` if tokens are on a machine that Ray has lost."""
     nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
     alive = {node["NodeManagerAddress"] for node in nodes if node["Alive"]}
     for host, parts in elsewhere.items():

@@ -170,7 +170,7 @@ class ResourcePool:
         }
 
     def release(self) -> None:
-        """Release the devices; Ray kills whatever still runs on them."""
+        """Release the devices; Ray kills processes left on them."""
         for group in {place.group.id: place.group for place in self._places.values()}.values():
             remove_placement_group(group)
 

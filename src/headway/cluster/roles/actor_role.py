@@ -40,7 +40,7 @@ class ActorRole(WithCritic):
         total_critic_steps: int | None,
         **common: Any,
     ) -> None:
-        """Create the role. ``total_critic_steps``: None where the critic, if there is one, has ranks of its own."""
+        """Create the role. ``total_critic_steps``: None if the critic is absent or has separate ranks."""
         super().__init__(**common)
         self._rank = rank
         self._world_size = world_size
@@ -180,7 +180,7 @@ class ActorRole(WithCritic):
         return replace(gathered, probe=self.probe()) if verify else gathered
 
     async def send_gathered(self, version: int, send: Send) -> Sent:
-        """Send the copy of this rank's share, on a thread of its own, so that the rank can train on."""
+        """Send the copy of this rank's share in a thread, so that the rank can train meanwhile."""
         return await self._outbox.send_gathered(version, send)
 
     @register(Dispatch.ONE_TO_ALL)

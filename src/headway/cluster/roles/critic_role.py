@@ -1,4 +1,4 @@
-"""Role of the critic: on ranks of its own, or on the trainer's."""
+"""Role of the critic, on separate ranks or the trainer's."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class WithCritic(Role):
 
 
 class CriticRole(WithCritic):
-    """Role of one rank of a critic that has ranks of its own."""
+    """Role of one rank of a critic on separate ranks."""
 
     def __init__(self, *, rank: int, world_size: int, total_critic_steps: int, **common: Any) -> None:
         super().__init__(**common)

@@ -1,4 +1,4 @@
-"""The keeper of a node's groups, in a process of its own: neither torch nor code of the user's."""
+"""Role of a node's episode worker: a process without torch and without user code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Role that recomputes log π_prox on ranks of its own, which hold a copy of the policy and get every update."""
+"""Recomputes log π_prox on separate ranks that hold a copy of the policy and get every update."""
 
 from __future__ import annotations
 

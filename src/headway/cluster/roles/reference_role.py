@@ -1,4 +1,4 @@
-"""Role of the reference policy, where it has ranks of its own."""
+"""Role of the reference policy on separate ranks."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from headway.models.tokenizer import text_of
 
 
 class RolloutRole(Role):
-    """Role of one replica. ``engine`` has a thread of its own; its coroutines are called by name (``engine.pause``)."""
+    """Role of one replica. ``engine`` runs in a separate thread; callers name its coroutines (``engine.pause``)."""
 
     def __init__(self, *, shares_device: bool = False, **common: Any) -> None:
         """Create the role. ``shares_device``: a training rank of this process uses the device, too, in turns."""

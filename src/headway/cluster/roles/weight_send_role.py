@@ -137,9 +137,9 @@ class WeightSendRole:
         self._senders[key] = open_sender(link, here)
 
     def send(self, version: int, send: Send, gather: Gather) -> Sent | None:
-        """Gather the weights and send this rank's share. Returns None on a rank that has none, or nobody to send to.
+        """Gather the weights and send this rank's share. Returns None on a rank without a share or a receiver.
 
-        Gathering goes on to its end even if sending fails: the other ranks take part in it.
+        Gathering is completed even if sending fails: the other ranks take part in it.
         """
         from headway.engines.weights.outgoing_version import Stream
 

@@ -25,7 +25,7 @@ class HostWeights:
     def __init__(
         self, key: str, dtype: str, *, streamed: bool, mapping_s: float, on_failure: Callable[[Worker], None]
     ) -> None:
-        """Create a copy that nobody has yet.
+        """Create a copy without an owner.
 
         Args:
             key: name of the copy.
@@ -66,7 +66,7 @@ class HostWeights:
             self._parcels.set_result(parcels)
 
     def not_sent(self, failure: BaseException) -> None:
-        """Say that sending failed: whoever waits for parcels fails, and what is here is not known any more."""
+        """Note that sending failed: waits for parcels fail, and the held version is unknown."""
         self.distrust(self.owner)
         if self._parcels is not None and not self._parcels.done():
             self._parcels.set_exception(UpdateFailed(f"{self.key} got nothing: sending failed: {failure}"))

@@ -1,4 +1,4 @@
-"""What the doctor may say of a key, read from the source of its checks: so that no second list has to follow them.
+"""The doctor's messages about a key, read from the source of its checks, to need no second list.
 
 a module's ``yield "a.b=… is more than …"`` ─▶ Check: the text, with … where a value stands
 """

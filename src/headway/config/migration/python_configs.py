@@ -46,7 +46,7 @@ Assignment = ast.Assign | ast.AnnAssign | ast.AugAssign
 
 @dataclass(slots=True)
 class Code:
-    """What a script says: settings by name, and what was remarked."""
+    """Settings of a script by name, and remarks about it."""
 
     settings: dict[str, Any] = field(default_factory=dict)
     remarks: list[str] = field(default_factory=list)

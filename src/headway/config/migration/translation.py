@@ -36,7 +36,7 @@ SIMILARITY = 0.88
 
 @dataclass(slots=True)
 class TranslationOutcome:
-    """What became of one setting. ``given`` is False for a default of the project's that the file leaves as it is."""
+    """Outcome of one setting. ``given``: False for a default of the other project."""
 
     key: str
     value: Any

@@ -29,7 +29,7 @@ class ReportPart(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Translated:
-    """What becomes of one setting: the values here, by dotted key, the part of the report, and a remark."""
+    """Translation of one setting: values by dotted key, part of the report, and a remark."""
 
     part: ReportPart
     values: Mapping[str, Any] = field(default_factory=dict)

@@ -20,7 +20,7 @@ OWN = "file.py:function"
 
 
 class PolicyLossConfig(Section):
-    """The policy loss, which ``loss_mode`` chooses. Each loss has keys of its own, and no other loss takes them."""
+    """The policy loss, which ``loss_mode`` chooses. Each loss has keys that no other loss takes."""
 
     loss_mode: str
     """The policy loss: a name (docs/algorithms), or ``file.py:function``."""

@@ -33,7 +33,7 @@ class McpServerConfig(Section):
 
 
 def mcp_problems(servers: Mapping[str, McpServerConfig], step_timeout_s: float) -> Iterator[str]:
-    """What is wrong with ``rollout.mcp``."""
+    """Yield problems of ``rollout.mcp``."""
     for name, server in servers.items():
         key = f"rollout.mcp.{name}"
         if re.fullmatch(r"[\w-]+", name) is None:

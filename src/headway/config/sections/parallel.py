@@ -61,11 +61,11 @@ class ParallelConfig(Section):
 
     @property
     def is_plain(self) -> bool:
-        """True where all ranks shard, and each has rows of its own."""
+        """True where all ranks shard, and each has different rows."""
         return self == ParallelConfig()
 
     def problems(self, nnodes: int, per_node: int, whose: str) -> Iterator[str]:
-        """What is wrong with this mesh on ``nnodes`` × ``per_node`` devices, the setting ``whose``."""
+        """Yield problems of this mesh on ``nnodes`` × ``per_node`` devices of ``whose``."""
         ranks = nnodes * per_node
         copies = self.replicate * self.inner
         if ranks % copies:
@@ -90,7 +90,7 @@ class ParallelConfig(Section):
 
 
 def model_problems(parallel: ParallelConfig, model: Mapping[str, object]) -> Iterator[str]:
-    """What of the mesh does not fit a model, by its ``config.json`` (or the part of it that is about text)."""
+    """Yield what does not fit a model, by its ``config.json`` (or its text part)."""
     heads, experts = _numbers(model, HEADS), _numbers(model, EXPERTS)
     kv_heads = _numbers(model, KV_HEADS) or heads
     if (odd := _not_divided(heads, parallel.inner)) is not None:
@@ -110,9 +110,9 @@ def model_problems(parallel: ParallelConfig, model: Mapping[str, object]) -> Ite
 
 
 def replica_problems(size: int, model: Mapping[str, object]) -> Iterator[str]:
-    """What does not fit a model of replicas of ``size`` devices, by its ``config.json``, in vLLM's way of dividing it.
+    """Yield what keeps vLLM from dividing a model over ``size`` devices, by its ``config.json``.
 
-    Where it has fewer heads of keys and values than devices, each is held by several.
+    With fewer heads of keys and values than devices, several devices hold each.
     """
     heads = _numbers(model, HEADS)
     kv_heads = _numbers(model, KV_HEADS) or heads
@@ -127,7 +127,7 @@ def replica_problems(size: int, model: Mapping[str, object]) -> Iterator[str]:
 
 
 def expert_problems(parallel: ParallelConfig, model: Mapping[str, object], ranks: Mapping[str, int]) -> Iterator[str]:
-    """What of a mixture of experts some rank would hold nothing of, which cannot be loaded.
+    """Yield a problem for each role whose mesh leaves a rank without experts.
 
     ``ranks``: number of the ranks of each role that has devices of its own, on any of which the mesh fits.
     """
@@ -166,7 +166,7 @@ def _each_holds(parallel: ParallelConfig, ranks: int, experts: int) -> bool:
 
 
 def plan_problems(parallel: ParallelConfig, model: Any) -> Iterator[str]:
-    """What of the mesh `transformers` has no plan for, by its configuration of the model's text part, or the class."""
+    """Yield what `transformers` has no plan for. ``model``: configuration of the text part, or its class."""
     release = version("transformers")
     if (parallel.tp > 1 or parallel.ep > 1) and tuple(map(int, release.split(".")[:2])) < DIVIDES:
         yield (

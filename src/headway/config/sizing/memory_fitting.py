@@ -1,4 +1,4 @@
-"""How to train a model on so many devices: settings that fit into their memory, in the order of what they cost.
+"""Settings that fit a model into the memory of given devices, in the order of what they cost.
 
     apart ─▶ shared          weights on the device ─▶ on the host          small inner meshes ─▶ large ones
     without ─▶ with recomputation          copies of the sharded model within machines ─▶ one over all

@@ -18,7 +18,7 @@ FLOAT = 4
 
 @dataclass(frozen=True, slots=True)
 class ModelFamily:
-    """How models of one ``model_type`` differ from Llama."""
+    """Differences of a ``model_type`` from Llama."""
 
     norm: Literal["rms", "gemma", "layer"] = "rms"
     norms: int = 2

@@ -64,7 +64,7 @@ class ProcessMemory:
 
     @property
     def lines(self) -> tuple[MemoryItem, ...]:
-        """What is held all the time, and at the busiest moment."""
+        """Items held permanently and at the busiest moment."""
         return self.held + (() if self.busiest is None else self.moments[self.busiest])
 
     @property

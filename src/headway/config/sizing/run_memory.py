@@ -31,7 +31,7 @@ REPLICA, OF_REPLICA = "replica", "device of a replica"
 
 @dataclass(frozen=True, slots=True)
 class RunProcess:
-    """Equal processes of a run, each on a device of its own; or machines, by what processes share there."""
+    """Equal processes of a run, one per device; or machines, with the memory their processes share."""
 
     name: str
     count: int

@@ -192,7 +192,7 @@ class Timeouts:
 
     @property
     def answer_s(self) -> float:
-        """An engine answers, stops or goes on. It does so between two steps, one of which may read `step_tokens`."""
+        """An engine answers, pauses or resumes: between two steps, one of which may read `step_tokens`."""
         rate = SLOWEST_GPU_PER_S if self.on_gpu else SLOWEST_PER_S
         return max(self.update_timeout_s, self.step_tokens * self.weights_nbytes / rate)
 
