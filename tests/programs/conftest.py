@@ -20,7 +20,7 @@ def modules_of_its_own(tmp_path: Path) -> Iterator[None]:
     path = list(sys.path)
     yield
     sys.path[:] = path
-    for name, module in list(sys.modules.items()):
+    for name, module in sys.modules.copy().items():
         if str(getattr(module, "__file__", None)).startswith(str(tmp_path)) and "headway_user" not in name:
             del sys.modules[name]
 
