@@ -46,11 +46,11 @@ class GraphRecorder(Protocol):
         """
 
     def reset(self) -> None:
-        """Drop whatever was recorded."""
+        """Drop all recordings."""
 
 
 class DeviceKind(Protocol):
-    """What Headway asks of a kind of device.
+    """Operations of a kind of device.
 
     kind = kind_of(model.device)
     buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=kind.pins_host_memory)
@@ -123,10 +123,10 @@ class DeviceKind(Protocol):
         """Return the bytes of memory that ``device`` has. None for the CPU, which shares its memory with everything."""
 
     def allocated_memory(self, device: Device) -> int | None:
-        """Return the bytes that tensors of this process hold on ``device``. None where nobody counts them."""
+        """Return the bytes that tensors of this process hold on ``device``. None where not counted."""
 
     def peak_memory(self, device: Device) -> int | None:
-        """Return the most bytes that tensors held on ``device`` since `reset_peak`. None where nobody counts them."""
+        """Return the most bytes that tensors held on ``device`` since `reset_peak`. None where not counted."""
 
     def reset_peak(self, device: Device) -> None:
         """Let `peak_memory` begin anew, at what is held now."""
@@ -214,7 +214,7 @@ def _nothing() -> None:
 
 
 class Accelerator(DeviceKind):
-    """A kind for which torch has a module of its own under `name`, with the functions that all such modules share."""
+    """Kind of device with a torch module `name`, used through the functions that such modules share."""
 
     @property
     def _torch(self) -> Any:
@@ -341,7 +341,7 @@ class Cuda(Accelerator):
         return None if None in sizes else min((nbytes for nbytes in sizes if nbytes is not None), default=None)
 
     def _gpus(self) -> list[Gpu] | None:
-        """Return the GPUs that a process may use. None where nobody can be asked who knows them."""
+        """Return the GPUs that a process may use. None where they cannot be listed."""
         if self.amd.exists():
             return None
         found = _gpus_of_library()

@@ -158,7 +158,7 @@ class Unavailable(HeadwayError, ConnectionError):
 
 
 class SandboxFailed(RunError):
-    """Error when a call in the sandbox could not be made, whatever the code was that it was given."""
+    """Error when the sandbox could not make a call, through no fault of the given code."""
 
 
 class EpisodeOver(HeadwayError):

@@ -351,7 +351,7 @@ class ReplicaJoined(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaLost(Event):
-    """Event: a replica died, or was fenced off, and the others go on; what it was generating is run again."""
+    """Event: a replica died or was fenced off; the others rerun its calls."""
 
     kind: ClassVar[str] = "replica.lost"
     replica: str
@@ -455,7 +455,7 @@ class VersionReached(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResumed(Event):
-    """Event: the run goes on from its checkpoint of ``version``. Events after that `VersionReached` are undone.
+    """Event: the run resumes from its checkpoint of ``version``. Events after that `VersionReached` are undone.
 
     `RunStarted` follows, with what holds from now on.
     """

@@ -1,4 +1,4 @@
-"""Rows of JSONL, CSV and Parquet files, and their conversion to records, checked, whoever read the rows.
+"""Read rows of JSONL, CSV and Parquet files, and convert rows of any source to checked records.
 
 file ─▶ (where, row) ─▶ `records_of` ─▶ Record          (rows of Hugging Face datasets: `headway.data.hub`)
 """
@@ -257,7 +257,7 @@ def _csv_lines(file: Path) -> Iterator[tuple[int, list[str]]]:
 
 
 def _separator(names: str) -> str:
-    """Return what separates the columns in a file's first line: commas, semicolons or tabs, whatever there are most."""
+    """Return a CSV file's separator: the most frequent of comma, semicolon and tab in its first line."""
     return max(",;\t", key=names.count)  # the first of those that are there equally often
 
 

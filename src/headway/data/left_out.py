@@ -68,7 +68,7 @@ class LeftOutRows:
             raise self.error(f"{bad} of {rows} {what}, more than data.max_bad_rows={float(share):g} of them,")
 
     def note(self, part: str = "training") -> str | None:
-        """Return what to tell of the rows of a ``part`` that are left out, for whatever reason; None without any."""
+        """Describe the rows of a ``part`` that are left out, by reason; None without any."""
         if not (count := total(self.counts)):
             return None
         example = next((f": {why}" for why in self.examples.values() if why), "")

@@ -34,7 +34,7 @@ class Pack:
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """How rows are put together."""
+    """Rules of micro-batches."""
 
     token_budget: int
     """Most tokens of a micro-batch: those that are computed. A row that is longer is one of its own."""

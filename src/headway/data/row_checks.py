@@ -52,7 +52,7 @@ def check_rows(config: Config, tokenizer: PreTrainedTokenizerBase, rows: Rows) -
 
 
 def _form(record: Record) -> Any:
-    """What templates and tokenizers refuse rows by: roles, names of fields, contents that are empty or no UTF-8."""
+    """Features that templates or tokenizers may refuse: roles, field names, empty or non-UTF-8 contents."""
     columns = _shape(record.extra.get(TOOLS)), _shape(record.extra.get(TEMPLATE_KWARGS))
     if isinstance(record.prompt, str):
         return columns, _form_of_text(record.prompt)

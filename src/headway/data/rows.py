@@ -103,7 +103,7 @@ def read_rows(config: Config) -> Rows:
 
 
 def first_rows(source: SourceConfig, most: int) -> list[Any]:
-    """Return the first rows of a source of training prompts as they are, ``most`` of them, whatever columns they have.
+    """Return the first ``most`` rows of a source of training prompts, unchanged, with any columns.
 
     Raises `ConfigError` and `DataError` as `read_rows` does, but for what is wrong with columns.
     """
@@ -111,7 +111,7 @@ def first_rows(source: SourceConfig, most: int) -> list[Any]:
 
 
 def rows_of(source: SourceConfig, default_split: str) -> Iterator[Row]:
-    """Return the rows of a source as they are, each with its place, whatever columns they have.
+    """Return the rows of a source, unchanged, each with its place, with any columns.
 
     Raises `ConfigError` and `DataError` as `read_rows` does, but for what is wrong with columns.
     """

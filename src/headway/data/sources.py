@@ -41,7 +41,7 @@ class Cursor:
 
 
 class RowSource:
-    """Records as prompts: every epoch in an order of its own, keyed by (seed, epoch).
+    """Prompts from records, each epoch in an order keyed by (seed, epoch).
 
     Prompts are tokenised in chunks of ``prefetch``; the cursor is that of the prompts handed out, never of those ahead.
     A row that comes again in one epoch (`Mixture`) has another ``Prompt.row`` each time: its number plus a multiple of
@@ -114,7 +114,7 @@ class RowSource:
 
     @property
     def left_out(self) -> int:
-        """Number of rows met so far that are left out; each counts once, whatever the number of epochs."""
+        """Number of distinct rows left out so far, over all epochs."""
         return total(self._handed_out.left_out)
 
     @property

@@ -149,7 +149,7 @@ class PromptTokenizer:
 
     @property
     def notes(self) -> list[str]:
-        """What is to be told of the prompts that were tokenised so far."""
+        """Notes for the user on the prompts tokenised so far."""
         return [*self._start.notes.values(), *self._unused.values()]
 
     def __call__(self, records: Sequence[Record]) -> list[Tokenised | LeftOut]:

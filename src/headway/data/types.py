@@ -187,7 +187,7 @@ def version_spans(versions: NDArray[np.int32]) -> list[list[int]]:
 @pickled_by_fields
 @dataclass(frozen=True, slots=True)
 class RowAt:
-    """What the driver knows of a row: where it is, and how long."""
+    """A row's index and lengths, without its tokens."""
 
     index: int
     """Its index in `GroupTokens.rows`."""

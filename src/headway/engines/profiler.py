@@ -110,7 +110,7 @@ class ProcessProfile:
 
     @contextmanager
     def _alone(self, doing: str) -> Iterator[None]:
-        """Context of one use of the profiler at a time. Raises `RunError` for whatever goes wrong with it."""
+        """Use the profiler, exclusively. Raises `RunError` if it is busy or fails."""
         if not self._turn.acquire(blocking=False):
             raise RunError(f"the profiler of {self.name} cannot {doing}: it is still busy with what it did before")
         try:

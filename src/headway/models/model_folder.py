@@ -199,7 +199,7 @@ def read_object(file: Path) -> dict[str, Any]:
 
 
 def needs_own_code(path: str | Path) -> ModelError:
-    """Return the error for a model that only Python code of its own can read, where the user has not allowed it."""
+    """Return the error for a model that needs its own Python code, which the user has not allowed."""
     return ModelError(
         f"{path}: the model brings Python code of its own, which runs only with model.trust_remote_code=true; set "
         "that if you trust the code"

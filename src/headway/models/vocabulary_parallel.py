@@ -40,7 +40,7 @@ class VocabularyPart:
 
 
 class DividedLogProbs(torch.autograd.Function):
-    """As `headway.models.logprobs`: ∂log p_t/∂z = 1_t − p, ∂S/∂z = −p·(log p + S), for this rank's z alone.
+    """`headway.models.logprobs` with this rank's z alone: ∂log p_t/∂z = 1_t − p, ∂S/∂z = −p·(log p + S).
 
     The gradient of the hidden states is summed over the ranks, each of which knows its logits' part.
     """

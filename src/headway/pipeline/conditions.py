@@ -29,7 +29,7 @@ class Signal:
 
 
 class Gate:
-    """Gate that is open or shut. Its owner sets it; whoever has to wait while it is shut is given it."""
+    """Gate that its owner opens and shuts, and others wait for."""
 
     def __init__(self) -> None:
         self.is_open = True

@@ -165,7 +165,7 @@ class EpisodeWorkers:
         await self._all(lambda keeper: keeper.hold())
 
     def go_on(self) -> None:
-        """Have keepers start groups again, if nobody else holds them."""
+        """Let keepers start groups, if no other hold is left."""
         self._holds -= 1
         if not self._holds and self._tasks is not None:
             self._tasks.start(self._go_on())

@@ -178,7 +178,7 @@ class Stage(ABC, Generic[In, Out]):
         self._enter(State.DRAINING)
 
     async def _work_or_end(self, item: In) -> None:
-        """Process ``item``. Ends the whole stage, its other items included, when nobody takes its output any more."""
+        """Process ``item``. Ends the whole stage, its other items included, when its consumer has closed."""
         if not await self._work(item):
             raise _ConsumerClosed
 

@@ -17,7 +17,7 @@ from headway.errors import ConfigError
 @ADVANTAGES.register("grpo_passk")
 @from_outcomes_alone
 def grpo_passk(inputs: AdvantageInputs, *, normalize_by_std: bool = True) -> Tensor:
-    """The best answer of a group gets (r_max − r_second) / (std + 1e-6), all others 0; nobody where two are the best.
+    """Give a group's best answer (r_max − r_second) / (std + 1e-6), all others 0; after a tie, all get 0.
 
     r_max − r_second is what the group's maximum would lose without that answer: leave-one-out for pass@n, n being the
     group's size. ``std`` is the unbiased one of the group's rewards; without ``normalize_by_std`` it is left out.

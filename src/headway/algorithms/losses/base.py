@@ -94,7 +94,7 @@ def log_ratio(
 
 
 def clean(values: Float[Tensor, "N T"], mask: Bool[Tensor, "N T"]) -> Float[Tensor, "N T"]:
-    """Return ``values`` in at least float32, 0 where masked, whatever stood there."""
+    """Return ``values`` in at least float32, 0 (also for NaN) where ``mask`` is False."""
     return values.masked_fill(~mask, 0.0).to(torch.promote_types(values.dtype, torch.float32))
 
 

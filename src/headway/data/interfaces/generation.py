@@ -13,7 +13,7 @@ from headway.runtime.pickling import pickled_by_fields
 
 
 class Priority(StrEnum):
-    """What a call is for, and the order in which waiting calls start: those of validation first.
+    """Purpose of a call. Waiting calls start in this order: validation first.
 
     An update waits for a validation by single answers, and at η = 0 for one by programs. With staleness nothing waits
     for one by programs, and it goes first all the same: behind training it would have what that leaves. That is
@@ -59,7 +59,7 @@ class SamplingParams:
 @pickled_by_fields
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """One call of the policy: a context, and how to go on with it.
+    """One call of the policy: a context and sampling settings.
 
     The tokens depend on (run seed, ``trajectory``, ``key``, position in the call, weights) alone.
     """

@@ -1,4 +1,4 @@
-"""Where the prompts of a run come from."""
+"""Source of a run's prompts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class PromptSource(Protocol):
         """Return the next prompt, or None when all epochs are over (never None if epochs are unlimited)."""
 
     def again(self, prompt: Prompt) -> Prompt:
-        """Return the prompt of the same row as a further attempt, with randomness of its own."""
+        """Return the prompt of the same row as a new attempt, with its own random numbers."""
 
     def state(self) -> dict[str, Any]:
         """Return the cursor: JSON values that `restore` takes."""

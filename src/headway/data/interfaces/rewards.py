@@ -36,7 +36,7 @@ def means_of_parts(groups: Iterable[Mapping[str, Sequence[float | None]]]) -> di
 
 
 class RewardFn(Protocol):
-    """Reward function that scores responses in processes of its own.
+    """Reward function that scores responses in other processes.
 
     scores = await reward.score(prompt, ["4", "5"])
     scores.rewards                      # array([1., 0.], dtype=float32)

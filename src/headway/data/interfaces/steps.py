@@ -63,7 +63,7 @@ class StepReport:
     """Rows of the groups that `StepContext.shown` names, those of an episode in order."""
 
     def joined(self, others: Sequence[StepReport]) -> StepReport:
-        """Return the report of all ranks. Their metrics agree; each has the rows of its own share."""
+        """Merge the reports of all ranks: their metrics agree, their rows differ."""
         return replace(self, shown=tuple(row for report in (self, *others) for row in report.shown))
 
 

@@ -84,7 +84,7 @@ class CallRun:
 
     @property
     def context(self) -> NDArray[np.int64]:
-        """[P + T] what its next token goes on from: the call's ids, and what was sampled since."""
+        """[P + T] input of the next token: the call's ids, and what was sampled since."""
         given = self.call.input_ids.astype(np.int64)
         return given if self.fresh else np.concatenate([given, self.written.ids.astype(np.int64)])
 
@@ -108,7 +108,7 @@ class CallRun:
 
 
 def check_context(call: GenerateRequest, max_context: int, vocabulary: int) -> None:
-    """Raise `DataError` if a model of so many tokens cannot go on from a call's context."""
+    """Raise `DataError` if a call's context is empty, too long or outside the vocabulary."""
     ids = call.input_ids
     if not 0 < len(ids) < max_context:
         raise DataError(

@@ -38,7 +38,7 @@ class Counts(ABC):
 
     @abstractmethod
     def _close(self) -> None:
-        """Bring spans and slot time up to date; what goes on afterwards begins a new span."""
+        """Bring spans and slot time up to date; later activity begins a new span."""
 
     def _count(self, *, active: int, prefilled: int, seconds: float, cached: int) -> None:
         """One step, as `PrefillSteps` describes several."""

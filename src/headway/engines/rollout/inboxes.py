@@ -13,7 +13,7 @@ from headway.errors import ClientGone, HeadwayError, RunError
 
 @dataclass(slots=True, eq=False)
 class CallInbox:
-    """The inbox of one client. Made and read on its event loop; whoever fills it goes through ``loop``."""
+    """The inbox of one client, made and read on its event loop ``loop``, and filled through it."""
 
     client: str
     loop: asyncio.AbstractEventLoop
@@ -52,7 +52,7 @@ class Inboxes:
         return inbox
 
     def end(self, client: str) -> CallInbox | None:
-        """Make whoever reads for ``client``, which is gone, stop with an error. Returns its inbox, if it had one."""
+        """Remove the inbox of ``client``, which is gone, and return it, if any; its reader gets an error."""
         inbox = self._of.pop(client, None)
         if inbox is not None:
             inbox.batches.put_nowait(ClientGone(f"rollout engine {self._engine}: {client!r} is gone"))

@@ -43,12 +43,12 @@ class OpenCalls:
         del self._of[run.client][run.call.number]
 
     def find(self, client: str, numbers: Iterable[int]) -> list[CallRun]:
-        """Those of ``client`` with one of ``numbers``; unknown numbers are ignored."""
+        """Calls of ``client`` with one of ``numbers``; unknown numbers are ignored."""
         opened = self._of.get(client, {})
         return [opened[number] for number in dict.fromkeys(numbers) if number in opened]
 
     def of(self, client: str) -> list[CallRun]:
-        """Those of ``client``, in order of submission."""
+        """Calls of ``client``, in order of submission."""
         return list(self._of.get(client, {}).values())
 
     def older_than(self, version: int) -> list[CallRun]:

@@ -71,7 +71,7 @@ class Scheduler:
 
     @property
     def waiting(self) -> int:
-        """Calls that have yet to start or go on, those held back included."""
+        """Number of calls yet to start or resume, held ones included."""
         return self.queued + len(self._held)
 
     @property

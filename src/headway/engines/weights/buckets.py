@@ -54,7 +54,7 @@ def whole(tensors: Mapping[str, torch.Tensor]) -> dict[str, Sequence[Part]]:
 
 
 class Tensors:
-    """Named tensors, or parts of them, that flat bytes are written into, whatever the buckets."""
+    """Named tensors, or parts of them, as targets of flat bytes in buckets of any size."""
 
     def __init__(self, manifest: Manifest, parts: Parts) -> None:
         """Take ``parts`` of all tensors of the layout; their dtypes may differ: values are cast.

@@ -1,4 +1,4 @@
-"""Changes between two versions of the same bytes, losslessly: bit patterns, whatever the dtype.
+"""Lossless changes between two versions of the same bytes, as bit patterns of any dtype.
 
 Bytes are compared as *units* of 16 bits, in blocks of 65,536 units. A bfloat16 element is one unit, a float32 element
 two; an odd last byte is a unit of its own, as if a zero followed. Numbers are little-endian, and there are no gaps:

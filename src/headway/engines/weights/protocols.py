@@ -97,7 +97,7 @@ class IncomingWeights(Protocol):
 
     @property
     def shares(self) -> Sequence[WeightSink]:
-        """The end of each sender's share, in order. Each may be filled by a thread of its own."""
+        """Sinks for each sender's share, in order; each may be filled by another thread."""
 
     def found(self, copy: HostCopy) -> None:
         """Take the version from ``copy``, instead of all shares. Raises `UpdateFailed` when it is not there."""

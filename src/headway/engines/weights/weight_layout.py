@@ -113,7 +113,7 @@ def buckets(nbytes: int, size: int) -> Iterator[tuple[int, int]]:
 
 
 def slots_in(slots: Sequence[TensorSlot], start: int, stop: int) -> Iterator[tuple[TensorSlot, int, int]]:
-    """Yield ``(slot, first, last)`` for each tensor with bytes in ``start … stop``: which of its own bytes those are.
+    """Yield ``(slot, first, last)`` for each tensor with bytes in ``start … stop``; offsets are the tensor's.
 
     ``slots`` are a layout's, in its order.
     """

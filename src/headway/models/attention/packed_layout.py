@@ -1,4 +1,4 @@
-"""Which tokens of a packed line see which, and the parts in which attention computes that.
+"""Attention mask of packed lines, and the parts in which attention computes it.
 
 A line's segments stand behind each other as `headway.data.trees` says. Attention takes them in parts, each of which is
 a batch of queries with keys of their own:
@@ -69,7 +69,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """How values of a part's keys are added up where the line has them. N of the B times K are no padding."""
+    """Sums of a part's key values by place in the line. N of the B times K are no padding."""
 
     order: Int[Tensor, " N"]
     """Indices of the keys, those of one place behind each other."""

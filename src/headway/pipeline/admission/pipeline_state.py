@@ -171,7 +171,7 @@ class RunState:
         return number
 
     def rewarded(self, number: int) -> None:
-        """Note that a group passed Reward and goes on to the queue."""
+        """Note that a group passed Reward and moves to the queue."""
         self._scored = True
         self._discarded_in_row.clear()
         self._unrewarded.discard(number)

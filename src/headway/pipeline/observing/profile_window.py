@@ -56,7 +56,7 @@ class WindowState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class WindowLines:
-    """Lines for whoever asked for a window, as it goes on. Nobody has to read them."""
+    """Progress lines for the requester of a window. They may stay unread."""
 
     _lines: asyncio.Queue[str | HeadwayError | None] = field(default_factory=asyncio.Queue)
 
@@ -182,7 +182,7 @@ class ProfileWindow:
     # ------------------------------------------------------------------------------------------ the window
 
     async def _end_told(self, taking: Coroutine[Any, Any, None], told: WindowLines) -> None:
-        """Run a window to its end, whatever that is, and say it."""
+        """Run a window to its end, and report success or failure."""
         failure: HeadwayError | None = RunError("the run was left before the profile was written")
         try:
             await taking
@@ -236,7 +236,7 @@ class ProfileWindow:
             raise RunError("no trace could be written; the run's warnings say why")
 
     async def _forgotten(self, processes: Sequence[Profiled]) -> None:
-        """Have processes forget what they may have recorded, which nobody wants: those that began or ended too late.
+        """Have processes drop their recordings, because those began or ended too late.
 
         A process that has recorded nothing refuses, which is as good.
         """

@@ -22,7 +22,7 @@ from headway.runtime.task_groups import Tasks
 
 
 class Named(Protocol):
-    """Something with a name of its own in the run."""
+    """Something with a unique name in the run."""
 
     name: str
 

@@ -45,7 +45,7 @@ SHOWN_COLUMNS = (*COLUMNS, ColumnName.VALUES, ColumnName.RETURNS)
 
 @dataclass(slots=True)
 class PendingUpdate:
-    """Update to ``version``, which the trainer has reached. The trainer goes on when the update is released."""
+    """Update to ``version``, which the trainer has reached. Training waits for its release."""
 
     version: int
     released_at: float | None = None

@@ -1,4 +1,4 @@
-"""CriticTrain: trains the critic on each fetch beside the trainer, where the critic has ranks of its own.
+"""CriticTrain: trains the critic on each fetch beside the trainer, on the critic's own ranks.
 
 consumes        fetches with values and returns, from ActorTrain as soon as it has advantages
 waits for       ActorTrain; the critic's ranks

@@ -1,4 +1,4 @@
-"""LogProb: log π_prox of each fetch, where a role with ranks of its own recomputes it (``logp``).
+"""LogProb: log π_prox of each fetch, recomputed by a role on separate ranks (``logp``).
 
     consumes        fetches, each for one version of the trainer
     waits for       the role to serve that version, which it gets with every update

@@ -52,13 +52,13 @@ class PublishedVersion:
 
 
 class Schedule(ABC):
-    """Schedule of an update: how a version's weights get to the receivers, and when the trainer may go on."""
+    """Schedule of an update: how a version reaches the receivers, and when training resumes."""
 
     @abstractmethod
     async def publish(
         self, update: PendingUpdate, receivers: Callable[[], Sequence[ReceiverClient]]
     ) -> PublishedVersion:
-        """Transfer ``update``, load it on all that ``receivers`` gives, and release it when the trainer may go on."""
+        """Transfer ``update``, load it on all that ``receivers`` gives, and release it when training may resume."""
 
 
 class Synchronous(Schedule):

@@ -19,7 +19,7 @@ def always() -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Command:
-    """Something for the decoding thread to do, and where the answer goes once ``answerable``; None if nobody asks."""
+    """Function for the decoding thread to run. ``answer``, if any, gets its result once ``answerable``."""
 
     run: Callable[[], Any]
     answerable: Callable[[], bool]
@@ -42,7 +42,7 @@ class Deliveries:
         self.put(command.loop, partial(_fulfil, command.answer, result))
 
     def fail(self, command: Command, error: HeadwayError) -> None:
-        """Let whoever gave a command have an error."""
+        """Answer a command with an error."""
         self.put(command.loop, partial(_fail, command.answer, error))
 
     def send(self) -> None:

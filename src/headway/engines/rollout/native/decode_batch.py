@@ -72,7 +72,7 @@ class DecodeBatch:
         self.prefixes.reserve(self._runner.rows_of(rows), positions, self.rows.lengths[: self.active])
 
     def renew(self, *, in_place: bool) -> None:
-        """New weights are served; ``in_place``: what goes on does so with what old ones computed."""
+        """Clear caches, as new weights are served; ``in_place``: open episodes keep theirs."""
         self.siblings.drop()
         self._prompts.renew()
         if in_place:
@@ -152,7 +152,7 @@ class DecodeBatch:
         return sorted(ended.items(), reverse=True)
 
     def take_out(self, row: int) -> CallRun:
-        """Free the row of a call that has ended by itself; its context is kept if the episode goes on."""
+        """Free the row of a finished call; its context is kept if its episode may call again."""
         ending = self.prefixes.ending(self.rows, row)
         run = self.remove(row)
         if ending is not None:

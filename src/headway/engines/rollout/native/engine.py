@@ -61,7 +61,7 @@ T = TypeVar("T")
 
 
 class NativeEngine:
-    """`RolloutEngine` over ``model``, which it takes over: nobody else may use the module from then on.
+    """`RolloutEngine` over ``model``, which it owns: do not use the module elsewhere.
 
     Args:
         model: a decoder on the device that it is to be served from; its first weights are version 0.

@@ -1,4 +1,4 @@
-"""The vLLM rollout engine: `RolloutEngine` over vLLM's ``AsyncLLM``, which has a thread and an event loop of its own.
+"""The vLLM rollout engine: `RolloutEngine` over ``AsyncLLM``, on its own thread and event loop.
 
 any event loop                            vLLM's loop                        receiving thread
 ──────────────                            ───────────                        ────────────────
@@ -194,7 +194,7 @@ class VllmEngine:
             await self._ask(self._forget(self._there, inbox))
 
     async def release(self, trajectories: Sequence[TrajectoryId]) -> None:
-        """Do nothing: vLLM's cache keeps whatever it has room for, and nothing for any episode."""
+        """Do nothing: vLLM's cache keeps nothing for a particular episode."""
         self._check_open()
 
     async def pause(self, policy: OnUpdate) -> Paused:
@@ -206,7 +206,7 @@ class VllmEngine:
         await self._ask(self._there.resume())
 
     async def stage_weights(self, version: int) -> ReceiveReport:
-        """Receive ``version`` into the back buffer, while decoding goes on.
+        """Receive ``version`` into the back buffer, during decoding.
 
         Raises `UpdateFailed` if that fails, or while another version is received or loaded; the old version is then
         served on, and nothing is staged.
@@ -290,7 +290,7 @@ class VllmEngine:
             raise self._over()
 
     async def _ask(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run ``work`` on vLLM's loop; its result. It goes on when whoever asked does not wait for it any more."""
+        """Return the result of ``work``, run on vLLM's loop; cancelling the caller does not stop it."""
         return await outcome(self._post(self._answered(work)))
 
     async def _answered(self, work: Coroutine[Any, Any, T]) -> T:

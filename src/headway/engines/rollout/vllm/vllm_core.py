@@ -232,7 +232,7 @@ class VllmCore:
         return self._activity.take(running, waiting, self._state.version)
 
     async def close(self, error: HeadwayError) -> None:
-        """End everything; whoever still waits gets ``error``."""
+        """End everything; waiting callers get ``error``."""
         self._link.end(error)
         tasks = list(self._following.values())
         for task in tasks:

@@ -29,7 +29,7 @@ class VllmLink:
         self._ended = asyncio.Event()
 
     def watch(self) -> None:
-        """Notice vLLM's end even when nobody generates."""
+        """Notice vLLM's end, even while it is idle."""
         if (handler := getattr(self._llm, "output_handler", None)) is not None:
             handler.add_done_callback(lambda _: self._lost())
 

@@ -26,7 +26,7 @@ def prompt_of(run: CallRun, version: int) -> Any:
 
 
 def sampling_of(run: CallRun) -> Any:
-    """vLLM's sampling parameters: a seed of its own for each call, log-probs of the sampled tokens, no text.
+    """vLLM's sampling parameters: one seed per call, log-probs of the sampled tokens, no text.
 
     Before ``min_tokens`` vLLM withholds the tokenizer's end-of-sequence, too, whatever the request's stop tokens are;
     and it takes temperatures between 0 and 0.01 for 0.01.

@@ -34,7 +34,7 @@ class Weights(StrEnum):
 
 
 class VllmState:
-    """What vLLM was told as a whole. Callers see to it that no two of these orders are under way at once.
+    """State of one vLLM engine: version, pause, sleep. Only one change of it at a time.
 
     Args:
         llm: an ``AsyncLLM`` of the running loop.

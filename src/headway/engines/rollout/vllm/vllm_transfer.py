@@ -25,7 +25,7 @@ BACKEND = "headway_shared_memory"
 
 @dataclass
 class BufferInfo(WeightTransferInitInfo):
-    """What is where in the buffers that weights come in. Plain data, for it travels as such."""
+    """Layout of the buffers that receive weights, as plain data for transfer."""
 
     nbytes: int
     slots: list[tuple[str, list[int], str, int, int]]

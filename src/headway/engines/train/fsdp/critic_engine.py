@@ -1,4 +1,4 @@
-"""The critic: the decoder of the initial model with a head of one number, trained by an optimizer of its own."""
+"""The critic: the initial model's decoder with a scalar head and its own optimizer."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ class Learner:
         return extra
 
     def _state(self, prefix: str) -> dict[str, Any]:
-        """What a checkpoint has: weights, and the optimizer's numbers beside them, as views of this rank's parts."""
+        """Contents of a checkpoint: weights and optimizer state, as views of this rank's parts."""
         self._meet_shards()
         if not self._optimizer.state:
             self._take_first_step()

@@ -43,7 +43,7 @@ class Intake(Protocol):
         """Prepare for `fill`; nothing may decode where that writes over served weights. Raises `UpdateFailed`."""
 
     def fill(self, version: int, receive: Receive) -> ReceiveReport:
-        """Receive ``version`` by calling ``receive``. Blocking; called on a thread of its own."""
+        """Receive ``version`` by calling ``receive``. Blocking; called on a separate thread."""
 
     def load(self, version: int) -> None:
         """Serve ``version``. Raises `UpdateFailed`, changing nothing, if it is not the version received last."""
@@ -121,7 +121,7 @@ class InPlaceIntake:
 
 
 class Updates:
-    """Receives and loads with one `Intake`, never at the same time, and receives on a thread of its own.
+    """Receives and loads versions with one `Intake`, one at a time; receives on its own thread.
 
     A shared pool may have fewer threads than there are replicas, and a transport waits for all of them.
     """

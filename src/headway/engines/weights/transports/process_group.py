@@ -24,7 +24,7 @@ from headway.errors import UpdateFailed, boundary
 
 
 class StoreGroup:
-    """One rank's membership in a process group of its own. Collectives block and raise torch's errors.
+    """One rank's membership in a new process group. Collectives block and raise torch's errors.
 
     ``members`` names the ranks in order; ``device`` chooses the backend: NCCL for ``cuda``, Gloo for ``cpu``. ``host``
     is the address under which the other members reach this one (Gloo only; default: this machine's own choice).
@@ -148,6 +148,6 @@ def open_store(host: str, timeout_s: float) -> tuple[Any, int]:
 
 
 def join_store(address: tuple[str, int], prefix: str, timeout_s: float) -> Any:
-    """Open a client of the store at ``address``, with keys of its own under ``prefix``."""
+    """Open a client of the store at ``address``, with keys under ``prefix``."""
     host, port = address
     return PrefixStore(prefix, TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s)))

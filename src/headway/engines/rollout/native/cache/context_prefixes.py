@@ -100,7 +100,7 @@ class Prefixes:
         self._tree.leave(client)
 
     def renew(self) -> None:
-        """New weights are served: what is kept is for the episodes that go on from it, and for no other."""
+        """Keep contexts only for the open episodes that use them, as new weights are served."""
         self._tree.renew()
 
     def clear(self) -> None:

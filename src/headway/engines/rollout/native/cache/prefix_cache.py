@@ -54,7 +54,7 @@ class _CacheNode:
 
     @property
     def idle(self) -> bool:
-        """It may go: nothing follows it and nobody pins it."""
+        """True for an unpinned block without children."""
         return self.block >= 0 and not self.pins and not self.shared and not self.own
 
 
@@ -216,7 +216,7 @@ class PrefixCache:
         self.release([trajectory for trajectory, episode in self._episodes.items() if episode.holder == holder])
 
     def renew(self) -> None:
-        """The weights have changed: only open episodes go on with what they have, and nobody else finds it."""
+        """Keep blocks only for the open episodes that use them, as the weights have changed."""
         self._root = _root()
         while self._evict():
             pass
@@ -286,12 +286,12 @@ class PrefixCache:
     # ------------------------------------------------------------------------------------- the tree
 
     def _root_of(self, trajectory: TrajectoryId) -> _CacheNode:
-        """The root for an episode: its own while it has something there, and goes on with it after `renew`."""
+        """The root for an episode: the one its contexts are under, even after `renew`; else the current."""
         episode = self._episodes.get(trajectory)
         return episode.root if episode is not None and (episode.leaves or episode.running) else self._root
 
     def _next(self, node: _CacheNode, chunk: Ids, trajectory: TrajectoryId) -> tuple[_CacheNode | None, int]:
-        """The child of ``node`` to go on to, and how many tokens of ``chunk`` it has.
+        """Best child of ``node`` for ``chunk``, and its number of matching tokens.
 
         The episode's own, unless everybody's has the same bits and more of them.
         """
@@ -329,7 +329,7 @@ class PrefixCache:
             node.used = self._time
 
     def _pin(self, episode: _OpenEpisode, leaf: _CacheNode) -> None:
-        """Pin the end of a context; the ends that it goes on from need no pin any more."""
+        """Pin the end of a context, and unpin the episode's earlier ends on its path."""
         before, above = leaf, {leaf}
         while before.parent is not None:
             before = before.parent

@@ -279,7 +279,7 @@ def _pack(layer: Any, heads: int, kv_heads: int) -> _FusedLayer:
 
 
 def _joint(*linears: nn.Linear) -> Projection:
-    """Several linear layers of the same input as one projection; their parameters become views of its own."""
+    """Several linear layers of one input as one projection, whose weights their parameters view."""
     weight = _share([linear.weight for linear in linears])
     biases = [linear.bias for linear in linears if linear.bias is not None]
     return Projection(weight, _share(biases) if biases else None)

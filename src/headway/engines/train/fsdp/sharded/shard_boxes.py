@@ -1,4 +1,4 @@
-"""What of a tensor a rank holds: boxes of the whole, however it is sharded and divided.
+"""Local shards of a tensor, as offsets and shapes.
 
     whole [6, 4], divided over tp by rows in two strides, then sharded over two ranks:
 
