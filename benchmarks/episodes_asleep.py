@@ -32,7 +32,7 @@ from headway.agents.episodes.local_episodes import keeping
 from headway.agents.episodes.program_episode import Hosting, Programs, Turn
 from headway.agents.interface.program_chat import Chat, Tally
 from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart, TurnAnswer, TurnRequest, said
-from headway.agents.programs.program import ProgramSpec
+from headway.agents.programs.program_loader import ProgramSpec
 from headway.data.interfaces.episode_groups import GroupRequest
 from headway.data.interfaces.generation import FinishedCall, GenerateRequest, SamplingParams
 from headway.data.types import FinishReason, Prompt, SampledTokens, TrajectoryId

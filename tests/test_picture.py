@@ -1,9 +1,13 @@
-"""The picture of the pipeline: drawn in docs/architecture.md, shown elsewhere."""
+"""The picture of the pipeline, drawn in docs/architecture.md and shown elsewhere, and that of the imports."""
 
 from __future__ import annotations
 
+import ast
 import re
 import tomllib
+from collections import defaultdict
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -43,3 +47,30 @@ def test_the_layers_in_the_docs_are_those_of_the_linter() -> None:
     section = (ROOT / "docs" / "architecture.md").read_text().split("## Layers")[1].split("\n## ")[0]
     told = [re.findall(r"`(\w+)`", line.split("|")[1]) for line in section.splitlines() if line.startswith("| `")]
     assert told == [layer.split(" | ") for layer in layers]
+
+
+def imported_by(source: str) -> Iterator[str]:
+    """Every name that a module imports, in functions and for the type checker, too: ``package.module.name``."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (name.name for name in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{name.name}" for name in node.names)
+
+
+def test_imports_make_no_circle_among_the_modules_and_packages_of_a_package() -> None:
+    """A circle of modules anywhere is one of the children of the package that they share."""
+    source = ROOT / "src"
+    files = {path.relative_to(source).with_suffix("").parts: path for path in source.rglob("*.py")}
+    imports: dict[tuple[str, ...], dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
+    for module, path in files.items():
+        for name in imported_by(path.read_text(encoding="utf-8")):
+            parts = tuple(name.split("."))
+            found = (parts, parts[:-1], (*parts, "__init__"), (*parts[:-1], "__init__"))
+            target = next((one for one in found if one in files), module)
+            shared = next((n for n, (own, other) in enumerate(zip(module, target, strict=False)) if own != other), None)
+            if shared is not None:
+                imports[module[:shared]][module[shared]].add(target[shared])
+    assert len(imports) > 50
+    for children in imports.values():
+        TopologicalSorter(children).prepare()  # raises CycleError, which names the circle

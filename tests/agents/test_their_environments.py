@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from headway.agents.interface.program_messages import EpisodeEnd
-from headway.agents.programs.program import LoadedProgram, ProgramSpec
+from headway.agents.programs.loaded_program import LoadedProgram
+from headway.agents.programs.program_loader import ProgramSpec
 from headway.errors import ProgramFailed, UserCodeError
 from tests.programs.scripted import Script, calling, play, start
 

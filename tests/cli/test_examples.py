@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from headway.agents.rewards.score_request import RewardPart, RewardSpec, ScoreRequest
-from headway.agents.rewards.scorers import make_scorer
+from headway.agents.rewards.score_request import ScoreRequest
+from headway.agents.rewards.scorers import RewardPart, RewardSpec, make_scorer
 from headway.data.files import read_records
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

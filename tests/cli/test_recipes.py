@@ -14,8 +14,8 @@ from typing import Any
 import pyarrow.parquet
 import pytest
 
-from headway.agents.rewards.score_request import RewardPart, RewardSpec, ScoreRequest
-from headway.agents.rewards.scorers import make_scorer
+from headway.agents.rewards.score_request import ScoreRequest
+from headway.agents.rewards.scorers import RewardPart, RewardSpec, make_scorer
 from headway.config.loading import load
 from headway.config.sections.model_section import MakeModelConfig
 from headway.config.sizing.placement import resolve_placement

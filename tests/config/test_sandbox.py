@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from headway.agents.rewards.score_request import RewardSpec
+from headway.agents.rewards.scorers import RewardSpec
 from headway.config.doctor.doctor import diagnose
 from headway.config.loading import dump, load
 from headway.errors import ConfigError

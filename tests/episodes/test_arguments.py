@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.agents.chat.tool_arguments import Misfit, fitted
-from headway.agents.tools.python_tools import make_tool
+from headway.agents.interface.tool import make_tool
 
 
 class Colour(Enum):

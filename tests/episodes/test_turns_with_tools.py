@@ -10,7 +10,7 @@ from headway.agents.chat.template_checks import try_template
 from headway.agents.chat.tool_calls import choose_parser
 from headway.agents.episodes.token_tree import Transcript
 from headway.agents.interface.program_messages import said
-from headway.agents.tools.python_tools import make_tool
+from headway.agents.interface.tool import make_tool
 from headway.data.types import SampledTokens
 from tests.episodes.conftest import renderer_of
 

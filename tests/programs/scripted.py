@@ -16,7 +16,8 @@ from headway.agents.interface.program_messages import (
     calls_made,
     said,
 )
-from headway.agents.programs.program import LoadedProgram, ProgramSpec
+from headway.agents.programs.loaded_program import LoadedProgram
+from headway.agents.programs.program_loader import ProgramSpec
 from headway.errors import EpisodeOver
 
 

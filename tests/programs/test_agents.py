@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from headway.agents.interface.program_messages import Access, EpisodeEnd, EpisodeStart, TurnAnswer, TurnRequest, said
-from headway.agents.programs.program import ProgramSpec
+from headway.agents.programs.program_loader import ProgramSpec
 from headway.errors import ProgramFailed, UserCodeError
 
 WITH_OPENAI = pytest.mark.skipif(

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from headway.agents.programs.program import ProgramSpec
+from headway.agents.programs.program_loader import ProgramSpec
 from headway.errors import UserCodeError
 
 METHODS = {

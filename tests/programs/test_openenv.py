@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from headway.agents.adapters.openenv import text_field, web_socket
-from headway.agents.programs.program import LoadedProgram, ProgramSpec
+from headway.agents.programs.loaded_program import LoadedProgram
+from headway.agents.programs.program_loader import ProgramSpec
 from headway.errors import ProgramAway, ProgramFailed, UserCodeError
 from tests.programs.scripted import Script, play, start
 

@@ -8,7 +8,7 @@ import shutil
 
 import pytest
 
-from headway.agents.programs.program import ProgramSpec
+from headway.agents.programs.program_loader import ProgramSpec
 from headway.agents.tools.python_tools import Tool, load_tools
 from headway.errors import ConfigError, SandboxFailed, Unavailable, UserCodeError
 from headway.runtime.sandbox import sandbox as door

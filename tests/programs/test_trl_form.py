@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from headway.agents.interface.program_messages import said
-from headway.agents.programs.program import ProgramSpec
+from headway.agents.programs.program_loader import ProgramSpec
 from headway.errors import ProgramFailed, UserCodeError
 from tests.programs.scripted import Script, calling, play, start
 

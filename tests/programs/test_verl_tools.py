@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from headway.agents.programs.program import LoadedProgram, ProgramSpec
+from headway.agents.programs.loaded_program import LoadedProgram
+from headway.agents.programs.program_loader import ProgramSpec
 from headway.agents.tools.python_tools import load_tools
 from headway.agents.tools.toolbox import Toolbox
 from headway.errors import ProgramAway, ProgramFailed, UserCodeError

@@ -12,8 +12,8 @@ import pytest
 
 from headway.agents.rewards.code_reward import code_of
 from headway.agents.rewards.code_tests import CallTest, unit_tests_of
-from headway.agents.rewards.score_request import RewardSpec, ScoreRequest
-from headway.agents.rewards.scorers import make_scorer
+from headway.agents.rewards.score_request import ScoreRequest
+from headway.agents.rewards.scorers import RewardSpec, make_scorer
 from headway.config.loading import load
 from headway.data.files import Record, read_records
 from headway.runtime.user_code import load_object

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from headway.agents.tools.mcp_servers import McpServer, McpServerSpec
+from headway.agents.tools.mcp_connection import McpServerSpec
+from headway.agents.tools.mcp_servers import McpServer
 from headway.agents.tools.python_tools import load_tools
 from headway.agents.tools.toolbox import Toolbox
 from headway.data.files import read_records

@@ -24,8 +24,8 @@ from headway.agents.rewards.code_driver import ANSWER, JOB
 from headway.agents.rewards.code_reward import code_of
 from headway.agents.rewards.code_tests import AssertTest, CallTest, StdinTest, unit_tests_of
 from headway.agents.rewards.output_comparison import same_text, same_value
-from headway.agents.rewards.score_request import RewardPart, RewardSpec, ScoreRequest
-from headway.agents.rewards.scorers import make_scorer
+from headway.agents.rewards.score_request import ScoreRequest
+from headway.agents.rewards.scorers import RewardPart, RewardSpec, make_scorer
 from headway.errors import ConfigError, SandboxFailed, ScoringFailed
 from headway.runtime.sandbox import sandbox as door
 from headway.runtime.sandbox.sandbox_call import ENDS_S

@@ -20,7 +20,7 @@ import pytest
 
 from headway.agents.rewards import reward_workers as runners_module
 from headway.agents.rewards.reward_workers import RewardRunners
-from headway.agents.rewards.score_request import RewardPart, RewardSpec
+from headway.agents.rewards.scorers import RewardPart, RewardSpec
 from headway.config.schema import TaskConfig
 from headway.data.interfaces.rewards import Scores
 from headway.data.tasks import make_task
@@ -590,7 +590,7 @@ import asyncio, sys
 import numpy as np
 from headway.data.types import Prompt
 from headway.agents.rewards.reward_workers import RewardRunners
-from headway.agents.rewards.score_request import RewardPart, RewardSpec
+from headway.agents.rewards.scorers import RewardPart, RewardSpec
 
 async def main():
     spec = RewardSpec((RewardPart.of(sys.argv[1]),), timeout_s=600)

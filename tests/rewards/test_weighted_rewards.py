@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.agents.rewards.score_request import RewardPart, RewardSpec, ScoreRequest
-from headway.agents.rewards.scorers import MOST_NAMES, make_scorer
+from headway.agents.rewards.score_request import ScoreRequest
+from headway.agents.rewards.scorers import MOST_NAMES, RewardPart, RewardSpec, make_scorer
 from headway.config.doctor.doctor import diagnose
 from headway.config.loading import dump, load
 from headway.config.schema import Config

@@ -301,6 +301,11 @@ class RewardConfig(Section):
         return self.functions or (RewardFunctionConfig(function=self.function, params=self.params),)
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """Names of all reward functions."""
+        return tuple(one.function for one in self.all)
+
+    @property
     def by_program(self) -> bool:
         """True where episodes have the rewards that their programs give."""
         return self.functions is None and self.function == PROGRAM

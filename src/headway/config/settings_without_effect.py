@@ -79,7 +79,6 @@ def without_effect(config: Config) -> dict[str, str]:
         _model,
         _engine,
         _programs,
-        idle_sandbox_keys,
         _data,
         _reward,
         _validation,
@@ -124,6 +123,7 @@ def _programs(config: Config) -> Iterator[Idle]:
         yield "rollout.skip_special_tokens", "programs get answers with all that they say"
     if not config.rollout.has_program or config.async_training.on_update != "drain":
         yield "async_training.drain", "it is for on_update=drain and episodes that a program makes"
+    yield from idle_sandbox_keys(config.rollout.tools, config.reward.names)
 
 
 def _data(config: Config) -> Iterator[Idle]:

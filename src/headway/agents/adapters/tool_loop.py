@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 
+from headway.agents.interface.program import ProgramDescription
 from headway.agents.interface.program_chat import Chat
 from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart, Message
 from headway.agents.interface.tool import Tool
-from headway.agents.programs.program import ProgramDescription
 from headway.agents.tools.toolbox import Toolbox
 from headway.errors import EpisodeOver
 

@@ -16,11 +16,10 @@ from headway.agents.adapters.environment_pool import Instances
 from headway.agents.adapters.tool_loop import call_until_answered
 from headway.agents.interface.awaiting import are_coroutines, called
 from headway.agents.interface.failures import failing, number
+from headway.agents.interface.program import ProgramDescription, seed_generators
 from headway.agents.interface.program_chat import Chat
 from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart, Message, with_text
-from headway.agents.interface.tool import Tool
-from headway.agents.programs.program import ProgramDescription, seed_generators
-from headway.agents.tools.python_tools import make_tool
+from headway.agents.interface.tool import Tool, make_tool
 from headway.agents.tools.toolbox import Toolbox
 from headway.errors import EpisodeOver, ProgramFailed, UserCodeError, shown
 

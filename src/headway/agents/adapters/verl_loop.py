@@ -22,9 +22,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from headway.agents.interface.failures import number
+from headway.agents.interface.program import ProgramDescription
 from headway.agents.interface.program_chat import Chat
 from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart
-from headway.agents.programs.program import ProgramDescription
 from headway.errors import ProgramFailed, UserCodeError, boundary, shown
 
 EXPECTED = (

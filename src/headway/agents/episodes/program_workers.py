@@ -8,10 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from headway.agents.episodes.program_episode import Turn
+from headway.agents.interface.program import ProgramDescription
 from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart, TurnAnswer, TurnRequest
 from headway.agents.interface.sent_messages import ReceivedMessages
-from headway.agents.programs.program import ProgramDescription, ProgramSpec
-from headway.agents.tools.mcp_servers import McpServerSpec
+from headway.agents.programs.program_loader import ProgramSpec
+from headway.agents.tools.mcp_connection import McpServerSpec
 from headway.config.schema import Config
 from headway.config.sections.program_section import AgentCommand
 from headway.errors import ConfigError, RunError

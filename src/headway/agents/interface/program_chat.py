@@ -28,8 +28,7 @@ from headway.agents.interface.program_messages import (
     content_problem,
     too_much_ends,
 )
-from headway.agents.interface.tool import NAME, Tool, ToolResult
-from headway.agents.tools.python_tools import make_tool
+from headway.agents.interface.tool import NAME, Tool, ToolResult, make_tool
 from headway.errors import EpisodeOver, ProgramFailed, shown
 from headway.runtime.task_groups import concurrently
 

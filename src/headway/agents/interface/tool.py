@@ -5,8 +5,11 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from inspect import Parameter
 from typing import Any, Protocol
 
 from headway.agents.interface.awaiting import awaited
@@ -15,6 +18,10 @@ from headway.errors import ProgramFailed, Unavailable, UserCodeError, said_by, s
 
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 """Pattern for the name of a tool, as APIs and MCP take it."""
+EXPECTED = (
+    "a tool is a function that has a type on each parameter and a docstring: what it does and, under a line 'Args:', "
+    "a line 'name: what it is' for each parameter"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,3 +129,49 @@ def shown_to_model(value: Any) -> str:
         return json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError):
         return str(value)
+
+
+def make_tool(function: Callable[..., Any], spec: str) -> Tool:
+    """The tool that calls ``function``: a function or a bound method, which messages name ``spec``.
+
+    Raises:
+        UserCodeError: no tool can be made of it; says why, what was given, and what is expected.
+    """
+    if not (inspect.isfunction(function) or inspect.ismethod(function)):
+        raise UserCodeError(f"{spec}: it is a {type(function).__name__}, and no tool can be made of it; {EXPECTED}")
+    signature = inspect.signature(function)
+    refused = f"{spec}: no tool can be made of {function.__name__}{signature}"
+    for parameter in signature.parameters.values():
+        if parameter.kind in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD, Parameter.POSITIONAL_ONLY):
+            raise UserCodeError(f"{refused}: {str(parameter)!r} cannot be given by name, as arguments of calls are")
+    untyped = [name for name, parameter in signature.parameters.items() if parameter.annotation is Parameter.empty]
+    if untyped:
+        raise UserCodeError(f"{refused}: there is no type on {', '.join(untyped)}; {EXPECTED}")
+    if not inspect.getdoc(function):
+        raise UserCodeError(f"{refused}: it has no docstring; {EXPECTED}")
+    from transformers.utils import get_json_schema
+
+    try:
+        with _torch_left_out():
+            schema = get_json_schema(function)
+    except Exception as cause:
+        raise UserCodeError(f"{refused}: {said_by(cause)}; {EXPECTED}") from cause
+    return Tool(function.__name__, schema, function, origin=spec)
+
+
+@contextmanager
+def _torch_left_out() -> Iterator[None]:
+    """Keep transformers from importing torch, which it does merely to know a tensor's type if it sees one: a second and
+    180 MiB for each process of tools. Where user code has imported torch already, nothing changes.
+    """
+    from transformers.utils import chat_template_utils
+
+    asks = getattr(chat_template_utils, "is_torch_available", None)
+    if asks is None or "torch" in sys.modules:
+        yield
+        return
+    chat_template_utils.is_torch_available = lambda: False
+    try:
+        yield
+    finally:
+        chat_template_utils.is_torch_available = asks

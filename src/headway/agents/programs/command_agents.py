@@ -21,10 +21,10 @@ from typing import Any
 
 from headway.agents.interface.command_path import path_of_commands
 from headway.agents.interface.failures import number
+from headway.agents.interface.program import ProgramDescription
 from headway.agents.interface.program_chat import Chat
 from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart
 from headway.agents.programs.http_agents import accessed
-from headway.agents.programs.program import ProgramDescription
 from headway.errors import ProgramFailed, UserCodeError, cut, shown
 
 MOST_LINE = 2**20

@@ -10,9 +10,9 @@ from typing import Any
 
 from headway.agents.interface.awaiting import are_coroutines
 from headway.agents.interface.failures import number
+from headway.agents.interface.program import ProgramDescription
 from headway.agents.interface.program_chat import Chat
 from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart
-from headway.agents.programs.program import ProgramDescription
 from headway.errors import ProgramFailed, UserCodeError, shown
 
 RETURNS = "expected a number, a list with a number for each turn, both as (number, list), or None"

@@ -18,10 +18,10 @@ from typing import Any
 
 from headway.agents.interface.awaiting import called
 from headway.agents.interface.failures import number
+from headway.agents.interface.program import ProgramDescription
 from headway.agents.interface.program_chat import Chat
 from headway.agents.interface.program_messages import Access, EpisodeEnd, EpisodeStart
 from headway.agents.programs.custom_program import RETURNS, UsersRun, end_of
-from headway.agents.programs.program import ProgramDescription
 from headway.errors import ProgramFailed, UserCodeError, shown
 
 EXPECTED = "an agent is async def run(row, base_url, api_key), or a class or an object that has it"

@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from headway.agents.adapters.environment_pool import Instances
@@ -25,17 +27,88 @@ from headway.agents.adapters.skyrl_gym import SkyrlProgram
 from headway.agents.adapters.tool_loop import ToolLoop
 from headway.agents.adapters.trl_environments import TrlProgram, tool_names
 from headway.agents.adapters.verl_loop import VerlLoop, is_verl_loop
+from headway.agents.interface.program import Program
 from headway.agents.programs.command_agents import CommandProgram
 from headway.agents.programs.custom_program import EXPECTED, OwnProgram, check_arguments
 from headway.agents.programs.http_agents import AgentProgram
-from headway.agents.programs.program import Program, ProgramSpec
+from headway.agents.programs.loaded_program import LoadedProgram, beforehand
+from headway.agents.tools.mcp_connection import McpServerSpec
 from headway.agents.tools.mcp_servers import McpServer
 from headway.agents.tools.python_tools import load_tools
 from headway.agents.tools.toolbox import Toolbox
-from headway.errors import UserCodeError, shown
-from headway.runtime.user_code import load_object, names_a_server
+from headway.errors import UserCodeError, cut, shown
+from headway.runtime.sandbox.python_tool import PYTHON
+from headway.runtime.sandbox.sandbox_limits import SandboxSpec
+from headway.runtime.user_code import load_object, names_a_server, resolve_spec
 
 _GYMS = ("gymnasium", "gem", "gym")
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramSpec:
+    """The user's choice of a program, as ``config/sections/program_section.py`` has it. Pickles, and is loaded where
+    user code runs."""
+
+    tools: tuple[str, ...] = ()
+    environment: str | None = None
+    program: str | None = None
+    agent: str | None = None
+    command: tuple[str, ...] = ()
+    """The command of an agent that is one."""
+    directory: str | None = None
+    """The directory that commands are run in, where it is there."""
+    model_path: str | None = None
+    """Folder of the policy's tokenizer, for programs that work on token ids; None where there is none yet."""
+    prompt_length: int = 0
+    """The run's ``data.max_prompt_length``, which agent loops of verl's form are told."""
+    mcp: tuple[McpServerSpec, ...] = ()
+    params: Mapping[str, Any] = field(default_factory=dict)
+    max_turns: int | None = None
+    """The run's ``rollout.max_turns``, which SkyRL-gym's environments are told."""
+    sandbox: SandboxSpec = field(default_factory=SandboxSpec)
+    """The sandbox of the tool ``python``."""
+
+    @property
+    def shown(self) -> str:
+        """The program in messages: ``environment game.py:Game``."""
+        if self.environment is not None:
+            return f"environment {_short(self.environment)}"
+        if self.program is not None:
+            return f"program {_short(self.program)}"
+        if self.agent is not None:
+            return f"agent {_short(self.agent)}"
+        if self.command:
+            return f"agent {cut(' '.join(self.command), 60)}"
+        return f"tools {', '.join([*map(_short, self.tools), *(server.who for server in self.mcp)])}"
+
+    @property
+    def waits_s(self) -> float:
+        """Seconds for which loading may wait for servers, which say themselves that they are late."""
+        given = self.params.get("timeout_s", 30.0)
+        there = self.environment is not None and names_a_server(self.environment) and isinstance(given, int | float)
+        return sum(server.load_timeout_s for server in self.mcp) + (float(given) if there else 0.0)
+
+    def resolved(self) -> ProgramSpec:
+        """Return the spec with absolute paths, for a process with another working directory."""
+        return replace(
+            self,
+            tools=tuple(_resolved(tool) for tool in self.tools),
+            environment=None if self.environment is None else _resolved(self.environment),
+            mcp=tuple(server.resolved() for server in self.mcp),
+            program=None if self.program is None else resolve_spec(self.program),
+            agent=None if self.agent is None else resolve_spec(self.agent),
+            directory=str(Path.cwd()) if self.command else None,
+        )
+
+    def load(self) -> LoadedProgram:
+        """Import the user's code and recognise its form.
+
+        Raises:
+            UserCodeError: the code does not import, or has none of the forms; says what each of them lacks.
+            ProgramAway: a function that makes the environment met something that is away for a time.
+        """
+        with beforehand():
+            return LoadedProgram(load_program(self), self.shown)
 
 
 def load_program(spec: ProgramSpec) -> Program:
@@ -191,3 +264,17 @@ def _refuse_tools(spec: ProgramSpec) -> None:
 def _given_tools(spec: ProgramSpec) -> str:
     """The keys that give tools, for messages."""
     return " and ".join(key for key, value in (("rollout.tools", spec.tools), ("rollout.mcp", spec.mcp)) if value)
+
+
+def _resolved(spec: str) -> str:
+    """``spec`` with an absolute path, where it names a file."""
+    if names_a_server(spec) or spec == PYTHON:
+        return spec
+    return resolve_spec(spec) if ":" in spec else str(Path(spec).expanduser().resolve())
+
+
+def _short(spec: str) -> str:
+    if names_a_server(spec):
+        return spec
+    path, colon, name = spec.rpartition(":")
+    return f"{Path(path).name}:{name}" if colon else Path(spec).name

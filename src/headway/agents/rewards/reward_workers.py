@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from headway.agents.rewards.score_request import RewardSpec, ScoreRequest
+from headway.agents.rewards.score_request import ScoreRequest
+from headway.agents.rewards.scorers import RewardSpec
 from headway.data.interfaces.rewards import Scores
 from headway.errors import RunnerLost, ScoringFailed, ScoringTimedOut, UserCodeFailed
 from headway.runtime.workers.worker_pool import Runners

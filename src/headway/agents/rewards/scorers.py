@@ -14,31 +14,39 @@ import numbers
 import os
 import re
 import traceback
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from decimal import Decimal
 from inspect import iscoroutinefunction
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from headway.agents.rewards.built_in import BUILT_IN, Rule, make_rule
 from headway.agents.rewards.reward_metrics import FurtherNumbers, plain
-from headway.agents.rewards.score_request import RewardPart, RewardSpec, ScoreRequest
+from headway.agents.rewards.score_request import ScoreRequest
 from headway.agents.rewards.user_function import UserFunction
 from headway.data.interfaces.rewards import Scores
 from headway.data.tasks import make_task
 from headway.errors import ConfigError, HeadwayError, ScoringFailed, cut, raised_by, writable
-from headway.runtime.user_code import load_function, names_a_file
+from headway.runtime.sandbox.sandbox_limits import SandboxSpec
+from headway.runtime.user_code import load_function, names_a_file, resolve_spec
 from headway.runtime.workers.alarm import killed_after
+from headway.runtime.workers.worker_protocol import Ask
+
+if TYPE_CHECKING:
+    from headway.config.schema import Config
 
 Values = list[float | None]
 """Values of one part of the reward, [n]: finite, or None where the part does not apply."""
 
 LARGEST = float(np.finfo(np.float32).max)
 """Largest reward, positive or negative: rewards are float32, and anything larger would become infinite there."""
+HANGS_S = 60.0
+"""Seconds that the sandbox has, beyond the time of what runs in it, to start and to end its last call. It waits for
+nothing as long as that: see `headway.runtime.sandbox.sandbox_call.ENDS_S`."""
 REASON_LENGTH = 200
 MOST_NAMES = 50
 """Most names of further numbers that a process keeps: each is a metric."""
@@ -51,6 +59,93 @@ PartScorer = Callable[[ScoreRequest, FurtherNumbers], Values | Coroutine[Any, An
 
 
 @dataclass(frozen=True, slots=True)
+class RewardPart:
+    """One reward of a weighted sum."""
+
+    function: str
+    """A built-in reward or ``file.py:function`` (absolute path)."""
+    name: str
+    """The part's name in metrics and messages."""
+    weight: float = 1.0
+    params: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, function: str, **params: Any) -> RewardPart:
+        """Make a part of weight 1 under the function's own name."""
+        return cls(function, function.rpartition(":")[2], params=params)
+
+
+@dataclass(frozen=True, slots=True)
+class RewardSpec:
+    """The rewards that a process scores with. Nothing is checked here; `load` finds out whether they exist."""
+
+    parts: tuple[RewardPart, ...]
+    timeout_s: float
+    """Most seconds that one call of one function may take; see `limit_s`."""
+    task_name: str | None = None
+    task_params: Mapping[str, Any] = field(default_factory=dict)
+    seed: int = 0
+    sandbox: SandboxSpec = field(default_factory=SandboxSpec)
+    """The sandbox of the reward ``code``."""
+    answer_keys: tuple[str, ...] = ()
+    """Columns that ground truths are from: a user's function may ask for the answer by these names, too."""
+    columns: tuple[str, ...] | None = None
+    """Other columns that every row has, where they are known: a user's function must not need another one."""
+    lacked: Mapping[str, str] = field(default_factory=dict)
+    """Columns that some rows have → the first row that lacks each."""
+    workers: int = 1
+    """Processes that score at once on this machine: they share its cores."""
+    shared: bool = False
+    """The process scores several groups at once, on its event loop: for parts that are all asynchronous."""
+
+    @classmethod
+    def of(cls, config: Config) -> RewardSpec:
+        """Return the rewards that ``config`` asks for."""
+        data, task = config.data, config.data.task
+        keys = (data.answer_key, *(source.answer_key for source in (*data.sources, *data.val_sources)))
+        return cls(
+            parts=tuple(
+                RewardPart(
+                    resolve_spec(one.function) if names_a_file(one.function) else one.function,
+                    one.label,
+                    one.weight,
+                    one.params,
+                )
+                for one in config.reward.all
+            ),
+            timeout_s=config.reward.timeout_s,
+            task_name=task.name if task else None,
+            task_params=task.params if task else {},
+            seed=config.run.seed,
+            sandbox=config.sandbox.spec,
+            answer_keys=tuple(dict.fromkeys(key for key in keys if key not in (None, "auto") and key.isidentifier())),
+        )
+
+    def limit_s(self, part: RewardPart) -> float:
+        """Seconds after which a call of ``part`` is ended, with its process.
+
+        The reward ``code`` ends what it runs itself, the trial of a row's tests and then the tests: only a sandbox that
+        hangs goes beyond its limit.
+        """
+        return 2 * self.timeout_s + HANGS_S if part.function == "code" else self.timeout_s
+
+    @property
+    def function(self) -> str:
+        """The functions of the reward, as text for messages. With one in a file, `names_a_file` says so of the text,
+        too.
+        """
+        return ", ".join(part.function for part in self.parts)
+
+    @property
+    def shown(self) -> str:
+        return self.function
+
+    def load(self) -> HostedReward:
+        """Load the rewards, in the process that scores with them. Raises `ConfigError` or `UserCodeError`."""
+        return HostedReward(make_scorer(self))
+
+
+@dataclass(frozen=True, slots=True)
 class Scorer:
     """The rewards of a run, loaded."""
 
@@ -58,6 +153,24 @@ class Scorer:
     """Return the scores of a group. Awaits something only where `RewardSpec.shared` says so."""
     is_async: bool
     """All parts are asynchronous."""
+
+
+class HostedReward:
+    """Rewards, loaded: what a runner holds."""
+
+    def __init__(self, scorer: Scorer) -> None:
+        self._scorer = scorer
+
+    def describe(self) -> bool:
+        """Tell whether all parts are asynchronous, so that groups may share a process."""
+        return self._scorer.is_async
+
+    async def serve(self, job: ScoreRequest, ask: Ask) -> Scores:
+        """Return the group's scores. Raises `ScoringFailed` with the reason."""
+        return await self._scorer.score(job)
+
+    async def close(self) -> None:
+        """Close nothing: scorers hold nothing open."""
 
 
 def make_scorer(spec: RewardSpec) -> Scorer:

@@ -8,8 +8,10 @@ import os
 import shutil
 import string
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headway.agents.interface.command_path import path_of_commands
@@ -20,10 +22,43 @@ from headway.errors import ProgramFailed, Unavailable, UserCodeError, shown
 if TYPE_CHECKING:
     from mcp import Client
 
-    from headway.agents.tools.mcp_servers import McpServerSpec
-
 CLOSE_TIMEOUT_S = 10.0
 """Seconds for a connection to end; the SDK gives a server's process six of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class McpServerSpec:
+    """The user's choice of a server, as ``config/sections/mcp_section.py`` has it."""
+
+    name: str
+    command: tuple[str, ...] = ()
+    """The command that starts it and speaks on its standard input and output; empty where there is a URL."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    url: str | None = None
+    """Its address, where it speaks over streamable HTTP."""
+    headers: Mapping[str, str] = field(default_factory=dict)
+    timeout_s: float = 30.0
+    per_episode: bool = False
+    tools: tuple[str, ...] | None = None
+    """The tools that are offered; None for all."""
+
+    @property
+    def who(self) -> str:
+        """The server in messages."""
+        return f"rollout.mcp.{self.name}"
+
+    @property
+    def load_timeout_s(self) -> float:
+        """Seconds that loading its tools may wait for the server: until it is there, for its tools, and for its end."""
+        return 2 * self.timeout_s + 2 * CLOSE_TIMEOUT_S
+
+    def resolved(self) -> McpServerSpec:
+        """Return the spec with absolute paths of the files in its command, for another working directory."""
+        command = tuple(
+            str(Path(part).absolute()) if (n or os.sep in part) and Path(part).is_file() else part
+            for n, part in enumerate(self.command)
+        )
+        return replace(self, command=command)
 
 
 class Late(Unavailable):

@@ -12,20 +12,17 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from headway.agents.interface.awaiting import awaited
 from headway.agents.interface.failures import is_away
 from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart
 from headway.agents.interface.tool import Tool, ToolResult
-from headway.agents.tools.mcp_connection import CLOSE_TIMEOUT_S, Late, McpConnection, transport
+from headway.agents.tools.mcp_connection import CLOSE_TIMEOUT_S, Late, McpConnection, McpServerSpec, transport
 from headway.agents.tools.mcp_errors import in_words
 from headway.errors import ProgramAway, ProgramFailed, Unavailable, UserCodeError, cut, said_by
 
@@ -35,41 +32,6 @@ MISSING = (
     "rollout.mcp needs the package mcp, 2 or later, which is not installed here; install it with: "
     "pip install 'headway[mcp]'"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class McpServerSpec:
-    """The user's choice of a server, as ``config/sections/mcp_section.py`` has it."""
-
-    name: str
-    command: tuple[str, ...] = ()
-    """The command that starts it and speaks on its standard input and output; empty where there is a URL."""
-    env: Mapping[str, str] = field(default_factory=dict)
-    url: str | None = None
-    """Its address, where it speaks over streamable HTTP."""
-    headers: Mapping[str, str] = field(default_factory=dict)
-    timeout_s: float = 30.0
-    per_episode: bool = False
-    tools: tuple[str, ...] | None = None
-    """The tools that are offered; None for all."""
-
-    @property
-    def who(self) -> str:
-        """The server in messages."""
-        return f"rollout.mcp.{self.name}"
-
-    @property
-    def load_timeout_s(self) -> float:
-        """Seconds that `McpServer.load` may wait for the server: until it is there, for its tools, and for its end."""
-        return 2 * self.timeout_s + 2 * CLOSE_TIMEOUT_S
-
-    def resolved(self) -> McpServerSpec:
-        """Return the spec with absolute paths of the files in its command, for another working directory."""
-        command = tuple(
-            str(Path(part).absolute()) if (n or os.sep in part) and Path(part).is_file() else part
-            for n, part in enumerate(self.command)
-        )
-        return replace(self, command=command)
 
 
 class McpServer:

@@ -20,11 +20,10 @@ from urllib.parse import urlsplit
 from headway.agents.endpoint.endpoint_address import check_address
 from headway.agents.episodes.episode_settings import chats_of
 from headway.agents.episodes.program_workers import ProgramRunners, program_spec, variables
-from headway.agents.programs.program import ProgramDescription
+from headway.agents.interface.program import ProgramDescription
 from headway.agents.rewards.code_tests import unit_tests_of
 from headway.agents.rewards.reward_workers import RewardRunners
-from headway.agents.rewards.score_request import RewardSpec
-from headway.agents.rewards.scorers import make_scorer
+from headway.agents.rewards.scorers import RewardSpec, make_scorer
 from headway.api.checks.model_checks import (
     check_biases,
     check_built,

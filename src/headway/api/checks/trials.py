@@ -26,7 +26,7 @@ from headway.agents.episodes.episode_settings import chat_hosting, limits_of
 from headway.agents.episodes.local_episodes import keeping
 from headway.agents.episodes.program_episode import Hosting
 from headway.agents.episodes.program_workers import ProgramRunners, program_spec
-from headway.agents.programs.program import ProgramDescription
+from headway.agents.interface.program import ProgramDescription
 from headway.agents.rewards.reward_workers import RewardRunners
 from headway.api.checks.preflight import (
     check_inputs,

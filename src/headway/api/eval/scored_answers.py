@@ -20,7 +20,7 @@ from headway.agents.episodes.program_episode import Hosting
 from headway.agents.episodes.program_workers import ProgramRunners, variables
 from headway.agents.rewards.program_reward import own_scores
 from headway.agents.rewards.reward_workers import RewardRunners
-from headway.agents.rewards.score_request import RewardSpec
+from headway.agents.rewards.scorers import RewardSpec
 from headway.api.eval.evaluation_settings import EvaluationJob
 from headway.api.eval.figures import ScoredAnswer, Solved
 from headway.data.interfaces.episode_groups import FinishedGroup, GroupRequest

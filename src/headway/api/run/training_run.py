@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from headway.agents.episodes.program_workers import variables
 from headway.agents.rewards.reward_workers import HOPELESS, RewardRunners
-from headway.agents.rewards.score_request import RewardSpec
+from headway.agents.rewards.scorers import RewardSpec
 from headway.api.control_socket import listening
 from headway.api.run.interrupts import Interrupts
 from headway.api.run.run_control import RunControl

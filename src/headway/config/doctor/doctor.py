@@ -56,7 +56,6 @@ def diagnose(loaded: LoadedConfig, *, supervised: bool = False) -> list[str]:
         _data,
         _reward,
         _programs,
-        sandbox_problems,
         _length,
         _sampling,
         algorithm_problems,
@@ -146,10 +145,12 @@ def _programs(config: Config) -> Iterator[str]:
         yield "data.chat_template=always: programs get text prompts as a user's message anyway; leave it at auto"
     yield from program_problems(
         config.rollout,
+        n=config.rollout.n,
         by_program=config.reward.by_program,
         max_response_length=config.data.max_response_length,
         stall_timeout_s=config.cluster.stall_timeout_s,
     )
+    yield from sandbox_problems(config.sandbox, config.rollout)
 
 
 def _reward(config: Config) -> Iterator[str]:
@@ -378,7 +379,7 @@ def _update(config: Config) -> Iterator[str]:
 
 def _notes(loaded: LoadedConfig) -> Iterator[str]:
     config = loaded.config
-    yield from sandbox_notes(config)
+    yield from sandbox_notes(config.sandbox, config.rollout.tools, config.reward.names)
     settings, b = config.async_training, config.groups_per_version
     of_mode, usual = preset(config.mode), without_effect(mode_config(config.mode))
     for key, reason in without_effect(config).items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
@@ -11,9 +11,6 @@ from headway.config.sections.mcp_section import McpServerConfig, mcp_problems
 from headway.config.sections.section import NonNegative, Positive, Section
 from headway.runtime.sandbox.python_tool import PYTHON
 from headway.runtime.user_code import names_a_file, names_a_server
-
-if TYPE_CHECKING:
-    from headway.config.sections.rollout_section import RolloutConfig
 
 _EXAMPLES = {"tools": "look_up", "environment": "Game", "program": "run", "agent": "run"}
 
@@ -117,9 +114,10 @@ class ProgramKeys(Section):
 
 
 def program_problems(
-    rollout: RolloutConfig, *, by_program: bool, max_response_length: int, stall_timeout_s: float
+    rollout: ProgramKeys, *, n: int, by_program: bool, max_response_length: int, stall_timeout_s: float
 ) -> Iterator[str]:
-    """What is wrong with programs and their limits. ``by_program``: the reward is the program's own."""
+    """What is wrong with programs and their limits. ``n``: episodes of a group; ``by_program``: the reward is the
+    program's own."""
     if rollout.has_program and rollout.step_timeout_s >= stall_timeout_s:
         yield (
             f"rollout.step_timeout_s={rollout.step_timeout_s:g} lets all episodes be in a step for longer than nothing "
@@ -160,11 +158,11 @@ def program_problems(
             f"rollout.max_turn_tokens={rollout.max_turn_tokens} is more than an answer may have, "
             f"data.max_response_length={max_response_length}; lower the one or raise the other"
         )
-    if rollout.min_episodes is not None and rollout.min_episodes > rollout.n:
-        yield f"rollout.min_episodes={rollout.min_episodes} is more than a group has, rollout.n={rollout.n}; lower it"
+    if rollout.min_episodes is not None and rollout.min_episodes > n:
+        yield f"rollout.min_episodes={rollout.min_episodes} is more than a group has, rollout.n={n}; lower it"
 
 
-def idle_program_keys(rollout: RolloutConfig) -> Iterator[tuple[str, str]]:
+def idle_program_keys(rollout: ProgramKeys) -> Iterator[tuple[str, str]]:
     """Keys of programs that change nothing → why."""
     if not rollout.has_program:
         for key in ProgramKeys.model_fields:

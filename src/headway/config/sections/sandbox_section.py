@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Collection, Iterator
+from typing import Literal
 
 from pydantic import Field
 
+from headway.config.sections.program_section import ProgramKeys
 from headway.config.sections.section import Positive, Section
 from headway.runtime.sandbox.process_limits import TELLS
 from headway.runtime.sandbox.python_tool import PYTHON
 from headway.runtime.sandbox.sandbox_limits import SandboxLimits, SandboxSpec
-
-if TYPE_CHECKING:
-    from headway.config.schema import Config
 
 CODE = "code"
 """Name of the reward that runs a row's unit tests."""
@@ -47,14 +45,13 @@ class SandboxConfig(Section):
         return SandboxSpec(self.kind, SandboxLimits(**limits))
 
 
-def runs_code(config: Config) -> bool:
-    """Tell whether the run has a use for the sandbox."""
-    return PYTHON in config.rollout.tools or any(one.function == CODE for one in config.reward.all)
+def runs_code(tools: Collection[str], rewards: Collection[str]) -> bool:
+    """Tell whether a run with these tools and reward functions has a use for the sandbox."""
+    return PYTHON in tools or CODE in rewards
 
 
-def sandbox_problems(config: Config) -> Iterator[str]:
+def sandbox_problems(sandbox: SandboxConfig, rollout: ProgramKeys) -> Iterator[str]:
     """What is wrong with the sandbox's limits."""
-    sandbox, rollout = config.sandbox, config.rollout
     if PYTHON in rollout.tools and sandbox.wall_s >= rollout.step_timeout_s:
         yield (
             f"sandbox.wall_s={sandbox.wall_s:g} lets one call of the tool python take as long as a whole step, "
@@ -62,16 +59,16 @@ def sandbox_problems(config: Config) -> Iterator[str]:
         )
 
 
-def idle_sandbox_keys(config: Config) -> Iterator[tuple[str, str]]:
+def idle_sandbox_keys(tools: Collection[str], rewards: Collection[str]) -> Iterator[tuple[str, str]]:
     """Keys of the sandbox that change nothing → why."""
-    if not runs_code(config):
+    if not runs_code(tools, rewards):
         for key in SandboxConfig.model_fields:
             yield f"sandbox.{key}", "nothing runs in it: rollout.tools has no python, and reward.function is not code"
-    elif PYTHON not in config.rollout.tools:
+    elif PYTHON not in tools:
         yield "sandbox.wall_s", "each test of the reward code has a limit of its own, reward.params.timeout_s"
 
 
-def sandbox_notes(config: Config) -> Iterator[str]:
+def sandbox_notes(sandbox: SandboxConfig, tools: Collection[str], rewards: Collection[str]) -> Iterator[str]:
     """What the user is told of the sandbox at the start."""
-    if runs_code(config) and config.sandbox.kind == "process_limits":
+    if runs_code(tools, rewards) and sandbox.kind == "process_limits":
         yield TELLS

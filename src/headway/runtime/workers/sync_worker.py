@@ -11,8 +11,12 @@ from typing import Any
 from headway.errors import HeadwayError, UserCodeFailed
 from headway.runtime.frames import Frame
 from headway.runtime.workers.redaction import Redaction
+from headway.runtime.workers.user_code_boundary import (
+    closed,
+    nothing_returns_but_this_process,
+    print_traceback,
+)
 from headway.runtime.workers.wire import BlockingChannel, FrameKind, pickled_error, unpickled
-from headway.runtime.workers.worker_main import closed, nothing_returns_but_this_process, print_traceback
 from headway.runtime.workers.worker_protocol import Hosted
 
 

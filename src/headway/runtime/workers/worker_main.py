@@ -13,9 +13,7 @@ import pickle
 import signal
 import socket
 import sys
-import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -23,6 +21,7 @@ from headway.errors import HeadwayError, UserCodeError, cut, said_by
 from headway.runtime.child_python import guarded
 from headway.runtime.frames import Frame
 from headway.runtime.workers.redaction import Redaction
+from headway.runtime.workers.user_code_boundary import nothing_returns_but_this_process, print_traceback
 from headway.runtime.workers.wire import MOST_SAID, BlockingChannel, FrameKind, pickled_error
 from headway.runtime.workers.worker_protocol import Hosted, HostedSpec
 
@@ -102,36 +101,6 @@ def _loaded(start: WorkerStart, channel: BlockingChannel, redaction: Redaction) 
             hosted, told = None, Frame(FrameKind.FAILED, payload=pickled_error(error, redaction))
     channel.send(told)
     return hosted
-
-
-async def closed(hosted: Hosted) -> None:
-    """Have the user's code close what it holds, if it has ``close``. In a process without an event loop this awaits
-    nothing."""
-    with nothing_returns_but_this_process():
-        try:
-            await hosted.close()
-        except (Exception, SystemExit):
-            print_traceback()
-
-
-def print_traceback() -> None:
-    """Print the exception that is being handled; user code may have closed what this process prints to."""
-    with suppress(OSError, ValueError):
-        traceback.print_exc()
-
-
-@contextmanager
-def nothing_returns_but_this_process() -> Iterator[None]:
-    """End at the block's end, whatever that is, the children that user code forked in it and let return.
-
-    Such a child holds the runner's connection; it would answer the host a second time.
-    """
-    pid = os.getpid()
-    try:
-        yield
-    finally:
-        if os.getpid() != pid:
-            os._exit(0)
 
 
 def _leave_signals_to_the_host() -> None:
