@@ -64,6 +64,15 @@ async def moody_async(response):
             raise ValueError("no verdict")
     return float(os.getpid())
 
+async def computes(response):
+    """Compute for 20 ms between two waits."""
+    await asyncio.sleep(0.05)
+    end = time.thread_time() + 0.02
+    while time.thread_time() < end:
+        pass
+    await asyncio.sleep(0.05)
+    return 1.0
+
 def raises(response):
     raise ValueError("no\\nverdict")
 
@@ -257,6 +266,26 @@ async def test_an_asynchronous_call_that_is_late_or_raises_fails_its_group_and_l
     assert beside.rewards.tolist() == after.rewards.tolist()
     assert timeouts == [1]
     assert "in moody_async" in log.read_text()
+
+
+async def test_asynchronous_calls_that_compute_do_not_use_up_the_time_of_other_groups(user_file: Path) -> None:
+    """The 128 calls compute for 2.6 s together, each of them a fiftieth of its limit."""
+    async with reward_of(f"{user_file}:computes", timeout_s=1) as reward:
+        groups = await asyncio.gather(*(reward.score(prompt(), ["answer"] * 16) for _ in range(8)))
+    assert [scores.rewards.sum() for scores in groups] == [16.0] * 8
+
+
+async def test_loading_an_asynchronous_reward_to_check_it_starts_one_process(user_file: Path, tmp_path: Path) -> None:
+    log = tmp_path / "reward.log"
+    spec = RewardSpec((RewardPart.of(f"{user_file}:awaited"),), 10.0)
+    reward = RewardRunners(spec, workers=1, retries=0, log_path=log)
+    try:
+        await reward.load()
+        assert log.read_text().count("reward worker runs") == 1
+        assert (await reward.score(prompt(), ["no", "yes"])).rewards.tolist() == [0.0, 1.0]
+        assert log.read_text().count("reward worker runs") == 2
+    finally:
+        await reward.close()
 
 
 @pytest.mark.parametrize(

@@ -77,19 +77,24 @@ class RewardRunners:
         self._not_tried: set[asyncio.Task[Scores]] = set()
         self._closed = False
 
-    async def start(self) -> None:
-        """Have one runner load the reward; the others follow. Where all functions are asynchronous, runners that groups
-        share take its place.
+    async def load(self) -> None:
+        """Have a runner load the reward once: where all functions are asynchronous, it ends, and runners that groups
+        share are still to start. Otherwise it stays, and the others follow.
 
         Raises:
             ConfigError: unknown reward or task, or parameters that it does not take.
             UserCodeError: the user's file does not import, lacks the function, or the function's parameters do not fit.
             WorkerDied: the process ended, or did not get ready in time.
         """
-        if await self._runners.start():
+        if await self._runners.start() and not self._spec.shared:
             await self._runners.close()
             self._spec = replace(self._spec, shared=True)
             self._runners = self._make_runners()
+
+    async def start(self) -> None:
+        """Load the reward, and start all runners that groups share. Raises as `load`."""
+        await self.load()
+        if self._spec.shared:
             await self._runners.start()
 
     def _make_runners(self) -> Runners:

@@ -44,6 +44,8 @@ NEVER_GIVEN: Mapping[str, str] = {
 """Arguments that TRL's trainer gives and Headway does not, and why."""
 
 
+LOOKS = 10
+"""Sleeps in which the time limit of an asynchronous call is counted, so that one that ends late counts once."""
 LOGGERS = ("log_metric", "log_extra")
 """Functions that TRL's trainer gives."""
 
@@ -185,13 +187,18 @@ class UserFunction:
             raise _FunctionExited(end) from None
 
     async def _call_async(self, arguments: Mapping[str, Any], timeout_s: float | None, of: str = "") -> Any:
+        limit = asyncio.timeout(None)
+        looking = None if timeout_s is None else asyncio.create_task(_expire(limit, timeout_s))
         try:
-            async with asyncio.timeout(timeout_s) as limit:
+            async with limit:
                 return await self._call(arguments)
         except Exception as error:
             if not limit.expired():  # a time limit of the function's own, among others
                 raise
             raise ScoringTimedOut(f"timeout after {timeout_s:g} s{of}") from error
+        finally:
+            if looking is not None:
+                looking.cancel()
 
     def _arguments(self, request: ScoreRequest, responses: list[str]) -> dict[str, Any]:
         """Return all arguments that there are for a call over ``responses``: the group's, or one of them."""
@@ -264,6 +271,13 @@ class UserFunction:
                     f"reward.function: {self._name} needs {name!r}, which Headway does not give: {NEVER_GIVEN[name]}; "
                     "give the parameter a default"
                 )
+
+
+async def _expire(limit: asyncio.Timeout, timeout_s: float) -> None:
+    """Have ``limit`` expire after ``timeout_s``, less the time for which other calls held the event loop."""
+    for _ in range(LOOKS):
+        await asyncio.sleep(timeout_s / LOOKS)
+    limit.reschedule(asyncio.get_running_loop().time())
 
 
 def _scores_of(values: Any, request: ScoreRequest, further: FurtherNumbers) -> Any:

@@ -1,7 +1,8 @@
 """Checks of a run's inputs before its directory is made, a model warmed up or a worker started.
 
 `check_inputs` ─▶ the rows to train on        the model's files and its mesh, data, reward: no torch, so that
-                                              ``--dry-run`` and the doctor can ask, too, by `check_prompts`, too
+                                              ``--dry-run`` and the doctor can ask, too
+`check_prompts` ─▶ tokenizer, prompts         more of the model's folder, prompts as tokens: no torch either
 `check_model`  ─▶ prompts                     the algorithm's names, what the model's files say, prompts as tokens
 """
 
@@ -228,7 +229,7 @@ def one_reward_runner(config: Config, spec: RewardSpec, log_path: Path | None = 
 async def load_reward(reward: RewardRunners, spec: RewardSpec) -> None:
     """Load the user's reward in a subprocess. Raises `UserCodeError` if it cannot be used."""
     advice = "raise reward.timeout_s above the time that it needs"
-    await _in_time(reward.start(), spec.function, max(LOAD_TIMEOUT_S, spec.timeout_s), advice)
+    await _in_time(reward.load(), spec.function, max(LOAD_TIMEOUT_S, spec.timeout_s), advice)
 
 
 async def load_program(config: Config, rows: Rows, programs: ProgramRunners) -> ProgramDescription:
