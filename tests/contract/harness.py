@@ -24,6 +24,7 @@ from headway.data.interfaces.generation import FinishedCall, GenerateRequest, Pr
 from headway.data.interfaces.rollout import Capabilities, OnUpdate
 from headway.data.interfaces.rollout import RolloutEngine as Engine
 from headway.data.types import FinishReason, SampledTokens, TrajectoryId
+from headway.models.made_model import EOS, PAD
 
 CONTEXT = 192
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789+="
@@ -189,8 +190,8 @@ def numbers_of(calls: Iterable[GenerateRequest]) -> list[int]:
 
 
 def text_of(ids: Sequence[int]) -> str:
-    """What the models' tokenizer decodes ``ids`` to."""
-    return "".join(CHARACTERS[i - 2] for i in ids if i >= 2)
+    """What the models' tokenizer decodes ``ids`` to, special tokens included, as stop strings see them."""
+    return "".join((PAD, EOS, *CHARACTERS)[i] for i in ids)
 
 
 @dataclass(frozen=True, slots=True)
