@@ -3,12 +3,16 @@
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from headway.runtime.moved_modules import install
+
 if TYPE_CHECKING:
     from headway.api import Evaluation, Run, evaluate, load, plan, train
     from headway.errors import HeadwayError, RunError, UserError
 
 __all__ = ["Evaluation", "HeadwayError", "Run", "RunError", "UserError", "evaluate", "load", "plan", "train"]
 __version__ = "0.1.0"
+
+install()
 
 if not TYPE_CHECKING:  # a type checker is to find misspelled names
 

@@ -68,6 +68,7 @@ def test_greedy_answers_are_those_of_transformers_and_are_counted(
 
 
 def test_several_answers_are_counted_by_pass_at_k_and_come_again_with_the_seed(tiny: Path, tmp_path: Path) -> None:
+    """Three whole evaluations, each with its engine and a reward worker."""
     (tmp_path / "reward.py").write_text("def score(response): return float(response[:1] < 'h')\n")
     data = write(tmp_path / "test.jsonl", [{"prompt": f"{i}+{i}=", "answer": ""} for i in range(5)])
     outputs = [tmp_path / f"{i}.jsonl" for i in range(3)]

@@ -231,6 +231,7 @@ def test_lengths_beyond_the_models_positions_are_refused(job: dict[str, Any]) ->
 
 
 def test_prompts_that_are_all_too_long_are_refused(job: dict[str, Any]) -> None:
+    """Takes longer where it is the first in its process that opens a tokenizer, which imports transformers."""
     with pytest.raises(DataError, match=r"more than data\.max_prompt_length=1 tokens; raise it"):
         check(changed(job, "data", max_prompt_length=1))
 

@@ -126,6 +126,7 @@ def for_gpus(recipe: str) -> dict[int, list[str]]:
     quick=[("gsm8k-grpo", 8), ("dapo-math", 64), ("reasoning-gym", 1)],
 )
 def test_a_recipe_takes_as_many_gpus_as_its_comments_say(recipe: str, gpus: int, data: dict[str, list[str]]) -> None:
+    """A dry run of a whole recipe: its model, its data and its reward are tried."""
     overrides = [*data[recipe], *for_gpus(recipe)[gpus]]
     path = ROOT / "recipes" / f"{recipe}.yaml"
     done = run("train", str(path), *overrides, "--dry-run")

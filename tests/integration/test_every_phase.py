@@ -201,6 +201,7 @@ def test_a_full_disk_at_the_export_is_one_message_and_the_run_that_goes_on_expor
 def test_a_model_folder_that_breaks_while_the_run_trains_is_told_at_the_export_of_a_complete_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Takes longer where it is the first run in its process, which imports torch and transformers."""
     own, run_dir = make_job(tmp_path), tmp_path / "run"
     at(PHASES["export"], monkeypatch, lambda: (tmp_path / "model" / "tokenizer.json").write_text("{"))
     done = headway_train(own, run_dir, "cluster.backend=inline", "rollout.total_rollout_steps=4")

@@ -160,6 +160,14 @@ def harmful(state: bytes) -> bytes:
     return header + b"\n" + zlib.compress(pickle.dumps(shutil.rmtree))
 
 
+def of_old_modules(state: bytes) -> bytes:
+    """Named as before its classes moved to `headway.reports.metrics`."""
+    import zlib
+
+    header, _, _ = state.partition(b"\n")
+    return header + b"\n" + zlib.compress(b"cheadway.reports.run_metrics\nRunMetrics\n)\x81.")
+
+
 @pytest.mark.parametrize(
     "spoil",
     [
@@ -168,8 +176,9 @@ def harmful(state: bytes) -> bytes:
         lambda state: state.replace(b'"code": "', b'"code": "other'),
         lambda state: state.replace(b'"line": ', b'"line": 1'),
         harmful,
+        of_old_modules,
     ],
-    ids=["empty", "half", "of other code", "of another boundary", "of other classes"],
+    ids=["empty", "half", "of other code", "of another boundary", "of other classes", "of old modules"],
 )
 def test_a_state_that_does_not_fit_is_passed_over(run: Path, tmp_path: Path, spoil: Any) -> None:
     directory = RunDirectory(copy(run, tmp_path))

@@ -74,6 +74,7 @@ def fenced(code: str) -> str:
          "HumanEval", "HumanEval, wrong"],
 )  # fmt: skip
 def test_each_form_of_tests_is_recognised_and_run(code: str, answer: Any, extra: dict[str, Any], score: float) -> None:
+    """Starts a sandbox and an interpreter for the trial of the tests and for each test."""
     assert value(fenced(code), answer, extra) == score
 
 
@@ -309,6 +310,7 @@ def test_returned_values_are_compared_as_plain_data(told: str, expected: Any, sa
     ],
 )
 def test_asserts_are_not_passed_by_leaving_or_printing(code: str) -> None:
+    """Starts a sandbox and an interpreter for the trial of the tests and for each test."""
     assert value(code, ADDS, most_tests=1) == 0.0
 
 

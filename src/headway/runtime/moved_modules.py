@@ -1,0 +1,60 @@
+"""Import of documented modules by the paths that they had before they moved, for one release, with a warning."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+_SAME_NAME = ("advantages", "profiling", "prompts", "rewards", "rollout", "steps", "training", "weights")
+MOVED = {
+    "headway.interfaces": "headway.data.interfaces",
+    "headway.interfaces.calls": "headway.data.interfaces.generation",
+    "headway.interfaces.keeper": "headway.data.interfaces.episode_groups",
+    **{f"headway.interfaces.{name}": f"headway.data.interfaces.{name}" for name in _SAME_NAME},
+    "headway.programs.chat": "headway.agents.interface.program_chat",
+    "headway.rewards.request": "headway.agents.rewards.score_request",
+    "headway.weights.protocols": "headway.engines.weights.protocols",
+}
+"""Old path of a module → its path now."""
+RENAMED = {
+    "Call": "GenerateRequest",
+    "Incoming": "IncomingWeights",
+    "Outgoing": "OutgoingWeights",
+    "Parcel": "StoredVersion",
+}
+"""Old name of a class in those modules → its name now."""
+PARENTS = {name.rpartition(".")[0] for name in MOVED} - {"headway", *MOVED}
+
+
+class MovedModules(MetaPathFinder, Loader):
+    """Finder of the old paths. Each becomes a module that looks its names up in the module's new place."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        return ModuleSpec(name, self, is_package=True) if name in MOVED or name in PARENTS else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        if module.__name__ in PARENTS:
+            return
+        new = MOVED[module.__name__]
+        warnings.warn(f"{module.__name__} is now {new}; import that", DeprecationWarning, stacklevel=2)
+        there = import_module(new)
+
+        def look_up(name: str) -> object:
+            if name.startswith("__") or not hasattr(there, RENAMED.get(name, name)):
+                raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
+            if name in RENAMED:
+                warnings.warn(f"{name} is now {RENAMED[name]} of {new}", DeprecationWarning, stacklevel=2)
+            return getattr(there, RENAMED.get(name, name))
+
+        module.__dict__["__getattr__"] = look_up
+
+
+def install() -> None:
+    """Add the finder, once: before others, which may find folders that old versions left behind."""
+    if not any(isinstance(finder, MovedModules) for finder in sys.meta_path):
+        sys.meta_path.insert(0, MovedModules())
