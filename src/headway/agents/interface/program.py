@@ -18,7 +18,7 @@ class ProgramDescription:
     form: str
     """Name of the form by which the user's code was recognised."""
     is_async: bool
-    """The program shares an event loop with others; otherwise it blocks, and needs a process of its own."""
+    """The program shares an event loop with others; otherwise it blocks, and needs a separate process."""
     tools: tuple[ToolSchema, ...] = ()
     """Schemas of the tools that are known beforehand."""
     gives_reward: bool | None = None
@@ -31,7 +31,7 @@ class Program(Protocol):
     """One form of user code."""
 
     is_async: bool
-    """The program shares an event loop with others; otherwise it blocks, and needs a process of its own."""
+    """The program shares an event loop with others; otherwise it blocks, and needs a separate process."""
 
     def describe(self) -> ProgramDescription:
         """Return what is known before the first episode. May make an environment for that.

@@ -29,7 +29,7 @@ class LoadedProgram:
 
     @property
     def is_async(self) -> bool:
-        """The program shares an event loop with others; otherwise it blocks, and needs a process of its own."""
+        """The program shares an event loop with others; otherwise it blocks, and needs a separate process."""
         return self._program.is_async
 
     def describe(self) -> ProgramDescription:

@@ -312,7 +312,7 @@ def _attributed(name: str | None) -> Iterator[None]:
 
 
 def _is_cancelled() -> bool:
-    """Tell whether the group is to be scored no more, rather than that user code has cancelled something of its own."""
+    """Tell whether the group's scoring is cancelled, and not only a task of the user's code."""
     try:
         task = asyncio.current_task()
     except RuntimeError:  # there is no event loop

@@ -66,7 +66,7 @@ class Late(Unavailable):
 
 
 class McpConnection:
-    """One connection, held open by a task of its own: the SDK wants it closed by whom it was opened."""
+    """One connection, held open by a separate task: the SDK wants one task to open and close it."""
 
     def __init__(self, spec: McpServerSpec, target: Callable[[], Any]) -> None:
         self._spec, self._target = spec, target
@@ -87,7 +87,7 @@ class McpConnection:
 
     @property
     def why(self) -> str:
-        """What ended it, for the end of a message."""
+        """Its cause, to append to a message."""
         return "" if self._cause is None else f": {in_words(self._cause)}"
 
     def tell_noise(self) -> None:

@@ -26,7 +26,7 @@ def is_unfit(cause: BaseException) -> bool:
 
 
 def unreadable(cause: Exception) -> Any:
-    """What came in place of a message that cannot be read."""
+    """The text or error in place of a message."""
     errors: Any = getattr(cause, "errors", list)()
     return errors[0].get("input") if errors else said_by(cause)
 

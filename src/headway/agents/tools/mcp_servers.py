@@ -252,7 +252,7 @@ class _McpLink:
 
 
 class _CallRefused(Exception):
-    """Exception for a call that the server refused with a reason, which the model is told."""
+    """Exception for a call that the server refused. Its text goes to the model."""
 
 
 def _text_of(result: Any, who: str) -> str:

@@ -51,7 +51,7 @@ def runs_code(tools: Collection[str], rewards: Collection[str]) -> bool:
 
 
 def sandbox_problems(sandbox: SandboxConfig, rollout: ProgramKeys) -> Iterator[str]:
-    """What is wrong with the sandbox's limits."""
+    """Yield problems of the sandbox's limits."""
     if PYTHON in rollout.tools and sandbox.wall_s >= rollout.step_timeout_s:
         yield (
             f"sandbox.wall_s={sandbox.wall_s:g} lets one call of the tool python take as long as a whole step, "
@@ -69,6 +69,6 @@ def idle_sandbox_keys(tools: Collection[str], rewards: Collection[str]) -> Itera
 
 
 def sandbox_notes(sandbox: SandboxConfig, tools: Collection[str], rewards: Collection[str]) -> Iterator[str]:
-    """What the user is told of the sandbox at the start."""
+    """Yield warnings about the sandbox at the start."""
     if runs_code(tools, rewards) and sandbox.kind == "process_limits":
         yield TELLS
