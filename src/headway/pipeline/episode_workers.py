@@ -289,8 +289,7 @@ class EpisodeWorkers:
             self._changed.changed()
 
     async def _dropped_at(self, replica: RolloutEngine, keeper: str) -> None:
-        """Have ``replica`` drop the calls of a keeper that is gone: nobody else tells it. A replica that does not
-        answer is its supervision's affair."""
+        """Have ``replica`` drop the calls of a lost keeper. Errors are left to the replica's supervision."""
         with suppress(HeadwayError, TimeoutError):
             async with asyncio.timeout(self._timeout_s):
                 await replica.drop(keeper)

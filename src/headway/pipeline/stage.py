@@ -93,8 +93,8 @@ class Stage(ABC, Generic[In, Out]):
         *,
         gate: Gate | None = None,
     ) -> None:
-        """Create a stage. ``input``: None for a stage with a `get_input_data` of its own. ``output``: None where
-        nothing comes out. ``gate``: while it is shut no item is begun; items in processing go on.
+        """Create a stage. ``input``: None for a stage that overrides `get_input_data`. ``output``: None where nothing
+        comes out. ``gate``: while it is shut no item is begun; items in processing continue.
         """
         self.name = type(self).__name__
         self.state = State.WAITING_INPUT

@@ -1,4 +1,4 @@
-"""Who answers the held-out problems of a validation, and which replicas load nothing newer meanwhile.
+"""Replicas that answer the held-out problems of a validation, and hold back newer weights.
 
 single answers            one replica, which finishes before it loads the next version
 programs, η = 0           all replicas, each of which finishes before it loads the next version

@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class WorkerUnavailable(Exception):
-    """Error of a call to a ``remote`` that died or does not answer. The run goes on if others can replace it."""
+    """Error of a call to a ``remote`` that died or does not answer. Others may replace it."""
 
     def __init__(self, remote: Remote, why: RunError) -> None:
         super().__init__(f"{remote.name}: {why}")

@@ -113,7 +113,7 @@ def _training_beside(profile: Profile) -> dict[int, int]:
 
 
 def _handful(profile: Profile, possible: Collection[int]) -> set[int]:
-    """Those ``possible`` numbers of replicas that are nearest to a few shares of the devices."""
+    """The ``possible`` replica counts nearest to a few shares of the devices."""
     wanted = (round(profile.devices * (1 - share) / profile.rollout.devices) for share in TRAIN_SHARES)
     return {min(possible, key=lambda replicas: (abs(replicas - near), replicas)) for near in wanted}
 

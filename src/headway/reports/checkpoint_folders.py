@@ -56,7 +56,7 @@ class Checkpoints:
 
 
 class Retention:
-    """An observer that removes the oldest checkpoints, each in a thread: files may be many, and the run goes on.
+    """An observer that removes the oldest checkpoints, each in a thread, as files may be many.
 
     The newest one that the run could be resumed from stays.
     """

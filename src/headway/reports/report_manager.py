@@ -76,7 +76,7 @@ class MetricsFile:
 
 @dataclass(slots=True)
 class RunClock:
-    """The clock of a resumed run: events go on from the time ``boundary``, where it stands still until `RunStarted`."""
+    """The clock of a resumed run: it continues from ``boundary``, and stands still until `RunStarted`."""
 
     boundary: float
     _ahead: float | None = None
@@ -97,7 +97,7 @@ class RunClock:
 
 
 class Reports:
-    """An observer that feeds every report. Methods may be called from any thread; close once, whatever happened."""
+    """An observer that feeds every report. Methods may be called from any thread; always close it once."""
 
     def __init__(
         self,
@@ -155,7 +155,7 @@ class Reports:
                 self._keep_state(event, lines)
 
     def _keep_state(self, event: VersionReached, lines: int) -> None:
-        """Keep the metrics' state for readers. Only its copy is made here: the run goes on while it is written."""
+        """Keep the metrics' state for readers. Only its copy is made here; it is written beside the run."""
         try:
             state = pickled(self._metrics)
         except Exception as cause:  # no fault of the run's
@@ -261,7 +261,7 @@ class Reports:
             self._view.warn(f"cannot write {self.directory.summary}: {cause.strerror or cause}")
 
     def report_end(self, model: Path | None, *, resumable: bool = False) -> None:
-        """Close the reports, then print how the run ended, where its files are and how to go on with it."""
+        """Close the reports, then print how the run ended, where its files are and how to resume it."""
         self.close(model)
         written = any(self.directory.tensorboard.glob("*"))  # none where somebody removed the folder
         tensorboard = self.directory.tensorboard if written else None

@@ -1,4 +1,4 @@
-"""Reports of a run that is resumed: it goes on in its files.
+"""Reports of a resumed run, in its old files.
 
 events.jsonl up to the boundary ─▶ metrics.jsonl, samples.jsonl written anew ─▶ put in place once nothing can fail
 

@@ -231,7 +231,7 @@ class RunDirectory:
                 self.path.rmdir()
 
     def write_config(self, config: Config) -> None:
-        """Replace ``config.yaml`` in one step, for a run that goes on. Raises `UserError` when it cannot be written."""
+        """Replace ``config.yaml`` in one step, for a resumed run. Raises `UserError` when it cannot be written."""
         with _writable(self.path):
             self._hold_room()
             replace_file(self.config, dump(config))
@@ -298,7 +298,7 @@ class RunDirectory:
         return self.path / "model"
 
     def write_summary(self, summary: dict[str, Any]) -> None:
-        """Replace ``summary.json`` in one step: whoever reads it sees the old one or the new one, whole.
+        """Replace ``summary.json`` in one step: readers see the old one or the new one, whole.
 
         The summary is written last, and finds room on a disk that became full meanwhile.
         """
@@ -335,7 +335,7 @@ def replace_file(path: Path, text: str) -> None:
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[TextIO]:
-    """Open a file to write it whole: whoever reads it sees the old one or the new one, also behind a lost machine.
+    """Open a file to replace it atomically: readers see the old one or the new one, even after a crash.
 
     Where the block fails the old one stays. Raises `OSError`.
     """

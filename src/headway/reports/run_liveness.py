@@ -1,4 +1,4 @@
-"""Whether somebody trains a run right now, without touching its lock, and how the run stands by that."""
+"""Status of a run, and whether a process is training it, without touching its lock."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def is_trained(lock: Path, locks: Path = LOCKS, now: Callable[[], float] = time.
 
 @dataclass(frozen=True, slots=True)
 class RunStatus:
-    """How a run stands. ``status``: that of its end, ``running``, ``not begun`` or ``killed``; ``reason``: why."""
+    """A run's status: that of its end, or ``running``, ``not begun`` or ``killed``; ``reason``: why."""
 
     status: str
     reason: str | None
@@ -72,7 +72,7 @@ def standing(started: RunStarted | None, finished: RunFinished | None, lock: Pat
 
 
 def only_starts(lock: Path, record: Path) -> bool:
-    """Tell whether whoever holds the run's ``lock`` has written nothing to its ``record`` yet. Raises `OSError`.
+    """Tell whether the holder of the run's ``lock`` has yet to write to its ``record``. Raises `OSError`.
 
     The lock's file is written when it is taken.
     """

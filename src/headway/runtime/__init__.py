@@ -1,1 +1,1 @@
-"""What every part of Headway runs on: task groups, signals, frames, worker processes for user code, the sandbox."""
+"""Foundation of all packages: task groups, signals, frames, worker processes for user code, the sandbox."""

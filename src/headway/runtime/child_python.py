@@ -1,4 +1,4 @@
-"""Commands of Python processes that import what this process does, whatever put it on ``sys.path`` here."""
+"""Commands of Python processes that import the same modules as this process."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ class FrameChannel:
         return self._open
 
     def drain(self) -> None:
-        """Handle now whatever has arrived."""
+        """Handle all frames that have arrived."""
         while self._open and self._read():
             pass
 

@@ -17,7 +17,7 @@ DRIVER = "driver"
 
 
 def of_worker(logger: logging.Logger, worker: str) -> logging.LoggerAdapter[logging.Logger]:
-    """Return ``logger`` for what ``worker`` says, in whatever process it is."""
+    """Return ``logger`` for messages of ``worker``, in any process."""
     return logging.LoggerAdapter(logger, {"worker": worker})
 
 

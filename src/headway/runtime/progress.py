@@ -41,7 +41,7 @@ class Living(Protocol):
     name: str
 
     async def heartbeat(self) -> Heartbeat:
-        """Return the worker's heartbeat at once, whatever it is doing. Raises `WorkerDied`."""
+        """Return the worker's heartbeat at once, even while busy. Raises `WorkerDied`."""
 
 
 @dataclass(slots=True)
@@ -153,7 +153,7 @@ class Progress:
             self.advance()
 
     def _look(self, folder: Path, files: Files, closed: Event) -> None:
-        """Keep ``files`` up to date with ``folder`` until ``closed``; later changes are seen by nobody."""
+        """Keep ``files`` up to date with ``folder`` until ``closed``, and not after."""
         seen = _sizes(folder)
         while not closed.wait(LOOK_S):
             sizes = _sizes(folder)

@@ -23,14 +23,14 @@ LONG = 20_000
 
 
 async def off_loop(size: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Call ``function`` on text of ``size`` characters: in a thread where it is long, while the event loop goes on."""
+    """Call ``function`` on text of ``size`` characters; on long text in a thread, so the event loop runs."""
     if size < LONG:
         return function(*args, **kwargs)
     return await asyncio.to_thread(function, *args, **kwargs)
 
 
 def failure_ignored(future: asyncio.Future[T]) -> asyncio.Future[T]:
-    """Mark the failure of ``future`` as seen, so that asyncio does not complain if nobody waits for it. Returns it."""
+    """Mark the failure of ``future`` as seen, so that asyncio never logs it as unretrieved. Returns it."""
     future.add_done_callback(lambda done: done.cancelled() or done.exception())  # else asyncio says that nobody heard
     return future
 

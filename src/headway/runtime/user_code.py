@@ -1,4 +1,4 @@
-"""What the user wrote, named as ``file.py:function``: rewards, losses, advantages, programs."""
+"""User code, named as ``file.py:function``: rewards, losses, advantages, programs."""
 
 from __future__ import annotations
 

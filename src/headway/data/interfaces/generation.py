@@ -15,9 +15,9 @@ from headway.runtime.pickling import pickled_by_fields
 class Priority(StrEnum):
     """Purpose of a call. Waiting calls start in this order: validation first.
 
-    An update waits for a validation by single answers, and at η = 0 for one by programs. With staleness nothing waits
-    for one by programs, and it goes first all the same: behind training it would have what that leaves. That is
-    nothing where training fills all slots, and held-out episodes would end at their time limit.
+    An update waits for a validation of single answers, and at η = 0 for one of programs. At η > 0 nothing waits for
+    the latter. It is first all the same: behind training that fills all slots, its episodes would reach their time
+    limit.
     """
 
     VALIDATION = "validation"

@@ -69,7 +69,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """Sums of a part's key values by place in the line. N of the B times K are no padding."""
+    """Index that sums a part's key values by place in the line. N of the B times K are no padding."""
 
     order: Int[Tensor, " N"]
     """Indices of the keys, those of one place behind each other."""

@@ -238,7 +238,7 @@ class ProfileWindow:
     async def _forgotten(self, processes: Sequence[Profiled]) -> None:
         """Have processes drop their recordings, because those began or ended too late.
 
-        A process that has recorded nothing refuses, which is as good.
+        A process that has recorded nothing refuses; that error is ignored.
         """
 
         async def forget(process: Profiled) -> None:

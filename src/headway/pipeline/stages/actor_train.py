@@ -107,7 +107,7 @@ class ActorTrain(Stage[Fetch | Resumed, PendingUpdate]):
         to_critic: Channel[Fetch] | None = None,
         follows: str = WAITS_FOR_GROUPS,
     ) -> None:
-        """Build the stage. ``turn``: held by whoever calls the trainer. ``to_critic``: leads to a critic with its own
+        """Build the stage. ``turn``: lock for calls of the trainer. ``to_critic``: leads to a critic with its own
         ranks; ``follows``: names the input.
         """
         super().__init__(state.emit, output=output)

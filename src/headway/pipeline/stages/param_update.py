@@ -159,7 +159,7 @@ class ParamUpdate(Stage[PendingUpdate, Validation]):
         timeouts: Timeouts,
         probe_tolerance: Callable[[str], float],
     ) -> None:
-        """Build the stage. ``turn``: held by whoever calls the trainer. ``test_freq``: number of versions from one
+        """Build the stage. ``turn``: lock for calls of the trainer. ``test_freq``: number of versions from one
         validation to the next; -1 for none.
         """
         super().__init__(state.emit, input, output)

@@ -1,4 +1,4 @@
-"""RefLogProb: the frozen reference policy's log-probs, where the reference has ranks of its own.
+"""RefLogProb: log-probs of the frozen reference policy, on the reference's separate ranks.
 
     consumes        rewarded groups: all that wait, as one batch
     waits for       Reward; the reference's ranks

@@ -163,7 +163,7 @@ class Validate(Stage[Validation, None]):
     async def _answers_to(
         self, validation: Validation, first: bool, scored: dict[int, Scores], tasks: Tasks
     ) -> list[tuple[FinishedGroup, Score]] | None:
-        """Return the answers to all problems and their scores; None when the one replica is lost and others go on.
+        """Return the answers to all problems and their scores; None when the replica asked is lost and others remain.
 
         ``scored``: where to leave all that the reward said of each problem.
         """

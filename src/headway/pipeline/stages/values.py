@@ -1,4 +1,4 @@
-"""Values: what the critic expects of each state of a fetch, where the critic has ranks of its own.
+"""Values: the critic's estimate for each state of a fetch, on the critic's separate ranks.
 
 consumes        fetches
 waits for       the critic to be trained on all earlier ones

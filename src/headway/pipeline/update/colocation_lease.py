@@ -35,7 +35,7 @@ class ColocationLease(Protocol):
 
 
 class OwnDevices:
-    """Lease where training has devices of its own: nothing changes hands."""
+    """Lease where training has separate devices: nothing changes hands."""
 
     async def to_train(self, waiting_for: WaitingFor, *, new_weights: bool) -> None: ...
 

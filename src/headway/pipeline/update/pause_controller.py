@@ -78,7 +78,7 @@ class PauseController:
         self._set_gate()
 
     def stands(self, replica: str) -> bool:
-        """Tell whether ``replica`` was told to decode nothing; one that still drains does not stand."""
+        """Tell whether ``replica`` has stopped decoding; False while it drains."""
         halt = self._halts.get(replica)
         return replica in self._still or (halt is not None and halt.stopped is not None)
 

@@ -101,7 +101,7 @@ class RetryDecision:
 
 
 def judge(attempt: Attempt) -> RetryDecision:
-    """Decide how to go on after ``attempt``. Raises `UpdateFailed` where repeating it would not help."""
+    """Decide what follows ``attempt``. Raises `UpdateFailed` where repeating it would not help."""
     if gone := attempt.gone:
         return _go_on_without(attempt, gone)
     if attempt.silent:

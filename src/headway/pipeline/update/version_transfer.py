@@ -1,4 +1,4 @@
-"""Transfer of one version's weights from the trainer to its receivers; nobody serves them yet.
+"""Transfer of one version's weights from the trainer to its receivers, without serving it.
 
     together   gather ▶ send ║ recv ▶ register      one collective, bucket by bucket; the trainer is taken all the while
     apart      gather │ send ║ recv ▶ register      a complete copy first; then machine by machine, the trainer free

@@ -82,7 +82,7 @@ class TrainingRecord:
         self._reached = end
 
     def _end_fetch(self, at: float) -> None:
-        """End the fetch, for which there is no event of its own: the trainer's next work or wait begins at ``at``."""
+        """End the fetch, which has no end event: the trainer's next work or wait begins at ``at``."""
         if self._fetch is not None and self._steps_of_fetch:
             self._pass_to(at, at)
             self.fetches.append(self._fetch)

@@ -119,7 +119,7 @@ class UpdatesRecord:
             self._loaded[event.where] = event.version, event.time
 
     def _halted(self, event: ReplicaHalted) -> None:
-        """Record a halt, whose event is emitted when the replica goes on."""
+        """Record a halt, whose event is emitted at its end."""
         loaded = self._loaded.pop(event.replica, None)
         if event.reason == "load" and loaded is not None:
             version, at = loaded

@@ -208,7 +208,7 @@ def recording_of(events: Iterable[Event], *, mini_batch: int, ranks: int = 1) ->
 
 
 def _episode(event: TrajectoryFinished) -> EpisodeRecord | None:
-    """What the event tells of an episode that a program made; None for a single answer."""
+    """Return the record of an episode that a program made; None for a single answer."""
     metrics = event.metrics
     if "environment_s" not in metrics or not event.turns:
         return None

@@ -1,4 +1,4 @@
-"""What a run must have recorded, so that a profile can be made of it."""
+"""Checks that a run has recorded enough for a profile."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def load_profile(path: Path) -> Profile:
 
 
 def read_profile(path: Path) -> Profile:
-    """Read a profile. Raises `ConfigError` as `load_profile` does; a recipe or a run gets a message of its own."""
+    """Read a profile. Raises `ConfigError` as `load_profile` does; says so if it is a recipe or a run."""
     try:
         return load_profile(find_recipe(path))
     except ConfigError:

@@ -41,7 +41,7 @@ def least_devices(profile: Profile, *, shared: bool) -> int:
 
 
 def training_problem(profile: Profile, devices: int) -> str | None:
-    """What is wrong with ``devices`` for training; None where nothing is."""
+    """Problem with ``devices`` for training, or None."""
     train = profile.train
     if devices < train.min_devices:
         return f"{devices} for training, expected at least {train.min_devices} (train.min_devices)"
@@ -54,7 +54,7 @@ def training_problem(profile: Profile, devices: int) -> str | None:
 
 
 def replicas_problem(profile: Profile, train_devices: int, replicas: int, *, shared: bool) -> str | None:
-    """What is wrong with so many replicas on machines that could hold their devices; None where nothing is."""
+    """Problem with placing so many replicas on the machines beside training, or None."""
     room = most_replicas(profile, beside=0 if shared else train_devices)
     if replicas <= room:
         return None

@@ -86,7 +86,7 @@ class SimulatedPrefixCache:
         self._kept_tokens += run.context
 
     def go_on_in_place(self, version: int) -> None:
-        """Let episodes go on under ``version`` with what the version before has computed for them."""
+        """Keep what the previous version computed for episodes, for use under ``version``."""
         for episode, kept in self._kept.items():
             self._kept[episode] = replace(kept, computed_by=version)
 

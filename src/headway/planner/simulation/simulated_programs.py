@@ -152,7 +152,7 @@ class _AttemptScript:
         return EpisodeEnd()
 
     async def _both(self, ask: Turn, messages: list[Message], turn: int) -> TurnAnswer:
-        """Ask for two turns at once; the episode goes on from the first."""
+        """Ask for two turns at once; the episode continues from the first."""
 
         async def asked(messages: list[Message]) -> TurnAnswer:
             return await ask(TurnRequest(messages))

@@ -130,7 +130,7 @@ class DecodingReplica:
         self._abort([run for run in self._runs.values() if run.training and self._oldest(run) < version], now)
 
     def drop(self, client: str) -> None:
-        """Forget what is unfinished of ``client``, and what is kept for it: nobody waits for it any more."""
+        """Drop the unfinished calls of ``client``, which has left, and all that is kept for it."""
         now = self._settle()
         dropped = [run for run in self._runs.values() if run.client == client]
         self._take_out(dropped)
@@ -231,7 +231,7 @@ class DecodingReplica:
         self._go_on(now)
 
     def _take_out(self, runs: Iterable[SimulatedCall]) -> None:
-        """Take ``runs`` out of whatever they are in, with their whole tokens."""
+        """Remove ``runs`` from batch and queues, with their whole tokens."""
         waiting = set()
         for run in runs:
             if run.segment:

@@ -1,4 +1,4 @@
-"""A replica that costs no computation: `RolloutEngine` over a cost model, on whatever clock the loop has.
+"""A replica without computation: `RolloutEngine` over a cost model, on the event loop's clock.
 
 submit, abort, pause, resume ─▶ DecodingReplica ─▶ an outbox for each client ─▶ finished
 stage_weights ─▶ the transport's end           activate, sleep, wake: only while the replica stands still
@@ -188,7 +188,7 @@ class SimulatedRollout:
             await self._while_alive(asyncio.sleep(self._resume_s))
 
     async def stage_weights(self, version: int) -> ReceiveReport:
-        """Receive ``version``, as the transport has it, while decoding goes on."""
+        """Receive ``version`` from the transport during decoding."""
         self._check_alive()
         self._staged = None  # all or nothing: also not what was there before
         report = await self._while_alive(self._receive(self.name, version))

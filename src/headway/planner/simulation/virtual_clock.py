@@ -81,7 +81,7 @@ class _JumpingSelector(selectors.SelectSelector):
 
 
 def run_virtual(main: Coroutine[Any, Any, T]) -> T:
-    """Run ``main`` to its end on a clock of its own, as `asyncio.run` does on the wall's.
+    """Run ``main`` to its end on a virtual clock, as `asyncio.run` does on the wall's.
 
     Raises what ``main`` raises, and `Deadlock` when no task can ever go on.
     """

@@ -1,4 +1,4 @@
-"""Arrays that have a length and no contents: what stands for tokens and advantages where nobody computes."""
+"""Arrays with a length and no contents: placeholders for tokens and advantages in simulations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The live view on a terminal: drawn by a thread of its own, at most twice a second, whatever the run does meanwhile.
+"""The live view on a terminal, drawn by a separate thread at most twice a second.
 
     event loop ──events, phases, rows──▶ counters, lines to print     (under the lock, never waits for the terminal)
     drawing thread ──every half second──▶ takes a snapshot and the lines (under the lock), then draws (without it)
@@ -55,7 +55,7 @@ class Terminal:
 
 
 class LiveView:
-    """A `ConsoleView` for terminals, and whatever else has a `Canvas`.
+    """A `ConsoleView` for terminals and other kinds of `Canvas`.
 
     All methods but `close` are called with ``lock`` held, `close` without it.
     """

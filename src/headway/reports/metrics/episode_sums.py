@@ -22,7 +22,7 @@ MOST_OWN = 100
 
 
 def is_of_program(event: TrajectoryFinished) -> bool:
-    """Tell whether a program made the episode. One that was aborted is told apart by nothing, and counts as none."""
+    """Tell whether a program made the episode. False for an aborted one, which does not show it."""
     return ENVIRONMENT_S in event.metrics
 
 

@@ -1,4 +1,4 @@
-"""State of a large run's metrics at its newest boundaries, kept beside its dense events: readers go on from there.
+"""State of a large run's metrics at its newest boundaries, beside its dense events, as a start for readers.
 
     RunMetrics at version.reached ─▶ events/000042.state ─▶ a reader reads the events behind that boundary
 

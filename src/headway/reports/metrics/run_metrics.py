@@ -1,4 +1,4 @@
-"""Metrics, from events to figures: one row per version while the run goes on, one summary at its end.
+"""Metrics, from events to figures: one row per version during the run, one summary at its end.
 
     events ─▶ GroupTally  (where every group is, its fate)          ─┐
            ─▶ Occupancy   (who was busy when)                        ├─▶ rows: metrics.jsonl, TensorBoard, the log
@@ -419,7 +419,7 @@ class RunMetrics:
         return self._first_admission, self._last_step
 
     def idle_so_far(self) -> tuple[float | None, float | None]:
-        """Idle ratios (trainer, rollouter) while the run goes on; the second as far as replicas have reported."""
+        """Idle ratios (trainer, rollouter) so far; the second up to the replicas' last report."""
         window, known = self.window, self.occupancy.reported_until()
         if window is None:
             return None, None

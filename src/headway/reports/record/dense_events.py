@@ -156,7 +156,7 @@ def _cells(rows: list[dict[str, Any]], name: str) -> list[Any]:
 
 
 class DenseReader:
-    """Reads the dense events of a run in order, a segment at a time, while the run may go on.
+    """Reads the dense events of a run in order, a segment at a time, also during the run.
 
     ``kinds``: only these; ``number``: only those of that group. Others are not even decoded.
     """
@@ -180,7 +180,7 @@ class DenseReader:
         self.list_segments()
 
     def list_segments(self) -> None:
-        """Look which segments there are: of a run that goes on there may be further ones."""
+        """List the segments again: a running run may have added some."""
         wanted = self._kinds is None or any(kind.kind in self._kinds for kind in DENSE)
         self._stems = [segment.stem.name for segment in segments_of(self._events)] if wanted else []
 

@@ -39,7 +39,7 @@ Found = tuple[Key | None, At, list[Any]]
 
 @dataclass(slots=True)
 class SampleIndex:
-    """Index of the lines that were read so far. ``read`` goes on where the last reading ended."""
+    """Index of the lines read so far. ``read`` resumes at the end of the last reading."""
 
     path: Path
     groups: dict[int, At] = field(default_factory=dict)

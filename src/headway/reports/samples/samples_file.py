@@ -82,7 +82,7 @@ class SamplesFile:
     """Writes ``samples.jsonl``, with the care of every record: a disk that refuses ends no run."""
 
     def __init__(self, path: Path, thinning: Thinning, report: Callable[[str], None], limit: int = LIMIT) -> None:
-        """Open the file, in which samples may be already. ``report`` is told, once, what cannot be written."""
+        """Open the file, which may have samples. ``report`` gets what cannot be written, once."""
         self._path = path
         self._thinning = thinning
         self._report = report

@@ -1,4 +1,4 @@
-"""What ``headway show`` has to show: the samples of a run, or what its record knows of a group that left none.
+"""Data of ``headway show``: samples of a run, or a group's history in its record if it left none.
 
 samples.jsonl ─▶ listed, found          events.jsonl ─▶ Story, of a group that was not drawn
 

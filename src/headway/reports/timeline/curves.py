@@ -24,7 +24,7 @@ ACCURACY = "validation/accuracy"
 
 @dataclass(frozen=True, slots=True)
 class ChartKind:
-    """What one chart draws: metrics by name, each with its curve's name, and a family of metrics, one for each source.
+    """One chart: metrics by name, each with its curve's name, and a family of metrics, one for each source.
 
     Metrics of the family begin with ``family[0]`` and end with ``family[1]``; what is between is the curve's name.
     ``entered``: the values are of the weights that a version began with, and not of what happened while it lasted.

@@ -180,7 +180,7 @@ class AdmissionLanes:
             self._since = None
 
     def copy(self) -> AdmissionLanes:
-        """Return a copy that may be closed while this one goes on."""
+        """Return a copy that may be closed while this one stays open."""
         return replace(self, _complete=list(self._complete))
 
     def no_requests(self, loader: StageLog, generate: StageLog, in_steps: Sequence[Span]) -> list[list[LaneSpan]]:

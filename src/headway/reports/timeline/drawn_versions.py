@@ -1,4 +1,4 @@
-"""Which versions of a run its timeline draws: of a large run the newest ones, or those that are asked for.
+"""Choice of the versions that a timeline draws: of a large run the newest, or those asked for.
 
 events.jsonl, segments ─▶ `newest_versions` or `chosen_versions` ─▶ `draw`: what lanes, marks and groups need of them
 """
@@ -63,7 +63,7 @@ def chosen_versions(versions: str, record: SurvivingRecord) -> DrawnVersions:
 
 
 def draw(events: Path, drawn: DrawnVersions, builder: TimelineBuilder, end: int = ALL) -> None:
-    """Have ``builder`` draw those versions, up to ``end`` lines. It reads the version before, too: for what goes on.
+    """Have ``builder`` draw those versions, up to ``end`` lines, and what continues from the version before.
 
     Raises `DataError` where the record cannot be read.
     """

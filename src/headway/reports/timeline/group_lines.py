@@ -1,4 +1,4 @@
-"""What became of each group, one line a group: the newest groups, and those whose samples are kept.
+"""Outcome of each group, one line a group: the newest groups, and those whose samples are kept.
 
 GroupAdmitted, TrajectoryFinished, GroupRewarded, FetchTaken, GroupSettled ─▶ `GroupLog` ─▶ lines
 """

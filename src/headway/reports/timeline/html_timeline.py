@@ -93,7 +93,7 @@ def page(
 
 
 def live_page(name: str) -> str:
-    """Return the HTML text of the page that shows a run, called ``name``, while it goes on, and asks for its parts."""
+    """Return the HTML text of the live page of a run, called ``name``, which asks for its parts."""
     return filled(
         "timeline.html",
         SCRIPTS,

@@ -114,7 +114,7 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True)
 class RunHistory:
-    """What a run learned, and what became of its groups."""
+    """A run's curves, and its groups' outcomes."""
 
     curves: CurveLog
     groups: GroupLog
@@ -209,7 +209,7 @@ class TimelineBuilder:
         self._mark(event)
 
     def so_far(self) -> Timeline:
-        """Return the timeline up to the last event of a run that goes on: further events may follow."""
+        """Return the timeline up to the last event of a running run: further events may follow."""
         open_ends = replace(
             self,
             stages={name: replace(log, stays=list(log.stays)) for name, log in self.stages.items()},

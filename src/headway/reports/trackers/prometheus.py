@@ -1,4 +1,4 @@
-"""Prometheus: the newest row's figures on a port, for a server that scrapes them while the run goes on."""
+"""Prometheus: the newest row's figures on a port, for a server that scrapes them during the run."""
 
 from __future__ import annotations
 

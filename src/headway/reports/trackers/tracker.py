@@ -12,7 +12,7 @@ from headway.reports.trackers.held_samples import HeldSamples
 
 @dataclass(frozen=True, slots=True)
 class TrackerSetting:
-    """What a tracker is made from: the run, and the entry in which it goes on."""
+    """Arguments of a tracker: the run, and its entry in the tracker."""
 
     project: str
     """Name of the project, which an experiment of MLflow is, too."""

@@ -1,4 +1,4 @@
-"""What trackers need, looked at before anything of a run is made: packages, a login, a free port."""
+"""Checks of what trackers need, before a run starts: packages, a login, a free port."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A tracker in a process of its own, as the run sees it: what is handed over is taken at once, and never refused.
+"""Client of a tracker in its own process: messages are queued at once, and never refused.
 
 run's thread ──put──▶ TrackerQueue ──▶ this tracker's thread ──ask──▶ its process
                                       └─▶ RUN/trackers/NAME.json: the entry, and how many rows it has
@@ -33,7 +33,7 @@ MOST_REFUSALS = 3
 
 @dataclass(frozen=True, slots=True)
 class TrackerState:
-    """What a resumed run knows of a tracker, from the file ``NAME.json`` in the run's folder of trackers."""
+    """A tracker's state for resuming, from the file ``NAME.json`` in the run's folder of trackers."""
 
     entry: str = ""
     rows: int = 0
@@ -156,7 +156,7 @@ class TrackerApart:
         return not self._thread.is_alive()
 
     def give_up(self) -> None:
-        """End the tracker's process, whatever it does. Its thread then ends by itself."""
+        """Kill the tracker's process. Its thread then ends by itself."""
         self._given_up = True
         if (link := self._link) is not None:
             link.kill()
@@ -281,7 +281,7 @@ class TrackerApart:
         return self._link is not None
 
     def _ask(self, call: str, value: Any) -> dict[str, Any] | None:
-        """Ask the tracker. Returns its answer; None where it failed, which the user is told the first time."""
+        """Call the tracker. Returns its answer; None where it failed, of which the user is warned once."""
         if self._link is None or self._given_up:
             return None
         self._asked_at = self._clock()

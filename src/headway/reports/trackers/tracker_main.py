@@ -1,4 +1,4 @@
-"""What runs in a tracker's process: it makes the tracker, and calls it as it is told.
+"""Main of a tracker's process: makes the tracker, and calls it on request.
 
 Lines come in on the standard input and are answered, one by one, on what was the standard output; whatever a library
 prints goes to the log. Where the input ends without a call of ``close``, the run's process is gone: the tracker is

@@ -1,4 +1,4 @@
-"""What waits to be sent to one tracker: bounded, in order, and lost only where it is nowhere else.
+"""Bounded queue to one tracker; rows that overflow are re-read from metrics.jsonl.
 
 rows       numbered as the lines of metrics.jsonl; the newest are kept here, earlier ones are read from the file
 samples    the newest; earlier ones are dropped, and counted

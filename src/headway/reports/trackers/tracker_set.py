@@ -182,7 +182,7 @@ def open_lacking(config: Config, directory: RunDirectory, say: Say) -> Trackers:
 
 
 def _remembered(directory: RunDirectory, name: str, say: Say) -> TrackerState:
-    """Return what a run that goes on knows of its tracker; nothing, which is said, where the file is damaged."""
+    """Return a resumed run's state of its tracker; an empty one, with a warning, if the file is damaged."""
     try:
         return TrackerState.read(memory_file(directory.trackers, name))
     except DataError as cause:
@@ -204,7 +204,7 @@ def _setting(config: Config, directory: RunDirectory) -> TrackerSetting:
 def _apart(
     name: str, setting: TrackerSetting, directory: RunDirectory, say: Say, memory: TrackerState, goes_on: str = GOES_ON
 ) -> TrackerApart:
-    """Make a tracker in a process of its own, which goes on in the entry that the run's directory remembers."""
+    """Make a tracker in a separate process, with the entry that the run's directory remembers."""
     outbox = TrackerQueue(directory.metrics, rows=_lines(directory.metrics), sent=memory.rows)
     link = partial(TrackerProcess, name, directory.logs / f"{name}.log")
     remedy = f"headway sync {shlex.quote(str(directory.path))}" if name in KEPT else ""

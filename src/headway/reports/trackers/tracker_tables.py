@@ -1,4 +1,4 @@
-"""What trackers are told, in the forms that they take: scalars of a row, a summary in one level, samples as a table."""
+"""Data formats of trackers: scalars of a row, a summary in one level, samples as a table."""
 
 from __future__ import annotations
 

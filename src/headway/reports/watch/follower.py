@@ -63,7 +63,7 @@ class _Due:
 
 @dataclass(slots=True)
 class _Read:
-    """What was read of the run since its record was last looked through from the beginning."""
+    """Data read from the run since its record was last read from the beginning."""
 
     events: Tail
     samples: SampleIndex
@@ -330,7 +330,7 @@ class Follower:
         self.serial = max(self.serial, self._read.builder.groups.serial)
 
     def _bump(self) -> None:
-        """Count a change of something else, and have the groups go on from there. Called with the lock held."""
+        """Count a change outside the groups, and set their serial to it. Called with the lock held."""
         self._advance()
         self.serial += 1
         self._read.builder.groups.serial = self.serial
@@ -345,7 +345,7 @@ class Follower:
                 self._bump()
 
     def _stands(self) -> dict[str, Any]:
-        """How the run stands: by its last event, or by who holds its lock."""
+        """The run's status: by its last event, or by its lock."""
         if not self._directory.path.is_dir():
             return {"status": "unreadable", "reason": "the run's directory is gone"}
         metrics = self._read.builder.metrics
@@ -356,7 +356,7 @@ class Follower:
         return {"status": "running", "reason": None, "words": words}
 
     def _words(self) -> str:
-        """What a run that goes on does."""
+        """Activity of a running run."""
         read, metrics = self._read, self._read.builder.metrics
         started, finished = metrics.started, metrics.finished
         if started is None:

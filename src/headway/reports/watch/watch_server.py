@@ -1,4 +1,4 @@
-"""Serves a run's page on loopback, to whoever has the token in its address, and to nobody else.
+"""Serves a run's page on loopback, only to those with the token in its address.
 
     GET /TOKEN/            the page, whose script asks for the rest
     GET /TOKEN/stream      what has changed, as server-sent events
@@ -87,7 +87,7 @@ class WatchServer(ThreadingHTTPServer):
         return f"http://{LOOPBACK}:{self.server_port}/{self.token}/"
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer on a thread of its own. Where too many connections are strangers' the oldest of them is hung up on."""
+        """Answer on a new thread. Closes the oldest of too many connections without the token."""
         with self._lock:
             self._strangers[request] = None
             if len(self._strangers) > MOST_STRANGERS:
@@ -138,11 +138,11 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(HTTPStatus.OK, reply)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """Refuse what is no GET, or no HTTP, as everything else: http.server would answer with a page of its own."""
+        """Refuse other requests than GET, and bad HTTP, without the page that http.server would send."""
         self._refuse()
 
     def _refuse(self) -> None:
-        """Send an empty 404, and hang up: whoever has no token holds no thread for longer, and a body is not read."""
+        """Send an empty 404, and hang up: frees the thread at once, and leaves the body unread."""
         self.close_connection = True
         self._send(HTTPStatus.NOT_FOUND, _Reply(b"", "text/plain"))
 

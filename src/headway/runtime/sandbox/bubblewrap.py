@@ -97,7 +97,7 @@ class Bubblewrap:
 
     @cached_property
     def interpreter(self) -> Interpreter:
-        """What the interpreter needs in a room. Raises `ConfigError` where it does not start."""
+        """The interpreter and its needs in a room. Raises `ConfigError` if it fails to start."""
         return interpreter(self.python)
 
     @cached_property
@@ -117,7 +117,7 @@ class Bubblewrap:
         stdin: int,
         files: Mapping[str, int],
     ) -> list[str]:
-        """The command that runs ``program`` in a room of its own.
+        """The command that runs ``program`` in a new room.
 
         Args:
             program: the program and its arguments, as the room has them.

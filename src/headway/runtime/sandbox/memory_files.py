@@ -10,7 +10,7 @@ SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_S
 
 
 def sealed(content: bytes, held: ExitStack) -> int:
-    """A descriptor of a file in memory that holds ``content``, at its beginning, and that nobody can change."""
+    """Descriptor, at its beginning, of a sealed file in memory that holds ``content``."""
     file = os.memfd_create("input", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     held.callback(os.close, file)
     view = memoryview(content)

@@ -1,4 +1,4 @@
-"""The surroundings of a call without bubblewrap: limits, a session and a directory of its own, and nothing else.
+"""Isolation of a call without bubblewrap: only limits, a new session and a new directory.
 
 What runs so has the user's rights: it reads the user's files, reaches the network, signals the user's processes. A
 process that leaves its session outlives the call.

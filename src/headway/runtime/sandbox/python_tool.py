@@ -1,4 +1,4 @@
-"""The tool ``python``: code of the model's, run in a fresh interpreter, and what the model is told of it."""
+"""The tool ``python``: runs the model's code in a fresh interpreter, and returns its output."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def python_tool(sandbox: Sandbox, limits: SandboxLimits) -> Callable[[str], Awai
 
 
 def told(ran: Ran, limits: SandboxLimits) -> str:
-    """Return what the model is told of a call: what was printed, the end of a traceback, the limit that ended it."""
+    """Return the model's view of a call: printed text, the end of a traceback, the limit that ended it."""
     parts = [_bounded(ran.stdout.rstrip("\n"))]
     errors = ran.stderr.rstrip("\n").splitlines()
     parts += [_bounded("\n".join((["…"] if len(errors) > LAST_LINES else []) + errors[-LAST_LINES:]))]
@@ -75,7 +75,7 @@ def told(ran: Ran, limits: SandboxLimits) -> str:
 
 
 def _bounded(text: str) -> str:
-    """The text, or its beginning and its end where it is longer than the model is told."""
+    """The text, cut in its middle if it is longer than `MOST_SHOWN`."""
     if len(text) <= MOST_SHOWN:
         return text
     head, tail = MOST_SHOWN * 3 // 4, MOST_SHOWN // 4

@@ -1,4 +1,4 @@
-"""What the processes of one call take, as /proc tells: time, memory, processes, files."""
+"""Resource use of one call's processes, from /proc: time, memory, processes, files."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def exceeded(processes: Iterable[ProcEntry], scratch: str, limits: SandboxLimits
 
 
 def _sockets(process: ProcEntry) -> int:
-    """How many sockets a process has open."""
+    """Number of open sockets."""
     count = 0
     with suppress(OSError):  # it has ended
         for name in os.listdir(f"{process.place}/fd"):  # noqa: PTH208  # as above
@@ -85,7 +85,7 @@ def _sockets(process: ProcEntry) -> int:
 
 
 def used_by_files(scratch: str) -> tuple[int, int]:
-    """How many files the file system ``scratch`` has, and bytes of memory that they take; 0 where it is not seen."""
+    """Number of files in the file system ``scratch``, and the bytes of memory they take; 0 where it is not seen."""
     try:
         info = os.statvfs(scratch)
     except OSError:

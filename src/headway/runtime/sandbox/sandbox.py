@@ -34,7 +34,7 @@ REFUSED = (
 
 
 class Sandbox:
-    """Runs programs that nobody vouches for, each in a room of its own. May be used from several threads."""
+    """Runs untrusted programs, each in a new room. May be used from several threads."""
 
     def __init__(self, spec: SandboxSpec) -> None:
         """Find what it needs on this machine; nothing is started.

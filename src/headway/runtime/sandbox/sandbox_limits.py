@@ -1,4 +1,4 @@
-"""What a call in the sandbox may take, and what came of it."""
+"""Limits of a call in the sandbox, and its outcome."""
 
 from __future__ import annotations
 

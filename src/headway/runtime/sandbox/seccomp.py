@@ -151,7 +151,7 @@ def _steps(machine: str) -> Iterator[Step]:
 
 
 def _on_argument(number: int, place: int, steps: list[Step]) -> Iterator[Step]:
-    """Steps for one argument of one system call; all others, and what these let through, go on behind them."""
+    """Steps for one argument of one system call; other calls, and those that pass, continue after them."""
     yield (_EQUAL, 0, len(steps) + 2, number)
     yield (_LOAD, 0, 0, _ARGUMENT + 8 * place)
     yield from steps

@@ -38,7 +38,7 @@ def serve_shared(sock: socket.socket, hosted: Hosted, redaction: Redaction, note
 
 
 class TaskExited(Exception):
-    """Exception for a task that `sys.exit` or an interrupt of its own ended: these would stop the event loop."""
+    """Exception for a task that raised `SystemExit` or an interrupt, which would stop the event loop."""
 
 
 class _Shared:

@@ -1,4 +1,4 @@
-"""Serving one job at a time, without an event loop: synchronous user code may run one of its own."""
+"""Serves one job at a time, without an event loop: synchronous user code may run one."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def close_alone(hosted: Hosted) -> None:
 
 
 class _SyncJob:
-    """What one job asks the host."""
+    """Requests of one job."""
 
     def __init__(self, channel: BlockingChannel, number: int) -> None:
         self._channel, self._number = channel, number

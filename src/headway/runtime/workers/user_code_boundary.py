@@ -31,7 +31,7 @@ def print_traceback() -> None:
 
 @contextmanager
 def nothing_returns_but_this_process() -> Iterator[None]:
-    """End at the block's end, whatever that is, the children that user code forked in it and let return.
+    """At the block's end, exit in the children that user code forked in it and let return.
 
     Such a child holds the runner's connection; it would answer the host a second time.
     """

@@ -114,7 +114,7 @@ class UserCodeWorker:
             self.process.channel.send(Frame(FrameKind.CANCEL, job.number))
 
     def _overstayed(self, number: int) -> None:
-        """End the process whose job goes on although it was cancelled a while ago."""
+        """End the process whose job still runs long after it was cancelled."""
         if number not in self._leaving or self.dying:
             return
         text = f"its {self._name} was lost: another job went on for {LEAVES_S:g} s after it was cancelled"

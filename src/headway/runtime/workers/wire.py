@@ -1,4 +1,4 @@
-"""What host and runner say to each other: frames over a socket.
+"""Protocol between host and runner: frames over a socket.
 
     host   ─▶ runner:  START · JOB · ANSWER, REFUSAL (to an ask) · CANCEL · PING
     runner ─▶ host:    LOADED, FAILED (the start) · ASK · WITHDRAWN (an ask) · RESULT, ERROR (the job) · PONG
@@ -72,7 +72,7 @@ class BlockingChannel:
 
 
 def pickled_error(error: BaseException, redaction: Redaction) -> bytes:
-    """Pickle what is told of ``error``: its text, and the class of Headway's that it is raised as on the other side.
+    """Pickle the text of ``error``, and the class of Headway's that it is raised as on the other side.
 
     The exception itself does not travel: it may not survive pickling, or need modules that the other side lacks.
     Secrets are taken out before the text is cut, since half a secret would not be found.

@@ -104,7 +104,7 @@ def _loaded(start: WorkerStart, channel: BlockingChannel, redaction: Redaction) 
 
 
 def _leave_signals_to_the_host() -> None:
-    """Hear of no terminal: this process leads a session of its own, and forgets what was sent while it started.
+    """Ignore SIGINT, and drop a SIGHUP that came during the start. This process leads a new session.
 
     A SIGTERM to the host's group would have ended it before it left the group, which costs nothing: the host leaves at
     that when it starts, and another runner takes the place of this one later.

@@ -47,7 +47,7 @@ class WorkerProcess:
         *,
         guarded: bool = False,
     ) -> None:
-        """Watch ``pid``, which nobody reaps before ``end_of`` is awaited: it returns how the process ended.
+        """Watch ``pid``, which stays unreaped until ``end_of`` is awaited: it returns how the process ended.
 
         ``guarded``: it is the process's guard (`headway.runtime.process_tree`).
         """
@@ -64,7 +64,7 @@ class WorkerProcess:
         loop.add_reader(self._pidfd, self._on_gone)
 
     def kill(self, *, shown_first: bool = False) -> None:
-        """End the process, whatever it does. ``shown_first``: a moment after it has printed where it stands."""
+        """Kill the process. ``shown_first``: a moment after it has printed where it stands."""
         if self._ending is None:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, SHOWS_WHERE if shown_first else self._ends_by)
@@ -110,7 +110,7 @@ class WorkerProcess:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How processes with one piece of user code are started."""
+    """Launcher of processes for one piece of user code."""
 
     name: str
     start: WorkerStart

@@ -34,11 +34,11 @@ class Weights(StrEnum):
 
 
 class VllmState:
-    """State of one vLLM engine: version, pause, sleep. Only one change of it at a time.
+    """State of one vLLM engine: version, pause, sleep. Callers must not run two changes of it at once.
 
     Args:
         llm: an ``AsyncLLM`` of the running loop.
-        link: through which it is told.
+        link: sends it commands, and watches for its end.
         name: of the replica, in messages.
         on_halted: called when vLLM stands still or goes on.
         on_cleared: called when all keys and values are gone.

@@ -28,8 +28,9 @@ T = TypeVar("T")
 
 
 async def outcome(work: Future[T]) -> T:
-    """Wait for the result of ``work``, which runs on a thread. If the waiting task is cancelled, the work goes on and
-    its error is dropped.
+    """Return the result of ``work``, which runs on a thread.
+
+    If the waiting task is cancelled, ``work`` still runs, and its error is dropped.
     """
     waited = asyncio.wrap_future(work)
     waited.add_done_callback(lambda done: done.cancelled() or done.exception())  # else asyncio says that nobody heard

@@ -293,7 +293,7 @@ class PrefixCache:
     def _next(self, node: _CacheNode, chunk: Ids, trajectory: TrajectoryId) -> tuple[_CacheNode | None, int]:
         """Best child of ``node`` for ``chunk``, and its number of matching tokens.
 
-        The episode's own, unless everybody's has the same bits and more of them.
+        The episode's own, unless a shared one has the same bits and more of them.
         """
         own, common = self._own(node, chunk, trajectory)
         if own is not None and (common > own.given or common == len(chunk)):
