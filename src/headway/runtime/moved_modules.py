@@ -19,6 +19,7 @@ MOVED = {
     "headway.programs.chat": "headway.agents.interface.program_chat",
     "headway.rewards.request": "headway.agents.rewards.score_request",
     "headway.weights.protocols": "headway.engines.weights.protocols",
+    "headway.user_code": "headway.runtime.user_code",  # named by the files in code/ of runs from Python
 }
 """Old path of a module → its path now."""
 RENAMED = {
