@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from inspect import signature
 
 import pytest
 
 from headway.algorithms.registry import Registry
 from headway.errors import ConfigError, UserCodeError
-from headway.runtime.user_code import load_function, names_a_file, resolve_spec
+from headway.runtime.user_code import (
+    load_function,
+    load_object,
+    names_a_file,
+    names_a_module,
+    names_user_code,
+    resolve_spec,
+)
 
 
 @pytest.fixture
@@ -84,6 +92,47 @@ def test_only_a_python_file_with_a_function_names_a_file() -> None:
     assert names_a_file("rewards/my.py:score")
     assert not names_a_file("exact_match")
     assert not names_a_file("my.py")
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch) -> str:
+    """A package on ``sys.path``, as an installed one is."""
+    name = f"scores_{tmp_path.name}"
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "__init__.py").touch()
+    (tmp_path / name / "text.py").write_text("MOST = 3\ndef score(response):\n    return 2.0\n")
+    (tmp_path / name / "broken.py").write_text("raise KeyError('x')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return name
+
+
+def test_a_function_of_an_importable_module_is_named_by_it(package: str, colours: Registry) -> None:
+    spec = f"{package}.text:score"
+    assert names_user_code(spec)
+    assert not names_a_file(spec)
+    assert resolve_spec(spec) == spec
+    assert load_function(spec) is import_module(f"{package}.text").score
+    assert colours.get(spec)("") == 2.0
+    assert load_object(f"{package}.text:MOST") == 3
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("away:score", r"module \S+\.away cannot be imported: ModuleNotFoundError: .*install its package"),
+        ("broken:score", r"module \S+\.broken cannot be imported: KeyError"),
+        ("text:scare", r"text has no function 'scare'; name one that it defines, as package\.module:function"),
+        ("text:MOST", r"text has 'MOST', but it is not a function"),
+    ],
+)
+def test_a_module_that_cannot_be_used_is_the_users_error(package: str, given: str, message: str) -> None:
+    with pytest.raises(UserCodeError, match=message):
+        load_function(f"{package}.{given}")
+
+
+@pytest.mark.parametrize("spec", ["exact_match", "my.py", "http://here:1", "a/b:c", "my.py:score", "data-set:c", ":f"])
+def test_other_texts_name_no_module(spec: str) -> None:
+    assert not names_a_module(spec)
 
 
 def test_a_spec_is_made_absolute_for_other_processes(tmp_path, monkeypatch) -> None:

@@ -20,7 +20,6 @@ from headway.config.loading import dump, load
 from headway.config.schema import Config
 from headway.data.interfaces.rewards import Scores, means_of_parts
 from headway.errors import ConfigError, ScoringFailed, UserCodeError
-from headway.runtime.user_code import names_a_file
 
 REQUEST = ScoreRequest("2+2=", ["4", "<think></think><answer>4</answer>", "five"], "4", "sums", {"kind": "math"})
 
@@ -204,11 +203,12 @@ def test_functions_of_files_are_found_from_elsewhere_and_keep_their_names(monkey
     ]
 
 
+@pytest.mark.parametrize("own", ["/a.py:score", "package.module:score"])
 @pytest.mark.parametrize("order", [1, -1])
-def test_a_sum_with_a_file_is_known_to_have_one(order: int) -> None:
-    parts = (part("math_verify"), part("/a.py:score"), part("exact_match"))[::order]
-    assert names_a_file(RewardSpec(parts, timeout_s=1).function)
-    assert not names_a_file(RewardSpec(parts[::2], timeout_s=1).function)
+def test_a_sum_with_a_users_function_is_known_to_have_one(own: str, order: int) -> None:
+    parts = (part("math_verify"), part(own), part("exact_match"))[::order]
+    assert RewardSpec(parts, timeout_s=1).has_user_code
+    assert not RewardSpec(parts[::2], timeout_s=1).has_user_code
 
 
 def test_the_answers_column_is_handed_to_functions_by_name() -> None:

@@ -8,7 +8,7 @@ from functools import wraps
 from typing import Any, Generic, TypeVar
 
 from headway.errors import ConfigError, HeadwayError, UserCodeError, raised_by
-from headway.runtime.user_code import load_function, names_a_file
+from headway.runtime.user_code import load_function, names_user_code
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -58,7 +58,7 @@ class Registry(Generic[F]):
             ConfigError: nothing has that name; the message lists what has.
             UserCodeError: the user's file does not import or lacks the function.
         """
-        if names_a_file(name):
+        if names_user_code(name):
             return self._attributed(name, load_function(name))  # type: ignore[return-value]  # the user's promise
         if name not in self._functions:
             close = difflib.get_close_matches(name, self._functions, n=1)

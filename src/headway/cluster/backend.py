@@ -29,7 +29,7 @@ from headway.data.interfaces.weights import PolicyReceiver
 from headway.errors import StallError
 from headway.runtime.progress import Living
 from headway.runtime.task_groups import concurrently
-from headway.runtime.user_code import names_a_file, resolve_spec
+from headway.runtime.user_code import names_user_code, resolve_spec
 
 T = TypeVar("T")
 
@@ -276,7 +276,7 @@ def _with_absolute_files(config: Config) -> Config:
     """Return the configuration for workers, which run in another directory: the user's functions by absolute paths."""
 
     def absolute(spec: str) -> str:
-        return resolve_spec(spec) if names_a_file(spec) else spec
+        return resolve_spec(spec) if names_user_code(spec) else spec
 
     algorithm = config.algorithm
     loss = algorithm.policy_loss.model_copy(update={"loss_mode": absolute(algorithm.policy_loss.loss_mode)})

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from headway.config.schema import Config
 from headway.config.sections.losses import DualClip, TPpo
 from headway.config.sizing.placement import needs_critic, needs_logp
-from headway.runtime.user_code import names_a_file
+from headway.runtime.user_code import names_user_code
 
 Idle = tuple[str, str]
 """A dotted key and why it has no effect."""
@@ -62,7 +62,7 @@ def idle_estimator_keys(config: Config) -> Iterator[Idle]:
             yield f"algorithm.{key}", "algorithm.kl_ctrl.kl_coef is 0"
     chosen = algorithm.adv_estimator
     for key, users in ESTIMATOR_KEYS.items():
-        if chosen not in users and not names_a_file(chosen):
+        if chosen not in users and not names_user_code(chosen):
             yield f"algorithm.{key}", f"algorithm.adv_estimator is {chosen}"
     if not config.rollout.has_program:
         yield "algorithm.turn_discount", "without rollout.tools, environment, program or agent an episode is one turn"
@@ -97,13 +97,13 @@ def idle_correction_keys(config: Config) -> Iterator[Idle]:
 
 def _looks_at_the_policy(name: str | None) -> bool:
     """Tell whether the correction ``name`` compares, or may compare, π_behav with the current policy."""
-    return name == SEQUENCE_MASK or (name is not None and names_a_file(name))
+    return name == SEQUENCE_MASK or (name is not None and names_user_code(name))
 
 
 def idle_role_keys(config: Config) -> Iterator[Idle]:
     """Yield the idle keys of roles that only some algorithms use, and of the handling of off-policy data."""
     asked = config.async_training.use_rollout_log_probs
-    own_estimator = names_a_file(config.algorithm.adv_estimator)
+    own_estimator = names_user_code(config.algorithm.adv_estimator)
     if asked:
         yield "actor.prox_logp_method", "async_training.use_rollout_log_probs takes the engine's log-probs for π_prox"
     if not needs_logp(config):

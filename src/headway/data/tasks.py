@@ -18,7 +18,7 @@ from typing import Any, TypeVar, overload
 from headway.algorithms.registry import Registry
 from headway.data.problems import REASONING_GYM, Problem, Task
 from headway.errors import ConfigError, DataError, UserCodeError, boundary, cut
-from headway.runtime.user_code import check_call, load_function, names_a_file
+from headway.runtime.user_code import check_call, load_function, names_user_code
 
 HELD_OUT_TRIES = 4
 """Problems that may be made for each held-out one, until enough distinct ones were found."""
@@ -36,7 +36,7 @@ TASKS: Registry[TaskFactory] = Registry("task", "data.task.name", also=f"{REASON
 
 def is_task(data: str) -> bool:
     """Tell whether ``data``, as the user gave it, names a task rather than a file or a dataset."""
-    return data.startswith(REASONING_GYM) or names_a_file(data) or data in TASKS.names()
+    return data.startswith(REASONING_GYM) or names_user_code(data) or data in TASKS.names()
 
 
 def make_task(name: str, params: Mapping[str, Any], *, seed: int, problems: int = 1) -> Task:
@@ -51,7 +51,7 @@ def make_task(name: str, params: Mapping[str, Any], *, seed: int, problems: int 
         from headway.data.gym import GymTask  # here, so that only its users pay for importing reasoning-gym
 
         return GymTask(name.removeprefix(REASONING_GYM), params, seed=seed, problems=problems)
-    if not names_a_file(name):
+    if not names_user_code(name):
         return TASKS.get(name)(params, seed, problems)
     factory = load_function(name)
     check_call(name, factory, ("params", "seed", "problems"))

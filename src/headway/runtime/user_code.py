@@ -1,12 +1,14 @@
-"""User code, named as ``file.py:function``: rewards, losses, advantages, programs."""
+"""User code, named as ``file.py:name`` or ``package.module:name``: rewards, losses, advantages, programs."""
 
 from __future__ import annotations
 
 import importlib.util
 import pickle
+import re
 import sys
 import zlib
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from inspect import signature
 from pathlib import Path
 from types import ModuleType
@@ -21,54 +23,79 @@ def names_a_file(spec: str) -> bool:
     return bool(colon) and path.endswith(".py")
 
 
+def names_a_module(spec: str) -> bool:
+    """Tell whether ``spec`` is ``package.module:name``, of a module that is imported."""
+    return not names_a_file(spec) and re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*", spec) is not None
+
+
+def names_user_code(spec: str) -> bool:
+    """Tell whether ``spec`` names the user's code, in a file or a module, rather than something registered."""
+    return names_a_file(spec) or names_a_module(spec)
+
+
 def names_a_server(spec: str) -> bool:
     """Tell whether ``spec`` is the address of a server."""
     return spec.startswith(("ws://", "wss://", "http://", "https://"))
 
 
 def resolve_spec(spec: str) -> str:
-    """Make the path of ``spec`` absolute, so that a process with another working directory finds the same file."""
+    """Make a file's path in ``spec`` absolute, so that a process with another working directory finds the same file."""
+    if names_a_module(spec):
+        return spec
     path, _, name = spec.rpartition(":")
     return f"{Path(path).expanduser().resolve()}:{name}"
 
 
 def load_function(spec: str) -> Callable[..., Any]:
-    """Import the file of ``file.py:function`` and return the function.
+    """Import the file or module of ``spec`` and return its function.
 
-    The file's folder is put at the end of ``sys.path``, so that the file can import its neighbours.
+    A file's folder is put at the end of ``sys.path``, so that the file can import its neighbours.
 
     Raises:
-        UserCodeError: the file is missing or does not import, or has no callable of that name.
+        UserCodeError: the file or module is missing or does not import, or has no callable of that name.
     """
-    path, function = _load(spec)
+    where, function = _load(spec)
     if not callable(function):
         what = (
             f"has no function {_name(spec)!r}" if function is None else f"has {_name(spec)!r}, but it is not a function"
         )
-        raise UserCodeError(f"{spec}: {path} {what}; name one that it defines, as file.py:function")
+        raise UserCodeError(f"{spec}: {where} {what}; name one that it defines, as {_form(spec, 'function')}")
     return function  # type: ignore[no-any-return]  # getattr is Any; callable() was checked
 
 
 def load_object(spec: str) -> Any:
-    """Import the file of ``file.py:name`` and return what has that name: a class, a function, or another object.
+    """Import the file or module of ``spec`` and return what it names: a class, a function, or another object.
 
     Raises:
-        UserCodeError: the file is missing or does not import, or has nothing of that name.
+        UserCodeError: the file or module is missing or does not import, or has nothing of that name.
     """
-    path, found = _load(spec)
+    where, found = _load(spec)
     if found is None:
-        raise UserCodeError(f"{spec}: {path} has no {_name(spec)!r}; name what it defines, as file.py:name")
+        raise UserCodeError(f"{spec}: {where} has no {_name(spec)!r}; name what it defines, as {_form(spec, 'name')}")
     return found
 
 
-def _load(spec: str) -> tuple[Path, Any]:
-    """The file of ``spec``, and what has its name there; None where nothing has."""
+def _load(spec: str) -> tuple[Path | str, Any]:
+    """The file or module of ``spec``, and what has its name there; None where nothing has."""
+    if names_a_module(spec):
+        module = spec.partition(":")[0]
+        try:
+            return module, getattr(import_module(module), _name(spec), None)
+        except (Exception, SystemExit) as cause:
+            raise UserCodeError(
+                f"{spec}: module {module} cannot be imported: {raised_by(cause)}; install its package on every machine "
+                "of the run, or name a file, as file.py:name"
+            ) from cause
     path = Path(resolve_spec(spec).rpartition(":")[0])
     with boundary(f"{spec}: the file cannot be read", UserCodeError):
         there = path.is_file()
     if not there:
         raise UserCodeError(f"{spec}: there is no file {path}")
     return path, getattr(_import_file(path), _name(spec), None)
+
+
+def _form(spec: str, name: str) -> str:
+    return f"{'package.module' if names_a_module(spec) else 'file.py'}:{name}"
 
 
 def _name(spec: str) -> str:

@@ -32,7 +32,7 @@ from headway.data.interfaces.rewards import Scores
 from headway.data.tasks import make_task
 from headway.errors import ConfigError, HeadwayError, ScoringFailed, cut, raised_by, writable
 from headway.runtime.sandbox.sandbox_limits import SandboxSpec
-from headway.runtime.user_code import load_function, names_a_file, resolve_spec
+from headway.runtime.user_code import load_function, names_user_code, resolve_spec
 from headway.runtime.workers.alarm import killed_after
 from headway.runtime.workers.worker_protocol import Ask
 
@@ -106,7 +106,7 @@ class RewardSpec:
         return cls(
             parts=tuple(
                 RewardPart(
-                    resolve_spec(one.function) if names_a_file(one.function) else one.function,
+                    resolve_spec(one.function) if names_user_code(one.function) else one.function,
                     one.label,
                     one.weight,
                     one.params,
@@ -131,10 +131,13 @@ class RewardSpec:
 
     @property
     def function(self) -> str:
-        """The functions of the reward, as text for messages. With one in a file, `names_a_file` says so of the text,
-        too.
-        """
+        """The functions of the reward, as text for messages."""
         return ", ".join(part.function for part in self.parts)
+
+    @property
+    def has_user_code(self) -> bool:
+        """Tell whether a part of the reward is a function of the user's own."""
+        return any(names_user_code(part.function) for part in self.parts)
 
     @property
     def shown(self) -> str:
@@ -237,7 +240,7 @@ def _make_part(part: RewardPart, spec: RewardSpec) -> PartScorer:
                 return 0.0 if response.begin is None else task.score(response.answer, request.answer, request.extra)
 
             return _one_by_one(verify, spec.timeout_s)
-        case name if names_a_file(name):
+        case name if names_user_code(name):
             function = UserFunction(load_function(name), name, part.params, spec.answer_keys)
             if spec.columns is not None:
                 function.check_columns(spec.columns, spec.lacked)

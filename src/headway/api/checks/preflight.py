@@ -49,7 +49,7 @@ from headway.devices import chosen
 from headway.errors import ConfigError, DataError, ModelError, ScoringFailed, UserCodeError, WorkerDied, boundary, shown
 from headway.models.logits import is_known
 from headway.models.model_folder import check_folder, find_folder, read_object, text_config
-from headway.runtime.user_code import check_call, load_function, names_a_file
+from headway.runtime.user_code import check_call, load_function, names_user_code
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -102,7 +102,7 @@ def check_inputs(config: Config, *, user_code: bool = True) -> Rows:
     if config.reward.by_program:
         return rows
     spec = reward_spec(config, rows)
-    if names_a_file(spec.function):
+    if spec.has_user_code:
         if not user_code:
             return rows
         reward = one_reward_runner(config, spec)
@@ -330,7 +330,7 @@ def _check_own_functions(config: Config) -> None:
         (algorithm.adv_estimator, ("inputs",), ESTIMATOR_PARAMETERS),
         *((one.name or "", LOSS_PARAMETERS, ()) for one in algorithm.rollout_correction.all),
     ):
-        if names_a_file(spec):
+        if names_user_code(spec):
             check_call(spec, load_function(spec), positional, named)
     warmup = config.model.warmup
     if warmup is not None and warmup.demonstrations is not None:

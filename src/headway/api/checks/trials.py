@@ -46,7 +46,7 @@ from headway.data.types import Outcomes, Prompt, TrajectoryId
 from headway.errors import HeadwayError, RunError, ScoringFailed, UserCodeError, shown
 from headway.pipeline.wiring import training_sampling
 from headway.reports.trackers.tracker_checks import check_trackers
-from headway.runtime.user_code import names_a_file
+from headway.runtime.user_code import names_user_code
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -67,7 +67,7 @@ def check_dry(config: Config, *, model_there: bool = True, loads: bool = True, c
     if not model_there:
         return []
     task = config.data.task
-    if not loads and task is not None and names_a_file(task.name):
+    if not loads and task is not None and names_user_code(task.name):
         return [f"not checked: data and reward, for {task.name} makes the problems, and no user code is run"]
     rows = check_inputs(config, user_code=loads and not calls)  # what is called is loaded for that
     if calls:
@@ -263,7 +263,7 @@ def _own_functions(config: Config) -> Iterator[str]:
     algorithm = config.algorithm
     specs = [algorithm.policy_loss.loss_mode, algorithm.adv_estimator]
     specs += [one.name or "" for one in algorithm.rollout_correction.all]
-    return (spec for spec in specs if names_a_file(spec))
+    return (spec for spec in specs if names_user_code(spec))
 
 
 def _try_algorithm(config: Config) -> None:

@@ -27,7 +27,7 @@ from headway.config.sizing.placement import (
 )
 from headway.config.transport_facts import TRANSPORTS, WITHIN_PROCESS, transport_of
 from headway.errors import ConfigError
-from headway.runtime.user_code import names_a_file
+from headway.runtime.user_code import names_user_code
 
 OF_DEVICES = frozenset(
     {
@@ -106,7 +106,7 @@ def _model(config: Config) -> Iterator[str]:
             "model.warmup trains on data.task, and there is none; set model.warmup to null, give model.path, or give "
             "model.warmup.demonstrations"
         )
-    if demonstrations is not None and not names_a_file(demonstrations):
+    if demonstrations is not None and not names_user_code(demonstrations):
         yield f"model.warmup.demonstrations={demonstrations}: expected file.py:function, such as demonstrations.py:play"
     if model.path is None and model.make is not None and model.make.chat_template is None:
         if demonstrations is not None:
@@ -209,7 +209,7 @@ def _corrects_the_sampler(config: Config) -> bool:
     if config.algorithm.policy_loss.weighs_behaviour:
         return True
     weighs = any(
-        one.name in ("truncate", "mask") or names_a_file(one.name or "")
+        one.name in ("truncate", "mask") or names_user_code(one.name or "")
         for one in config.algorithm.rollout_correction.all
     )
     return weighs and not config.async_training.use_rollout_log_probs

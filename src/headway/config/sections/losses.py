@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 
 from headway.config.sections.section import NonNegative, Probability, Section
-from headway.runtime.user_code import names_a_file
+from headway.runtime.user_code import names_user_code
 
 DEFAULT = "ppo_clip"
 OWN = "file.py:function"
@@ -159,8 +159,8 @@ class OwnLoss(PolicyLossConfig):
 
     @field_validator("loss_mode")
     @classmethod
-    def _names_a_file(cls, loss_mode: str) -> str:
-        if not names_a_file(loss_mode):
+    def _names_user_code(cls, loss_mode: str) -> str:
+        if not names_user_code(loss_mode):
             raise ValueError("expected file.py:function")
         return loss_mode
 
@@ -171,7 +171,7 @@ def _loss_of(value: Any) -> Any:
         mode = getattr(value, "loss_mode", None)
     elif (mode := value.get("loss_mode")) is None:
         return DEFAULT
-    return OWN if isinstance(mode, str) and names_a_file(mode) else mode
+    return OWN if isinstance(mode, str) and names_user_code(mode) else mode
 
 
 ChosenLoss = Annotated[

@@ -10,7 +10,7 @@ from pydantic import Discriminator, Field, Tag
 from headway.config.sections.mcp_section import McpServerConfig, mcp_problems
 from headway.config.sections.section import NonNegative, Positive, Section
 from headway.runtime.sandbox.python_tool import PYTHON
-from headway.runtime.user_code import names_a_file, names_a_server
+from headway.runtime.user_code import names_a_server, names_user_code
 
 _EXAMPLES = {"tools": "look_up", "environment": "Game", "program": "run", "agent": "run"}
 
@@ -137,7 +137,7 @@ def program_problems(
     for name, example in _EXAMPLES.items():
         value = getattr(rollout, name)
         for spec in value if isinstance(value, tuple) else [value] if value else []:
-            if isinstance(spec, str) and not (names_a_file(spec) or _is_other_form(name, spec)):
+            if isinstance(spec, str) and not (names_user_code(spec) or _is_other_form(name, spec)):
                 built_in = f", or the built-in {PYTHON}" if name == "tools" else ""
                 yield f"rollout.{name}={spec}: expected file.py:name, such as {name}.py:{example}{built_in}"
     if rollout.params and not (rollout.environment or rollout.program or rollout.agent_function):

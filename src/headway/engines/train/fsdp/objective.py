@@ -37,7 +37,7 @@ from headway.data.interfaces.steps import StepContext
 from headway.data.types import ColumnName, TrajectoryId
 from headway.engines.train.fsdp.metric_sums import HEALTH, BatchTotals, Sums
 from headway.engines.train.fsdp.micro_batches import required_column, response_aligned
-from headway.runtime.user_code import names_a_file
+from headway.runtime.user_code import names_user_code
 
 P = TypeVar("P")
 
@@ -127,8 +127,8 @@ class Objective:
         self._recomputed = actor.prox_logp_method == "recompute" and not own
         self._kl_in_reward = config.algorithm.use_kl_in_reward
         self._corrections = _corrections(config.algorithm.rollout_correction)
-        self._own_loss = names_a_file(config.algorithm.policy_loss.loss_mode)
-        self._own_correction = any(names_a_file(str(one.name)) for one in config.algorithm.rollout_correction.all)
+        self._own_loss = names_user_code(config.algorithm.policy_loss.loss_mode)
+        self._own_correction = any(names_user_code(str(one.name)) for one in config.algorithm.rollout_correction.all)
         self._looks_at_sequences = config.algorithm.looks_at_sequences
 
     @property
