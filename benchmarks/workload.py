@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from headway.planner.forecast import mean_length
+from headway.planner.grid import mean_length
 from headway.planner.profiles.job_profile import (
     BatchProfile,
     ConstantLengths,

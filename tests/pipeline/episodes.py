@@ -23,8 +23,7 @@ from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart, 
 from headway.config.schema import Config
 from headway.data.interfaces.generation import FinishedCall, GenerateRequest
 from headway.data.types import FinishReason, RowTokens, SampledTokens, TrajectoryId
-from headway.planner.profiles.distributions import RecordedNumber
-from headway.planner.profiles.program_profile import ProgramProfile
+from headway.planner.profiles.job_profile import ProgramProfile, RecordedNumber
 from headway.planner.simulation.simulated_programs import NO_TROUBLES, SimulatedPrograms, Troubles
 from tests.pipeline.cases import Case, cases, faulty
 from tests.pipeline.fakes import FakeRollout

@@ -17,8 +17,7 @@ from headway.data.types import Column, Outcomes, Sample
 from headway.errors import RunError
 from headway.planner.profiles.costs import TrainCost
 from headway.planner.profiles.job_profile import UpdateProfile
-from headway.planner.simulation.simulated_trainer import SimulatedTrainer
-from headway.planner.simulation.simulated_transport import SimulatedTransport
+from headway.planner.simulation.simulated_trainer import SimulatedTrainer, SimulatedTransport
 from tests.pipeline.fakes import UPDATE, Probe, Time, now
 
 

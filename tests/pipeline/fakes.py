@@ -29,7 +29,7 @@ from headway.errors import HeadwayError, RunError, ScoringFailed, UpdateFailed, 
 from headway.events import Event
 from headway.planner.profiles.job_profile import PhaseProfile, RolloutProfile, UpdateProfile
 from headway.planner.simulation.simulated_rollout import SimulatedRollout
-from headway.planner.simulation.simulated_transport import SimulatedTransport
+from headway.planner.simulation.simulated_trainer import SimulatedTransport
 
 SECONDS_PER_TOKEN = 0.125
 

@@ -26,9 +26,9 @@ from headway.pipeline.admission.sample_collector import SampleOutlet
 from headway.pipeline.run import Parts, Pipeline, Status
 from headway.pipeline.stages.reward import GroupFilter
 from headway.planner.profiles.job_profile import UpdateProfile
-from headway.planner.simulation.simulated_transport import SimulatedTransport
+from headway.planner.simulation.simulated_prompts import zero_advantages
+from headway.planner.simulation.simulated_trainer import SimulatedTransport
 from headway.planner.simulation.virtual_clock import run_virtual
-from headway.planner.simulation.zeros import zero_advantages
 from tests.pipeline.fake_policies import FakeCritic, FakeLogProb, FakeReceiver, FakeReference, FakeTrainer
 from tests.pipeline.fakes import (
     UPDATE,

@@ -15,9 +15,9 @@ from headway.data.interfaces.rewards import Scores
 from headway.data.types import Prompt, TrajectoryId
 from headway.errors import WorkerDied
 from headway.events import GroupSettled, OptimizerStepped, UpdateFinished, ValidationFinished
-from headway.planner.profiles.program_profile import ProgramProfile
-from headway.planner.simulation.simulated_contexts import SimulatedRecord
+from headway.planner.profiles.job_profile import ProgramProfile
 from headway.planner.simulation.simulated_programs import SimulatedPrograms
+from headway.planner.simulation.simulated_prompts import SimulatedRecord
 from headway.reports.live.plain_log import validation_line
 from tests.pipeline.fakes import FakeReward, fails
 from tests.pipeline.scenario import MODES, Run, Scenario

@@ -12,8 +12,8 @@ from headway.data.interfaces.rollout import OnUpdate
 from headway.data.interfaces.weights import ReceiveReport
 from headway.data.types import TrajectoryId
 from headway.planner.profiles.job_profile import RolloutProfile
+from headway.planner.simulation.simulated_prompts import zero_ids
 from headway.planner.simulation.simulated_rollout import Receive, SimulatedRollout
-from headway.planner.simulation.zeros import zero_ids
 
 Lengths = Callable[[int, int], int]
 """(row, k) → tokens."""

@@ -2,7 +2,7 @@
 
 import math
 
-from headway.planner.advice import advise, recommend
+from headway.planner.plan_rows import advise, recommend
 from tests.simulate.planning import row
 
 

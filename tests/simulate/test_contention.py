@@ -11,7 +11,7 @@ import pytest
 
 from headway.planner.measurement.cost_fitting import OverlapSample, fit_slowdown
 from headway.planner.measurement.run_profiler import profile_run
-from headway.planner.profiles.contention import Contention
+from headway.planner.profiles.costs import Contention
 from headway.planner.profiles.job_profile import ContentionProfile, RolloutProfile
 from headway.planner.simulation.simulated_rollout import SimulatedRollout
 from headway.planner.simulation.virtual_clock import run_virtual

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.data.types import Sample, TrajectoryId
-from headway.planner.profiles.division import Division
+from headway.planner.profiles.costs import Division
 
 
 def samples(*groups: list[int], prompt: int = 0) -> list[Sample]:

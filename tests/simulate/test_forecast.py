@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from headway.config.presets import PRESETS
-from headway.planner.forecast import forecast, longest_length, mean_length
+from headway.planner.grid import forecast, longest_length, mean_length
 from headway.planner.measure import measure
 from headway.planner.profiles.job_profile import ConstantLengths, EmpiricalLengths, LognormalLengths
 from tests.simulate.planning import profile_of, setting

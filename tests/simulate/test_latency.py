@@ -14,8 +14,7 @@ from headway.planner.profiles.costs import TrainCost
 from headway.planner.profiles.job_profile import RolloutProfile, UpdateProfile
 from headway.planner.simulation.simulated_rollout import SimulatedRollout
 from headway.planner.simulation.simulated_run import Simulation, config_for
-from headway.planner.simulation.simulated_trainer import SimulatedTrainer
-from headway.planner.simulation.simulated_transport import SimulatedTransport
+from headway.planner.simulation.simulated_trainer import SimulatedTrainer, SimulatedTransport
 from headway.planner.simulation.virtual_clock import run_virtual
 
 from .jobs import profile

@@ -6,8 +6,7 @@ import pytest
 from rich.console import Console
 
 from headway.config.presets import PRESETS
-from headway.planner.advice import advise
-from headway.planner.plan_rows import PlanRow
+from headway.planner.plan_rows import PlanRow, advise
 from headway.planner.plan_table import LINES_SHOWN, lines_of, print_plan
 from headway.planner.planner import PlanResult
 from headway.planner.profiles.job_profile import RolloutProfile

@@ -20,11 +20,17 @@ from headway.data.types import FinishReason, Prompt, RowAt, Trajectory
 from headway.events import ReplicaActivity, TrajectoryFinished
 from headway.planner.grid import setting_of, split_of
 from headway.planner.planner import plan
-from headway.planner.profiles.distributions import LognormalNumber, RecordedNumber, draw, largest_of, mean_of
-from headway.planner.profiles.job_profile import Profile
-from headway.planner.profiles.program_profile import ProgramProfile
-from headway.planner.simulation.simulated_contexts import SimulatedRecord, said_in_tokens
+from headway.planner.profiles.job_profile import (
+    LognormalNumber,
+    Profile,
+    ProgramProfile,
+    RecordedNumber,
+    draw,
+    largest_of,
+    mean_of,
+)
 from headway.planner.simulation.simulated_programs import NO_TROUBLES, SimulatedPrograms, Troubles
+from headway.planner.simulation.simulated_prompts import SimulatedRecord, said_in_tokens
 from headway.planner.simulation.simulated_rollout import SimulatedRollout
 from headway.planner.simulation.simulated_run import Simulation, config_for
 from headway.planner.simulation.virtual_clock import run_virtual

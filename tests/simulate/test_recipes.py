@@ -15,8 +15,7 @@ from benchmarks.predict import B, trainable_modes
 from benchmarks.workload import PUBLISHED, Assumptions, Lengths, profile_of
 from headway.config.loading import load
 from headway.config.presets import PRESETS
-from headway.planner.forecast import mean_length
-from headway.planner.grid import own
+from headway.planner.grid import mean_length, own
 from headway.planner.planner import PlanResult, plan
 from headway.planner.profiles.profile_files import load_profile
 from headway.planner.simulation.simulated_run import Simulation, config_for

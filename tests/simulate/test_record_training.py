@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from headway.data.types import Sample, TrajectoryId
 from headway.events import Event, FetchTaken, LeaseChanged, OptimizerStepped, Span, TrainerBusy
-from headway.planner.measurement.record_training import TrainingRecord
-from headway.planner.profiles.division import Division
+from headway.planner.measurement.recording import TrainingRecord
+from headway.planner.profiles.costs import Division
 
 
 def fetch(at: float, asked: float, numbers: list[int]) -> Event:

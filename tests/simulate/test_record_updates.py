@@ -14,7 +14,7 @@ from headway.events import (
     UpdatePhase,
     UpdateSuperseded,
 )
-from headway.planner.measurement.record_updates import UpdateRecord, UpdatesRecord
+from headway.planner.measurement.recording import UpdateRecord, UpdatesRecord
 
 GATHER_S, RECV_S, REGISTER_S = 1.0, 4.0, 2.0
 TRANSFERRED = 100 + GATHER_S + RECV_S + REGISTER_S

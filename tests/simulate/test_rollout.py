@@ -11,7 +11,7 @@ import pytest
 from headway.data.interfaces.generation import Priority
 from headway.data.interfaces.rollout import OnUpdate
 from headway.data.types import FinishReason, TrajectoryId
-from headway.planner.simulation.simulated_calls import SharedContext, SimulatedCall
+from headway.planner.simulation.processor_sharing import SharedContext, SimulatedCall
 from headway.planner.simulation.simulated_rollout import SimulatedRollout
 from headway.planner.simulation.virtual_clock import run_virtual
 from tests.simulate.replica import calls, generate, in_order, load, now, paused, replica, submit

@@ -6,8 +6,7 @@ from dataclasses import replace
 import pytest
 
 from headway.config.presets import PRESETS
-from headway.planner.forecast import Shares, forecast
-from headway.planner.grid import PlanSetting, around, own
+from headway.planner.grid import PlanSetting, Shares, around, forecast, own
 from headway.planner.search import MUCH_SLOWER, Climb, Everything, Guess
 from tests.simulate.planning import MEASURED, profile_of, setting
 

@@ -12,8 +12,7 @@ from headway.data.types import Sample, TrajectoryId
 from headway.errors import RunError
 from headway.planner.profiles.costs import TrainCost
 from headway.planner.profiles.job_profile import UpdateProfile
-from headway.planner.simulation.simulated_trainer import SimulatedTrainer
-from headway.planner.simulation.simulated_transport import SimulatedTransport, checksum
+from headway.planner.simulation.simulated_trainer import SimulatedTrainer, SimulatedTransport, checksum
 from headway.planner.simulation.virtual_clock import run_virtual
 
 COST = TrainCost(step_s=0.5, token_s=0.25, forward_token_s=0.125)

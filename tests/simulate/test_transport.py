@@ -7,7 +7,7 @@ import pytest
 from headway.data.interfaces.weights import ReceiveReport
 from headway.errors import RunError
 from headway.planner.profiles.job_profile import UpdateProfile
-from headway.planner.simulation.simulated_transport import SimulatedTransport, checksum
+from headway.planner.simulation.simulated_trainer import SimulatedTransport, checksum
 from headway.planner.simulation.virtual_clock import Deadlock, run_virtual
 
 PHASES = UpdateProfile.model_validate(

@@ -142,7 +142,7 @@ def _progress() -> Progress | None:
 
 
 def _write_timeline(plan: PlanResult, number: int | None, path: Path) -> None:
-    from headway.planner.plan_timeline import write_timeline
+    from headway.planner.plan_table import write_timeline
 
     if not plan.rows:
         raise ConfigError("--html: nothing was simulated to the end, so there is no row to show; raise --budget")

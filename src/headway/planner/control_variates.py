@@ -19,7 +19,7 @@ from statistics import NormalDist
 
 from headway.events import TrajectoryFinished
 from headway.planner.estimate import ControlVariate
-from headway.planner.forecast import mean_length
+from headway.planner.grid import mean_length
 from headway.planner.profiles.job_profile import (
     ConstantLengths,
     EmpiricalLengths,

@@ -31,8 +31,7 @@ from headway.events import (
 )
 from headway.planner.control_variates import AnswerControls
 from headway.planner.estimate import StepTimeEstimate, estimate
-from headway.planner.forecast import forecast
-from headway.planner.grid import PlanSetting
+from headway.planner.grid import PlanSetting, forecast
 from headway.planner.profiles.job_profile import Profile
 from headway.planner.simulation.simulated_run import Simulation, config_for
 from headway.reports.metrics.occupancy import Occupancy

@@ -1,9 +1,17 @@
-"""The rows of a plan: a setting, what was measured of it, and how it compares with colocated synchronous training."""
+"""The rows of a plan: a setting, what was measured of it, and how it compares with colocated synchronous training.
+
+The advice says what to choose, and whether asynchrony helps at all:
+
+    synchronous   η = 0, a batch at a time      streaming   η = 0, groups as they come      asynchronous   η > 0
+
+A row is better only beyond the error of both, and asynchrony helps only when it gains at least `WORTH_IT`: it costs
+off-policy data and a run that is harder to follow.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +20,7 @@ from headway.config.sections.section import shortest_spelling
 from headway.planner.grid import PlanSetting
 from headway.planner.measure import MOST_VERSIONS, PRECISION, Measurement
 from headway.planner.profiles.job_profile import Profile
+from headway.reports.human import number, share
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,3 +122,169 @@ def to_json(row: PlanRow) -> dict[str, Any]:
         "lag_bound": measured.lag_bound,
         "partial_ratio": measured.partial_ratio,
     }
+
+
+AS_GOOD = 0.02
+"""Relative difference of step times up to which a row is as good as the quickest: less lag decides, then simplicity."""
+WORTH_IT = 0.05
+DOMINATES = 0.80
+"""Share of the synchronous step from which one side dominates, so that little can run beside it."""
+TAIL_FROM = 0.20
+"""Share of slots that are empty while generating from which on it is worth a word."""
+UPDATE_FROM = 0.05
+IMBALANCE_FROM = 0.15
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    recommended: PlanRow | None
+    """The row to choose; None when nothing was simulated."""
+    helps: bool | None
+    """True if running ahead (η > 0) makes a version quicker; None when there was nothing to compare."""
+    sentence: str
+    caveat: str | None = None
+    """A sentence on how far the numbers can be trusted; None where there is nothing to say."""
+
+
+def advise(rows: Sequence[PlanRow], assumptions: Sequence[str] = (), not_compared: str | None = None) -> Advice:
+    """The recommendation among ``rows``, and whether asynchrony helps here, with the reason in numbers.
+
+    ``not_compared``: a sentence on modes that the rows lack, which the verdict ends with.
+    """
+    if not rows:
+        return Advice(None, None, "Nothing was simulated to the end: give the plan more time (--budget).")
+    helps, sentence = _whether(rows)
+    said = sentence if not_compared is None else f"{sentence} {not_compared}"
+    return Advice(recommend(rows), helps, said, _caveat(assumptions))
+
+
+def recommend(rows: Sequence[PlanRow]) -> PlanRow:
+    """Choose the quickest row; of those as good, the one with the least lag, then the simplest. See `_at_most`."""
+    best = min(map(_at_most, rows))
+    as_good = [row for row in rows if _at_most(row) <= best * (1 + AS_GOOD)]
+    return min(
+        as_good, key=lambda row: (round(row.measured.lag_mean, 1), row.measured.lag_max, row.complexity, row.step_s)
+    )
+
+
+def _at_most(row: PlanRow) -> float:
+    """The row's step time or, if the budget cut it short, the upper end of its interval: the most that it may be."""
+    return row.step_s if row.complete else row.step_s * (1 + row.relative_error)
+
+
+def _whether(rows: Sequence[PlanRow]) -> tuple[bool | None, str]:
+    synchronous = quickest(row for row in rows if row.setting.synchronous)
+    streaming = quickest(row for row in rows if row.setting.eta == 0 and not row.setting.synchronous)
+    ahead = [row for row in rows if row.setting.eta > 0]
+    if synchronous is None:
+        return None, "Whether asynchrony helps cannot be said: no synchronous setting was simulated."
+    if not ahead:
+        return None, "Whether asynchrony helps cannot be said: no setting with η > 0 was simulated."
+    best = recommend(ahead)
+    if streaming is not None and _is_worth_it(streaming, synchronous) and not _is_worth_it(best, streaming):
+        return False, _streaming_is_enough(streaming, best, synchronous)
+    if _is_worth_it(best, synchronous):
+        return True, _helps(best, synchronous)
+    if _gain(best, synchronous) >= WORTH_IT:
+        return None, _uncertain(best, synchronous)
+    return False, _does_not_help(best, synchronous)
+
+
+def _is_worth_it(row: PlanRow, other: PlanRow) -> bool:
+    """Tell whether ``row`` is faster than ``other`` by enough, and by more than both are uncertain."""
+    return _gain(row, other) >= max(WORTH_IT, _error(row, other))
+
+
+def _error(row: PlanRow, other: PlanRow) -> float:
+    """The relative error of the ratio of two rows' step times: errors of two measurements add up as squares."""
+    return math.hypot(row.relative_error, other.relative_error)
+
+
+def _gain(row: PlanRow, other: PlanRow) -> float:
+    return other.step_s / row.step_s - 1
+
+
+def _helps(ahead: PlanRow, synchronous: PlanRow) -> str:
+    return (
+        f"Asynchrony helps here: {_named(ahead)} trains a version in {number(ahead.step_s)} s, "
+        f"{_times(synchronous.step_s / ahead.step_s)} as fast as the best synchronous setting "
+        f"({_named(synchronous)}: {number(synchronous.step_s)} s), which {_what_synchronous_loses(synchronous)}."
+    )
+
+
+def _uncertain(ahead: PlanRow, synchronous: PlanRow) -> str:
+    error = _error(ahead, synchronous)
+    within = f"within {share(error)}" if math.isfinite(error) else "from too few versions for any error"
+    return (
+        f"Whether asynchrony helps cannot be said yet: {_named(ahead)} looks {share(_gain(ahead, synchronous))} faster "
+        f"than the best synchronous setting ({_named(synchronous)}), but that is known {within} only: give the plan "
+        "more time (--budget)."
+    )
+
+
+def _streaming_is_enough(streaming: PlanRow, ahead: PlanRow, synchronous: PlanRow) -> str:
+    return (
+        f"Stale data does not help here, overlap alone does: with η = 0 {_named(streaming)} trains a version in "
+        f"{number(streaming.step_s)} s, {_times(synchronous.step_s / streaming.step_s)} as fast as the best "
+        f"synchronous setting ({_named(synchronous)}: {number(synchronous.step_s)} s), and the best setting with η > 0 "
+        f"({_named(ahead)}) takes {number(ahead.step_s)} s, {_compared(ahead, streaming)}."
+    )
+
+
+def _does_not_help(ahead: PlanRow, synchronous: PlanRow) -> str:
+    return (
+        f"Asynchrony does not help here: its best setting ({_named(ahead)}) takes {number(ahead.step_s)} s a version, "
+        f"{_compared(ahead, synchronous)} than the best synchronous one ({_named(synchronous)}: "
+        f"{number(synchronous.step_s)} s), because {_why_not(ahead, synchronous)}."
+    )
+
+
+def _what_synchronous_loses(row: PlanRow) -> str:
+    waits, tail = row.measured.trainer_waited_s / row.step_s, row.tail or 0.0
+    turns = f"waits for generation {share(waits)} of the time and trains {share(1 - row.measured.trainer_idle)}"
+    if tail >= TAIL_FROM:
+        return f"{turns}: while it waits, {share(tail)} of the slots are empty behind the longest answers"
+    return f"{turns}, one after the other, with never more than one batch in flight"
+
+
+def _why_not(ahead: PlanRow, synchronous: PlanRow) -> str:
+    trains, waits = 1 - synchronous.measured.trainer_idle, synchronous.measured.trainer_waited_s / synchronous.step_s
+    stalled, tail = ahead.measured.update_stall_s / ahead.step_s, synchronous.tail or 0.0
+    if trains >= DOMINATES:
+        return f"training takes {share(trains)} of the synchronous step and leaves little generation to run beside it"
+    if stalled >= UPDATE_FROM and _gain(ahead, synchronous) + stalled >= WORTH_IT:
+        return f"waiting for parameter updates takes {share(stalled)} of its time"
+    if tail < TAIL_FROM:
+        dominates = f"generation takes {share(waits)} of the step and " if waits >= DOMINATES else ""
+        return (
+            f"{dominates}answers are even: while synchronous training waits for the longest, only {share(tail)} of the "
+            "slots are empty, and devices that are divided are devices that each side lacks"
+        )
+    idle = max(ahead.measured.trainer_idle, ahead.measured.rollouter_idle)
+    if idle >= IMBALANCE_FROM:
+        side = "training" if ahead.measured.trainer_idle == idle else "generation"
+        return f"no split of the devices balances the two sides: at the best one {side} idles {share(idle)} of the time"
+    return f"dividing the devices costs what filling the {share(tail)} of slots behind the longest answers saves"
+
+
+def _compared(row: PlanRow, other: PlanRow) -> str:
+    gain = _gain(row, other)
+    if abs(gain) < 0.005:
+        return "no faster"
+    return f"only {share(gain)} faster" if gain > 0 else f"{share(row.step_s / other.step_s - 1)} slower"
+
+
+def _times(factor: float) -> str:
+    return f"{factor:.2f}×"
+
+
+def _named(row: PlanRow) -> str:
+    eta = f", η = {float(row.setting.eta):g}" if row.setting.eta else ""
+    return f"{row.setting.preset} on {row.setting.split}{eta}"
+
+
+def _caveat(assumptions: Sequence[str]) -> str | None:
+    if not assumptions:
+        return None
+    what = "an assumption" if len(assumptions) == 1 else f"{len(assumptions)} assumptions"
+    return f"The profile rests on {what} that nobody measured; the plan is as good as they are."

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from math import ceil
+from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group, RenderableType
@@ -13,12 +15,17 @@ from rich.table import Table
 from rich.text import Text
 
 from headway.config.sections.parallel import ParallelConfig
+from headway.events import Event
 from headway.planner.grid import PlanSetting
-from headway.planner.measure import PRECISION
+from headway.planner.measure import PRECISION, config_of, fill_versions
 from headway.planner.plan_rows import PlanRow
 from headway.planner.planner import PlanResult
+from headway.planner.profiles.job_profile import Profile
 from headway.planner.profiles.profile_mesh import in_words, settings_of
+from headway.planner.simulation.simulated_run import Simulation
 from headway.reports import human
+from headway.reports.timeline.html_timeline import write_html
+from headway.reports.timeline.timeline import build_timeline
 
 LINES_SHOWN = 16
 """Number of lines of the table that are shown, from the top; the recommended row, the baseline and each preset's best
@@ -195,3 +202,27 @@ def _bullets(lines: Sequence[str]) -> Table:
 
 def _rows(count: int) -> str:
     return "1 row" if count == 1 else f"{human.count(count)} rows"
+
+
+VERSIONS_SHOWN = 6
+"""Number of versions in the picture, after the pipeline has filled."""
+
+
+class EventRecorder:
+    """An observer that keeps every event."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def on_event(self, event: Event) -> None:
+        self.events.append(event)
+
+    def close(self) -> None: ...
+
+
+def write_timeline(profile: Profile, setting: PlanSetting, path: Path) -> None:
+    """Simulate ``setting`` for a few versions and write its timeline to ``path``, as an HTML page."""
+    recorder = EventRecorder()
+    versions = fill_versions(setting.eta) + VERSIONS_SHOWN + ceil(setting.eta)
+    Simulation(profile, config_of(profile, setting, versions), observers=(recorder,)).run()
+    write_html(build_timeline(recorder.events, simulated=True), path)

@@ -16,11 +16,9 @@ from typing import Any, Protocol
 
 from headway.errors import ConfigError
 from headway.planner import grid
-from headway.planner.advice import Advice, advise
-from headway.planner.forecast import forecast
-from headway.planner.grid import PlanSetting
+from headway.planner.grid import PlanSetting, forecast
 from headway.planner.measure import FEWEST_VERSIONS, Measurement, fill_versions, measure
-from headway.planner.plan_rows import PlanRow, baseline_of, baseline_preset, row_of
+from headway.planner.plan_rows import Advice, PlanRow, advise, baseline_of, baseline_preset, row_of
 from headway.planner.plan_rows import to_json as row_to_json
 from headway.planner.profiles.job_profile import Profile
 from headway.planner.search import Climb, Everything, Guess

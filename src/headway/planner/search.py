@@ -18,8 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from fractions import Fraction
 from itertools import takewhile
 
-from headway.planner.forecast import Shares
-from headway.planner.grid import DeviceSplit, PlanSetting
+from headway.planner.grid import DeviceSplit, PlanSetting, Shares
 from headway.planner.measure import Measurement
 
 MUCH_SLOWER = 1.25

@@ -7,6 +7,18 @@
 
 Everything before the run's first parameter update is warm-up (caches, memory, compilation): it is left out of the costs
 wherever something was measured after it.
+
+`TrainingRecord`, fetch by fetch:
+
+    FetchTaken ──▶ forward ──▶ step ──▶ step ──▶ gather, or the next FetchTaken's wait
+          └─ gap ─┘      └ gap ┘  └ gap ┘  └ gap ┘           gaps: the driver's own work, the fetch's latency
+
+On shared devices a fetch is first waited with until the trainer has them: its latency counts from there.
+
+`UpdatesRecord`, phase by phase:
+
+gather ▶ send ║ recv ▶ register ─▶ pause: what is in flight drains ─▶ load ─▶ resume ─▶ finished
+└──────── transfer ─────────────┘  └ latency ┘     └ not a cost ┘             └ latency ┘
 """
 
 from __future__ import annotations
@@ -14,7 +26,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Protocol, TypeVar
@@ -22,21 +34,229 @@ from typing import Protocol, TypeVar
 from headway.data.types import Sample, TrajectoryId
 from headway.events import (
     Event,
+    FetchTaken,
     GroupAdmitted,
     GroupRewarded,
     GroupSettled,
+    LeaseChanged,
+    OptimizerStepped,
     ReplicaActivity,
     ReplicaHalted,
     RunStarted,
     Span,
+    TrainerBusy,
     TrajectoryFinished,
+    UpdateFinished,
+    UpdatePhase,
+    UpdateSuperseded,
     ValidationFinished,
     WorkerDescribed,
 )
-from headway.planner.measurement.record_training import TrainingRecord
-from headway.planner.measurement.record_updates import UpdatesRecord
-from headway.planner.profiles.division import Division
+from headway.planner.profiles.costs import Division
 from headway.reports.metrics.intervals import IntervalUnion
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerWork:
+    """A forward pass over a fetch, or one optimizer step."""
+
+    began: float
+    seconds: float
+    tokens: int
+    """Tokens, prompts and answers, that all data ranks would have had if each had as many as the one with most."""
+
+
+@dataclass(slots=True)
+class FetchRecord:
+    began: float
+    latency_s: float = 0.0
+    """Seconds in which the trainer neither computed nor waited for groups, devices or an update."""
+
+
+@dataclass(slots=True)
+class TrainingRecord:
+    """Collects the trainer's work from the events of a run, which `add` takes in order."""
+
+    mini_batch: int
+    samples_of: Callable[[int], Sequence[Sample]]
+    """Function from a group's number to its trajectories; to none where the group is not on record."""
+    division: Division
+    """Division of each fetch over the trainer's data ranks."""
+    steps: list[TrainerWork] = field(default_factory=list)
+    forwards: list[TrainerWork] = field(default_factory=list)
+    fetches: list[FetchRecord] = field(default_factory=list)
+    """Fetches whose training ended, in order."""
+    _numbers: list[int] = field(default_factory=list)
+    """Groups of the fetch; none where one of them is not on record, and no step's tokens are known."""
+    _fetch: FetchRecord | None = None
+    _reached: float = 0.0
+    """The time up to which the fetch is accounted for."""
+    _steps_of_fetch: int = 0
+    _step: TrainerBusy | None = None
+    """The trainer's last span, as long as no `OptimizerStepped` has identified it as an optimizer step."""
+
+    def add(self, event: Event) -> None:
+        match event:
+            case FetchTaken(waited=(asked, _)):
+                self._end_fetch(asked)
+                known = all(map(self.samples_of, event.numbers))
+                self._numbers, self._steps_of_fetch = event.numbers if known else [], 0
+                self.division.begin([self._samples(numbers) for numbers in self._mini_batches()])
+                self._fetch, self._reached = FetchRecord(event.time), event.time
+            case LeaseChanged(holder="train"):
+                self._reached = event.time
+            case TrainerBusy(what="forward", span=(start, end)):
+                self._pass_to(start, end)
+                self.forwards.append(TrainerWork(start, end - start, self._tokens(self._numbers)))
+            case TrainerBusy(what="step", span=(start, end)):
+                self._pass_to(start, end)
+                self._step = event
+            case TrainerBusy(what="gather", span=(start, _)):
+                self._end_fetch(start)
+            case OptimizerStepped():
+                self._stepped()
+
+    def _pass_to(self, start: float, end: float) -> None:
+        if self._fetch is not None:
+            self._fetch.latency_s += start - self._reached
+        self._reached = end
+
+    def _end_fetch(self, at: float) -> None:
+        """End the fetch, which has no end event: the trainer's next work or wait begins at ``at``."""
+        if self._fetch is not None and self._steps_of_fetch:
+            self._pass_to(at, at)
+            self.fetches.append(self._fetch)
+        self._fetch = None
+
+    def _stepped(self) -> None:
+        """Record an optimizer step and its tokens. A fetch is split by group into mini-batches, epoch after epoch."""
+        if self._step is None:
+            return
+        start, end = self._step.span
+        self._step = None
+        batches = self._mini_batches()
+        numbers = batches[self._steps_of_fetch % len(batches)] if batches else []
+        self._steps_of_fetch += 1
+        self.steps.append(TrainerWork(start, end - start, self._tokens(numbers)))
+
+    def _mini_batches(self) -> list[list[int]]:
+        size = self.mini_batch
+        return [self._numbers[i : i + size] for i in range(0, len(self._numbers), size)]
+
+    def _samples(self, numbers: Iterable[int]) -> list[Sample]:
+        return [sample for number in numbers for sample in self.samples_of(number)]
+
+    def _tokens(self, numbers: Iterable[int]) -> int:
+        samples = self._samples(numbers)
+        return self.division.tokens(samples) if samples else 0
+
+
+BusyWithin = Callable[[str, Span], float]
+"""Function of a replica's name and a time window: seconds of the window in which that replica computed."""
+
+
+@dataclass(slots=True)
+class UpdateRecord:
+    """One parameter update. Seconds of each phase: the slowest replica's, where several had it."""
+
+    began: float = 0.0
+    transfer_s: float = 0.0
+    """Seconds from the begin of gather until every replica had received; known for synchronous updates."""
+    phases: dict[str, float] = field(default_factory=dict)
+    nbytes: int = 0
+    halted_s: float = 0.0
+    """Seconds for which a replica decoded nothing: the mean over replicas."""
+    finished: float | None = None
+    superseded: bool = False
+    loads: dict[str, Span] = field(default_factory=dict)
+    """Time span of each replica, by name, from when it stood still until it had loaded."""
+
+    def recv_s(self, *, synchronous: bool) -> float:
+        """Seconds of the receive phase. In a synchronous update a replica's report includes its wait for gather: there
+        it is what the transfer took after gather and besides register. Sending goes on at the same time."""
+        if not synchronous:
+            return self.phases.get("recv", 0.0)
+        return max(0.0, self.transfer_s - self.phases.get("gather", 0.0) - self.phases.get("register", 0.0))
+
+    @property
+    def load_s(self) -> float:
+        """Seconds of the load phase, with the way to the replica and back where that is known."""
+        if not self.loads:
+            return max(self.phases.get("load", 0.0), self.halted_s)
+        return max(loaded - stopped for stopped, loaded in self.loads.values())
+
+    def latency_s(self, busy: BusyWithin, *, synchronous: bool) -> float | None:
+        """Seconds of the update beside its phases and beside what replicas finished before they stood still; None where
+        other updates were under way, or it is not known when replicas stood still.
+        """
+        if self.finished is None or self.superseded or not self.loads:
+            return None
+        name, (stopped, loaded) = max(self.loads.items(), key=lambda load: load[1][1])
+        gather_s, register_s = self.phases.get("gather", 0.0), self.phases.get("register", 0.0)
+        transferred = self.began + gather_s + self.recv_s(synchronous=synchronous) + register_s
+        drained = busy(name, (transferred, stopped))
+        return max(0.0, stopped - transferred - drained) + self.finished - loaded
+
+
+@dataclass(slots=True)
+class UpdatesRecord:
+    """Collects the updates from the events of a run, which `add` takes in order."""
+
+    updates: defaultdict[int, UpdateRecord] = field(default_factory=lambda: defaultdict(UpdateRecord))
+    versions: int = 0
+    """Number of updates that finished."""
+    warm_at: float = float("inf")
+    """The time at which the first update ended."""
+    to_train_s: list[float] = field(default_factory=list)
+    """Seconds from when replicas stood still until the trainer had their devices."""
+    to_generate_s: list[float] = field(default_factory=list)
+    _loaded: dict[str, tuple[int, float]] = field(default_factory=dict)
+    """Replica → (version, time) of its load, while it is still halted."""
+    _leased: float = 0.0
+    """The time at which the trainer was given the devices that it has, or had last."""
+    _stood: list[float] = field(default_factory=list)
+    """Times at which replicas stopped for the latest lease, of those that have resumed."""
+
+    def add(self, event: Event) -> None:
+        match event:
+            case TrainerBusy(what="gather", span=(start, _)):
+                update = self.updates[event.version]
+                update.began, update.transfer_s = start, event.time - start
+            case UpdatePhase():
+                self._phase(event)
+            case ReplicaHalted():
+                self._halted(event)
+            case UpdateSuperseded():
+                self.updates[event.version].superseded = True
+            case UpdateFinished():
+                self.versions += 1
+                self.warm_at = min(self.warm_at, event.time)
+                update = self.updates[event.version]
+                update.halted_s, update.finished = event.rollout_stall_s, event.time
+            case LeaseChanged(holder="train"):
+                self._leased = event.time
+            case LeaseChanged(holder="generate"):
+                if self._stood:
+                    self.to_train_s.append(self._leased - max(self._stood))
+                    self.to_generate_s.append(event.time - event.asked)
+                self._stood = []
+
+    def _phase(self, event: UpdatePhase) -> None:
+        update = self.updates[event.version]
+        update.phases[event.phase] = max(update.phases.get(event.phase, 0.0), event.seconds)
+        update.nbytes = max(update.nbytes, event.nbytes)
+        if event.phase == "load":
+            self._loaded[event.where] = event.version, event.time
+
+    def _halted(self, event: ReplicaHalted) -> None:
+        """Record a halt, whose event is emitted at its end."""
+        loaded = self._loaded.pop(event.replica, None)
+        if event.reason == "load" and loaded is not None:
+            version, at = loaded
+            self.updates[version].loads[event.replica] = event.span[0], at
+        elif event.reason == "lease":
+            self._stood.append(event.span[0])
+
 
 KEPT_FATES = frozenset({"trained", "filtered"})
 

@@ -26,6 +26,7 @@ from headway.config.sizing.placement import (
     needs_reference,
     resolve_placement,
 )
+from headway.errors import ConfigError
 from headway.events import (
     Event,
     GroupAdmitted,
@@ -39,6 +40,7 @@ from headway.events import (
 from headway.planner.measurement.cost_fitting import (
     DecodeFit,
     LinearCost,
+    Overlap,
     evenly,
     fit_decode,
     fit_line,
@@ -48,11 +50,8 @@ from headway.planner.measurement.cost_fitting import (
     usual_mean,
     without_outliers,
 )
-from headway.planner.measurement.overlap import Overlap
-from headway.planner.measurement.recording import RecordedGroup, recording_of
-from headway.planner.measurement.required_records import check_directory, check_enough
+from headway.planner.measurement.recording import RecordedGroup, Recording, recording_of
 from headway.planner.profiles.costs import decode_cost
-from headway.planner.profiles.distributions import RecordedNumber
 from headway.planner.profiles.job_profile import (
     BatchProfile,
     ContentionProfile,
@@ -60,6 +59,8 @@ from headway.planner.profiles.job_profile import (
     LatencyProfile,
     PhaseProfile,
     Profile,
+    ProgramProfile,
+    RecordedNumber,
     RewardProfile,
     RolloutProfile,
     SharedProfile,
@@ -69,8 +70,8 @@ from headway.planner.profiles.job_profile import (
     ValidationProfile,
 )
 from headway.planner.profiles.profile_mesh import in_words
-from headway.planner.profiles.program_profile import ProgramProfile
 from headway.reports.record.events_file import EventReader, look_through, read_events
+from headway.reports.run_directory import RunDirectory
 from headway.reports.timeline.drawn_versions import DrawnVersions, newest_versions
 
 MAX_GROUPS = 4000
@@ -443,3 +444,41 @@ def measured_on(workers: Sequence[WorkerDescribed]) -> str | None:
     parts = [f"{count} worker(s) with a {gpu} each" for gpu, count in sorted(gpus.items())]
     parts += [f"{count} machine(s) with {cores} cores of {cpu}" for (cores, cpu), count in sorted(hosts.items())]
     return "; ".join(parts)
+
+
+MIN_VERSIONS = 2
+
+
+def check_directory(run: Path) -> RunDirectory:
+    """Return the directory of ``run``. Raises `ConfigError` where that is none."""
+    directory = RunDirectory(run)
+    if not run.is_dir():
+        raise ConfigError(f"{run} is not a directory; give the directory of a run, as run.dir named it")
+    for file in (directory.config, directory.events):
+        if not file.is_file():
+            raise ConfigError(
+                f"{run} has no {file.name}, so it is not the directory of a run; give one that headway train made"
+            )
+    return directory
+
+
+def check_enough(run: Path, recording: Recording) -> None:
+    """Raise `ConfigError` unless everything that a profile must have was measured at least once."""
+    if recording.started is None:
+        raise ConfigError(f"{run} never began to train, so it measured nothing; give a run that did")
+    needed = f"a profile needs a run with at least {MIN_VERSIONS} versions; train for longer, or give another run"
+    if recording.versions < MIN_VERSIONS:
+        raise ConfigError(f"{run} ended after {recording.versions} parameter update(s); {needed}")
+    if not any(step.tokens for step in recording.training.steps):
+        raise ConfigError(f"{run} made no optimizer step; {needed}")
+    active = {report.replica for report in recording.activity if report.generated_tokens}
+    if silent := sorted(set(recording.started.slots) - active):
+        raise ConfigError(
+            f"{run} says nothing about what {', '.join(silent)} did; a profile needs a run in which every replica "
+            "generated"
+        )
+    if not recording.warm_activity("decode_steps"):
+        raise ConfigError(
+            f"{run} does not say how long its decode steps took, so there is no decode curve; give a run of a rollout "
+            "engine that measures them, such as rollout.name=native"
+        )

@@ -1,4 +1,4 @@
-"""Costs in seconds: decoding under processor sharing, training, one phase of an update. Closed forms only.
+"""Costs in seconds, in closed form: decoding under processor sharing, training, one phase of an update.
 
 While the set of active sequences stays the same, a step gives each of ``active`` sequences one token, so the cache
 grows by ``active`` tokens a step, and step j (from 0) takes ``curve(active) + kv_token_s · (kv + active·j)``, with
@@ -8,17 +8,32 @@ grows by ``active`` tokens a step, and step j (from 0) takes ``curve(active) + k
 
 T is exact for whole s, and is used for parts of a step too: it is additive, that is, stopping after s₁ steps and going
 on for s₂ from a cache of kv + active·s₁ takes T(s₁ + s₂). It grows with s because each sequence has a token cached.
+
+`Division` divides the trainer's work over data ranks: the rank that has most decides. `Contention` is of sides on one
+machine: each computes more slowly while the other one does.
+
+trainer begins or ends ─▶ every replica's steps get longer or shorter, from that moment on
+first replica begins, last one ends ─▶ so does what is left of the trainer's work
 """
 
 from __future__ import annotations
 
+import asyncio
 import math
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from headway.planner.profiles.job_profile import PhaseProfile, RolloutProfile, TrainPoint, TrainProfile
+from headway.data.assignment import Cost, assign, split
+from headway.data.types import Sample, TrajectoryId
+from headway.planner.profiles.job_profile import (
+    ContentionProfile,
+    PhaseProfile,
+    RolloutProfile,
+    TrainPoint,
+    TrainProfile,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,3 +124,86 @@ def _between(low: TrainPoint, high: TrainPoint, devices: int) -> TrainCost:
         blend(low.token_s, high.token_s),
         blend(low.forward_token_s, high.forward_token_s),
     )
+
+
+class Division:
+    """Work of a fetch over ``ranks`` data ranks, in tokens."""
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+        self._owners: Mapping[TrajectoryId, int] | None = None
+
+    def begin(self, mini_batches: Sequence[Sequence[Sample]]) -> None:
+        """Assign a fetch. Without one, samples are assigned by themselves."""
+        if self._ranks > 1:
+            self._owners = self._assigned(mini_batches)
+
+    def end(self) -> None:
+        """Forget the fetch."""
+        self._owners = None
+
+    def tokens(self, samples: Sequence[Sample]) -> int:
+        """Number of ranks times the tokens, prompts and answers, of the one that has most: how many it would take to
+        keep all ranks at work for as long. Without uneven loads, the tokens of ``samples``.
+        """
+        if self._ranks == 1:
+            return _tokens(samples)
+        owners = self._owners if self._owners is not None else self._assigned([samples])
+        return self._ranks * max(_tokens([samples[i] for i in share]) for share in split(samples, owners, self._ranks))
+
+    def _assigned(self, mini_batches: Sequence[Sequence[Sample]]) -> Mapping[TrajectoryId, int]:
+        return assign(mini_batches, self._ranks, Cost())
+
+
+def _tokens(samples: Sequence[Sample]) -> int:
+    return sum(sample.total_length for sample in samples)
+
+
+class Contention:
+    """The sides that compute on one machine at a moment, and how they slow each other. Sides begin and stop between two
+    moments only, so that work is a sum of stretches at constant speed.
+    """
+
+    def __init__(self, profile: ContentionProfile) -> None:
+        self._profile = profile
+        self._slow_replicas: list[Callable[[float], None]] = []
+        self._computing: set[str] = set()
+        """Names of the replicas that compute now."""
+        self._changed = asyncio.Event()
+        """Event that is set when replicas begin or stop computing, so that training looks again. Replaced each time."""
+
+    def add_replica(self, slow_down: Callable[[float], None]) -> None:
+        """Add a replica. ``slow_down`` is called with the factor by which everything takes longer from now on."""
+        self._slow_replicas.append(slow_down)
+
+    def replica_computes(self, name: str, computing: bool) -> None:
+        """Note that the replica ``name`` begins or stops computing."""
+        before = bool(self._computing)
+        if computing:
+            self._computing.add(name)
+        else:
+            self._computing.discard(name)
+        if bool(self._computing) != before:
+            self._changed.set()
+            self._changed = asyncio.Event()
+
+    async def train(self, seconds: float) -> None:
+        """Wait until the trainer has done what would take it ``seconds`` alone."""
+        loop = asyncio.get_running_loop()
+        self._slow_down(self._profile.rollout)
+        try:
+            while True:
+                factor = self._profile.train if self._computing else 1.0
+                began, changed = loop.time(), self._changed
+                try:
+                    async with asyncio.timeout(seconds * factor):
+                        await changed.wait()
+                except TimeoutError:
+                    return
+                seconds -= (loop.time() - began) / factor
+        finally:
+            self._slow_down(1.0)
+
+    def _slow_down(self, factor: float) -> None:
+        for slow_down in self._slow_replicas:
+            slow_down(factor)

@@ -4,19 +4,131 @@
     rollout ─▶ what decoding and prefilling cost        update ─▶ what bringing new weights to a replica costs
 
 Devices are GPUs, or processes on a CPU. All times are seconds, all sizes tokens or bytes.
+
+Numbers of a program (turns, seconds of a step, tokens that it adds) come from one of three distributions:
+
+kind        keys                  a draw
+constant    value                 is the value
+lognormal   mean, sigma, max      is exp(normal), cut at ``max``: heavy-tailed
+recorded    values                is that of one recorded episode, and the same one wherever the episode asks
+
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from itertools import pairwise
+from statistics import NormalDist, fmean
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, ValidationInfo, field_validator, model_validator
 
 from headway.config.sections.parallel import ParallelConfig
 from headway.config.sections.section import NonNegative, Positive, Section
-from headway.planner.profiles.program_profile import ProgramProfile
+
+_normal = NormalDist()
+
+
+class ConstantNumber(Section):
+    kind: Literal["constant"]
+    value: float = Field(ge=0)
+
+
+class LognormalNumber(Section):
+    """Log-normal numbers, cut at ``max``. Each draw is independent of all others."""
+
+    kind: Literal["lognormal"]
+    mean: float = Field(gt=0)
+    """Mean of the distribution before the cut."""
+    sigma: float = Field(ge=0, le=4)
+    """Standard deviation of the logarithm."""
+    max: float = Field(gt=0)
+
+
+class RecordedNumber(Section):
+    """Measured numbers, one for each recorded episode, as means over its turns where it had several.
+
+    A simulated episode takes all of its recorded numbers from the same recorded episode.
+    """
+
+    kind: Literal["recorded"]
+    values: list[Annotated[float, Field(ge=0)]] = Field(min_length=1)
+
+
+def _kind_of(value: Any) -> Any:
+    return value.get("kind") if isinstance(value, Mapping) else getattr(value, "kind", None)
+
+
+NumberProfile = Annotated[
+    Annotated[ConstantNumber, Tag("constant")]
+    | Annotated[LognormalNumber, Tag("lognormal")]
+    | Annotated[RecordedNumber, Tag("recorded")],
+    Discriminator(_kind_of),
+]
+
+
+def draw(number: NumberProfile, *, episode: float, own: float) -> float:
+    """Return the number that two uniform numbers in (0, 1) decide: the episode's, and that of this very draw."""
+    match number:
+        case ConstantNumber():
+            return number.value
+        case LognormalNumber():
+            mu = math.log(number.mean) - number.sigma**2 / 2
+            return min(math.exp(mu + number.sigma * _normal.inv_cdf(own)), number.max)
+        case RecordedNumber():
+            return number.values[int(episode * len(number.values))]
+
+
+def mean_of(number: NumberProfile) -> float:
+    """Return the mean of the draws."""
+    match number:
+        case ConstantNumber():
+            return number.value
+        case LognormalNumber():
+            return mean_of_cut_lognormal(number.mean, number.sigma, number.max)
+        case RecordedNumber():
+            return fmean(number.values)
+
+
+def largest_of(number: NumberProfile) -> float:
+    """Return the upper bound of the draws."""
+    match number:
+        case ConstantNumber():
+            return number.value
+        case LognormalNumber():
+            return number.max
+        case RecordedNumber():
+            return max(number.values)
+
+
+def mean_of_cut_lognormal(mean: float, sigma: float, most: float) -> float:
+    """Return E[min(X, most)] of a log-normal X with this mean and standard deviation of its logarithm."""
+    if sigma == 0:
+        return min(mean, most)
+    mu = math.log(mean) - sigma**2 / 2
+    cut = (math.log(most) - mu) / sigma
+    return mean * _normal.cdf(cut - sigma) + most * (1 - _normal.cdf(cut))
+
+
+class ProgramProfile(Section):
+    """Episodes of several turns, each followed by a step of the environment.
+
+    The profile's ``response`` has the tokens of one turn.
+    """
+
+    turns: NumberProfile
+    """Number of turns of an episode, rounded, at least 1."""
+    step_s: NumberProfile = ConstantNumber(kind="constant", value=0.0)
+    """Seconds of the step after a turn, in which the episode holds no slot of a replica."""
+    step_tokens: NumberProfile = ConstantNumber(kind="constant", value=0.0)
+    """Number of tokens that a step adds to the context, rounded."""
+    forks: float = Field(0.0, ge=0, le=1)
+    """Share of further turns whose context begins again at the prompt, and so makes a row of its own."""
+    environments: Positive | None = None
+    """Most episodes that are open at once, on all machines together: ``rollout.environment_processes``. Further ones
+    wait before their first turn. Default: no limit, as for asynchronous programs."""
+
 
 Seconds = Annotated[float, Field(ge=0)]
 PositiveSeconds = Annotated[float, Field(gt=0)]
@@ -85,10 +197,6 @@ class EmpiricalLengths(Section):
         if sorted(set(filtered)) != filtered or (filtered and filtered[-1] >= len(groups)):
             raise ValueError(f"expected indices of the {len(groups)} groups, each once, in order")
         return filtered
-
-
-def _kind_of(value: Any) -> Any:
-    return value.get("kind") if isinstance(value, Mapping) else getattr(value, "kind", None)
 
 
 LengthsProfile = Annotated[

@@ -5,6 +5,8 @@
 
 Service moves by `DecodeCost`'s closed forms. It is continuous: whoever joins between two steps of the others gets its
 tokens between theirs, and whoever stops between two of its own keeps the whole ones.
+
+`SimulatedCall` is a call on its way, `SimulatedActivity` the record of what a replica computed.
 """
 
 from __future__ import annotations
@@ -13,9 +15,83 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+from headway.data.interfaces.generation import FinishedCall, GenerateRequest, Priority
+from headway.data.types import FinishReason
+from headway.events import DecodeSteps, PrefillSteps, Span, add_prefill
 from headway.planner.profiles.costs import DecodeCost
-from headway.planner.simulation.simulated_calls import SimulatedCall
+
+
+@dataclass(slots=True, eq=False)
+class SharedContext:
+    """A context that open calls have in common."""
+
+    key: tuple[int, ...]
+    calls: int = 0
+    """Open calls that have it."""
+    computed_by: int | None = None
+    """The version whose prefill of it is in the cache; None while there is none."""
+
+
+class SimulatedCall:
+    """One call inside the engine. ``serial`` orders all of a replica's by submission."""
+
+    __slots__ = (
+        "cached",
+        "call",
+        "client",
+        "context",
+        "found",
+        "joined",
+        "length",
+        "prompt",
+        "segment",
+        "serial",
+        "spans",
+        "started",
+        "tokens",
+        "training",
+    )
+
+    def __init__(self, call: GenerateRequest, client: str, serial: int, length: int, prompt: SharedContext) -> None:
+        self.call = call
+        self.client = client
+        self.serial = serial
+        self.length = length
+        """Tokens that the whole answer will have."""
+        self.prompt = prompt
+        """The call's context, which other open calls may have in common with it."""
+        self.training = call.priority is Priority.TRAINING
+        self.tokens = 0
+        """Whole tokens when it last stopped decoding."""
+        self.context = len(call.input_ids) or 1
+        """Call's context and ``tokens``: what it has in the cache when it starts. Nothing decodes from an empty one."""
+        self.found = 0
+        """Tokens of the call's context that were in the cache when it was prefilled."""
+        self.spans: list[list[int]] = []
+        self.started: float | None = None
+        self.cached = False
+        """The run's context is in the KV cache."""
+        self.segment = 0
+        """Number of the uninterrupted stretch in a slot that the run is in; 0 while it is in none."""
+        self.joined = 0.0
+        """Service of the replica at which the present stretch in a slot began."""
+
+    def gain(self, tokens: int, version: int) -> None:
+        """Add ``tokens`` tokens that were sampled with the weights of ``version``."""
+        if tokens:
+            spans = self.spans
+            if not spans or spans[-1][1] != version:
+                spans.append([self.tokens, version])
+            self.tokens += tokens
+            self.context += tokens
+
+    def finished(self, reason: FinishReason, now: float) -> FinishedCall:
+        """The call as it is now."""
+        started = now if self.started is None else self.started
+        return FinishedCall(self.call.number, self.tokens, self.spans, reason, started, now, cached=self.found)
+
 
 ROUNDING = 1e-6
 """Tolerance for rounding, in tokens: far above the error of a service of 10⁹, far below what a step samples."""
@@ -181,3 +257,75 @@ class ProcessorSharing:
         joined = youngest[0][3].joined
         full = self._service + (self._limit - self._kv) / self.active
         return joined + math.floor(full - joined + ROUNDING)
+
+
+"""Tolerance for rounding: the part of a step that may be missing from a whole one."""
+
+
+class SimulatedActivity:
+    """Busy spans, slot-time, tokens prefilled and found, and steps since the last report.
+
+    Decoding is continuous here, so steps come in parts: what is left of a whole step is kept for the next report. A
+    prefill and the step after it are one, as in an engine that does both in one go.
+    """
+
+    def __init__(self) -> None:
+        self.slot_seconds = 0.0
+        self.prefilled_tokens = 0
+        self.found_tokens = 0
+        """Tokens that were in the prefix cache."""
+        self._busy: list[Span] = []
+        self._since: float | None = None
+        self._decoded: dict[int, list[float]] = {}
+        """Active sequences → sums of [steps, seconds, cached tokens]; negative if a prefill took a later step."""
+        self._prefilled: dict[int, PrefillSteps] = {}
+
+    def computes(self, now: float, busy: bool) -> None:
+        """Note that the replica computes, or stops computing, from ``now`` on. Spans that touch become one."""
+        if busy == (self._since is not None):
+            return
+        if not busy:
+            self._close(now)
+            self._since = None
+        elif self._busy and self._busy[-1][1] == now:
+            self._since = self._busy.pop()[0]
+        else:
+            self._since = now
+
+    def decoded(self, active: int, steps: float, seconds: float, cached: float) -> None:
+        """Count ``steps`` decode steps. ``cached`` tokens are cached before the first of them; each adds ``active``."""
+        total = self._decoded.setdefault(active, [0.0, 0.0, 0.0])
+        total[0] += steps
+        total[1] += seconds
+        total[2] += steps * (cached + active * (steps - 1) / 2)
+
+    def prefilled(self, active: int, tokens: int, prefill_s: float, step_s: float, cached: float) -> None:
+        """Count a prefill of ``tokens`` that ended. The step that follows belongs to it; `decoded` will count that."""
+        self.prefilled_tokens += tokens
+        add_prefill(self._prefilled, active, tokens, prefill_s + step_s, round(cached))
+        self.decoded(active, -1.0, -step_s, cached + active)  # the last term: a step back from there
+
+    def take(self, now: float) -> tuple[list[Span], float, int, int]:
+        """(busy spans, slot-seconds, prefilled tokens, found ones) up to ``now``, which starts the next report."""
+        if self._since is not None:
+            self._close(now)
+            self._since = now
+        report = self._busy, self.slot_seconds, self.prefilled_tokens, self.found_tokens
+        self._busy, self.slot_seconds, self.prefilled_tokens, self.found_tokens = [], 0.0, 0, 0
+        return report
+
+    def take_steps(self) -> tuple[dict[int, DecodeSteps], dict[int, PrefillSteps]]:
+        """Return the whole steps since the last report: (decode steps, steps with a prefill)."""
+        decode: dict[int, DecodeSteps] = {}
+        for active, total in self._decoded.items():
+            steps = int(total[0] + ROUNDING)
+            if steps > 0:
+                share = steps / total[0]
+                decode[active] = (steps, total[1] * share, round(total[2] * share))
+                total[:] = [value * (1 - share) for value in total]
+        prefilled, self._prefilled = self._prefilled, {}
+        return decode, prefilled
+
+    def _close(self, now: float) -> None:
+        if self._since is not None and now > self._since:
+            self._busy.append((self._since, now))

@@ -3,7 +3,7 @@
 Contexts have lengths and no contents here, so it is the episodes that say what is common: first calls of one prompt
 share a context of the same length while one of them is open, and a further call of an episode begins with what the call
 before it left behind. Where it goes on with only a part of that, all of its ids are the number of tokens in that part
-(`headway.planner.simulation.simulated_contexts`). Of each episode that is what its last finished call left: of turns
+(`headway.planner.simulation.simulated_prompts`). Of each episode that is what its last finished call left: of turns
 that were asked for at once, the first to finish counts as prefilled again.
 """
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from headway.data.interfaces.generation import GenerateRequest
 from headway.data.types import TrajectoryId
-from headway.planner.simulation.simulated_calls import SharedContext, SimulatedCall
+from headway.planner.simulation.processor_sharing import SharedContext, SimulatedCall
 
 
 @dataclass(frozen=True, slots=True)

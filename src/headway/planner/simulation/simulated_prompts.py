@@ -1,15 +1,28 @@
-"""Simulated prompts, which have a length and nothing else, as ids and as a message."""
+"""Simulated prompts, tokens and contexts: lengths without contents.
+
+    messages ─▶ a path: what was said, and the keys of the answers in it ─▶ a context that has a length ─▶ RowAt
+
+A message says how many tokens it has; two messages are the same where role, content and tokens are. An answer is known
+by the key of its call, so that a path tells all that the tokens of a context would.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+import sys
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any
 
-from headway.data.types import Prompt, TrajectoryId
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from headway.agents.episodes.episode_tokens import Prompted
+from headway.agents.interface.program_messages import Message, TurnAnswer, TurnRequest, said
+from headway.data.interfaces.generation import FinishedCall
+from headway.data.types import Column, ColumnName, FinishReason, Outcomes, Prompt, RowAt, Sample, TrajectoryId
 from headway.planner.profiles.lengths import FilterSampler, LengthSampler
-from headway.planner.simulation.simulated_contexts import said_in_tokens
-from headway.planner.simulation.zeros import zero_ids
 
 HELD_OUT = -1
 """Epoch number of held-out prompts, which training never reaches."""
@@ -72,3 +85,128 @@ def held_out_prompts(count: int, lengths: LengthSampler) -> list[Prompt]:
 def _prompt(epoch: int, row: int, length: int) -> Prompt:
     messages = [said_in_tokens("user", "", length)]
     return Prompt(epoch, row, 0, source="simulated", text="", token_ids=zero_ids(length), messages=messages)
+
+
+_FOUR_BYTES = bytes(4)
+
+
+def zero_ids(length: int) -> NDArray[np.int32]:
+    """Return [length] zeros that take no memory: one element, seen ``length`` times. They cannot be written to."""
+    return np.ndarray((length,), np.int32, _FOUR_BYTES, 0, (0,))
+
+
+def same_ids(length: int, value: int) -> NDArray[np.int32]:
+    """Return [length] ids that are all ``value``. They take no memory either, and cannot be written to."""
+    return np.ndarray((length,), np.int32, value.to_bytes(4, sys.byteorder), 0, (0,)) if value else zero_ids(length)
+
+
+async def zero_advantages(samples: Sequence[Sample], outcomes: Outcomes) -> dict[str, list[Column]]:
+    """Return advantages without contents, for a simulated trainer, which never reads them. An `AdvantageFn`."""
+    return {ColumnName.ADVANTAGES: [Column(None, index) for index in range(len(samples))]}
+
+
+Item = int | tuple[str, str, int]
+"""A message as what it is known by: the key of an answer, or (role, content, tokens)."""
+Path = tuple[Item, ...]
+"""The messages of a context."""
+
+
+def said_in_tokens(role: str, content: str, tokens: int) -> Message:
+    """Make a message that is ``tokens`` tokens long. ``content`` tells it apart from others."""
+    return {**said(role, content), "tokens": tokens}
+
+
+@dataclass(slots=True)
+class _SimulatedTurn:
+    """A turn that has its answer."""
+
+    path: Path
+    """Its context."""
+    tokens: int
+    """Sampled tokens."""
+    row: int
+    """Index of the row that it continued or began."""
+
+
+class SimulatedRecord:
+    """`headway.agents.episodes.episode_tokens.EpisodeTokens` of lengths. Rows are `RowAt`: there is nothing behind
+    them.
+
+    All ids of a context are the same number, which takes no memory: how many of its tokens some earlier turn of the
+    episode has left behind, as far as the last answer in it, or 0 for a first turn. `PrefixCache` reads it.
+    """
+
+    def __init__(self) -> None:
+        self._turns: dict[int, _SimulatedTurn] = {}
+        """Turns by the keys of their calls."""
+        self._rows: list[RowAt] = []
+        self._last: list[int] = []
+        """Key of the last turn of each row."""
+        self._first: Path | None = None
+
+    async def prompt(self, request: TurnRequest, taken: Container[int] = ()) -> Prompted:
+        """See `headway.agents.episodes.episode_tokens.EpisodeTokens.prompt`."""
+        path: Path = tuple(map(_item, request.messages))
+        if self._first is None:
+            self._first = path
+        key = next(key for occurrence in count() if (key := _key(path, occurrence)) not in taken)
+        lengths = [self._tokens(item) for item in path]
+        answers = [place for place, item in enumerate(path) if isinstance(item, int)]
+        known = answers[-1] + 1 if answers else _common(path, self._first)
+        return Prompted(same_ids(sum(lengths), sum(lengths[:known]) if self._turns else 0), key, path)
+
+    def answered(self, prompted: Prompted, request: TurnRequest, finished: FinishedCall, number: int) -> TurnAnswer:
+        """See `headway.agents.episodes.episode_tokens.EpisodeTokens.answered`."""
+        path: Path = prompted.chat
+        context, row = len(prompted.ids), self._continued(path)
+        if row is None:
+            row = len(self._rows)
+            self._rows.append(RowAt(row, context, finished.length))
+            self._last.append(prompted.key)
+        else:
+            self._rows[row] = replace(self._rows[row], length=context + finished.length - self._rows[row].prompt_length)
+            self._last[row] = prompted.key
+        self._turns[prompted.key] = _SimulatedTurn(path, finished.length, row)
+        reason = "stop" if finished.finish_reason is FinishReason.STOP else "length"
+        return TurnAnswer("", "", {**said("assistant", ""), "key": prompted.key}, finish_reason=reason)
+
+    def rows(self) -> list[RowAt]:
+        """See `headway.agents.episodes.episode_tokens.EpisodeTokens.rows`."""
+        return self._rows
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """Number of forks."""
+        return {"forks": max(0, len(self._rows) - 1)}
+
+    def _tokens(self, item: Item) -> int:
+        return self._turns[item].tokens if isinstance(item, int) else item[2]
+
+    def _continued(self, path: Path) -> int | None:
+        """The row that a turn with the context ``path`` continues: one whose last answer, and all before it, it has."""
+        for place in range(len(path) - 1, -1, -1):
+            if isinstance(key := path[place], int):
+                turn = self._turns[key]
+                return turn.row if self._last[turn.row] == key and turn.path == path[:place] else None
+        return None
+
+
+def _item(message: Message) -> Item:
+    if "key" in message:
+        return int(message["key"])
+    return message["role"], message["content"], message.get("tokens", len(message["content"]))
+
+
+def _key(path: Path, occurrence: int) -> int:
+    """The key of a call: 64 bits, never 0, the same in every process."""
+    return xxhash.xxh3_64_intdigest(repr((path, occurrence)).encode()) or 1
+
+
+def _common(one: Path, other: Path) -> int:
+    """The number of leading items that both have."""
+    common = 0
+    for mine, theirs in zip(one, other, strict=False):
+        if mine != theirs:
+            break
+        common += 1
+    return common

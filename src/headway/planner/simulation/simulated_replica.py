@@ -21,13 +21,10 @@ from headway.data.interfaces.generation import FinishedCall, GenerateRequest
 from headway.data.interfaces.rollout import EngineStats, OnUpdate
 from headway.data.types import FinishReason, TrajectoryId
 from headway.errors import DataError
-from headway.planner.profiles.contention import Contention
-from headway.planner.profiles.costs import decode_cost
+from headway.planner.profiles.costs import Contention, decode_cost
 from headway.planner.profiles.job_profile import RolloutProfile
 from headway.planner.profiles.lengths import LengthSampler, lengths_id
-from headway.planner.simulation.processor_sharing import ROUNDING, ProcessorSharing
-from headway.planner.simulation.simulated_activity import SimulatedActivity
-from headway.planner.simulation.simulated_calls import SimulatedCall
+from headway.planner.simulation.processor_sharing import ROUNDING, ProcessorSharing, SimulatedActivity, SimulatedCall
 from headway.planner.simulation.simulated_prefix_cache import SimulatedPrefixCache
 
 Deliver = Callable[[str, Sequence[FinishedCall]], None]

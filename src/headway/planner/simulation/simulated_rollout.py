@@ -17,7 +17,7 @@ from headway.data.interfaces.rollout import Capabilities, EngineStats, OnUpdate,
 from headway.data.interfaces.weights import ReceiveReport
 from headway.data.types import TrajectoryId
 from headway.errors import ClientGone, RunError, UpdateFailed
-from headway.planner.profiles.contention import Contention
+from headway.planner.profiles.costs import Contention
 from headway.planner.profiles.job_profile import RolloutProfile
 from headway.planner.profiles.lengths import LengthSampler
 from headway.planner.simulation.simulated_replica import DecodingReplica

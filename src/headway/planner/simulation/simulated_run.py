@@ -32,9 +32,7 @@ from headway.errors import ConfigError
 from headway.events import Observer
 from headway.pipeline.parts import Parts
 from headway.pipeline.run import Pipeline, Status
-from headway.planner.profiles.contention import Contention
-from headway.planner.profiles.costs import phase_seconds, train_cost
-from headway.planner.profiles.distributions import largest_of
+from headway.planner.profiles.costs import Contention, phase_seconds, train_cost
 from headway.planner.profiles.job_profile import (
     ConstantLengths,
     ContentionProfile,
@@ -45,18 +43,20 @@ from headway.planner.profiles.job_profile import (
     Profile,
     SharedProfile,
     UpdateProfile,
+    largest_of,
 )
 from headway.planner.profiles.lengths import filtered_of, lengths_of
 from headway.planner.profiles.profile_mesh import check_mesh, replicas_problem, training_problem
-from headway.planner.simulation.simulated_contexts import SimulatedRecord
-from headway.planner.simulation.simulated_programs import SimulatedPrograms
-from headway.planner.simulation.simulated_prompts import SimulatedSource, held_out_prompts
-from headway.planner.simulation.simulated_reward import SimulatedReward
+from headway.planner.simulation.simulated_programs import SimulatedPrograms, SimulatedReward
+from headway.planner.simulation.simulated_prompts import (
+    SimulatedRecord,
+    SimulatedSource,
+    held_out_prompts,
+    zero_advantages,
+)
 from headway.planner.simulation.simulated_rollout import SimulatedRollout
-from headway.planner.simulation.simulated_trainer import SimulatedTrainer
-from headway.planner.simulation.simulated_transport import SimulatedTransport
+from headway.planner.simulation.simulated_trainer import SimulatedTrainer, SimulatedTransport
 from headway.planner.simulation.virtual_clock import run_virtual
-from headway.planner.simulation.zeros import zero_advantages
 
 FOREVER_S = 1e7
 """A time-out that no simulated job reaches. A run that cannot go on still ends there, and says who waits for whom."""
