@@ -25,14 +25,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from benchmarks import episodes_program
+from headway.agents.adapters.program_loader import ProgramSpec
 from headway.agents.chat.chat_template import ChatRenderer
 from headway.agents.episodes.episode_limits import EpisodeLimits
 from headway.agents.episodes.episode_tokens import Chats, Prompted
-from headway.agents.episodes.local_episodes import keeping
+from headway.agents.episodes.episode_worker import keeping
 from headway.agents.episodes.program_episode import Hosting, Programs, Turn
 from headway.agents.interface.program_chat import Chat, Tally
 from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart, TurnAnswer, TurnRequest, said
-from headway.agents.programs.program_loader import ProgramSpec
 from headway.data.interfaces.episode_groups import GroupRequest
 from headway.data.interfaces.generation import FinishedCall, GenerateRequest, SamplingParams
 from headway.data.types import FinishReason, Prompt, SampledTokens, TrajectoryId

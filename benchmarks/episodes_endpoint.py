@@ -26,10 +26,9 @@ from aiohttp import web
 
 from benchmarks.episodes_asleep import SAID, SleepingEngine, chats
 from headway.agents.endpoint.dialect import TextCodec
-from headway.agents.endpoint.dialects import DIALECTS
-from headway.agents.endpoint.endpoint_server import Endpoint
+from headway.agents.endpoint.endpoint_server import DIALECTS, Endpoint
 from headway.agents.episodes.episode_limits import EpisodeLimits
-from headway.agents.episodes.local_episodes import keeping
+from headway.agents.episodes.episode_worker import keeping
 from headway.agents.episodes.program_episode import Hosting, Turn
 from headway.agents.interface.program_messages import Access, EpisodeEnd, EpisodeStart
 from headway.data.interfaces.episode_groups import GroupRequest

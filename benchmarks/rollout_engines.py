@@ -69,7 +69,7 @@ class Native:
     async def _run(self, requests: Sequence[Request]) -> list[int]:
         import numpy as np
 
-        from headway.agents.episodes.local_episodes import keeping
+        from headway.agents.episodes.episode_worker import keeping
         from headway.data.interfaces.episode_groups import GroupRequest
         from headway.data.interfaces.generation import SamplingParams
         from headway.data.types import Prompt

@@ -259,7 +259,7 @@ class _Updater:
     async def _generate(self) -> None:
         import numpy as np
 
-        from headway.agents.episodes.local_episodes import keeping
+        from headway.agents.episodes.episode_worker import keeping
         from headway.data.interfaces.episode_groups import GroupRequest
         from headway.data.interfaces.generation import SamplingParams
         from headway.data.types import Prompt

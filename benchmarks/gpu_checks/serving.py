@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from benchmarks.gpu_checks.models import Shape, checked_shape, manifest_of, on_device, peaked_model, requests, windows
 from benchmarks.gpu_checks.setting import Passed, Setting, require
-from headway.agents.episodes.local_episodes import keeping
+from headway.agents.episodes.episode_worker import keeping
 from headway.data.interfaces.episode_groups import FinishedGroup, GroupRequest
 from headway.data.interfaces.rollout import OnUpdate
 from headway.engines.rollout.native import NativeEngine

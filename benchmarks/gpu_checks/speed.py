@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM
 from benchmarks.gpu_checks.models import HALF_BILLION, LIKE_HALF_BILLION, Shape, requests
 from benchmarks.gpu_checks.setting import Passed, Setting, one_rank_group, require
 from benchmarks.gpu_checks.training import Layout
-from headway.agents.episodes.local_episodes import keeping
+from headway.agents.episodes.episode_worker import keeping
 from headway.config.schema import Config
 from headway.config.sections.learning import ActorConfig
 from headway.config.sections.model_section import ModelConfig

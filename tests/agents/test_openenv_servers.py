@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from headway.agents.programs.loaded_program import LoadedProgram
-from headway.agents.programs.program_loader import ProgramSpec
+from headway.agents.adapters.program_loader import LoadedProgram, ProgramSpec
 from headway.errors import ProgramAway, ProgramFailed
 from tests.programs.scripted import Script, play, start
 from tests.programs.served import served

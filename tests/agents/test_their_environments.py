@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
+from headway.agents.adapters.program_loader import LoadedProgram, ProgramSpec
 from headway.agents.interface.program_messages import EpisodeEnd
-from headway.agents.programs.loaded_program import LoadedProgram
-from headway.agents.programs.program_loader import ProgramSpec
 from headway.errors import ProgramFailed, UserCodeError
 from tests.programs.scripted import Script, calling, play, start
 

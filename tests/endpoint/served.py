@@ -8,14 +8,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from headway.agents.chat.chat_template import ChatRenderer
-from headway.agents.endpoint.dialects import DIALECTS
-from headway.agents.endpoint.endpoint_server import Endpoint
+from headway.agents.endpoint.endpoint_server import DIALECTS, Endpoint
 from headway.agents.episodes.episode_limits import EpisodeLimits
-from headway.agents.episodes.episode_settings import texts_of
 from headway.agents.episodes.episode_tokens import Chats
-from headway.agents.episodes.episode_worker import EpisodeWorker
-from headway.agents.episodes.local_episodes import keeping
+from headway.agents.episodes.episode_worker import EpisodeWorker, keeping
 from headway.agents.episodes.program_episode import Hosting, Turn
+from headway.agents.episodes.program_workers import texts_of
 from headway.agents.interface.program_messages import Access, EpisodeEnd, EpisodeStart
 from headway.data.interfaces.episode_groups import FinishedGroup
 from headway.data.interfaces.generation import SamplingParams

@@ -14,10 +14,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from headway.agents.endpoint.dialects import DIALECTS
+from headway.agents.endpoint.endpoint_server import DIALECTS
 from headway.agents.episodes.episode_limits import EpisodeLimits
 from headway.agents.episodes.episode_tokens import Chats
-from headway.agents.episodes.local_episodes import keeping
+from headway.agents.episodes.episode_worker import keeping
 from headway.agents.episodes.program_episode import Hosting, Turn
 from headway.agents.interface.program_messages import Access, EpisodeEnd, EpisodeStart
 from headway.data.interfaces.episode_groups import FinishedGroup

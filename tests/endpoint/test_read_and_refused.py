@@ -10,11 +10,9 @@ import pytest
 
 from headway.agents.endpoint.anthropic_messages import Messages
 from headway.agents.endpoint.chat_completions import ChatCompletions
-from headway.agents.endpoint.completions import Completions
-from headway.agents.endpoint.dialect import Dialect, RequestRefused, TextCodec
-from headway.agents.endpoint.requested_sampling import differences
+from headway.agents.endpoint.completions import Completions, TokenGenerate
+from headway.agents.endpoint.dialect import Dialect, RequestRefused, TextCodec, differences
 from headway.agents.endpoint.responses import Responses
-from headway.agents.endpoint.token_generate import TokenGenerate
 from headway.agents.endpoint.turns import TurnNote
 from headway.agents.interface.program_messages import Access
 from headway.data.interfaces.generation import SamplingParams

@@ -10,8 +10,7 @@ import numpy as np
 
 from headway.agents.episodes.episode_limits import EpisodeLimits
 from headway.agents.episodes.episode_tokens import Chats
-from headway.agents.episodes.episode_worker import EpisodeWorker
-from headway.agents.episodes.local_episodes import keeping
+from headway.agents.episodes.episode_worker import EpisodeWorker, keeping
 from headway.agents.episodes.program_episode import Hosting, Turn
 from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart, Message, TurnRequest, said
 from headway.data.interfaces.episode_groups import FinishedGroup, GroupRequest

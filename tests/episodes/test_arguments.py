@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.agents.chat.tool_arguments import Misfit, fitted
+from headway.agents.chat.tool_calls import Misfit, fitted
 from headway.agents.interface.tool import make_tool
 
 

@@ -12,13 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from headway.agents.chat.chat_template import ChatRenderer
-from headway.agents.chat.text_encoding import encoded
+from headway.agents.chat.chat_template import ChatRenderer, encoded
 from headway.agents.episodes.episode_limits import EpisodeLimits
-from headway.agents.episodes.episode_settings import chats_of
 from headway.agents.episodes.episode_tokens import Chats
-from headway.agents.episodes.local_episodes import keeping
+from headway.agents.episodes.episode_worker import keeping
 from headway.agents.episodes.program_episode import Hosting, Turn
+from headway.agents.episodes.program_workers import chats_of
 from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart, TurnRequest, said
 from headway.config.schema import Config
 from headway.planner.simulation.virtual_clock import run_virtual

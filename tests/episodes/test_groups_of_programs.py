@@ -8,8 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from headway.agents.episodes.episode_worker import EpisodeWorker
-from headway.agents.episodes.local_episodes import keeping
+from headway.agents.episodes.episode_worker import EpisodeWorker, keeping
 from headway.agents.episodes.program_episode import Turn
 from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart
 from headway.data.interfaces.generation import FinishedCall, GenerateRequest, Priority

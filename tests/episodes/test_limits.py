@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from headway.agents.episodes.episode_limits import EpisodeLimits
-from headway.agents.episodes.episode_worker import EpisodeWorker
-from headway.agents.episodes.local_episodes import keeping
+from headway.agents.episodes.episode_worker import EpisodeWorker, keeping
 from headway.agents.episodes.program_episode import Turn
 from headway.agents.interface.program_chat import Chat, Tally
 from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart, TurnRequest, said

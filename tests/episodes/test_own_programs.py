@@ -9,13 +9,13 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+from headway.agents.adapters.custom_program import OwnProgram
+from headway.agents.adapters.program_loader import LoadedProgram
 from headway.agents.chat.chat_template import ChatRenderer
 from headway.agents.episodes.episode_tokens import Chats
-from headway.agents.episodes.local_episodes import keeping
+from headway.agents.episodes.episode_worker import keeping
 from headway.agents.episodes.program_episode import Turn
 from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart, TurnRequest, said
-from headway.agents.programs.custom_program import OwnProgram
-from headway.agents.programs.loaded_program import LoadedProgram
 from headway.data.interfaces.episode_groups import FinishedGroup
 from headway.errors import ProgramFailed
 from headway.planner.simulation.virtual_clock import run_virtual

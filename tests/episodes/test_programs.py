@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from headway.agents.episodes.episode_limits import MOST_STEPS, StepTimes
 from headway.agents.episodes.program_episode import Turn
-from headway.agents.episodes.step_times import MOST_STEPS, StepTimes
 from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart, TurnRequest, said
 from headway.errors import ProgramFailed
 from tests.episodes.program_episodes import RENDERER, Here, Policy, made, talk, trained

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headway.agents.episodes.routing import Routes
+from headway.agents.episodes.request_dispatcher import Routes
 
 THREE = ["a", "b", "c"]
 

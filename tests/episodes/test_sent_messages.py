@@ -9,8 +9,7 @@ import pytest
 
 from headway.agents.chat import conversations
 from headway.agents.chat.conversations import Conversations
-from headway.agents.interface.program_messages import TurnAnswer, TurnRequest, said
-from headway.agents.interface.sent_messages import ReceivedMessages, SentMessages
+from headway.agents.interface.program_messages import ReceivedMessages, SentMessages, TurnAnswer, TurnRequest, said
 from tests.episodes.conftest import renderer_of
 
 LONG = 100_000

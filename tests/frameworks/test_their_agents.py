@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from headway.agents.adapters.program_loader import LoadedProgram, ProgramSpec
 from headway.agents.episodes.episode_limits import EpisodeLimits
 from headway.agents.interface.program_messages import Access, EpisodeEnd, EpisodeStart, TurnAnswer, TurnRequest, said
-from headway.agents.programs.loaded_program import LoadedProgram
-from headway.agents.programs.program_loader import ProgramSpec
 from tests.endpoint.served import Served, served
 from tests.episodes.program_episodes import Policy, trained
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from headway.agents.chat.chat_template import answer_decoder
-from headway.agents.episodes.local_episodes import keeping
+from headway.agents.episodes.episode_worker import keeping
 from headway.config.loading import load
 from headway.config.sections.parallel import ParallelConfig
 from headway.config.sizing.placement import concurrent

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from hypothesis import strategies as st
 
-from headway.agents.episodes.episode_settings import limits_of
 from headway.agents.episodes.episode_tokens import Prompted, row_tokens
 from headway.agents.episodes.program_episode import Hosting, Turn
+from headway.agents.episodes.program_workers import limits_of
 from headway.agents.episodes.token_tree import Transcript, call_key
 from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart, Message, TurnAnswer, TurnRequest, said
 from headway.config.schema import Config

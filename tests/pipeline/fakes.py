@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from headway.agents.episodes.episode_worker import EpisodeWorker
 from headway.agents.episodes.program_episode import Hosting
-from headway.agents.episodes.replica_clients import CallEngine
+from headway.agents.episodes.request_dispatcher import CallEngine
 from headway.data.interfaces.episode_groups import FinishedGroup, GroupRequest
 from headway.data.interfaces.generation import FinishedCall, GenerateRequest, Priority
 from headway.data.interfaces.rewards import Scores

@@ -7,11 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from headway.agents.rewards.program_reward import own_scores
 from headway.data.types import Conversation, FinishReason, Group, Prompt, Trajectory
 from headway.events import GroupRewarded
 from headway.pipeline.channel import Channel
-from headway.pipeline.group_scoring import Scoring
+from headway.pipeline.group_scoring import Scoring, own_scores
 from headway.pipeline.stages.reward import Reward
 from tests.pipeline.fakes import Recorder
 from tests.pipeline.test_ledger import run_state

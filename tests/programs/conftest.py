@@ -9,7 +9,7 @@ from textwrap import dedent
 
 import pytest
 
-from headway.agents.programs.program_loader import ProgramSpec
+from headway.agents.adapters.program_loader import ProgramSpec
 
 Write = Callable[..., ProgramSpec]
 

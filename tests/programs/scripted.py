@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
+from headway.agents.adapters.program_loader import LoadedProgram, ProgramSpec
 from headway.agents.interface.program_messages import (
     CallProblem,
     EpisodeEnd,
@@ -16,8 +17,6 @@ from headway.agents.interface.program_messages import (
     calls_made,
     said,
 )
-from headway.agents.programs.loaded_program import LoadedProgram
-from headway.agents.programs.program_loader import ProgramSpec
 from headway.errors import EpisodeOver
 
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from headway.agents.adapters.program_loader import ProgramSpec
 from headway.agents.interface.program_messages import Access, EpisodeEnd, EpisodeStart, TurnAnswer, TurnRequest, said
-from headway.agents.programs.program_loader import ProgramSpec
 from headway.errors import ProgramFailed, UserCodeError
 
 WITH_OPENAI = pytest.mark.skipif(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from headway.agents.programs.program_loader import ProgramSpec
+from headway.agents.adapters.program_loader import ProgramSpec
 from tests.programs.scripted import Script, calling, play, start
 
 PAGE = Path(__file__).parents[2] / "docs" / "agents.md"

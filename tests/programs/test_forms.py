@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from headway.agents.programs.program_loader import ProgramSpec
+from headway.agents.adapters.program_loader import ProgramSpec
 from headway.errors import UserCodeError
 
 METHODS = {
@@ -130,7 +130,7 @@ def test_a_spec_pickles_and_is_found_from_another_folder(environment, tmp_path, 
 
 def test_a_process_for_user_code_imports_neither_torch_nor_numpy():
     code = (
-        "import sys; import headway.agents.programs.program_loader; "
+        "import sys; import headway.agents.adapters.program_loader; "
         "print([m for m in ('torch', 'numpy', 'transformers', 'ray', 'pydantic') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
@@ -142,7 +142,8 @@ def test_a_process_for_tools_imports_no_torch(tmp_path):
         'def f(a: list[int]) -> int:\n    """Do.\n\n    Args:\n        a: a\n    """\n    return 0\n'
     )
     code = (
-        f"import sys; from headway.agents.tools.python_tools import load_tools; load_tools(['{tmp_path}/tools.py:f']); "
+        "import sys; from headway.agents.adapters.program_loader import load_tools; "
+        f"load_tools(['{tmp_path}/tools.py:f']); "
         "print('transformers' in sys.modules, 'torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

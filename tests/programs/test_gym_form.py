@@ -197,7 +197,7 @@ async def test_a_forked_process_makes_environments_of_its_own(environment, monke
     """What was made before a fork shares its connections with all children."""
     loaded = environment(GAME).load()
     loaded.describe()
-    monkeypatch.setattr("headway.agents.adapters.environment_pool.os.getpid", lambda: -1)
+    monkeypatch.setattr("headway.agents.adapters.environment_loop.os.getpid", lambda: -1)
     await play(loaded, Script("0"))
     await play(loaded, Script("0"))
     assert loaded._program._instances._make.func.MADE == 2

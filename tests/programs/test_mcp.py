@@ -11,13 +11,11 @@ from typing import Any
 
 import pytest
 
-from headway.agents.adapters.tool_loop import ToolLoop
-from headway.agents.interface.tool import make_tool
-from headway.agents.programs.loaded_program import LoadedProgram
-from headway.agents.programs.program_loader import ProgramSpec
+from headway.agents.adapters.environment_loop import ToolLoop
+from headway.agents.adapters.program_loader import LoadedProgram, ProgramSpec
+from headway.agents.interface.tool import Toolbox, make_tool
 from headway.agents.tools.mcp_connection import McpServerSpec
 from headway.agents.tools.mcp_servers import McpServer
-from headway.agents.tools.toolbox import Toolbox
 from headway.errors import ProgramAway, ProgramFailed, UserCodeError
 from tests.programs.scripted import Script, calling, play, start
 from tests.programs.served import served

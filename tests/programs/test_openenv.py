@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from headway.agents.adapters.openenv import text_field, web_socket
-from headway.agents.programs.loaded_program import LoadedProgram
-from headway.agents.programs.program_loader import ProgramSpec
+from headway.agents.adapters.program_loader import LoadedProgram, ProgramSpec
 from headway.errors import ProgramAway, ProgramFailed, UserCodeError
 from tests.programs.scripted import Script, play, start
 

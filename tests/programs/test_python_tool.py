@@ -8,8 +8,7 @@ import shutil
 
 import pytest
 
-from headway.agents.programs.program_loader import ProgramSpec
-from headway.agents.tools.python_tools import Tool, load_tools
+from headway.agents.adapters.program_loader import ProgramSpec, Tool, load_tools
 from headway.errors import ConfigError, SandboxFailed, Unavailable, UserCodeError
 from headway.runtime.sandbox import sandbox as door
 from headway.runtime.sandbox.python_tool import MOST_SHOWN, told

@@ -165,7 +165,7 @@ async def test_an_asynchronous_environment_shares_its_process(environment):
 
 
 def test_tools_beside_it_are_refused(environment, tools):
-    from headway.agents.programs.program_loader import ProgramSpec
+    from headway.agents.adapters.program_loader import ProgramSpec
 
     more = tools('def look() -> int:\n    """Look."""\n    return 1', "look")
     with pytest.raises(

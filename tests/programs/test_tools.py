@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 from transformers.utils import get_json_schema
 
-from headway.agents.interface.tool import make_tool
-from headway.agents.tools.python_tools import load_tools
-from headway.agents.tools.toolbox import Toolbox
+from headway.agents.adapters.program_loader import load_tools
+from headway.agents.interface.tool import Toolbox, make_tool
 from headway.errors import UserCodeError
 
 FILE = '''

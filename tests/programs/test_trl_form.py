@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from headway.agents.adapters.program_loader import ProgramSpec
 from headway.agents.interface.program_messages import said
-from headway.agents.programs.program_loader import ProgramSpec
 from headway.errors import ProgramFailed, UserCodeError
 from tests.programs.scripted import Script, calling, play, start
 

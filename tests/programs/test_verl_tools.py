@@ -9,10 +9,8 @@ from typing import Any
 
 import pytest
 
-from headway.agents.programs.loaded_program import LoadedProgram
-from headway.agents.programs.program_loader import ProgramSpec
-from headway.agents.tools.python_tools import load_tools
-from headway.agents.tools.toolbox import Toolbox
+from headway.agents.adapters.program_loader import LoadedProgram, ProgramSpec, load_tools
+from headway.agents.interface.tool import Toolbox
 from headway.errors import ProgramAway, ProgramFailed, UserCodeError
 from tests.programs.scripted import Script, calling, play, start
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from headway.agents.adapters.program_loader import ProgramSpec
 from headway.agents.interface.program_messages import Message, TurnRequest
-from headway.agents.programs.program_loader import ProgramSpec
 from headway.data.files import read_records
 from headway.runtime.user_code import load_function
 from tests.integration.support import train

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from headway.agents.adapters.program_loader import load_tools
+from headway.agents.interface.tool import Toolbox
 from headway.agents.tools.mcp_connection import McpServerSpec
 from headway.agents.tools.mcp_servers import McpServer
-from headway.agents.tools.python_tools import load_tools
-from headway.agents.tools.toolbox import Toolbox
 from headway.data.files import read_records
 from headway.runtime.user_code import load_function, load_object
 from tests.programs.scripted import start

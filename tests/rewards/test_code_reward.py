@@ -21,9 +21,8 @@ from hypothesis import strategies as st
 from headway.agents.rewards import code_reward as code_module
 from headway.agents.rewards.built_in import make_rule
 from headway.agents.rewards.code_driver import ANSWER, JOB
-from headway.agents.rewards.code_reward import code_of
+from headway.agents.rewards.code_reward import code_of, same_text, same_value
 from headway.agents.rewards.code_tests import AssertTest, CallTest, StdinTest, unit_tests_of
-from headway.agents.rewards.output_comparison import same_text, same_value
 from headway.agents.rewards.score_request import ScoreRequest
 from headway.agents.rewards.scorers import RewardPart, RewardSpec, make_scorer
 from headway.errors import ConfigError, SandboxFailed, ScoringFailed

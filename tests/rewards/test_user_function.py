@@ -14,10 +14,9 @@ import numpy as np
 import pytest
 import torch
 
-from headway.agents.rewards.reward_metrics import FurtherNumbers
 from headway.agents.rewards.score_request import ScoreRequest
 from headway.agents.rewards.scorers import checked
-from headway.agents.rewards.user_function import UserFunction
+from headway.agents.rewards.user_function import FurtherNumbers, UserFunction
 from headway.data.types import Conversation
 from headway.errors import ScoringFailed, ScoringTimedOut, UserCodeError
 

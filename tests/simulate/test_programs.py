@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from headway.agents.episodes.episode_limits import EpisodeLimits
-from headway.agents.episodes.local_episodes import keeping
+from headway.agents.episodes.episode_worker import keeping
 from headway.agents.episodes.program_episode import Hosting
 from headway.agents.interface.program_messages import TurnRequest
 from headway.data.interfaces.episode_groups import GroupRequest

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from headway.agents.adapters.program_loader import ProgramSpec
 from headway.agents.episodes.episode_limits import EpisodeLimits
 from headway.agents.interface.program_messages import Access, EpisodeStart, TurnAnswer, TurnRequest
-from headway.agents.programs.program_loader import ProgramSpec
 from headway.reports.samples.samples_file import read_samples
 from headway.runtime.user_code import load_object
 from tests.endpoint.scripted import calling, made

@@ -15,7 +15,7 @@ them takes cores from the next step."""
 
 
 class ReplicaCalls:
-    """Calls to the engine of one replica: `headway.agents.episodes.replica_clients.CallEngine` over a `Peer`. Can be
+    """Calls to the engine of one replica: `headway.agents.episodes.request_dispatcher.CallEngine` over a `Peer`. Can be
     pickled."""
 
     def __init__(self, name: str, slots: int, peer: Peer) -> None:

@@ -14,7 +14,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-from headway.agents.rewards.program_reward import own_scores
+import numpy as np
+
 from headway.data.interfaces.rewards import RewardFn, Scores
 from headway.data.types import Prompt, Trajectory, conversations_of
 from headway.errors import ScoringFailed
@@ -112,3 +113,11 @@ class Scoring:
                 task.cancel()
             self._moved = now()
             on_given_up(len(self._awaited))
+
+
+def own_scores(episodes: Sequence[Trajectory]) -> Scores:
+    """Scores of episodes by the rewards that their programs gave each, and its turns; none of the episodes failed.
+
+    An episode that a limit ended before its program gave any has 0; another one without any has failed.
+    """
+    return Scores(np.array([(one.reward or 0.0) + sum(one.turn_rewards) for one in episodes], np.float32))

@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from headway.agents.episodes.local_episodes import keeping
+from headway.agents.episodes.episode_worker import keeping
 from headway.data.interfaces.episode_groups import FinishedGroup, GroupRequest
 from headway.engines.rollout.native import NativeEngine
 from headway.engines.weights.buckets import pack, whole

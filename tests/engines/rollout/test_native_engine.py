@@ -12,7 +12,7 @@ from typing import TypeVar
 import pytest
 import torch
 
-from headway.agents.episodes.local_episodes import keeping
+from headway.agents.episodes.episode_worker import keeping
 from headway.data.interfaces.episode_groups import GroupRequest
 from headway.data.interfaces.generation import Priority
 from headway.data.interfaces.rollout import OnUpdate

@@ -18,10 +18,9 @@ from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit, urlunsplit
 
-from headway.agents.interface.failures import failing, is_away, number
-from headway.agents.interface.program import ProgramDescription
 from headway.agents.interface.program_chat import Chat
-from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart, said, with_text
+from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart, ProgramDescription, said, with_text
+from headway.agents.interface.user_calls import failing, is_away, number
 from headway.errors import EpisodeOver, ProgramAway, ProgramFailed, UserCodeError, cut, said_by, shown
 
 if TYPE_CHECKING:

@@ -7,12 +7,10 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from headway.agents.adapters.environment_pool import close
-from headway.agents.interface.awaiting import are_coroutines, called
-from headway.agents.interface.failures import failing, number
-from headway.agents.interface.program import ProgramDescription, seed_generators
+from headway.agents.adapters.environment_loop import close
 from headway.agents.interface.program_chat import Chat
-from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart, Message, TurnAnswer
+from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart, Message, ProgramDescription, TurnAnswer
+from headway.agents.interface.user_calls import are_coroutines, called, failing, number, seed_generators
 from headway.errors import EpisodeOver, ProgramFailed, shown
 
 

@@ -12,15 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from headway.agents.adapters.environment_pool import Instances
-from headway.agents.adapters.tool_loop import call_until_answered
-from headway.agents.interface.awaiting import are_coroutines, called
-from headway.agents.interface.failures import failing, number
-from headway.agents.interface.program import ProgramDescription, seed_generators
+from headway.agents.adapters.environment_loop import Instances, call_until_answered
 from headway.agents.interface.program_chat import Chat
-from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart, Message, with_text
-from headway.agents.interface.tool import Tool, make_tool
-from headway.agents.tools.toolbox import Toolbox
+from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart, Message, ProgramDescription, with_text
+from headway.agents.interface.tool import Tool, Toolbox, make_tool
+from headway.agents.interface.user_calls import are_coroutines, called, failing, number, seed_generators
 from headway.errors import EpisodeOver, ProgramFailed, UserCodeError, shown
 
 

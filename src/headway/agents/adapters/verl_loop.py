@@ -21,10 +21,9 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from headway.agents.interface.failures import number
-from headway.agents.interface.program import ProgramDescription
 from headway.agents.interface.program_chat import Chat
-from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart
+from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart, ProgramDescription
+from headway.agents.interface.user_calls import number
 from headway.errors import ProgramFailed, UserCodeError, boundary, shown
 
 EXPECTED = (

@@ -14,13 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.agents.chat.chat_messages import MARK, Marked, reasoning_of
-from headway.agents.chat.text_encoding import encoded
 from headway.agents.interface.program_messages import Message, ToolSchema, calls_made, said, tool_result
-from headway.errors import ConfigError, DataError, boundary, cut
+from headway.errors import ConfigError, DataError, boundary, cut, writable
 from headway.models.tokenizer import eos_ids, text_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
 
 NUMBERED_ID = "call{number:05d}"
 """Ids of calls that most templates take: Mistral's want nine letters and digits."""
@@ -279,3 +279,35 @@ def _says(region: str, answer: Message, *, alone: bool) -> bool:
 
 def _squeezed(text: str) -> str:
     return "".join(text.split())
+
+
+LONG = 8
+"""Characters for each token that may be there from which on a text is looked at in pieces; ordinary text has 2 to 5."""
+MOST_CUTS = 64
+"""Tokens that the pieces of a text may have more than the whole, beside an eighth of those that fit."""
+
+
+def encoded(tokenizer: PreTrainedTokenizerBase, text: str, most_tokens: int | None) -> NDArray[np.int32]:
+    """The ids [N] of ``text``, with no special tokens added; what UTF-8 has no bytes for is spelled out.
+
+    Of text with clearly more than ``most_tokens`` they may be those of its beginning, more than ``most_tokens``: a
+    megabyte takes a second or more, and so much is enough to know that it is too long.
+
+    Raises:
+        DataError: the tokenizer has no tokens for the text.
+    """
+    if most_tokens is None or len(text) <= LONG * most_tokens:
+        return _all(tokenizer, text)
+    pieces: list[NDArray[np.int32]] = []
+    tokens, length = 0, LONG * most_tokens // 2
+    for start in range(0, len(text), length):
+        pieces.append(_all(tokenizer, text[start : start + length]))
+        tokens += len(pieces[-1])
+        if tokens > most_tokens + most_tokens // 8 + MOST_CUTS:
+            return np.concatenate(pieces)
+    return _all(tokenizer, text)
+
+
+def _all(tokenizer: PreTrainedTokenizerBase, text: str) -> NDArray[np.int32]:
+    with boundary(f"the tokenizer cannot encode {cut(repr(text[:120]), 120)}", DataError):
+        return np.asarray(tokenizer.encode(writable(text), add_special_tokens=False), np.int32)

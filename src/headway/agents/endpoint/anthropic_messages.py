@@ -11,9 +11,24 @@ from typing import Any
 
 from pydantic import Field
 
-from headway.agents.endpoint.answer_parts import event
-from headway.agents.endpoint.dialect import Body, Positive, RequestRefused, Setting, TextCodec, Wanted, ends, read_body
-from headway.agents.endpoint.normalise import call, function_tools, name_of, named, role_of, text_of, wrong
+from headway.agents.endpoint.dialect import (
+    Body,
+    Positive,
+    RequestRefused,
+    Setting,
+    TextCodec,
+    Wanted,
+    call,
+    ends,
+    event,
+    function_tools,
+    name_of,
+    named,
+    read_body,
+    role_of,
+    text_of,
+    wrong,
+)
 from headway.agents.endpoint.turns import MadeTurn
 from headway.agents.interface.program_messages import Message, ToolSchema, TurnRequest, finite, said
 

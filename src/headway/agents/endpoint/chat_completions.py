@@ -12,19 +12,29 @@ from typing import Any
 
 from pydantic import Field
 
-from headway.agents.endpoint.answer_parts import DONE, event, token_logprobs, usage, with_usage
 from headway.agents.endpoint.dialect import (
+    DONE,
     Body,
     Positive,
     Setting,
     TextCodec,
     TokenId,
     Wanted,
+    call,
     ends,
+    event,
+    function_tools,
+    name_of,
+    named,
     openai_error,
     read_body,
+    role_of,
+    text_of,
+    token_logprobs,
+    usage,
+    with_usage,
+    wrong,
 )
-from headway.agents.endpoint.normalise import call, function_tools, name_of, named, role_of, text_of, wrong
 from headway.agents.endpoint.turns import MadeTurn
 from headway.agents.interface.program_messages import Message, ToolSchema, TurnRequest, finite
 

@@ -6,11 +6,16 @@
     list(CHAT_COMPLETIONS.events(wanted, turn))     # the same in pieces, as server-sent events
 
 A dialect translates, and decides nothing: whose turn it is, what sampling holds and what is retried is the endpoint's.
+
+Messages and tools of all dialects become plain chat messages, which the policy's template takes: a conversation is
+the same in any dialect. The run's sampling holds, since training reckons with it (`differences`). A limit such as
+``max_tokens`` or ``stop`` changes no distribution, and is the agent's to choose; a ``seed`` has no effect.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, Protocol, TypedDict, TypeVar
@@ -18,8 +23,9 @@ from typing import Annotated, Any, Protocol, TypedDict, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from headway.agents.endpoint.turns import MadeTurn
-from headway.agents.interface.program_messages import TurnRequest, too_much_ends
-from headway.errors import HeadwayError, cut
+from headway.agents.interface.program_messages import Message, ToolSchema, TurnRequest, too_much_ends
+from headway.data.interfaces.generation import SamplingParams
+from headway.errors import HeadwayError, cut, shown
 
 
 class RequestRefused(HeadwayError):
@@ -190,3 +196,178 @@ def ends(stop: str | Sequence[str] | None, token_ids: Sequence[int] | None = Non
     if (problem := too_much_ends(strings, ids)) is not None:
         raise RequestRefused(400, "invalid_request", f"the request's body: {problem}")
     return Ends(stop=strings, stop_token_ids=ids)
+
+
+DONE = b"data: [DONE]\n\n"
+"""The last event of OpenAI's and vLLM's streams."""
+
+
+def event(data: dict[str, Any], name: str | None = None) -> bytes:
+    """Make a server-sent event."""
+    head = f"event: {name}\n" if name is not None else ""
+    return f"{head}data: {json.dumps(data)}\n\n".encode()
+
+
+def usage(turn: MadeTurn) -> dict[str, int]:
+    """Numbers of tokens of a turn, as OpenAI's chat completions and vLLM name them."""
+    sampled = len(turn.sampled.ids)
+    return {
+        "prompt_tokens": turn.prompt_tokens,
+        "completion_tokens": sampled,
+        "total_tokens": turn.prompt_tokens + sampled,
+    }
+
+
+def with_usage(options: dict[str, Any] | None) -> bool:
+    """Tell whether a stream ends with the numbers of tokens, from its request's ``stream_options``."""
+    return bool((options or {}).get("include_usage"))
+
+
+def token_logprobs(wanted: Wanted, turn: MadeTurn) -> list[dict[str, Any]]:
+    """Log-probs (nats) of the sampled tokens under the policy that sampled them, by their texts."""
+    content = []
+    for id, logprob in zip(turn.sampled.ids.tolist(), turn.sampled.logprobs.tolist(), strict=True):
+        text = wanted.texts.decode([id])
+        content.append({"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []})
+    return content
+
+
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+"""Roles of messages, and what templates call them."""
+_TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+"""Types of parts that are text, and the field that has it."""
+
+
+def wrong(where: str, given: Any, expected: str) -> RequestRefused:
+    """Make the error for what stands at ``where`` in a request's body."""
+    return RequestRefused(400, "invalid_request", f"the request's body: {where} is {shown(given)}; expected {expected}")
+
+
+def role_of(message: Mapping[str, Any], where: str) -> str:
+    """The role of a message, as templates know it. Raises `RequestRefused` for one that there is not."""
+    role = message.get("role")
+    if not isinstance(role, str) or role not in ROLES:
+        raise wrong(f"{where}.role", role, f"one of {', '.join(ROLES)}")
+    return ROLES[role]
+
+
+def text_of(content: Any, where: str) -> str:
+    """The text of a message's content: text, parts of text, or nothing. Raises `RequestRefused` for anything else."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        raise wrong(where, content, "text, or a list of parts of type text")
+    texts = []
+    for n, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        text = part.get(_TEXTS[kind]) if isinstance(kind, str) and kind in _TEXTS else None
+        if not isinstance(text, str):
+            raise wrong(f"{where}.{n}", part, "a part of type text: the policy reads text alone, no images or files")
+        texts.append(text)
+    return "".join(texts)
+
+
+def name_of(fields: Mapping[str, Any], name: str, where: str) -> str:
+    """The field ``name``, which is text that is not empty. Raises `RequestRefused` for anything else."""
+    value = fields.get(name)
+    if not isinstance(value, str) or not value:
+        raise wrong(f"{where}.{name}", value, "text")
+    return value
+
+
+def call(id: str, name: str, arguments: Any) -> dict[str, Any]:
+    """Make a tool call of a message. ``arguments``: an object, or JSON text of one."""
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def function_tools(tools: Iterable[tuple[str, Any, Any, Any]]) -> list[ToolSchema] | None:
+    """Make the schemas of tools, each given as where it stands, its name, description and parameters; None of none.
+
+    Raises:
+        Refused: one has no name or no schema, or there are two of a name.
+    """
+    schemas: dict[str, ToolSchema] = {}
+    for where, name, description, parameters in tools:
+        if not isinstance(name, str) or not name:
+            raise wrong(f"{where}.name", name, "the function's name")
+        if name in schemas:
+            raise RequestRefused(
+                400, "invalid_request", f"the request's body: {where}: there is a tool named {name!r} already"
+            )
+        if parameters is not None and not isinstance(parameters, dict):
+            raise wrong(f"{where}.parameters", parameters, 'a JSON schema such as {"type": "object", "properties": {}}')
+        schemas[name] = {
+            "type": "function",
+            "function": {
+                "name": name,
+                "description": description if isinstance(description, str) else "",
+                "parameters": parameters or {"type": "object", "properties": {}},
+            },
+        }
+    return list(schemas.values()) or None
+
+
+def named(messages: Sequence[Message]) -> list[Message]:
+    """Give results of tools the names of their tools, from the calls before them: some templates write these."""
+    names: dict[Any, str] = {}
+    result = []
+    for message in messages:
+        for one in message.get("tool_calls", ()):
+            names[one["id"]] = one["function"]["name"]
+        if message["role"] == "tool" and "name" not in message and message.get("tool_call_id") in names:
+            result.append({**message, "name": names[message["tool_call_id"]]})
+        else:
+            result.append(message)
+    return result
+
+
+_ANY = object()
+
+
+def differences(asked: Mapping[str, Any], sampling: SamplingParams) -> list[str]:
+    """Say of each setting of ``asked`` that is another one than ``sampling``'s what was asked for, and what holds."""
+    found = []
+    for name, value in asked.items():
+        ours = _of_the_run(name, sampling)
+        if not (value == ours or (name == "top_k" and {value, ours} <= {-1, 0})):
+            held = "not done" if ours is _ANY else f"here {shown(ours)}"
+            found.append(f"{name}={shown(value)} ({held})")
+    return found
+
+
+def _of_the_run(name: str, sampling: SamplingParams) -> Any:
+    match name:
+        case "temperature" | "top_p" | "top_k" | "min_p" | "repetition_penalty" | "min_tokens":
+            return getattr(sampling, name)
+        case "logit_bias":
+            return {str(token): bias for token, bias in sampling.logit_bias}
+        case "n" | "best_of":
+            return 1
+        case "presence_penalty" | "frequency_penalty":
+            return 0.0
+        case "tool_choice":
+            return "auto"
+        case "top_logprobs":  # engines tell the log-probs of sampled tokens alone
+            return 0
+        case "logprobs":
+            return 1
+        case "modalities":
+            return ["text"]
+        case "verbosity" | "text.verbosity":
+            return "medium"
+        case "thinking":  # as the policy likes
+            return "adaptive"
+        case "truncation":
+            return "disabled"
+        case "add_generation_prompt":
+            return True
+        case "typical_p":
+            return 1.0
+        case "parallel_tool_calls":
+            return True
+        case "ignore_eos" | "use_beam_search":
+            return False
+        case "bad_words":
+            return []
+        case _:
+            return _ANY

@@ -24,11 +24,13 @@ import xxhash
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from headway.agents.endpoint.dialect import Dialect, RequestRefused, TextCodec, Wanted, openai_error
-from headway.agents.endpoint.endpoint_address import cannot_listen
-from headway.agents.endpoint.requested_sampling import differences
+from headway.agents.endpoint.anthropic_messages import Messages
+from headway.agents.endpoint.chat_completions import ChatCompletions
+from headway.agents.endpoint.completions import Completions, TokenGenerate
+from headway.agents.endpoint.dialect import Dialect, RequestRefused, TextCodec, Wanted, differences, openai_error
+from headway.agents.endpoint.responses import Responses
 from headway.agents.endpoint.sessions import OVER, AgentSession
-from headway.agents.endpoint.turns import MadeTurn, TurnNote, Turns
+from headway.agents.endpoint.turns import MadeTurn, TurnNote, Turns, cannot_listen
 from headway.agents.interface.program_messages import Access
 from headway.errors import EpisodeOver, HeadwayError, UserError, said_by, shown, writable
 from headway.runtime.task_groups import off_loop
@@ -353,3 +355,6 @@ def _error(form: ErrorForm, refused: RequestRefused) -> web.Response:
 
 def _json(body: dict[str, object], status: int = 200) -> web.Response:
     return web.Response(body=json.dumps(body).encode(), status=status, content_type="application/json")
+
+
+DIALECTS: tuple[Dialect, ...] = (ChatCompletions(), Completions(), Responses(), Messages(), TokenGenerate())

@@ -12,9 +12,24 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from headway.agents.endpoint.answer_parts import event, token_logprobs
-from headway.agents.endpoint.dialect import Body, Positive, Setting, TextCodec, Wanted, openai_error, read_body
-from headway.agents.endpoint.normalise import call, function_tools, name_of, named, role_of, text_of, wrong
+from headway.agents.endpoint.dialect import (
+    Body,
+    Positive,
+    Setting,
+    TextCodec,
+    Wanted,
+    call,
+    event,
+    function_tools,
+    name_of,
+    named,
+    openai_error,
+    read_body,
+    role_of,
+    text_of,
+    token_logprobs,
+    wrong,
+)
 from headway.agents.endpoint.turns import MadeTurn
 from headway.agents.interface.program_messages import Message, ToolSchema, TurnRequest, finite, said
 

@@ -12,6 +12,7 @@ with endpoint.open(Echo()) as access:                       # access.base_url, a
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import StrEnum
@@ -20,6 +21,7 @@ from typing import Protocol
 from headway.agents.interface.program_messages import Access, TurnAnswer, TurnRequest
 from headway.data.interfaces.generation import SamplingParams
 from headway.data.types import SampledTokens
+from headway.errors import ConfigError
 
 
 class TurnNote(StrEnum):
@@ -86,3 +88,21 @@ class Doors(Protocol):
         """Answer requests with a key of their own by ``turns``, for as long as the context lasts."""
 
     async def close(self) -> None: ...
+
+
+def cannot_listen(host: str, port: int, cause: Exception) -> ConfigError:
+    """Make the error of an endpoint that cannot listen there."""
+    return ConfigError(
+        f"the endpoint for agents cannot listen at {host}:{port}: {getattr(cause, 'strerror', None) or cause}; set "
+        "rollout.endpoint_port=0 for any free port, and rollout.endpoint_host to an address of this machine"
+    )
+
+
+async def check_address(host: str, port: int) -> None:
+    """Listen for a moment. Raises `ConfigError` where ``port`` is in use, or ``host`` is no address of this machine."""
+    try:
+        server = await asyncio.get_running_loop().create_server(asyncio.Protocol, host, port)
+    except (OSError, UnicodeError) as cause:
+        raise cannot_listen(host, port, cause) from cause
+    server.close()
+    await server.wait_closed()

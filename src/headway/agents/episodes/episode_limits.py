@@ -3,7 +3,7 @@
     begin ─▶ step ─▶ end (a turn is asked for) ─▶ … ─▶ begin (it is answered) ─▶ step ─▶ end
     └────────────────────────── the episode's time ──────────────────────────────────────┘
 
-Both limits of time stand still with the keeper's `headway.agents.episodes.deadlines.EpisodeClock`.
+Both limits of time stand still with the worker's `EpisodeClock`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,128 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from headway.agents.episodes.deadlines import Deadline, EpisodeClock
-from headway.agents.episodes.step_times import StepTimes
+from headway.events import Span
+
+
+class Deadline:
+    """A callback that comes when its seconds are over, unless it is cancelled."""
+
+    def __init__(self, clock: EpisodeClock, seconds: float, callback: Callable[[], object]) -> None:
+        self._clock = clock
+        self._left = seconds
+        self._callback = callback
+        self._timer: asyncio.TimerHandle | None = None
+
+    def run(self) -> None:
+        """Count the seconds that are left, from now on."""
+        self._timer = asyncio.get_running_loop().call_later(self._left, self._over)
+
+    def hold(self, now: float) -> None:
+        """Stop counting, at ``now`` on the loop's clock."""
+        if self._timer is not None:
+            self._left = max(0.0, self._timer.when() - now)
+            self._timer.cancel()
+            self._timer = None
+
+    def cancel(self) -> None:
+        """Forget the deadline. One that is over, or was cancelled, stays so."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._clock.forget(self)
+
+    def _over(self) -> None:
+        self._timer = None
+        self._clock.forget(self)
+        self._callback()
+
+
+class EpisodeClock:
+    """The clock of a keeper's episodes. It runs from the start; `stop` and `go_on` hold all deadlines and let them run.
+
+    clock = Clock()
+    step = clock.deadline(60, on_timeout)
+    clock.stop()            # the trainer has the devices
+    clock.go_on()           # the step has as many seconds left as before
+    step.cancel()
+    """
+
+    def __init__(self) -> None:
+        self._deadlines: dict[Deadline, None] = {}
+        self._running = True
+        self._stood = 0.0
+        """Seconds for which the clock stood still before."""
+        self._stopped = 0.0
+        """Time on the loop's clock of the last stop."""
+
+    def time(self) -> float:
+        """Seconds on this clock, which stands still between `stop` and `go_on`."""
+        return (asyncio.get_running_loop().time() if self._running else self._stopped) - self._stood
+
+    def deadline(self, seconds: float, callback: Callable[[], object]) -> Deadline:
+        """Make a deadline that calls ``callback`` on the loop in ``seconds`` of this clock."""
+        deadline = Deadline(self, seconds, callback)
+        self._deadlines[deadline] = None
+        if self._running:
+            deadline.run()
+        return deadline
+
+    def forget(self, deadline: Deadline) -> None:
+        """Keep ``deadline`` no more."""
+        self._deadlines.pop(deadline, None)
+
+    def stop(self) -> None:
+        """Let time stand still. A clock that stands still stays so."""
+        if self._running:
+            self._running, self._stopped = False, asyncio.get_running_loop().time()
+            for deadline in self._deadlines:
+                deadline.hold(self._stopped)
+
+    def go_on(self) -> None:
+        """Let time run again."""
+        if not self._running:
+            self._running = True
+            self._stood += asyncio.get_running_loop().time() - self._stopped
+            for deadline in self._deadlines:
+                deadline.run()
+
+
+MOST_STEPS = 32
+"""Most spans that an episode has: its record stays small, however many turns it has."""
+SHORTEST_WAIT_S = 1e-3
+"""Shortest wait that is one: a program is handed to its runner faster than that."""
+
+
+class StepTimes:
+    """Spans of one episode: its program's steps, and its waits for a place to run or for what was away.
+
+    Where there are more than `MOST_STEPS`, those with the shortest pause between them become one. The first start and
+    the last end stay as they were.
+    """
+
+    def __init__(self) -> None:
+        self.steps: list[Span] = []
+        self.waits: list[Span] = []
+        self.until = 0.0
+        """End of the last step; before the first one, when the episode was to begin."""
+        self._since = 0.0
+
+    def begin(self, now: float) -> None:
+        """Begin a step."""
+        self._since = now
+
+    def end(self, now: float) -> None:
+        """End the step."""
+        self.until = now
+        self.steps.append((self._since, now))
+        if len(self.steps) > MOST_STEPS:
+            at = min(range(1, len(self.steps)), key=lambda i: self.steps[i][0] - self.steps[i - 1][1])
+            self.steps[at - 1 : at + 1] = [(self.steps[at - 1][0], self.steps[at][1])]
+
+    def began(self, now: float) -> None:
+        """Note that the program, which waited since then, has begun to run."""
+        if now - self.until >= SHORTEST_WAIT_S:
+            self.waits.append((self.until, now))
 
 
 @dataclass(frozen=True, slots=True)

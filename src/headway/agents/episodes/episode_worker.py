@@ -12,15 +12,20 @@ in its process, else that of an actor beside the replicas, so that tokens stay a
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 
-from headway.agents.episodes.call_cache import CallLog
-from headway.agents.episodes.deadlines import EpisodeClock
+from headway.agents.episodes.episode_attempt import CallLog
+from headway.agents.episodes.episode_limits import EpisodeClock
 from headway.agents.episodes.program_episode import Hosting, MadeEpisode, ProgramEpisode
-from headway.agents.episodes.replica_clients import CallEngine
-from headway.agents.episodes.request_dispatcher import Affinity, PendingRequest, RequestDispatcher, nothing_sampled
+from headway.agents.episodes.request_dispatcher import (
+    Affinity,
+    CallEngine,
+    PendingRequest,
+    RequestDispatcher,
+    nothing_sampled,
+)
 from headway.data.interfaces.episode_groups import FinishedGroup, GroupRequest
 from headway.data.interfaces.generation import FinishedCall, Priority, SamplingParams
 from headway.data.types import (
@@ -379,3 +384,33 @@ def _of_programs(group: _OpenGroup) -> FinishedGroup:
         rows += made.rows
     tokens = None if simulated else GroupTokens(tuple(rows))
     return FinishedGroup(group.request.number, tuple(trajectories), tokens)
+
+
+@asynccontextmanager
+async def keeping(
+    *engines: CallEngine,
+    decode: Callable[[Sequence[int]], str] | None = None,
+    hosting: Hosting | None = None,
+    name: str = "keeper",
+) -> AsyncIterator[EpisodeWorker]:
+    """A keeper of ``engines``, all of which take calls. An engine that fails ends every `EpisodeWorker.generate`.
+
+    async with keeping(engine, decode=tokenizer.decode) as keeper:
+        async for group in keeper.generate(requests):
+            ...
+    """
+    keeper = EpisodeWorker(name, decode, hosting)
+    for engine in engines:
+        await keeper.join(engine)
+    await keeper.route([engine.name for engine in engines])
+
+    async def watch() -> None:
+        async for _, error in keeper.failures():
+            keeper.end(error)
+
+    watching = asyncio.get_running_loop().create_task(watch())
+    try:
+        yield keeper
+    finally:
+        watching.cancel()
+        await keeper.close()

@@ -20,10 +20,8 @@ import numpy as np
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, wait_exponential
 
 from headway.agents.endpoint.turns import Doors
-from headway.agents.episodes.call_cache import CallLog
-from headway.agents.episodes.deadlines import EpisodeClock
-from headway.agents.episodes.episode_attempt import Try
-from headway.agents.episodes.episode_limits import EpisodeLimits, EpisodeTime
+from headway.agents.episodes.episode_attempt import CallLog, Try
+from headway.agents.episodes.episode_limits import EpisodeClock, EpisodeLimits, EpisodeTime
 from headway.agents.episodes.episode_tokens import EpisodeTokens, spans_of
 from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart, TurnAnswer, TurnRequest
 from headway.data.interfaces.episode_groups import GroupRequest

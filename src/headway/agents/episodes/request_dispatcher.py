@@ -1,24 +1,183 @@
-"""The calls of one keeper: each goes to a replica, and to another one where that is lost.
+"""Dispatch of one episode worker's calls: each goes to a replica, and to another one where that is lost.
 
-ask ──▶ a replica that takes calls? ──yes──▶ Line ──▶ done(call, result)
-             │ no: wait for `route`            └ the replica is lost: ask again
+ask ──▶ Routes: a replica that takes calls? ──yes──▶ ReplicaClient ──one message a loop turn──▶ engine
+             │ no: wait for `route`                     └ the replica is lost: ask again
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.agents.episodes.replica_clients import CallEngine, ReplicaClient
-from headway.agents.episodes.routing import Routes
 from headway.data.interfaces.generation import FinishedCall, GenerateRequest, Priority, SamplingParams
 from headway.data.types import FinishReason, TrajectoryId
-from headway.errors import DataError, HeadwayError, WorkerDied
-from headway.runtime.task_groups import concurrently
+from headway.errors import DataError, HeadwayError, RunError, WorkerDied, boundary
+from headway.runtime.task_groups import concurrently, end
+
+
+class Routes:
+    """The replicas that take calls, and how many unfinished calls each has.
+
+    A group's calls go to its home, the replica that was least loaded when its first call came, since they share a
+    prefix there; while all slots of the home are taken, they go to a replica that has one free.
+    """
+
+    def __init__(self) -> None:
+        self._slots: dict[str, int] = {}
+        self._load: dict[str, int] = {}
+        self._open: tuple[str, ...] = ()
+
+    def add(self, replica: str, slots: int) -> None:
+        """Know ``replica``, which takes calls once `open` names it."""
+        self._slots[replica], self._load[replica] = slots, 0
+
+    def remove(self, replica: str) -> None:
+        """Forget ``replica`` and its calls."""
+        self._slots.pop(replica, None)
+        self._load.pop(replica, None)
+        self._open = tuple(name for name in self._open if name != replica)
+
+    def open(self, replicas: Sequence[str]) -> None:
+        """Send new calls to those of ``replicas`` that are known, and to no others."""
+        self._open = tuple(name for name in replicas if name in self._load)
+
+    @property
+    def any(self) -> bool:
+        """Some replica takes calls."""
+        return bool(self._open)
+
+    def home(self) -> str:
+        """Choose the home of a group: the least loaded replica, the first of several."""
+        return min(self._open, key=self._load.__getitem__)
+
+    def choose(self, home: str) -> str:
+        """Choose the replica of one call of a group, and count the call."""
+        if home not in self._open or not self._has_room(home):
+            lightest = self.home()
+            if home not in self._open or self._has_room(lightest):
+                home = lightest
+        self._load[home] += 1
+        return home
+
+    def count(self, replica: str) -> None:
+        """Count a call that is bound to ``replica``."""
+        self._load[replica] += 1
+
+    def finished(self, replica: str) -> None:
+        """Count a call of ``replica`` no more."""
+        if replica in self._load:
+            self._load[replica] -= 1
+
+    def _has_room(self, replica: str) -> bool:
+        return self._load[replica] < self._slots[replica]
+
+
+class CallEngine(Protocol):
+    """Part of `RolloutEngine` that `ReplicaClient` calls."""
+
+    name: str
+    slots: int
+
+    async def submit(self, client: str, calls: Sequence[GenerateRequest]) -> None: ...
+
+    def finished(self, client: str) -> AsyncIterator[Sequence[FinishedCall]]: ...
+
+    async def abort(self, client: str, numbers: Sequence[int]) -> None: ...
+
+    async def release(self, trajectories: Sequence[TrajectoryId]) -> None: ...
+
+
+class ReplicaClient:
+    """One keeper's end of a connection. Orders reach the engine in the order in which they were given."""
+
+    def __init__(
+        self,
+        client: str,
+        engine: CallEngine,
+        *,
+        on_finished: Callable[[str, Sequence[FinishedCall]], None],
+        on_refused: Callable[[str, Sequence[GenerateRequest], DataError], None],
+        on_failed: Callable[[str, HeadwayError], None],
+    ) -> None:
+        """
+        Args:
+            client: the keeper's name, under which the engine knows the calls.
+            on_finished: called with the replica's name and a batch.
+            on_refused: called with calls that the engine did not take, all of one message, and why.
+            on_failed: called once with why the replica is of no use any more.
+        """
+        self.engine = engine
+        self._client = client
+        self._on_finished, self._on_refused, self._on_failed = on_finished, on_refused, on_failed
+        self._calls: list[GenerateRequest] = []
+        self._aborted: list[int] = []
+        self._released: list[TrajectoryId] = []
+        self._ordered = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        self._tasks = [
+            loop.create_task(self._work(self._receive), name=f"{client} receives from {engine.name}"),
+            loop.create_task(self._work(self._send), name=f"{client} asks {engine.name}"),
+        ]
+        self._failed = False
+
+    def submit(self, call: GenerateRequest) -> None:
+        """Order ``call``."""
+        self._calls.append(call)
+        self._ordered.set()
+
+    def abort(self, number: int) -> None:
+        """Order the end of a call. One that was not sent yet is sent all the same: its result comes back."""
+        self._aborted.append(number)
+        self._ordered.set()
+
+    def release(self, trajectory: TrajectoryId) -> None:
+        """Tell the engine to release the context of an episode that has ended."""
+        self._released.append(trajectory)
+        self._ordered.set()
+
+    async def close(self) -> None:
+        """Leave the engine, which drops the unfinished calls."""
+        self._failed = True
+        await end(self._tasks)
+
+    async def _send(self) -> None:
+        while True:
+            await self._ordered.wait()
+            self._ordered.clear()
+            calls, self._calls = self._calls, []
+            aborted, self._aborted = self._aborted, []
+            released, self._released = self._released, []
+            if calls:
+                await self._submit(calls)
+            if aborted:
+                await self.engine.abort(self._client, aborted)
+            if released:
+                await self.engine.release(released)
+
+    async def _submit(self, calls: Sequence[GenerateRequest]) -> None:
+        try:
+            await self.engine.submit(self._client, calls)
+        except DataError as error:
+            self._on_refused(self.engine.name, calls, error)
+
+    async def _receive(self) -> None:
+        async for batch in self.engine.finished(self._client):
+            self._on_finished(self.engine.name, batch)
+
+    async def _work(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Do ``work``, and report its failure once, whichever of the two it is."""
+        try:
+            with boundary(f"{self._client} at {self.engine.name}", RunError):
+                await work()
+        except HeadwayError as error:
+            if not self._failed:
+                self._failed = True
+                self._on_failed(self.engine.name, error)
 
 
 @dataclass(slots=True, eq=False)

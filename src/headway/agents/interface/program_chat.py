@@ -16,8 +16,6 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from headway.agents.interface.awaiting import awaited, is_in_a_loop
-from headway.agents.interface.failures import Insisted, number
 from headway.agents.interface.program_messages import (
     EpisodeStart,
     Message,
@@ -29,6 +27,7 @@ from headway.agents.interface.program_messages import (
     too_much_ends,
 )
 from headway.agents.interface.tool import NAME, Tool, ToolResult, make_tool
+from headway.agents.interface.user_calls import Insisted, awaited, is_in_a_loop, number
 from headway.errors import EpisodeOver, ProgramFailed, shown
 from headway.runtime.task_groups import concurrently
 

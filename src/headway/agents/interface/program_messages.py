@@ -1,15 +1,19 @@
-"""The words between a program and the keeper of its episode: chat messages, tool calls, turns. Plain data that pickles.
+"""Messages between a program and the worker of its episode: chat messages, tool calls, turns. Plain data that pickles.
 
-keeper ──EpisodeStart──▶ program ──TurnRequest──▶ keeper ──TurnAnswer──▶ program ··· ──EpisodeEnd──▶ keeper
+worker ──EpisodeStart──▶ program ──TurnRequest──▶ worker ──TurnAnswer──▶ program ··· ──EpisodeEnd──▶ worker
+
+A request that crosses a process sends only new messages (`SentMessages`, `ReceivedMessages`).
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from itertools import count
 from typing import Any
 
 Message = dict[str, Any]
@@ -163,7 +167,7 @@ class TurnRequest:
     state: str | None = None
     """Name of the state that the turn is taken in; None for what the policy is told since its last answer."""
     numbers: tuple[int, ...] | None = None
-    """Numbers of all messages, where ``messages`` are the new ones alone (`headway.agents.interface.sent_messages`)."""
+    """Numbers of all messages, where ``messages`` are the new ones alone (`SentMessages`)."""
 
     @property
     def ends(self) -> tuple[object, ...]:
@@ -250,3 +254,81 @@ def finite(value: Any) -> Any:
     if isinstance(value, list):
         return [finite(one) for one in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+MOST_KNOWN = 8
+"""Messages at one place of a conversation that are compared with a new one: an episode may have several."""
+
+
+class SentMessages:
+    """The messages that a program's requests have sent, and the keeper has answered.
+
+    They are copies, and compared with what is sent next: a program may change its messages where they are. Text is
+    shared with the copy, and compared by identity.
+    """
+
+    def __init__(self, ask: Callable[[TurnRequest], Awaitable[TurnAnswer]]) -> None:
+        self._ask = ask
+        self._numbers = count()
+        self._known: dict[int, list[tuple[int, Message]]] = {}
+        """Numbered messages by their place in a conversation."""
+
+    async def ask(self, request: TurnRequest) -> TurnAnswer:
+        """Ask for a turn. Messages count as sent once there is an answer."""
+        try:
+            numbers, new = self._numbered(request)
+        except Exception:  # messages that can be neither copied nor compared: the keeper says what is wrong with them
+            return await self._ask(request)
+        sent = [message for _, _, message in new]
+        answer = await self._ask(replace(request, messages=sent, numbers=tuple(numbers)))
+        for place, number, message in new:
+            known = self._known.setdefault(place, [])
+            known.append((number, message))
+            del known[:-MOST_KNOWN]
+        return answer
+
+    def _numbered(self, request: TurnRequest) -> tuple[list[int], list[tuple[int, int, Message]]]:
+        """The number of each message, and those that are new, with their places and numbers."""
+        numbers: list[int] = []
+        new: list[tuple[int, int, Message]] = []
+        for place, message in enumerate(request.messages):
+            known = reversed(self._known.get(place, ()))
+            number = next((number for number, one in known if one == message), None)
+            if number is None:
+                number = next(self._numbers)
+                new.append((place, number, deepcopy(message)))
+            numbers.append(number)
+        return numbers, new
+
+
+class ReceivedMessages:
+    """The messages that the requests of one try of an episode have sent."""
+
+    def __init__(self) -> None:
+        self._messages: dict[int, Message] = {}
+
+    def whole(self, request: TurnRequest) -> TurnRequest:
+        """Return ``request`` with all of its messages: those that were sent before are the same objects."""
+        if request.numbers is None:
+            return request
+        new = iter(request.messages)
+        for number in request.numbers:
+            if number not in self._messages:
+                self._messages[number] = next(new)
+        return replace(request, messages=[self._messages[number] for number in request.numbers], numbers=None)
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramDescription:
+    """The facts of a program that are known before its first episode."""
+
+    form: str
+    """Name of the form by which the user's code was recognised."""
+    is_async: bool
+    """The program shares an event loop with others; otherwise it blocks, and needs a separate process."""
+    tools: tuple[ToolSchema, ...] = ()
+    """Schemas of the tools that are known beforehand."""
+    gives_reward: bool | None = None
+    """The program gives rewards; None where only its episodes tell."""
+    columns: tuple[str, ...] = ()
+    """Columns that every row of the data has to have."""

@@ -25,9 +25,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from headway.agents.rewards.built_in import BUILT_IN, Rule, make_rule
-from headway.agents.rewards.reward_metrics import FurtherNumbers, plain
 from headway.agents.rewards.score_request import ScoreRequest
-from headway.agents.rewards.user_function import UserFunction
+from headway.agents.rewards.user_function import FurtherNumbers, UserFunction, plain
 from headway.data.interfaces.rewards import Scores
 from headway.data.tasks import make_task
 from headway.errors import ConfigError, HeadwayError, ScoringFailed, cut, raised_by, writable

@@ -18,12 +18,10 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-from headway.agents.interface.awaiting import awaited
-from headway.agents.interface.failures import is_away
 from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart
 from headway.agents.interface.tool import Tool, ToolResult
-from headway.agents.tools.mcp_connection import CLOSE_TIMEOUT_S, Late, McpConnection, McpServerSpec, transport
-from headway.agents.tools.mcp_errors import in_words
+from headway.agents.interface.user_calls import awaited, is_away
+from headway.agents.tools.mcp_connection import CLOSE_TIMEOUT_S, Late, McpConnection, McpServerSpec, in_words, transport
 from headway.errors import ProgramAway, ProgramFailed, Unavailable, UserCodeError, cut, said_by
 
 MOST_PAGES = 100

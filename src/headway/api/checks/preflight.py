@@ -18,10 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import urlsplit
 
-from headway.agents.endpoint.endpoint_address import check_address
-from headway.agents.episodes.episode_settings import chats_of
-from headway.agents.episodes.program_workers import ProgramRunners, program_spec, variables
-from headway.agents.interface.program import ProgramDescription
+from headway.agents.endpoint.turns import check_address
+from headway.agents.episodes.program_workers import ProgramRunners, chats_of, program_spec, variables
+from headway.agents.interface.program_messages import ProgramDescription
 from headway.agents.rewards.code_tests import unit_tests_of
 from headway.agents.rewards.reward_workers import RewardRunners
 from headway.agents.rewards.scorers import RewardSpec, make_scorer
@@ -121,7 +120,7 @@ def check_prompts(config: Config, rows: Rows) -> tuple[PreTrainedTokenizerBase |
 
     Raises:
         ConfigError: more tokens may come than the model has positions; transformers has no plan for
-            ``actor.parallel``; or as `headway.agents.episodes.episode_settings.chat_hosting` does of a program's chats.
+            ``actor.parallel``; or as `headway.agents.episodes.program_workers.chat_hosting` does of a program's chats.
         DataError: as `check_model`.
         ModelError: the tokenizer, which is to render chats, cannot be opened or made.
     """

@@ -22,11 +22,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from headway.agents.episodes.episode_settings import chat_hosting, limits_of
-from headway.agents.episodes.local_episodes import keeping
+from headway.agents.episodes.episode_worker import keeping
 from headway.agents.episodes.program_episode import Hosting
-from headway.agents.episodes.program_workers import ProgramRunners, program_spec
-from headway.agents.interface.program import ProgramDescription
+from headway.agents.episodes.program_workers import ProgramRunners, chat_hosting, limits_of, program_spec
+from headway.agents.interface.program_messages import ProgramDescription
 from headway.agents.rewards.reward_workers import RewardRunners
 from headway.api.checks.preflight import (
     check_inputs,

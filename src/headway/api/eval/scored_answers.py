@@ -14,11 +14,9 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from headway.agents.chat.chat_template import answer_decoder
-from headway.agents.episodes.episode_settings import chat_hosting
-from headway.agents.episodes.local_episodes import keeping
+from headway.agents.episodes.episode_worker import keeping
 from headway.agents.episodes.program_episode import Hosting
-from headway.agents.episodes.program_workers import ProgramRunners, variables
-from headway.agents.rewards.program_reward import own_scores
+from headway.agents.episodes.program_workers import ProgramRunners, chat_hosting, variables
 from headway.agents.rewards.reward_workers import RewardRunners
 from headway.agents.rewards.scorers import RewardSpec
 from headway.api.eval.evaluation_settings import EvaluationJob
@@ -30,6 +28,7 @@ from headway.data.left_out import Counts
 from headway.data.types import FinishReason, Prompt, Trajectory, conversations_of
 from headway.errors import DataError, ScoringFailed
 from headway.pipeline.admission.nothing_to_train import EPISODE_FAILED
+from headway.pipeline.group_scoring import own_scores
 from headway.runtime.task_groups import Tasks, failing_as_one
 
 if TYPE_CHECKING:

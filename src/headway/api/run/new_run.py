@@ -9,9 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headway.agents.episodes.episode_settings import chats_of
-from headway.agents.episodes.program_workers import program_spec
-from headway.agents.programs.program_loader import load_toolbox
+from headway.agents.adapters.program_loader import load_toolbox
+from headway.agents.episodes.program_workers import chats_of, program_spec
 from headway.api.checks.preflight import check_inputs, check_model
 from headway.api.run.interrupts import note
 from headway.api.run.run_execution import carry_out, set_math_environment

@@ -325,7 +325,7 @@ def template_note(config: Config, tokenizer: PreTrainedTokenizerBase) -> str | N
     single answers alone. Tools are tried where the configuration has some: of others only the episodes tell.
     """
     from headway.agents.chat.template_checks import try_template
-    from headway.agents.episodes.episode_settings import chats_of
+    from headway.agents.episodes.program_workers import chats_of
 
     if not config.rollout.has_program:
         return None

@@ -19,7 +19,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from headway.agents.chat.chat_template import answer_decoder
-from headway.agents.episodes.local_episodes import keeping
+from headway.agents.episodes.episode_worker import keeping
 from headway.api.sft.sft_data import Example
 from headway.api.sft.sft_steps import SftSteps, trainer_of
 from headway.config.schema import Config, TaskConfig

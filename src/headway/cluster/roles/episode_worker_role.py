@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from headway.agents.chat.chat_template import answer_decoder
-from headway.agents.episodes.episode_settings import chat_hosting
 from headway.agents.episodes.episode_worker import EpisodeWorker
-from headway.agents.episodes.program_workers import ProgramRunners
+from headway.agents.episodes.program_workers import ProgramRunners, chat_hosting
 from headway.cluster.machine.token_files import TokenFile, TokenFiles, TokenPlace
 from headway.cluster.machine.worker_setup import collecting_seldom
 from headway.cluster.replica_calls import ReplicaCalls

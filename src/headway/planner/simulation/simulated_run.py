@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.agents.episodes.episode_settings import limits_of
 from headway.agents.episodes.episode_worker import EpisodeWorker
 from headway.agents.episodes.program_episode import Hosting
+from headway.agents.episodes.program_workers import limits_of
 from headway.algorithms.filters import has_variance
 from headway.config.layers import nest
 from headway.config.presets import preset

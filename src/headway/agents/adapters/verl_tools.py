@@ -23,10 +23,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from headway.agents.interface.awaiting import are_coroutines, called
-from headway.agents.interface.failures import failing, number
 from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart
 from headway.agents.interface.tool import Tool, ToolResult
+from headway.agents.interface.user_calls import are_coroutines, called, failing, number
 from headway.errors import ProgramFailed, UserCodeError, boundary, shown
 from headway.runtime.user_code import load_object, names_a_file
 

@@ -8,11 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from inspect import Parameter
 from typing import Any
 
-from headway.agents.interface.awaiting import are_coroutines
-from headway.agents.interface.failures import number
-from headway.agents.interface.program import ProgramDescription
 from headway.agents.interface.program_chat import Chat
-from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart
+from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart, ProgramDescription
+from headway.agents.interface.user_calls import are_coroutines, number
 from headway.errors import ProgramFailed, UserCodeError, shown
 
 RETURNS = "expected a number, a list with a number for each turn, both as (number, list), or None"

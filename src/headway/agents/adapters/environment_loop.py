@@ -1,4 +1,4 @@
-"""Environments that are made once and reset often: episodes of a process take one and give it back."""
+"""Environments that are made once and reset often, and the loop of tools alone."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import asyncio
 import os
 import sys
 import traceback
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager, nullcontext
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
 from typing import Any
 
-from headway.agents.interface.awaiting import called, is_in_a_loop
-from headway.agents.interface.failures import failing
+from headway.agents.interface.program_chat import Chat
+from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart, Message, ProgramDescription
+from headway.agents.interface.tool import Tool, Toolbox
+from headway.agents.interface.user_calls import called, failing, is_in_a_loop
 from headway.errors import EpisodeOver
 
 CLOSE_S = 10.0
@@ -74,3 +76,33 @@ async def close(environment: Any) -> None:
             await called(closing)
     except (Exception, SystemExit):
         traceback.print_exc(file=sys.stderr)
+
+
+class ToolLoop:
+    """The program of ``rollout.tools`` and ``rollout.mcp``: the prompt, and turns until one calls no tool.
+
+    It gives no reward but those that tools in verl's form give.
+    """
+
+    def __init__(self, tools: Toolbox) -> None:
+        self._tools = tools
+        self.is_async = tools.is_async
+
+    def describe(self) -> ProgramDescription:
+        gives_reward = None if self._tools.gives_reward else False
+        return ProgramDescription("tools", self.is_async, tools=self._tools.schemas, gives_reward=gives_reward)
+
+    async def run(self, start: EpisodeStart, chat: Chat) -> EpisodeEnd:
+        async with self._tools.episode(start) as given:
+            with suppress(EpisodeOver):
+                await call_until_answered(chat, start.messages, given.tools)
+            return await given.end()
+
+
+async def call_until_answered(chat: Chat, messages: Sequence[Message], tools: Sequence[Tool]) -> None:
+    """Have the policy answer ``messages``, and call the tools that it calls, until an answer calls none."""
+    messages = list(messages)
+    answer = await chat.turn(messages, tools)  # type: ignore[arg-type]  # users give functions or schemas
+    while answer.calls:
+        messages += [answer.message, *await chat.call_tools(answer)]
+        answer = await chat.turn(messages, tools)  # type: ignore[arg-type]  # as above

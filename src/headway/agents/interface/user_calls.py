@@ -1,16 +1,64 @@
-"""Errors of user code in an episode: it raises, what it needs is away for a time, its reward is no number."""
+"""Calls of user code: awaited with or without an event loop, failures turned into typed errors, generators seeded.
+
+A synchronous program runs in a process without an event loop, so that its code may run one itself. Asynchronous parts
+of it, such as a reward that asks a judge, run in a loop for the time of the call.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import functools
+import inspect
 import math
+import os
+import random
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 from headway.errors import EpisodeOver, HeadwayError, ProgramAway, ProgramFailed, Unavailable, raised_by, shown
+
+T = TypeVar("T")
+
+
+async def awaited(value: Awaitable[T]) -> T:
+    """Await ``value``, in a loop of this process where none is running."""
+    if is_in_a_loop():
+        return await value
+
+    async def result() -> T:
+        return await value
+
+    return _loop(os.getpid()).run_until_complete(result())
+
+
+async def called(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function of the user's, and await its result where that is awaitable."""
+    value = function(*args, **kwargs)
+    return await awaited(value) if inspect.isawaitable(value) else value
+
+
+def are_coroutines(*functions: Any) -> bool:
+    """Tell whether all these are coroutine functions; only then does none of them block the loop."""
+    return all(inspect.iscoroutinefunction(function) for function in functions)
+
+
+def is_in_a_loop() -> bool:
+    """Tell whether an event loop runs this code."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+@functools.lru_cache(maxsize=1)
+def _loop(process: int) -> asyncio.AbstractEventLoop:
+    """The loop of ``process``: one for all calls, since clients stay bound to theirs; a forked child has its own."""
+    return asyncio.new_event_loop()
 
 
 class Insisted(BaseException):
@@ -101,3 +149,22 @@ def _is_cancelled() -> bool:
     except RuntimeError:  # there is no event loop, and nobody who could cancel
         return False
     return task is None or task.cancelling() > 0
+
+
+def path_of_commands() -> str:
+    """Make the ``PATH`` of the user's commands: the folder of this interpreter comes first, as when its environment is
+    activated, so that ``python`` and what is installed beside it are those of Headway's.
+
+    Where Python has no environment of its own and is on the path, the order of the path is left as it is.
+    """
+    folder, path = str(Path(sys.executable).parent), os.environ.get("PATH") or os.defpath
+    if sys.prefix == sys.base_prefix and folder in path.split(os.pathsep):
+        return path
+    return os.pathsep.join((folder, path))
+
+
+def seed_generators(seed: int) -> None:
+    """Seed Python's global generator and, where it is imported, numpy's."""
+    random.seed(seed)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(seed)

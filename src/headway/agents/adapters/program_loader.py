@@ -1,45 +1,151 @@
-"""The forms of user code, and how they are told apart.
+"""Loading of programs: the user's code by its spec, the form that it has, and its episodes in the process that runs it.
 
-| form | has |
+loaded = ProgramSpec(environment="game.py:Game").load()       # in a process for user code
+loaded.is_async                                               # shares an event loop, or has the process for itself
+loaded.describe()                                             # its form and tools, before the first episode
+end = await loaded.serve(start, ask)                          # one episode; ask() is a turn of the policy
+
+| form of an environment | has |
 |---|---|
 | SkyRL-gym | ``init`` and ``step`` |
 | TRL | ``reset``, and ``get_reward`` or methods that are tools |
 | Gymnasium and GEM | ``reset`` that takes a seed, and ``step`` |
 | OpenEnv | the address of a server |
 
-An environment is a class, or a function that makes one: of that one is made to see its form, unless it has a parameter
-``extras``, which makes it one of SkyRL-gym.
+An environment is a class, or a function that makes one. The function is called once to see the form of what it makes,
+unless it has a parameter ``extras``, which makes it one of SkyRL-gym.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from headway.agents.adapters.environment_pool import Instances
+from headway.agents.adapters.custom_program import EXPECTED, OwnProgram, check_arguments
+from headway.agents.adapters.environment_loop import Instances, ToolLoop
 from headway.agents.adapters.gymnasium import GymProgram
+from headway.agents.adapters.http_agents import AgentProgram, CommandProgram
 from headway.agents.adapters.openenv import OpenEnvProgram
 from headway.agents.adapters.skyrl_gym import SkyrlProgram
-from headway.agents.adapters.tool_loop import ToolLoop
 from headway.agents.adapters.trl_environments import TrlProgram, tool_names
 from headway.agents.adapters.verl_loop import VerlLoop, is_verl_loop
-from headway.agents.interface.program import Program
-from headway.agents.programs.command_agents import CommandProgram
-from headway.agents.programs.custom_program import EXPECTED, OwnProgram, check_arguments
-from headway.agents.programs.http_agents import AgentProgram
-from headway.agents.programs.loaded_program import LoadedProgram, beforehand
+from headway.agents.adapters.verl_tools import is_tool_object, load_tool_config, make_verl_tool, names_a_tool_config
+from headway.agents.interface.program_chat import Ask, Chat, Tally
+from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart, ProgramDescription, SentMessages
+from headway.agents.interface.tool import Tool, Toolbox, ToolSource, make_tool
+from headway.agents.interface.user_calls import Insisted, failing, seed_generators
 from headway.agents.tools.mcp_connection import McpServerSpec
 from headway.agents.tools.mcp_servers import McpServer
-from headway.agents.tools.python_tools import load_tools
-from headway.agents.tools.toolbox import Toolbox
-from headway.errors import UserCodeError, cut, shown
-from headway.runtime.sandbox.python_tool import PYTHON
+from headway.errors import EpisodeOver, HeadwayError, ProgramAway, ProgramFailed, UserCodeError, cut, shown
+from headway.runtime.sandbox.python_tool import PYTHON, python_tool
+from headway.runtime.sandbox.sandbox import Sandbox
 from headway.runtime.sandbox.sandbox_limits import SandboxSpec
 from headway.runtime.user_code import load_object, names_a_server, resolve_spec
+
+
+class Program(Protocol):
+    """One form of user code."""
+
+    is_async: bool
+    """The program shares an event loop with others; otherwise it blocks, and needs a separate process."""
+
+    def describe(self) -> ProgramDescription:
+        """Return what is known before the first episode. May make an environment for that.
+
+        Raises:
+            UserCodeError: the user's code cannot be used; says why.
+        """
+        ...
+
+    async def run(self, start: EpisodeStart, chat: Chat) -> EpisodeEnd:
+        """Make one episode. What its chat has recorded is added to the end: failed tools, rewards of turns.
+
+        Rewards of turns that the end has itself are one for each turn, in the order in which turns were asked for.
+
+        Raises:
+            EpisodeOver: a limit has ended the episode, and nothing is to be added to the rewards that turns were given.
+            ProgramFailed: the user's code raised, or returned what it must not.
+        """
+        ...
+
+
+class LoadedProgram:
+    """A program in the process that runs it: its episodes, each with one end or one error."""
+
+    def __init__(self, program: Program, shown: str) -> None:
+        self._program, self.shown = program, shown
+
+    @property
+    def is_async(self) -> bool:
+        """The program shares an event loop with others; otherwise it blocks, and needs a separate process."""
+        return self._program.is_async
+
+    def describe(self) -> ProgramDescription:
+        """Return what is known before the first episode. May make an environment for that.
+
+        Raises:
+            UserCodeError: the user's code cannot be used; says why.
+            ProgramAway: what it needs is away for a time.
+        """
+        with beforehand():
+            return self._program.describe()
+
+    async def serve(self, start: EpisodeStart, ask: Ask) -> EpisodeEnd:
+        """Make the episode ``start``, asking the policy for turns by ``ask``.
+
+        Before a program that is alone in its process begins, the global generators are seeded with the episode's seed.
+        Where a limit ends the episode, its end has the rewards that were given before.
+
+        Raises:
+            ProgramAway: something that the program needs is away for a time; it may be run again.
+            ProgramFailed: the program failed; the message names the user's code, and standard error has the traceback.
+        """
+        tally = Tally()
+        if start.messages_are_kept:
+            ask = SentMessages(ask).ask
+        if not self._program.is_async:
+            seed_generators(start.seed)
+        try:
+            with failing(self.shown):
+                end = await self._program.run(start, Chat(ask, start, tally, self.shown))
+                if end.turn_rewards:
+                    tally.give(end.turn_rewards, self.shown)
+        except EpisodeOver:
+            end = EpisodeEnd()
+        except Insisted as insisted:
+            print(f"{start.name}: {insisted}; it was left there", file=sys.stderr)
+            end = EpisodeEnd()
+        except ProgramFailed:
+            raise
+        except HeadwayError as cause:
+            raise ProgramFailed(str(cause)) from cause
+        finally:
+            tally.closed = True
+        return replace(end, turn_rewards=tally.turn_rewards, tool_errors=tally.tool_errors)
+
+    async def close(self) -> None:
+        """Close the environments that are kept from one episode to the next, where the program's form has any."""
+        close = getattr(self._program, "close", None)
+        if close is not None:
+            await close()
+
+
+@contextmanager
+def beforehand() -> Iterator[None]:
+    """Turn failures of user code before the first episode into what they are there: something wrong that was given."""
+    try:
+        yield
+    except ProgramAway:
+        raise
+    except ProgramFailed as cause:
+        raise UserCodeError(str(cause)) from cause
+
 
 _GYMS = ("gymnasium", "gem", "gym")
 
@@ -278,3 +384,31 @@ def _short(spec: str) -> str:
         return spec
     path, colon, name = spec.rpartition(":")
     return f"{Path(path).name}:{name}" if colon else Path(spec).name
+
+
+def load_tools(specs: Sequence[str], sandbox: SandboxSpec | None = None) -> list[Tool | ToolSource]:
+    """The tools of ``specs``, each ``file.py:function``, a class or an object in verl's form, or verl's ``tools.yaml``;
+    or ``python``, whose code runs in ``sandbox``.
+
+    Raises:
+        ConfigError: this machine has no such sandbox.
+        UserCodeError: a file or function that does not load, or a function that no tool can be made of.
+    """
+    tools: list[Tool | ToolSource] = []
+    for spec in specs:
+        if spec == PYTHON:
+            tools.append(make_tool(_python(sandbox or SandboxSpec()), spec))
+            continue
+        if names_a_tool_config(spec):
+            tools += load_tool_config(spec)
+            continue
+        found = load_object(spec)
+        tools.append(make_verl_tool(found, spec) if is_tool_object(found) else make_tool(found, spec))
+    return tools
+
+
+def _python(spec: SandboxSpec) -> Callable[..., Any]:
+    """The tool ``python``, after its sandbox was tried here."""
+    sandbox = Sandbox(spec)
+    sandbox.probe()
+    return python_tool(sandbox, spec.limits)

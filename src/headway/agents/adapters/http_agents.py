@@ -1,0 +1,272 @@
+"""Agents: user code that asks for turns over HTTP, at the endpoint of its episode worker, with a client of its own.
+
+async def run(row, base_url, api_key):                      # or def run(…), which has a process for each episode
+    client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key)
+    answer = await client.chat.completions.create(model="policy", messages=row["messages"])
+    return float(answer.choices[0].message.content == row["answer"])
+
+An object with ``run(data, **kwargs)`` is AReaL's form. A command gets the row on standard input and the endpoint in its
+environment, and prints the reward last:
+
+rollout.agent={command: [node, agent.js]}       # OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL, …
+> {"steps": 3}                                  # printed by the command: whatever it likes,
+> {"reward": 1.0}                               # and last a number, or an object that has a reward
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import ssl
+import sys
+from collections import deque
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager, closing, suppress
+from dataclasses import replace
+from importlib.util import find_spec
+from inspect import Parameter
+from pathlib import Path
+from typing import Any
+
+from headway.agents.adapters.custom_program import RETURNS, UsersRun, end_of
+from headway.agents.interface.program_chat import Chat
+from headway.agents.interface.program_messages import Access, EpisodeEnd, EpisodeStart, ProgramDescription
+from headway.agents.interface.user_calls import called, number, path_of_commands
+from headway.errors import ProgramFailed, UserCodeError, cut, shown
+
+EXPECTED = "an agent is async def run(row, base_url, api_key), or a class or an object that has it"
+_GIVEN = ("base_url", "api_key", "http_client", "model", "tokenizer", "seed")
+"""Arguments that an agent gets by their names, where it has parameters of these."""
+_GIVEN_TO_ALL = ("base_url", "api_key", "http_client")
+"""Those of them that an agent gets as ``**kwargs``, as AReaL gives them."""
+
+
+class AgentProgram:
+    """An agent in Python: a function of the row, or AReaL's form, an object with ``run(data, **kwargs)``.
+
+    What it returns is the episode's reward, as of programs, or rewards by the ids of answers.
+    """
+
+    def __init__(self, found: Any, who: str, params: Mapping[str, Any]) -> None:
+        self._who, self._run = who, UsersRun(found, who, params, EXPECTED)
+        self.is_async = self._run.is_async
+        self._tls: ssl.SSLContext | None = None
+        parameters = self._run.parameters()
+        if not parameters:
+            raise UserCodeError(f"{who}: it takes no row of the data; {EXPECTED}")
+        self._names = _names(parameters, self._run.given)
+        _check_names(who, parameters[1:], {*self._names, *self._run.given})
+        self._run.check("row", names=self._names)
+
+    def describe(self) -> ProgramDescription:
+        return ProgramDescription("agent", self.is_async)
+
+    async def run(self, start: EpisodeStart, chat: Chat) -> EpisodeEnd:
+        access = accessed(start)
+        given: dict[str, Any] = {"base_url": access.base_url, "api_key": access.api_key, "model": access.model}
+        given |= {"tokenizer": access.tokenizer, "seed": start.seed}
+        async with self._http_client() as given["http_client"]:
+            arguments = {name: given[name] for name in self._names}
+            value = await called(self._run.of_an_episode(), start.with_prompt(), **arguments)
+        return _end(value, self._who, access.tag)
+
+    @asynccontextmanager
+    async def _http_client(self) -> AsyncIterator[Any]:
+        """A client that OpenAI's takes as ``http_client``, of one episode: its agent may close it. None where the agent
+        has no parameter for it, or there is no such package.
+
+        What takes a tenth of a second to make, the context for TLS, is the process's.
+        """
+        if "http_client" not in self._names or find_spec("openai") is None:
+            yield None
+            return
+        import openai
+
+        self._tls = self._tls or ssl.create_default_context()
+        if self.is_async:
+            async with aclosing(openai.DefaultAsyncHttpxClient(verify=self._tls)) as client:
+                yield client
+        else:
+            with closing(openai.DefaultHttpxClient(verify=self._tls)) as blocking:
+                yield blocking
+
+
+def accessed(start: EpisodeStart) -> Access:
+    """The way to the policy. Raises `ProgramFailed` where there is no endpoint."""
+    if start.access is None:
+        raise ProgramFailed("an agent needs an endpoint, and its keeper has none; it was hosted as another program")
+    return start.access
+
+
+def _end(value: Any, who: str, tag: str) -> EpisodeEnd:
+    """The end of an episode whose agent returned ``value``."""
+    if not isinstance(value, Mapping):
+        end = end_of(value, who, f"{RETURNS}, or a dict of numbers by the ids of answers")
+        return replace(end, turn_rewards=(), answer_rewards=end.turn_rewards) if end.turn_rewards else end
+    rewards: dict[int, float] = {}
+    for id, reward in value.items():
+        rewards[_turn_of(id, who, tag)] = number(reward, f"{who}: the reward of {shown(id)}")
+    return EpisodeEnd(answer_rewards=rewards)
+
+
+def _turn_of(id: Any, who: str, tag: str) -> int:
+    """The number of the turn with the answer ``id``, such as ``chatcmpl-3-8d0c``, of which the last part is ``tag``."""
+    parts = str(id).split("-")
+    if len(parts) < 3 or not parts[-2].isdecimal() or parts[-1] != tag:
+        raise ProgramFailed(
+            f"{who} returned a reward for {shown(id)}, which is the id of no answer in this episode; expected a number "
+            "for the id of each answer that is given one"
+        )
+    return int(parts[-2])
+
+
+def _names(parameters: list[Parameter], taken: Mapping[str, Any]) -> tuple[str, ...]:
+    """The arguments beside the row that an agent with ``parameters`` is given by name."""
+    behind = {one.name for one in parameters[1:]}
+    takes_all = any(one.kind is Parameter.VAR_KEYWORD for one in parameters)
+    wanted = {name for name in _GIVEN if name in behind or (takes_all and name in _GIVEN_TO_ALL)}
+    return tuple(name for name in _GIVEN if name in wanted - set(taken))
+
+
+def _check_names(who: str, parameters: list[Parameter], given: set[str]) -> None:
+    """Check that an agent asks for nothing behind the row but what is ``given`` by name.
+
+    Raises:
+        UserCodeError: it does; says what there is.
+    """
+    various = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+    needed = [one.name for one in parameters if one.default is Parameter.empty and one.kind not in various]
+    if unknown := [name for name in needed if name not in given]:
+        raise UserCodeError(
+            f"{who}: there is nothing for its parameter {' and '.join(map(repr, unknown))}: behind the row, arguments "
+            f"are given by name, and there are {', '.join(_GIVEN)} and those of rollout.params; rename the parameter, "
+            "or give it a default"
+        )
+
+
+MOST_LINE = 2**20
+"""Most bytes of a line that is read for a reward."""
+EXPECTED_LINE = 'expected a number, or an object with one, such as {"reward": 1.0}, as the last line'
+
+
+class CommandProgram:
+    """A command, which is run for each episode."""
+
+    is_async = True
+
+    def __init__(self, command: Sequence[str], who: str, directory: str | None) -> None:
+        """``directory``: where the command is run, if it is there."""
+        self._command, self._who = list(command), who
+        self._directory = directory if directory is not None and Path(directory).is_dir() else None
+        program = self._command[0]
+        found = shutil.which(program, path=path_of_commands())
+        if found is None and not Path(self._directory or ".", program).exists():
+            raise UserCodeError(f"{who}: there is no program {program!r} here; install it, or give its path")
+
+    def describe(self) -> ProgramDescription:
+        return ProgramDescription("command", self.is_async)
+
+    async def run(self, start: EpisodeStart, chat: Chat) -> EpisodeEnd:
+        access = accessed(start)
+        root = access.base_url.removesuffix("/v1")
+        loop = asyncio.get_running_loop()
+        transport, protocol = await loop.subprocess_exec(
+            lambda: _CommandCleanup(MOST_LINE, loop),
+            *self._command,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            cwd=self._directory,
+            start_new_session=True,  # so that what it starts ends with it
+            env={
+                **os.environ,
+                "PATH": path_of_commands(),
+                "OPENAI_BASE_URL": access.base_url,
+                "OPENAI_API_BASE": access.base_url,
+                "OPENAI_API_KEY": access.api_key,
+                "OPENAI_MODEL": access.model,
+                "ANTHROPIC_BASE_URL": root,
+                "ANTHROPIC_API_KEY": access.api_key,
+                "ANTHROPIC_MODEL": access.model,
+                "HEADWAY_SEED": str(start.seed),
+            },
+        )
+        process = asyncio.subprocess.Process(transport, protocol, loop)
+        try:
+            said, printed, _ = await asyncio.gather(
+                _last_line(process.stdout), _copied(process.stderr), _written(process.stdin, start)
+            )
+            status = await process.wait()
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
+        if status != 0:
+            raise ProgramFailed(f"{self._who} ended with status {status}: {cut(printed, 300) or 'it printed no error'}")
+        return EpisodeEnd(reward=self._reward(said))
+
+    def _reward(self, line: str) -> float | None:
+        try:
+            value: Any = json.loads(line) if line else None
+        except ValueError:
+            raise ProgramFailed(f"{self._who}: it printed {shown(line)} as its last line; {EXPECTED_LINE}") from None
+        if isinstance(value, dict):
+            value = value.get("reward")
+        return None if value is None else number(value, f"{self._who}: the reward in its last line")
+
+
+class _CommandCleanup(asyncio.subprocess.SubprocessStreamProtocol):
+    """Ends what a command has left behind once it ends itself: while that holds its output, the output has no end."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        assert isinstance(transport, asyncio.SubprocessTransport)
+        self._group = transport.get_pid()
+
+    def process_exited(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self._group, signal.SIGKILL)
+        super().process_exited()
+
+
+async def _written(stdin: asyncio.StreamWriter | None, start: EpisodeStart) -> None:
+    assert stdin is not None, "it was asked for"
+    with suppress(ConnectionError):  # a command may read nothing
+        stdin.write(json.dumps(start.with_prompt(), default=str).encode() + b"\n")
+        await stdin.drain()
+    stdin.close()
+
+
+async def _last_line(stdout: asyncio.StreamReader | None) -> str:
+    """Read to the end, and return the last line that is not empty."""
+    last = b""
+    async for line in _lines(stdout):
+        last = line.strip() or last
+    return last.decode(errors="replace")
+
+
+async def _copied(stderr: asyncio.StreamReader | None) -> str:
+    """Copy what is printed to this process's log; return the end of it in one line."""
+    kept: deque[str] = deque(maxlen=3)
+    async for line in _lines(stderr):
+        text = line.decode(errors="replace")
+        sys.stderr.write(text)
+        if text.strip():
+            kept.append(" ".join(text.split()))
+    return " ".join(kept)
+
+
+async def _lines(stream: asyncio.StreamReader | None) -> Any:
+    """Yield lines; of one that is too long, nothing."""
+    assert stream is not None, "it was asked for"
+    while True:
+        try:
+            line = await stream.readline()
+        except ValueError:  # longer than the limit: the stream has dropped it
+            continue
+        if not line:
+            return
+        yield line
