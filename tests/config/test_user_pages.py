@@ -23,6 +23,7 @@ DOCS = ROOT / "docs"
 USER_PAGES = [DOCS / f"{name}.md" for name in ("quickstart", "your-own", "modes", "metrics", "troubleshooting")]
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 KEYS = set(known_keys())
+SOURCES = (ROOT / "src", ROOT / "src" / "headway")
 SECTIONS = {key.rsplit(".", depth)[0] for key in KEYS for depth in (1, 2, 3) if key.count(".") >= depth}
 B = 16
 """Groups of a version: enough for the bounds of the modes' table to be what they are for all larger ones."""
@@ -60,6 +61,13 @@ def test_every_link_leads_somewhere(page: Path) -> None:
         if not external and not (target.exists() and (not anchor or anchor in anchors(target))):
             dead.append(link)
     assert dead == []
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_file_of_the_code_that_a_page_names_is_there(page: Path) -> None:
+    """As a path from the top of the checkout, or below src or src/headway."""
+    named = {span for span in spans(page.read_text()) if re.fullmatch(r"[a-z_]+/[\w/]*\w\.py", span)}
+    assert {name for name in named if not any((root / name).is_file() for root in (ROOT, *SOURCES))} == set()
 
 
 @pytest.mark.parametrize("page", USER_PAGES, ids=lambda page: page.stem)

@@ -2,8 +2,8 @@
 
               ┌──────── ground truth, extra fields ───────┐
  PromptLoader ─▶ Generate ──────────────────────────────▶ Reward ─▶ [RefLogProb] ─▶ MessageQueue
-      ▲             ▲     keepers make groups of calls  (may filter)                     │
-  admission      weights  that replicas answer                                           ▼  a fetch
+      ▲             ▲     episode workers make groups   (may filter)                     │
+  admission      weights  from replicas' answers                                         ▼  a batch
       │             │                     [CriticTrain] ◀─ ActorTrain ◀─ [Values] ◀─ [LogProb]
       └── Staleness ◀──── ParamUpdate: gather ▶ send ▶ recv ▶ register ▶ load ◀┘
                               └─▶ Validate
