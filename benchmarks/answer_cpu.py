@@ -42,12 +42,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     answers = (versions - 1) * config.groups_per_version * config.rollout.n
     spent = {role: (last[role] - first.get(role, 0.0)) / answers * 1e6 for role in sorted(last)}
     rows = [{"process": role, "µs an answer": microseconds} for role, microseconds in spent.items()]
-    beside = sum(spent.get(role, 0.0) for role in ("driver", "keeper-0", "runners"))
+    beside = sum(spent.get(role, 0.0) for role in ("driver", "episode-worker-0", "runners"))
     report(
         "answer_cpu",
         f"CPU of an answer on the demo: {answers} answers",
         rows,
-        [f"Driver, keeper and runners together: {beside:.0f} µs. Load at the end: {os.getloadavg()[0]:.1f}."],
+        [f"Driver, episode worker and runners together: {beside:.0f} µs. Load at the end: {os.getloadavg()[0]:.1f}."],
     )
 
 

@@ -2,9 +2,9 @@
 
     python -m benchmarks.data_plane [--prompts 512] [--answers 16] [--tokens 3277] [--ranks 8]
 
-A keeper's process writes token files; ranks are processes on Ray that read and touch the rows that they would train on.
-Worker group, assignment, files, columns and advantages are those of a run. With the defaults, the number of groups and
-rows is that of 512 prompts × 16 answers × 32k tokens, and each answer has a tenth of the tokens.
+An episode worker's process writes token files; ranks are processes on Ray that read and touch the rows that they would
+train on. Worker group, assignment, files, columns and advantages are those of a run. With the defaults, the number of
+groups and rows is that of 512 prompts × 16 answers × 32k tokens, and each answer has a tenth of the tokens.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ async def _one_fetch(
 
 
 async def measure(given: argparse.Namespace, directory: Path) -> None:
-    """Start a keeper and ranks, have one fetch written and trained on, and report."""
+    """Start an episode worker and ranks, have one fetch written and trained on, and report."""
     config = Config(
         cluster={"device": "cpu"},
         rollout={"n": given.answers},
@@ -120,7 +120,7 @@ async def measure(given: argparse.Namespace, directory: Path) -> None:
     cluster = RayCluster(sized, directory)
     common = {"config": config, "model_path": ""}
     specs = [WorkerSpec(f"rank-{rank}", Rank, rank, 1, common) for rank in range(given.ranks)]
-    specs.append(WorkerSpec("keeper-0", Writer, given.ranks, 1, common))
+    specs.append(WorkerSpec("episode-worker-0", Writer, given.ranks, 1, common))
     workers: list[RayWorker] = []
     try:
         await cluster.connect()
@@ -137,12 +137,14 @@ async def measure(given: argparse.Namespace, directory: Path) -> None:
         await cluster.stop()
 
 
-async def _measured(given: argparse.Namespace, directory: Path, ranks: Sequence[RayWorker], keeper: RayWorker) -> None:
+async def _measured(
+    given: argparse.Namespace, directory: Path, ranks: Sequence[RayWorker], episode_worker: RayWorker
+) -> None:
     phases, shapes = Phases(), _shapes(given)
     at, files = time.perf_counter(), list[TokenFile]()
     for first in range(0, len(shapes), 32):
-        files += await keeper.call("write", directory, first, shapes[first : first + 32])
-    phases.since("written by one keeper, tokens drawn included", at)
+        files += await episode_worker.call("write", directory, first, shapes[first : first + 32])
+    phases.since("written by one episode worker, tokens drawn included", at)
     idle = [await rank.call("used") for rank in ranks]
     driver_before = memory()["own"]
     groups = [_group(number, *shape, file) for number, (shape, file) in enumerate(zip(shapes, files, strict=True))]

@@ -1,4 +1,4 @@
-"""Roles of the data plane's benchmark: a keeper that only writes tokens, and training ranks that only touch rows."""
+"""Roles of the data plane's benchmark: an episode worker that writes tokens, and training ranks that touch rows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from headway.data.types import GroupTokens, Outcomes, RowTokens, Sample, Sampled
 
 
 class Writer(Role):
-    """The keeper's part: tokens of finished groups, left in files."""
+    """The episode worker's part: tokens of finished groups, left in files."""
 
     def write(self, directory: Path, first: int, shapes: Sequence[tuple[int, NDArray[np.int64]]]) -> list[TokenFile]:
         """Write a group for each prompt length and lengths of answers; ``first``: the number of the first group."""

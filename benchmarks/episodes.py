@@ -50,7 +50,7 @@ def asleep(workload: Workload, runners: int) -> None:
         f"{workload.chains} at once, {workload.chains * workload.episodes} in all, {workload.turns} turns each; "
         f"load of the machine before: {busy:.1f}",
         "throughput: episodes per second until 95% of them are over, over the virtual clock's; aim: 0.95",
-        "CPU of a turn: keeper, driver and the sleeping engine share a process; aim beside rendering: 1 ms + 0.2 ms",
+        "CPU of a turn: episode worker, driver and sleeping engine share a process; aim but for rendering: 1 ms + 0.2",
     ]
     report("episodes-asleep", "Episodes whose engine and steps sleep", rows, notes)
 

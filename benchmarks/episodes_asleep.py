@@ -1,6 +1,6 @@
 """Episodes whose engine and environments only sleep: what is left is what a turn costs Headway.
 
-    Workload ─▶ a thousand chains of episodes ─▶ GroupKeeper ─▶ SleepingEngine
+    Workload ─▶ a thousand chains of episodes ─▶ EpisodeWorker ─▶ SleepingEngine
                                                      └─▶ Runners (processes), or the same program on the virtual clock
 
 The same episodes run twice: in real time with runner processes, and on the virtual clock, where nothing costs anything.
@@ -29,7 +29,7 @@ from headway.agents.adapters.program_loader import ProgramSpec
 from headway.agents.chat.chat_template import ChatRenderer
 from headway.agents.episodes.episode_limits import EpisodeLimits
 from headway.agents.episodes.episode_tokens import Chats, Prompted
-from headway.agents.episodes.episode_worker import keeping
+from headway.agents.episodes.episode_worker import local_episode_worker
 from headway.agents.episodes.program_episode import Hosting, Programs, Turn
 from headway.agents.interface.program_chat import Chat, Tally
 from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart, TurnAnswer, TurnRequest, said
@@ -148,7 +148,7 @@ class TimedRecord:
 
 
 class Here:
-    """The program on the keeper's own loop: for the virtual clock, which does not see other processes."""
+    """The program on the episode worker's own loop: for the virtual clock, which does not see other processes."""
 
     async def run(self, job: EpisodeStart, on_ask: Turn, *, on_begin: Callable[[], object] | None = None) -> EpisodeEnd:
         if on_begin is not None:
@@ -168,7 +168,7 @@ class Measured:
     """Seconds until 95% of all episodes were over: without the last ones, for which all others' places are empty."""
     turns: int = 0
     cpu_s: float = 0.0
-    """CPU seconds of the process with keeper, engine and driver."""
+    """CPU seconds of the process with episode worker, engine and driver."""
     rendering_s: float = 0.0
     """Part of them that rendered, tokenised and read."""
     runners_s: float = 0.0
@@ -197,7 +197,7 @@ async def play(workload: Workload, programs: Programs, measured: Measured) -> Me
     hosting = Hosting(programs, lambda: TimedRecord(made), limits, stop_ids=tuple(made.renderer.end_ids))
     engine = SleepingEngine(workload.seconds, answer)
     loop = asyncio.get_running_loop()
-    async with keeping(engine, hosting=hosting) as keeper:
+    async with local_episode_worker(engine, hosting=hosting) as worker:
         start, cpu, TimedRecord.spent_s = loop.time(), time.process_time(), 0.0
 
         async def chain(first: int) -> None:
@@ -205,7 +205,7 @@ async def play(workload: Workload, programs: Programs, measured: Measured) -> Me
                 extra = {"steps": workload.steps(row)}
                 messages = [said("user", "guess a number")]
                 prompt = Prompt(0, row, 0, "bench", "", np.zeros(1, np.int32), extra=extra, messages=messages)
-                async for group in keeper.generate([GroupRequest(row, prompt, 1, SamplingParams(1000))]):
+                async for group in worker.generate([GroupRequest(row, prompt, 1, SamplingParams(1000))]):
                     (episode,) = group.trajectories
                     measured.turns += episode.turns
                     if episode.failure is not None:
@@ -236,7 +236,7 @@ async def _with_runners(workload: Workload, processes: int) -> Measured:
 
 
 class _Open:
-    """Runners that outlive the keeper, so that what they spent can be asked for."""
+    """Runners that outlive the episode worker, so that what they spent can be asked for."""
 
     def __init__(self, runners: Runners, measured: Measured, before: float) -> None:
         self._runners, self._measured, self._before = runners, measured, before

@@ -1,10 +1,11 @@
 """What the endpoint adds to a call: open episodes whose agents call at random times, and an engine that takes no time.
 
-    Poisson arrivals ─▶ an agent of an open episode, in another process ──HTTP──▶ Endpoint ▶ keeper ▶ SleepingEngine
+    Poisson arrivals ─▶ agent of an open episode, in another process ──HTTP──▶ Endpoint ▶ EpisodeWorker ▶ SleepingEngine
 
 An agent goes on with its conversation for some turns, then begins it anew. Of a call everything is counted from when
-its time has come until its answer is read: the client, HTTP, rendering, the keeper, and waiting for any of them. The
-same calls of a server that answers them all alike, in the same process, are what client and HTTP take of that.
+its time has come until its answer is read: the client, HTTP, rendering, the episode worker, and waiting for any of
+them. The same calls of a server that answers them all alike, in the same process, are what client and HTTP take of
+that.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from benchmarks.episodes_asleep import SAID, SleepingEngine, chats
 from headway.agents.endpoint.dialect import TextCodec
 from headway.agents.endpoint.endpoint_server import DIALECTS, Endpoint
 from headway.agents.episodes.episode_limits import EpisodeLimits
-from headway.agents.episodes.episode_worker import keeping
+from headway.agents.episodes.episode_worker import local_episode_worker
 from headway.agents.episodes.program_episode import Hosting, Turn
 from headway.agents.interface.program_messages import Access, EpisodeEnd, EpisodeStart
 from headway.data.interfaces.episode_groups import GroupRequest
@@ -115,10 +116,10 @@ async def _serve(load: Load) -> Latencies:
         endpoint=Endpoint(DIALECTS, texts),
     )
     await hosting.start()
-    async with keeping(SleepingEngine(lambda call: 0.0, answer), hosting=hosting) as keeper:
+    async with local_episode_worker(SleepingEngine(lambda call: 0.0, answer), hosting=hosting) as worker:
         prompts = [Prompt(0, row, 0, "bench", "", np.zeros(1, np.int32), messages=[]) for row in range(load.episodes)]
         requests = [GroupRequest(prompt.row, prompt, 1, SamplingParams(1000)) for prompt in prompts]
-        groups = asyncio.create_task(_drained(keeper.generate(requests)))
+        groups = asyncio.create_task(_drained(worker.generate(requests)))
         await agents.all_open.wait()
         try:
             return await _called(agents.open, load)

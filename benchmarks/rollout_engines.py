@@ -69,7 +69,7 @@ class Native:
     async def _run(self, requests: Sequence[Request]) -> list[int]:
         import numpy as np
 
-        from headway.agents.episodes.episode_worker import keeping
+        from headway.agents.episodes.episode_worker import local_episode_worker
         from headway.data.interfaces.episode_groups import GroupRequest
         from headway.data.interfaces.generation import SamplingParams
         from headway.data.types import Prompt
@@ -80,8 +80,8 @@ class Native:
             prompt = Prompt(0, self._row, 0, "bench", "", np.array(request.prompt, np.int32))
             asked.append(GroupRequest(number, prompt, 1, SamplingParams(request.tokens)))
         lengths = [0] * len(asked)
-        async with keeping(self._engine) as keeper:
-            async for group in keeper.generate(asked):
+        async with local_episode_worker(self._engine) as worker:
+            async for group in worker.generate(asked):
                 lengths[group.number] = group.trajectories[0].length
         return lengths
 

@@ -259,7 +259,7 @@ class _Updater:
     async def _generate(self) -> None:
         import numpy as np
 
-        from headway.agents.episodes.episode_worker import keeping
+        from headway.agents.episodes.episode_worker import local_episode_worker
         from headway.data.interfaces.episode_groups import GroupRequest
         from headway.data.interfaces.generation import SamplingParams
         from headway.data.types import Prompt
@@ -270,8 +270,8 @@ class _Updater:
             )
             for row in range(REQUESTS)
         ]
-        async with keeping(self._engine) as keeper:
-            async for _ in keeper.generate(asked):
+        async with local_episode_worker(self._engine) as worker:
+            async for _ in worker.generate(asked):
                 raise RuntimeError("a request ended in mid-flight")
 
 

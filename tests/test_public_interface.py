@@ -68,6 +68,7 @@ def in_a_fresh_process(code: str, *options: str) -> str:
         ("from headway.interfaces.calls import Call", "Call is now GenerateRequest"),
         ("from headway.weights.protocols import Parcel", "Parcel is now StoredVersion"),
         ("from headway.user_code import pickled_beside", "headway.runtime.user_code"),
+        ("from headway.interfaces.keeper import Keeper", "Keeper is now EpisodeWorkerProtocol"),
         ("from headway.interfaces import keeper", "headway.data.interfaces.episode_groups"),
     ],
 )

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from benchmarks.gpu_checks.models import Shape, checked_shape, manifest_of, on_device, peaked_model, requests, windows
 from benchmarks.gpu_checks.setting import Passed, Setting, require
-from headway.agents.episodes.episode_worker import keeping
+from headway.agents.episodes.episode_worker import local_episode_worker
 from headway.data.interfaces.episode_groups import FinishedGroup, GroupRequest
 from headway.data.interfaces.rollout import OnUpdate
 from headway.engines.rollout.native import NativeEngine
@@ -243,5 +243,5 @@ async def _serving(setting: Setting, model: PreTrainedModel, context: int, **mor
 
 
 async def _answers(engine: NativeEngine, asked: Sequence[GroupRequest]) -> list[FinishedGroup]:
-    async with keeping(engine) as keeper:
-        return [group async for group in keeper.generate(asked)]
+    async with local_episode_worker(engine) as worker:
+        return [group async for group in worker.generate(asked)]

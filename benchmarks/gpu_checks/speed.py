@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM
 from benchmarks.gpu_checks.models import HALF_BILLION, LIKE_HALF_BILLION, Shape, requests
 from benchmarks.gpu_checks.setting import Passed, Setting, one_rank_group, require
 from benchmarks.gpu_checks.training import Layout
-from headway.agents.episodes.episode_worker import keeping
+from headway.agents.episodes.episode_worker import local_episode_worker
 from headway.config.schema import Config
 from headway.config.sections.learning import ActorConfig
 from headway.config.sections.model_section import ModelConfig
@@ -272,8 +272,8 @@ def _native(setting: Setting, folder: Path, *, eager: bool) -> Decode:
                 asked = requests([PROMPT] * count, shape_of(setting).vocabulary, tokens=tokens)
                 for _ in range(2):  # the first records graphs
                     started = time.perf_counter()
-                    async with keeping(engine) as keeper:
-                        groups = [group async for group in keeper.generate(asked)]
+                    async with local_episode_worker(engine) as worker:
+                        groups = [group async for group in worker.generate(asked)]
                     seconds = time.perf_counter() - started
                 written = sum(group.trajectories[0].length for group in groups)
                 require(written == count * tokens, f"{count} answers have {written} tokens, not {count * tokens}")

@@ -359,11 +359,11 @@ class ReplicaLost(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KeeperLost(Event):
-    """Event: a keeper of groups died, or does not answer; the groups that it was making are made again by others."""
+class EpisodeWorkerLost(Event):
+    """Event: an episode worker died, or does not answer; others make its unfinished groups again."""
 
-    kind: ClassVar[str] = "keeper.lost"
-    keeper: str
+    kind: ClassVar[str] = "episode_worker.lost"
+    worker: str
     reason: str
 
 

@@ -53,11 +53,11 @@ class Outcome:
 
 
 async def generate(workers: Workers, rows: range) -> list[FinishedGroup]:
-    (keeper,), replica = workers.keepers, workers.rollouts[0]
-    await keeper.join(replica)
-    await keeper.route([replica.name])
-    groups = [group async for group in keeper.generate([request(row) for row in rows])]
-    await keeper.leave(replica.name)
+    (worker,), replica = workers.episode_workers, workers.rollouts[0]
+    await worker.join(replica)
+    await worker.route([replica.name])
+    groups = [group async for group in worker.generate([request(row) for row in rows])]
+    await worker.leave(replica.name)
     return sorted(groups, key=lambda group: group.number)
 
 

@@ -93,7 +93,7 @@ async def test_a_rank_reads_its_share_of_a_fetch_once_whatever_is_computed_from_
     rng = np.random.default_rng(1)
     count, mini = (3, 3) if few else (32, 8)
     groups = [(int(rng.integers(200, 900)), rng.integers(1000, 8000, 8).tolist()) for _ in range(count)]
-    fetch = fetch_of(groups, TokenFiles("keeper-0", TokenPlace("here", tmp_path), "here"))
+    fetch = fetch_of(groups, TokenFiles("episode-worker-0", TokenPlace("here", tmp_path), "here"))
     mini_batches = [list(chain(*fetch[i : i + mini])) for i in range(0, count, mini)]
     ranks = [Rank(rank) for rank in range(RANKS)]
     trainer = WorkerGroup(TrainerLike, ranks)  # type: ignore[arg-type]

@@ -34,7 +34,7 @@ def test_each_rank_and_replica_is_a_worker_on_a_device_of_its_own() -> None:
         ("rollout-0", 2),
         ("rollout-1", 3),
         ("rollout-2", 4),
-        ("keeper-0", 2),
+        ("episode-worker-0", 2),
     ]
     assert [s.arguments["rank"] for s in planned.workers[:2]] == [0, 1]
     assert {s.arguments["world_size"] for s in planned.workers[:2]} == {2}
@@ -52,7 +52,7 @@ def test_a_replica_of_several_devices_is_one_worker_that_has_them_all() -> None:
     ]
     assert [rank.worker for rank in planned.rollout] == [spec.name for spec in replicas]
     assert [share.devices for share in planned.shares] == [(0, 1), (2, 3, 4, 5), (6, 7, 8, 9)]
-    assert [spec.device for spec in planned.workers if spec.beside] == [2, 6], "a keeper on each machine"
+    assert [spec.device for spec in planned.workers if spec.beside] == [2, 6], "an episode worker on each machine"
 
 
 def test_threads_divide_the_cores_of_the_node_that_a_worker_lands_on_and_are_never_none(
@@ -88,14 +88,16 @@ def test_threads_that_the_user_sets_are_kept() -> None:
         ),
     ],
 )
-def test_a_keeper_is_beside_the_first_replica_of_each_node_that_has_some(
+def test_an_episode_worker_is_beside_the_first_replica_of_each_node_that_has_some(
     sections: dict[str, Any], devices: list[int]
 ) -> None:
     planned = plan(**sections)
     assert [(s.name, s.device) for s in planned.workers if s.beside] == [
-        (f"keeper-{index}", device) for index, device in enumerate(devices)
+        (f"episode-worker-{index}", device) for index, device in enumerate(devices)
     ]
-    assert [rank.name for rank in planned.keepers] == [f"keeper-{index}" for index in range(len(devices))]
+    assert [rank.name for rank in planned.episode_workers] == [
+        f"episode-worker-{index}" for index in range(len(devices))
+    ]
 
 
 def test_what_is_reserved_by_node_are_the_devices_that_have_a_worker() -> None:
@@ -126,7 +128,7 @@ def test_on_shared_devices_actor_and_rollout_are_parts_of_one_worker() -> None:
         ("actor-0", "FusedRole", 0),
         ("actor-1", "FusedRole", 1),
         ("actor-2", "ActorRole", 2),
-        ("keeper-0", "KeeperRole", 0),
+        ("episode-worker-0", "EpisodeWorkerRole", 0),
     ]
     assert [(rank.name, rank.worker, rank.part) for rank in (*planned.actor, *planned.rollout)] == [
         ("actor-0", "actor-0", "actor"),

@@ -56,7 +56,7 @@ async def test_a_version_equals_one_process_bit_for_bit_and_a_killed_replica_end
         assert outcome.sent.checksum == outcome.received.checksum == expected.sent.checksum
         assert outcome.versions_after == {1}
 
-        await another_keeper_makes_the_same_groups(workers, outcome.after)
+        await another_episode_worker_makes_the_same_groups(workers, outcome.after)
 
         death = asyncio.create_task(workers.rollouts[0].died())
         await workers.train.reach(["rollout-0"])
@@ -83,8 +83,8 @@ async def test_a_version_equals_one_process_bit_for_bit_and_a_killed_replica_end
     assert not ray.is_initialized()
     assert {path.name for path in (tmp_path / "logs").iterdir()} == {
         "actor-0.log",
-        "keeper-0.log",
-        "keeper-0+1.log",
+        "episode-worker-0.log",
+        "episode-worker-0+1.log",
         "rollout-0.log",
         "ray.log",
         "ray",
@@ -101,29 +101,30 @@ async def calls_at(replica: RolloutReplica) -> int:
     return stats.running + stats.waiting
 
 
-async def another_keeper_makes_the_same_groups(workers: Workers, expected: list[str]) -> None:
-    """Kill the keeper while it makes groups. Their calls are dropped where they run, and a second one makes them."""
-    (keeper,), replica = workers.keepers, workers.rollouts[0]
-    watching = asyncio.create_task(workers.watch_keeper(keeper))
+async def another_episode_worker_makes_the_same_groups(workers: Workers, expected: list[str]) -> None:
+    """Kill the episode worker while it makes groups. Their calls are dropped where they run, and a second one makes
+    them."""
+    (episode_worker,), replica = workers.episode_workers, workers.rollouts[0]
+    watching = asyncio.create_task(workers.watch_episode_worker(episode_worker))
     await replica.pause(OnUpdate.KEEP)  # so that nothing is finished before the death
-    await keeper.join(replica)
-    await keeper.route([replica.name])
-    groups = keeper.generate([request(row) for row in range(2, 4)])
+    await episode_worker.join(replica)
+    await episode_worker.route([replica.name])
+    groups = episode_worker.generate([request(row) for row in range(2, 4)])
     making = asyncio.create_task(anext(groups))
     async with asyncio.timeout(WAIT_S):
         while await calls_at(replica) < 2 * N:  # noqa: ASYNC110 - another process begins
             await asyncio.sleep(0.02)
-        worker = keeper._worker
+        worker = episode_worker._worker
         assert isinstance(worker, RayWorker) and worker.pid is not None
         os.kill(worker.pid, signal.SIGKILL)
         for noticed in (watching, making):
-            with pytest.raises(WorkerDied, match=r"worker keeper-0 died.*keeper-0\.log"):
+            with pytest.raises(WorkerDied, match=r"worker episode-worker-0 died.*episode-worker-0\.log"):
                 await noticed
-        await replica.drop("keeper-0")
+        await replica.drop("episode-worker-0")
         while await calls_at(replica):  # noqa: ASYNC110 - another process ends
             await asyncio.sleep(0.02)
         await replica.resume()
-        assert (await workers.replace_keeper("keeper-0")).name == "keeper-0+1"
+        assert (await workers.replace_episode_worker("episode-worker-0")).name == "episode-worker-0+1"
         again = await generate(workers, range(2, 4))
     assert [t.text for group in again for t in group.trajectories] == expected
 

@@ -154,7 +154,7 @@ async def test_tokens_in_files_are_read_by_the_rank_that_needs_them_wherever_the
     workers: list[RayWorker], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
-    files = TokenFiles("keeper-0", TokenPlace(here, tmp_path), here)
+    files = TokenFiles("episode-worker-0", TokenPlace(here, tmp_path), here)
     samples = [sample(files.write(group_tokens(n, float(n))), n, n) for n in (3, 9)]
     columns = await ranks(workers).logprobs_plus(samples, 100.0)
     assert [float(ray.get(column.handle)[column.index][0]) for column in columns] == [103.0, 109.0]

@@ -206,9 +206,9 @@ async def test_what_has_no_device_of_its_own_moves_none_and_goes_beside_one_that
     ray = Reserved(monkeypatch, {"a": 9, "b": port})
     ray.free["b"] = 2
     async with asyncio.timeout(60):
-        keeper = asyncio.create_task(ray.pool.find_place(1, [0, 2], move=False))
+        episode_worker = asyncio.create_task(ray.pool.find_place(1, [0, 2], move=False))
         await ray.pool.find_place(2)
-        assert await keeper == 2
+        assert await episode_worker == 2
     assert ray.free["b"] == 1
 
 

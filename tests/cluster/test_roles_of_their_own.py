@@ -368,7 +368,7 @@ async def test_on_ray_a_version_equals_one_process_and_a_dead_copy_ends_the_run(
         await workers.close()
     assert not ray.is_initialized()
     logs = {path.stem for path in (tmp_path / "logs").iterdir()} - {"ray"}  # which may tell of the death in time
-    assert logs == {"actor-0", "rollout-0", "ref-0", "logp-0", "critic-0", "keeper-0"}
+    assert logs == {"actor-0", "rollout-0", "ref-0", "logp-0", "critic-0", "episode-worker-0"}
 
 
 @pytest.mark.slow
@@ -460,7 +460,7 @@ def test_without_devices_of_their_own_they_are_the_trainers_ranks() -> None:
     assert {placed.devices[role] for role in (ACTOR, *ALL)} == {(0, 1)}
     assert plan.inside_fetch == {REF, LOGP, CRITIC}
     assert (plan.ref, plan.logp, plan.critic) == ((), (), ())
-    assert {s.name for s in plan.workers} == {"actor-0", "actor-1", "rollout-0", "keeper-0"}
+    assert {s.name for s in plan.workers} == {"actor-0", "actor-1", "rollout-0", "episode-worker-0"}
     assert plan.workers[1].arguments["with_reference"] is True
     assert plan.workers[1].arguments["total_critic_steps"] == 10
 
@@ -493,7 +493,7 @@ def test_on_shared_devices_the_critic_may_have_ranks_of_its_own() -> None:
     assert [(s.name, s.role.__name__, s.device) for s in plan.workers] == [
         ("actor-0", "FusedRole", 0),
         ("critic-0", "CriticRole", 1),
-        ("keeper-0", "KeeperRole", 0),
+        ("episode-worker-0", "EpisodeWorkerRole", 0),
     ]
     assert plan.inside_fetch == {LOGP} and plan.shared
 

@@ -101,7 +101,7 @@ async def test_workers_land_on_the_nodes_that_the_placement_gives_them_and_come_
         for spec in plan.workers:
             together = 1 if spec.device == 6 else 3
             assert threads[spec.name] == (1 if spec.beside else max(1, available_cores() // together))
-            assert on[spec.name] == computing[spec.device], "a keeper is beside its replica"
+            assert on[spec.name] == computing[spec.device], "an episode worker is beside its replica"
 
         lost = next(node for node in added if node.node_id == on["rollout-2"])
         nodes.remove_node(lost, allow_graceful=False)
@@ -112,8 +112,8 @@ async def test_workers_land_on_the_nodes_that_the_placement_gives_them_and_come_
             workers["rollout-2+1"] = again
             await again.up()
             assert await node_of(again) in {on["actor-0"], on["actor-2"]}
-            keeper = next(spec for spec in plan.workers if spec.name == "keeper-2")
-            assert await cluster.find_place(keeper, [4, 5, 6]) == 6
+            episode_worker = next(spec for spec in plan.workers if spec.name == "episode-worker-2")
+            assert await cluster.find_place(episode_worker, [4, 5, 6]) == 6
             assert await workers["actor-0"].call("only_rank_zero") == 0, "nobody else has moved"
     finally:
         await asyncio.gather(*(worker.kill() for name, worker in workers.items() if "-2" not in name or "+" in name))

@@ -86,7 +86,7 @@ def look(
         workers=(),
         actor=tuple(ranks("actor")),
         rollout=tuple(ranks("rollout")),
-        keepers=(),
+        episode_workers=(),
         ref=(),
         logp=tuple(ranks("logp")),
         critic=tuple(ranks("critic")),

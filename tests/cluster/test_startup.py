@@ -106,7 +106,7 @@ class PlannedCluster:
         self.log.append("stopped")
 
 
-EVERYTHING_ENDED = ["rollout-0 killed", "actor-0 killed", "keeper-0 killed", "stopped"]
+EVERYTHING_ENDED = ["rollout-0 killed", "actor-0 killed", "episode-worker-0 killed", "stopped"]
 
 
 async def start(
@@ -160,8 +160,8 @@ def test_workers_start_while_the_model_is_warmed_up_for_which_no_limit_counts(mo
 
     run_virtual(both())
     warm = cluster.calls.index("warm")
-    assert {f"{name} up" for name in ("actor-0", "rollout-0", "keeper-0")} <= set(cluster.calls[:warm])
-    assert {f"{name} build" for name in ("actor-0", "rollout-0", "keeper-0")} <= set(cluster.calls[warm:])
+    assert {f"{name} up" for name in ("actor-0", "rollout-0", "episode-worker-0")} <= set(cluster.calls[:warm])
+    assert {f"{name} build" for name in ("actor-0", "rollout-0", "episode-worker-0")} <= set(cluster.calls[warm:])
     assert cluster.calls[-1] == "the models are loaded"
 
 
@@ -182,7 +182,7 @@ async def test_a_start_says_who_is_up(monkeypatch: pytest.MonkeyPatch, tmp_path:
         "Ray is up",
         "actor-0 is up, 1 of 3",
         "rollout-0 is up, 2 of 3",
-        "keeper-0 is up, 3 of 3",
+        "episode-worker-0 is up, 3 of 3",
     ]
 
 
@@ -203,7 +203,7 @@ async def test_watching_raises_when_a_worker_dies_that_is_needed_and_replicas_te
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     workers = await start(PlannedCluster(), monkeypatch)
-    assert [worker.name for worker in workers.living()] == ["actor-0", "keeper-0", "rollout-0"]
+    assert [worker.name for worker in workers.living()] == ["actor-0", "episode-worker-0", "rollout-0"]
     async with asyncio.timeout(60):
         with pytest.raises(WorkerDied, match="worker actor-0 died"):
             await workers.watch()
@@ -234,7 +234,7 @@ async def test_an_engine_that_cannot_sleep_cannot_share_its_device(monkeypatch: 
     cluster = PlannedCluster()
     with pytest.raises(ConfigError, match=r"placement.kind=shared: the rollout engine of rollout-0 cannot give"):
         await start(cluster, monkeypatch, placement={"kind": "shared"})
-    assert set(cluster.log) == {"reserved", "actor-0 killed", "keeper-0 killed", "stopped"}
+    assert set(cluster.log) == {"reserved", "actor-0 killed", "episode-worker-0 killed", "stopped"}
 
 
 async def test_workers_get_a_models_folder_as_an_absolute_path_and_a_name_as_it_is(

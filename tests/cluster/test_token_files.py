@@ -28,8 +28,8 @@ from headway.cluster.machine.token_files import (
     token_bytes,
     token_directory,
 )
-from headway.cluster.remote_episode_worker import RemoteKeeper
-from headway.cluster.roles.episode_worker_role import KeeperRole
+from headway.cluster.remote_episode_worker import RemoteEpisodeWorker
+from headway.cluster.roles.episode_worker_role import EpisodeWorkerRole
 from headway.config.schema import Config
 from headway.data.interfaces.episode_groups import FinishedGroup
 from headway.data.interfaces.generation import Priority
@@ -44,7 +44,7 @@ def same(read: GroupTokens | None, written: GroupTokens) -> bool:
 
 
 def test_what_is_written_is_read_until_it_is_removed(tmp_path: Path) -> None:
-    files = TokenFiles("keeper-0", TokenPlace("10.0.0.1", tmp_path), "10.0.0.1")
+    files = TokenFiles("episode-worker-0", TokenPlace("10.0.0.1", tmp_path), "10.0.0.1")
     written = [group_tokens(n, float(n)) for n in (3, 5)]
     handles = [files.write(tokens) for tokens in written]
     assert [handle.data for handle in handles] == [None, None], "on the driver's machine all are files"
@@ -70,7 +70,7 @@ def test_a_part_has_the_rows_that_it_names_as_they_were_written_and_nothing_else
 
     shared, other = (rng.integers(0, 9, n).astype(np.int32) for n in (700, 300))
     rows = [row(prompt, n) for prompt, n in ((shared, 1000), (other, 50), (shared, 2001), (shared, 0), (shared, 7))]
-    file = TokenFiles("keeper-0", TokenPlace("here", tmp_path), "here").write(GroupTokens(tuple(rows)))
+    file = TokenFiles("episode-worker-0", TokenPlace("here", tmp_path), "here").write(GroupTokens(tuple(rows)))
     reads: list[int] = []
     monkeypatch.setattr(token_files, "_bytes_of", counting(token_files._bytes_of, reads))
     part = read_part(TokenPart(file, (2, 4, 3)))
@@ -91,10 +91,10 @@ def test_a_part_has_the_rows_that_it_names_as_they_were_written_and_nothing_else
 
 
 def test_a_file_that_is_cut_short_is_told(tmp_path: Path) -> None:
-    file = TokenFiles("keeper-0", TokenPlace("here", tmp_path), "here").write(group_tokens(100, 1.0))
+    file = TokenFiles("episode-worker-0", TokenPlace("here", tmp_path), "here").write(group_tokens(100, 1.0))
     path = Path(file.path)
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(RunError, match=r"keeper-0-0' ends 1 bytes too early"):
+    with pytest.raises(RunError, match=r"episode-worker-0-0' ends 1 bytes too early"):
         read_here(file)
 
 
@@ -109,7 +109,7 @@ def counting(function: Callable[..., bytearray], sizes: list[int]) -> Callable[.
 
 def test_on_another_machine_than_the_drivers_few_tokens_travel_with_their_handle(tmp_path: Path) -> None:
     elsewhere = TokenPlace("10.0.0.1", tmp_path / "headway-run-1")
-    files = TokenFiles("keeper-1", elsewhere, "10.0.0.2")
+    files = TokenFiles("episode-worker-1", elsewhere, "10.0.0.2")
     few, many = group_tokens(3, 1.0), group_tokens(SMALL, 2.0)
     small, large = files.write(few), files.write(many)
     assert len(list(tmp_path.glob("*/*"))) == 1
@@ -120,26 +120,28 @@ def test_on_another_machine_than_the_drivers_few_tokens_travel_with_their_handle
     assert same(read_here(small), few), "whatever becomes of the machine"
 
 
-def test_on_another_machine_the_files_of_a_keeper_that_was_killed_stay_for_the_run_alone(tmp_path: Path) -> None:
+def test_on_another_machine_the_files_of_an_episode_worker_that_was_killed_stay_for_the_run_alone(
+    tmp_path: Path,
+) -> None:
     place, later = (TokenPlace("10.0.0.1", tmp_path / f"headway-run-{run}") for run in (1, 2))
     code = (
         "import sys, numpy, os; from pathlib import Path\n"
         "from headway.cluster.machine.token_files import TokenFiles, TokenPlace\n"
         "from tests.cluster.fakes import group_tokens\n"
-        "files = TokenFiles('keeper-1', TokenPlace('10.0.0.1', Path(sys.argv[1])), '10.0.0.2')\n"
+        "files = TokenFiles('episode-worker-1', TokenPlace('10.0.0.1', Path(sys.argv[1])), '10.0.0.2')\n"
         "print(files.write(group_tokens(50_000, 2.0)).path, flush=True); os.kill(os.getpid(), 9)"
     )
     killed = subprocess.run([sys.executable, "-c", code, place.directory], capture_output=True, text=True, check=False)
     left = TokenFile("10.0.0.2", killed.stdout.strip())
     assert killed.returncode == -signal.SIGKILL and Path(left.path).is_file()
-    replacement = TokenFiles("keeper-1+1", place, "10.0.0.2")
+    replacement = TokenFiles("episode-worker-1+1", place, "10.0.0.2")
     assert replacement.write(group_tokens(50_000, 3.0)).path != left.path
-    TokenFiles("keeper-0", later, "10.0.0.2")
+    TokenFiles("episode-worker-0", later, "10.0.0.2")
     assert same(read_here(left), group_tokens(50_000, 2.0)), "as long as somebody holds the directory"
 
 
 def test_a_file_system_without_room_is_one_message(tmp_path: Path) -> None:
-    files = TokenFiles("keeper-0", TokenPlace("10.0.0.1", tmp_path), "10.0.0.1")
+    files = TokenFiles("episode-worker-0", TokenPlace("10.0.0.1", tmp_path), "10.0.0.1")
     tmp_path.rmdir()
     with pytest.raises(RunError, match=r"cannot be written to .* bytes\): No such file.*make room, or let fewer"):
         files.write(group_tokens(3, 1.0))
@@ -167,7 +169,7 @@ def test_the_bytes_of_what_may_wait_grow_with_staleness() -> None:
     assert token_bytes(two) == (2 * two.groups_per_version + two.groups_per_fetch) * group
 
 
-async def test_files_of_groups_that_the_driver_has_forgotten_are_removed_here_or_by_their_keeper(
+async def test_files_of_groups_that_the_driver_has_forgotten_are_removed_here_or_by_their_episode_worker(
     tmp_path: Path,
 ) -> None:
     here = tmp_path / "1"
@@ -180,32 +182,32 @@ async def test_files_of_groups_that_the_driver_has_forgotten_are_removed_here_or
             yield FinishedGroup(len(heard), (), TokenFile("there", f"{tmp_path}/{len(heard)}"))
 
     class Worker:
-        name, heartbeat, lost = "keeper-0", None, None
+        name, heartbeat, lost = "episode-worker-0", None, None
         peer = Peer
 
-    keeper = RemoteKeeper(Worker())  # type: ignore[arg-type]
-    kept = [group async for group in keeper.generate([])]
-    kept += [group async for group in keeper.generate([])]
+    worker = RemoteEpisodeWorker(Worker())  # type: ignore[arg-type]
+    kept = [group async for group in worker.generate([])]
+    kept += [group async for group in worker.generate([])]
     assert heard == [[], []] and here.exists()
     del kept[0]
     gc.collect()
     assert not here.exists()
-    assert [group.number async for group in keeper.generate([])] == [3]
+    assert [group.number async for group in worker.generate([])] == [3]
     gc.collect()
-    assert [group.number async for group in keeper.generate([])] == [4]
+    assert [group.number async for group in worker.generate([])] == [4]
     assert heard[2:] == [[], [TokenFile("there", f"{tmp_path}/3")]]
     assert kept[0].tokens == TokenFile("there", f"{tmp_path}/2")
 
 
 async def test_only_groups_that_are_trained_leave_files(tmp_path: Path) -> None:
-    class Keeper:
+    class FakeWorker:
         async def generate(self, requests: Any, on: Any) -> AsyncGenerator[FinishedGroup, None]:
             for one in requests:
                 yield FinishedGroup(one.number, (), group_tokens(3, 1.0))
 
-    role = object.__new__(KeeperRole)
-    role._files = TokenFiles("keeper-0", TokenPlace("10.0.0.1", tmp_path), "10.0.0.1")
-    role._keeper = Keeper()  # type: ignore[assignment]
+    role = object.__new__(EpisodeWorkerRole)
+    role._files = TokenFiles("episode-worker-0", TokenPlace("10.0.0.1", tmp_path), "10.0.0.1")
+    role._episode_worker = FakeWorker()  # type: ignore[assignment]
     requests = [replace(request(number), priority=priority) for number, priority in enumerate(Priority)]
     groups = [group async for group in role.generate(requests, None, [])]
     trained = [group.number for group in groups if group.tokens is not None]

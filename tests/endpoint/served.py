@@ -11,7 +11,7 @@ from headway.agents.chat.chat_template import ChatRenderer
 from headway.agents.endpoint.endpoint_server import DIALECTS, Endpoint
 from headway.agents.episodes.episode_limits import EpisodeLimits
 from headway.agents.episodes.episode_tokens import Chats
-from headway.agents.episodes.episode_worker import EpisodeWorker, keeping
+from headway.agents.episodes.episode_worker import EpisodeWorker, local_episode_worker
 from headway.agents.episodes.program_episode import Hosting, Turn
 from headway.agents.episodes.program_workers import texts_of
 from headway.agents.interface.program_messages import Access, EpisodeEnd, EpisodeStart
@@ -83,9 +83,9 @@ async def served(
     assert hosting.endpoint is not None
     await hosting.endpoint.start()
     asked = replace(request(n), sampling=SamplingParams(max_tokens))
-    async with keeping(*policies, hosting=hosting) as keeper:
-        beside = None if meanwhile is None else asyncio.ensure_future(meanwhile(keeper))
-        (group,) = [group async for group in keeper.generate([asked])]
+    async with local_episode_worker(*policies, hosting=hosting) as worker:
+        beside = None if meanwhile is None else asyncio.ensure_future(meanwhile(worker))
+        (group,) = [group async for group in worker.generate([asked])]
         if beside is not None:
             await beside
     check_trained_tokens(group)

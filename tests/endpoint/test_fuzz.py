@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from headway.agents.endpoint.endpoint_server import DIALECTS
 from headway.agents.episodes.episode_limits import EpisodeLimits
 from headway.agents.episodes.episode_tokens import Chats
-from headway.agents.episodes.episode_worker import keeping
+from headway.agents.episodes.episode_worker import local_episode_worker
 from headway.agents.episodes.program_episode import Hosting, Turn
 from headway.agents.interface.program_messages import Access, EpisodeEnd, EpisodeStart
 from headway.data.interfaces.episode_groups import FinishedGroup
@@ -72,8 +72,8 @@ class Open:
         )
         self.policy = Scripted(self.says, RENDERER)
         await serving.start()
-        async with keeping(self.policy, hosting=hosting) as keeper:
-            (group,) = [group async for group in keeper.generate([request(2)])]
+        async with local_episode_worker(self.policy, hosting=hosting) as worker:
+            (group,) = [group async for group in worker.generate([request(2)])]
             return group
 
     async def send(

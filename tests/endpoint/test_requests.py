@@ -399,18 +399,18 @@ async def test_no_request_is_lost_over_a_hundred_updates_and_the_death_of_a_repl
             turns += 1
         return turns
 
-    async def meanwhile(keeper: EpisodeWorker) -> None:
+    async def meanwhile(worker: EpisodeWorker) -> None:
         alive = ["a", "b"]
         for version in range(updates):
-            await keeper.route([], halted=True)
+            await worker.route([], halted=True)
             await asyncio.sleep(0.01)
             for policy in policies:
                 policy.version = version + 1
             if version == updates // 2:
                 policies[0].dies()
-                await keeper.leave("a")
+                await worker.leave("a")
                 alive.remove("a")
-            await keeper.route(alive)
+            await worker.route(alive)
             await asyncio.sleep(0.01)
 
     limits = EpisodeLimits(max_length=2000, max_turns=10_000, step_timeout_s=20, episode_timeout_s=60)
@@ -438,7 +438,7 @@ async def test_a_request_whose_body_comes_after_the_episode_is_refused() -> None
         sent.append((reader, writer))
         half_sent.set()
 
-    async def later(keeper: EpisodeWorker) -> None:
+    async def later(worker: EpisodeWorker) -> None:
         await half_sent.wait()
         reader, writer = sent[0]
         await asyncio.sleep(0.05)
@@ -462,7 +462,7 @@ async def test_parallel_equal_requests_all_end_with_their_episode() -> None:
         asked.set()
         await asyncio.sleep(0.2)
 
-    async def ended(keeper: EpisodeWorker) -> None:
+    async def ended(worker: EpisodeWorker) -> None:
         await asked.wait()
         for status, body in await asyncio.wait_for(asyncio.gather(*seen), 10):
             assert (status, body["error"]["code"]) == (401, "episode_over")

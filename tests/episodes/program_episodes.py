@@ -10,7 +10,7 @@ import numpy as np
 
 from headway.agents.episodes.episode_limits import EpisodeLimits
 from headway.agents.episodes.episode_tokens import Chats
-from headway.agents.episodes.episode_worker import EpisodeWorker, keeping
+from headway.agents.episodes.episode_worker import EpisodeWorker, local_episode_worker
 from headway.agents.episodes.program_episode import Hosting, Turn
 from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart, Message, TurnRequest, said
 from headway.data.interfaces.episode_groups import FinishedGroup, GroupRequest
@@ -160,9 +160,9 @@ def made(
     programs = program if isinstance(program, Here) else Here(program)
 
     async def main() -> FinishedGroup:
-        async with keeping(*(policies or [Policy()]), hosting=hosting(programs, limits)) as keeper:
-            beside = None if meanwhile is None else asyncio.ensure_future(meanwhile(keeper))
-            (group,) = [group async for group in keeper.generate([request(n)])]
+        async with local_episode_worker(*(policies or [Policy()]), hosting=hosting(programs, limits)) as worker:
+            beside = None if meanwhile is None else asyncio.ensure_future(meanwhile(worker))
+            (group,) = [group async for group in worker.generate([request(n)])]
             if beside is not None:
                 await beside
             check_trained_tokens(group)

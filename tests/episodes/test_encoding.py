@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from headway.agents.chat.chat_template import ChatRenderer, encoded
 from headway.agents.episodes.episode_limits import EpisodeLimits
 from headway.agents.episodes.episode_tokens import Chats
-from headway.agents.episodes.episode_worker import keeping
+from headway.agents.episodes.episode_worker import local_episode_worker
 from headway.agents.episodes.program_episode import Hosting, Turn
 from headway.agents.episodes.program_workers import chats_of
 from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart, TurnRequest, said
@@ -79,8 +79,8 @@ async def a_long_one_and_another(renderer: Held) -> list[tuple[int, int, int, li
 
     policy = Policy(seconds=0.0)
     hosting = Hosting(Here(program), Chats(renderer).record, EpisodeLimits(max_length=100_000, max_turns=5))
-    async with keeping(policy, hosting=hosting) as keeper:
-        (group,) = [group async for group in keeper.generate([request(2)])]
+    async with local_episode_worker(policy, hosting=hosting) as worker:
+        (group,) = [group async for group in worker.generate([request(2)])]
     assert [episode.failure for episode in group.trajectories] == [None, None]
     return sorted((call.trajectory.k, n, call.key, call.input_ids.tolist()) for n, call in enumerate(policy.calls))
 

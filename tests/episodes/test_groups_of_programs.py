@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from headway.agents.episodes.episode_worker import EpisodeWorker, keeping
+from headway.agents.episodes.episode_worker import EpisodeWorker, local_episode_worker
 from headway.agents.episodes.program_episode import Turn
 from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart
 from headway.data.interfaces.generation import FinishedCall, GenerateRequest, Priority
@@ -21,9 +21,9 @@ from tests.episodes.program_episodes import LIMITS, RENDERER, Here, Policy, host
 def test_a_turn_whose_replica_leaves_is_asked_of_another_and_the_episode_goes_on_there():
     first, second = Policy("a"), Policy("b")
 
-    async def leave(keeper: EpisodeWorker) -> None:
+    async def leave(worker: EpisodeWorker) -> None:
         await asyncio.sleep(1.5)
-        await keeper.leave("a")
+        await worker.leave("a")
 
     group = made(talk, [first, second], meanwhile=leave)
     assert [len(first.calls), len(second.calls)] == [2, 2]
@@ -50,10 +50,10 @@ def test_a_call_that_an_engine_refuses_fails_its_episode_alone():
 
 
 def test_groups_are_aborted_between_turns_by_the_age_of_what_was_sampled():
-    async def abort(keeper: EpisodeWorker) -> None:
+    async def abort(worker: EpisodeWorker) -> None:
         await asyncio.sleep(5)
-        await keeper.abort_older_than(0)
-        await keeper.abort_older_than(1)
+        await worker.abort_older_than(0)
+        await worker.abort_older_than(1)
 
     group = made(slow, meanwhile=abort)
     (episode,) = group.trajectories
@@ -61,9 +61,9 @@ def test_groups_are_aborted_between_turns_by_the_age_of_what_was_sampled():
 
 
 def test_a_group_is_aborted_with_a_turn_in_flight():
-    async def abort(keeper: EpisodeWorker) -> None:
+    async def abort(worker: EpisodeWorker) -> None:
         await asyncio.sleep(1.5)
-        await keeper.abort_older_than(5)
+        await worker.abort_older_than(5)
 
     (episode,) = made(talk, meanwhile=abort).trajectories
     assert (episode.finish_reason, episode.turns) == (FinishReason.ABORTED, 1)
@@ -72,7 +72,7 @@ def test_a_group_is_aborted_with_a_turn_in_flight():
 def test_a_call_that_an_engine_ends_aborts_its_group():
     policy = Policy()
 
-    async def abort(keeper: EpisodeWorker) -> None:
+    async def abort(worker: EpisodeWorker) -> None:
         await asyncio.sleep(1.5)
         nothing = SampledTokens.nothing()
         finished = FinishedCall(policy.calls[-1].number, 0, [], FinishReason.ABORTED, 0.0, 0.0, nothing)
@@ -86,7 +86,7 @@ def test_tokens_of_the_calls_that_an_engine_ends_count_in_every_episode_of_the_g
     """The second one's came with the first one's, by whose end the group was aborted before it was read."""
     policy = Policy()
 
-    async def abort(keeper: EpisodeWorker) -> None:
+    async def abort(worker: EpisodeWorker) -> None:
         await asyncio.sleep(1.5)
         policy.end(*policy.calls[-2:], lengths=(3, 2))
 
@@ -100,22 +100,22 @@ def test_tokens_of_the_calls_that_an_engine_ends_count_in_every_episode_of_the_g
 def test_held_groups_wait_while_those_that_were_started_finish():
     async def main() -> list[str]:
         told: list[str] = []
-        async with keeping(Policy(), hosting=hosting(Here(talk))) as keeper:
+        async with local_episode_worker(Policy(), hosting=hosting(Here(talk))) as worker:
 
             async def group(number: int) -> None:
-                (finished,) = [group async for group in keeper.generate([request(number=number)])]
+                (finished,) = [group async for group in worker.generate([request(number=number)])]
                 told.append(f"group {finished.number}")
 
             first = asyncio.ensure_future(group(1))
             await asyncio.sleep(0.5)
-            holding = asyncio.ensure_future(keeper.hold())
+            holding = asyncio.ensure_future(worker.hold())
             await asyncio.sleep(0)
             second = asyncio.ensure_future(group(2))
             await holding
             told.append("held")
             await asyncio.sleep(100)
             told.append("goes on")
-            await keeper.go_on()
+            await worker.go_on()
             await asyncio.gather(first, second)
         return told
 
@@ -138,9 +138,9 @@ def test_held_out_episodes_wait_for_room_and_their_time_with_them():
         most[0] = 0
         limits = replace(LIMITS, episode_timeout_s=12)
         hosted = replace(hosting(Here(program), limits), held_out_at_once=3)
-        async with keeping(Policy(), hosting=hosted) as keeper:
+        async with local_episode_worker(Policy(), hosting=hosted) as worker:
             asked = [replace(request(4, number), priority=priority) for number in range(2)]
-            groups = [group async for group in keeper.generate(asked)]
+            groups = [group async for group in worker.generate(asked)]
             assert [one.limit for group in groups for one in group.trajectories] == [None] * 8
         most[1] = most[0]
 
@@ -152,11 +152,11 @@ def test_held_out_episodes_wait_for_room_and_their_time_with_them():
 
 def test_held_groups_hear_of_the_end():
     async def main() -> None:
-        keeper = EpisodeWorker("keeper")
-        await keeper.hold()
-        waiting = asyncio.ensure_future(anext(keeper.generate([request()])))
+        worker = EpisodeWorker("episode-worker")
+        await worker.hold()
+        waiting = asyncio.ensure_future(anext(worker.generate([request()])))
         await asyncio.sleep(0)
-        keeper.end(RunError("all is over"))
+        worker.end(RunError("all is over"))
         with pytest.raises(RunError, match="all is over"):
             await waiting
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from headway.agents.episodes.episode_limits import EpisodeLimits
-from headway.agents.episodes.episode_worker import EpisodeWorker, keeping
+from headway.agents.episodes.episode_worker import EpisodeWorker, local_episode_worker
 from headway.agents.episodes.program_episode import Turn
 from headway.agents.interface.program_chat import Chat, Tally
 from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart, TurnRequest, said
@@ -113,9 +113,9 @@ def test_a_short_turn_asks_for_no_more_tokens_than_it_may_have():
     policy = Policy()
 
     async def main() -> None:
-        async with keeping(policy, hosting=hosting(Here(program))) as keeper:
+        async with local_episode_worker(policy, hosting=hosting(Here(program))) as worker:
             sampling = SamplingParams(50, min_tokens=4)
-            _ = [group async for group in keeper.generate([replace(request(), sampling=sampling)])]
+            _ = [group async for group in worker.generate([replace(request(), sampling=sampling)])]
 
     run_virtual(main())
     assert [(call.sampling.min_tokens, call.sampling.max_tokens) for call in policy.calls] == [(1, 1)]
@@ -163,11 +163,11 @@ async def talk_slowly(start: EpisodeStart, ask: Turn) -> EpisodeEnd:
 
 
 def test_clocks_stand_still_while_the_policy_is_halted():
-    async def halt(keeper: EpisodeWorker) -> None:
+    async def halt(worker: EpisodeWorker) -> None:
         await asyncio.sleep(3)
-        await keeper.route(["a"], halted=True)
+        await worker.route(["a"], halted=True)
         await asyncio.sleep(50)
-        await keeper.route(["a"])
+        await worker.route(["a"])
 
     async def program(start: EpisodeStart, ask: Turn) -> EpisodeEnd:
         answer = await ask(TurnRequest(start.messages))

@@ -81,11 +81,11 @@ def test_what_only_a_lost_try_had_asked_for_makes_no_episode_old():
         await asyncio.sleep(1)
         return EpisodeEnd(1.0)
 
-    async def abort_overdue(keeper: EpisodeWorker) -> None:
+    async def abort_overdue(worker: EpisodeWorker) -> None:
         await asyncio.sleep(2.5)
         policy.version = 3
         await asyncio.sleep(1)
-        await keeper.abort_older_than(3)
+        await worker.abort_older_than(3)
 
     (episode,) = made(program, [policy], meanwhile=abort_overdue).trajectories
     assert (tries, len(policy.calls)) == (2, 3)

@@ -13,7 +13,7 @@ from headway.agents.adapters.custom_program import OwnProgram
 from headway.agents.adapters.program_loader import LoadedProgram
 from headway.agents.chat.chat_template import ChatRenderer
 from headway.agents.episodes.episode_tokens import Chats
-from headway.agents.episodes.episode_worker import keeping
+from headway.agents.episodes.episode_worker import local_episode_worker
 from headway.agents.episodes.program_episode import Turn
 from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart, TurnRequest, said
 from headway.data.interfaces.episode_groups import FinishedGroup
@@ -54,9 +54,9 @@ def test_a_prompt_that_is_text_is_text_in_the_row_and_a_users_message_beside_it(
 
     async def main(**prompt: Any) -> None:
         one = request()
-        async with keeping(Policy(), hosting=hosting(Here(own(run)))) as keeper:
+        async with local_episode_worker(Policy(), hosting=hosting(Here(own(run)))) as worker:
             one = replace(one, prompt=replace(one.prompt, **prompt))
-            assert [group async for group in keeper.generate([one])]
+            assert [group async for group in worker.generate([one])]
 
     for prompt in ({"text": "2+2"}, {"text": "<user>2+2<end>", "asked": "2+2"}):
         run_virtual(main(messages=None, **prompt))
@@ -84,9 +84,9 @@ def test_the_chat_template_gets_the_variables_of_the_run_and_of_the_row():
 
         with_row = replace(hosting(Here(program)), record=chats.record, template_kwargs={"style": "A", "mood": "B"})
         one = request()
-        async with keeping(Policy(), hosting=with_row) as keeper:
+        async with local_episode_worker(Policy(), hosting=with_row) as worker:
             one = replace(one, prompt=replace(one.prompt, extra=extra))
-            (group,) = [group async for group in keeper.generate([one])]
+            (group,) = [group async for group in worker.generate([one])]
         return RENDERER.decode(group.tokens.rows[0].prompt_ids), starts[0]
 
     text, start = run_virtual(main({}))
@@ -126,8 +126,8 @@ def test_a_program_that_has_to_give_a_reward_and_gives_none_has_failed_alone():
 
     async def main() -> FinishedGroup:
         asked = replace(hosting(Here(program)), gives_reward=True)
-        async with keeping(Policy(), hosting=asked) as keeper:
-            (group,) = [group async for group in keeper.generate([request(8)])]
+        async with local_episode_worker(Policy(), hosting=asked) as worker:
+            (group,) = [group async for group in worker.generate([request(8)])]
             return group
 
     failures = {episode.failure for episode in run_virtual(main()).trajectories}

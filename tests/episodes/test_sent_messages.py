@@ -1,4 +1,4 @@
-"""Messages go from a program to its keeper once, and a conversation's digests are made once of each."""
+"""Messages go from a program to its episode worker once, and a conversation's digests are made once of each."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.episodes.conftest import renderer_of
 LONG = 100_000
 
 
-class Keeper:
+class FakeWorker:
     """Takes requests as they are pickled; ``lost`` names those that never arrive."""
 
     def __init__(self) -> None:
@@ -34,39 +34,39 @@ class Keeper:
 
 
 async def test_a_turn_sends_only_messages_that_are_new() -> None:
-    keeper, chat = Keeper(), [said("system", "s" * LONG)]
-    sent = SentMessages(keeper.ask)
+    worker, chat = FakeWorker(), [said("system", "s" * LONG)]
+    sent = SentMessages(worker.ask)
     for turn in range(20):
         chat.append(said("user", f"{turn}"))
         await sent.ask(TurnRequest(chat))
-        assert keeper.whole[-1] == TurnRequest(chat)
-    assert keeper.bytes[0] > LONG
-    assert max(keeper.bytes[1:]) < 1000
+        assert worker.whole[-1] == TurnRequest(chat)
+    assert worker.bytes[0] > LONG
+    assert max(worker.bytes[1:]) < 1000
 
 
 async def test_several_conversations_each_send_what_is_new_and_changed_messages_are_sent_again() -> None:
-    keeper = Keeper()
-    sent = SentMessages(keeper.ask)
+    worker = FakeWorker()
+    sent = SentMessages(worker.ask)
     parts: list[Any] = [{"type": "text", "text": "t" * LONG}]
     chats: list[list[Any]] = [[said("user", letter * LONG)] for letter in "ab"] + [[{"role": "user", "content": parts}]]
     for _ in range(2):
         for chat in chats:
             await sent.ask(TurnRequest(chat))
-            assert keeper.whole[-1].messages == chat
-    assert max(keeper.bytes[3:]) < 1000
+            assert worker.whole[-1].messages == chat
+    assert max(worker.bytes[3:]) < 1000
     parts[0]["text"] = "changed where it is"
     await sent.ask(TurnRequest(chats[2]))
-    assert keeper.whole[-1].messages == chats[2]
+    assert worker.whole[-1].messages == chats[2]
 
 
 async def test_messages_of_a_request_that_was_lost_are_sent_again() -> None:
-    keeper, chat = Keeper(), [said("user", "a")]
-    keeper.lost = {0}
-    sent = SentMessages(keeper.ask)
+    worker, chat = FakeWorker(), [said("user", "a")]
+    worker.lost = {0}
+    sent = SentMessages(worker.ask)
     with pytest.raises(ConnectionError):
         await sent.ask(TurnRequest(chat))
     await sent.ask(TurnRequest(chat))
-    assert keeper.whole[-1].messages == chat
+    assert worker.whole[-1].messages == chat
 
 
 def test_a_turn_digests_only_messages_that_are_new(monkeypatch: pytest.MonkeyPatch) -> None:

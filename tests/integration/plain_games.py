@@ -1,4 +1,4 @@
-"""A plain synchronous loop with turns: play, advantage, update, copy weights. No keeper, no program, no template.
+"""A plain synchronous loop with turns: play, advantage, update, copy weights. No worker, no program, no template.
 
 What ``mode=on_policy`` of ``recipes/agents/guess.yaml`` must equal, bit for bit.
 """

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from headway.agents.chat.chat_template import answer_decoder
-from headway.agents.episodes.episode_worker import keeping
+from headway.agents.episodes.episode_worker import local_episode_worker
 from headway.config.loading import load
 from headway.config.sections.parallel import ParallelConfig
 from headway.config.sizing.placement import concurrent
@@ -75,8 +75,8 @@ async def plain_loop(config_path: Path, out: Path) -> None:
         batch = [prompts.next() for _ in range(config.actor.ppo_mini_batch_size)]
         requests = [GroupRequest(i, prompt, config.rollout.n, sampling) for i, prompt in enumerate(batch)]
         groups = []
-        async with keeping(engine, decode=decode) as keeper:
-            async for done in keeper.generate(requests):
+        async with local_episode_worker(engine, decode=decode) as worker:
+            async for done in worker.generate(requests):
                 rewards = torch.tensor([score(t.text, batch[done.number].answer) for t in done.trajectories]).numpy()
                 groups.append(Group(done.number, batch[done.number], done.trajectories, done.tokens, rewards))
         groups.sort(key=lambda group: group.number)

@@ -399,8 +399,8 @@ def test_a_process_that_is_killed_in_a_phase_ends_the_run_in_the_same_way_on_ray
     def kill() -> None:
         os.kill(pids[victim], signal.SIGKILL)
 
-    # Keepers call replicas themselves: what the driver sees of a validation is what it asks a keeper for.
-    phase = Phase("keeper-0", "generate") if name == "validation" else PHASES[name]
+    # Episode workers call replicas themselves: what the driver sees of a validation is what it asks for.
+    phase = Phase("episode-worker-0", "generate") if name == "validation" else PHASES[name]
     moments, up, call, each = Moments(phase, kill), RayWorker.up, RayWorker.call, RayPeer.each
 
     async def noted_up(worker: RayWorker) -> None:

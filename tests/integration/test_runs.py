@@ -102,8 +102,8 @@ def test_roles_run_where_they_are_placed(recipe: Path, tmp_path: Path, placement
     result = train(recipe, tmp_path / "run", *overrides, "rollout.total_rollout_steps=32")
     assert result["groups"]["trained"] == 32
     logs = {path.stem for path in (tmp_path / "run" / "logs").iterdir()} - {"reward", "driver"}
-    own_reference = {"actor-0", "ref-0", "rollout-0", "rollout-1", "keeper-0"}
-    assert logs == (own_reference if len(placement) == 2 else {"actor-0", "actor-1", "rollout-0", "keeper-0"})
+    own_reference = {"actor-0", "ref-0", "rollout-0", "rollout-1", "episode-worker-0"}
+    assert logs == (own_reference if len(placement) == 2 else {"actor-0", "actor-1", "rollout-0", "episode-worker-0"})
 
 
 @pytest.mark.timeout(600)

@@ -71,22 +71,22 @@ def test_versions_on_disk_are_safetensors_files_that_hold_the_trained_model(reci
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["dies", "does not answer"])
 @pytest.mark.slow
-def test_a_keeper_that_is_lost_is_replaced_and_the_run_goes_on(
+def test_an_episode_worker_that_is_lost_is_replaced_and_the_run_goes_on(
     recipe: Path, tmp_path: Path, how: signal.Signals
 ) -> None:
-    """Driver, Ray and three workers are started, and a further keeper; a silent one is given the time-out's 10 s."""
+    """Driver, Ray and three workers are started, and a further episode worker; a silent one is given 10 s."""
     run_dir = tmp_path / "run"
     process = start_long_run(recipe, run_dir, "param_update.timeout_s=10")
     started = descendants(process.pid)
-    os.kill(pid_of_worker(process.pid, "keeper-0"), how)
-    wait_for("keeper.lost", process, run_dir)
+    os.kill(pid_of_worker(process.pid, "episode-worker-0"), how)
+    wait_for("episode_worker.lost", process, run_dir)
     before = len(events(run_dir, "update.finished"))
     wait_for("update.finished", process, run_dir, times=before + 2)
     os.kill(process.pid, signal.SIGINT)
     code, output = finish(process)
     assert code == 130, output
-    assert [event["keeper"] for event in events(run_dir, "keeper.lost")] == ["keeper-0"]
-    assert "keeper-0 is gone; keeper-0+1 takes its place" in " ".join(output.split())
+    assert [event["worker"] for event in events(run_dir, "episode_worker.lost")] == ["episode-worker-0"]
+    assert "episode-worker-0 is gone; episode-worker-0+1 takes its place" in " ".join(output.split())
     result = summary(run_dir)
     assert result["balanced"]
     assert (result["groups"]["dropped"], result["groups"]["failed"]) == (0, 0)

@@ -40,7 +40,7 @@ SCHEDULES = {
     "stopped": 200,
     "deaths": 300,
     "joins": 200,
-    "keepers": 200,
+    "episode_workers": 200,
     "everything": 300,
     "hangs": 100,
     "silence": 200,
@@ -62,13 +62,13 @@ FAR_AHEAD = [Fraction(eta) for eta in (2, 2, 3, 3, 3)]
 
 
 class Fault(NamedTuple):
-    """``what`` happens to replica number ``replica``, or to a keeper; a stop happens to all."""
+    """``what`` happens to replica number ``replica``, or to an episode worker; a stop happens to all."""
 
     at: float
     """Seconds; or, negative, minus the number of events after which it happens at once."""
     what: str
-    """``dies``, ``keeper dies``, ``joins``, ``stop``, ``loses a runner``, or what `FakeRollout` can be told: ``hangs``,
-    ``hangs_on_drain``, ``never_receives``, ``receives corrupted``, ``silent on …``."""
+    """``dies``, ``episode worker dies``, ``joins``, ``stop``, ``loses a runner``, or what `FakeRollout` can be told:
+    ``hangs``, ``hangs_on_drain``, ``never_receives``, ``receives corrupted``, ``silent on …``."""
     replica: int = 0
 
     def happen(self, run: Run) -> None:
@@ -86,8 +86,8 @@ class Fault(NamedTuple):
                 victim.fails_to_receive.append(UpdateFailed(f"what {victim.name} received is corrupted"))
             case what if what.startswith("silent on "):
                 victim.silent_on.add(what.removeprefix("silent on "))
-            case "keeper dies":
-                living = [keeper for keeper in run.keepers if not keeper.is_dead]
+            case "episode worker dies":
+                living = [worker for worker in run.episode_workers if not worker.is_dead]
                 if living:
                     living[self.replica % len(living)].die()
             case "joins":
@@ -145,7 +145,7 @@ class Case:
     double_buffered: bool = True
     update_timeout_s: float = 1000.0
     stall_timeout_s: float = 100.0
-    keepers: int = 1
+    episode_workers: int = 1
 
     @property
     def replica_start_s(self) -> float | None:
@@ -188,7 +188,7 @@ class Case:
             mini_batch=self.mini_batch,
             n=self.n,
             replicas=self.replicas,
-            keepers=self.keepers,
+            episode_workers=self.episode_workers,
             replica_start_s=self.replica_start_s,
             slots=self.slots,
             seed=self.seed,
@@ -315,7 +315,7 @@ def cases(draw: st.DrawFn, /, **fixed: Any) -> Case:
         double_buffered=fixed.get("double_buffered", True),
         update_timeout_s=fixed.get("update_timeout_s", 1000.0),
         stall_timeout_s=fixed.get("stall_timeout_s", 100.0),
-        keepers=fixed.get("keepers", 1),
+        episode_workers=fixed.get("episode_workers", 1),
     )
 
 
@@ -326,8 +326,8 @@ def faulty(draw: st.DrawFn, /, *whats: str, most: int = 3, **fixed: Any) -> Case
     faults = draw(st.lists(fault, min_size=1, max_size=most))
     shared = "joins" not in {fault.what for fault in faults} and draw(st.booleans())
     overlapped = not shared and draw(st.booleans())
-    if "keeper dies" in whats:
-        fixed["keepers"] = draw(st.integers(1, 3))
+    if "episode worker dies" in whats:
+        fixed["episode_workers"] = draw(st.integers(1, 3))
     return draw(cases(**{"shared": shared, "overlapped": overlapped, **fixed, "faults": tuple(faults)}))
 
 

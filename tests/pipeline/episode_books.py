@@ -13,7 +13,7 @@ from headway.algorithms.filters import has_variance
 from headway.config.algorithm_checks import min_episodes
 from headway.data.types import RowTokens, TrajectoryId
 from headway.errors import EpisodeOver, NothingToTrain, ScoringFailed, UpdateFailed, WorkerDied
-from headway.events import GroupRewarded, KeeperLost, OptimizerStepped, TrajectoryFinished
+from headway.events import EpisodeWorkerLost, GroupRewarded, OptimizerStepped, TrajectoryFinished
 from headway.pipeline.admission.nothing_to_train import FAILED_AT_FIRST
 from tests.pipeline.books import Books
 from tests.pipeline.episodes import FIRST_SAID, EpisodeCase, TellingRollout, WatchedPrograms
@@ -139,8 +139,8 @@ def check_tries(run: Run) -> None:
     """No program goes on without its run, and one that asks as before is answered as before."""
     for episode, tries in programs_of(run).tries.items():
         assert all(one.over for one in tries)
-        if run.of(KeeperLost) or "(-1" in episode:
-            continue  # the log was lost with its keeper; a held-out problem is tried under several versions
+        if run.of(EpisodeWorkerLost) or "(-1" in episode:
+            continue  # the log was lost with its episode worker; a held-out problem is tried under several versions
         known: dict[tuple[bytes, int], list[int]] = {}
         for one in tries:
             occurred: Counter[bytes] = Counter()
@@ -182,7 +182,8 @@ def check_episodes(run: Run) -> EpisodeBooks:
 
 
 def run_and_check(case: EpisodeCase) -> Run:
-    """Runs ``case``. It may fail only for what it was given: programs that leave nothing, no replica, or no keeper."""
+    """Runs ``case``. It may fail only for what it was given: programs that leave nothing, no replica, or no episode
+    worker."""
     run = case.scenario().run()
     if not isinstance(run.error, None | NothingToTrain | WorkerDied | UpdateFailed):
         raise run.error
@@ -194,5 +195,5 @@ def run_and_check(case: EpisodeCase) -> Run:
             assert never or books.in_a_row == 10 * books.rules.b
         case WorkerDied() | UpdateFailed():
             no_replica = all(is_gone(run, replica) for replica in run.rollouts if replica.submitted)
-            assert no_replica or all(keeper.is_dead for keeper in run.keepers), run.error
+            assert no_replica or all(worker.is_dead for worker in run.episode_workers), run.error
     return run

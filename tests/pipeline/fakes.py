@@ -54,14 +54,14 @@ Failing = Callable[[int, int], str | None]
 """A function of a group's number and k that returns why that episode fails, or None."""
 
 
-class FakeKeeper(EpisodeWorker):
-    """A keeper that tells which group a prompt was asked for, in ``numbers``, fails some episodes, and can be told to
-    die."""
+class FakeEpisodeWorker(EpisodeWorker):
+    """An episode worker that tells which group a prompt was asked for, in ``numbers``, fails some episodes, and can be
+    told to die."""
 
     def __init__(
         self,
         numbers: Numbers,
-        name: str = "keeper-0",
+        name: str = "episode-worker-0",
         failing: Failing | None = None,
         hosting: Hosting | None = None,
     ) -> None:
@@ -120,7 +120,7 @@ class FakeKeeper(EpisodeWorker):
         raise self._death or WorkerDied(f"{self.name} is lost: its machine does not answer")
 
     async def bury(self) -> None:
-        """Leave nothing behind of a keeper that is dead or silent."""
+        """Leave nothing behind of an episode worker that is dead or silent."""
         if self.is_dead or self.silent:
             await super().close()
 
@@ -154,7 +154,8 @@ class FakeKeeper(EpisodeWorker):
         await self._ordered(super().close())
 
     async def _ordered(self, call: Coroutine[Any, Any, None]) -> None:
-        """Do what a living keeper was told. A call that is under way when the keeper dies ends with that."""
+        """Do what a living episode worker was told. A call that is under way when the episode worker dies ends with
+        that."""
         try:
             self._check_alive()
             await self._unless_silent()

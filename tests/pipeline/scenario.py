@@ -33,7 +33,7 @@ from tests.pipeline.fake_policies import FakeCritic, FakeLogProb, FakeReceiver, 
 from tests.pipeline.fakes import (
     UPDATE,
     Failing,
-    FakeKeeper,
+    FakeEpisodeWorker,
     FakeReward,
     FakeRollout,
     FakeSource,
@@ -74,12 +74,12 @@ class Run:
     recorder: Recorder
     others: list[FakeReceiver] = field(default_factory=list)
     """Receivers that generate nothing."""
-    keepers: list[FakeKeeper] = field(default_factory=list)
+    episode_workers: list[FakeEpisodeWorker] = field(default_factory=list)
     """With those that were started in the place of others."""
     logp: FakeLogProb | None = None
     """Whoever recomputes log π_prox on ranks of its own."""
     hosting: Hosting | None = None
-    """What the keeper makes episodes by."""
+    """What the episode worker makes episodes by."""
     stopped_at: float | None = None
     """When a stop was first asked for."""
     cancelled_at: float | None = None
@@ -145,10 +145,10 @@ class Run:
         }
 
     def remade(self, lost: str) -> set[int]:
-        """Training groups that the keeper ``lost`` was asked for, and another one later."""
+        """Training groups that the episode worker ``lost`` was asked for, and another one later."""
         asked = {
-            keeper.name: {n for _, numbers, priority in keeper.asked if priority == "training" for n in numbers}
-            for keeper in self.keepers
+            worker.name: {n for _, numbers, priority in worker.asked if priority == "training" for n in numbers}
+            for worker in self.episode_workers
         }
         mine = asked.pop(lost)
         return mine.intersection(*[set().union(*asked.values())])
@@ -247,9 +247,9 @@ class Scenario:
     """The pipeline is told at once when a replica dies, whether anybody asks it for anything or not."""
     replica_start_s: float | None = None
     """What it takes to start a replica in the place of one that is gone; None where none can be started."""
-    keepers: int = 1
-    keeper_start_s: float | None = 2.0
-    """What it takes to start a keeper in the place of one that is gone; None where none can be started."""
+    episode_workers: int = 1
+    episode_worker_start_s: float | None = 2.0
+    """What it takes to start an episode worker in the place of one that is gone; None where none can be started."""
     resume_from: Mapping[str, Any] | None = None
     """The driver's state of a checkpoint, of another run of the same scenario."""
     numbers: Numbers = field(default_factory=dict)
@@ -310,7 +310,10 @@ class Scenario:
         recorder = Recorder()
         hosting = None if self.hosting is None else self.hosting(self.config)
         run: Run
-        keepers = [FakeKeeper(self.numbers, f"keeper-{i}", self.failing, hosting) for i in range(self.keepers)]
+        episode_workers = [
+            FakeEpisodeWorker(self.numbers, f"episode-worker-{i}", self.failing, hosting)
+            for i in range(self.episode_workers)
+        ]
         source = FakeSource(self.rows, self.epochs)
         others = [FakeReceiver(name, transport) for name in self.receivers]
         ranks = [FakeReceiver(f"logp-{rank}", transport) for rank in range(self.logp_ranks)]
@@ -321,7 +324,7 @@ class Scenario:
             source=source,
             validation=validation_prompts(self.problems),
             rollouts=list(rollouts),
-            keepers=list(keepers),
+            episode_workers=list(episode_workers),
             trainer=trainer,
             reward=self.reward,
             advantages=zero_advantages if self.critic is None else self.critic.advantages,
@@ -335,16 +338,18 @@ class Scenario:
             reference_inside_fetch=self.reference_inside_fetch,
             receivers=[*others, *ranks],
             watch_replica=(lambda replica: replica.died()) if self.supervised else None,  # type: ignore[attr-defined]
-            watch_keeper=(lambda keeper: keeper.died()) if self.supervised else None,  # type: ignore[attr-defined]
+            watch_episode_worker=(lambda worker: worker.died()) if self.supervised else None,  # type: ignore[attr-defined]
             replace_replica=None if self.replica_start_s is None else lambda lost: self._replace_replica(run, lost),
-            replace_keeper=None if self.keeper_start_s is None else lambda lost: self._replace_keeper(run, lost),
+            replace_episode_worker=None
+            if self.episode_worker_start_s is None
+            else lambda lost: self._replace_episode_worker(run, lost),
             watch=(lambda: self._watch(run)) if self.watched else None,
             workers=lambda: [trainer],
             samples=self.samples,
         )
         pipeline = Pipeline(self.config, parts, [recorder], Path("checkpoints"), self.resume_from)
         run = Run(None, None, recorder.events, pipeline, source, rollouts, trainer, 0.0, [], transport, self, recorder)
-        run.others, run.logp, run.keepers, run.hosting = [*others, *ranks], logp, keepers, hosting
+        run.others, run.logp, run.episode_workers, run.hosting = [*others, *ranks], logp, episode_workers, hosting
         if self.script is not None:
             self.script(run)
         beside = asyncio.ensure_future(self.beside(run)) if self.beside and not self.watched else None
@@ -356,8 +361,8 @@ class Scenario:
             run.error = running.exception()
             run.status = None if run.error else running.result()
         run.ended = asyncio.get_running_loop().time()
-        for keeper in run.keepers:
-            await keeper.bury()
+        for worker in run.episode_workers:
+            await worker.bury()
         if beside is not None:
             beside.cancel()
             await asyncio.wait([beside])
@@ -370,11 +375,11 @@ class Scenario:
         run.rollouts.append(self.replica(f"{lost}+1", run.transport))
         return run.rollouts[-1]
 
-    async def _replace_keeper(self, run: Run, lost: str) -> FakeKeeper:
-        assert self.keeper_start_s is not None
-        await asyncio.sleep(self.keeper_start_s)
-        run.keepers.append(FakeKeeper(self.numbers, f"{lost}+1", self.failing, run.hosting))
-        return run.keepers[-1]
+    async def _replace_episode_worker(self, run: Run, lost: str) -> FakeEpisodeWorker:
+        assert self.episode_worker_start_s is not None
+        await asyncio.sleep(self.episode_worker_start_s)
+        run.episode_workers.append(FakeEpisodeWorker(self.numbers, f"{lost}+1", self.failing, run.hosting))
+        return run.episode_workers[-1]
 
     async def _watch(self, run: Run) -> None:
         assert self.beside is not None

@@ -108,11 +108,11 @@ def test_many_forked_turns_are_told_once_with_what_to_do():
 
 
 def test_a_program_that_is_run_again_is_told_at_once_and_then_when_it_were_twice_as_many():
-    lost = episode(again="its runner of keeper-0 ended with SIGKILL")
+    lost = episode(again="its runner of episode-worker-0 ended with SIGKILL")
     texts = told([episode(), lost, episode(), lost, lost, lost, lost])
     assert [text.split(" so far")[0] for text in texts] == [
         "1 episode was begun again",
         "2 episodes were begun again",
         "4 episodes were begun again",
     ]
-    assert "the last one since its runner of keeper-0 ended with SIGKILL. What programs raised" in texts[0]
+    assert "the last one since its runner of episode-worker-0 ended with SIGKILL. What programs raised" in texts[0]

@@ -307,15 +307,15 @@ def test_a_call_that_is_returned_twice_counts_once():
 
 def test_a_group_that_is_returned_twice_fails_the_run():
     def script(run: Run) -> None:
-        (keeper,) = run.pipeline._parts.keepers
-        generate = keeper.generate
+        (worker,) = run.pipeline._parts.episode_workers
+        generate = worker.generate
 
         async def twice(requests, *, on=None):
             async for finished in generate(requests, on=on):
                 yield finished
                 yield finished
 
-        keeper.generate = twice  # type: ignore[method-assign]
+        worker.generate = twice  # type: ignore[method-assign]
 
     run = Scenario("async_partial", script=script).run()
     assert isinstance(run.error, LedgerImbalance | StageFailed)

@@ -1,5 +1,5 @@
 """Random runs whose episodes have several turns: programs that fork, fail, are run again and lose their runners, with
-updates between their turns, while replicas and keepers are lost.
+updates between their turns, while replicas and episode workers are lost.
 
 What must hold stands in episode_books.py. More than 2,000 schedules run in the slow tests, the first of them in the
 quick ones.
@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from hypothesis import strategies as st
 
-from headway.events import GroupSettled, KeeperLost, ReplicaLost, TrajectoryFinished
+from headway.events import EpisodeWorkerLost, GroupSettled, ReplicaLost, TrajectoryFinished
 from headway.pipeline.run import Status
 from tests.pipeline.cases import for_each
 from tests.pipeline.episode_books import programs_of, run_and_check
@@ -39,7 +39,7 @@ def lagging(max_lag: int) -> st.SearchStrategy[EpisodeCase]:
 
 def losing(replicas: int) -> st.SearchStrategy[EpisodeCase]:
     """Runs whose machines come and go while turns are under way."""
-    machines = ("dies", "dies", "joins", "stop", "keeper dies", "keeper dies", "loses a runner")
+    machines = ("dies", "dies", "joins", "stop", "episode worker dies", "episode worker dies", "loses a runner")
     return episode_cases(*machines, most=5, replicas=replicas, longest=20)
 
 
@@ -78,7 +78,7 @@ SEARCHES = {
         500,
         {
             "lost replicas": 100,
-            "lost keepers": 150,
+            "lost episode workers": 150,
             "calls of lost replicas": 60,
             "dropped tokens": 1000,
             Status.INTERRUPTED: 50,
@@ -104,7 +104,7 @@ def check(case: EpisodeCase) -> Counter[str]:
             "aborted": sum(t.finish_reason == "aborted" for t in finished),
             "overdue": sum(event.reason == "overdue" for event in run.of(GroupSettled)),
             "lost replicas": len(run.of(ReplicaLost)),
-            "lost keepers": len(run.of(KeeperLost)),
+            "lost episode workers": len(run.of(EpisodeWorkerLost)),
             "lost with a runner": programs.lost,
             "calls of lost replicas": sum(replica.open_calls for replica in lost if run.error is None),
         }

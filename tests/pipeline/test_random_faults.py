@@ -10,7 +10,7 @@ from collections import Counter
 import pytest
 
 from headway.errors import NothingToTrain, StallError, UpdateFailed, WorkerDied
-from headway.events import KeeperLost, ReplicaJoined, ReplicaLost, UpdateRetried
+from headway.events import EpisodeWorkerLost, ReplicaJoined, ReplicaLost, UpdateRetried
 from headway.pipeline.run import Status
 from tests.pipeline.cases import SCHEDULES, Case, faulty, for_each
 from tests.pipeline.invariants import check_everything, run_and_check
@@ -62,26 +62,30 @@ def test_replicas_may_join_at_any_moment(share: float):
 
 
 @a_share_and_all
-def test_keepers_may_die_at_any_moment_and_no_run_ends_by_it(share: float):
+def test_episode_workers_may_die_at_any_moment_and_no_run_ends_by_it(share: float):
     """Hundreds of whole runs, as deaths come between any two events. Replicas die, too."""
     happened: Counter[str] = Counter()
 
     def check(case: Case) -> None:
         run = run_and_check(case)
-        lost = run.of(KeeperLost)
+        lost = run.of(EpisodeWorkerLost)
         happened["lost"] += len(lost)
-        happened["last"] += any(keeper.name.endswith("+1") for keeper in run.keepers) and case.keepers == 1
+        happened["last"] += (
+            any(worker.name.endswith("+1") for worker in run.episode_workers) and case.episode_workers == 1
+        )
         happened["went on"] += bool(lost) and run.status is Status.COMPLETED
-        happened["with groups"] += any(run.remade(event.keeper) for event in lost)
+        happened["with groups"] += any(run.remade(event.worker) for event in lost)
 
-    for_each(faulty("keeper dies", "keeper dies", "dies"), share * SCHEDULES["keepers"], check)
+    for_each(faulty("episode worker dies", "episode worker dies", "dies"), share * SCHEDULES["episode_workers"], check)
     assert min(happened["went on"], happened["last"], happened["with groups"]) > enough(30, share), happened
 
 
 @a_share_and_all
 def test_all_of_it_may_happen_in_one_run(share: float):
     """Hundreds of whole runs, as faults meet each other rarely."""
-    for_each(faulty("dies", "keeper dies", "joins", "stop", most=6), share * SCHEDULES["everything"], run_and_check)
+    for_each(
+        faulty("dies", "episode worker dies", "joins", "stop", most=6), share * SCHEDULES["everything"], run_and_check
+    )
 
 
 SILENT = ["never_receives", "silent on activate", "silent on resume", "silent on pause", "silent on stats"]

@@ -260,13 +260,13 @@ def test_a_shown_group_is_made_with_its_conversations_and_others_are_not():
     asked: dict[int, bool] = {}
 
     def script(one: Run) -> None:
-        generate = one.keepers[0].generate
+        generate = one.episode_workers[0].generate
 
         def look(requests: Any, **others: Any) -> Any:
             asked.update((request.number, request.shown) for request in requests)
             return generate(requests, **others)
 
-        one.keepers[0].generate = look  # type: ignore[method-assign]
+        one.episode_workers[0].generate = look  # type: ignore[method-assign]
 
     run, _ = ran(Scenario("on_policy", script=script))
     assert asked == {event.number: is_drawn(run, event.number) for event in run.of(GroupAdmitted)}

@@ -108,9 +108,9 @@ def test_validation_asks_for_val_n_answers_at_val_temperature():
     scenario = Scenario("on_policy", problems=3, total=4, sections={"rollout": {"val_n": 4, "val_temperature": 0.5}})
 
     def script(run) -> None:
-        (keeper,) = run.pipeline._parts.keepers
-        generate = keeper.generate
-        keeper.generate = lambda requests, on=None: seen.extend(requests) or generate(requests, on=on)
+        (worker,) = run.pipeline._parts.episode_workers
+        generate = worker.generate
+        worker.generate = lambda requests, on=None: seen.extend(requests) or generate(requests, on=on)
 
     scenario.script = script
     scenario.run().assert_completed()

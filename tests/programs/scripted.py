@@ -35,7 +35,7 @@ def calling(*calls: tuple[str, dict[str, Any]] | ToolCall) -> TurnAnswer:
 
 
 def unknown(name: str) -> ToolCall:
-    """A call of a tool that is not there, as the keeper's parser tells of it."""
+    """A call of a tool that is not there, as the episode worker's parser tells of it."""
     return ToolCall("call9", name, {}, CallProblem.UNKNOWN_TOOL, f"Error: there is no tool {name!r}")
 
 

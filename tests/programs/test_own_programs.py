@@ -294,7 +294,7 @@ async def test_a_program_that_catches_everything_and_asks_for_ever_is_left(progr
     ask = Script("a", "b")
     end = await asyncio.wait_for(play(program(code), ask), 100)
     assert end.turn_rewards == (1.0, 1.0)
-    assert len(ask.requests) == 3, "the keeper is not asked again once it has said that the episode is over"
+    assert len(ask.requests) == 3, "the episode worker is not asked again once it has said that the episode is over"
     assert "asked for 100 turns after its episode was over" in capsys.readouterr().err
 
 

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from headway import events
 from headway.errors import DataError
 from headway.events import (
+    EpisodeWorkerLost,
     Event,
     GroupAdmitted,
     Note,
@@ -539,3 +540,13 @@ def test_a_damaged_segment_is_one_message(tmp_path: Path) -> None:
     columns.write_bytes(columns.read_bytes()[:-9])
     with pytest.raises(DataError, match=r"events/0+1\.parquet is damaged"):
         list(read_events(tmp_path / "events.jsonl"))
+
+
+@pytest.mark.parametrize("kinds", [None, (EpisodeWorkerLost,)])
+def test_events_of_older_versions_are_read_under_their_present_names(
+    tmp_path: Path, kinds: tuple[type[Event], ...] | None
+) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_text('{"kind": "keeper.lost", "time": 1.5, "keeper": "keeper-0", "reason": "killed"}\n')
+    (lost,) = read_events(path, kinds=kinds)
+    assert lost == EpisodeWorkerLost(time=1.5, worker="keeper-0", reason="killed")

@@ -40,7 +40,7 @@ async def test_every_environment_that_was_made_is_closed(a: str, tmp_path: Path)
     (tmp_path / "game.py").write_text(GAME.format(a=a))
 
     rollout = RolloutConfig(environment=f"{tmp_path}/game.py:Game", runners=1, environment_processes=1)
-    runners = ProgramRunners("keeper", Config(rollout=rollout), tmp_path)
+    runners = ProgramRunners("episode-worker", Config(rollout=rollout), tmp_path)
 
     async def episode(k: int, answer: str) -> None:
         script = Script(answer)

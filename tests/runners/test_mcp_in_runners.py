@@ -45,7 +45,7 @@ async def test_a_servers_process_serves_the_episodes_of_a_runner_and_none_surviv
         runners=1,
         environment_processes=1,
     )
-    runners = ProgramRunners("keeper", Config(rollout=rollout), tmp_path)
+    runners = ProgramRunners("episode-worker", Config(rollout=rollout), tmp_path)
     try:
         described = await runners.start()
         assert described.is_async is (tools == "asynchronous")
@@ -64,4 +64,4 @@ async def test_a_servers_process_serves_the_episodes_of_a_runner_and_none_surviv
     finally:
         await runners.close()
     await asyncio.to_thread(wait_for_the_end, server)
-    assert "has started threads" not in (tmp_path / "keeper-programs.log").read_text(), "a process with them was forked"
+    assert "has started threads" not in (tmp_path / "episode-worker-programs.log").read_text(), "a process was forked"

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from headway.agents.episodes.episode_limits import EpisodeLimits
-from headway.agents.episodes.episode_worker import keeping
+from headway.agents.episodes.episode_worker import local_episode_worker
 from headway.agents.episodes.program_episode import Hosting
 from headway.agents.interface.program_messages import TurnRequest
 from headway.data.interfaces.episode_groups import GroupRequest
@@ -55,8 +55,8 @@ def made(
         replica_ = engine or replica(lambda row, k: 4, slots=8, decode=[(1, 1.0)])
         programs = SimulatedPrograms(ProgramProfile.model_validate(program), troubles)
         prompt = Prompt(0, 0, 0, "", "", np.zeros(10, np.int32), messages=[said_in_tokens("user", "", 10)])
-        async with keeping(replica_, hosting=Hosting(programs, SimulatedRecord, LIMITS, seed=1)) as keeper:
-            (group,) = [g async for g in keeper.generate([GroupRequest(0, prompt, n, SamplingParams(1000))])]
+        async with local_episode_worker(replica_, hosting=Hosting(programs, SimulatedRecord, LIMITS, seed=1)) as worker:
+            (group,) = [g async for g in worker.generate([GroupRequest(0, prompt, n, SamplingParams(1000))])]
             assert group.tokens is None, "there is nothing behind lengths"
             return group.trajectories, asyncio.get_running_loop().time(), replica_
 
@@ -144,9 +144,9 @@ def test_a_lost_runner_ends_its_programs_which_are_run_again():
         programs = SimulatedPrograms(ProgramProfile.model_validate(THREE_TURNS))
         prompt = Prompt(0, 0, 0, "", "", np.zeros(10, np.int32), messages=[said_in_tokens("user", "", 10)])
         engine = replica(lambda row, k: 4, slots=8, decode=[(1, 1.0)])
-        async with keeping(engine, hosting=Hosting(programs, SimulatedRecord, LIMITS)) as keeper:
+        async with local_episode_worker(engine, hosting=Hosting(programs, SimulatedRecord, LIMITS)) as worker:
             asyncio.get_running_loop().call_later(5.0, programs.lose_runner, 0)  # in the first step
-            (group,) = [g async for g in keeper.generate([GroupRequest(0, prompt, 3, SamplingParams(1000))])]
+            (group,) = [g async for g in worker.generate([GroupRequest(0, prompt, 3, SamplingParams(1000))])]
         return list(group.trajectories)
 
     episodes = run_virtual(main())

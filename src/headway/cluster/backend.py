@@ -12,7 +12,7 @@ from typing import NoReturn, TypeVar
 from headway.cluster.hardware import Hardware
 from headway.cluster.profiled_processes import ProfiledProcess, profiled
 from headway.cluster.proxy import proxy
-from headway.cluster.remote_episode_worker import RemoteKeeper
+from headway.cluster.remote_episode_worker import RemoteEpisodeWorker
 from headway.cluster.replacements import Replacements
 from headway.cluster.startup import Cluster, Launched, Startup
 from headway.cluster.weight_sync.probe_tolerance import ProbeTolerance
@@ -22,7 +22,7 @@ from headway.config.schema import Config
 from headway.config.sizing.placement import LOGP
 from headway.config.sizing.timeouts import Timeouts, model_nbytes
 from headway.config.transport_facts import TRANSPORTS, transport_of
-from headway.data.interfaces.episode_groups import Keeper
+from headway.data.interfaces.episode_groups import EpisodeWorkerProtocol
 from headway.data.interfaces.rollout import RolloutEngine
 from headway.data.interfaces.training import CriticEngine, LogProbEngine, ProximalEngine, SupervisedEngine
 from headway.data.interfaces.weights import PolicyReceiver
@@ -41,8 +41,8 @@ class Workers:
     train: TrainGroup
     rollouts: list[RolloutReplica]
     """Current replicas: those of the start, with lost ones exchanged for their replacements."""
-    keepers: list[RemoteKeeper]
-    """Current keepers of the run's groups, as with replicas."""
+    episode_workers: list[RemoteEpisodeWorker]
+    """Current episode workers of the run's groups, as with replicas."""
     ref: LogProbEngine | None
     """Engine of the reference policy; None where the algorithm asks for none."""
     proximal: ProximalEngine | None
@@ -65,7 +65,7 @@ class Workers:
     padded: str | None
     """Reason why the policy's rows are padded and not packed; None where they are packed."""
     replacements: Replacements[RolloutReplica] | None
-    replacements_of_keepers: Replacements[RemoteKeeper] | None
+    replacements_of_episode_workers: Replacements[RemoteEpisodeWorker] | None
     undo: AsyncExitStack
 
     async def watch(self) -> NoReturn:
@@ -75,13 +75,13 @@ class Workers:
 
     def living(self) -> list[Living]:
         """Return every worker once, for heartbeats. A replica in the process of a training rank counts as that rank."""
-        keepers = self.keepers if self.replaces_keepers else ()
-        return [*self.needed, *(self.rollouts if self.replaces else ()), *keepers]
+        episode_workers = self.episode_workers if self.replaces_episode_workers else ()
+        return [*self.needed, *(self.rollouts if self.replaces else ()), *episode_workers]
 
     def profiled(self, *, replicas: bool) -> list[ProfiledProcess]:
         """Return the processes that compute, once each: those of the ranks and, with ``replicas``, of their engines."""
-        keepers = {keeper.name for keeper in self.keepers}
-        computing = [worker for worker in self.needed if worker.name not in keepers]
+        episode_workers = {episode_worker.name for episode_worker in self.episode_workers}
+        computing = [worker for worker in self.needed if worker.name not in episode_workers]
         if replicas:
             computing += [replica.worker for replica in self.rollouts]
         return profiled(computing, separate_processes=self.cluster.separate_processes)
@@ -103,20 +103,20 @@ class Workers:
         await next(own for own in self.rollouts if own.name == replica.name).died()
 
     @property
-    def replaces_keepers(self) -> bool:
-        """True where a lost keeper can be replaced."""
-        return self.replacements_of_keepers is not None
+    def replaces_episode_workers(self) -> bool:
+        """True where a lost episode worker can be replaced."""
+        return self.replacements_of_episode_workers is not None
 
-    async def replace_keeper(self, lost: str) -> Keeper:
-        """Start a keeper in the place of ``lost``, which knows no replica yet."""
-        assert self.replacements_of_keepers is not None, "ask `replaces_keepers` first"
-        keeper = await self.replacements_of_keepers.start(lost)
-        self.keepers[:] = [*(one for one in self.keepers if one.name != lost), keeper]
-        return keeper
+    async def replace_episode_worker(self, lost: str) -> EpisodeWorkerProtocol:
+        """Start an episode worker in the place of ``lost``, which knows no replica yet."""
+        assert self.replacements_of_episode_workers is not None, "ask `replaces_episode_workers` first"
+        episode_worker = await self.replacements_of_episode_workers.start(lost)
+        self.episode_workers[:] = [*(one for one in self.episode_workers if one.name != lost), episode_worker]
+        return episode_worker
 
-    async def watch_keeper(self, keeper: Keeper) -> NoReturn:
-        """Wait until the keeper's process ends, or its machine does not answer, and raise `WorkerDied`."""
-        await next(own for own in self.keepers if own.name == keeper.name).died()
+    async def watch_episode_worker(self, episode_worker: EpisodeWorkerProtocol) -> NoReturn:
+        """Wait until the episode worker's process ends, or its machine does not answer, and raise `WorkerDied`."""
+        await next(own for own in self.episode_workers if own.name == episode_worker.name).died()
 
     async def close(self) -> None:
         """End all workers and leave the cluster; returns when no process is left. A second call does nothing."""
@@ -153,7 +153,7 @@ async def start_backend(
         workers = Workers(
             train=train,
             rollouts=list(started.rollouts),
-            keepers=list(started.keepers),
+            episode_workers=list(started.episode_workers),
             ref=reference_of(started.ref) if started.ref is not None else None,
             proximal=proxy(started.logp, ProximalEngine)
             if started.logp
@@ -170,10 +170,10 @@ async def start_backend(
             hardware=started.hardware,
             padded=started.padded,
             replacements=started.replacements,
-            replacements_of_keepers=started.replacements_of_keepers,
+            replacements_of_episode_workers=started.replacements_of_episode_workers,
             undo=undo,
         )
-        for replacements in (workers.replacements, workers.replacements_of_keepers):
+        for replacements in (workers.replacements, workers.replacements_of_episode_workers):
             if replacements is not None:
                 replacements.ends_with(undo)
         return workers

@@ -1,6 +1,6 @@
-"""Keepers as the driver calls them, where they have a process of their own.
+"""Episode workers as the driver calls them, where they have a process of their own.
 
-driver ──RemoteKeeper──▶ KeeperRole ▶ EpisodeWorker ──ReplicaCalls──▶ a replica's engine
+driver ──RemoteEpisodeWorker──▶ EpisodeWorkerRole ▶ EpisodeWorker ──ReplicaCalls──▶ a replica's engine
   └ a group, its tokens behind a handle ◀── TokenFiles ┘
 """
 
@@ -19,8 +19,8 @@ from headway.data.interfaces.rollout import RolloutEngine
 from headway.errors import HeadwayError
 
 
-class RemoteKeeper:
-    """`Keeper` over a worker that runs a `KeeperRole`. Groups' tokens are passed on unread."""
+class RemoteEpisodeWorker:
+    """`EpisodeWorkerProtocol` over a worker that runs an `EpisodeWorkerRole`. Groups' tokens are passed on unread."""
 
     def __init__(self, worker: Worker) -> None:
         self.name = worker.name
@@ -43,7 +43,7 @@ class RemoteKeeper:
                 yield group
 
     def _forget(self, file: TokenFile) -> None:
-        """Remove ``file``, or have its keeper do so where that is on another machine."""
+        """Remove ``file``, or have its episode worker do so where that is on another machine."""
         try:
             os.unlink(file.path)  # noqa: PTH108 - for each group: a Path takes longer to make than the file to remove
         except OSError:

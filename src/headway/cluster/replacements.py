@@ -4,7 +4,7 @@
 
 A replica has the model that the run began with, may be reached for weights, and serves nothing before it has received
 a version. It has the device of the one that is gone; where its machine is gone, too, one of another machine, as soon as
-there is room for it. A keeper has no device, and is beside whichever replica's is on a machine that answers.
+there is room for it. An episode worker has no device, and is beside whichever replica's is on a machine that answers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, replace
 from typing import Generic, Protocol, TypeVar
 
-from headway.cluster.remote_episode_worker import RemoteKeeper
+from headway.cluster.remote_episode_worker import RemoteEpisodeWorker
 from headway.cluster.shared_filesystem import SharedFilesystem
 from headway.cluster.worker_engines import RolloutReplica
 from headway.cluster.worker_group import Worker
@@ -50,7 +50,7 @@ class _ReplaceableWorker:
 
 
 class Replacements(Generic[T]):
-    """Replacements of one run's replicas, or of its keepers."""
+    """Replacements of one run's replicas, or of its episode workers."""
 
     def __init__(
         self,
@@ -130,16 +130,16 @@ def replica_start(sight: SharedFilesystem | None, serve: Serve) -> Callable[[Wor
     return start
 
 
-def keeper_start(sight: SharedFilesystem | None) -> Callable[[Worker], Awaitable[RemoteKeeper]]:
-    """Return the start of a keeper's worker."""
+def episode_worker_start(sight: SharedFilesystem | None) -> Callable[[Worker], Awaitable[RemoteEpisodeWorker]]:
+    """Return the function that starts an episode worker in a process."""
 
-    async def start(worker: Worker) -> RemoteKeeper:
+    async def start(worker: Worker) -> RemoteEpisodeWorker:
         await worker.up()
         if sight is not None:
-            await sight.check_keeper(worker)
+            await sight.check_episode_worker(worker)
         await worker.call("build")
         await worker.call("serve")
-        return RemoteKeeper(worker)
+        return RemoteEpisodeWorker(worker)
 
     return start
 

@@ -1,4 +1,4 @@
-"""Replicas as keepers call them, in whichever processes the two are."""
+"""Replicas as episode workers call them, in whichever processes the two are."""
 
 from __future__ import annotations
 

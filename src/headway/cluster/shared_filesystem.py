@@ -68,7 +68,7 @@ class SharedFilesystem:
         await self._check_model([worker])
         await self._check_directory([worker])
 
-    async def check_keeper(self, worker: Worker) -> None:
+    async def check_episode_worker(self, worker: Worker) -> None:
         """Check that a ``worker`` started later, which keeps groups, sees the model. Raises as `check` does."""
         await self._check_model([worker])
 

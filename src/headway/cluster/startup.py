@@ -17,11 +17,11 @@ from typing import Any, NoReturn, Protocol, TypeVar
 from headway.cluster.hardware import Hardware
 from headway.cluster.machine.memory_directory import SHARED_MEMORY, directory_in_memory, remove_abandoned
 from headway.cluster.machine.token_files import TokenPlace, token_directory
-from headway.cluster.remote_episode_worker import RemoteKeeper
-from headway.cluster.replacements import Replacements, keeper_start, replica_start
+from headway.cluster.remote_episode_worker import RemoteEpisodeWorker
+from headway.cluster.replacements import Replacements, episode_worker_start, replica_start
 from headway.cluster.roles.actor_role import ActorRole
 from headway.cluster.roles.critic_role import CriticRole
-from headway.cluster.roles.episode_worker_role import KeeperRole
+from headway.cluster.roles.episode_worker_role import EpisodeWorkerRole
 from headway.cluster.roles.file_probe import FileProbe
 from headway.cluster.roles.logprob_role import LogpRole
 from headway.cluster.roles.reference_role import RefRole
@@ -88,7 +88,7 @@ class Started:
 
     actor: WorkerGroup
     rollouts: tuple[RolloutReplica, ...]
-    keepers: tuple[RemoteKeeper, ...]
+    episode_workers: tuple[RemoteEpisodeWorker, ...]
     ref: WorkerGroup | None
     """Ranks that compute the reference's log-probs: its own, or the trainer's. None without a reference."""
     logp: WorkerGroup | None
@@ -110,8 +110,8 @@ class Started:
     """Reason why the policy's rows are padded and not packed; None where they are packed."""
     replacements: Replacements[RolloutReplica] | None
     """Replacements of lost replicas; None where replicas share their processes with training ranks."""
-    replacements_of_keepers: Replacements[RemoteKeeper] | None
-    """Replacements of lost keepers; None where these are in the driver's process."""
+    replacements_of_episode_workers: Replacements[RemoteEpisodeWorker] | None
+    """Replacements of lost episode workers; None where these are in the driver's process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +218,7 @@ class Startup:
         groups = self._groups(launched)
         store, sight = await self._met(launched, groups.actor)
         loading = now()
-        _, keepers = await both(self._build(groups, store), self._start_keepers(plan, workers))
+        _, episode_workers = await both(self._build(groups, store), self._start_episode_workers(plan, workers))
         self.timeouts.first_load_s = now() - loading
         self._tell("the models are loaded")
         computing = {spec.name: workers[spec.name] for spec in plan.workers if not spec.beside}
@@ -264,14 +264,14 @@ class Startup:
         if groups.logp is not None:
             await self._wait(f"{groups.logp.name} to be ready", _result(groups.logp.serve, manifests[computed]))
         alone = {rank.worker for rank in plan.rollout if rank.part is None}
-        replacements_of_keepers = self._replacements_of_keepers(plan, workers, sight)
-        if replacements_of_keepers is not None:
-            alone |= {rank.worker for rank in plan.keepers}
+        replacements_of_episode_workers = self._replacements_of_episode_workers(plan, workers, sight)
+        if replacements_of_episode_workers is not None:
+            alone |= {rank.worker for rank in plan.episode_workers}
         apart = () if groups.logp is None else (LogpReceiver(groups.logp, paths, self._config.param_update.verify),)
         return Started(
             actor=groups.actor,
             rollouts=tuple(rollouts),
-            keepers=keepers,
+            episode_workers=episode_workers,
             ref=groups.actor if REF in plan.inside_fetch else groups.ref,
             logp=groups.logp,
             receivers=apart,
@@ -283,7 +283,7 @@ class Startup:
             hardware=dict(zip(computing, hardware, strict=True)),
             padded=await self._padded(groups),
             replacements=replacements,
-            replacements_of_keepers=replacements_of_keepers,
+            replacements_of_episode_workers=replacements_of_episode_workers,
         )
 
     async def _padded(self, groups: _WorkerGroups) -> str | None:
@@ -295,21 +295,21 @@ class Startup:
                     return reason
         return None
 
-    def _replacements_of_keepers(
+    def _replacements_of_episode_workers(
         self, plan: ClusterPlan, workers: dict[str, Worker], sight: SharedFilesystem | None
-    ) -> Replacements[RemoteKeeper] | None:
-        """Return the replacements of keepers, each of which may be beside any replica; None within one process."""
+    ) -> Replacements[RemoteEpisodeWorker] | None:
+        """Return the replacements of episode workers, beside any replica; None within one process."""
         if not self._cluster.separate_processes:
             return None
         generating = {rank.worker for rank in plan.rollout}
         replacements = Replacements(
             self._cluster,
-            keeper_start(sight),
+            episode_worker_start(sight),
             timeouts=self.timeouts,
             others=[spec.device for spec in plan.workers if spec.name in generating],
         )
         for spec in plan.workers:
-            if spec.role is KeeperRole:
+            if spec.role is EpisodeWorkerRole:
                 replacements.know(spec, workers[spec.name])
         return replacements
 
@@ -356,14 +356,16 @@ class Startup:
             self._wait(f"{group.name} to load the model", _result(group.build, store)) for group in groups.all
         )
 
-    async def _start_keepers(self, plan: ClusterPlan, workers: dict[str, Worker]) -> tuple[RemoteKeeper, ...]:
-        """Start the keepers of ``plan``."""
-        keepers = [workers[rank.worker] for rank in plan.keepers]
+    async def _start_episode_workers(
+        self, plan: ClusterPlan, workers: dict[str, Worker]
+    ) -> tuple[RemoteEpisodeWorker, ...]:
+        """Start the episode workers of ``plan``."""
+        episode_workers = [workers[rank.worker] for rank in plan.episode_workers]
         await concurrently(
-            self._wait(f"{worker.name} to load the tokenizer", worker.call("build")) for worker in keepers
+            self._wait(f"{worker.name} to load the tokenizer", worker.call("build")) for worker in episode_workers
         )
-        await concurrently(worker.call("serve") for worker in keepers)
-        return tuple(RemoteKeeper(worker) for worker in keepers)
+        await concurrently(worker.call("serve") for worker in episode_workers)
+        return tuple(RemoteEpisodeWorker(worker) for worker in episode_workers)
 
     async def _join_within(self, plan: ClusterPlan, workers: dict[str, Worker], dtype: str) -> None:
         """Connect each replica to the training rank that shares its process, from which it gets weights."""

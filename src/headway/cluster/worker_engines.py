@@ -103,7 +103,7 @@ class LogpReceiver:
 
 
 class RolloutReplica:
-    """Implementation of `RolloutEngine` over one worker that runs a `RolloutRole`. Keepers call it themselves."""
+    """Implementation of `RolloutEngine` over one worker that runs a `RolloutRole`. Episode workers call it."""
 
     def __init__(
         self, worker: Worker, capabilities: Capabilities, slots: int, paths: WeightPaths, verify: bool
@@ -117,7 +117,7 @@ class RolloutReplica:
         self.worker = worker
         peer = worker.peer()  # whose calls cost tens of microseconds; each of Ray's takes the driver half a millisecond
         self.calls = calls = ReplicaCalls(worker.name, slots, peer)
-        """The replica as keepers call it; can be sent to another process."""
+        """The replica as episode workers call it; can be sent to another process."""
         self.submit, self.finished, self.abort, self.release = calls.submit, calls.finished, calls.abort, calls.release
         self._engine = engine = proxy(peer, RolloutEngine, part="engine")
         self.pause, self.resume, self.stats = engine.pause, engine.resume, engine.stats

@@ -12,7 +12,7 @@ from typing import Any
 from headway.cluster.machine.token_files import TokenPlace
 from headway.cluster.roles.actor_role import ActorRole
 from headway.cluster.roles.critic_role import CriticRole
-from headway.cluster.roles.episode_worker_role import KeeperRole
+from headway.cluster.roles.episode_worker_role import EpisodeWorkerRole
 from headway.cluster.roles.fused_role import FusedRole
 from headway.cluster.roles.logprob_role import LogpRole
 from headway.cluster.roles.reference_role import RefRole
@@ -21,7 +21,7 @@ from headway.config.schema import Config
 from headway.config.sizing.device_groups import DeviceGroup, NodeShare
 from headway.config.sizing.placement import ACTOR, CRITIC, LOGP, REF, ROLLOUT, Placement
 
-KEEPER = "keeper"
+EPISODE_WORKER = "episode-worker"
 """The role's name, in the names of its workers."""
 TRAINING = ("headway.engines.train.fsdp.engine", "headway.models.pretrained")
 """Modules that a training rank, or one that computes log-probs, is made of."""
@@ -69,8 +69,8 @@ class ClusterPlan:
     workers: tuple[WorkerSpec, ...]
     actor: tuple[Rank, ...]
     rollout: tuple[Rank, ...]
-    keepers: tuple[Rank, ...]
-    """Keepers, one for each node of the rollout role."""
+    episode_workers: tuple[Rank, ...]
+    """Episode workers, one for each node of the rollout role."""
     ref: tuple[Rank, ...]
     """Ranks of the reference; empty without one, or where it shares the trainer's ranks."""
     logp: tuple[Rank, ...]
@@ -143,10 +143,10 @@ def plan_cluster(
         for rank, device in enumerate(own[role]):
             arguments = {**common, **further, "rank": rank, "world_size": len(own[role])}
             workers.append(WorkerSpec(f"{role}-{rank}", kind, device, train_threads, arguments, modules=TRAINING))
-    keepers = [
+    episode_workers = [
         WorkerSpec(
-            f"{KEEPER}-{index}",
-            KeeperRole,
+            f"{EPISODE_WORKER}-{index}",
+            EpisodeWorkerRole,
             share.devices[0],
             1,
             {**common, "logs": logs, "tokens": tokens},
@@ -154,7 +154,7 @@ def plan_cluster(
         )
         for index, share in enumerate(placement.on_nodes(ROLLOUT))
     ]
-    workers += keepers
+    workers += episode_workers
     used = {device for spec in workers for device in spec.group.devices}
     hosts = {spec.device: spec.name for spec in workers if spec.role is FusedRole}
 
@@ -171,7 +171,7 @@ def plan_cluster(
             Rank(name, hosts.get(devices[0], name), "rollout" if devices[0] in hosts else None)
             for name, devices in replicas
         ),
-        keepers=tuple(Rank(spec.name, spec.name) for spec in keepers),
+        episode_workers=tuple(Rank(spec.name, spec.name) for spec in episode_workers),
         ref=ranks(REF),
         logp=ranks(LOGP),
         critic=ranks(CRITIC),
@@ -186,4 +186,4 @@ def trainer_alone(plan: ClusterPlan) -> ClusterPlan:
     workers = tuple(spec for spec in plan.workers if spec.role is ActorRole)
     used = {device for spec in workers for device in spec.group.devices}
     shares = tuple(part for share in plan.shares if (part := share.only(used)).devices)
-    return replace(plan, workers=workers, rollout=(), keepers=(), ref=(), logp=(), critic=(), shares=shares)
+    return replace(plan, workers=workers, rollout=(), episode_workers=(), ref=(), logp=(), critic=(), shares=shares)

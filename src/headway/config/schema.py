@@ -433,8 +433,8 @@ class ClusterConfig(Section):
     """Most seconds that Ray and all workers may take to come up. Added are one for each 50 MB of the model's files, two
     for each process beyond eight, and ten minutes where kernels are compiled (on GPUs, and by vLLM)."""
     max_replica_restarts: NonNegative = 3
-    """Most replicas, and most keepers, that are started again in the course of a run, in the place of ones that died or
-    did not answer."""
+    """Most replicas, and most episode workers, that are started again in the course of a run, in the place of ones that
+    died or did not answer."""
     stall_timeout_s: float = Field(300.0, gt=0)
     """Seconds without any movement after which the run ends, and says who waits for whom and what each worker does. A
     step may take longer, for ranks count layers and micro-batches; a layer of a micro-batch, and a reward, may not.

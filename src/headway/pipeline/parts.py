@@ -8,7 +8,7 @@ from typing import Any
 
 from headway.config.sizing.timeouts import Timeouts
 from headway.data.interfaces.advantages import AdvantageFn
-from headway.data.interfaces.episode_groups import Keeper
+from headway.data.interfaces.episode_groups import EpisodeWorkerProtocol
 from headway.data.interfaces.prompts import PromptSource
 from headway.data.interfaces.rewards import RewardFn
 from headway.data.interfaces.rollout import RolloutEngine
@@ -26,8 +26,8 @@ class Parts:
     source: PromptSource
     validation: Sequence[Prompt]
     rollouts: Sequence[RolloutEngine]
-    keepers: Sequence[Keeper]
-    """The keepers, which make groups with calls to ``rollouts``. One at least."""
+    episode_workers: Sequence[EpisodeWorkerProtocol]
+    """The episode workers, which make groups with calls to ``rollouts``. One at least."""
     trainer: TrainEngine
     reward: RewardFn | None
     """The reward of answers; None where episodes have the rewards that their programs give."""
@@ -54,10 +54,10 @@ class Parts:
     """Coroutine function that runs until cancelled and raises `WorkerDied` when the given replica's process ends."""
     replace_replica: Replace[RolloutEngine] | None = None
     """Coroutine function that starts a replica in the place of the one named; None where that is impossible."""
-    watch_keeper: Watch[Keeper] | None = None
-    """Coroutine function that runs until cancelled and raises `WorkerDied` when the given keeper's process ends."""
-    replace_keeper: Replace[Keeper] | None = None
-    """Coroutine function that starts a keeper in the place of the one named; None where that is impossible."""
+    watch_episode_worker: Watch[EpisodeWorkerProtocol] | None = None
+    """Coroutine function that runs until cancelled, and raises `WorkerDied` when the worker's process ends."""
+    replace_episode_worker: Replace[EpisodeWorkerProtocol] | None = None
+    """Coroutine function that starts an episode worker in the place of the one named; None where that is impossible."""
     receivers: Sequence[PolicyReceiver] = ()
     """Receivers that hold the policy and generate nothing. They serve each version before its update is over."""
     timeouts: Timeouts | None = None

@@ -82,7 +82,7 @@ class Pipeline:
             try:
                 await failing_as_one(self._run_to_the_end)
             finally:
-                await self._wiring.keepers.close()
+                await self._wiring.episode_workers.close()
         except (asyncio.CancelledError, KeyboardInterrupt):
             self._emit_finished(Status.INTERRUPTED, "left at once")
             raise
@@ -137,10 +137,10 @@ class Pipeline:
         watchers = [tasks.start(watch()) for watch in (wiring.monitor.run, self._parts.watch) if watch]
         watchers.append(tasks.start(wiring.scoring.watch(self._scores_given_up)))
         serving_again = tasks.start(wiring.update.serve_again())
-        supervisions = (wiring.supervision, wiring.supervision_of_keepers)
+        supervisions = (wiring.supervision, wiring.supervision_of_episode_workers)
         for supervision in supervisions:
             supervision.start(tasks)
-        wiring.keepers.start(tasks, self._fleet.failed)
+        wiring.episode_workers.start(tasks, self._fleet.failed)
         upstream = [tasks.start(stage.run(), name=stage.name) for stage in wiring.upstream]
         downstream = tasks.start(concurrently(stage.run() for stage in wiring.downstream))
         cutting_off = tasks.start(self._cut_off(downstream))
@@ -164,7 +164,7 @@ class Pipeline:
                 await wiring.monitor.report()
         if not self.unfinished:
             await wiring.boundaries.save(self._state.version)
-        wiring.keepers.stop()
+        wiring.episode_workers.stop()
         for watcher in watchers:
             watcher.cancel()
 

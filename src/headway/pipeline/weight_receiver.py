@@ -1,6 +1,6 @@
 """Receivers, which hold a copy of the policy, as the pipeline calls them: no call to one that is gone stays open.
 
-So it is with every `Remote`; keepers are others (`headway.pipeline.episode_workers`).
+So it is with every `Remote`; episode workers are others (`headway.pipeline.episode_workers`).
 
     it died                            ┐
     it did not answer in time          ├─▶ `WorkerUnavailable` there ─▶ ReplicaPool.lose ─▶ leave: all its other calls

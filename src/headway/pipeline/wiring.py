@@ -18,7 +18,7 @@ from headway.config.algorithm_checks import GROUP_RELATIVE, min_episodes
 from headway.config.schema import Config
 from headway.config.sizing.timeouts import Timeouts
 from headway.data.draws import share_of
-from headway.data.interfaces.episode_groups import Keeper
+from headway.data.interfaces.episode_groups import EpisodeWorkerProtocol
 from headway.data.interfaces.generation import SamplingParams
 from headway.data.interfaces.prompts import PromptSource
 from headway.data.interfaces.rollout import OnUpdate, RolloutEngine
@@ -68,12 +68,12 @@ class Wiring:
 
     state: RunState
     fleet: ReplicaPool
-    keepers: EpisodeWorkers
+    episode_workers: EpisodeWorkers
     halts: PauseController
     source: PromptSource
     scoring: Scoring
     supervision: Supervision[RolloutEngine]
-    supervision_of_keepers: Supervision[Keeper]
+    supervision_of_episode_workers: Supervision[EpisodeWorkerProtocol]
     monitor: Monitor
     boundaries: CheckpointManager
     loader: PromptLoader
@@ -93,14 +93,14 @@ def wire(config: Config, parts: Parts, observers: Sequence[Observer], checkpoint
     emit = fan_out([*observers, movement])
     state = _state(config, parts, emit)
     timeouts = parts.timeouts or Timeouts.of(config)
-    keepers = EpisodeWorkers(parts.keepers, state, timeout_s=timeouts.update_timeout_s)
+    episode_workers = EpisodeWorkers(parts.episode_workers, state, timeout_s=timeouts.update_timeout_s)
     by_episodes = config.rollout.has_program and config.async_training.drain == "episode"
-    halts = PauseController(state, OnUpdate(config.async_training.on_update), keepers, by_episodes=by_episodes)
+    halts = PauseController(state, OnUpdate(config.async_training.on_update), episode_workers, by_episodes=by_episodes)
     fleet = ReplicaPool(
         parts.rollouts,
         parts.receivers,
         state,
-        listeners=[keepers, halts],
+        listeners=[episode_workers, halts],
         timeouts=timeouts,
         # Within one process the only replica ends with the run: what killed it has killed all.
         replaceable=parts.replace_replica is not None and config.cluster.backend == "ray",
@@ -138,7 +138,7 @@ def wire(config: Config, parts: Parts, observers: Sequence[Observer], checkpoint
             state,
             waves,
             unrewarded,
-            keepers,
+            episode_workers,
             halts,
             n=config.rollout.n,
             min_episodes=min_episodes(config),
@@ -159,7 +159,7 @@ def wire(config: Config, parts: Parts, observers: Sequence[Observer], checkpoint
         _train_settings(config),
         lease=SharedDevices(state, fleet, halts) if shared else OwnDevices(),
         fleet=fleet,
-        keepers=keepers,
+        episode_workers=episode_workers,
         guard=guard,
         boundaries=boundaries,
         turn=turn,
@@ -186,7 +186,7 @@ def wire(config: Config, parts: Parts, observers: Sequence[Observer], checkpoint
         state,
         validations,
         validators,
-        keepers,
+        episode_workers,
         parts.validation,
         scoring,
         n=config.rollout.val_n,
@@ -204,33 +204,33 @@ def wire(config: Config, parts: Parts, observers: Sequence[Observer], checkpoint
         kind="replica",
         then="serves from the next version on, or at once where no other one does",
     )
-    supervision_of_keepers = Supervision(
+    supervision_of_episode_workers = Supervision(
         state,
-        keepers,
-        parts.watch_keeper,
-        parts.replace_keeper,
+        episode_workers,
+        parts.watch_episode_worker,
+        parts.replace_episode_worker,
         config.cluster.max_replica_restarts,
         timeouts=timeouts,
-        kind="keeper",
+        kind="episode worker",
         then="makes its groups again",
     )
     return Wiring(
         state=state,
         fleet=fleet,
-        keepers=keepers,
+        episode_workers=episode_workers,
         halts=halts,
         source=parts.source,
         scoring=scoring,
         supervision=supervision,
-        supervision_of_keepers=supervision_of_keepers,
+        supervision_of_episode_workers=supervision_of_episode_workers,
         monitor=Monitor(
             fleet,
-            keepers,
+            episode_workers,
             [*upstream, *downstream],
             movement,
             emit,
             workers=parts.workers,
-            starts_until=lambda: max(supervision.starts_until, supervision_of_keepers.starts_until),
+            starts_until=lambda: max(supervision.starts_until, supervision_of_episode_workers.starts_until),
             timeouts=timeouts,
             interval_s=config.reports.activity_interval_s,
             stands=halts.stands,
@@ -262,7 +262,7 @@ def _state(config: Config, parts: Parts, emit: Emit) -> RunState:
 
 
 def _samples(config: Config, parts: Parts) -> Samples | None:
-    """Return the keeper of what drawn groups say; None where none are drawn."""
+    """Return the record of what drawn groups say; None where none are drawn."""
     wanted = config.reports.samples
     if parts.samples is None or not wanted:
         return None

@@ -25,6 +25,7 @@ MOVED = {
 RENAMED = {
     "Call": "GenerateRequest",
     "Incoming": "IncomingWeights",
+    "Keeper": "EpisodeWorkerProtocol",
     "Outgoing": "OutgoingWeights",
     "Parcel": "StoredVersion",
 }

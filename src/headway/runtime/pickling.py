@@ -12,8 +12,8 @@ T = TypeVar("T")
 def pickled_by_fields(record: type[T]) -> type[T]:
     """Have instances of a dataclass of two fields or more pickled as their class and the fields' values, in order.
 
-    A frozen dataclass with slots is otherwise taken apart and put together by loops in Python, which cost keeper and
-    driver a third of what they do for an answer.
+    A frozen dataclass with slots is otherwise taken apart and put together by loops in Python, which cost episode
+    worker and driver a third of what they do for an answer.
     """
     of_record = fields(record)  # type: ignore[arg-type]
     if len(of_record) < 2 or any(field.kw_only or not field.init for field in of_record):

@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from headway.agents.episodes.episode_worker import keeping
+from headway.agents.episodes.episode_worker import local_episode_worker
 from headway.data.interfaces.episode_groups import FinishedGroup, GroupRequest
 from headway.engines.rollout.native import NativeEngine
 from headway.engines.weights.buckets import pack, whole
@@ -25,7 +25,7 @@ MODEL = make_model()
 WAIT_S = 60.0
 """No wait of these tests comes near it."""
 BUCKET = 4096
-_KEEPERS = count()
+_WORKERS = count()
 
 
 def manifest_of(model: PreTrainedModel) -> Manifest:
@@ -84,10 +84,10 @@ async def serving(
 
 
 async def collect(engine: NativeEngine, requests: list[GroupRequest]) -> list[FinishedGroup]:
-    """The groups in the order in which they are done, by a keeper of their own."""
-    name = f"keeper {next(_KEEPERS)}"
-    async with asyncio.timeout(WAIT_S), keeping(engine, decode=decode, name=name) as keeper:
-        return [group async for group in keeper.generate(requests)]
+    """The groups in the order in which they are done, by an episode worker of their own."""
+    name = f"episode-worker-{next(_WORKERS)}"
+    async with asyncio.timeout(WAIT_S), local_episode_worker(engine, decode=decode, name=name) as worker:
+        return [group async for group in worker.generate(requests)]
 
 
 async def until_asked(engine: NativeEngine, calls: int = 1) -> None:

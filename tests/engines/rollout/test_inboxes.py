@@ -17,14 +17,14 @@ def call(number: int) -> FinishedCall:
 
 
 async def test_batches_that_gathered_come_as_one():
-    inbox = CallInbox("keeper-0", asyncio.get_running_loop())
+    inbox = CallInbox("episode-worker-0", asyncio.get_running_loop())
     for batch in ([call(1)], [call(2), call(3)]):
         inbox.batches.put_nowait(batch)
     assert [done.number for done in await inbox.next()] == [1, 2, 3]
 
 
 async def test_the_end_of_the_engine_is_told_when_the_calls_before_it_have_come():
-    inbox = CallInbox("keeper-0", asyncio.get_running_loop())
+    inbox = CallInbox("episode-worker-0", asyncio.get_running_loop())
     inbox.batches.put_nowait([call(1)])
     inbox.batches.put_nowait(RunError("over"))
     assert [done.number for done in await inbox.next()] == [1]

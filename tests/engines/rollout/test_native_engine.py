@@ -12,7 +12,7 @@ from typing import TypeVar
 import pytest
 import torch
 
-from headway.agents.episodes.episode_worker import keeping
+from headway.agents.episodes.episode_worker import local_episode_worker
 from headway.data.interfaces.episode_groups import GroupRequest
 from headway.data.interfaces.generation import Priority
 from headway.data.interfaces.rollout import OnUpdate
@@ -237,10 +237,10 @@ async def test_validation_submitted_while_paused_waits_and_comes_first() -> None
         assert order == ["validation", "training"]
 
 
-async def test_an_abort_lets_a_keeper_yield_what_there_is() -> None:
+async def test_an_abort_lets_an_episode_worker_yield_what_there_is() -> None:
     async with serving(slots=2) as engine:
-        async with keeping(engine, decode=decode) as keeper:
-            generating = asyncio.create_task(everything(keeper.generate([endless(0), endless(1)])))
+        async with local_episode_worker(engine, decode=decode) as worker:
+            generating = asyncio.create_task(everything(worker.generate([endless(0), endless(1)])))
             while not generating.done():
                 while (await engine.stats()).running < 2 and not generating.done():
                     pass

@@ -100,7 +100,7 @@ async def test_a_vllm_whose_core_hangs_answers_that_calls_are_open_and_that_it_c
     monkeypatch.setattr("headway.engines.rollout.vllm.vllm_core.sampling_of", lambda run: None)
     core = core_over(Hanging())
     await core.begin()
-    await core.submit("keeper", [make_call(make_request(0), number=number) for number in range(3)])
+    await core.submit("episode-worker", [make_call(make_request(0), number=number) for number in range(3)])
     for _ in range(5):
         await asyncio.sleep(0)
     stats = await core.stats()

@@ -97,7 +97,9 @@ class AgentProgram:
 def accessed(start: EpisodeStart) -> Access:
     """The way to the policy. Raises `ProgramFailed` where there is no endpoint."""
     if start.access is None:
-        raise ProgramFailed("an agent needs an endpoint, and its keeper has none; it was hosted as another program")
+        raise ProgramFailed(
+            "an agent needs an endpoint, and its episode worker has none; it was hosted as another program"
+        )
     return start.access
 
 

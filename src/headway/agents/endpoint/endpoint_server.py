@@ -1,4 +1,4 @@
-"""The endpoint: an HTTP server beside the keeper, at which the agents of its episodes ask for turns.
+"""The endpoint: an HTTP server beside the episode worker, at which the agents of its episodes ask for turns.
 
     agent ──POST, its key──▶ Endpoint ▶ Dialect.read ▶ sampling: the run's ▶ Session ▶ a turn of that episode
       ▲                                                                                        │
@@ -116,7 +116,7 @@ class Endpoint:
         self._app.router.add_get("/v1/models/{name:.+}", self._show_model)
         self._app.router.add_get("/health", self._health)
 
-    # ------------------------------------------------------------------------------------- for the keeper
+    # ------------------------------------------------------------------------------------- for the episode worker
 
     async def start(self) -> None:
         """Listen.
@@ -227,7 +227,7 @@ class Endpoint:
         )
 
     def _tell(self, request: web.Request, refused: RequestRefused) -> None:
-        """Write in the keeper's log what belongs to no episode, the first times."""
+        """Write in the episode worker's log what belongs to no episode, the first times."""
         said = f"{request.method} {request.path} was refused: {refused}"
         if said not in self._told and len(self._told) < MOST_TOLD:
             self._told.add(said)

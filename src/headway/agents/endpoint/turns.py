@@ -79,7 +79,7 @@ class Turns(Protocol):
 
 
 class Doors(Protocol):
-    """The endpoint, as episodes and their keeper see it."""
+    """The endpoint, as episodes and their episode worker see it."""
 
     async def start(self) -> None:
         """Listen. Raises `ConfigError` where the address cannot be had."""

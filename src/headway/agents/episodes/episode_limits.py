@@ -49,7 +49,8 @@ class Deadline:
 
 
 class EpisodeClock:
-    """The clock of a keeper's episodes. It runs from the start; `stop` and `go_on` hold all deadlines and let them run.
+    """The clock of an episode worker's episodes. It runs from the start; `stop` and `go_on` hold all deadlines and let
+    them run.
 
     clock = Clock()
     step = clock.deadline(60, on_timeout)

@@ -1,4 +1,4 @@
-"""The keeper of groups: it makes their episodes with calls to replicas, and hands each group on when it is whole.
+"""The episode worker: it makes groups of episodes with calls to replicas, and hands each group on when it is whole.
 
     generate ─▶ group ─▶ n episodes ─call─▶ Calls ─▶ a replica
                   ▲            ▲                       │
@@ -73,10 +73,10 @@ class _OpenGroup:
 
 
 class EpisodeWorker:
-    """`headway.data.interfaces.episode_groups.Keeper` on the running event loop.
+    """`headway.data.interfaces.episode_groups.EpisodeWorkerProtocol` on the running event loop.
 
     Args:
-        name: of the keeper, under which replicas know its calls.
+        name: of the episode worker, under which replicas know its calls.
         decode: an answer's token ids, less the stop token that ended it, to its text; None where tokens are only
             simulated.
         hosting: what makes episodes by a user's program; None for the program of one turn.
@@ -118,7 +118,7 @@ class EpisodeWorker:
     async def generate(
         self, requests: Sequence[GroupRequest], *, on: str | None = None
     ) -> AsyncGenerator[FinishedGroup, None]:
-        """See `headway.data.interfaces.episode_groups.Keeper.generate`."""
+        """See `headway.data.interfaces.episode_groups.EpisodeWorkerProtocol.generate`."""
         if self._ended is not None:
             raise self._ended
         if on is not None and not self._calls.knows(on):
@@ -142,7 +142,7 @@ class EpisodeWorker:
             self._drop(groups)
 
     async def abort_older_than(self, version: int) -> None:
-        """See `headway.data.interfaces.episode_groups.Keeper.abort_older_than`."""
+        """See `headway.data.interfaces.episode_groups.EpisodeWorkerProtocol.abort_older_than`."""
         self._abort(
             group
             for group in self._groups
@@ -152,15 +152,15 @@ class EpisodeWorker:
     # ------------------------------------------------------------------------------------- replicas
 
     async def join(self, replica: CallEngine) -> None:
-        """See `headway.data.interfaces.episode_groups.Keeper.join`."""
+        """See `headway.data.interfaces.episode_groups.EpisodeWorkerProtocol.join`."""
         self._calls.join(replica)
 
     async def leave(self, replica: str) -> None:
-        """See `headway.data.interfaces.episode_groups.Keeper.leave`."""
+        """See `headway.data.interfaces.episode_groups.EpisodeWorkerProtocol.leave`."""
         await self._calls.leave(replica)
 
     async def route(self, replicas: Sequence[str], *, halted: bool = False) -> None:
-        """See `headway.data.interfaces.episode_groups.Keeper.route`."""
+        """See `headway.data.interfaces.episode_groups.EpisodeWorkerProtocol.route`."""
         if halted:
             self._clock.stop()
         else:
@@ -168,24 +168,24 @@ class EpisodeWorker:
         self._calls.route(replicas)
 
     async def hold(self) -> None:
-        """See `headway.data.interfaces.episode_groups.Keeper.hold`."""
+        """See `headway.data.interfaces.episode_groups.EpisodeWorkerProtocol.hold`."""
         self._held = {} if self._held is None else self._held
         while self._held is not None and any(_trains(group) for group in self._groups):
             self._changed.clear()
             await self._changed.wait()
 
     async def go_on(self) -> None:
-        """See `headway.data.interfaces.episode_groups.Keeper.go_on`."""
+        """See `headway.data.interfaces.episode_groups.EpisodeWorkerProtocol.go_on`."""
         held, self._held = self._held or {}, None
         self._changed.set()
         for group in held:
             self._start(group)
 
     async def answer(self) -> None:
-        """See `headway.data.interfaces.episode_groups.Keeper.answer`."""
+        """See `headway.data.interfaces.episode_groups.EpisodeWorkerProtocol.answer`."""
 
     def failures(self) -> AsyncGenerator[tuple[str, HeadwayError], None]:
-        """See `headway.data.interfaces.episode_groups.Keeper.failures`."""
+        """See `headway.data.interfaces.episode_groups.EpisodeWorkerProtocol.failures`."""
         return self._calls.failures()
 
     def end(self, error: HeadwayError) -> None:
@@ -387,30 +387,30 @@ def _of_programs(group: _OpenGroup) -> FinishedGroup:
 
 
 @asynccontextmanager
-async def keeping(
+async def local_episode_worker(
     *engines: CallEngine,
     decode: Callable[[Sequence[int]], str] | None = None,
     hosting: Hosting | None = None,
-    name: str = "keeper",
+    name: str = "episode-worker",
 ) -> AsyncIterator[EpisodeWorker]:
-    """A keeper of ``engines``, all of which take calls. An engine that fails ends every `EpisodeWorker.generate`.
+    """An episode worker of ``engines``, all of which take calls. An engine that fails ends each `generate`.
 
-    async with keeping(engine, decode=tokenizer.decode) as keeper:
-        async for group in keeper.generate(requests):
+    async with local_episode_worker(engine, decode=tokenizer.decode) as worker:
+        async for group in worker.generate(requests):
             ...
     """
-    keeper = EpisodeWorker(name, decode, hosting)
+    worker = EpisodeWorker(name, decode, hosting)
     for engine in engines:
-        await keeper.join(engine)
-    await keeper.route([engine.name for engine in engines])
+        await worker.join(engine)
+    await worker.route([engine.name for engine in engines])
 
     async def watch() -> None:
-        async for _, error in keeper.failures():
-            keeper.end(error)
+        async for _, error in worker.failures():
+            worker.end(error)
 
     watching = asyncio.get_running_loop().create_task(watch())
     try:
-        yield keeper
+        yield worker
     finally:
         watching.cancel()
-        await keeper.close()
+        await worker.close()

@@ -86,7 +86,7 @@ class Hosting:
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Variables that the run gives to the chat template."""
     held_out_at_once: int | None = None
-    """Most held-out episodes of a keeper that are open at once; None for any number."""
+    """Most held-out episodes of an episode worker that are open at once; None for any number."""
     endpoint: Doors | None = None
     """The endpoint at which agents ask for turns; None where programs do so by their chat alone."""
 

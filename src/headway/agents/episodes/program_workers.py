@@ -45,7 +45,7 @@ class ProgramRunners:
     def __init__(self, name: str, config: Config, logs: Path | None, model_path: str | None = None) -> None:
         """
         Args:
-            name: of the keeper, for messages.
+            name: of the episode worker, for messages.
             logs: the directory for what programs print; None for this process's stderr.
             model_path: folder of the policy's tokenizer; None where there is none yet.
         """

@@ -93,7 +93,7 @@ class CallEngine(Protocol):
 
 
 class ReplicaClient:
-    """One keeper's end of a connection. Orders reach the engine in the order in which they were given."""
+    """One episode worker's end of a connection. Orders reach the engine in the order in which they were given."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class ReplicaClient:
     ) -> None:
         """
         Args:
-            client: the keeper's name, under which the engine knows the calls.
+            client: the episode worker's name, under which the engine knows the calls.
             on_finished: called with the replica's name and a batch.
             on_refused: called with calls that the engine did not take, all of one message, and why.
             on_failed: called once with why the replica is of no use any more.
@@ -214,7 +214,7 @@ class PendingRequest:
 
 
 class RequestDispatcher:
-    """All calls of one keeper, and its lines to the replicas. ``name``: the keeper's, under which replicas know it."""
+    """All calls of one episode worker, and its lines to the replicas. ``name``: under which replicas know it."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -291,7 +291,7 @@ class RequestDispatcher:
     # ------------------------------------------------------------------------------------- replicas
 
     def knows(self, replica: str) -> bool:
-        """Tell whether the keeper is connected to ``replica``."""
+        """Tell whether the episode worker is connected to ``replica``."""
         return replica in self._lines
 
     def join(self, replica: CallEngine) -> None:

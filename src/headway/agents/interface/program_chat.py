@@ -32,7 +32,7 @@ from headway.errors import EpisodeOver, ProgramFailed, shown
 from headway.runtime.task_groups import concurrently
 
 Ask = Callable[[TurnRequest], Awaitable[TurnAnswer]]
-"""Asks the keeper for a turn. Raises `EpisodeOver` where a limit has ended the episode."""
+"""Asks the episode worker for a turn. Raises `EpisodeOver` where a limit has ended the episode."""
 MOST_REFUSALS = 100
 """Number of turns that a program may ask for after its episode is over. It has caught `EpisodeOver` so often then that
 it will for ever, as ``while True`` around ``except Exception`` does, and would hold its process."""

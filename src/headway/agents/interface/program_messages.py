@@ -240,7 +240,7 @@ class EpisodeEnd:
     in ``reward``: where there are both, the reward is given on top."""
     answer_rewards: tuple[float, ...] | Mapping[int, float] | None = None
     """An agent's rewards of its answers: one for each, in the order in which they were asked for, or some by the turn's
-    number. Its keeper makes ``turn_rewards`` of them."""
+    number. Its episode worker makes ``turn_rewards`` of them."""
     tool_errors: int = 0
     """Number of calls of tools that raised."""
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -261,7 +261,7 @@ MOST_KNOWN = 8
 
 
 class SentMessages:
-    """The messages that a program's requests have sent, and the keeper has answered.
+    """The messages that a program's requests have sent, and the episode worker has answered.
 
     They are copies, and compared with what is sent next: a program may change its messages where they are. Text is
     shared with the copy, and compared by identity.
@@ -277,7 +277,9 @@ class SentMessages:
         """Ask for a turn. Messages count as sent once there is an answer."""
         try:
             numbers, new = self._numbered(request)
-        except Exception:  # messages that can be neither copied nor compared: the keeper says what is wrong with them
+        except (
+            Exception
+        ):  # messages that can be neither copied nor compared: the episode worker says what is wrong with them
             return await self._ask(request)
         sent = [message for _, _, message in new]
         answer = await self._ask(replace(request, messages=sent, numbers=tuple(numbers)))

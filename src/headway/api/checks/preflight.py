@@ -94,7 +94,7 @@ def check_inputs(config: Config, *, user_code: bool = True) -> Rows:
     _check_answers(config, rows)
     rollout = config.rollout
     if rollout.agent is not None and rollout.endpoint_host != "node" and config.cluster.address is None:
-        asyncio.run(check_address(rollout.endpoint_host, rollout.endpoint_port))  # keepers will all be here
+        asyncio.run(check_address(rollout.endpoint_host, rollout.endpoint_port))  # episode workers will all be here
     if config.rollout.has_program and user_code:
         programs = ProgramRunners("preflight", config, None)
         asyncio.run(_closed_after(load_program(config, rows, programs), programs.close))

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from headway.agents.episodes.episode_worker import keeping
+from headway.agents.episodes.episode_worker import local_episode_worker
 from headway.agents.episodes.program_episode import Hosting
 from headway.agents.episodes.program_workers import ProgramRunners, chat_hosting, limits_of, program_spec
 from headway.agents.interface.program_messages import ProgramDescription
@@ -222,10 +222,10 @@ async def _first_turn(config: Config, prompt: Prompt, hosting: Hosting) -> tuple
     """The tokens of an episode's first call of the policy, or why there is none."""
     replica = _Unanswered()
     request = GroupRequest(0, prompt, 1, training_sampling(config, hosting.stop_ids))
-    async with keeping(replica, hosting=hosting, name="the trial") as keeper:
+    async with local_episode_worker(replica, hosting=hosting, name="the trial") as worker:
         if hosting.endpoint is not None:
             await hosting.endpoint.start()
-        ending = asyncio.ensure_future(anext(keeper.generate([request])))
+        ending = asyncio.ensure_future(anext(worker.generate([request])))
         either: list[asyncio.Future[Any]] = [ending, replica.asked]
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if replica.asked.done():

@@ -14,7 +14,7 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from headway.agents.chat.chat_template import answer_decoder
-from headway.agents.episodes.episode_worker import keeping
+from headway.agents.episodes.episode_worker import local_episode_worker
 from headway.agents.episodes.program_episode import Hosting
 from headway.agents.episodes.program_workers import ProgramRunners, chat_hosting, variables
 from headway.agents.rewards.reward_workers import RewardRunners
@@ -186,8 +186,8 @@ async def _ask(
             solved(found[told])
             told += 1
 
-    keeping_here = keeping(engine, decode=decode, hosting=hosting)
-    async with keeping_here as keeper, aclosing(keeper.generate(requests)) as groups:
+    making = local_episode_worker(engine, decode=decode, hosting=hosting)
+    async with making as worker, aclosing(worker.generate(requests)) as groups:
         async for finished in groups:
             tasks.start(score(finished))
     return found

@@ -19,7 +19,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from headway.agents.chat.chat_template import answer_decoder
-from headway.agents.episodes.episode_worker import keeping
+from headway.agents.episodes.episode_worker import local_episode_worker
 from headway.api.sft.sft_data import Example
 from headway.api.sft.sft_steps import SftSteps, trainer_of
 from headway.config.schema import Config, TaskConfig
@@ -169,8 +169,8 @@ class WarmupEvaluation:
         right = 0.0
         requests = [GroupRequest(i, prompt, 1, self._sampling) for i, prompt in enumerate(self._held_out)]
         try:
-            async with keeping(engine, decode=decode) as keeper:
-                async for finished in keeper.generate(requests):
+            async with local_episode_worker(engine, decode=decode) as worker:
+                async for finished in worker.generate(requests):
                     prompt = self._held_out[finished.number]
                     with boundary(f"{prompt.source}: its score()", UserCodeError):
                         right += self._task.score(finished.trajectories[0].text, prompt.answer, prompt.extra)

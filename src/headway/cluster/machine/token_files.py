@@ -1,14 +1,15 @@
 """Tokens of finished groups, as files in memory: they stay on the machine that made them until a rank reads them.
 
-keeper ──write──▶ file ◀──read── ranks of the same machine; others have a task on that machine read for them
+episode worker ──write──▶ file ◀──read── ranks of the same machine; others have a task on that machine read for them
                    └ removed when the driver has forgotten the group
 
 size of the index │ index │ each prompt: ids │ each row: ids, log-probs, versions, mask
 
 The index says where everything is, so that a rank reads the rows that it trains on and nothing else.
 
-A file outlives the keeper that wrote it, so that a keeper's death costs no finished group. Few tokens travel with their
-handle where the keeper is on another machine than the driver, so that the loss of that machine costs nothing either.
+A file outlives the episode worker that wrote it, so that an episode worker's death costs no finished group. Few tokens
+travel with their handle where the episode worker is on another machine than the driver, so that the loss of that
+machine costs nothing either.
 """
 
 from __future__ import annotations
@@ -96,16 +97,16 @@ class TokenPlace:
 
 
 class TokenFiles:
-    """The files of one keeper."""
+    """The files of one episode worker."""
 
-    def __init__(self, keeper: str, place: TokenPlace, host: str) -> None:
-        """Use the directory of this machine, which has the address ``host``. ``keeper``: its name in this run."""
+    def __init__(self, worker: str, place: TokenPlace, host: str) -> None:
+        """Use the directory of this machine, which has the address ``host``. ``worker``: its name in this run."""
         self._host = host
         self._beside_driver = host == place.host
         self._directory = place.directory
         if not self._beside_driver:
             held_directory(place.directory)
-        self._prefix = f"{place.directory}/{keeper}-"
+        self._prefix = f"{place.directory}/{worker}-"
         self._numbers = count()
 
     def write(self, tokens: GroupTokens) -> TokenFile:

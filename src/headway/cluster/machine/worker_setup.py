@@ -82,8 +82,8 @@ def importing() -> Iterator[None]:
 def collecting_seldom() -> Iterator[None]:
     """Have the garbage collector leave alone what there is at the start, and look at the rest seldom.
 
-    For a process that makes many small objects and few cycles: with Python's own thresholds a keeper spent a tenth of
-    its time there, and looking at everything means tens of megabytes of modules, in caches that others need.
+    For a process that makes many small objects and few cycles: with Python's own thresholds an episode worker spent a
+    tenth of its time there, and looking at everything means tens of megabytes of modules, in caches that others need.
     """
     usual = gc.get_threshold()
     gc.collect()

@@ -22,12 +22,12 @@ from headway.errors import HeadwayError
 from headway.models.tokenizer import load_tokenizer, torch_hidden
 
 GATHER_S = 0.03
-"""Seconds for which finished groups are gathered. Waking up for each of them costs keeper and driver as much as what
-they do for it, on cores that trainer and engine share with them; a fetch of groups takes far longer."""
+"""Seconds for which finished groups are gathered. Waking up for each of them costs episode worker and driver as much as
+what they do for it, on cores that trainer and engine share with them; a fetch of groups takes far longer."""
 
 
-class KeeperRole(Role):
-    """A `EpisodeWorker`, its tokenizer and, where a program makes the episodes, the runners of that."""
+class EpisodeWorkerRole(Role):
+    """An `EpisodeWorker`, its tokenizer and, where a program makes the episodes, the runners of that."""
 
     def __init__(self, *, logs: Path | None = None, tokens: TokenPlace | None = None, **arguments: Any) -> None:
         """
@@ -38,7 +38,7 @@ class KeeperRole(Role):
         super().__init__(**arguments)
         self._logs = logs
         self._process = ExitStack()
-        """Settings of the process, where it is the keeper's own."""
+        """Settings of the process, where it is the episode worker's own."""
         self._files = None if tokens is None else TokenFiles(self.name, tokens, self._host)
 
     @register(Dispatch.RANK_ZERO)
@@ -59,10 +59,10 @@ class KeeperRole(Role):
         with torch_hidden():
             decode = answer_decoder(self._tokenizer, skip_special_tokens=self._config.rollout.skip_special_tokens)
         if self._files is None:  # the process is the driver's, which nobody has to wake up
-            self._keeper = EpisodeWorker(self.name, decode, hosting)
+            self._episode_worker = EpisodeWorker(self.name, decode, hosting)
         else:
             self._process.enter_context(collecting_seldom())
-            self._keeper = EpisodeWorker(self.name, decode, hosting, gather_s=GATHER_S)
+            self._episode_worker = EpisodeWorker(self.name, decode, hosting, gather_s=GATHER_S)
 
     async def generate(
         self, requests: Sequence[GroupRequest], on: str | None, forgotten: Sequence[TokenFile]
@@ -74,7 +74,7 @@ class KeeperRole(Role):
         if files is not None:
             files.remove(forgotten)
         trained = {request.number for request in requests if request.priority is Priority.TRAINING}
-        async with aclosing(self._keeper.generate(requests, on=on)) as groups:
+        async with aclosing(self._episode_worker.generate(requests, on=on)) as groups:
             async for group in groups:
                 if files is None:
                     yield group
@@ -84,44 +84,44 @@ class KeeperRole(Role):
                     yield replace(group, tokens=files.write(group.tokens))
 
     async def answer(self) -> None:
-        """Return at once: the keeper is there."""
+        """Return at once: the episode worker is there."""
 
     async def join(self, replica: ReplicaCalls) -> None:
-        """Have the keeper connect to ``replica``."""
-        await self._keeper.join(replica)
+        """Have the episode worker connect to ``replica``."""
+        await self._episode_worker.join(replica)
 
     async def leave(self, replica: str) -> None:
-        """Have the keeper ask the calls of ``replica`` again of others."""
-        await self._keeper.leave(replica)
+        """Have the episode worker ask the calls of ``replica`` again of others."""
+        await self._episode_worker.leave(replica)
 
     async def route(self, replicas: Sequence[str], halted: bool) -> None:
-        """Have the keeper send new calls to these replicas alone."""
-        await self._keeper.route(replicas, halted=halted)
+        """Have the episode worker send new calls to these replicas alone."""
+        await self._episode_worker.route(replicas, halted=halted)
 
     async def hold(self) -> None:
-        """Have the keeper start no training group any more, and wait until those that it has are done."""
-        await self._keeper.hold()
+        """Have the episode worker start no training group any more, and wait until those that it has are done."""
+        await self._episode_worker.hold()
 
     async def go_on(self) -> None:
-        """Have the keeper start groups again."""
-        await self._keeper.go_on()
+        """Have the episode worker start groups again."""
+        await self._episode_worker.go_on()
 
     async def abort_older_than(self, version: int) -> None:
-        """Have the keeper end the training groups with an older token in a finished call."""
-        await self._keeper.abort_older_than(version)
+        """Have the episode worker end the training groups with an older token in a finished call."""
+        await self._episode_worker.abort_older_than(version)
 
     def failures(self) -> AsyncIterator[tuple[str, HeadwayError]]:
         """Yield the replicas that failed, and why."""
-        return self._keeper.failures()
+        return self._episode_worker.failures()
 
     async def leave_all(self) -> None:
-        """Have the keeper leave all replicas: the run is over."""
-        await self._keeper.close()
+        """Have the episode worker leave all replicas: the run is over."""
+        await self._episode_worker.close()
         if self._files is not None:
             self._files.close()
 
     async def close(self) -> None:  # type: ignore[override]
         """Leave all replicas."""
-        if hasattr(self, "_keeper"):
+        if hasattr(self, "_episode_worker"):
             await self.leave_all()
         self._process.close()

@@ -9,9 +9,9 @@ Everything the pipeline calls is asynchronous and returns plain data. Implementa
 `headway.errors`; an implementation that lives in another process raises `WorkerDied` when that process ends.
 
 - `prompts`: where prompts come from
-- `calls`: calls of the policy, and how their tokens are sampled
+- `generation`: calls of the policy, and how their tokens are sampled
 - `rollout`: replicas, which serve calls
-- `keeper`: groups of episodes, and who makes them of calls
+- `episode_groups`: groups of episodes, and who makes them of calls
 - `rewards`: scores of responses
 - `advantages`: advantages of a fetch's samples
 - `steps`: an optimizer step's place in the run, and its report

@@ -1,4 +1,4 @@
-"""Groups of episodes, and the keepers that make them of calls to replicas."""
+"""Groups of episodes, and the episode workers that make them of calls to replicas."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class GroupRequest:
 @pickled_by_fields
 @dataclass(frozen=True, slots=True)
 class FinishedGroup:
-    """The group that a keeper hands on for one request."""
+    """The group that an episode worker hands on for one request."""
 
     number: int
     trajectories: tuple[Trajectory, ...]
@@ -46,12 +46,12 @@ class FinishedGroup:
     tokens: Handle[GroupTokens]
 
 
-class Keeper(Protocol):
+class EpisodeWorkerProtocol(Protocol):
     """A holder of groups: it makes their episodes with calls to replicas, and keeps what was sampled.
 
-        await keeper.join(replica)
-        await keeper.route([replica.name])              # new calls go to these
-        async for group in keeper.generate([GroupRequest(0, prompt, n=8, sampling=sampling)]):
+        await worker.join(replica)
+        await worker.route([replica.name])              # new calls go to these
+        async for group in worker.generate([GroupRequest(0, prompt, n=8, sampling=sampling)]):
             ...                                         # each group when its last episode is over
 
     The calls of a replica that `leave` are asked again of another one.
@@ -88,7 +88,7 @@ class Keeper(Protocol):
         """End the training groups that have a token of an older version in a call that is finished."""
 
     async def answer(self) -> None:
-        """Return at once: the keeper is there."""
+        """Return at once: the episode worker is there."""
 
     def failures(self) -> AsyncGenerator[tuple[str, HeadwayError], None]:
         """Yield a replica's name and why it failed, for each replica that ended or refused a call's transport."""

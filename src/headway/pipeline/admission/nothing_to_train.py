@@ -80,7 +80,8 @@ def _advice(fate: Fate, reasons: Sequence[str]) -> str:
         case Fate.FAILED:
             slow = ". Raise reward.timeout_s, or make it faster" if any(map(timed_out, reasons)) else ""
             by_program = any(reason.startswith(EPISODE_FAILED) for reason in reasons)
-            see = SEE_LOG.replace("reward raised", "program raised").replace("reward.log", "keeper-0-programs.log")
+            see = SEE_LOG.replace("reward raised", "program raised")
+            see = see.replace("reward.log", "episode-worker-0-programs.log")
             return f"{see if by_program else SEE_LOG}; headway eval shows it at single answers{slow}"
         case Fate.FILTERED:
             return (

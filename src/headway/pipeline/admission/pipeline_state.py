@@ -60,7 +60,7 @@ class RunState:
     stop_reason: str | None = None
     """Reason why the run stops itself; None where the request came from outside."""
     samples: Samples | None = None
-    """Keeper of what drawn groups say; None where nothing is drawn."""
+    """Record of what drawn groups say; None where nothing is drawn."""
     _unrewarded: set[int] = field(default_factory=set)
     _discarded_in_row: Ends = field(default_factory=Counter)
     """Number of groups by (fate, reason) that were discarded since a group last passed Reward."""

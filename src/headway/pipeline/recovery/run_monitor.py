@@ -54,7 +54,7 @@ class Monitor:
     def __init__(
         self,
         fleet: ReplicaPool,
-        keepers: EpisodeWorkers,
+        episode_workers: EpisodeWorkers,
         stages: Sequence[Stage[Any, Any]],
         movement: Movement,
         emit: Emit,
@@ -67,7 +67,7 @@ class Monitor:
     ) -> None:
         """Set up monitoring. ``starts_until`` returns the time by which a worker that is being started is up."""
         self._fleet = fleet
-        self._keepers = keepers
+        self._episode_workers = episode_workers
         self._stages = stages
         self._emit = emit
         self._workers = workers
@@ -88,7 +88,7 @@ class Monitor:
     async def _report_always(self) -> None:
         while True:
             await asyncio.sleep(self._timeouts.look_s(self._interval_s))
-            await concurrently([self.report(), self._keepers.check()])
+            await concurrently([self.report(), self._episode_workers.check()])
 
     async def _end_when_stalled(self) -> None:
         while True:

@@ -1,10 +1,11 @@
-"""Supervision of replicas, and of keepers: watches their processes, and puts others in the place of lost ones.
+"""Supervision of replicas, and of episode workers: watches their processes, and puts others in the place of lost ones.
 
     watch(member) ──its process ended──▶ Members.died ──▶ Members.lost ──▶ start another ──▶ join
 
 A death is noticed also while nobody calls the one that died. A replica that is started joins as any late replica does:
-it gets the next version with the others, or the trainer's where no other one is left, and serves from then on. A keeper
-makes groups once it knows the replicas. The run ends when the last member is lost and none can take its place.
+it gets the next version with the others, or the trainer's where no other one is left, and serves from then on. An
+episode worker makes groups once it knows the replicas. The run ends when the last member is lost and none can take its
+place.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ Replace = Callable[[str], Coroutine[Any, Any, M]]
 
 
 class Members(Protocol[M]):
-    """Members of a run that come and go: its replicas (`ReplicaPool`), or its keepers (`EpisodeWorkers`)."""
+    """Members of a run that come and go: its replicas (`ReplicaPool`), or its episode workers (`EpisodeWorkers`)."""
 
     lost: Channel[str]
     """Names of those that are gone."""

@@ -99,7 +99,7 @@ class ActorTrain(Stage[Fetch | Resumed, PendingUpdate]):
         *,
         lease: ColocationLease,
         fleet: ReplicaPool,
-        keepers: EpisodeWorkers,
+        episode_workers: EpisodeWorkers,
         guard: Guard,
         boundaries: CheckpointManager,
         turn: asyncio.Lock,
@@ -119,7 +119,7 @@ class ActorTrain(Stage[Fetch | Resumed, PendingUpdate]):
         self._settings = settings
         self._lease = lease
         self._fleet = fleet
-        self._keepers = keepers
+        self._episode_workers = episode_workers
         self._guard = guard
         self._boundaries = boundaries
         self._turn = turn
@@ -182,7 +182,7 @@ class ActorTrain(Stage[Fetch | Resumed, PendingUpdate]):
             self._boundaries.reached(version, self.counters())
             oldest = self._state.staleness.oldest_trainable(version)
             if oldest is not None and self._state.trains_more:  # what is queued is dropped when it would be taken
-                await self._keepers.abort_older_than(oldest)
+                await self._episode_workers.abort_older_than(oldest)
                 await self._fleet.abort_older_than(oldest)
             yield PendingUpdate(version)
             if self._settings.save_freq > 0 and version % self._settings.save_freq == 0 and self._state.trains_more:

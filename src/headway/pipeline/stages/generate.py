@@ -1,8 +1,8 @@
-"""Generate: has keepers make groups, and passes finished groups on, in the order in which they finish.
+"""Generate: has episode workers make groups, and passes finished groups on, in the order in which they finish.
 
 consumes        waves from PromptLoader
-waits for       a keeper to finish a group; paused while every replica is halted
-is unblocked by the keeper, or by another where it is lost; replicas are halted behind this stage's back
+waits for       an episode worker to finish a group; paused while every replica is halted
+is unblocked by the episode worker, or by another where it is lost; replicas are halted behind this stage's back
 produces        groups, complete and unrewarded; a group that was aborted ends here as dropped
 """
 
@@ -35,7 +35,7 @@ class Generate(Stage[Share, Group]):
         state: RunState,
         input: Channel[Wave],
         output: Channel[Group],
-        keepers: EpisodeWorkers,
+        episode_workers: EpisodeWorkers,
         halts: PauseController,
         *,
         n: int,
@@ -51,7 +51,7 @@ class Generate(Stage[Share, Group]):
         super().__init__(state.emit, output=output, gate=halts.gate)
         self._state = state
         self._waves = input
-        self._keepers = keepers
+        self._episode_workers = episode_workers
         self._halts = halts
         self._n = n
         self._min_episodes = min_episodes
@@ -62,12 +62,12 @@ class Generate(Stage[Share, Group]):
         if not self._shares:
             if (wave := await self._waves.get()) is None:
                 return None
-            self._shares.extend(self._keepers.assign(wave))
+            self._shares.extend(self._episode_workers.assign(wave))
         return self._shares.popleft()
 
     async def process_data(self, share: Share) -> AsyncGenerator[Group, None]:
         with self._waiting_within(", ".join(self._halts.serving)):
-            async for finished in self._keepers.generate(share):
+            async for finished in self._episode_workers.generate(share):
                 self._report(finished)
                 if self._state.samples is not None:
                     self._state.samples.generated(finished.number, finished.trajectories, now())

@@ -55,7 +55,7 @@ class Validate(Stage[Validation, None]):
         state: RunState,
         input: Channel[Validation],
         validators: Validators,
-        keepers: EpisodeWorkers,
+        episode_workers: EpisodeWorkers,
         prompts: Sequence[Prompt],
         reward: Scoring,
         *,
@@ -65,7 +65,7 @@ class Validate(Stage[Validation, None]):
         super().__init__(state.emit, input)
         self._state = state
         self._validators = validators
-        self._keepers = keepers
+        self._episode_workers = episode_workers
         self._prompts = prompts
         self._reward = reward
         self._n = n
@@ -186,10 +186,12 @@ class Validate(Stage[Validation, None]):
         try:
             with self._waiting_within("all replicas" if replica is None else replica.name):
                 if replica is not None:
-                    await take(self._keepers.generate_on(replica.name, requests))
+                    await take(self._episode_workers.generate_on(replica.name, requests))
                 else:
-                    await concurrently(take(self._keepers.generate(share)) for share in self._keepers.assign(requests))
-        except WorkerDied:  # the fleet, which lost it, has said so to the keepers
+                    await concurrently(
+                        take(self._episode_workers.generate(share)) for share in self._episode_workers.assign(requests)
+                    )
+        except WorkerDied:  # the fleet, which lost it, has said so to the episode workers
             if replica is None:
                 raise
             for task in scoring:

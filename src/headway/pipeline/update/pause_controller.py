@@ -40,12 +40,12 @@ class PauseController:
     """Controller of the pauses of a run's replicas. Also a `FleetListener`, in order to know which replicas serve."""
 
     def __init__(
-        self, state: RunState, policy: OnUpdate, keepers: EpisodeWorkers, *, by_episodes: bool = False
+        self, state: RunState, policy: OnUpdate, episode_workers: EpisodeWorkers, *, by_episodes: bool = False
     ) -> None:
-        """``keepers`` hear which replicas take new calls. ``by_episodes``: a drain finishes all episodes of the groups
-        that were started, whose next turns need the replica, before it pauses that."""
+        """``episode_workers`` hear which replicas take new calls. ``by_episodes``: a drain finishes all episodes of the
+        groups that were started, whose next turns need the replica, before it pauses that."""
         self.policy = policy
-        self._keepers = keepers
+        self._episode_workers = episode_workers
         self._by_episodes = by_episodes and policy is OnUpdate.DRAIN
         self.gate = Gate()
         """Gate that is shut while every serving replica is halted."""
@@ -58,7 +58,7 @@ class PauseController:
         self._still: set[str] = set()
         """Names of replicas that resume, or that the end of the run has told to stop."""
         self._holding: set[str] = set()
-        """Names of the replicas for whose halt keepers start no group."""
+        """Names of the replicas for whose halt episode workers start no group."""
 
     @property
     def serving(self) -> Collection[str]:
@@ -148,7 +148,7 @@ class PauseController:
         if replica.name not in self._serving or self._state.stopping:
             return  # it makes no episodes yet, or no more; or nobody waits for them
         self._holding.add(replica.name)
-        holding = asyncio.ensure_future(self._keepers.hold())
+        holding = asyncio.ensure_future(self._episode_workers.hold())
         holding.add_done_callback(lambda _: self._state.changed.changed())
         try:
             await self._state.changed.until(lambda: holding.done() or self._state.stopping)
@@ -158,10 +158,10 @@ class PauseController:
             await holding
 
     def _let_go_on(self, replica: str) -> None:
-        """Let keepers start groups again, as far as ``replica`` is concerned, if it held them back."""
+        """Let episode workers start groups again, as far as ``replica`` is concerned, if it held them back."""
         if replica in self._holding:
             self._holding.discard(replica)
-            self._keepers.go_on()
+            self._episode_workers.go_on()
 
     def others_halt(self, replica: Replica, why: str) -> bool:
         """Tell whether ``replica`` is halted for another reason beside ``why``."""
@@ -174,4 +174,4 @@ class PauseController:
     def _set_gate(self) -> None:
         self.gate.set(bool(self._available) or not self._serving)
         # Where every one is halted, calls can wait inside them.
-        self._keepers.route(tuple(self._available or self._serving), halted=not self._available)
+        self._episode_workers.route(tuple(self._available or self._serving), halted=not self._available)

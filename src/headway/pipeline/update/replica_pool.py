@@ -1,6 +1,6 @@
 """Rollout replicas of a run: who serves, who waits to join, and what happens when one is gone.
 
-    join() ──▶ JOINING ──serve(version)──▶ SERVING ──lose()──▶ gone; keepers ask its calls again of others
+    join() ──▶ JOINING ──serve(version)──▶ SERVING ──lose()──▶ gone; episode workers ask its calls again of others
 
 A replica serves nothing before it has loaded the current version. It is gone when it died, or was fenced off: it did
 not answer, or keeps failing, and nothing that it still does counts. Where it was the last one that served, its calls,

@@ -212,7 +212,7 @@ class _Profiling:
             return None
         self._assume(
             "each turn of an episode has as many tokens, and each of its steps takes as long, as they have on average; "
-            "what a message takes between program and keeper is a part of its steps"
+            "what a message takes between program and episode worker is a part of its steps"
         )
         self._assume("environments are never scarce; program.environments says how many there may be at once")
         if failed := sum(group.failed for group in self._recording.groups.values()):

@@ -137,7 +137,7 @@ def _parts(profile: Profile, config: Config, trainer: SimulatedTrainer, replicas
         source=SimulatedSource(prompts, filtered=filtered_of(profile.response, seed)),
         validation=held_out_prompts(profile.validation.problems if profile.validation else 0, prompts),
         rollouts=replicas,
-        keepers=[EpisodeWorker("keeper", hosting=_hosting(profile, config, replicas))],
+        episode_workers=[EpisodeWorker("episode-worker", hosting=_hosting(profile, config, replicas))],
         trainer=trainer,
         reward=SimulatedReward(profile.reward, seed),
         advantages=partial(_advantages, trainer),

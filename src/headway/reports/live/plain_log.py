@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.text import Text
 
 from headway.events import (
+    EpisodeWorkerLost,
     Event,
-    KeeperLost,
     Note,
     PromptsLeftOut,
     ReplicaLost,
@@ -52,7 +52,7 @@ class PlainView:
                 self._line(validation_line(event))
             case PromptsLeftOut():
                 self._line(left_out_line(event))
-            case ReplicaLost() | KeeperLost():
+            case ReplicaLost() | EpisodeWorkerLost():
                 self._line(f"warning: {lost_line(event)}")
             case Note():
                 self._line(event.text if event.level == "info" else f"{event.level}: {event.text}")
@@ -104,12 +104,12 @@ def started_line(event: RunStarted) -> str:
     )
 
 
-def lost_line(event: ReplicaLost | KeeperLost) -> str:
+def lost_line(event: ReplicaLost | EpisodeWorkerLost) -> str:
     match event:
         case ReplicaLost():
             return f"{event.replica} is lost, what it was generating runs again elsewhere: {event.reason}"
-        case KeeperLost():
-            return f"{event.keeper} is lost, the groups that it had not handed on are made again: {event.reason}"
+        case EpisodeWorkerLost():
+            return f"{event.worker} is lost, the groups that it had not handed on are made again: {event.reason}"
 
 
 def left_out_line(event: PromptsLeftOut) -> str:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from headway.events import (
     CheckpointSaved,
+    EpisodeWorkerLost,
     Event,
-    KeeperLost,
     Note,
     ReplicaJoined,
     ReplicaLost,
@@ -21,7 +21,7 @@ from headway.events import (
 from headway.runtime.logs import DriverLog
 
 logger = logging.getLogger(__name__)
-WARNINGS = (ReplicaLost, KeeperLost, UpdateRetried)
+WARNINGS = (ReplicaLost, EpisodeWorkerLost, UpdateRetried)
 TOLD = (RunStarted, RunResumed, VersionReached, CheckpointSaved, ReplicaJoined, RunFinished)
 
 

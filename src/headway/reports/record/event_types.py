@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import types
+from collections.abc import Collection
 from dataclasses import MISSING, fields
 from functools import cache
 from typing import Any, Union, get_args, get_origin, get_type_hints
@@ -15,16 +16,26 @@ from headway.events import Event
 
 REPAIR = "Take the file from a copy, or remove that line"
 OTHER_VERSION = "Read the run with the version that wrote it"
+RENAMED: dict[str, tuple[str, dict[str, str]]] = {"keeper.lost": ("episode_worker.lost", {"keeper": "worker"})}
+"""Kind of event in records of older versions → its kind now, and its fields that have another name."""
 
 
 def parse_event(line: str, where: str) -> Event:
     """Return the event of one line. Raises `DataError`, which begins with ``where``, for a line that holds none."""
     try:
         row = json.loads(line)
-        event_type, hints = event_types()[row.pop("kind")]
+        kind, names = RENAMED.get(row["kind"], (row["kind"], {}))
+        row = {names.get(name, name): value for name, value in row.items() if name != "kind"}
+        event_type, hints = event_types()[kind]
         return event_type(**{name: typed(value, hints[name]) for name, value in row.items()})
     except (ValueError, TypeError, KeyError, AttributeError) as cause:
         raise DataError(f"{where} {_wrong_with(line)}") from cause
+
+
+def line_prefixes(kinds: Collection[type[Event]]) -> tuple[str, ...]:
+    """Return the beginnings of lines that hold an event of one of ``kinds``, in records of any version."""
+    now = {kind.kind for kind in kinds}
+    return tuple(f'{{"kind": "{kind}"' for kind in (*now, *(old for old, (new, _) in RENAMED.items() if new in now)))
 
 
 def _wrong_with(line: str) -> str:

@@ -27,14 +27,14 @@ import numpy as np
 from headway.errors import DataError, said_by
 from headway.events import Event, RunFinished, RunResumed, VersionReached
 from headway.reports.record.dense_events import ALL, DENSE, LINES, SEGMENT_BYTES, DenseReader, folder_of, seal, segment
-from headway.reports.record.event_types import REPAIR, parse_event
+from headway.reports.record.event_types import REPAIR, line_prefixes, parse_event
 
 FLUSH_EVERY_S = 1.0
 KEPT_BYTES = 64 * 2**20
 """Most bytes of lines that are kept while a disk refuses them: minutes of a large run."""
 MOST_BESIDE = 8
 """Most pieces of work that may wait for the thread beside a run's loop; with more, the run waits for it."""
-DENSE_PREFIXES = tuple(f'{{"kind": "{kind.kind}"' for kind in DENSE)
+DENSE_PREFIXES = line_prefixes(DENSE)
 """Beginnings of lines of records in which dense events are among the others."""
 AT_ONCE = (VersionReached, RunResumed)
 """Events that are flushed when they happen: a checkpoint, and whoever reads the file after a kill, relies on them."""
@@ -378,7 +378,7 @@ class EventReader:
             self.record.back_to(until, 0)
             self.record.lines.pop()
             self.record.cut = True
-        self._prefixes = None if kinds is None else tuple(f'{{"kind": "{kind.kind}"' for kind in kinds)
+        self._prefixes = None if kinds is None else line_prefixes(kinds)
         self._dense = DenseReader(path, kinds=kinds, number=number, line=after)
         self._needle = None if number is None else f'"number": {number},'
 

@@ -23,11 +23,11 @@ from typing import Any
 
 from headway.events import (
     CheckpointSaved,
+    EpisodeWorkerLost,
     Event,
     FetchTaken,
     GroupAdmitted,
     GroupSettled,
-    KeeperLost,
     LeaseChanged,
     Note,
     ProfileTaken,
@@ -382,8 +382,8 @@ def _mark_of(event: Event) -> Mark | None:
             return Mark(event.time, MarkKind.JOINED, f"{event.replica} joins with v{event.version}")
         case ReplicaLost():
             return Mark(event.time, MarkKind.LOST, f"{event.replica} is lost: {event.reason}")
-        case KeeperLost():
-            return Mark(event.time, MarkKind.LOST, f"{event.keeper} is lost: {event.reason}")
+        case EpisodeWorkerLost():
+            return Mark(event.time, MarkKind.LOST, f"{event.worker} is lost: {event.reason}")
         case ProfileTaken():
             until = f", to v{event.version + event.versions - 1}" if event.versions > 1 else ""
             seconds = event.span[1] - event.span[0]

@@ -74,21 +74,21 @@ def request(number: int, n: int = 2, priority: Priority = Priority.TRAINING) -> 
 
 
 @asynccontextmanager
-async def keeper_of(*engines: ScriptedEngine, gather_s: float = 0.0) -> AsyncGenerator[EpisodeWorker, None]:
-    keeper = EpisodeWorker("keeper", lambda ids: " ".join(map(str, ids)), gather_s=gather_s)
+async def worker_of(*engines: ScriptedEngine, gather_s: float = 0.0) -> AsyncGenerator[EpisodeWorker, None]:
+    worker = EpisodeWorker("episode-worker", lambda ids: " ".join(map(str, ids)), gather_s=gather_s)
     for engine in engines:
-        await keeper.join(engine)
-    await keeper.route([engine.name for engine in engines])
-    yield keeper
-    await keeper.close()
+        await worker.join(engine)
+    await worker.route([engine.name for engine in engines])
+    yield worker
+    await worker.close()
 
 
 class Asked:
     """A `generate` call under way, and the groups that it has given."""
 
-    def __init__(self, keeper: EpisodeWorker, requests: Sequence[GroupRequest], on: str | None = None) -> None:
+    def __init__(self, worker: EpisodeWorker, requests: Sequence[GroupRequest], on: str | None = None) -> None:
         self.groups: list[FinishedGroup] = []
-        self.task = asyncio.ensure_future(self._read(keeper.generate(requests, on=on)))
+        self.task = asyncio.ensure_future(self._read(worker.generate(requests, on=on)))
 
     async def _read(self, groups: AsyncIterator[FinishedGroup]) -> None:
         async for group in groups:
@@ -107,8 +107,8 @@ async def settle() -> None:
 def test_a_wave_is_one_message_and_each_group_comes_when_its_last_answer_does():
     async def main() -> None:
         engine = ScriptedEngine("a", slots=64)
-        async with keeper_of(engine) as keeper:
-            asked = Asked(keeper, [request(0), request(1, n=3)])
+        async with worker_of(engine) as worker:
+            asked = Asked(worker, [request(0), request(1, n=3)])
             await settle()
             assert engine.messages == [[1, 2, 3, 4, 5]]
             engine.finish([1, 4, 5])
@@ -130,8 +130,8 @@ def test_a_wave_is_one_message_and_each_group_comes_when_its_last_answer_does():
 def test_a_baseline_is_one_more_answer_with_a_sampling_of_its_own():
     async def main() -> None:
         engine, greedy = ScriptedEngine("a"), SamplingParams(16, temperature=0.0)
-        async with keeper_of(engine) as keeper:
-            asked = Asked(keeper, [GroupRequest(0, request(0).prompt, 2, SAMPLING, baseline=greedy)])
+        async with worker_of(engine) as worker:
+            asked = Asked(worker, [GroupRequest(0, request(0).prompt, 2, SAMPLING, baseline=greedy)])
             await settle()
             assert [call.sampling for call in engine.calls.values()] == [SAMPLING, SAMPLING, greedy]
             engine.finish_all()
@@ -144,8 +144,8 @@ def test_a_baseline_is_one_more_answer_with_a_sampling_of_its_own():
 def test_the_text_of_an_answer_is_without_the_stop_token_that_ended_it():
     async def main() -> None:
         engine, sampling = ScriptedEngine("a"), SamplingParams(16, stop_token_ids=(1,))
-        async with keeper_of(engine) as keeper:
-            asked = Asked(keeper, [GroupRequest(3, request(3).prompt, 2, sampling)])
+        async with worker_of(engine) as worker:
+            asked = Asked(worker, [GroupRequest(3, request(3).prompt, 2, sampling)])
             await settle()
             engine.finish_all()  # each with its row and its k
             await asked.task
@@ -157,13 +157,13 @@ def test_the_text_of_an_answer_is_without_the_stop_token_that_ended_it():
 def test_the_calls_of_a_replica_that_leaves_are_asked_of_another_and_finished_ones_stay():
     async def main() -> None:
         a, b = ScriptedEngine("a"), ScriptedEngine("b")
-        async with keeper_of(a, b) as keeper:
-            asked = Asked(keeper, [request(0, n=3), request(1)])
+        async with worker_of(a, b) as worker:
+            asked = Asked(worker, [request(0, n=3), request(1)])
             await settle()
             assert (len(a.calls), len(b.calls)) == (3, 2)
             a.finish([1])
             await settle()
-            await keeper.leave("a")
+            await worker.leave("a")
             await settle()
             assert sorted(call.trajectory[1:] for call in b.calls.values()) == [
                 (0, 0, 1),
@@ -181,14 +181,14 @@ def test_the_calls_of_a_replica_that_leaves_are_asked_of_another_and_finished_on
 def test_without_a_replica_that_takes_calls_they_wait_for_one():
     async def main() -> None:
         a, b = ScriptedEngine("a"), ScriptedEngine("b")
-        async with keeper_of(a) as keeper:
-            asked = Asked(keeper, [request(0)])
+        async with worker_of(a) as worker:
+            asked = Asked(worker, [request(0)])
             await settle()
-            await keeper.leave("a")
-            await keeper.join(b)
+            await worker.leave("a")
+            await worker.join(b)
             await settle()
             assert not b.calls, "it is not routed to yet"
-            await keeper.route(["b"])
+            await worker.route(["b"])
             await settle()
             b.finish_all()
             await asked.task
@@ -200,15 +200,15 @@ def test_without_a_replica_that_takes_calls_they_wait_for_one():
 def test_groups_that_belong_to_one_replica_end_with_it():
     async def main() -> None:
         a, b = ScriptedEngine("a"), ScriptedEngine("b")
-        async with keeper_of(a, b) as keeper:
-            asked = Asked(keeper, [request(0), request(1)], on="a")
+        async with worker_of(a, b) as worker:
+            asked = Asked(worker, [request(0), request(1)], on="a")
             await settle()
             assert len(a.calls) == 4
-            await keeper.leave("a")
+            await worker.leave("a")
             with pytest.raises(WorkerDied, match="a is gone"):
                 await asked.task
             with pytest.raises(WorkerDied, match="a is gone"):
-                await Asked(keeper, [request(0)], on="a").task
+                await Asked(worker, [request(0)], on="a").task
             await settle()
             assert not b.calls
 
@@ -218,8 +218,8 @@ def test_groups_that_belong_to_one_replica_end_with_it():
 def test_a_call_that_an_engine_ends_ends_its_group_and_no_other():
     async def main() -> None:
         engine = ScriptedEngine("a", slots=64)
-        async with keeper_of(engine) as keeper:
-            asked = Asked(keeper, [request(0, n=3), request(1)])
+        async with worker_of(engine) as worker:
+            asked = Asked(worker, [request(0, n=3), request(1)])
             await settle()
             engine.finish([1])
             engine.finish([2], FinishReason.ABORTED)
@@ -237,20 +237,20 @@ def test_a_call_that_an_engine_ends_ends_its_group_and_no_other():
 def test_training_groups_are_aborted_whether_their_calls_run_or_wait():
     async def main() -> None:
         first, second = ScriptedEngine("a", slots=64), ScriptedEngine("b", slots=64)
-        async with keeper_of(first, second) as keeper:
-            await keeper.route(["a"])
-            running = Asked(keeper, [request(0), request(1)])
-            validating = Asked(keeper, [request(0, priority=Priority.VALIDATION)])
+        async with worker_of(first, second) as worker:
+            await worker.route(["a"])
+            running = Asked(worker, [request(0), request(1)])
+            validating = Asked(worker, [request(0, priority=Priority.VALIDATION)])
             await settle()
-            await keeper.route(["b"])
-            waiting = Asked(keeper, [request(2)])
+            await worker.route(["b"])
+            waiting = Asked(worker, [request(2)])
             await settle()
             first.finish([1, 5])
             second.finish([7])
             await settle()
-            await keeper.route([])
-            await keeper.leave("b")
-            await keeper.abort_older_than(1)
+            await worker.route([])
+            await worker.leave("b")
+            await worker.abort_older_than(1)
             await settle()
             assert (running.numbers, waiting.numbers, validating.numbers) == ([0], [2], [])
             reasons = [t.finish_reason for t in waiting.groups[0].trajectories]
@@ -264,13 +264,13 @@ def test_training_groups_are_aborted_whether_their_calls_run_or_wait():
 def test_a_group_with_an_old_token_in_a_finished_call_is_aborted():
     async def main() -> None:
         engine = ScriptedEngine("a", slots=64)
-        async with keeper_of(engine) as keeper:
-            asked = Asked(keeper, [request(0), request(1)])
+        async with worker_of(engine) as worker:
+            asked = Asked(worker, [request(0), request(1)])
             await settle()
             engine.finish([1], version=3)
             engine.finish([3], version=4)
             await settle()
-            await keeper.abort_older_than(4)
+            await worker.abort_older_than(4)
             await settle()
             assert asked.numbers == [0]
             engine.finish_all(version=5)
@@ -282,8 +282,8 @@ def test_a_group_with_an_old_token_in_a_finished_call_is_aborted():
 def test_whoever_leaves_early_has_the_rest_aborted_and_others_go_on():
     async def main() -> None:
         engine = ScriptedEngine("a", slots=64)
-        async with keeper_of(engine) as keeper:
-            asked, other = Asked(keeper, [request(0), request(1)]), Asked(keeper, [request(2)])
+        async with worker_of(engine) as worker:
+            asked, other = Asked(worker, [request(0), request(1)]), Asked(worker, [request(2)])
             await settle()
             asked.task.cancel()
             await settle()
@@ -298,12 +298,12 @@ def test_whoever_leaves_early_has_the_rest_aborted_and_others_go_on():
 def test_what_an_engine_refuses_is_raised_where_it_was_asked_for():
     async def main() -> None:
         engine = ScriptedEngine("a")
-        async with keeper_of(engine) as keeper:
+        async with worker_of(engine) as worker:
             engine.refuses = DataError("row 0: too long")
             with pytest.raises(DataError, match="row 0: too long"):
-                await Asked(keeper, [request(0)]).task
+                await Asked(worker, [request(0)]).task
             engine.refuses = None
-            asked = Asked(keeper, [request(1)])
+            asked = Asked(worker, [request(1)])
             await settle()
             engine.finish_all()
             await asked.task
@@ -314,13 +314,13 @@ def test_what_an_engine_refuses_is_raised_where_it_was_asked_for():
 def test_a_replica_that_fails_is_reported_once():
     async def main() -> None:
         engine = ScriptedEngine("a")
-        async with keeper_of(engine) as keeper:
-            asked = Asked(keeper, [request(0)])
+        async with worker_of(engine) as worker:
+            asked = Asked(worker, [request(0)])
             await settle()
             engine.die()
-            replica, error = await anext(keeper.failures())
+            replica, error = await anext(worker.failures())
             assert (replica, str(error)) == ("a", "a was killed")
-            keeper.end(error)
+            worker.end(error)
             with pytest.raises(WorkerDied, match="a was killed"):
                 await asked.task
 
@@ -333,8 +333,8 @@ def test_a_replica_that_fails_is_reported_once():
 def test_whole_groups_are_gathered_for_a_while_unless_none_is_being_made_any_more():
     async def main() -> None:
         engine = ScriptedEngine("a", slots=64)
-        async with keeper_of(engine, gather_s=10.0) as keeper:
-            asked = Asked(keeper, [request(number) for number in range(4)])
+        async with worker_of(engine, gather_s=10.0) as worker:
+            asked = Asked(worker, [request(number) for number in range(4)])
             await settle()
             engine.finish([1, 2])
             await settle()
@@ -353,11 +353,11 @@ def test_whole_groups_are_gathered_for_a_while_unless_none_is_being_made_any_mor
     run_virtual(main())
 
 
-def test_a_gathered_group_is_handed_on_before_the_keepers_end_and_dropped_with_whoever_asked_for_it():
+def test_a_gathered_group_is_handed_on_before_the_episode_workers_end_and_dropped_with_whoever_asked_for_it():
     async def main() -> None:
         engine = ScriptedEngine("a", slots=64)
-        async with keeper_of(engine, gather_s=10.0) as keeper:
-            left, ended = Asked(keeper, [request(0), request(1)]), Asked(keeper, [request(2), request(3)])
+        async with worker_of(engine, gather_s=10.0) as worker:
+            left, ended = Asked(worker, [request(0), request(1)]), Asked(worker, [request(2), request(3)])
             await settle()
             engine.finish([1, 2])
             await settle()
@@ -366,7 +366,7 @@ def test_a_gathered_group_is_handed_on_before_the_keepers_end_and_dropped_with_w
             await settle()
             left.task.cancel()
             await settle()
-            keeper.end(DataError("enough"))
+            worker.end(DataError("enough"))
             with pytest.raises(DataError, match="enough"):
                 await ended.task
             assert left.numbers == [0]
@@ -378,12 +378,12 @@ def test_a_gathered_group_is_handed_on_before_the_keepers_end_and_dropped_with_w
 def test_a_group_that_cannot_be_put_together_fails_for_whoever_waits_for_it():
     async def main() -> None:
         engine = ScriptedEngine("a", slots=64)
-        async with keeper_of(engine, gather_s=10.0) as keeper:
-            keeper._decode = lambda ids: str(1 // 0)
-            asked = Asked(keeper, [request(0)])
+        async with worker_of(engine, gather_s=10.0) as worker:
+            worker._decode = lambda ids: str(1 // 0)
+            asked = Asked(worker, [request(0)])
             await settle()
             engine.finish_all()
-            with pytest.raises(RunError, match="keeper, group 0: ZeroDivisionError"):
+            with pytest.raises(RunError, match="episode-worker, group 0: ZeroDivisionError"):
                 await asked.task
 
     run_virtual(main())
