@@ -7,14 +7,15 @@ import pickle
 import re
 import sys
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from importlib import import_module
-from inspect import signature
+from inspect import Parameter, signature
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from headway.errors import UserCodeError, boundary, raised_by
+from headway.errors import UserCodeError, boundary, raised_by, shown
 
 
 def names_a_file(spec: str) -> bool:
@@ -102,8 +103,63 @@ def _name(spec: str) -> str:
     return spec.rpartition(":")[2]
 
 
-def check_call(spec: str, function: Callable[..., Any], positional: Sequence[str], named: Sequence[str] = ()) -> None:
+@dataclass(frozen=True, slots=True)
+class Parameters:
+    """The parameters of a user's function, which is given those arguments that it names.
+
+    Example:
+        >>> def reset(seed, options=None): ...
+        >>> Parameters.of(reset).given({"seed": 7, "row": {}})
+        {'seed': 7}
+        >>> Parameters.of(reset).lacking(["row"])
+        ['seed']
+    """
+
+    named: Mapping[str, Parameter]
+    """Parameters that can be given by name, ``self`` aside."""
+    takes_all: bool
+    """The function has ``**kwargs``."""
+    order: tuple[str, ...] = ()
+    """Names of all parameters but ``self`` and ``**kwargs``, those that cannot be given by name included."""
+    readable: bool = True
+    """False for a built-in function, which tells its parameters only by being called."""
+
+    @classmethod
+    def of(cls, function: Callable[..., Any]) -> Parameters:
+        """Read the parameters of a function, or of a class's constructor."""
+        try:
+            found = signature(function).parameters
+        except (TypeError, ValueError):
+            return cls({}, takes_all=False, readable=False)
+        by_name = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+        named = {name: one for name, one in found.items() if one.kind in by_name and name != "self"}
+        rest = [name for name, one in found.items() if one.kind is Parameter.VAR_KEYWORD]
+        return cls(named, bool(rest), tuple(name for name in found if name not in ("self", *rest)))
+
+    def given(self, available: Mapping[str, Any]) -> dict[str, Any]:
+        """Return those of the ``available`` arguments that the function names; all of them with ``**kwargs``."""
+        return {name: value for name, value in available.items() if self.takes_all or name in self.named}
+
+    @property
+    def needed(self) -> list[str]:
+        """Names of the parameters that have no default."""
+        return [name for name, one in self.named.items() if one.default is one.empty]
+
+    def lacking(self, available: Collection[str]) -> list[str]:
+        """Return the names of parameters without a default that are not ``available``."""
+        return [name for name in self.needed if name not in available]
+
+
+def check_call(
+    spec: str,
+    function: Callable[..., Any],
+    positional: Sequence[str],
+    named: Sequence[str] = (),
+    params: Mapping[str, Any] | None = None,
+) -> None:
     """Check that ``function`` can be called with these arguments, and those of ``named`` that it has a parameter for.
+
+    ``params``: values that the user gives it by name.
 
     Raises:
         UserCodeError: the function cannot; the message names ``spec``, its parameters and those that are expected.
@@ -113,12 +169,12 @@ def check_call(spec: str, function: Callable[..., Any], positional: Sequence[str
     except (TypeError, ValueError):  # a function that is built in tells only by being called
         return
     try:
-        own.bind(*positional, **{name: None for name in named if name in own.parameters})
+        own.bind(*positional, **{name: None for name in named if name in own.parameters}, **(params or {}))
     except TypeError as cause:
+        given = ", ".join([*positional, *(f"{name}={shown(value)}" for name, value in (params or {}).items())])
         optional = f", and by name those of {', '.join(named)} that it has" if named else ""
-        raise UserCodeError(
-            f"{spec}: takes {own}, but is called with ({', '.join(positional)}){optional}: {cause}"
-        ) from None
+        where = ", where values are those of rollout.params" if params is not None else ""
+        raise UserCodeError(f"{spec}: takes {own}, but is called with ({given}){optional}{where}: {cause}") from None
 
 
 def _import_file(path: Path) -> ModuleType:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from inspect import Parameter
 from typing import Any
 
 from headway.agents.interface.program_chat import Chat
 from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart, ProgramDescription
 from headway.agents.interface.user_calls import are_coroutines, number
 from headway.errors import ProgramFailed, UserCodeError, shown
+from headway.runtime.user_code import Parameters, check_call
 
 RETURNS = "expected a number, a list with a number for each turn, both as (number, list), or None"
 EXPECTED = "a program is async def run(row, chat), or a class or an object that has it"
@@ -37,20 +37,13 @@ class UsersRun:
         self._run: Callable[..., Any] = run
         self.given = self._params if self._make is None else {}
         """Arguments that it is called with in every episode."""
+        self.parameters = Parameters.of(run)
         self.name = str(getattr(run, "__qualname__", type(run).__name__))
         inner = _innermost(run)
         if inspect.isasyncgenfunction(inner) or inspect.isgeneratorfunction(inner):
             raise UserCodeError(f"{who}: it yields, and so returns no reward; return the episode's reward instead")
         self.is_async = are_coroutines(inner)
         """It blocks no event loop."""
-
-    def parameters(self) -> list[Parameter]:
-        """The parameters that it has, ``self`` aside; none where they cannot be known."""
-        try:
-            found = [*inspect.signature(self._run).parameters.values()]
-        except (TypeError, ValueError):
-            return []
-        return found if self._make is None else found[1:]
 
     def check(self, *positional: str, names: Sequence[str] = ()) -> None:
         """Check that it can be called with arguments ``positional``, and with those of ``names`` by their names.
@@ -59,9 +52,9 @@ class UsersRun:
             UserCodeError: it cannot; says what it takes and what it is given.
         """
         before = () if self._make is None else ("self",)
-        check_arguments(self._who, self._run, (*before, *positional), {**dict.fromkeys(names), **self.given})
+        check_call(self._who, self._run, (*before, *positional), params={**dict.fromkeys(names), **self.given})
         if self._make is not None:
-            check_arguments(self._who, self._make, (), self._params)
+            check_call(self._who, self._make, (), params=self._params)
 
     def of_an_episode(self) -> Callable[..., Any]:
         """The function of one episode."""
@@ -117,27 +110,6 @@ def _innermost(function: Any) -> Any:
     while isinstance(function, functools.partial):
         function = function.func
     return function if inspect.isfunction(function) or inspect.ismethod(function) else type(function).__call__
-
-
-def check_arguments(
-    who: str, function: Callable[..., Any], positional: Sequence[str], params: Mapping[str, Any]
-) -> None:
-    """Check that user code can be called with arguments named ``positional``, and with ``rollout.params``.
-
-    Raises:
-        UserCodeError: it cannot; says what it takes and what it is given.
-    """
-    try:
-        takes = inspect.signature(function)
-    except (TypeError, ValueError):  # what is built in tells only by being called
-        return
-    try:
-        takes.bind(*positional, **params)
-    except TypeError as cause:
-        given = ", ".join([*positional, *(f"{name}={shown(value)}" for name, value in params.items())])
-        raise UserCodeError(
-            f"{who}: takes {takes}, but is called with ({given}), where values are those of rollout.params: {cause}"
-        ) from None
 
 
 def _kind(found: Any) -> str:

@@ -1,4 +1,10 @@
-"""Environments that are made once and reset often, and the loop of tools alone."""
+"""The one loop of all environments: begin, then turns of the policy and steps of the environment, then the end.
+
+    begin(row) ─▶ messages ─▶ chat.turn ─▶ answer ─▶ step(answer) ─▶ more messages, a reward ─▶ … ─▶ done ─▶ end
+
+A form of environments (Gymnasium's, SkyRL-gym's, TRL's, OpenEnv's, tools alone) is a subclass of `EnvironmentProgram`,
+which translates: what the environment says becomes messages, and what the policy answers becomes its action.
+"""
 
 from __future__ import annotations
 
@@ -6,79 +12,92 @@ import asyncio
 import os
 import sys
 import traceback
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
-from typing import Any
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 from headway.agents.interface.program_chat import Chat
-from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart, Message, ProgramDescription
-from headway.agents.interface.tool import Tool, Toolbox
-from headway.agents.interface.user_calls import called, failing, is_in_a_loop
+from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart, Message, ProgramDescription, TurnAnswer
+from headway.agents.interface.tool import OpenToolbox, Tool, Toolbox
+from headway.agents.interface.user_calls import called, failing, is_in_a_loop, seed_generators
 from headway.errors import EpisodeOver
 
+E = TypeVar("E")
 CLOSE_S = 10.0
 """Seconds for an asynchronous ``close()`` of an environment."""
 
 
-class Instances:
-    """Environments of one kind. One that failed, or whose episode was cancelled, is not used again."""
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What an environment says to an answer, or at the beginning."""
 
-    def __init__(self, make: Callable[[], Any], who: str) -> None:
-        self._make, self._who = make, who
-        self._free: list[Any] = []
-        self._process = os.getpid()
-
-    @contextmanager
-    def one(self) -> Iterator[Any]:
-        """Lend an environment for the time of an episode; makes one where none is free."""
-        instance = self._take()
-        try:
-            yield instance
-        except EpisodeOver:
-            self._free.append(instance)
-            raise
-        self._free.append(instance)
-
-    @asynccontextmanager
-    async def lent(self) -> AsyncIterator[Any]:
-        """`one`, which closes an environment that is not used again."""
-        with self.one() as instance:
-            try:
-                yield instance
-            except EpisodeOver:
-                raise
-            except BaseException:
-                await close(instance)
-                raise
-
-    async def close(self) -> None:
-        """Close those that are not lent."""
-        while self._process == os.getpid() and self._free:
-            await close(self._free.pop())
-
-    def _take(self) -> Any:
-        # A forked process shares the connections of what was made before the fork with its siblings: it makes its own.
-        if self._process != os.getpid():
-            self._process, self._free = os.getpid(), []
-        if self._free:
-            return self._free.pop()
-        with failing(f"{self._who}: making it"):
-            return self._make()
+    messages: Sequence[Message] = ()
+    """Messages that the conversation goes on with."""
+    done: bool = False
+    reward: float | None = None
+    """Reward of the turn that made the answer; None for none."""
+    answered: Message | None = None
+    """Message in place of the answer's, in the conversation."""
 
 
-async def close(environment: Any) -> None:
-    """Close an environment that has ``close()``. What that raises is printed: no episode depends on it."""
-    closing = getattr(environment, "close", None)
-    if not callable(closing):
-        return
-    try:
-        async with asyncio.timeout(CLOSE_S) if is_in_a_loop() else nullcontext():
-            await called(closing)
-    except (Exception, SystemExit):
-        traceback.print_exc(file=sys.stderr)
+class EnvironmentProgram(ABC, Generic[E]):
+    """Program that plays episodes of an environment of the type ``E``; a form of environments is a subclass."""
+
+    is_async = True
+    who = ""
+    """The environment in messages."""
+
+    @abstractmethod
+    def episode(self, start: EpisodeStart) -> AbstractAsyncContextManager[E]:
+        """Open an environment for one episode."""
+
+    @abstractmethod
+    async def begin(self, environment: E, start: EpisodeStart) -> Step:
+        """Reset the environment; its messages begin the conversation."""
+
+    @abstractmethod
+    async def step(self, environment: E, answer: TurnAnswer, chat: Chat) -> Step:
+        """Act as the policy has answered."""
+
+    async def end(self, environment: E) -> EpisodeEnd:
+        """Return the episode's end. Its turns have their rewards already."""
+        return EpisodeEnd()
+
+    def tools(self, environment: E) -> Sequence[Tool]:
+        """Return the tools that the policy is offered."""
+        return ()
+
+    async def run(self, start: EpisodeStart, chat: Chat) -> EpisodeEnd:
+        """Make one episode. See `headway.agents.adapters.program_loader.Program.run`."""
+        async with self.episode(start) as environment:
+            if not self.is_async:
+                # Again: making the environment may have drawn numbers, and reusing one does not.
+                seed_generators(start.seed)
+            with suppress(EpisodeOver):
+                step = await self.begin(environment, start)
+                messages = step.messages
+                while not step.done:
+                    answer = await chat.turn(messages, self.tools(environment))  # type: ignore[arg-type]
+                    step = await self.step(environment, answer, chat)
+                    if step.reward is not None:
+                        chat.reward(step.reward, answer)
+                    messages = [*messages, step.answered or answer.message, *step.messages]
+            return await self.end(environment)
+
+    async def call(self, environment: Any, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the user's environment. Raises `ProgramFailed` or `ProgramAway` for what it raises."""
+        with failing(f"{self.who}: {method}()"):
+            return await called(getattr(environment, method), *args, **kwargs)
 
 
-class ToolLoop:
+async def call_tools(answer: TurnAnswer, chat: Chat) -> Step:
+    """Make a step of the tools that ``answer`` calls; an answer that calls none is the last."""
+    return Step(await chat.call_tools(answer)) if answer.calls else Step(done=True)
+
+
+class ToolLoop(EnvironmentProgram[OpenToolbox]):
     """The program of ``rollout.tools`` and ``rollout.mcp``: the prompt, and turns until one calls no tool.
 
     It gives no reward but those that tools in verl's form give.
@@ -92,17 +111,67 @@ class ToolLoop:
         gives_reward = None if self._tools.gives_reward else False
         return ProgramDescription("tools", self.is_async, tools=self._tools.schemas, gives_reward=gives_reward)
 
-    async def run(self, start: EpisodeStart, chat: Chat) -> EpisodeEnd:
-        async with self._tools.episode(start) as given:
-            with suppress(EpisodeOver):
-                await call_until_answered(chat, start.messages, given.tools)
-            return await given.end()
+    def episode(self, start: EpisodeStart) -> AbstractAsyncContextManager[OpenToolbox]:
+        return self._tools.episode(start)
+
+    def tools(self, environment: OpenToolbox) -> Sequence[Tool]:
+        return environment.tools
+
+    async def begin(self, environment: OpenToolbox, start: EpisodeStart) -> Step:
+        return Step(start.messages)
+
+    async def step(self, environment: OpenToolbox, answer: TurnAnswer, chat: Chat) -> Step:
+        return await call_tools(answer, chat)
+
+    async def end(self, environment: OpenToolbox) -> EpisodeEnd:
+        return await environment.end()
 
 
-async def call_until_answered(chat: Chat, messages: Sequence[Message], tools: Sequence[Tool]) -> None:
-    """Have the policy answer ``messages``, and call the tools that it calls, until an answer calls none."""
-    messages = list(messages)
-    answer = await chat.turn(messages, tools)  # type: ignore[arg-type]  # users give functions or schemas
-    while answer.calls:
-        messages += [answer.message, *await chat.call_tools(answer)]
-        answer = await chat.turn(messages, tools)  # type: ignore[arg-type]  # as above
+class Instances:
+    """Environments of one kind, made once and reset often. One whose episode failed or was cancelled is not reused."""
+
+    def __init__(self, make: Callable[[], Any], who: str) -> None:
+        self._make, self._who = make, who
+        self._free: list[Any] = []
+        self._process = os.getpid()
+
+    @contextmanager
+    def one(self) -> Iterator[Any]:
+        """Lend an environment for the time of an episode; makes one where none is free."""
+        # A forked process shares the connections of what was made before the fork with its siblings: it makes its own.
+        if self._process != os.getpid():
+            self._process, self._free = os.getpid(), []
+        if self._free:
+            instance = self._free.pop()
+        else:
+            with failing(f"{self._who}: making it"):
+                instance = self._make()
+        yield instance
+        self._free.append(instance)
+
+    @asynccontextmanager
+    async def lent(self) -> AsyncIterator[Any]:
+        """`one`, which closes an environment that is not used again."""
+        with self.one() as instance:
+            try:
+                yield instance
+            except BaseException:
+                await close(instance)
+                raise
+
+    async def close(self) -> None:
+        """Close those that are not lent."""
+        while self._process == os.getpid() and self._free:
+            await close(self._free.pop())
+
+
+async def close(environment: Any) -> None:
+    """Close an environment that has ``close()``. What that raises is printed: no episode depends on it."""
+    closing = getattr(environment, "close", None)
+    if not callable(closing):
+        return
+    try:
+        async with asyncio.timeout(CLOSE_S) if is_in_a_loop() else nullcontext():
+            await called(closing)
+    except (Exception, SystemExit):
+        traceback.print_exc(file=sys.stderr)

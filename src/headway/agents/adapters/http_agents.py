@@ -27,7 +27,6 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, closing, suppress
 from dataclasses import replace
 from importlib.util import find_spec
-from inspect import Parameter
 from pathlib import Path
 from typing import Any
 
@@ -54,11 +53,18 @@ class AgentProgram:
         self._who, self._run = who, UsersRun(found, who, params, EXPECTED)
         self.is_async = self._run.is_async
         self._tls: ssl.SSLContext | None = None
-        parameters = self._run.parameters()
-        if not parameters:
+        takes = self._run.parameters
+        if not takes.order:
             raise UserCodeError(f"{who}: it takes no row of the data; {EXPECTED}")
-        self._names = _names(parameters, self._run.given)
-        _check_names(who, parameters[1:], {*self._names, *self._run.given})
+        behind = takes.order[1:]
+        wanted = [name for name in _GIVEN if name in behind or (takes.takes_all and name in _GIVEN_TO_ALL)]
+        self._names = [name for name in wanted if name not in self._run.given]
+        if unknown := [name for name in takes.lacking({*self._names, *self._run.given}) if name in behind]:
+            raise UserCodeError(
+                f"{who}: there is nothing for its parameter {' and '.join(map(repr, unknown))}: behind the row, "
+                f"arguments are given by name, and there are {', '.join(_GIVEN)} and those of rollout.params; rename "
+                "the parameter, or give it a default"
+            )
         self._run.check("row", names=self._names)
 
     def describe(self) -> ProgramDescription:
@@ -123,30 +129,6 @@ def _turn_of(id: Any, who: str, tag: str) -> int:
             "for the id of each answer that is given one"
         )
     return int(parts[-2])
-
-
-def _names(parameters: list[Parameter], taken: Mapping[str, Any]) -> tuple[str, ...]:
-    """The arguments beside the row that an agent with ``parameters`` is given by name."""
-    behind = {one.name for one in parameters[1:]}
-    takes_all = any(one.kind is Parameter.VAR_KEYWORD for one in parameters)
-    wanted = {name for name in _GIVEN if name in behind or (takes_all and name in _GIVEN_TO_ALL)}
-    return tuple(name for name in _GIVEN if name in wanted - set(taken))
-
-
-def _check_names(who: str, parameters: list[Parameter], given: set[str]) -> None:
-    """Check that an agent asks for nothing behind the row but what is ``given`` by name.
-
-    Raises:
-        UserCodeError: it does; says what there is.
-    """
-    various = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
-    needed = [one.name for one in parameters if one.default is Parameter.empty and one.kind not in various]
-    if unknown := [name for name in needed if name not in given]:
-        raise UserCodeError(
-            f"{who}: there is nothing for its parameter {' and '.join(map(repr, unknown))}: behind the row, arguments "
-            f"are given by name, and there are {', '.join(_GIVEN)} and those of rollout.params; rename the parameter, "
-            "or give it a default"
-        )
 
 
 MOST_LINE = 2**20

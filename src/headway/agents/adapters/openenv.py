@@ -15,13 +15,22 @@ import json
 from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit, urlunsplit
 
+from headway.agents.adapters.environment_loop import EnvironmentProgram, Step
 from headway.agents.interface.program_chat import Chat
-from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart, ProgramDescription, said, with_text
+from headway.agents.interface.program_messages import (
+    EpisodeEnd,
+    EpisodeStart,
+    ProgramDescription,
+    TurnAnswer,
+    said,
+    with_text,
+)
 from headway.agents.interface.user_calls import failing, is_away, number
-from headway.errors import EpisodeOver, ProgramAway, ProgramFailed, UserCodeError, cut, said_by, shown
+from headway.errors import ProgramAway, ProgramFailed, UserCodeError, cut, said_by, shown
 
 if TYPE_CHECKING:
     from aiohttp import ClientSession, ClientWebSocketResponse
@@ -35,14 +44,21 @@ NOT_TEXT = ("done", "reward", "metadata")
 PARAMS = ("action_field", "observation_field", "timeout_s")
 
 
-class OpenEnvProgram:
+@dataclass(slots=True)
+class _OpenEnvEpisode:
+    """A connection, and what its environment said when it was reset."""
+
+    socket: ClientWebSocketResponse
+    first: Mapping[str, Any]
+    bad_actions: int = 0
+
+
+class OpenEnvProgram(EnvironmentProgram[_OpenEnvEpisode]):
     """An environment behind a server of OpenEnv's. Actions are the model's text, observations the user's messages.
 
     The text is the action's one required field where that is text; else it has to be the action as a JSON object. The
     reward of a step is that of the turn before it.
     """
-
-    is_async = True
 
     def __init__(self, url: str, who: str, params: Mapping[str, Any]) -> None:
         """
@@ -52,7 +68,7 @@ class OpenEnvProgram:
         """
         if unknown := sorted(set(params) - set(PARAMS)):
             raise UserCodeError(f"{who}: it takes no rollout.params.{unknown[0]}; there are {', '.join(PARAMS)}")
-        self._who, self._url = who, web_socket(url)
+        self.who, self._url = who, web_socket(url)
         self._timeout_s = number(params.get("timeout_s", 30.0), f"{who}: rollout.params.timeout_s")
         self._action_field: str | None = params.get("action_field")
         self._observation_field: str | None = params.get("observation_field")
@@ -68,26 +84,44 @@ class OpenEnvProgram:
     def describe(self) -> ProgramDescription:
         return ProgramDescription("OpenEnv", self.is_async, gives_reward=True)
 
-    async def run(self, start: EpisodeStart, chat: Chat) -> EpisodeEnd:
-        bad_actions = 0
-        with suppress(EpisodeOver):
-            async with self._session() as session, self._begun(session, start) as (socket, first):
-                observed = first
-                messages = with_text(start.messages, self._text(observed), between="\n\n")
-                while not observed.get("done"):
-                    answer = await chat.turn(messages)
+    @asynccontextmanager
+    async def episode(self, start: EpisodeStart) -> AsyncIterator[_OpenEnvEpisode]:
+        """Open a connection with an environment that has been reset. Waits for a server that is full."""
+        until = asyncio.get_running_loop().time() + self._timeout_s
+        async with self._session() as session:
+            while True:
+                socket = await self._connected(session)
+                try:
                     try:
-                        observed = await self._asked(socket, "step", self._action(answer.text))
-                    except _BadAction as bad:
-                        bad_actions += 1
-                        messages = [*messages, answer.message, said("user", str(bad))]
-                        continue
-                    reward = observed.get("reward")
-                    what = f"{self._who}: the reward of a step"
-                    chat.reward(0.0 if reward is None else number(reward, what), answer)
-                    if not observed.get("done"):
-                        messages = [*messages, answer.message, said("user", self._text(observed))]
-        return EpisodeEnd(metrics={"bad_actions": bad_actions})
+                        first = await self._reset(socket, start)
+                    except _Full:
+                        if asyncio.get_running_loop().time() > until:
+                            raise
+                    else:
+                        yield _OpenEnvEpisode(socket, first)
+                        return
+                finally:
+                    with suppress(Exception):
+                        await socket.send_str('{"type": "close"}')
+                    await socket.close()
+                await asyncio.sleep(FULL_WAIT_S)
+
+    async def begin(self, environment: _OpenEnvEpisode, start: EpisodeStart) -> Step:
+        first = environment.first
+        return Step(with_text(start.messages, self._text(first), between="\n\n"), bool(first.get("done")))
+
+    async def step(self, environment: _OpenEnvEpisode, answer: TurnAnswer, chat: Chat) -> Step:
+        try:
+            observed = await self._asked(environment.socket, "step", self._action(answer.text))
+        except _BadAction as bad:
+            environment.bad_actions += 1
+            return Step([said("user", str(bad))])
+        reward, done = observed.get("reward"), bool(observed.get("done"))
+        worth = 0.0 if reward is None else number(reward, f"{self.who}: the reward of a step")
+        return Step([] if done else [said("user", self._text(observed))], done, worth)
+
+    async def end(self, environment: _OpenEnvEpisode) -> EpisodeEnd:
+        return EpisodeEnd(metrics={"bad_actions": environment.bad_actions})
 
     def _action(self, text: str) -> dict[str, Any]:
         if self._action_field is not None:
@@ -99,20 +133,18 @@ class OpenEnvProgram:
         raise _BadAction("Error: an action is a JSON object, and nothing else; this was none. Nothing was done.")
 
     async def _reset(self, socket: ClientWebSocketResponse, start: EpisodeStart) -> Mapping[str, Any]:
-        given = start.row.get("seed")
-        seed = given if type(given) is int and given >= 0 else start.seed
         row = {name: value for name, value in start.row.items() if name != "seed"}
         try:
-            return await self._asked(socket, "reset", {"seed": seed, "episode_id": start.name, **row})
+            return await self._asked(socket, "reset", {"seed": start.row_seed, "episode_id": start.name, **row})
         except _BadAction as bad:
-            raise ProgramFailed(f"{self._who}: reset was refused: {bad}") from bad
+            raise ProgramFailed(f"{self.who}: reset was refused: {bad}") from bad
 
     def _text(self, observed: Mapping[str, Any]) -> str:
         fields = {name: value for name, value in observed["observation"].items() if name not in NOT_TEXT}
         if self._observation_field is not None:
             if self._observation_field not in fields:
                 raise ProgramFailed(
-                    f"{self._who}: rollout.params.observation_field={self._observation_field}: an observation has "
+                    f"{self.who}: rollout.params.observation_field={self._observation_field}: an observation has "
                     f"{', '.join(sorted(fields)) or 'nothing'}"
                 )
             fields = {self._observation_field: fields[self._observation_field]}
@@ -129,7 +161,7 @@ class OpenEnvProgram:
         """
         from aiohttp import WSMsgType
 
-        doing = f"{self._who}: {kind}"
+        doing = f"{self.who}: {kind}"
         with suppress(ConnectionError):  # whoever closes the connection may have said why before
             await socket.send_str(json.dumps({"type": kind, "data": dict(data)}, default=str))
         try:
@@ -166,7 +198,7 @@ class OpenEnvProgram:
                 return _BadAction(f"Error: the action does not fit: {'; '.join(said_so) or text}. Nothing was done.")
             case "CAPACITY_REACHED":
                 return _Full(
-                    f"{self._who}: the server has no room for a further session: {text}; raise its "
+                    f"{self.who}: the server has no room for a further session: {text}; raise its "
                     "max_concurrent_envs, or lower rollout.max_concurrent"
                 )
         return ProgramFailed(f"{doing}: the server says: {text}")
@@ -176,47 +208,24 @@ class OpenEnvProgram:
 
         return ClientSession(timeout=ClientTimeout(total=None, sock_connect=self._timeout_s))
 
-    @asynccontextmanager
-    async def _begun(
-        self, session: ClientSession, start: EpisodeStart
-    ) -> AsyncIterator[tuple[ClientWebSocketResponse, Mapping[str, Any]]]:
-        """A connection with an environment that has been reset, and what it said. Waits for a server that is full."""
-        until = asyncio.get_running_loop().time() + self._timeout_s
-        while True:
-            socket = await self._connected(session)
-            try:
-                try:
-                    first = await self._reset(socket, start)
-                except _Full:
-                    if asyncio.get_running_loop().time() > until:
-                        raise
-                else:
-                    yield socket, first
-                    return
-            finally:
-                with suppress(Exception):
-                    await socket.send_str('{"type": "close"}')
-                await socket.close()
-            await asyncio.sleep(FULL_WAIT_S)
-
     async def _connected(self, session: ClientSession) -> ClientWebSocketResponse:
         from aiohttp import ClientWSTimeout, WSServerHandshakeError
 
         try:
             async with asyncio.timeout(self._timeout_s):
-                with failing(f"{self._who}: connecting"):
+                with failing(f"{self.who}: connecting"):
                     return await session.ws_connect(
                         self._url, max_msg_size=MOST_BYTES, timeout=ClientWSTimeout(ws_close=5.0)
                     )
         except TimeoutError:
-            raise ProgramAway(f"{self._who}: connecting was waited for {self._timeout_s:g} s") from None
+            raise ProgramAway(f"{self.who}: connecting was waited for {self._timeout_s:g} s") from None
         except ProgramFailed as failed:
             cause = failed.__cause__
             if not isinstance(cause, WSServerHandshakeError):
                 raise
             kind = ProgramAway if cause.status >= 500 or cause.status == 429 else ProgramFailed
             raise kind(
-                f"{self._who}: the server answers {self._url} with status {cause.status}; a server of OpenEnv's has "
+                f"{self.who}: the server answers {self._url} with status {cause.status}; a server of OpenEnv's has "
                 "its WebSocket at /ws"
             ) from cause
 
@@ -234,16 +243,16 @@ class OpenEnvProgram:
                     raise ConnectionError(f"the server answers with status {response.status}")
                 found = await response.json()
         except TimeoutError:
-            raise ProgramAway(f"{self._who}: {url} was waited for {self._timeout_s:g} s") from None
+            raise ProgramAway(f"{self.who}: {url} was waited for {self._timeout_s:g} s") from None
         except Exception as cause:
             if is_away(cause):
-                said = f"{self._who}: {url} is away ({said_by(cause)}); start the server, or mend the address"
+                said = f"{self.who}: {url} is away ({said_by(cause)}); start the server, or mend the address"
                 raise ProgramAway(said) from cause
-            raise ProgramFailed(f"{self._who}: asking {url} raised {said_by(cause)}") from cause
+            raise ProgramFailed(f"{self.who}: asking {url} raised {said_by(cause)}") from cause
         action = found.get("action") if isinstance(found, dict) else None
         if not isinstance(action, dict):
             raise UserCodeError(
-                f"{self._who}: {url} says {shown(found)}, expected a dict with the schema of an action; give the "
+                f"{self.who}: {url} says {shown(found)}, expected a dict with the schema of an action; give the "
                 "address of a server of OpenEnv's"
             )
         return action

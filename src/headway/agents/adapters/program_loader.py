@@ -27,7 +27,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from headway.agents.adapters.custom_program import EXPECTED, OwnProgram, check_arguments
+from headway.agents.adapters.custom_program import EXPECTED, OwnProgram
 from headway.agents.adapters.environment_loop import Instances, ToolLoop
 from headway.agents.adapters.gymnasium import GymProgram
 from headway.agents.adapters.http_agents import AgentProgram, CommandProgram
@@ -46,7 +46,7 @@ from headway.errors import EpisodeOver, HeadwayError, ProgramAway, ProgramFailed
 from headway.runtime.sandbox.python_tool import PYTHON, python_tool
 from headway.runtime.sandbox.sandbox import Sandbox
 from headway.runtime.sandbox.sandbox_limits import SandboxSpec
-from headway.runtime.user_code import load_object, names_a_server, resolve_spec
+from headway.runtime.user_code import Parameters, check_call, load_object, names_a_server, resolve_spec
 
 
 class Program(Protocol):
@@ -286,7 +286,7 @@ def _environment(spec: ProgramSpec, found: Any) -> Program:
     if _is_skyrl(found):
         _refuse_tools(spec)
         return SkyrlProgram(found, who, spec.params, spec.max_turns)
-    check_arguments(who, found, (), spec.params)
+    check_call(who, found, (), params=spec.params)
     instances = Instances(partial(found, **spec.params), who)
     if inspect.isclass(found):
         return _recognised(spec, instances, found, found)
@@ -323,20 +323,14 @@ def _form_of(kind: type, environment: Any, has_tools: bool) -> str | None:
 
 def _step_is_a_tool(environment: Any) -> bool:
     """Tell a tool that is named step from Gymnasium's: it returns text, and ``reset`` names no seed."""
-    try:
-        returns = inspect.signature(environment.step).return_annotation
-        return returns in (str, "str") and "seed" not in inspect.signature(environment.reset).parameters
-    except (TypeError, ValueError):
-        return False
+    returns = getattr(environment.step, "__annotations__", {}).get("return")
+    return returns in (str, "str") and "seed" not in Parameters.of(environment.reset).named
 
 
 def _is_skyrl(found: Callable[..., Any]) -> bool:
     if inspect.isclass(found):
         return callable(getattr(found, "init", None)) and callable(getattr(found, "step", None))
-    try:
-        return "extras" in inspect.signature(found).parameters
-    except (TypeError, ValueError):
-        return False
+    return "extras" in Parameters.of(found).named
 
 
 def _lacking(who: str, kind: type, environment: Any) -> str:

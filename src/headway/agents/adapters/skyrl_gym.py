@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
-from headway.agents.adapters.environment_loop import close
+from headway.agents.adapters.environment_loop import EnvironmentProgram, Step, close
 from headway.agents.interface.program_chat import Chat
-from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart, Message, ProgramDescription, TurnAnswer
-from headway.agents.interface.user_calls import are_coroutines, called, failing, number, seed_generators
-from headway.errors import EpisodeOver, ProgramFailed, shown
+from headway.agents.interface.program_messages import (
+    EpisodeEnd,
+    EpisodeStart,
+    Message,
+    ProgramDescription,
+    TurnAnswer,
+    said,
+)
+from headway.agents.interface.user_calls import are_coroutines, failing, number
+from headway.errors import ProgramFailed, shown
+from headway.runtime.user_code import Parameters
 
 
-class SkyrlProgram:
+class SkyrlProgram(EnvironmentProgram[Any]):
     """An environment in the form of SkyRL-gym. Each episode makes one, from the row's columns (``extras``).
 
     The reward of a step is that of the turn before it. Where a step gives a ``postprocessed_action`` the conversation
@@ -22,12 +30,11 @@ class SkyrlProgram:
     """
 
     def __init__(self, make: Callable[..., Any], who: str, params: Mapping[str, Any], max_turns: int | None) -> None:
-        self._make, self._who, self._params, self._max_turns = make, who, params, max_turns
-        parameters = inspect.signature(make).parameters
-        takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
-        self._takes_extras = "extras" in parameters or takes_all
-        self._as_config: Callable[[Any], Any] | None = None
-        if "env_config" in parameters or takes_all:
+        self._make, self.who, self._params = make, who, params
+        self._turns = {} if max_turns is None else {"max_turns": max_turns}
+        self._takes = Parameters.of(make)
+        self._as_config: Callable[[Any], Any] = dict
+        if self._takes.given({"env_config": None}):
             from omegaconf import OmegaConf  # as SkyRL gives it; imported before processes are forked
 
             self._as_config = OmegaConf.create
@@ -37,79 +44,63 @@ class SkyrlProgram:
     def describe(self) -> ProgramDescription:
         return ProgramDescription("SkyRL-gym", self.is_async, gives_reward=True)
 
-    async def run(self, start: EpisodeStart, chat: Chat) -> EpisodeEnd:
-        with failing(f"{self._who}: making it"):
-            environment = self._make(**self._arguments(start))
+    @asynccontextmanager
+    async def episode(self, start: EpisodeStart) -> AsyncIterator[Any]:
+        """Make an environment with ``env_config`` and ``extras``, where it takes them, and ``rollout.params``."""
+        config = self._params.get("env_config") or {}
+        own = {
+            "env_config": self._as_config(dict(config)) if isinstance(config, Mapping) else config,
+            "extras": {**start.row, **self._turns, **dict(self._params.get("extras") or {})},
+        }
+        with failing(f"{self.who}: making it"):
+            environment = self._make(**{**self._params, **self._takes.given(own)})
         try:
-            with suppress(EpisodeOver):
-                await self._play(environment, start, chat)
-            return EpisodeEnd(metrics=await self._metrics(environment))
+            yield environment
         finally:
             await close(environment)
 
-    async def _play(self, environment: Any, start: EpisodeStart, chat: Chat) -> None:
-        if not self.is_async:
-            seed_generators(start.seed)
-        with failing(f"{self._who}: init()"):
-            value = await called(environment.init, list(start.messages))
+    async def begin(self, environment: Any, start: EpisodeStart) -> Step:
+        value = await self.call(environment, "init", list(start.messages))
         if not isinstance(value, tuple | list) or len(value) != 2:
-            raise ProgramFailed(f"{self._who}: init() returned {shown(value)}, expected (messages, info)")
-        messages = self._messages(value[0], "init")
-        while True:
-            answer = await chat.turn(messages)
-            with failing(f"{self._who}: step()"):
-                step = await called(environment.step, answer.text)
-            if not isinstance(step, Mapping) or not {"observations", "reward", "done"} <= set(step):
-                raise ProgramFailed(
-                    f"{self._who}: step() returned {shown(step)}, expected a dict with observations, reward and done"
-                )
-            chat.reward(number(step["reward"], f"{self._who}: the reward of step()"), answer)
-            if step["done"]:
-                return
-            messages = [*messages, self._said(answer, step), *self._messages(step["observations"], "step")]
+            raise ProgramFailed(f"{self.who}: init() returned {shown(value)}, expected (messages, info)")
+        return Step(self._messages(value[0], "init"))
 
-    def _arguments(self, start: EpisodeStart) -> dict[str, Any]:
-        """The constructor's arguments: ``env_config`` and ``extras``, where it has them, and ``rollout.params``."""
-        arguments = dict(self._params)
-        if self._as_config is not None:
-            config = arguments.get("env_config") or {}
-            arguments["env_config"] = self._as_config(dict(config)) if isinstance(config, Mapping) else config
-        if self._takes_extras:
-            turns = {} if self._max_turns is None else {"max_turns": self._max_turns}
-            arguments["extras"] = {**start.row, **turns, **dict(arguments.get("extras") or {})}
-        return arguments
-
-    def _messages(self, value: Any, method: str) -> list[Message]:
-        fits = isinstance(value, tuple | list) and all(isinstance(one, Mapping) and "role" in one for one in value)
-        if not fits or (method == "init" and not value):
+    async def step(self, environment: Any, answer: TurnAnswer, chat: Chat) -> Step:
+        value = await self.call(environment, "step", answer.text)
+        if not isinstance(value, Mapping) or not {"observations", "reward", "done"} <= set(value):
             raise ProgramFailed(
-                f"{self._who}: {method}() returned the messages {shown(value)}, expected a list of dicts like "
-                '{"role": "user", "content": "…"}'
+                f"{self.who}: step() returned {shown(value)}, expected a dict with observations, reward and done"
             )
-        return [dict(one) for one in value]
-
-    def _said(self, answer: TurnAnswer, step: Mapping[str, Any]) -> Message:
-        instead = step.get("postprocessed_action")
-        if instead is None or instead == answer.text:
-            return answer.message
-        if not isinstance(instead, str):
+        reward = number(value["reward"], f"{self.who}: the reward of step()")
+        if value["done"]:
+            return Step(done=True, reward=reward)
+        instead = value.get("postprocessed_action")
+        if instead is not None and not isinstance(instead, str):
             raise ProgramFailed(
-                f"{self._who}: step() returned postprocessed_action={shown(instead)}, expected text or None"
+                f"{self.who}: step() returned postprocessed_action={shown(instead)}, expected text or None"
             )
-        return {"role": "assistant", "content": instead}
+        answered = None if instead in (None, answer.text) else said("assistant", instead)
+        return Step(self._messages(value["observations"], "step"), reward=reward, answered=answered)
 
-    async def _metrics(self, environment: Any) -> dict[str, float]:
-        get_metrics = getattr(environment, "get_metrics", None)
-        if get_metrics is None:
-            return {}
-        with failing(f"{self._who}: get_metrics()"):
-            metrics = await called(get_metrics)
+    async def end(self, environment: Any) -> EpisodeEnd:
+        if getattr(environment, "get_metrics", None) is None:
+            return EpisodeEnd()
+        metrics = await self.call(environment, "get_metrics")
         if not isinstance(metrics, Mapping):
             raise ProgramFailed(
-                f"{self._who}: get_metrics() returned {shown(metrics)}, expected a dict of numbers by name"
+                f"{self.who}: get_metrics() returned {shown(metrics)}, expected a dict of numbers by name"
             )
         found: dict[str, float] = {}
         for name, value in metrics.items():
             with suppress(ProgramFailed):  # SkyRL's own aggregation leaves out what is no number, too
                 found[str(name)] = number(value, str(name))
-        return found
+        return EpisodeEnd(metrics=found)
+
+    def _messages(self, value: Any, method: str) -> list[Message]:
+        fits = isinstance(value, tuple | list) and all(isinstance(one, Mapping) and "role" in one for one in value)
+        if not fits or (method == "init" and not value):
+            raise ProgramFailed(
+                f"{self.who}: {method}() returned the messages {shown(value)}, expected a list of dicts like "
+                '{"role": "user", "content": "…"}'
+            )
+        return [dict(one) for one in value]

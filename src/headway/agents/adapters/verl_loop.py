@@ -25,6 +25,7 @@ from headway.agents.interface.program_chat import Chat
 from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart, ProgramDescription
 from headway.agents.interface.user_calls import number
 from headway.errors import ProgramFailed, UserCodeError, boundary, shown
+from headway.runtime.user_code import Parameters
 
 EXPECTED = (
     "expected an object with verl's fields prompt_ids, response_ids, response_mask and reward_score, or a list of these"
@@ -141,10 +142,7 @@ class VerlLoop:
             "dataset_cls": None,
             "data_config": SimpleNamespace(config=config.data),
         }
-        parameters = inspect.signature(self._found).parameters.values()
-        takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters)
-        names = {one.name for one in parameters}
-        loop = self._found(**{k: v for k, v in given.items() if takes_all or k in names}, **self._params)
+        loop = self._found(**Parameters.of(self._found).given(given), **self._params)
         for name in ("server_manager", "tokenizer"):
             if not hasattr(loop, name):
                 setattr(loop, name, given[name])
@@ -167,10 +165,7 @@ class VerlLoop:
 def is_verl_loop(found: Any) -> bool:
     """Tell whether ``found`` is an agent loop in verl's form: its ``run`` takes ``sampling_params`` first."""
     run = getattr(found, "run", None)
-    if not callable(run):
-        return False
-    names = [name for name in inspect.signature(run).parameters if name != "self"]
-    return names[:1] == ["sampling_params"]
+    return callable(run) and Parameters.of(run).order[:1] == ("sampling_params",)
 
 
 def _config(prompt_length: int, most_tokens: int, template_kwargs: Mapping[str, Any]) -> Any:

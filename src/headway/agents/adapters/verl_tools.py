@@ -27,7 +27,7 @@ from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart
 from headway.agents.interface.tool import Tool, ToolResult
 from headway.agents.interface.user_calls import are_coroutines, called, failing, number
 from headway.errors import ProgramFailed, UserCodeError, boundary, shown
-from headway.runtime.user_code import load_object, names_a_file
+from headway.runtime.user_code import Parameters, load_object, names_a_file
 
 EXPECTED_SCHEMA = (
     'expected a tool_schema {"type": "function", "function": {"name": …, "description": …, "parameters": …}}: an '
@@ -104,12 +104,10 @@ class _Instance:
         if create is None:
             return id
         kwargs = self._given("create_kwargs")
-        takes = inspect.signature(create).parameters
+        takes = Parameters.of(create)
         # verl's tools take these one by one, or all of them in create_kwargs, or in either way.
-        if "create_kwargs" in takes or any(one.kind is one.VAR_KEYWORD for one in takes.values()):
-            kwargs = {**kwargs, "create_kwargs": dict(kwargs)} if kwargs else {}
-        if "create_kwargs" in takes and not any(one.kind is one.VAR_KEYWORD for one in takes.values()):
-            kwargs = {name: value for name, value in kwargs.items() if name in takes}
+        if kwargs and ("create_kwargs" in takes.named or takes.takes_all):
+            kwargs = takes.given({**kwargs, "create_kwargs": dict(kwargs)})
         with failing(f"{self._tool.who}: create()"):
             value = await called(create, id, **kwargs)
         given = value[0] if isinstance(value, tuple) and value else value
@@ -155,14 +153,8 @@ def make_verl_tool(
     """
     if not inspect.isclass(found):
         return VerlTool(found, who)
-    arguments: dict[str, Any] = {
-        "config": dict(config or {}),
-        "tool_schema": None if schema is None else _attributes(schema),
-    }
-    try:
-        inspect.signature(found).bind(**arguments)
-    except TypeError:  # a class that stands alone may take nothing
-        arguments = {}
+    arguments = {"config": dict(config or {}), "tool_schema": None if schema is None else _attributes(schema)}
+    arguments = Parameters.of(found).given(arguments)  # a class that stands alone may take nothing
     with boundary(f"{who}: making it, as {found.__name__}(config={{…}}, tool_schema=…)", UserCodeError):
         made: Any = found(**arguments)
     if schema is not None and getattr(made, "tool_schema", None) is None:

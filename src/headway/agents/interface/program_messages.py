@@ -142,6 +142,12 @@ class EpisodeStart:
     messages_are_kept: bool = False
     """Requests send new messages alone: whoever answers keeps those of earlier ones."""
 
+    @property
+    def row_seed(self) -> int:
+        """Seed of an environment: the row's column ``seed`` where it is one, so that all of a group play the same."""
+        given = self.row.get("seed")
+        return given if type(given) is int and given >= 0 else self.seed
+
     def with_prompt(self) -> dict[str, Any]:
         """The row with its prompt: as the data have it, ``prompt``, and as chat messages, ``messages``."""
         messages = [dict(message) for message in self.messages]

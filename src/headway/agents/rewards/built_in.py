@@ -8,7 +8,6 @@ What stands in a thought is never scored, and a response whose thought never end
 from __future__ import annotations
 
 import difflib
-import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 from headway.agents.rewards.code_reward import code
 from headway.agents.rewards.score_request import Response, ScoreRequest
 from headway.errors import ConfigError, ScoringFailed
+from headway.runtime.user_code import Parameters
 
 Rule = Callable[[ScoreRequest, Response], float]
 """A function of a request and one of the group's responses that returns the response's value."""
@@ -102,9 +102,8 @@ def make_rule(name: str, params: Mapping[str, Any], **surroundings: Any) -> Rule
 
     ``surroundings``: what is no parameter of the user's, by name; a rule gets what it names.
     """
-    maker = BUILT_IN[name]
-    taken = inspect.signature(maker).parameters
-    known = {param: parameter for param, parameter in taken.items() if param not in surroundings}
+    takes = Parameters.of(maker := BUILT_IN[name])
+    known = [param for param in takes.named if param not in surroundings]
     for param in params:
         if param not in known:
             close = difflib.get_close_matches(param, known, n=1)
@@ -112,10 +111,9 @@ def make_rule(name: str, params: Mapping[str, Any], **surroundings: Any) -> Rule
             raise ConfigError(
                 f"reward.params: {name} has no parameter {param!r}{hint}; it takes {', '.join(known) or 'none'}"
             )
-    for param, parameter in known.items():
-        if parameter.default is parameter.empty and param not in params:
-            raise ConfigError(f"reward.params: {name} needs {param!r}; it takes {', '.join(known)}")
-    rule = maker(**params, **{key: value for key, value in surroundings.items() if key in taken})
+    if lacking := takes.lacking({**params, **surroundings}):
+        raise ConfigError(f"reward.params: {name} needs {lacking[0]!r}; it takes {', '.join(known)}")
+    rule = maker(**takes.given({**params, **surroundings}))
 
     def behind_thought(request: ScoreRequest, response: Response) -> float:
         return 0.0 if response.begin is None else rule(request, response if name in WHOLE else response.answer)

@@ -37,6 +37,7 @@ from typing import Any
 
 from headway.agents.rewards.score_request import ScoreRequest
 from headway.errors import ScoringFailed, ScoringTimedOut, UserCodeError
+from headway.runtime.user_code import Parameters
 
 SCORES = ("score", "reward")
 """Keys of the score in a dictionary that a function returns, the first one that it has."""
@@ -153,13 +154,17 @@ class UserFunction:
         self._name = spec.rpartition(":")[2]
         self._params = dict(params or {})
         self._answer_keys = tuple(answer_keys)
-        self._parameters = _keyword_parameters(function, spec)
-        self._takes_all = any(p.kind is p.VAR_KEYWORD for p in self._parameters.values())
-        self.dialect = _dialect_of(self._parameters, self._takes_all, spec)
+        self._takes = takes = Parameters.of(function)
+        if not takes.readable:
+            raise UserCodeError(f"{spec}: its parameters cannot be read; wrap it in a function with def")
+        if by_place := [name for name in takes.order if name not in takes.named]:
+            raise UserCodeError(
+                f"{spec}: parameter {by_place[0]!r} is positional; rewards are called with keyword arguments"
+            )
+        self.dialect = _dialect_of(takes, spec)
         self._check_params()
-        self.is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
-            getattr(function, "__call__", None)  # noqa: B004 - an object whose __call__ is asynchronous
-        )
+        own_call = getattr(function, "__call__", None)  # noqa: B004 - an object whose __call__ is asynchronous
+        self.is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(own_call)
 
     @property
     def may_not_apply(self) -> bool:
@@ -174,9 +179,7 @@ class UserFunction:
         given = {*self.dialect.given, *self._params}
         if not self.dialect.of_verl:
             given |= {*columns, *self._answer_keys}
-        for name in self._required():
-            if name in given:
-                continue
+        for name in self._takes.lacking(given):
             if self.dialect.of_verl:
                 raise UserCodeError(
                     f"reward.function: {self._name} needs {name!r}, and a function with solution_str is given "
@@ -298,29 +301,23 @@ class UserFunction:
         }
 
     def _call(self, available: Mapping[str, Any]) -> Any:
-        if self._takes_all:
-            return self._function(**available)
-        for name in self._required():
-            if name not in available:
-                raise ScoringFailed(
-                    f"{self._name} needs {name!r}, and the row has {', '.join(sorted(available))}; "
-                    "give the parameter a default or the row that column"
-                )
-        return self._function(**{name: available[name] for name in self._parameters if name in available})
-
-    def _required(self) -> list[str]:
-        return [n for n, p in self._parameters.items() if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
+        if lacking := self._takes.lacking(available):
+            raise ScoringFailed(
+                f"{self._name} needs {lacking[0]!r}, and the row has {', '.join(sorted(available))}; "
+                "give the parameter a default or the row that column"
+            )
+        return self._function(**self._takes.given(available))
 
     def _check_params(self) -> None:
         for name in self._params:
             if name in self.dialect.given:
                 raise UserCodeError(f"reward.params: {name!r} is given to {self._name} anyway; drop it")
-            if name not in self._parameters and not self._takes_all:
+            if not self._takes.given({name: None}):
                 raise UserCodeError(
-                    f"reward.params: {self._name} takes ({', '.join(self._parameters)}), not {name!r}; drop it"
+                    f"reward.params: {self._name} takes ({', '.join(self._takes.order)}), not {name!r}; drop it"
                 )
-        for name in self._required():
-            if name in NEVER_GIVEN and self.dialect is CallingConvention.TRL and name not in self._params:
+        for name in self._takes.lacking(self._params):
+            if name in NEVER_GIVEN and self.dialect is CallingConvention.TRL:
                 raise UserCodeError(
                     f"reward.function: {self._name} needs {name!r}, which Headway does not give: {NEVER_GIVEN[name]}; "
                     "give the parameter a default"
@@ -350,26 +347,14 @@ def _verls_arguments(request: ScoreRequest) -> dict[str, Any]:
     }
 
 
-def _keyword_parameters(function: Callable[..., Any], spec: str) -> dict[str, inspect.Parameter]:
-    try:
-        parameters = dict(inspect.signature(function).parameters)
-    except (TypeError, ValueError) as cause:
-        raise UserCodeError(
-            f"{spec}: its parameters cannot be read ({cause}); wrap it in a function with def"
-        ) from cause
-    for name, parameter in parameters.items():
-        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.VAR_POSITIONAL):
-            raise UserCodeError(f"{spec}: parameter {name!r} is positional; rewards are called with keyword arguments")
-    return parameters
-
-
-def _dialect_of(parameters: Collection[str], takes_all: bool, spec: str) -> CallingConvention:
+def _dialect_of(takes: Parameters, spec: str) -> CallingConvention:
+    parameters = takes.named
     matching = [dialect for dialect in CallingConvention if set(dialect.markers) & set(parameters)]
     if CallingConvention.RESPONSE in matching or CallingConvention.RESPONSES in matching:
         matching = [
             dialect for dialect in matching if dialect is not CallingConvention.TRL or "completions" in parameters
         ]
-    if not matching and takes_all:
+    if not matching and takes.takes_all:
         return CallingConvention.RESPONSE
     if len(matching) != 1:
         raise UserCodeError(
