@@ -20,7 +20,7 @@ from benchmarks.episodes_endpoint import measure as latencies
 from benchmarks.episodes_endpoint import measure_bare as bare_latencies
 from benchmarks.episodes_prefixes import measure
 from benchmarks.table import report
-from headway.engines.rollout.native.cache.prefix_cache import BLOCK
+from headway.engines.rollout.native.prefix_cache import BLOCK
 
 QUICK = Workload(chains=200, episodes=1, turns=4)
 

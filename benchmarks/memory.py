@@ -158,7 +158,7 @@ def refer(folder: str, tokens: int) -> Measured:
     import torch
 
     from headway.engines.train.fsdp.device_mesh import TrainMesh
-    from headway.engines.train.fsdp.reference_policy import ReferenceEngine
+    from headway.engines.train.fsdp.policy_copies import ReferenceEngine
 
     config = Config.model_validate({"actor": {"ppo_max_token_len_per_gpu": tokens}, "model": {"dtype": "bfloat16"}})
     mesh = TrainMesh.make(config.actor.parallel, torch.device("cpu"))
@@ -221,7 +221,7 @@ def _rank(rank: int, port: int, work: Callable[..., Measured], folder: str, toke
     import torch.distributed as dist
 
     import headway.engines.train.fsdp.engine
-    import headway.engines.train.fsdp.reference_policy  # noqa: F401  # an idle worker has its libraries
+    import headway.engines.train.fsdp.policy_copies  # noqa: F401  # an idle worker has its libraries
 
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, RANKS, is_master=rank == 0)

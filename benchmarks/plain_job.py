@@ -13,7 +13,7 @@ from headway.cluster.hardware import available_cores
 from headway.config.loading import load
 from headway.data.sources import build_sources
 from headway.data.tasks import make_task
-from headway.engines.train.fsdp.lr_schedule import learning_rate
+from headway.engines.train.fsdp.learner import learning_rate
 from headway.models.pretrained import load_model
 from headway.models.tokenizer import load_tokenizer
 

@@ -26,7 +26,7 @@ from headway.config.schema import Config
 from headway.data.sources import build_sources
 from headway.data.tasks import make_task
 from headway.data.types import Prompt
-from headway.engines.train.fsdp.lr_schedule import learning_rate
+from headway.engines.train.fsdp.learner import learning_rate
 from headway.models.pretrained import load_model
 from headway.models.tokenizer import load_tokenizer
 

@@ -35,7 +35,7 @@ from headway.engines.weights.protocols import (
     WeightReceiver,
     WeightSender,
 )
-from headway.engines.weights.served.served_weights import ServedWeights
+from headway.engines.weights.served_weights import ServedWeights
 from headway.engines.weights.transports.broadcast import BroadcastLink, BroadcastReceiver, BroadcastSender
 from headway.engines.weights.transports.links import EndContext, TransportAddress, make_link, open_receiver, open_sender
 from headway.engines.weights.transports.process_group import StoreGroup, open_store

@@ -20,13 +20,13 @@ from headway.data.interfaces.steps import StepReport
 from headway.data.trees import Segments
 from headway.devices import Compute
 from headway.engines.rollout.native import model_runner
-from headway.engines.rollout.native.cache.kv_cache import SlotCache
+from headway.engines.rollout.native.kv_cache import SlotCache
 from headway.engines.rollout.native.native_core import EngineCore
 from headway.engines.train.fsdp import engine as fsdp_engine
 from headway.engines.train.fsdp import learner, policy
 from headway.engines.train.fsdp.engine import FsdpEngine
 from headway.engines.weights.buckets import Tensors
-from headway.engines.weights.served.served_memory import WeightMemory
+from headway.engines.weights.served_weights import WeightMemory
 from headway.models.attention.packed_layout import PackedLayout
 
 Plant = Callable[[pytest.MonkeyPatch], None]

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from headway.data.interfaces.weights import ReceiveReport
-from headway.engines.weights.served.served_update import Updates, outcome
-from headway.engines.weights.served.side_stream import SideStream
+from headway.engines.weights.served_update import SideStream, Updates, outcome
 
 
 class Streams:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from headway.engines.rollout.vllm.vllm_activity import VllmActivity
+from headway.engines.rollout.engine_activity import VllmActivity
 
 
 class Told:

@@ -12,7 +12,7 @@ import pytest
 
 from headway.data.interfaces.generation import FinishedCall
 from headway.data.interfaces.rollout import OnUpdate
-from headway.engines.rollout.vllm.vllm_activity import VllmActivity
+from headway.engines.rollout.engine_activity import VllmActivity
 from headway.engines.rollout.vllm.vllm_core import VllmCore
 from headway.errors import HeadwayError, NonFinite, RunError, WorkerDied
 from tests.contract.harness import VOCABULARY, make_calls, numbers_of

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.engines.weights.digests import RunningDigests, combined, digest
+from headway.engines.weights.weight_layout import RunningDigests, combined, digest
 from headway.errors import UpdateFailed
 from tests.weights.versions import MANIFEST
 

@@ -7,10 +7,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from headway.engines.weights.digests import combined, digest
 from headway.engines.weights.incoming_version import BackBuffer
 from headway.engines.weights.outgoing_version import Staged, Stream, Window
-from headway.engines.weights.weight_layout import build_manifest
+from headway.engines.weights.weight_layout import build_manifest, combined, digest
 from headway.errors import UpdateFailed
 from tests.weights.versions import BUCKET, MANIFEST, assert_same, contents, hand_over, stream, weights, windows
 

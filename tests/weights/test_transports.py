@@ -13,12 +13,11 @@ import torch
 from headway.config.transport_facts import TRANSPORTS
 from headway.data.interfaces.weights import ReceiveReport
 from headway.engines.weights.buckets import Tensors, whole
-from headway.engines.weights.digests import combined
 from headway.engines.weights.incoming_version import BackBuffer, InPlace, Receive
 from headway.engines.weights.outgoing_version import Staged, Stream
 from headway.engines.weights.protocols import Header, WeightSink
 from headway.engines.weights.transports.links import TransportAddress, make_link
-from headway.engines.weights.weight_layout import Manifest
+from headway.engines.weights.weight_layout import Manifest, combined
 from headway.errors import ConfigError, UpdateFailed
 from tests.weights.ends import ALL, STORED, STREAMED, Site
 from tests.weights.versions import (

@@ -30,7 +30,7 @@ from headway.data.interfaces.episode_groups import FinishedGroup, GroupRequest
 from headway.data.interfaces.generation import FinishedCall, GenerateRequest, Priority, SamplingParams
 from headway.data.types import GroupTokens, Prompt, RowAt, RowTokens, Trajectory
 from headway.engines.rollout.native.native_core import EngineCore, Finished
-from headway.engines.weights.served.served_weights import Contents
+from headway.engines.weights.served_weights import Contents
 from headway.models.weight_files import file_tensors
 
 VOCABULARY = 40

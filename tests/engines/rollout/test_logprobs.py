@@ -23,11 +23,10 @@ from transformers import (
 
 from headway.data.interfaces.rollout import OnUpdate
 from headway.data.types import FinishReason
-from headway.engines.rollout.native.cache.sliding_windows import Windows
 from headway.engines.rollout.native.model import fused_forward
-from headway.engines.rollout.native.model.fused_forward import FusedForward, best_forward
-from headway.engines.rollout.native.model.policy_forward import ModuleForward, PrefillContext
-from headway.engines.rollout.native.model.projection import Projection
+from headway.engines.rollout.native.model.fused_forward import FusedForward, Projection, best_forward
+from headway.engines.rollout.native.model.policy_forward import ModuleForward
+from headway.engines.rollout.native.model.step_layout import PrefillContext, Windows
 from headway.errors import ModelError
 from tests.engines.rollout.support import (
     CONTEXT,

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.data.types import TrajectoryId
-from headway.engines.rollout.native.cache.prefix_cache import BLOCK, Found, PrefixCache
+from headway.engines.rollout.native.prefix_cache import BLOCK, Found, PrefixCache
 
 Bits = tuple[Any, ...]
 """How a token was computed: by what, from which token, behind which bits."""

@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 from headway.data.interfaces.generation import SamplingParams
 from headway.data.interfaces.rollout import OnUpdate
 from headway.data.types import TrajectoryId
-from headway.engines.rollout.call_run import check_sampling
+from headway.engines.rollout.call_run import check_sampling, trajectory_key, uniforms
 from headway.engines.rollout.native.sampler import BatchSampling, behaviour_logprobs, inverse_cdf, sample
-from headway.engines.rollout.randomness import trajectory_key, uniforms
 from headway.errors import DataError
 from tests.engines.rollout.support import finish, make_core, make_model, make_request, steps, tokens_of
 

@@ -15,11 +15,11 @@ from transformers import PreTrainedModel
 from headway.data.interfaces.generation import FinishedCall, GenerateRequest, Priority, SamplingParams
 from headway.data.interfaces.rollout import OnUpdate
 from headway.data.types import FinishReason, TrajectoryId
-from headway.engines.rollout.native.cache.prefix_cache import BLOCK
-from headway.engines.rollout.native.cache.sliding_windows import Windows
 from headway.engines.rollout.native.model.fused_forward import FusedForward
-from headway.engines.rollout.native.model.policy_forward import ModuleForward, PrefillContext
+from headway.engines.rollout.native.model.policy_forward import ModuleForward
+from headway.engines.rollout.native.model.step_layout import PrefillContext, Windows
 from headway.engines.rollout.native.native_core import EngineCore
+from headway.engines.rollout.native.prefix_cache import BLOCK
 from tests.engines.rollout.support import FAMILIES, MIXTURES, TOLERANCE, VOCABULARY, activate, make_core, make_model
 from tests.engines.rollout.test_graphs import Replays
 

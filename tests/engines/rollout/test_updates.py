@@ -15,7 +15,7 @@ from headway.data.interfaces.rollout import OnUpdate
 from headway.engines.rollout.native import NativeEngine
 from headway.engines.weights.incoming_version import BackBuffer
 from headway.engines.weights.protocols import Chunk, HostCopy, IncomingWeights, WeightSink
-from headway.engines.weights.served.served_update import BufferedIntake
+from headway.engines.weights.served_update import BufferedIntake
 from headway.errors import RunError, UpdateFailed
 from tests.engines.rollout.serving import MODEL, WAIT_S, Source, collect, endless, outgoing, serving
 from tests.engines.rollout.support import assert_logprobs, make_model, make_request

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from headway.data.interfaces.rollout import OnUpdate
-from headway.engines.rollout.vllm.vllm_activity import VllmActivity
+from headway.engines.rollout.engine_activity import VllmActivity
 from headway.engines.rollout.vllm.vllm_core import VllmCore
 from headway.errors import RunError
 from tests.engines.rollout.support import make_call, make_request

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from torch.distributed.checkpoint.api import CheckpointException
 
-from headway.engines.train.fsdp.sharded import checkpoint
+from headway.engines.train.fsdp import checkpoint
 from headway.engines.train.state_file import STATE_FILE, read_state
 from headway.errors import ModelError, RunError
 from tests.engines.train.test_engine import ModelPath, engine

@@ -22,7 +22,7 @@ from headway.data.interfaces.steps import StepContext
 from headway.engines.train.fsdp.device_mesh import TrainMesh
 from headway.engines.train.fsdp.engine import FsdpEngine
 from headway.engines.train.fsdp.micro_batches import collate
-from headway.engines.train.fsdp.reference_policy import ReferenceEngine
+from headway.engines.train.fsdp.policy_copies import ReferenceEngine
 from headway.engines.weights.buckets import view
 from headway.errors import ModelError
 from headway.models.pretrained import load_model

@@ -21,11 +21,10 @@ from headway.config.sections.parallel import ParallelConfig
 from headway.data.collate import CollatedRow
 from headway.data.interfaces.steps import StepContext, StepReport
 from headway.data.packing import Pack, Packing
-from headway.engines.train.fsdp.cross_microbatch import Apart
+from headway.engines.train.fsdp.collectives import as_metrics, count, merge
 from headway.engines.train.fsdp.device_mesh import TrainMesh
 from headway.engines.train.fsdp.engine import FsdpEngine
-from headway.engines.train.fsdp.metric_sums import as_metrics, count, merge
-from headway.engines.train.fsdp.objective import Objective, collate_columns
+from headway.engines.train.fsdp.objective import Apart, Objective, collate_columns
 from tests.engines.train.episodes import GROUPS, cut_anywhere, dealt, whole
 
 CPU = torch.device("cpu")

@@ -20,7 +20,7 @@ from headway.data.collate import CollatedRow
 from headway.data.interfaces.steps import StepContext
 from headway.engines.train.fsdp.device_mesh import TrainMesh
 from headway.engines.train.fsdp.engine import FsdpEngine
-from headway.engines.train.policy_copy import LogProbCopy
+from headway.engines.train.fsdp.policy_copies import LogProbCopy
 from headway.engines.weights.outgoing_version import Staged, Stream
 from headway.engines.weights.protocols import IncomingWeights, OutgoingWeights
 from headway.errors import ModelError, RunError, UpdateFailed

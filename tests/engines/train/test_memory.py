@@ -21,7 +21,7 @@ from headway.data.collate import CollatedRow
 from headway.data.interfaces.steps import StepContext
 from headway.engines.train.fsdp.device_mesh import TrainMesh
 from headway.engines.train.fsdp.engine import FsdpEngine
-from headway.engines.train.fsdp.sharded.shard_boxes import local
+from headway.engines.train.fsdp.shard_boxes import local
 from headway.models.made_model import character_tokenizer
 
 OnMesh = Callable[..., list[Any]]

@@ -29,9 +29,8 @@ from headway.engines.train.fsdp import policy as modules
 from headway.engines.train.fsdp.critic_engine import FsdpCritic
 from headway.engines.train.fsdp.device_mesh import TrainMesh
 from headway.engines.train.fsdp.engine import FsdpEngine
-from headway.engines.train.fsdp.reference_policy import ReferenceEngine
-from headway.engines.train.fsdp.sharded.weight_gather import gather_everywhere, given_parts
-from headway.engines.train.policy_copy import LogProbCopy
+from headway.engines.train.fsdp.policy_copies import LogProbCopy, ReferenceEngine
+from headway.engines.train.fsdp.weight_gather import gather_everywhere, given_parts
 from headway.engines.weights.outgoing_version import Stream
 from headway.engines.weights.protocols import IncomingWeights
 from headway.engines.weights.safetensors_files import INDEX, write_files

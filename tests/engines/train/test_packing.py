@@ -28,12 +28,10 @@ from headway.data.interfaces.steps import StepContext
 from headway.data.packing import Packing
 from headway.data.types import TrajectoryId
 from headway.engines.train.fsdp.critic_engine import FsdpCritic
-from headway.engines.train.fsdp.cross_microbatch import NOTHING_APART
 from headway.engines.train.fsdp.device_mesh import TrainMesh
 from headway.engines.train.fsdp.engine import FsdpEngine
-from headway.engines.train.fsdp.objective import Objective
-from headway.engines.train.fsdp.reference_policy import ReferenceEngine
-from headway.engines.train.policy_copy import LogProbCopy
+from headway.engines.train.fsdp.objective import NOTHING_APART, Objective
+from headway.engines.train.fsdp.policy_copies import LogProbCopy, ReferenceEngine
 from headway.engines.weights.weight_layout import build_manifest
 from headway.models.attention.packed_attention import NAME
 from headway.models.pretrained import load_model

@@ -25,9 +25,9 @@ from headway.config.sections.losses import PpoClip
 from headway.config.sections.parallel import ParallelConfig
 from headway.data.collate import CollatedRow
 from headway.data.interfaces.steps import StepContext
+from headway.engines.train.fsdp.collectives import count
 from headway.engines.train.fsdp.device_mesh import TrainMesh
 from headway.engines.train.fsdp.engine import FsdpEngine
-from headway.engines.train.fsdp.metric_sums import count
 from headway.engines.train.fsdp.micro_batches import collate
 from headway.engines.train.fsdp.objective import Objective, collate_columns
 from tests.engines.train.rows import random_rows, with_columns

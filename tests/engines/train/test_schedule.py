@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from headway.config.sections.learning import OptimConfig
-from headway.engines.train.fsdp.lr_schedule import learning_rate
+from headway.engines.train.fsdp.learner import learning_rate
 
 
 def rates(total: int, **optim: Any) -> list[float]:

@@ -19,7 +19,6 @@ from headway.data.assignment import GroupId
 from headway.data.collate import CollatedRow
 from headway.data.interfaces.steps import StepContext, StepReport, TrainedRow
 from headway.data.types import TrajectoryId
-from headway.engines.train.fsdp import sample_rows
 from headway.engines.train.fsdp.device_mesh import TrainMesh
 from headway.engines.train.fsdp.engine import FsdpEngine
 from headway.models.pretrained import load_model
@@ -116,7 +115,7 @@ def test_showing_changes_nothing_that_is_trained_and_other_steps_show_nothing(
 
 
 def test_long_rows_lack_their_middle(one_rank: None, model_path: ModelPath, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sample_rows, "LONGEST", 6)
+    monkeypatch.setattr("headway.engines.train.fsdp.engine.LONGEST", 6)
     (row,) = of_group([row for row in random_rows(8, seed=3) if len(row.loss_mask) > 9][:1], DRAWN)
     (whole,) = engine(model_path()).train_step([row], StepContext(shown=frozenset({DRAWN}))).shown
     length = len(row.loss_mask)

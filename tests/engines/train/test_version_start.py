@@ -21,7 +21,7 @@ from headway.data.collate import CollatedRow
 from headway.data.interfaces.steps import StepContext
 from headway.engines.train.fsdp.device_mesh import TrainMesh
 from headway.engines.train.fsdp.engine import FsdpEngine
-from headway.engines.train.fsdp.proximal_weights import ProximalWeights
+from headway.engines.train.fsdp.policy_copies import ProximalWeights
 from headway.errors import RunError
 from tests.engines.train.rows import random_rows as any_rows
 

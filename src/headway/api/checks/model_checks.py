@@ -118,7 +118,7 @@ def check_kv_cache(config: Config, model_config: Any, device: str) -> None:
         return
     import torch
 
-    from headway.engines.rollout.native.cache.kv_cache import KvGeometry
+    from headway.engines.rollout.native.kv_cache import KvGeometry
     from headway.models.pretrained import served_dtype
 
     geometry = KvGeometry.of(model_config.get_text_config())
@@ -151,8 +151,8 @@ def check_engine(config: Config, model_config: Any) -> None:
     """Check that the native rollout engine can run the model, as far as its config tells; raise `ModelError` if not."""
     if config.rollout.name != "native":
         return
-    from headway.engines.rollout.native.cache.kv_cache import KvGeometry
-    from headway.engines.rollout.native.cache.sliding_windows import Windows
+    from headway.engines.rollout.native.kv_cache import KvGeometry
+    from headway.engines.rollout.native.model.step_layout import Windows
     from headway.engines.rollout.native.supported_models import check_kind
 
     max_context = config.data.max_prompt_length + config.data.max_response_length

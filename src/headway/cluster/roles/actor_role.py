@@ -24,7 +24,7 @@ from headway.errors import RunError
 
 if TYPE_CHECKING:
     from headway.engines.train.fsdp.engine import FsdpEngine
-    from headway.engines.train.fsdp.reference_policy import ReferenceEngine
+    from headway.engines.train.fsdp.policy_copies import ReferenceEngine
 
 
 class ActorRole(WithCritic):
@@ -66,7 +66,7 @@ class ActorRole(WithCritic):
         """Join the ranks that meet at ``store``, and load the trainer's model."""
         from headway.engines.train.batch_advantages import FetchAdvantages
         from headway.engines.train.fsdp.engine import FsdpEngine
-        from headway.engines.train.fsdp.reference_policy import ReferenceEngine
+        from headway.engines.train.fsdp.policy_copies import ReferenceEngine
 
         self._set_threads()
         self._join_ranks(store, "actor", self._rank, self._world_size)

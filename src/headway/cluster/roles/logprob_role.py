@@ -18,7 +18,7 @@ from headway.engines.weights.transports.links import Address, Link
 from headway.engines.weights.weight_layout import Manifest
 
 if TYPE_CHECKING:
-    from headway.engines.train.policy_copy import LogProbCopy
+    from headway.engines.train.fsdp.policy_copies import LogProbCopy
 
 
 class LogpRole(Role):
@@ -53,7 +53,7 @@ class LogpRole(Role):
     @register(Dispatch.ONE_TO_ALL)
     def serve(self, manifest: Manifest) -> None:
         """Open the model, for updates in the layout ``manifest``."""
-        from headway.engines.train.policy_copy import LogProbCopy
+        from headway.engines.train.fsdp.policy_copies import LogProbCopy
 
         self._copy: LogProbCopy = LogProbCopy(
             model_path=self._model_path,

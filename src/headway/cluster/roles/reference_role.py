@@ -14,7 +14,7 @@ from headway.data.types import Sample
 from headway.engines.weights.transports.links import Address
 
 if TYPE_CHECKING:
-    from headway.engines.train.fsdp.reference_policy import ReferenceEngine
+    from headway.engines.train.fsdp.policy_copies import ReferenceEngine
 
 
 class RefRole(Role):
@@ -28,7 +28,7 @@ class RefRole(Role):
     @register(Dispatch.ONE_TO_ALL)
     def build(self, store: Address | None) -> None:
         """Join the ranks that meet at ``store``, and load the reference's model."""
-        from headway.engines.train.fsdp.reference_policy import ReferenceEngine
+        from headway.engines.train.fsdp.policy_copies import ReferenceEngine
 
         self._set_threads()
         self._join_ranks(store, "ref", self._rank, self._world_size)

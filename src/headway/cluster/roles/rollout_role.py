@@ -102,7 +102,7 @@ class RolloutRole(Role):
         if self._shares_device:
             import torch
 
-            from headway.engines.weights.served.served_memory import release_cached
+            from headway.engines.weights.served_weights import release_cached
 
             release_cached(torch.device(self._device))
 

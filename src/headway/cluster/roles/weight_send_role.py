@@ -21,10 +21,9 @@ from numpy.typing import NDArray
 
 from headway.config.schema import Config
 from headway.data.interfaces.weights import GatherReport, SendReport, changed_of_all
-from headway.engines.weights.digests import combined
 from headway.engines.weights.protocols import OutgoingWeights, StoredVersion, WeightSender
 from headway.engines.weights.transports.links import EndContext, Link, open_sender
-from headway.engines.weights.weight_layout import Manifest, bucket_bytes
+from headway.engines.weights.weight_layout import Manifest, bucket_bytes, combined
 from headway.errors import UpdateFailed
 
 if TYPE_CHECKING:

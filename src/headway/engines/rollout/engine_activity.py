@@ -1,9 +1,15 @@
-"""The amount that an engine computed between two reports; what a busy span is, each engine knows for itself."""
+"""When an engine computed, and how much: the source of idle ratios, slot utilisation and step times.
+
+`NativeActivity` times each step where it is made; `VllmActivity` counts what vLLM reports behind each of its steps.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 from headway.data.interfaces.rollout import EngineStats
 from headway.events import DecodeSteps, PrefillSteps, Span, add_prefill
@@ -60,3 +66,166 @@ class Counts(ABC):
         self._unpinned = 0
         self._decode_steps: dict[int, DecodeSteps] = {}
         self._prefill_steps: dict[int, PrefillSteps] = {}
+
+
+@dataclass(slots=True)
+class DecodeStep:
+    """The record of one step; filled in while it runs."""
+
+    active: int = 0
+    """Rows that were given a token."""
+    prefilled: int = 0
+    """Tokens that were prefilled."""
+    found: int = 0
+    """Tokens of contexts that need no prefill: they were found, or a call that started beside them brought them."""
+    cached: int = 0
+    """Tokens in the KV cache."""
+    preempted: int = 0
+    """Rows that were parked before it for want of memory."""
+
+
+class NativeActivity(Counts):
+    """Measures the native engine's steps, each of which is timed where it is made."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        super().__init__(clock)
+        self._lost = 0
+        self._open: Span | None = None
+
+    @contextmanager
+    def step(self) -> Iterator[DecodeStep]:
+        """Time one step. Consecutive steps without a `stop` in between count as one busy span."""
+        step, start = DecodeStep(), self._clock()
+        yield step
+        end = self._clock()
+        opened, before = self._open or (start, start)
+        self._open = (opened, end)
+        self._slot_seconds += step.active * (end - start)
+        self._generated += step.active
+        self._found += step.found
+        self._preempted += step.preempted
+        self._count(active=step.active, prefilled=step.prefilled, seconds=end - before, cached=step.cached)
+
+    def lost(self, total: int) -> None:
+        """Note how often, since the beginning, an open episode has lost what was kept for it."""
+        self._unpinned, self._lost = total - self._lost, total
+
+    def stop(self) -> None:
+        """End the busy span: the engine computes nothing until its next step."""
+        if self._open:
+            self._busy.append(self._open)
+            self._open = None
+
+    def _close(self) -> None:
+        self.stop()
+
+
+class VllmActivity(Counts):
+    """The activity of vLLM, which steps for as long as it has a call and is not paused; what a step did, it says
+    behind each.
+
+    Prefilled tokens are those that a step computed beside one for each call that goes on: of an interrupted
+    call's context all but the last, and nothing of what is found in the prefix cache.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        super().__init__(clock)
+        self._since: float | None = None
+        """The time at which the open span starts; None while nothing computes."""
+        self._counted = 0.0
+        """The time up to which the slots of the open span are counted."""
+        self._last = 0.0
+        """The time of the last step, or of the moment when computing began again if that is later."""
+        self._goes_on = False
+        """True once a step was recorded since computing began."""
+        self._running = 0
+        self._cached = 0
+        """Tokens of all calls that have some, their prompts' included."""
+        self._inside = 0
+        """Trajectories that have a place in vLLM's memory, by its last step."""
+        self._cut = 0
+        """Trajectories whose cache an order cleared, as long as vLLM has not reported them as preempted."""
+
+    def running(self, calls: int, *, halted: bool = False) -> None:
+        """Set how many calls vLLM has from now on; they compute unless it is ``halted``."""
+        now = self._clock()
+        self._count_slots(now)
+        self._cut = min(self._cut, calls)  # it never tells of those that were aborted before they went on
+        if halted:
+            calls = 0
+        self._running = calls
+        if calls and self._since is None:
+            self._since = self._last = now
+            self._goes_on = False
+        elif not calls and self._since is not None:
+            self._busy.append((self._since, now))
+            self._since = None
+
+    def interrupted(self) -> None:
+        """Keys and values of all calls are gone, by an order: vLLM calls that a preemption, too."""
+        self._cut += self._inside
+        self._inside = 0
+
+    def step(self, scheduler: Any, iteration: Any) -> None:
+        """Record a step of vLLM from its ``SchedulerStats`` and ``IterationStats``, either of which may be None.
+
+        A step lasts from the end of the one before to its own end, by vLLM's clock, if a call has tokens of both.
+        If none has, or the engine was halted in between (vLLM's times would include the halt), it ends at this call.
+        """
+        details = getattr(scheduler, "iteration_details", None)
+        active, latencies = 0, []
+        if scheduler is not None:
+            self._inside = scheduler.num_running_reqs
+        if iteration is not None:
+            self._generated += iteration.num_generation_tokens
+            ordered = min(self._cut, iteration.num_preempted_reqs)
+            self._cut -= ordered
+            self._preempted += iteration.num_preempted_reqs - ordered
+            self._found += iteration.prompt_token_stats.cached_tokens
+            self._cached += iteration.num_generation_tokens + iteration.prompt_token_stats.total
+            latencies = iteration.inter_token_latencies_iter
+            active = len(latencies) + len(iteration.time_to_first_tokens_iter)
+        if details is None:
+            self._prefilled += 0 if iteration is None else iteration.prompt_token_stats.computed
+            return
+        now = self._clock()
+        seconds = min(latencies) if latencies and self._goes_on else now - self._last
+        self._last, self._goes_on = now, True
+        prefilled = details.num_ctx_tokens + details.num_generation_tokens - details.num_generation_requests
+        if active or prefilled:  # else all that it was for have been aborted meanwhile
+            # The last token of each is not among its keys and values yet.
+            self._count(active=active, prefilled=prefilled, seconds=seconds, cached=self._cached - active)
+
+    def ended(self, tokens: int) -> None:
+        """Note that a call ended with ``tokens`` tokens, its prompt's included; 0 if it never got a token."""
+        self._cached -= tokens
+
+    def stat_logger(self, *_: Any) -> Any:
+        """Make the stat logger that vLLM calls behind each step."""
+        count = self.step
+
+        class VllmStatLogger:
+            """A stat logger for vLLM."""
+
+            def record(self, scheduler_stats: Any, iteration_stats: Any, *_: Any, **__: Any) -> None:
+                count(scheduler_stats, iteration_stats)
+
+            def log(self) -> None: ...
+
+            def log_engine_initialized(self) -> None: ...
+
+            def record_sleep_state(self, is_awake: int, level: int) -> None: ...
+
+        return VllmStatLogger()
+
+    def _close(self) -> None:
+        now = self._clock()
+        self._count_slots(now)
+        if self._since is not None:
+            self._busy.append((self._since, now))
+            self._since = now
+
+    def _count_slots(self, now: float) -> None:
+        if self._running:
+            self._slot_seconds += self._running * (now - self._counted)
+        self._counted = now

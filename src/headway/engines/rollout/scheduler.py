@@ -1,21 +1,22 @@
-"""The scheduler, which says who decodes next. Policy only: no tensor, no thread, no clock.
+"""The scheduler, which says who decodes next, and the open calls of an engine. No tensor, no thread, no clock.
 
     RUNNING ──pause(drain)──▶ DRAINING ──nothing left──▶ PAUSED ──resume──▶ RUNNING
        └────pause(interrupt | keep)──────────────────────▶┘
 
-Waiting calls start in order of submission, validation before training; those that were decoding before go on first.
+Waiting calls start in order of submission, validation before training; those that were decoding before resume first.
 While draining, what is submitted is held back; it joins the queue when the drain is over.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from enum import StrEnum
 
-from headway.data.interfaces.generation import Priority
+from headway.data.interfaces.generation import GenerateRequest, Priority
 from headway.data.interfaces.rollout import OnUpdate
 from headway.engines.rollout.call_run import CallRun
+from headway.errors import DataError
 
 
 class Mode(StrEnum):
@@ -102,3 +103,58 @@ class Scheduler:
     def _enqueue(self, runs: Iterable[CallRun]) -> None:
         for run in runs:
             self._queues[run.call.priority].append(run)
+
+
+class OpenCalls:
+    """The open calls of an engine, by their client and its number for them."""
+
+    def __init__(self) -> None:
+        self._of: dict[str, dict[int, CallRun]] = {}
+        self._serial = 0
+
+    def __len__(self) -> int:
+        return sum(map(len, self._of.values()))
+
+    def __iter__(self) -> Iterator[CallRun]:
+        return (run for runs in self._of.values() for run in runs.values())
+
+    def submit(
+        self, client: str, calls: Sequence[GenerateRequest], check: Callable[[GenerateRequest, int], CallRun]
+    ) -> list[CallRun]:
+        """Take all of ``calls``, or none if ``check`` raises.
+
+        ``check(call, serial)`` sets up the ``serial``-th call of the engine. Raises `DataError` for a number that an
+        open call of ``client`` has.
+        """
+        opened = self._of.get(client, {})
+        runs = {call.number: check(call, serial) for serial, call in enumerate(calls, self._serial)}
+        if len(runs) < len(calls) or not opened.keys().isdisjoint(runs):
+            raise DataError(f"client {client} submitted a call under a number that another of its open calls has")
+        self._serial += len(calls)
+        self._of.setdefault(client, opened).update(runs)
+        return list(runs.values())
+
+    def remove(self, run: CallRun) -> None:
+        """Forget a call that is finished."""
+        del self._of[run.client][run.call.number]
+
+    def find(self, client: str, numbers: Iterable[int]) -> list[CallRun]:
+        """Calls of ``client`` with one of ``numbers``; unknown numbers are ignored."""
+        opened = self._of.get(client, {})
+        return [opened[number] for number in dict.fromkeys(numbers) if number in opened]
+
+    def of(self, client: str) -> list[CallRun]:
+        """Calls of ``client``, in order of submission."""
+        return list(self._of.get(client, {}).values())
+
+    def older_than(self, version: int) -> list[CallRun]:
+        """Training calls with a token of an older version."""
+        return [run for run in self if run.trains and run.oldest_version is not None and run.oldest_version < version]
+
+    def forget(self, client: str) -> None:
+        """Forget all calls of ``client``, which has left."""
+        self._of.pop(client, None)
+
+    def clear(self) -> None:
+        """Forget all calls: none will be finished any more."""
+        self._of.clear()

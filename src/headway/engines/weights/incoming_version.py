@@ -25,10 +25,9 @@ import torch
 from headway.data.interfaces.weights import ReceiveReport
 from headway.engines.weights.buckets import Tensors
 from headway.engines.weights.delta import apply
-from headway.engines.weights.digests import RunningDigests, combined, digest
 from headway.engines.weights.protocols import Header, HostCopy, IncomingWeights
 from headway.engines.weights.shared_bytes import NOTHING, SharedBytes
-from headway.engines.weights.weight_layout import ALIGNMENT, Manifest, buckets
+from headway.engines.weights.weight_layout import ALIGNMENT, Manifest, RunningDigests, buckets, combined, digest
 from headway.errors import UpdateFailed
 
 Receive = Callable[[IncomingWeights], None]

@@ -17,9 +17,8 @@ from dataclasses import dataclass
 import torch
 
 from headway.engines.weights.delta import encode
-from headway.engines.weights.digests import RunningDigests, digest
 from headway.engines.weights.protocols import Chunk, Header, OutgoingWeights
-from headway.engines.weights.weight_layout import Manifest, buckets
+from headway.engines.weights.weight_layout import Manifest, RunningDigests, buckets, digest
 from headway.errors import UpdateFailed
 from headway.runtime.progress import advance
 

@@ -1,15 +1,16 @@
 """The embedded rollout engine: continuous batching over a Hugging Face causal LM, nothing to install.
 
-engine.py          NativeEngine: asyncio on one side, the decoding thread on the other (`command_queue` between them)
-native_core.py     EngineCore: commands and one step, synchronous
-decode_batch.py    calls that decode          step_admission.py  calls that may start
-decode_rows.py     tokens of the batch        sampler.py         tokens from logits
-model_runner.py    tensors of a step          prefix_sharing.py  prefills that several calls wait for
-cache/             keys and values, contexts between two calls, sliding windows
+engine.py          NativeEngine: asyncio on one side, the decoding thread on the other, commands between them
+native_core.py     EngineCore: commands and one step (schedule, run, postprocess), synchronous
+step_admission.py  calls that start, and what they find computed
+decode_batch.py    calls that decode, each in a row
+model_runner.py    tensors of a step
+sampler.py         tokens from logits
+kv_cache.py        keys and values               prefix_cache.py    which contexts are kept where
 model/             the module as it is, or a faster forward pass for the Llama family; recorded steps
 
-Every engine uses `call_run`, `scheduler`, `open_calls`, `inboxes`, `randomness` and `engine_activity`; the weights and
-their updates in `headway.engines.weights.served`.
+Every engine uses `call_run`, `scheduler`, `inboxes` and `engine_activity`; the weights and their updates are in
+`headway.engines.weights.served_weights` and `served_update`.
 """
 
 from headway.engines.rollout.native.engine import NativeEngine

@@ -16,9 +16,10 @@ import asyncio
 import queue
 import threading
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -34,10 +35,9 @@ from headway.data.interfaces.weights import ReceiveReport
 from headway.data.types import TrajectoryId
 from headway.devices import kind_of
 from headway.engines.rollout.inboxes import CallInbox, Inboxes
-from headway.engines.rollout.native.command_queue import Command, Deliveries, always
 from headway.engines.rollout.native.native_core import EngineCore, Finished
 from headway.engines.weights.protocols import IncomingWeights
-from headway.engines.weights.served.served_update import (
+from headway.engines.weights.served_update import (
     BufferedIntake,
     InPlaceIntake,
     Updates,
@@ -57,6 +57,68 @@ from headway.errors import (
     boundary,
 )
 
+
+def always() -> bool:
+    """Tell that there is nothing to wait for."""
+    return True
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Command:
+    """Function for the decoding thread to run. ``answer``, if any, gets its result once ``answerable``."""
+
+    run: Callable[[], Any]
+    answerable: Callable[[], bool]
+    loop: asyncio.AbstractEventLoop
+    answer: asyncio.Future[Any] | None
+
+
+class Deliveries:
+    """Deliveries to event loops, which `send` crosses to once for all that there is. Belongs to one thread."""
+
+    def __init__(self) -> None:
+        self._of: defaultdict[asyncio.AbstractEventLoop, list[Callable[[], None]]] = defaultdict(list)
+
+    def put(self, loop: asyncio.AbstractEventLoop, deliver: Callable[[], Any]) -> None:
+        """Let ``loop`` call ``deliver``."""
+        self._of[loop].append(deliver)
+
+    def answer(self, command: Command, result: Any) -> None:
+        """Answer a command."""
+        self.put(command.loop, partial(_fulfil, command.answer, result))
+
+    def fail(self, command: Command, error: HeadwayError) -> None:
+        """Answer a command with an error."""
+        self.put(command.loop, partial(_fail, command.answer, error))
+
+    def send(self) -> None:
+        """Deliver everything."""
+        if not self._of:
+            return
+        for loop, deliveries in self._of.items():
+            try:
+                loop.call_soon_threadsafe(_run_all, deliveries)
+            except RuntimeError:
+                # The loop was closed: nobody there waits any more.
+                continue
+        self._of = defaultdict(list)
+
+
+def _run_all(deliveries: list[Callable[[], Any]]) -> None:
+    for deliver in deliveries:
+        deliver()
+
+
+def _fulfil(answer: asyncio.Future[Any] | None, result: Any) -> None:
+    if answer is not None and not answer.done():
+        answer.set_result(result)
+
+
+def _fail(answer: asyncio.Future[Any] | None, error: HeadwayError) -> None:
+    if answer is not None and not answer.done():
+        answer.set_exception(error)
+
+
 T = TypeVar("T")
 
 
@@ -73,7 +135,7 @@ class NativeEngine:
         max_batched_tokens: prefilled in one step, unless one context alone is longer.
         kv_cache_bytes: of what decodes and of contexts that go on later, together; where they are short, the latter
             are prefilled again, and calls wait, or are parked and go on. Default: enough for ``slots`` of either kind.
-        enforce_eager: on a GPU, decode without CUDA graphs (see `graphs`).
+        enforce_eager: on a GPU, decode without CUDA graphs (see `DecodeGraphs`).
         decode: token ids to text, to find stop strings; it gets the stop token too.
         receive: lets a version come in, blocking; a transport's end. Without it there are no updates.
         manifest: the layout of what it brings.

@@ -1,12 +1,25 @@
 """The model's side of a step: prefill, decode, sample. Mechanism only; who runs where is decided elsewhere.
 
+When the engine starts, `least_invariant_rows` finds out on its own model whether a row's logits depend on the rows
+beside it:
+
+    decode 34 rows together ─┐
+    decode the first 1, 2, 3, … of them ─▶ the same bits? ─▶ the least number of rows from which on they always are
+
+A matrix product of few rows may be summed in another order than one of many, so that the last bit of a logit tells
+with how many others a sequence was decoded. With MKL told to be strict about it (``MKL_CBWR``, see
+`headway.cluster.machine.worker_setup`), a few rows are as good as any number: four on one CPU that was tried, one on
+another. Calls of fewer rows are filled up. Then sampled tokens are a function of (seed, trajectory, position, weights)
+alone: slots, order of arrival and replicas do not matter. Products of a mixture's experts have as few rows as the
+router gives them, and cannot be filled up: there one row has to be as good as many.
+
 Shape suffixes: A decoding rows, B sequences, V vocabulary.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,15 +29,33 @@ from transformers import PreTrainedModel
 
 from headway.data.interfaces.generation import SamplingParams
 from headway.devices import GraphRecorder
-from headway.engines.rollout.native.cache.kv_cache import ROOM_STEP, KvGeometry, SlotCache, enough
-from headway.engines.rollout.native.cache.shared_prompts import SharedPrompt
-from headway.engines.rollout.native.cache.sliding_windows import Windows
+from headway.engines.rollout.native.kv_cache import ROOM_STEP, KvGeometry, SlotCache, enough
 from headway.engines.rollout.native.model import cuda_graphs
-from headway.engines.rollout.native.model.batch_invariance import TOGETHER, least_invariant_rows
-from headway.engines.rollout.native.model.policy_forward import Decoding, PolicyForward, PrefillContext, RowBlock
+from headway.engines.rollout.native.model.policy_forward import PolicyForward
+from headway.engines.rollout.native.model.step_layout import Decoding, PrefillContext, RowBlock, SharedPrompt, Windows
 from headway.engines.rollout.native.sampler import BatchSampling, behaviour_logprobs, sample
 from headway.engines.rollout.native.supported_models import has_experts
 from headway.errors import ConfigError
+
+TOGETHER = 34
+ALONE = (1, 2, 3, 4, 5, 8, 16, 17, 33)
+MOST = 16
+"""More rows than that are not worth filling up."""
+
+
+def least_invariant_rows(decode: Callable[[int], torch.Tensor]) -> int | None:
+    """The least number of rows from which on a call's result does not depend on their number; None: there is none.
+
+    ``decode(rows)`` gives the logits [rows, V] of the first ``rows`` sequences of a batch of `TOGETHER`.
+    """
+    together = decode(TOGETHER)
+    least = None
+    for rows in reversed(ALONE):
+        if not torch.equal(decode(rows), together[:rows]):
+            break
+        least = rows
+    return least if least is not None and least <= MOST else None
+
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +131,7 @@ class ModelRunner:
         kv_cache_bytes: int | None = None,
         recorder: GraphRecorder | None = None,
     ) -> None:
-        """``recorder``: of decoding steps, which are then replayed (see `graphs`), where ``forward`` can be.
+        """``recorder``: of decoding steps, which are then replayed (see `DecodeGraphs`), where ``forward`` can be.
 
         Raises `ConfigError` where ``kv_cache_bytes`` (default: enough for ``slots``) are too few for one context.
         """
@@ -137,7 +168,7 @@ class ModelRunner:
             self._graphs = cuda_graphs.DecodeGraphs(forward, self.cache, recorder, self._window, self._dtype)
 
     def rows_of(self, rows: int) -> int:
-        """Rows that a step of so many takes: fewer are filled up (see `invariance`)."""
+        """Rows that a step of so many takes: fewer are filled up (see `least_invariant_rows`)."""
         return max(rows, self._least_rows)
 
     def fits(self, rows: int, positions: int) -> bool:
@@ -202,7 +233,7 @@ class ModelRunner:
 
     @property
     def shares(self) -> bool:
-        """Rows can attend to their prompts apart (see `prompts`)."""
+        """Rows can attend to their prompts apart (see `SharedPrompts`)."""
         return self._forward.shares
 
     def step(

@@ -23,14 +23,13 @@ from headway.data.interfaces.rollout import EngineStats, OnUpdate, Paused
 from headway.data.types import FinishReason, TrajectoryId
 from headway.devices import GraphRecorder
 from headway.engines.rollout.call_run import CallRun, not_finite
+from headway.engines.rollout.engine_activity import NativeActivity
 from headway.engines.rollout.native.decode_batch import DecodeBatch
 from headway.engines.rollout.native.model.fused_forward import best_forward
-from headway.engines.rollout.native.model.model_preparation import prepare_model
 from headway.engines.rollout.native.model_runner import ModelRunner
-from headway.engines.rollout.native.native_activity import NativeActivity
-from headway.engines.rollout.open_calls import OpenCalls
-from headway.engines.rollout.scheduler import Mode, Scheduler
-from headway.engines.weights.served.served_weights import ServedWeights
+from headway.engines.rollout.native.supported_models import prepare_model
+from headway.engines.rollout.scheduler import Mode, OpenCalls, Scheduler
+from headway.engines.weights.served_weights import ServedWeights
 from headway.errors import RunError, UpdateFailed
 from headway.models.probe import PROBE_PREFILL, probe_sequences
 

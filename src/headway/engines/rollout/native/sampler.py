@@ -2,7 +2,7 @@
 
     logits [A, V] ─▶ biases, penalty, temperature, filters ─▶ log-probs ─▶ inverse CDF at one uniform per row ─▶ token
 
-The uniforms come from `headway.engines.rollout.randomness`.
+Beside it, what sampling reads and what ends an answer: tokens seen (`SeenTokens`) and stop strings (`completed`).
 
 Shape suffixes: A rows of the batch, V vocabulary.
 """
@@ -10,7 +10,7 @@ Shape suffixes: A rows of the batch, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -177,3 +177,51 @@ def inverse_cdf(logprobs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
         return tokens.squeeze(1)
     possible = probs.gather(1, tokens) > 0
     return torch.where(possible, tokens, probs.argmax(-1, keepdim=True)).squeeze(1)
+
+
+class SeenTokens:
+    """A row of flags per slot, made when the first trajectory comes that has a penalty."""
+
+    def __init__(self, slots: int, vocabulary: int, device: torch.device) -> None:
+        self._shape = (slots, vocabulary)
+        self._device = device
+        self._flags: torch.Tensor | None = None
+
+    def add(self, row: int, tokens: NDArray[np.integer]) -> None:
+        """``row`` begins with these. Only for a trajectory that has a penalty."""
+        if self._flags is None:
+            self._flags = torch.zeros(self._shape, dtype=torch.bool, device=self._device)
+        self._flags[row] = False
+        self._flags[row, self._to_device(tokens)] = True
+
+    def record(self, rows: Sequence[int], tokens: NDArray[np.int64]) -> None:
+        """Note one new token for each of ``rows``, all of which have a penalty."""
+        if self._flags is not None and rows:
+            self._flags[self._to_device(np.array(rows)), self._to_device(tokens)] = True
+
+    def move(self, source: int, target: int) -> None:
+        if self._flags is not None:
+            self._flags[target] = self._flags[source]
+
+    def of(self, active: int) -> torch.Tensor | None:
+        """[active, V] of rows 0..active-1; meaningless for those without a penalty."""
+        return None if self._flags is None else self._flags[:active]
+
+    def _to_device(self, array: NDArray[np.integer]) -> torch.Tensor:
+        return torch.from_numpy(array.astype(np.int64)).to(self._device)
+
+
+MARGIN = 4
+"""Further tokens to look at: at the start of a piece, a tokenizer may drop a space or have half a character."""
+
+
+def window(stop: Sequence[str]) -> int:
+    """Tokens at the end of an answer that can have a part of one of ``stop``: each has a byte of it, at least."""
+    return max(len(text.encode()) for text in stop) + MARGIN
+
+
+def completed(tail: Sequence[int], stop: Sequence[str], decode: Callable[[Sequence[int]], str]) -> bool:
+    """Tell whether the last of ``tail``, an answer's last `window` tokens, completed one of ``stop``."""
+    now, before = decode(tail), decode(tail[:-1])
+    old = len(before.rstrip("\N{REPLACEMENT CHARACTER}"))  # a character that was half there is new
+    return any(text in now[max(0, old - len(text) + 1) :] for text in stop)

@@ -1,17 +1,186 @@
-"""Admission to a step: of the calls that wait, as many as there are slots, memory and prefill budget for."""
+"""Admission to a step, and what a call that starts need not prefill.
+
+    StepAdmission   how many waiting calls start: as many as there are slots, memory and prefill budget for
+    Siblings        prefills of contexts that further calls will start from
+    Prefixes        contexts between two calls of their episodes, in memory that decoding rows leave
+
+Rows come first: where they need the memory, blocks of contexts give way (see `prefix_cache`). An open episode is in a
+row or in blocks. There is memory for as many of them as there are slots, unless ``rollout.kv_cache_gib`` gives less.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from headway.data.types import TrajectoryId
 from headway.engines.rollout.call_run import CallRun
-from headway.engines.rollout.native.cache.prefix_cache import Found
+from headway.engines.rollout.native.kv_cache import SlotCache
 from headway.engines.rollout.native.model_runner import Prefilled
-from headway.engines.rollout.native.prefix_sharing import context_key
+from headway.engines.rollout.native.prefix_cache import NOTHING, Found, PrefixCache
+
+
+def context_key(run: CallRun) -> bytes:
+    """The key of a call's own context."""
+    return run.call.input_ids.tobytes()
+
+
+@dataclass(slots=True)
+class _SharedPrefix:
+    waiting: int = 0
+    """Calls that have not started."""
+    kept: Prefilled | None = None
+
+
+class Siblings:
+    """The contexts of calls that have not started, and the prefills kept for these: whole ones, with their logits.
+
+    Calls start in order, so that there is one such prefill for each priority, unless calls of many contexts were
+    submitted by turns. The oldest are given up where they take too much.
+    """
+
+    def __init__(self, most: int) -> None:
+        """``most``: tokens to keep, unless one context alone is longer."""
+        self._most = most
+        self._contexts: dict[bytes, _SharedPrefix] = {}
+        self._kept: dict[bytes, int] = {}
+        """Tokens of the prefills that are kept, by context, the oldest first."""
+
+    def expect(self, run: CallRun) -> None:
+        """A call will start from its own context."""
+        key = context_key(run)
+        context = self._contexts.get(key)
+        if context is None:
+            context = self._contexts[key] = _SharedPrefix()
+        context.waiting += 1
+
+    def started(self, run: CallRun) -> None:
+        """A call has started, or never will."""
+        key = context_key(run)
+        context = self._contexts[key]
+        context.waiting -= 1
+        if not context.waiting:
+            del self._contexts[key]
+            self._kept.pop(key, None)
+
+    def of(self, run: CallRun) -> Prefilled | None:
+        """The prefill that is kept for ``run``."""
+        context = self._contexts.get(context_key(run)) if run.fresh else None
+        return None if context is None else context.kept
+
+    def keep(self, run: CallRun, prefilled: Prefilled) -> None:
+        """Keep a copy of the prefill from which ``run`` has started, if any that wait have the same context."""
+        key = context_key(run)
+        if not run.fresh or (context := self._contexts.get(key)) is None or context.kept is not None:
+            return
+        context.kept = prefilled.copy()
+        self._kept[key] = prefilled.length
+        while len(self._kept) > 1 and sum(self._kept.values()) > self._most:
+            oldest = next(iter(self._kept))
+            del self._kept[oldest]
+            self._contexts[oldest].kept = None
+
+    def drop(self) -> None:
+        """Give up all that is kept: its keys and values are not to be used any more."""
+        for key in self._kept:
+            self._contexts[key].kept = None
+        self._kept.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedContext:
+    """A context on its way from a row into blocks."""
+
+    ids: NDArray[np.int64]
+    """[T]"""
+    kv: torch.Tensor
+    """[layers, 2·kv_heads, T, head_dim]"""
+    shared: int
+    """Leading tokens that are everybody's."""
+
+
+class Prefixes:
+    """The prefix cache of one engine: what it knows, and where that lies."""
+
+    def __init__(self, cache: SlotCache) -> None:
+        self._cache = cache
+        self._tree = PrefixCache()
+        self._running: dict[CallRun, int] = {}
+        """Calls in rows whose contexts will be kept, and their leading tokens that are everybody's."""
+
+    def __len__(self) -> int:
+        """Blocks in use."""
+        return len(self._tree)
+
+    @property
+    def lost(self) -> int:
+        """Times that an open episode lost what was kept for it, for want of memory."""
+        return self._tree.lost
+
+    def find(self, run: CallRun) -> Found:
+        """Find the part of a call's context that is there; not its last token, whose logits are wanted."""
+        return self._tree.find(run.context[:-1], run.call.trajectory) if len(self._tree) else NOTHING
+
+    def gather(self, found: Found) -> torch.Tensor | None:
+        """A copy of the keys and values that were found: [layers, 2·kv_heads, P, head_dim]."""
+        return self._cache.gather(found.blocks, found.length) if found.length else None
+
+    def begin(self, run: CallRun, shared: int) -> None:
+        """A call has got a row. The first ``shared`` tokens of its context are everybody's."""
+        if run.call.goes_on:
+            self._running[run] = shared
+        if run.call.goes_on or self._tree.is_open(run.call.trajectory):
+            self._tree.begin(run.call.trajectory, run.client)
+
+    def end(self, run: CallRun) -> None:
+        """A call has lost its row."""
+        self._running.pop(run, None)
+        self._tree.end(run.call.trajectory)
+
+    def ending(self, run: CallRun, row: int, context: Callable[[int], NDArray[np.int64]]) -> FinishedContext | None:
+        """Take what a call that ends has in its row, if it is to be kept. ``context`` returns the tokens of a row."""
+        if run not in self._running:
+            return None
+        ids = context(row)
+        return FinishedContext(ids, self._cache.read(row, len(ids)), self._running[run])
+
+    def store(self, run: CallRun, ending: FinishedContext, rows: int) -> None:
+        """Keep what a call that has ended had in its row, beside ``rows`` rows."""
+        self._limit(self._cache.blocks_beside(rows))
+        copies = self._tree.store(ending.ids, run.call.trajectory, ending.shared)
+        self._cache.store(copies, ending.kv)
+        self._cache.lent = self._tree.top
+
+    def reserve(self, rows: int, positions: int, lengths: NDArray[np.int64]) -> None:
+        """Make room for rows, as `SlotCache.reserve` does."""
+        if len(self._tree):
+            self._limit(self._cache.blocks_beside(rows, positions))
+        self._cache.reserve(rows, positions, lengths)
+
+    def release(self, trajectories: Sequence[TrajectoryId]) -> None:
+        """Give up what is kept for these episodes."""
+        self._tree.release(trajectories)
+
+    def leave(self, client: str) -> None:
+        """Give up what is kept for all episodes of a client."""
+        self._tree.leave(client)
+
+    def renew(self) -> None:
+        """Keep contexts only for the open episodes that use them, as new weights are served."""
+        self._tree.renew()
+
+    def clear(self) -> None:
+        """Drop everything."""
+        self._tree.clear()
+        self._cache.lent = 0
+
+    def _limit(self, blocks: int) -> None:
+        self._cache.shift(self._tree.resize(blocks))
+        self._cache.lent = self._tree.top
 
 
 @dataclass(slots=True, eq=False)

@@ -29,6 +29,7 @@ from headway.data.interfaces.generation import FinishedCall, GenerateRequest
 from headway.data.interfaces.rollout import Capabilities, EngineStats, OnUpdate, Paused
 from headway.data.interfaces.weights import ReceiveReport
 from headway.data.types import TrajectoryId
+from headway.engines.rollout.engine_activity import VllmActivity
 from headway.engines.rollout.inboxes import CallInbox, Inboxes
 from headway.engines.rollout.vllm.launch import (
     VllmSettings,
@@ -37,11 +38,10 @@ from headway.engines.rollout.vllm.launch import (
     is_roomy,
     start,
 )
-from headway.engines.rollout.vllm.vllm_activity import VllmActivity
 from headway.engines.rollout.vllm.vllm_core import VllmCore
 from headway.engines.weights.incoming_version import BackBuffer, Receive
 from headway.engines.weights.protocols import IncomingWeights
-from headway.engines.weights.served.served_update import Updates, cannot_stage, not_staged, nothing_to_activate, outcome
+from headway.engines.weights.served_update import Updates, cannot_stage, not_staged, nothing_to_activate, outcome
 from headway.engines.weights.weight_layout import Manifest
 from headway.errors import HeadwayError, RunError, StallError, UpdateFailed, WorkerDied, boundary
 

@@ -68,7 +68,7 @@ def start(settings: VllmSettings, stat_logger: Callable[..., Any]) -> Any:
     from vllm.engine.arg_utils import AsyncEngineArgs  # type: ignore[import-not-found]
     from vllm.v1.engine.async_llm import AsyncLLM  # type: ignore[import-not-found]
 
-    from headway.engines.rollout.vllm import vllm_transfer
+    from headway.engines.rollout.vllm.extension import BACKEND
 
     gib = settings.kv_cache_gib
     if gib is None and on_cpu and "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
@@ -84,7 +84,7 @@ def start(settings: VllmSettings, stat_logger: Callable[..., Any]) -> Any:
         "generation_config": "vllm",  # what the folder recommends must not change the distribution
         "enable_prefix_caching": True,
         "enforce_eager": on_cpu or settings.enforce_eager,
-        "weight_transfer_config": WeightTransferConfig(backend=vllm_transfer.BACKEND),
+        "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
         "worker_extension_cls": f"{PACKAGE}.extension.WorkerExtension",
         "enable_sleep_mode": settings.sleep,
         "enable_logging_iteration_details": True,  # what a step computed is told to nobody else

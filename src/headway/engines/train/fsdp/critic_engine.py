@@ -16,13 +16,12 @@ from headway.data.collate import CollatedRow
 from headway.data.interfaces.steps import StepReport
 from headway.data.trees import Tree
 from headway.data.types import ColumnName
+from headway.engines.train.fsdp.collectives import BatchTotals, Sums
 from headway.engines.train.fsdp.device_mesh import TrainMesh
-from headway.engines.train.fsdp.forward_passes import forward_sharded
 from headway.engines.train.fsdp.learner import Learner
-from headway.engines.train.fsdp.metric_sums import BatchTotals, Sums
 from headway.engines.train.fsdp.micro_batches import collate, required_column, response_aligned
-from headway.engines.train.fsdp.policy import ValueModule
-from headway.engines.train.fsdp.sharded.sharding import sharded
+from headway.engines.train.fsdp.policy import ValueModule, forward_sharded
+from headway.engines.train.fsdp.sharding import sharded
 
 
 class FsdpCritic:

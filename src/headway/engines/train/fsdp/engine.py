@@ -9,8 +9,9 @@ the caller's, and a process keeps its rank for life; on GPUs it is an NCCL group
 
 from __future__ import annotations
 
+import copy
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,32 +20,117 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from jaxtyping import Float
 from numpy.typing import NDArray
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.dynamic_module_utils import custom_object_save
 
 from headway.config.schema import Config
+from headway.data.assignment import GroupId
 from headway.data.collate import CollatedRow
-from headway.data.interfaces.steps import StepContext, StepReport
+from headway.data.interfaces.steps import StepContext, StepReport, TrainedRow
 from headway.data.trees import Tree
 from headway.engines.train.fsdp import objective
-from headway.engines.train.fsdp.cross_microbatch import NOTHING_APART, Apart
+from headway.engines.train.fsdp.collectives import BatchTotals, Sums, on_rank_zero, reduce_numbers
 from headway.engines.train.fsdp.device_mesh import TrainMesh
-from headway.engines.train.fsdp.forward_passes import forward_sharded
 from headway.engines.train.fsdp.learner import Learner
-from headway.engines.train.fsdp.metric_sums import BatchTotals, Sums
 from headway.engines.train.fsdp.micro_batches import collate
-from headway.engines.train.fsdp.objective import Objective
-from headway.engines.train.fsdp.proximal_weights import ProximalWeights
-from headway.engines.train.fsdp.sample_rows import SampledRows
-from headway.engines.train.fsdp.sharded.collectives import on_rank_zero, reduce_numbers
-from headway.engines.train.fsdp.sharded.mesh_export import export_windows
-from headway.engines.train.fsdp.sharded.sharding import sharded_policy
-from headway.engines.train.fsdp.sharded.weight_gather import gather, gather_everywhere, given_parts
+from headway.engines.train.fsdp.objective import NOTHING_APART, Apart, Objective
+from headway.engines.train.fsdp.policy import forward_sharded
+from headway.engines.train.fsdp.policy_copies import ProximalWeights
+from headway.engines.train.fsdp.sharding import sharded_policy
+from headway.engines.train.fsdp.weight_gather import gather, gather_everywhere, given_parts
 from headway.engines.weights.buckets import Parts
 from headway.engines.weights.outgoing_version import Window
+from headway.engines.weights.safetensors_files import write_files
 from headway.engines.weights.weight_layout import Manifest, build_manifest
+from headway.models.model_export import replaced_when_complete
 from headway.models.pretrained import compute_dtype
 from headway.models.tokenizer import load_tokenizer
 from headway.models.weight_files import file_tensors, persistent_buffers
+from headway.runtime.progress import progress_here
+
+LONGEST = 2048
+"""Most response tokens of a row that is shown; longer ones lack their middle."""
+
+
+class SampledRows:
+    """Rows of drawn groups on one rank, as an optimizer step trains them: what a run shows of them.
+
+    Other rows cost nothing: no copy, and on a GPU no wait for it.
+    """
+
+    def __init__(self, rows: Sequence[CollatedRow], groups: Collection[GroupId]) -> None:
+        """Look out for those of this rank's ``rows`` that are of ``groups``."""
+        self._wanted = (
+            {id(row): place for place, row in enumerate(rows) if row.episode is not None and row.episode[:3] in groups}
+            if groups
+            else {}
+        )
+        """Identity of a row, as an object → its place among the step's rows."""
+        self._found: dict[int, TrainedRow] = {}
+
+    def look(self, rows: Sequence[CollatedRow], logprobs: Float[Tensor, " M"], entropy: Float[Tensor, " M"]) -> None:
+        """Take what is shown of one micro-batch: its rows, and what the forward pass says of their tokens."""
+        if not any(id(row) in self._wanted for row in rows):
+            return
+        ends = np.cumsum([len(row.loss_mask) for row in rows])[:-1]
+        parts = (np.split(values.detach().float().cpu().numpy(), ends) for values in (logprobs, entropy))
+        for row, logprobs_T, entropy_T in zip(rows, *parts, strict=True):
+            if (place := self._wanted.get(id(row))) is not None:
+                self._found[place] = _trained(row, logprobs_T, entropy_T)
+
+    def rows(self) -> tuple[TrainedRow, ...]:
+        """Return what was seen, in the order of the step's rows."""
+        return tuple(row for _, row in sorted(self._found.items()))
+
+
+def _trained(row: CollatedRow, logprobs_T: NDArray[np.float32], entropy_T: NDArray[np.float32]) -> TrainedRow:
+    length = len(row.loss_mask)
+    kept = np.arange(length)
+    if length > LONGEST:
+        kept = np.concatenate([kept[: LONGEST // 2], kept[-(LONGEST // 2) :]])
+    assert row.episode is not None
+    return TrainedRow(
+        episode=row.episode,
+        prompt_ids=row.input_ids[: row.prompt_length].copy(),
+        ids=row.input_ids[row.prompt_length :][kept],
+        mask=row.loss_mask[kept],
+        versions=row.versions[kept],
+        behaviour=row.logprobs[kept],
+        logprobs=logprobs_T[kept],
+        entropy=entropy_T[kept],
+        columns={str(name): values[kept] for name, values in row.columns.items()},
+        cut=length - len(kept),
+    )
+
+
+def export_windows(
+    lm: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    path: Path,
+    manifest: Manifest,
+    windows: Iterable[Window],
+    dtype: torch.dtype,
+) -> None:
+    """Write config, generation config, tokenizer and the weights of ``windows`` to ``path``; a folder that is there is
+    replaced.
+
+    ``lm`` is whose weights they are; ``dtype`` is theirs, for the config. The files are shards of at most 5 GB.
+    """
+    with replaced_when_complete(path) as folder, progress_here().writing(folder):
+        write_files(folder, manifest, windows)
+        config = copy.deepcopy(lm.config)
+        config.dtype = dtype
+        config.architectures = [type(lm).__name__]
+        if lm.is_remote_code():
+            custom_object_save(lm, folder, config=config)
+        config.save_pretrained(folder)
+        if lm.generation_config is not None:
+            lm.generation_config.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
 
 EXPORT_BUCKET = 256 * 2**20
 """Bytes of an export that are gathered, and written, at a time."""

@@ -24,14 +24,42 @@ from headway.data.collate import CollatedRow
 from headway.data.interfaces.steps import StepReport
 from headway.data.packing import Packing
 from headway.data.trees import Tree
+from headway.engines.train.fsdp.checkpoint import load_checkpoint, save_checkpoint
+from headway.engines.train.fsdp.collectives import (
+    BatchTotals,
+    Sums,
+    as_metrics,
+    count,
+    merge,
+    reduce_numbers,
+    reduce_sums,
+)
 from headway.engines.train.fsdp.device_mesh import TrainMesh
-from headway.engines.train.fsdp.forward_passes import micro_batches, rows_of
-from headway.engines.train.fsdp.lr_schedule import learning_rate
-from headway.engines.train.fsdp.metric_sums import BatchTotals, Sums, as_metrics, count, merge
-from headway.engines.train.fsdp.sharded.checkpoint import load_checkpoint, save_checkpoint
-from headway.engines.train.fsdp.sharded.collectives import reduce_numbers, reduce_sums
-from headway.engines.train.fsdp.sharded.shard_boxes import Pieces, copies, local
+from headway.engines.train.fsdp.policy import micro_batches, rows_of
+from headway.engines.train.fsdp.shard_boxes import Pieces, copies, local
 from headway.runtime.progress import advance
+
+
+def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:
+    """Learning rate of optimizer step ``step`` (from 0) of ``total_steps``.
+
+    It rises linearly over ``lr_warmup_steps`` (the first step already has lr/lr_warmup_steps, so none is wasted), then
+    stays, or falls to ``min_lr_ratio · lr``, which the last step has.
+    """
+    warmup = config.lr_warmup_steps
+    if step < warmup:
+        return config.lr * (step + 1) / warmup
+    last = total_steps - 1
+    progress = min(1.0, (step - warmup) / (last - warmup)) if last > warmup else 0.0
+    match config.lr_scheduler_type:
+        case "constant":
+            factor = 1.0
+        case "linear":
+            factor = 1.0 - progress
+        case "cosine":
+            factor = 0.5 * (1.0 + math.cos(math.pi * progress))
+    return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * factor)
+
 
 StepPart = Callable[[Sequence[CollatedRow], Sequence[Tree], BatchTotals], tuple[torch.Tensor, Sums]]
 """Function of a micro-batch's rows, the trees that they are packed into and the step's totals: its addend to the loss,

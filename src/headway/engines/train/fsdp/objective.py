@@ -4,7 +4,7 @@
 
 The weights carry the whole mini-batch's normaliser, so neither the loss nor its gradient depends on how it was split.
 
-Losses and corrections that look at sequences see whole episodes: `apart` brings the rows that a micro-batch lacks.
+Losses and corrections that look at sequences see whole episodes: `Apart` brings the rows that a micro-batch lacks.
 
 The built-in functions get each response token as a row of its own, [M, 1], and the label of its sequence: rows of
 different lengths cost nothing. Functions of the user's own get padded rows [N, T].
@@ -35,9 +35,36 @@ from headway.config.sections.learning import ActorConfig, CorrectionConfig, Roll
 from headway.data.collate import CollatedRow, by_episode
 from headway.data.interfaces.steps import StepContext
 from headway.data.types import ColumnName, TrajectoryId
-from headway.engines.train.fsdp.metric_sums import HEALTH, BatchTotals, Sums
+from headway.engines.train.fsdp.collectives import HEALTH, BatchTotals, Sums
 from headway.engines.train.fsdp.micro_batches import required_column, response_aligned
 from headway.runtime.user_code import names_user_code
+
+
+@dataclass(frozen=True, slots=True)
+class Apart:
+    """Rows of episodes that no micro-batch holds whole, for losses and corrections that look at sequences.
+
+        rows of such episodes ─▶ a pass without gradient ─▶ log-probs ─▶ beside each micro-batch with some of the rows
+
+    What such a loss takes from a sequence is a number without gradient, such as a mean of log-ratios. So rows of other
+    micro-batches take part with their log-probs alone: in sums, and neither in the loss nor in a metric.
+    """
+
+    rows: Sequence[CollatedRow] = ()
+    logprobs: Sequence[NDArray[np.float32]] = ()
+    """Their log-probs [T] (nats) under the policy as it is in this step."""
+
+    def beside(self, rows: Sequence[CollatedRow]) -> Apart:
+        """The rows, with their log-probs, that the episodes of a micro-batch's ``rows`` have in other micro-batches."""
+        if not self.rows:
+            return self
+        here, episodes = {id(row) for row in rows}, {row.episode for row in rows}
+        places = [i for i, row in enumerate(self.rows) if row.episode in episodes and id(row) not in here]
+        return Apart([self.rows[i] for i in places], [self.logprobs[i] for i in places])
+
+
+NOTHING_APART = Apart()
+
 
 P = TypeVar("P")
 

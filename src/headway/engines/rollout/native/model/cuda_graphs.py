@@ -19,8 +19,9 @@ import torch
 import torch.nn.functional as F
 
 from headway.devices import Compute, GraphRecorder
-from headway.engines.rollout.native.cache.kv_cache import SlotCache
-from headway.engines.rollout.native.model.policy_forward import Decoding, PolicyForward, RowBlock
+from headway.engines.rollout.native.kv_cache import SlotCache
+from headway.engines.rollout.native.model.policy_forward import PolicyForward
+from headway.engines.rollout.native.model.step_layout import Decoding, RowBlock
 from headway.errors import said_by
 
 logger = logging.getLogger(__name__)

@@ -1,13 +1,13 @@
 """Running the policy: the interface, and the path that takes a Hugging Face module exactly as it is.
 
 `ModuleForward` works for any decoder whose attention goes through a `transformers` cache, and is the reference that the
-faster path (`fused`) is checked against.
+faster path (`FusedForward`) is checked against.
 
 On a CPU the queries of a prefill attend block by block: `BLOCK` of them, at fixed places, over the keys up to the
 block's end, whatever part of it is to be computed. A token's keys and values are then the same bits whether its context
 is prefilled whole or from some token on, and however long it is: matrix products, the other part of it, do not depend
-on what is beside a row (see `invariance`). On a GPU, whose kernels of a step differ with its shape anyway, contexts
-attend in one call.
+on what is beside a row (see `least_invariant_rows`). On a GPU, whose kernels of a step differ with its shape anyway,
+contexts attend in one call.
 
 Shape suffixes: A decoding rows, C contexts, V vocabulary.
 """
@@ -15,91 +15,39 @@ Shape suffixes: A decoding rows, C contexts, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from transformers import Cache, PreTrainedModel
 
-from headway.engines.rollout.native.cache.kv_cache import KvGeometry, SlotCache
-from headway.engines.rollout.native.cache.prefix_cache import BLOCK
-from headway.engines.rollout.native.cache.shared_prompts import SharedPrompt
-from headway.engines.rollout.native.cache.sliding_windows import FULL, SLIDING, BlockMasks, Windows
+from headway.engines.rollout.native.kv_cache import KvGeometry, SlotCache
+from headway.engines.rollout.native.model.step_layout import (
+    FULL,
+    SLIDING,
+    Decoding,
+    PrefillContext,
+    Windows,
+    alike,
+    block_masks,
+)
+from headway.engines.rollout.native.prefix_cache import BLOCK
 from headway.errors import ModelError
-
-
-@dataclass(frozen=True, slots=True)
-class RowBlock:
-    """Consecutive decoding rows that attend together: rows start..stop-1, over ``span`` positions from ``first`` on."""
-
-    start: int
-    stop: int
-    span: int
-    mask: torch.Tensor
-    """[stop - start, 1, 1, span], 0 where a row has a token (the new one included), else -inf."""
-    windowed: torch.Tensor
-    """Mask like ``mask`` for layers with a sliding window: 0 only for the last tokens of each row."""
-    first: int = 0
-    """Tokens of each row that come before: those of its prompt, which are attended to apart."""
-
-    @classmethod
-    def of(
-        cls, rows: range, span: int, lengths: torch.Tensor, window: int | None, dtype: torch.dtype, first: int = 0
-    ) -> RowBlock:
-        """Select ``rows`` of those whose new token is at ``lengths`` [A]."""
-        newest = lengths[rows.start : rows.stop, None]
-        positions = torch.arange(first, first + span, device=lengths.device)
-        zeros = torch.zeros(len(rows), span, dtype=dtype, device=lengths.device)
-        mask = zeros.masked_fill_(positions > newest, -torch.inf)
-        windowed = mask if window is None else mask.masked_fill(positions <= newest - window, -torch.inf)
-        return cls(rows.start, rows.stop, span, mask[:, None, None], windowed[:, None, None], first)
-
-
-@dataclass(frozen=True, slots=True)
-class Decoding:
-    """Rows 0..A-1 of a cache, which run one token each."""
-
-    tokens: torch.Tensor
-    """[A]"""
-    lengths: torch.Tensor
-    """[A] positions of the tokens."""
-    cache: SlotCache
-    """Cache that stores the rows' keys and values."""
-    blocks: list[RowBlock]
-    """Blocks that together have each row once."""
-    prompts: Sequence[SharedPrompt] = ()
-    """Prompts that rows attend to apart, where the forward pass `shares` them."""
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillContext:
-    """A context to prefill, or the rest of one."""
-
-    tokens: torch.Tensor
-    """[T], at least one."""
-    past: torch.Tensor | None = None
-    """[layers, 2·kv_heads, P, head_dim] keys and values of the P tokens before; None: there are none."""
-
-    @property
-    def start(self) -> int:
-        """P, the position of the first token."""
-        return 0 if self.past is None else self.past.shape[2]
 
 
 class PolicyForward(Protocol):
     """A decoder's forward pass. It computes with the module's weights as of the last `refresh`."""
 
     recordable: bool
-    """A step without contexts never waits for the device, and reads weights where they stay (see `graphs`)."""
+    """A step without contexts never waits for the device, and reads weights where they stay (see `DecodeGraphs`)."""
     shares: bool
-    """Rows can attend to their prompts apart (see `prompts`)."""
+    """Rows can attend to their prompts apart (see `SharedPrompts`)."""
 
     def step(
         self, decoding: Decoding | None, contexts: Sequence[PrefillContext], least_rows: int
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Run one token for each row that is ``decoding``, and all tokens of ``contexts``.
 
-        Every matrix product has ``least_rows`` rows at least (see `invariance`), as many as ``decoding`` has, if there
+        Every matrix product has ``least_rows`` rows at least (see `least_invariant_rows`), as many as ``decoding`` has, if there
         is any: what comes out of a row or a context does not depend on those beside it.
 
         Returns the logits [A + C, V], of the rows and then at each context's last token, and keys and values
@@ -234,22 +182,6 @@ class ModuleForward:
         )
         logits: torch.Tensor = output.logits
         return logits
-
-
-def alike(contexts: Sequence[PrefillContext], block: int | None) -> list[list[int]]:
-    """Indices of contexts that begin at the same place and end in the same block, together; None: at the same place."""
-    groups: dict[tuple[int, int], list[int]] = {}
-    for index, context in enumerate(contexts):
-        stop = context.start + len(context.tokens)
-        groups.setdefault((context.start, stop if block is None else -(-stop // block)), []).append(index)
-    return list(groups.values())
-
-
-def block_masks(windows: Windows, max_context: int, dtype: torch.dtype, device: torch.device) -> BlockMasks | None:
-    """The masks of a prefill that is cut into blocks; None where it is not."""
-    if device.type != "cpu":
-        return None
-    return BlockMasks(windows, -(-max_context // BLOCK) * BLOCK, BLOCK, dtype, device)
 
 
 class _PrefillStore(Cache):

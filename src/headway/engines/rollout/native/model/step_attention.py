@@ -12,10 +12,16 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from headway.engines.rollout.native.cache.prefix_cache import BLOCK
-from headway.engines.rollout.native.cache.shared_prompts import LEAST_TOKENS, TOGETHER
-from headway.engines.rollout.native.cache.sliding_windows import BlockMasks, Windows
-from headway.engines.rollout.native.model.policy_forward import Decoding, PrefillContext, alike
+from headway.engines.rollout.native.model.step_layout import (
+    LEAST_TOKENS,
+    TOGETHER,
+    BlockMasks,
+    Decoding,
+    PrefillContext,
+    Windows,
+    alike,
+)
+from headway.engines.rollout.native.prefix_cache import BLOCK
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +185,7 @@ class PrefillAttention:
     """Contexts to prefill: where their tokens are in a step, and how they attend."""
 
     def __init__(self, shape: AttentionShape, contexts: Sequence[PrefillContext], masks: BlockMasks | None) -> None:
-        """``masks``: cut the queries into these masks' blocks (see `forward`)."""
+        """``masks``: cut the queries into these masks' blocks (see `ModuleForward`)."""
         self._shape = shape
         device = contexts[0].tokens.device
         groups = alike(contexts, BLOCK if masks else None)

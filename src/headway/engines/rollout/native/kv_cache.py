@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedConfig
 
-from headway.engines.rollout.native.cache.prefix_cache import BLOCK, BlockCopy
+from headway.engines.rollout.native.prefix_cache import BLOCK, BlockCopy
 from headway.engines.rollout.native.supported_models import not_served
 from headway.errors import said_by
 

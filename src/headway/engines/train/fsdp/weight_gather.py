@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from headway.engines.train.fsdp.device_mesh import TrainMesh
-from headway.engines.train.fsdp.sharded.shard_boxes import Box, boxes, is_first
+from headway.engines.train.fsdp.shard_boxes import Box, boxes, is_first
 from headway.engines.weights.buckets import Part, Parts, meetings, pack
 from headway.engines.weights.outgoing_version import Window
 from headway.engines.weights.weight_layout import ALIGNMENT, Manifest, buckets

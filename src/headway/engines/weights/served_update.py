@@ -1,4 +1,12 @@
-"""Serving new weights: beside those that decode, or over them; one version at a time.
+"""A stream of the device for what a receiving thread does, so that decoding does not wait for weights that arrive.
+
+    default stream    decode ▷ decode ▷ decode ▷ decode ▷ load ▷ decode
+    side stream          └▷ receive ▷ copy ▷ receive ▷ copy │ host waits, then reports the version as received
+
+Work of one stream runs in order: buckets on the default stream would queue behind decoding steps, and steps behind
+buckets. On a CPU there are no streams, and nothing is done.
+
+Serving new weights: beside those that decode, or over them; one version at a time.
 
 decoding thread, paused      receiving thread            decoding thread, between two steps
 begin (`InPlaceIntake`) ───▶ fill ◀── a transport ─────▶ load
@@ -8,19 +16,20 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Protocol, TypeVar
 
 import torch
 
 from headway.data.interfaces.weights import ReceiveReport
+from headway.devices import DeviceStream as Stream
 from headway.devices import kind_of
 from headway.engines.weights.incoming_version import BackBuffer, InPlace, Receive
 from headway.engines.weights.protocols import IncomingWeights
-from headway.engines.weights.served.served_weights import Contents, ServedWeights
-from headway.engines.weights.served.side_stream import SideStream
+from headway.engines.weights.served_weights import Contents, ServedWeights
 from headway.engines.weights.weight_layout import Manifest
 from headway.errors import RunError, UpdateFailed, boundary
 
@@ -199,3 +208,35 @@ def not_staged(name: str, version: int, staged: int | None) -> UpdateFailed:
         f"{name} was told to activate version {version}, but "
         f"{'nothing' if staged is None else f'version {staged}'} is staged; call stage_weights({version}) first"
     )
+
+
+class SideStream:
+    """A stream on ``device`` for a receiving thread, made when first used. On a CPU it does nothing."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: Stream | None = None
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Run the work inside on the side stream; it has ended on the device when the block has.
+
+        It begins behind what the default stream was given so far, which may still read the tensors that are written.
+        Other streams need no event: they are only told of the tensors after the host has waited. For the same reason
+        no memory is recorded for a second stream: what was taken inside is given back to the stream that used it, and
+        no tensor of another stream can be freed and taken again while work here still writes it.
+        """
+        if self._stream is None:
+            self._stream = kind_of(self._device).side_stream(self._device)
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_for_default()
+        try:
+            with self._stream.working():
+                yield
+        except BaseException:
+            with suppress(RuntimeError):  # what went wrong first is the reason
+                self._stream.synchronize()
+            raise
+        self._stream.synchronize()

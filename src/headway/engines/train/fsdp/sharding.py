@@ -21,9 +21,9 @@ from headway.config.schema import Config
 from headway.config.sections.parallel import plan_problems
 from headway.data.packing import Packing
 from headway.devices import kind_of
+from headway.engines.train.fsdp.collectives import on_all_ranks
 from headway.engines.train.fsdp.device_mesh import EP, TP, TrainMesh
-from headway.engines.train.fsdp.policy import PolicyModule, ShardedModule
-from headway.engines.train.fsdp.sharded.collectives import on_all_ranks
+from headway.engines.train.fsdp.policy import PolicyModule, ShardedModule, reshard
 from headway.errors import ModelError
 from headway.models.attention.packable import undivided, use_packed_attention
 from headway.models.pretrained import compute_dtype, load_model
@@ -101,13 +101,6 @@ def _agreed(module: ShardedModule, lm: PreTrainedModel, try_out: Callable[[], st
     if own is None and reason is not None:
         lm.set_attn_implementation(before)
     return reason
-
-
-def reshard(module: ShardedModule) -> None:
-    """Free what a forward pass gathered for a backward pass that will not come."""
-    for part in module.modules():
-        if isinstance(part, FSDPModule):
-            part.reshard()
 
 
 def _divide(lm: PreTrainedModel, model_path: str, mesh: TrainMesh) -> list[nn.Module]:

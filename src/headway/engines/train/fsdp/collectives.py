@@ -1,15 +1,73 @@
-"""Small collectives over the ranks of the default process group. Every rank calls them, in the same order."""
+"""Small collectives over the ranks of the default process group, and the sums behind a step's metrics.
+
+Every rank calls the collectives, in the same order. Sums add up over micro-batches and ranks.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from headway.engines.train.fsdp.metric_sums import MAXIMA, Sums
+from headway.algorithms import health
+from headway.data.collate import CollatedRow, by_episode
+from headway.data.types import TrajectoryId
 from headway.errors import HeadwayError, RunError, said_by
+
+Sums = dict[str, Tensor]
+"""Sums for a step's metrics: float64 tensors by name. Those in `MAXIMA` are reduced by maximum, all others by sum."""
+
+HEALTH = "health/"
+MAXIMA = frozenset(HEALTH + name for name in health.MAX_REDUCED)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchTotals:
+    """Numbers of tokens and sequences that the loss counts in a whole mini-batch, over all ranks."""
+
+    tokens: float
+    """Number of tokens that the loss counts."""
+    sequences: float
+    """Number of episodes with at least one token that the loss counts."""
+    lengths: Mapping[TrajectoryId, int] = field(default_factory=dict)
+    """Numbers of tokens that the loss counts, of those episodes of this rank that have several rows."""
+
+
+def count(rows: Sequence[CollatedRow]) -> BatchTotals:
+    """Count the tokens and episodes of this rank's ``rows``: its share of the mini-batch's totals."""
+    tokens = [int(row.loss_mask.sum()) for row in rows]
+    episodes = by_episode(rows)
+    several = {rows[own[0]].episode: sum(tokens[i] for i in own) for own in episodes if len(own) > 1}
+    return BatchTotals(
+        tokens=float(sum(tokens)),
+        sequences=float(sum(any(tokens[i] for i in own) for own in episodes)),
+        lengths={episode: length for episode, length in several.items() if episode is not None},
+    )
+
+
+def merge(parts: Sequence[Sums]) -> Sums:
+    """Merge the sums of several micro-batches: by maximum for names in `MAXIMA`, by addition for all others."""
+    return {
+        name: torch.stack([part[name] for part in parts]).amax(0)
+        if name in MAXIMA
+        else torch.stack([part[name] for part in parts]).sum(0)
+        for name in parts[0]
+    }
+
+
+def as_metrics(sums: Mapping[str, Tensor]) -> dict[str, float]:
+    """Compute a step's metrics from sums that were reduced over micro-batches and ranks."""
+    metrics = {name: float(value) for name, value in sums.items() if not name.startswith(HEALTH)}
+    of_health = {n.removeprefix(HEALTH): v for n, v in sums.items() if n.startswith(HEALTH)}
+    if not of_health:
+        return metrics
+    of_lags = {name: value for name, value in of_health.items() if name.startswith("lag/")}
+    return metrics | health.health(of_health) | (health.lag_health(of_lags) if of_lags else {})
+
 
 T = TypeVar("T")
 

@@ -1,0 +1,187 @@
+"""Copies of the policy beside the one that is trained.
+
+ReferenceEngine   the first weights, frozen
+ProximalWeights   the weights at the start of a version: the anchor of the trust region, while the policy moves on
+LogProbCopy       every update, on ranks of its own
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from headway.config.schema import Config
+from headway.data.collate import CollatedRow
+from headway.data.interfaces.weights import ReceiveReport
+from headway.engines.train.fsdp.device_mesh import TrainMesh
+from headway.engines.train.fsdp.policy import forward_sharded
+from headway.engines.train.fsdp.shard_boxes import local
+from headway.engines.train.fsdp.sharding import sharded_policy
+from headway.engines.train.fsdp.weight_gather import parts_of_files
+from headway.engines.weights.protocols import IncomingWeights
+from headway.engines.weights.served_update import BufferedIntake, Updates, outcome
+from headway.engines.weights.served_weights import ServedWeights, WeightMemory
+from headway.engines.weights.weight_layout import Manifest, bucket_bytes
+from headway.errors import RunError
+from headway.models.pretrained import compute_dtype
+from headway.models.probe import probe_rows, probe_vector
+from headway.models.weight_files import file_tensors
+
+
+class ReferenceEngine:
+    """One rank of the reference policy. Collective like `engine.FsdpEngine`, beside which it may live."""
+
+    def __init__(self, *, model_path: str, config: Config, mesh: TrainMesh) -> None:
+        """Load and shard the model at ``model_path``, in the dtype that the policy computes in.
+
+        Raises `ModelError` on every rank when it cannot be used.
+        """
+        self._policy = sharded_policy(model_path, config, mesh, compute_dtype(config, mesh.device))
+        self._policy.requires_grad_(False)
+        self._packing = self._policy.packing(config)
+        self._device = mesh.device
+
+    def forward_logprobs(self, rows: Sequence[CollatedRow]) -> list[NDArray[np.float32]]:
+        """The [T] float32 log-probs of each of this rank's ``rows`` (nats, ``rollout.temperature`` applied)."""
+        return forward_sharded(self._policy, rows, self._packing, self._device)
+
+
+class ProximalWeights:
+    """One rank's shards of the policy at the start of a version, copied to host memory.
+
+        restored (v) ─▶ step ─▶ restored (v) ─▶ step ─▶ …      the first one finds the policy as it is, and copies it
+                                   └─ the copy takes the policy's place for a forward pass
+
+    While the copy is in place, a second copy holds the present weights.
+    """
+
+    def __init__(self, module: nn.Module, *, keeps_copy: bool) -> None:
+        """Track the weights of ``module``. Without ``keeps_copy`` a version's start is lost at its first step."""
+        self._module = module
+        self._keeps_copy = keeps_copy
+        self._known: int | None = None
+        """The version whose start is known: as the present policy, or as the copy."""
+        self._stepped: int | None = None
+        """The version that the last optimizer step belongs to."""
+        self._copy: list[torch.Tensor] = []
+
+    def stepping(self, version: int) -> None:
+        """Note that an optimizer step of ``version`` follows."""
+        self._stepped = version
+
+    @contextmanager
+    def restored(self, version: int) -> Iterator[None]:
+        """Context in which the module holds the policy at the start of ``version``. Raises `RunError` if unknown."""
+        if self._stepped is None or version > self._stepped:  # no step of it was made: the policy is where it starts
+            if self._known != version and self._keeps_copy:
+                self._copy = self._snapshot()
+            self._known = version
+            yield
+            return
+        if self._known != version or not self._keeps_copy:
+            raise RunError(
+                f"log-probs under the policy at the start of version {version} were asked for after its first "
+                "optimizer step, and nobody had asked before it; ask at the version's first fetch"
+            )
+        now = self._snapshot()
+        self._write(self._copy)
+        try:
+            yield
+        finally:
+            self._write(now)
+
+    @torch.no_grad()
+    def _snapshot(self) -> list[torch.Tensor]:
+        return [shard.to("cpu", copy=True) for shard in self._shards()]
+
+    @torch.no_grad()
+    def _write(self, values: list[torch.Tensor]) -> None:
+        for shard, value in zip(self._shards(), values, strict=True):
+            shard.copy_(value)
+
+    def _shards(self) -> list[torch.Tensor]:
+        parameters = [parameter.detach() for parameter in self._module.parameters()]
+        return [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
+
+
+class LogProbCopy:
+    """One rank of a copy of the policy that receives every update. Not thread-safe, but for `stage_weights`.
+
+        proximal_logprobs (v) ─▶ stage (v + 1) ─▶ activate (v + 1) ─▶ proximal_logprobs (v + 1) ─▶ …
+
+    `proximal_logprobs` and `probe` are collective; each rank takes its own part of an update from its machine's copy.
+    """
+
+    def __init__(
+        self,
+        *,
+        model_path: str,
+        config: Config,
+        mesh: TrainMesh,
+        name: str,
+        manifest: Manifest,
+        receive: Callable[[int, IncomingWeights], None],
+    ) -> None:
+        """Open the model at ``model_path``, which is version 0, in the dtype that the trainer computes in. Collective.
+
+        Args:
+            manifest: layout of the weights of an update.
+            receive: lets a version come in, blocking.
+
+        Raises:
+            ModelError: the model cannot be used, or ``manifest`` is not its.
+        """
+        self._name, self._device = name, mesh.device
+        self._policy = sharded_policy(model_path, config, mesh, compute_dtype(config, mesh.device))
+        self._policy.requires_grad_(False)
+        self._packing = self._policy.packing(config)
+        self._vocabulary = int(self._policy.lm.get_input_embeddings().weight.shape[0])
+        files, parameters = file_tensors(self._policy.lm), dict(self._policy.lm.named_parameters())
+        memory = WeightMemory(local(parameter) for parameter in parameters.values())
+        parts = parts_of_files(parameters, files)
+        self._weights = ServedWeights(files, parts, memory, mesh.device, name)
+        self._weights.check_layout(manifest)
+        window = bucket_bytes(config.rollout.param_update_consume_bucket_size_mb)
+        intake = BufferedIntake(name, self._weights, manifest, window)
+        self._updates = Updates(name, intake, receive, mesh.device)
+
+    @property
+    def padded(self) -> str | None:
+        """Reason why rows are padded and not packed; None where they are packed."""
+        return self._policy.padded
+
+    def proximal_logprobs(self, rows: Sequence[CollatedRow], version: int) -> list[NDArray[np.float32]]:
+        """The [T] float32 log-probs of each row (nats) under ``version``. Raises `RunError` when it serves another."""
+        self._weights.check("compute log-probs")
+        if self._weights.version != version:
+            raise RunError(
+                f"{self._name} serves version {self._weights.version} and was asked for log-probs under version "
+                f"{version}; it has every version for as long as the trainer trains it, and refuses any other"
+            )
+        return self._logprobs(rows)
+
+    def probe(self) -> NDArray[np.float32]:
+        """The log-probs [8] of the probe's sequences under the served version. Raises `RunError` if it is not whole."""
+        self._weights.check("probe")
+        return probe_vector(self._logprobs(probe_rows(self._vocabulary)))
+
+    async def stage_weights(self, version: int) -> ReceiveReport:
+        """Receive the weights of ``version``, to be served after `activate`. Raises `UpdateFailed`."""
+        return await outcome(self._updates.start(version))
+
+    def activate(self, version: int) -> None:
+        """Serve the staged ``version``. Raises `UpdateFailed` unless it is the version received last."""
+        self._updates.load(version)
+
+    def close(self) -> None:
+        """Stop receiving updates; one that is under way ends by itself."""
+        self._updates.close()
+
+    def _logprobs(self, rows: Sequence[CollatedRow]) -> list[NDArray[np.float32]]:
+        return forward_sharded(self._policy, rows, self._packing, self._device)

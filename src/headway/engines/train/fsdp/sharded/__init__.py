@@ -1,1 +1,0 @@
-"""Sharded tensors: placement on the mesh, gathering, export and checkpoints."""
