@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class VllmLink:
-    """The link to one vLLM: orders, their answers, and its end, which reaches everybody who waits. Driven from its loop.
+    """Link to one vLLM: orders, answers, and its end, which reaches everybody who waits. Driven from its loop.
 
     Args:
         llm: an ``AsyncLLM`` of the running loop.

@@ -47,8 +47,8 @@ class PolicyForward(Protocol):
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Run one token for each row that is ``decoding``, and all tokens of ``contexts``.
 
-        Every matrix product has ``least_rows`` rows at least (see `least_invariant_rows`), as many as ``decoding`` has, if there
-        is any: what comes out of a row or a context does not depend on those beside it.
+        Every matrix product has ``least_rows`` rows at least (see `least_invariant_rows`), as many as ``decoding``
+        has, if there is any: what comes out of a row or a context does not depend on those beside it.
 
         Returns the logits [A + C, V], of the rows and then at each context's last token, and keys and values
         [layers, 2·kv_heads, T, head_dim] of each context's tokens.
