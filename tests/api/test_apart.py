@@ -16,7 +16,7 @@ import pytest
 from headway.api import subprocess_client
 from headway.api.subprocess_client import carry_out_apart
 from headway.errors import ConfigError, RunError, WorkerDied
-from headway.reports.live.notebook_cell import Cell
+from headway.reports.live.live_view import Cell
 
 if TYPE_CHECKING:
     from rich.console import Console

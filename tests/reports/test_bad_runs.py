@@ -11,8 +11,8 @@ from rich.console import Console
 
 from headway.events import Event, GroupAdmitted, GroupSettled, RunFinished, RunResumed, StageChanged
 from headway.reports.live.console_view import FinishedFiles, report_end
+from headway.reports.live.panel import SnapshotTaker
 from headway.reports.live.plain_log import PlainView
-from headway.reports.live.snapshot import SnapshotTaker
 from headway.reports.metrics.group_tally import RECENT
 from headway.reports.metrics.run_metrics import RunMetrics
 from headway.reports.metrics.summary import summary

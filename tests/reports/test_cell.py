@@ -8,7 +8,7 @@ from html import unescape
 import pytest
 from rich.text import Text
 
-from headway.reports.live.notebook_cell import Cell, curve, html
+from headway.reports.live.live_view import Cell, curve, html
 
 
 def text_of(page: str) -> str:

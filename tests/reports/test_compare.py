@@ -13,20 +13,21 @@ from typer.testing import CliRunner
 
 from headway.cli import cli
 from headway.errors import ConfigError
-from headway.reports.comparison.compare_page import overlaid, page
-from headway.reports.comparison.run_comparison import (
+from headway.reports.comparison import (
     Comparison,
     RunRead,
     at_equal,
     compared,
     names,
+    overlaid,
+    page,
     print_comparison,
     read_runs,
 )
 from headway.reports.metrics.run_metrics import RunMetrics
 from headway.reports.metrics.summary import summary
 from headway.reports.run_directory import RunLock
-from headway.reports.timeline.curves import ACCURACY, CurveLog, CurvePoint
+from headway.reports.timeline.run_history import ACCURACY, CurveLog, CurvePoint
 from tests.reports.stories import story, written
 from tests.reports.test_curves import log_of, row
 

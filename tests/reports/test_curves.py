@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.reports.timeline.curves import (
+from headway.reports.timeline.run_history import (
     ACCURACY,
     MOST_CURVES,
     MOST_POINTS,

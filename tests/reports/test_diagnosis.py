@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.reports.metrics.diagnosis import TimeShares, bottleneck
+from headway.reports.metrics.summary import TimeShares, bottleneck
 
 TABLE = [
     (

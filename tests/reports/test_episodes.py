@@ -22,11 +22,10 @@ from headway.events import (
     StageChanged,
     TrajectoryFinished,
 )
-from headway.reports.metrics.counters import Counters
-from headway.reports.metrics.episode_sums import MOST_OWN, EpisodeSums
 from headway.reports.metrics.group_tally import GroupTally
 from headway.reports.metrics.summary import summary
-from headway.reports.timeline.lanes import SpanKind
+from headway.reports.metrics.version_row import MOST_OWN, EpisodeSums
+from headway.reports.timeline.lanes import Counters, SpanKind
 from headway.reports.timeline.timeline import Timeline, build_timeline, idle_reasons
 from tests.reports.scripted_run import REPLICA, ScriptedRun
 from tests.reports.test_metrics import observe, of_type

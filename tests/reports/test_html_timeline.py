@@ -16,10 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.events import Note, RunFinished
-from headway.reports.samples.token_scales import Color, scale_of
-from headway.reports.timeline.html_timeline import live_page, page, write_html
+from headway.reports.samples.token_view import Color, scale_of
+from headway.reports.timeline.html_timeline import live_page, merge_short, merged, page, write_html
 from headway.reports.timeline.lanes import Lane, LaneSpan, SpanKind, idle
-from headway.reports.timeline.page_data import merge_short, merged
 from headway.reports.timeline.timeline import Timeline, build_timeline
 from tests.reports.scripted_run import ScriptedRun
 from tests.reports.stories import story

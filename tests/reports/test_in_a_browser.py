@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 
 from headway.events import RunResumed, RunStarted
-from headway.reports.comparison.compare_page import write_page
-from headway.reports.comparison.run_comparison import compared, read_runs
+from headway.reports.comparison import compared, read_runs, write_page
 from headway.reports.report import report
 from headway.reports.run_directory import RunDirectory, RunLock
 from headway.reports.watch.follower import Follower

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from headway.errors import ConfigError
 from headway.events import Event, VersionReached
-from headway.reports.comparison.run_comparison import read_runs
+from headway.reports.comparison import read_runs
 from headway.reports.metrics.metrics_state import newest, pickled, save
 from headway.reports.metrics.run_metrics import RunMetrics
 from headway.reports.record.events_file import look_through
@@ -60,7 +60,7 @@ def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def few_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headway.reports.timeline.drawn_versions.MOST_DENSE", 1)
+    monkeypatch.setattr("headway.reports.report.MOST_DENSE", 1)
 
 
 def copy(run: Path, folder: Path) -> Path:

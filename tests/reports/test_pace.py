@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.reports.metrics.pace import Pace
+from headway.reports.metrics.run_sums import Pace
 
 
 def paced(intervals: list[float], groups: int = 4, per_version: int = 16) -> tuple[Pace, float]:

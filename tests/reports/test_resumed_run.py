@@ -19,8 +19,7 @@ from headway.pipeline.recovery.driver_state import balance
 from headway.reports.checkpoint_folders import Checkpoints, Retention
 from headway.reports.record.events_file import read_events
 from headway.reports.report import report
-from headway.reports.report_manager import Reports, open_reports
-from headway.reports.resumed_reports import reopen_reports
+from headway.reports.report_manager import Reports, open_reports, reopen_reports
 from headway.reports.run_directory import RunDirectory, RunLock
 from tests.pipeline.scenario import Run, Scenario
 

@@ -9,8 +9,8 @@ import pytest
 
 from headway.events import GroupAdmitted, GroupRewarded, GroupSettled, TrajectoryFinished
 from headway.reports.record.file_tail import Rewritten, Tail
-from headway.reports.samples.sample_index import ON_PAGE, SampleIndex, for_page, read_all, spread
-from headway.reports.timeline.group_lines import GroupLog
+from headway.reports.samples.samples_file import ON_PAGE, SampleIndex, for_page, read_all, spread
+from headway.reports.timeline.run_history import GroupLog
 from tests.reports.stories import lines, sample, validated
 
 

@@ -16,10 +16,9 @@ from headway.errors import DataError, UserError
 from headway.events import GroupSettled, Note
 from headway.pipeline.admission.sample_collector import SampleOutlet
 from headway.pipeline.recovery.driver_state import balance
-from headway.reports import resumed_reports
+from headway.reports import report_manager
 from headway.reports.record.events_file import read_events
-from headway.reports.report_manager import Reports, open_reports
-from headway.reports.resumed_reports import reopen_reports
+from headway.reports.report_manager import Reports, open_reports, reopen_reports
 from headway.reports.run_directory import RunDirectory, RunLock
 from headway.reports.samples.samples_file import SamplesFile, Thinning, later, read_samples
 from tests.full_disk import files_of_at_most
@@ -265,7 +264,7 @@ def test_samples_that_cannot_be_rewritten_refuse_the_resume_and_change_nothing(
         draft.write_text("half")
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(resumed_reports, "write_surviving", full)
+    monkeypatch.setattr(report_manager, "write_surviving", full)
     before = {path.name: path.read_bytes() for path in directory.path.iterdir() if path.is_file()}
     with pytest.raises(UserError, match=r"samples.jsonl.tmp could not be written .* nothing of it is lost"):
         reopen_reports(SHOWN.config, directory, RunLock(directory.lock), state["version"], balance(state), quiet())

@@ -17,11 +17,11 @@ from typer.testing import CliRunner, Result
 from headway.cli import cli
 from headway.config.loading import dump
 from headway.config.schema import Config
+from headway.reports import sample_query
 from headway.reports.record.events_file import EventsFile
 from headway.reports.run_directory import RunLock
-from headway.reports.samples.token_scales import Color, scale_of, values_of
-from headway.reports.show import sample_query
-from headway.reports.show.sample_printer import print_group
+from headway.reports.sample_printer import print_group
+from headway.reports.samples.token_view import Color, scale_of, values_of
 from tests.reports.samples import episode, row, sample, validation
 from tests.reports.scripted_run import ScriptedRun
 

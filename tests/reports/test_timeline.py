@@ -27,11 +27,10 @@ from headway.events import (
     UpdatePhase,
     UpdateSuperseded,
 )
-from headway.reports.metrics.counters import Counter
-from headway.reports.timeline.device_lanes import REPLICAS, TRAINER
-from headway.reports.timeline.lanes import Lane, SpanKind
-from headway.reports.timeline.page_data import busy_share
+from headway.reports.timeline.html_timeline import busy_share
+from headway.reports.timeline.lanes import Counter, Lane, SpanKind
 from headway.reports.timeline.timeline import MarkKind, Timeline, build_timeline, idle_reasons
+from headway.reports.timeline.worker_lanes import REPLICAS, TRAINER
 from tests.reports.scripted_run import ScriptedRun
 from tests.reports.timelines import cut_short, failed, simulated, simulated_events, started
 

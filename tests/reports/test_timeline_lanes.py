@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from headway.events import ReplicaJoined, ReplicaLost, RunStarted, Span, StageChanged, UpdatePhase
 from headway.reports.metrics.intervals import complement, length, union
 from headway.reports.timeline.lanes import NOTHING_REPORTED, Lane, LaneSpan, SpanKind, idle, lay_out, side_by_side
-from headway.reports.timeline.stage_lanes import StageLog, stage_lanes
-from headway.reports.timeline.update_lanes import UpdateLanes
+from headway.reports.timeline.worker_lanes import StageLog, UpdateLanes, stage_lanes
 from tests.reports.scripted_run import ScriptedRun
 
 HORIZON = 24

@@ -15,9 +15,8 @@ from rich.console import Console
 from headway.events import Event, Note, PromptsLeftOut, ReplicaLost, RunStarted, ValidationFinished
 from headway.reports.live.console_view import FinishedFiles, report_end
 from headway.reports.live.live_view import LiveView
-from headway.reports.live.panel import panel
+from headway.reports.live.panel import HISTORY, Snapshot, SnapshotTaker, panel
 from headway.reports.live.plain_log import PlainView, validation_line
-from headway.reports.live.snapshot import HISTORY, Snapshot, SnapshotTaker
 from headway.reports.metrics.run_metrics import RunMetrics
 from headway.reports.metrics.summary import summary
 from tests.reports.scripted_run import ScriptedRun

@@ -25,7 +25,7 @@ from headway.reports.run_directory import RunDirectory, RunLock, signs_of_life
 from headway.reports.run_liveness import SILENT_S, is_trained
 from headway.reports.timeline.html_timeline import live_parts
 from headway.reports.timeline.timeline import TimelineBuilder, build_timeline
-from headway.reports.watch import serving, watch_server
+from headway.reports.watch import watch_server
 from headway.reports.watch.follower import Follower
 from headway.reports.watch.watch_server import WatchServer
 from tests.reports.stories import lines, sample, story, validated, written
@@ -593,7 +593,7 @@ def test_a_port_in_use_is_one_message(run: Path) -> None:
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(UserError, match=rf"--port {port}: cannot listen there .*in use.*; give another port"):
-            serving.serve(run, port, lambda url: pytest.fail("it is served"), open_page=False)
+            watch_server.serve(run, port, lambda url: pytest.fail("it is served"), open_page=False)
 
 
 def test_a_run_that_has_not_begun_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -605,8 +605,8 @@ def test_a_run_that_has_not_begun_is_waited_for(tmp_path: Path, monkeypatch: pyt
         if then == "run":
             (tmp_path / "run" / "config.yaml").touch()
 
-    monkeypatch.setattr(serving.time, "sleep", sleep)
-    assert serving._directory(tmp_path / "run", notes.append).config.is_file()
+    monkeypatch.setattr(watch_server.time, "sleep", sleep)
+    assert watch_server._directory(tmp_path / "run", notes.append).config.is_file()
     assert notes == [f"{tmp_path / 'run'}: no run has begun there yet; waiting 60 s for one"]
     assert next(looks, None) is None
 
@@ -614,24 +614,24 @@ def test_a_run_that_has_not_begun_is_waited_for(tmp_path: Path, monkeypatch: pyt
 def test_what_is_no_run_is_one_message_and_a_run_that_starts_is_one(
     tmp_path: Path, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(serving, "WAIT_S", 0.0)
+    monkeypatch.setattr(watch_server, "WAIT_S", 0.0)
     for path, problem in (
         (tmp_path / "none", "does not exist"),
         (run / "config.yaml", "is a file"),
         (tmp_path, "has no config"),
     ):
         with pytest.raises(ConfigError, match=problem):
-            serving.serve(path, 0, lambda url: pytest.fail("it is served"), open_page=False)
+            watch_server.serve(path, 0, lambda url: pytest.fail("it is served"), open_page=False)
 
 
 def test_the_address_is_in_no_argument_of_the_browser(
     tmp_path: Path, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever may list processes sees their arguments. The file that leads to the address is its owner's alone."""
-    monkeypatch.setattr(serving.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(watch_server.tempfile, "tempdir", str(tmp_path))
     opened: list[str] = []
-    monkeypatch.setattr(serving.webbrowser, "open", opened.append)
-    hint = serving._opened("http://127.0.0.1:1/token/")
+    monkeypatch.setattr(watch_server.webbrowser, "open", opened.append)
+    hint = watch_server._opened("http://127.0.0.1:1/token/")
     assert opened == [hint.as_uri()]
     assert "token" not in opened[0]
     assert "http://127.0.0.1:1/token/" in hint.read_text()

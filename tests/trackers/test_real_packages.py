@@ -18,10 +18,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from headway.errors import ConfigError
-from headway.reports.trackers.prometheus import PrometheusTracker
 from headway.reports.trackers.tracker import TrackerSetting
 from headway.reports.trackers.tracker_checks import check_trackers
 from headway.reports.trackers.tracker_client import TrackerState, memory_file
+from headway.reports.trackers.tracker_tools import PrometheusTracker
 from tests.full_disk import files_of_at_most
 from tests.trackers.tracked import Tracked, model_folder, row
 

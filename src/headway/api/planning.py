@@ -14,7 +14,7 @@ from headway.api.run_handle import Run
 from headway.api.subprocess_client import carry_out_apart
 from headway.api.table import Table, table
 from headway.errors import ConfigError
-from headway.reports.live.notebook_cell import html
+from headway.reports.live.live_view import html
 
 if TYPE_CHECKING:
     import pandas as pd

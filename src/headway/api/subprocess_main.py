@@ -14,7 +14,7 @@ from typing import Any
 
 from headway.api.subprocess_client import Page
 from headway.errors import HeadwayError, RunError, said_by
-from headway.reports.live.notebook_cell import Cell
+from headway.reports.live.live_view import Cell
 from headway.runtime.signals import terminations_as_interrupts
 
 

@@ -66,8 +66,8 @@ def _refuse(options: list[str], why: str) -> None:
 
 
 def _table(run: Path, validation: bool, fate: str | None, source: str | None, last: int, as_json: bool) -> None:
-    from headway.reports.show.sample_printer import print_table
-    from headway.reports.show.sample_query import listed
+    from headway.reports.sample_printer import print_table
+    from headway.reports.sample_query import listed
 
     with _damage_told(run) as damaged:
         table = listed(run, damaged, last=last, validation=validation, fate=fate, source=source)
@@ -80,8 +80,8 @@ def _table(run: Path, validation: bool, fate: str | None, source: str | None, la
 
 
 def _problem(run: Path, problem: int, as_json: bool) -> None:
-    from headway.reports.show.sample_printer import print_validations
-    from headway.reports.show.sample_query import of_problem
+    from headway.reports.sample_printer import print_validations
+    from headway.reports.sample_query import of_problem
 
     with _damage_told(run) as damaged:
         samples = of_problem(run, problem, damaged)
@@ -92,9 +92,9 @@ def _problem(run: Path, problem: int, as_json: bool) -> None:
 
 
 def _group(run: Path, number: int, color: str, tokens: bool, episode: int | None, as_json: bool) -> None:
-    from headway.reports.samples.token_scales import Color
-    from headway.reports.show.sample_printer import print_group, print_story
-    from headway.reports.show.sample_query import GroupHistory, found, of_episode
+    from headway.reports.sample_printer import print_group, print_story
+    from headway.reports.sample_query import GroupHistory, found, of_episode
+    from headway.reports.samples.token_view import Color
 
     if color not in list(Color):
         raise ConfigError(f"--color: got {color}, expected one of {', '.join(Color)}")

@@ -20,7 +20,7 @@ def watch(
 ) -> None:
     """Serve a run's page, which goes on with the run: curves, timeline, groups, what was said. Ctrl-C ends it."""
     with errors_as_messages(debug):
-        from headway.reports.watch.serving import serve
+        from headway.reports.watch.watch_server import serve
 
         serve(
             run,
@@ -42,8 +42,7 @@ def compare(
     with errors_as_messages(debug):
         from rich.console import Console
 
-        from headway.reports.comparison.compare_page import write_page
-        from headway.reports.comparison.run_comparison import compared, print_comparison, read_runs
+        from headway.reports.comparison import compared, print_comparison, read_runs, write_page
 
         if len(runs) < 2:
             raise ConfigError(f"expected two runs or more to compare, and got {runs[0]} alone")

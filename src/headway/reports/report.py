@@ -1,4 +1,4 @@
-"""``headway report RUN``: a run's record as a page and as a trace."""
+"""``headway report RUN``: a run's record as a page and as a trace, of all versions or, of a large run, the newest."""
 
 from __future__ import annotations
 
@@ -9,20 +9,90 @@ from functools import partial
 from pathlib import Path
 
 from headway.errors import ConfigError, DataError, RunError
-from headway.events import Event
+from headway.events import Event, LeaseChanged, ReplicaJoined, ReplicaLost, RunStarted, UpdatePhase, VersionReached
 from headway.reports.metrics.metrics_state import newest
 from headway.reports.metrics.run_metrics import RowSink, RunMetrics
-from headway.reports.record.events_file import look_through, read_events
+from headway.reports.record.dense_events import ALL, segments_of
+from headway.reports.record.events_file import EventReader, SurvivingRecord, look_through, read_events
 from headway.reports.record.file_tail import Rewritten
 from headway.reports.run_directory import FULL, RunDirectory
 from headway.reports.run_liveness import is_trained, standing
-from headway.reports.samples.sample_index import SampleIndex, for_page, read_all
-from headway.reports.samples.samples_file import Sample
-from headway.reports.timeline.drawn_versions import chosen_versions, draw, newest_versions
-from headway.reports.timeline.group_lines import GroupLog
+from headway.reports.samples.samples_file import Sample, SampleIndex, for_page, read_all
 from headway.reports.timeline.html_timeline import write_html
+from headway.reports.timeline.run_history import GroupLog
 from headway.reports.timeline.timeline import Timeline, TimelineBuilder
 from headway.reports.timeline.trace import write_trace
+
+MOST_DENSE = 50_000
+"""Most dense events of the newest versions that are drawn, but for one version; some seconds to read."""
+LASTING = (RunStarted, ReplicaJoined, ReplicaLost, LeaseChanged, UpdatePhase)
+"""Events that say what still holds versions later: who is there, what it serves, who has the devices."""
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnVersions:
+    """The versions ``first`` to ``last``, and their lines of ``events.jsonl``: ``line`` to before ``end``."""
+
+    first: int
+    last: int
+    line: int
+    end: int = ALL
+
+
+def newest_versions(
+    events: Path, record: SurvivingRecord, most: int | None = None, versions: int = 1
+) -> DrawnVersions | None:
+    """Return the newest versions that have at most ``most`` dense events, by default `MOST_DENSE`, but at least
+    so many ``versions``; None where the whole run has no more.
+    """
+    count, begin = 0, ALL
+    for segment in reversed(segments_of(events)):
+        count += segment.rows()
+        if count > (most or MOST_DENSE) and sum(line >= begin for line in record.boundaries.values()) >= versions:
+            break
+        begin = segment.line
+    else:
+        return None
+    before = [version for version, line in record.boundaries.items() if line < begin]
+    return (
+        None if not before else DrawnVersions(max(before), max(record.boundaries), record.boundaries[max(before)] + 1)
+    )
+
+
+def chosen_versions(versions: str, record: SurvivingRecord) -> DrawnVersions:
+    """Return the versions that ``versions`` names, as ``A:B``. Raises `ConfigError` where there are none."""
+    newest = max(record.boundaries, default=0)
+    first, _, last = versions.partition(":")
+    if not (first.isdecimal() and last.isdecimal() and int(first) <= min(int(last), newest)):
+        raise ConfigError(
+            f"--versions: got {versions}; expected A:B, the first and the last of the versions 0 to {newest}"
+        )
+    line = record.boundaries.get(int(first), -1) + 1
+    return DrawnVersions(int(first), min(int(last), newest), line, record.boundaries.get(int(last) + 1, ALL - 1) + 1)
+
+
+def draw(events: Path, drawn: DrawnVersions, builder: TimelineBuilder, end: int = ALL) -> None:
+    """Have ``builder`` draw those versions, up to ``end`` lines, and what continues from the version before.
+
+    Raises `DataError` where the record cannot be read.
+    """
+    reader = EventReader(events, kinds=(*LASTING, VersionReached))
+    before = reader.record.boundaries.get(drawn.first - 1, -1) + 1
+    for event in reader.read():
+        if reader.line >= drawn.line:
+            break
+        if isinstance(event, VersionReached):
+            builder.since = event.time
+        elif reader.line < before:
+            builder.draw(event)
+    builder.versions = (drawn.first, drawn.last)
+    builder.groups.version = max(drawn.first - 1, 0)
+    reader = EventReader(events, after=before)
+    for event in reader.read():
+        if reader.line >= min(drawn.end, end):
+            break
+        builder.draw(event)
+
 
 HTML_NAME, TRACE_NAME = "timeline.html", "trace.json"
 

@@ -34,9 +34,9 @@ from headway.events import (
     UpdatePhase,
     ValidationFinished,
 )
-from headway.reports.metrics.episode_sums import ENDPOINT
 from headway.reports.metrics.run_metrics import RunMetrics
 from headway.reports.metrics.summary import summary
+from headway.reports.metrics.version_row import ENDPOINT
 from tests.engines.train.rows import random_rows, with_columns
 from tests.reports.scripted_run import ScriptedRun
 

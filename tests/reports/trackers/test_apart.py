@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from headway.reports.trackers.factory import ADDRESSES
 from headway.reports.trackers.tracker_client import GOOD_ROWS, MOST_STARTS, TrackerApart, TrackerState, memory_file
 from headway.reports.trackers.tracker_queue import RunEnd, TrackerQueue
 from headway.reports.trackers.tracker_set import Trackers
+from headway.reports.trackers.tracker_tools import ADDRESSES
 from tests.full_disk import files_of_at_most
 from tests.reports.trackers.fakes import SOON_S, Told, Tool, apart
 

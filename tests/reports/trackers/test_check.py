@@ -14,9 +14,9 @@ import pytest
 from headway.config.schema import Config
 from headway.errors import ConfigError
 from headway.reports.trackers import tracker_checks
-from headway.reports.trackers.factory import make_tracker
 from headway.reports.trackers.tracker import TrackerSetting
 from headway.reports.trackers.tracker_checks import check_trackers, wandb_may_log
+from headway.reports.trackers.tracker_tools import make_tracker
 
 DOCUMENT = (Path(__file__).parents[3] / "docs" / "errors.md").read_text(encoding="utf-8")
 

@@ -12,8 +12,7 @@ import pytest
 from rich.console import Console
 
 from headway.pipeline.recovery.driver_state import balance
-from headway.reports.report_manager import Reports, open_reports
-from headway.reports.resumed_reports import reopen_reports
+from headway.reports.report_manager import Reports, open_reports, reopen_reports
 from headway.reports.run_directory import RunDirectory, RunLock
 from headway.reports.trackers import tracker_set
 from tests.pipeline.scenario import Run, Scenario

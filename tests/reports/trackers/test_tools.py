@@ -10,12 +10,10 @@ from typing import Any
 
 import pytest
 
-from headway.reports.trackers import tracker_main
-from headway.reports.trackers.mlflow import AT_ONCE, MlflowTracker
-from headway.reports.trackers.prometheus import PrometheusTracker
+from headway.reports.trackers import tracker_process
 from headway.reports.trackers.tracker import TrackerSetting
-from headway.reports.trackers.tracker_main import Host
-from headway.reports.trackers.wandb import WandbTracker
+from headway.reports.trackers.tracker_process import Host
+from headway.reports.trackers.tracker_tools import AT_ONCE, MlflowTracker, PrometheusTracker, WandbTracker
 
 SAMPLE: dict[str, Any] = {"group": 3, "version": 0, "prompt": "?", "episodes": [{"k": 0, "text": "!"}]}
 ROW: dict[str, Any] = {"version": 0, "reward/mean": 0.5}
@@ -164,7 +162,7 @@ def test_an_answer_says_how_many_samples_wait_and_how_many_were_dropped(
 ) -> None:
     server = Server(raises={"log_text": "no artifact store"})
     tracker = mlflow(server, monkeypatch, tmp_path)
-    monkeypatch.setattr(tracker_main, "make_tracker", lambda name, setting: tracker)
+    monkeypatch.setattr(tracker_process, "make_tracker", lambda name, setting: tracker)
     asked = Host("mlflow")
     assert asked.carry_out("open", {"project": "p", "name": "n", "folder": str(tmp_path)})["entry"] == "r"
     assert asked.carry_out("on_sample", SAMPLE) == {"held": 1, "dropped": 0, "why": ""}

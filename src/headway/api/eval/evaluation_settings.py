@@ -32,8 +32,7 @@ from headway.data.problems import REASONING_GYM
 from headway.data.saved import is_saved, splits_of
 from headway.data.tasks import TASKS, is_task
 from headway.errors import ConfigError, ModelError, UserError
-from headway.reports.checkpoint_folders import Checkpoints
-from headway.reports.exported_version import version_of
+from headway.reports.checkpoint_folders import Checkpoints, version_of
 from headway.reports.run_directory import RunDirectory
 
 DATA_FILES = "a .jsonl, .csv or .parquet file, or a dataset by folder or name on the hub"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from rich.text import Text
 
-from headway.reports.live.notebook_cell import Cell
+from headway.reports.live.live_view import Cell
 
 if TYPE_CHECKING:
     from rich.console import Console

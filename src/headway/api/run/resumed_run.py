@@ -23,7 +23,7 @@ from headway.pipeline.recovery.driver_state import Taken, balance
 from headway.pipeline.run import Status
 from headway.reports.checkpoint_folders import Checkpoints
 from headway.reports.record.events_file import SurvivingRecord, look_through
-from headway.reports.resumed_reports import reopen_reports
+from headway.reports.report_manager import reopen_reports
 from headway.reports.run_directory import RunDirectory, RunLock
 from headway.reports.trackers.tracker_checks import check_trackers
 from headway.runtime.user_code import names_a_file

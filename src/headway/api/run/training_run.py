@@ -33,8 +33,7 @@ from headway.pipeline.parts import Parts
 from headway.pipeline.recovery.driver_state import Taken
 from headway.pipeline.run import Pipeline, Status
 from headway.pipeline.stages.reward import GroupFilter, Shaping
-from headway.reports.checkpoint_folders import Checkpoints, Retention
-from headway.reports.exported_version import version_of, write_version
+from headway.reports.checkpoint_folders import Checkpoints, Retention, version_of, write_version
 from headway.reports.report_manager import Reports
 from headway.reports.run_directory import RunDirectory
 from headway.runtime.task_groups import end, failure_ignored

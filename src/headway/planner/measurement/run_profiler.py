@@ -71,8 +71,8 @@ from headway.planner.profiles.job_profile import (
 )
 from headway.planner.profiles.profile_mesh import in_words
 from headway.reports.record.events_file import EventReader, look_through, read_events
+from headway.reports.report import DrawnVersions, newest_versions
 from headway.reports.run_directory import RunDirectory
-from headway.reports.timeline.drawn_versions import DrawnVersions, newest_versions
 
 MAX_GROUPS = 4000
 """Largest number of recorded groups that a profile keeps."""

@@ -1,27 +1,38 @@
-"""The run as plain log lines, where no terminal is attached: one per phase, version and validation, start and end."""
+"""The run as lines of text: on the console where no terminal is attached, and in the driver's log.
+
+On the console there is one line per phase, version and validation, and one for start and end. The log has the few
+events that somebody who looks for a cause reads, as lines of standard logging.
+"""
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
 from headway.events import (
+    CheckpointSaved,
     EpisodeWorkerLost,
     Event,
     Note,
     PromptsLeftOut,
+    ReplicaJoined,
     ReplicaLost,
     RunFinished,
     RunResumed,
     RunStarted,
+    UpdateRetried,
     ValidationFinished,
+    VersionReached,
 )
 from headway.reports import human
-from headway.reports.live.snapshot import SnapshotTaker
+from headway.reports.live.panel import SnapshotTaker
+from headway.runtime.logs import DriverLog
 
 
 class PlainView:
@@ -135,3 +146,33 @@ def validation_line(event: ValidationFinished) -> str:
         f"{human.count(event.problems)} problems{f' ({sources})' if sources else ''}{failed}, "
         f"{human.duration(event.span[1] - event.span[0])}"
     )
+
+
+logger = logging.getLogger(__name__)
+WARNINGS = (ReplicaLost, EpisodeWorkerLost, UpdateRetried)
+TOLD = (RunStarted, RunResumed, VersionReached, CheckpointSaved, ReplicaJoined, RunFinished)
+
+
+class EventLog:
+    """An observer that logs events to ``driver.log`` in the folder ``logs`` of the run's directory ``run``."""
+
+    def __init__(self, run: Path) -> None:
+        self._log = DriverLog(run / "logs", run.resolve().name)
+
+    def on_event(self, event: Event) -> None:
+        match event:
+            case Note(level=level, text=text):
+                logger.log(logging.INFO if level == "info" else logging.WARNING, text)
+            case RunFinished(status="failed"):
+                logger.error("%s", event)
+            case _ if isinstance(event, WARNINGS):
+                logger.warning("%s", event)
+            case _ if isinstance(event, TOLD):
+                logger.info("%s", event)
+
+    def close(self) -> None:
+        """Leave the log open: what fails as the run ends is logged, too. See `end`."""
+
+    def end(self) -> None:
+        """Close the log."""
+        self._log.close()

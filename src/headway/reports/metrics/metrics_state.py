@@ -29,7 +29,7 @@ from headway.reports.run_directory import RunDirectory
 SUFFIX = ".state"
 KEPT = 4
 """Number of newest states that are kept, beside those of versions that have a checkpoint."""
-PARTS = ("run_metrics", "group_tally", "occupancy", "version_row", "run_sums", "pace", "episode_sums", "intervals")
+PARTS = ("run_metrics", "group_tally", "occupancy", "version_row", "run_sums", "intervals")
 MODULES = frozenset({"headway.events", *(f"headway.reports.metrics.{name}" for name in PARTS)})
 """Modules whose classes a state consists of, beside those of `OTHERS`."""
 OTHERS = frozenset(

@@ -44,12 +44,10 @@ from headway.events import (
     ValidationFinished,
     WorkerDescribed,
 )
-from headway.reports.metrics.episode_sums import EpisodeSums, is_of_program
 from headway.reports.metrics.group_tally import GroupRecord, GroupTally, partial_span
 from headway.reports.metrics.occupancy import Occupancy
-from headway.reports.metrics.pace import Pace
-from headway.reports.metrics.run_sums import Evaluations, UpdateSums
-from headway.reports.metrics.version_row import VersionRow, mean_of, validation_values
+from headway.reports.metrics.run_sums import Evaluations, Pace, UpdateSums
+from headway.reports.metrics.version_row import EpisodeSums, VersionRow, is_of_program, mean_of, validation_values
 
 KEPT_WARNINGS = 50
 

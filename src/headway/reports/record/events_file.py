@@ -26,8 +26,19 @@ import numpy as np
 
 from headway.errors import DataError, said_by
 from headway.events import Event, RunFinished, RunResumed, VersionReached
-from headway.reports.record.dense_events import ALL, DENSE, LINES, SEGMENT_BYTES, DenseReader, folder_of, seal, segment
-from headway.reports.record.event_types import REPAIR, line_prefixes, parse_event
+from headway.reports.record.dense_events import (
+    ALL,
+    DENSE,
+    LINES,
+    REPAIR,
+    SEGMENT_BYTES,
+    DenseReader,
+    folder_of,
+    line_prefixes,
+    parse_event,
+    seal,
+    segment,
+)
 
 FLUSH_EVERY_S = 1.0
 KEPT_BYTES = 64 * 2**20

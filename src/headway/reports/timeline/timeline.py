@@ -48,17 +48,23 @@ from headway.events import (
     ValidationFinished,
 )
 from headway.reports.human import score
-from headway.reports.metrics.counters import Counter, Counters
 from headway.reports.metrics.intervals import complement, intersection
 from headway.reports.metrics.run_metrics import RunMetrics
 from headway.reports.metrics.summary import summary
-from headway.reports.timeline.curves import CurveLog
-from headway.reports.timeline.device_lanes import REPLICAS, TRAINER, AdmissionLanes, Replicas, TrainerLanes
-from headway.reports.timeline.environment_lanes import Environments
-from headway.reports.timeline.group_lines import GroupLog, ledger
-from headway.reports.timeline.lanes import Lane, LaneSpan, SpanKind, clipped, side_by_side
-from headway.reports.timeline.stage_lanes import PROCESSING, StageLog, stage_lanes
-from headway.reports.timeline.update_lanes import UpdateLanes
+from headway.reports.timeline.lanes import Counter, Counters, Lane, LaneSpan, SpanKind, clipped, side_by_side
+from headway.reports.timeline.run_history import CurveLog, GroupLog, ledger
+from headway.reports.timeline.worker_lanes import (
+    PROCESSING,
+    REPLICAS,
+    TRAINER,
+    AdmissionLanes,
+    Environments,
+    Replicas,
+    StageLog,
+    TrainerLanes,
+    UpdateLanes,
+    stage_lanes,
+)
 
 RUN = "Run"
 LEASES = {"train": SpanKind.TRAIN_LEASE, "generate": SpanKind.GENERATE_LEASE}

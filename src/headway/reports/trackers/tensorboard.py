@@ -17,8 +17,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from headway.errors import said_by, writable
-from headway.reports.trackers.tracker import TrackerSetting
-from headway.reports.trackers.tracker_tables import markdown, scalars, table
+from headway.reports.trackers.tracker import TrackerSetting, markdown, scalars, table
 
 _NUMBER = count()
 """Numbers the files that this process opens. Padded in a name, since readers go through the files by their names."""

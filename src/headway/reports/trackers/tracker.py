@@ -1,13 +1,141 @@
-"""The protocol of a tracker, and what it is made from."""
+"""The protocol of a tracker, what it is made from, and the forms of data that trackers get."""
 
 from __future__ import annotations
 
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from headway.errors import RunError
-from headway.reports.trackers.held_samples import HeldSamples
+from headway.errors import RunError, cut, said_by
+
+LONGEST_TEXT = 4000
+"""Most characters of a prompt or an answer in a sample that trackers are given."""
+MOST_EPISODES = 16
+"""Most episodes of a group in a sample that trackers are given."""
+COLUMNS = (
+    *("version", "kind", "number", "source", "fate", "prompt", "truth"),
+    *("k", "reward", "parts", "text", "turns", "length", "finish"),
+)
+"""Columns of the table of samples. ``number``: the group's, or the held-out problem's; ``truth``: the ground truth."""
+
+
+def scalars(row: Mapping[str, Any]) -> dict[str, float | int]:
+    """Return the finite numbers of a metrics row, without its version: histograms and missing values are left out."""
+    return {name: value for name, value in row.items() if name != "version" and is_number(value)}
+
+
+def is_number(value: Any) -> bool:
+    """Tell whether ``value`` is a finite number, and no truth value."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield values of nested mappings under dotted names: ``groups.trained``. Lists become JSON, null is left out."""
+    for name, value in values.items():
+        key = f"{prefix}.{name}" if prefix else name
+        match value:
+            case Mapping():
+                yield from flat(value, key)
+            case None:
+                continue
+            case list() | tuple():
+                yield key, json.dumps(value, default=str)
+            case _:
+                yield key, value
+
+
+def trimmed(sample: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a sample of ``samples.jsonl`` without what is there token by token, its texts cut to `LONGEST_TEXT`."""
+    episodes = [
+        {name: _short(value) for name, value in episode.items() if name not in ("rows", "conversation")}
+        for episode in sample["episodes"][:MOST_EPISODES]
+    ]
+    return {name: _short(value) for name, value in sample.items() if name not in ("messages", "episodes")} | {
+        "episodes": episodes
+    }
+
+
+def _short(value: Any) -> Any:
+    return cut(value, LONGEST_TEXT) if isinstance(value, str) else value
+
+
+def table(sample: Mapping[str, Any]) -> list[list[Any]]:
+    """Return a sample as rows of `COLUMNS`, one for each episode."""
+    held_out = "validation" in sample
+    group = [
+        sample["validation" if held_out else "version"],
+        "validation" if held_out else "training",
+        sample["problem" if held_out else "group"],
+        sample.get("source"),
+        None if held_out else sample.get("fate"),
+        sample.get("prompt"),
+        _as_text(sample.get("answer")),
+    ]
+    return [[*group, *_episode(episode)] for episode in sample["episodes"]]
+
+
+def _episode(episode: Mapping[str, Any]) -> list[Any]:
+    names = ("k", "reward", "parts", "text", "turns", "length", "finish")
+    values = {name: episode.get(name) for name in names}
+    values["parts"] = json.dumps(values["parts"] or {})
+    return list(values.values())
+
+
+def _as_text(value: Any) -> str | None:
+    return value if value is None or isinstance(value, str) else json.dumps(value, default=str)
+
+
+def markdown(rows: list[list[Any]]) -> str:
+    """Return rows of `COLUMNS` as one text of Markdown, an episode after the other."""
+    return "\n\n".join(
+        "\n".join(f"**{name}** {_fenced(value)}" for name, value in zip(COLUMNS, row, strict=True) if value is not None)
+        for row in rows
+    )
+
+
+def _fenced(value: Any) -> str:
+    text = str(value)
+    return f"\n\n```\n{text}\n```\n" if "\n" in text or len(text) > 60 else text + "  "
+
+
+class HeldSamples:
+    """Samples that wait in a tracker's process for the next metrics row, under whose version they are shown."""
+
+    def __init__(self) -> None:
+        self.rows: list[list[Any]] = []
+        """Rows of the table of samples."""
+        self._count = 0
+        self._dropped = 0
+        self._why = ""
+
+    def put(self, sample: Mapping[str, Any]) -> None:
+        self.rows += table(sample)
+        self._count += 1
+
+    def send(self, send: Callable[[list[list[Any]]], object]) -> None:
+        """Send what waits; what ``send`` raises costs these samples, and nothing else."""
+        if self.rows:
+            try:
+                send(self.rows)
+            except Exception as cause:  # a place for files that cannot be reached, where metrics are taken all the same
+                self.drop(cause)
+                return
+        self.sent()
+
+    def sent(self) -> None:
+        self.rows, self._count = [], 0
+
+    def drop(self, cause: Exception) -> None:
+        self._dropped, self._why = self._dropped + self._count, said_by(cause)
+        self.sent()
+
+    def account(self) -> dict[str, Any]:
+        """Return how many samples wait, how many were dropped since the last account, and why."""
+        dropped, self._dropped = self._dropped, 0
+        return {"held": self._count, "dropped": dropped, "why": self._why}
 
 
 @dataclass(frozen=True, slots=True)

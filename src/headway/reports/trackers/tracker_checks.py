@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 from headway.config.schema import Config
 from headway.config.settings_without_effect import without_effect
 from headway.errors import ConfigError
-from headway.reports.trackers.factory import PACKAGES
+from headway.reports.trackers.tracker_tools import PACKAGES
 
 ASK_S = 20.0
 """Seconds for W&B to say whether it has a login."""

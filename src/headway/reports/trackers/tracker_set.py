@@ -17,13 +17,12 @@ from headway.config.schema import Config
 from headway.config.sizing.timeouts import upload_s
 from headway.errors import DataError, writable
 from headway.reports.run_directory import RunDirectory
-from headway.reports.trackers.factory import ADDRESSES, PACKAGES
 from headway.reports.trackers.tensorboard import TensorBoardFile
-from headway.reports.trackers.tracker import TrackerSetting
+from headway.reports.trackers.tracker import TrackerSetting, trimmed
 from headway.reports.trackers.tracker_client import GOES_ON, Say, TrackerApart, TrackerState, memory_file
 from headway.reports.trackers.tracker_process import TrackerProcess
 from headway.reports.trackers.tracker_queue import RunEnd, TrackerQueue
-from headway.reports.trackers.tracker_tables import trimmed
+from headway.reports.trackers.tracker_tools import ADDRESSES, PACKAGES
 
 LIMIT_S = 10.0
 """Seconds that the end of a run waits for its trackers' last rows, beside the upload of a model."""

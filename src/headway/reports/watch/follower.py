@@ -21,17 +21,16 @@ from headway.events import Event, RunResumed, RunStarted
 from headway.reports import human
 from headway.reports.metrics.metrics_state import newest
 from headway.reports.metrics.summary import summary
-from headway.reports.record.dense_events import DenseReader
-from headway.reports.record.event_types import parse_event
+from headway.reports.record.dense_events import DenseReader, parse_event
 from headway.reports.record.events_file import SurvivingRecord, look_through, to_json_line
 from headway.reports.record.file_tail import Rewritten, Tail
+from headway.reports.report import draw, newest_versions
 from headway.reports.run_directory import RunDirectory
 from headway.reports.run_liveness import only_starts, standing
-from headway.reports.samples.sample_index import MOST_VALIDATIONS, Key, SampleIndex
-from headway.reports.timeline.curves import to_json as curves_json
-from headway.reports.timeline.drawn_versions import draw, newest_versions
-from headway.reports.timeline.group_lines import MOST_GROUPS, GroupLog, ledger
+from headway.reports.samples.samples_file import MOST_VALIDATIONS, Key, SampleIndex
 from headway.reports.timeline.html_timeline import cards, live_parts
+from headway.reports.timeline.run_history import MOST_GROUPS, GroupLog, ledger
+from headway.reports.timeline.run_history import to_json as curves_json
 from headway.reports.timeline.timeline import TimelineBuilder
 
 LOOK_EVERY_S = 0.5

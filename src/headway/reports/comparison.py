@@ -3,6 +3,7 @@
 RUN, RUN, … ─▶ `read_runs`: settings, curves, figures ─▶ `compared` ─▶ tables for the terminal, and one page of curves
 
 Runs are compared where all of them have been: at the groups, the seconds and the tokens that the shortest one reached.
+The page has the curves of all runs, one over the other, and the two tables. It needs no other file.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +24,13 @@ from headway.errors import ConfigError
 from headway.reports import human
 from headway.reports.metrics.summary import summary
 from headway.reports.report import metrics_of
-from headway.reports.run_directory import RunDirectory
+from headway.reports.run_directory import RunDirectory, whole_file
 from headway.reports.run_liveness import standing
 from headway.reports.samples.token_view import visible
 from headway.reports.table_fitting import print_fitting
-from headway.reports.timeline.curves import ACCURACY, CurveLog, CurvePoint, point_at
+from headway.reports.timeline.html_timeline import filled, table
+from headway.reports.timeline.run_history import ACCURACY, KINDS, ChartKind, CurveLog, CurvePoint, point_at
+from headway.reports.timeline.run_history import to_json as curves_json
 
 REWARD, ESS = "reward/mean", "offpolicy/ess"
 AVERAGED = 10
@@ -263,3 +267,62 @@ def _as_it_is(text: str, width: int | None = None, *, words: bool = False) -> Te
         part = r"\S" if words else r"."
         shown = re.sub(rf"{part}{{{width}}}(?={part})", r"\g<0>\n", shown)
     return Text(shown)
+
+
+SCRIPTS = ("common.js", "curves.js", "compare.js")
+
+
+def write_page(found: Comparison, path: Path) -> None:
+    """Write the page to ``path``, which is replaced."""
+    text = page(found)
+    with whole_file(path) as file:
+        file.write(text)
+
+
+def page(found: Comparison) -> str:
+    """Return the HTML text of the page."""
+    names = [run.name for run in found.runs]
+    return filled(
+        "compare.html",
+        SCRIPTS,
+        title=" · ".join(names),
+        data=overlaid(found),
+        count=str(len(names)),
+        runs="\n".join(_run(place, run.name, run.status) for place, run in enumerate(found.runs)),
+        settings=_rows("setting", names, found.settings) if found.settings else "<p>They have the same settings.</p>",
+        results=_rows("result", names, found.results),
+    )
+
+
+def _run(place: int, name: str, status: str) -> str:
+    return (
+        f'<li><i class="run" style="background: var(--c{place % 8})"></i>{escape(name)} '
+        f'<span class="status {escape(status)}">{escape(status)}</span></li>'
+    )
+
+
+def _rows(head: str, names: Sequence[str], rows: Sequence[ComparisonRow]) -> str:
+    return table((head, *names), [(row.name, *row.cells) for row in rows], numbers=len(names))
+
+
+def overlaid(found: Comparison) -> dict[str, Any]:
+    """Return charts with one curve for each run: of each kind of chart the first metric that any run has."""
+    each = [curves_json(run.curves) for run in found.runs]
+    tables = {f"{place}/{name}": rows for place, of in enumerate(each) for name, rows in of["tables"].items()}
+    charts = [chart for kind in KINDS if (chart := _chart(kind, found, each))["curves"]]
+    return {"tables": tables, "charts": charts}
+
+
+def _chart(kind: ChartKind, found: Comparison, each: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    none: dict[str, Any] = {"curves": []}
+    drawn = [next((chart for chart in of["charts"] if chart["name"] == kind.name), none) for of in each]
+    metric = next(
+        (m for m, _ in kind.metrics if any(c["metric"] == m for chart in drawn for c in chart["curves"])), None
+    )
+    curves = [
+        curve | {"name": run.name, "table": f"{place}/{curve['table']}", "ink": place}
+        for place, (run, chart) in enumerate(zip(found.runs, drawn, strict=True))
+        for curve in chart["curves"]
+        if curve["metric"] == metric
+    ]
+    return {"name": kind.name, "unit": kind.unit, "left_out": 0, "curves": curves}

@@ -11,9 +11,11 @@ from rich.table import Table
 from rich.text import Text
 
 from headway.reports import human
-from headway.reports.samples.token_scales import Color, Scale
+from headway.reports.sample_query import GroupHistory, Sample, Summary, of_episode
 from headway.reports.samples.token_view import (
     QUIET,
+    Color,
+    Scale,
     common_scale,
     figures,
     legend,
@@ -21,7 +23,6 @@ from headway.reports.samples.token_view import (
     token_text,
     visible,
 )
-from headway.reports.show.sample_query import GroupHistory, Sample, Summary, of_episode
 from headway.reports.table_fitting import print_fitting
 
 LINE = 60

@@ -1,1 +1,0 @@
-"""``headway compare``: what differs between runs."""

@@ -1,1 +1,0 @@
-"""``headway show``: the query and the printer."""

@@ -1,0 +1,462 @@
+"""Lanes of the workers: trainer, replicas, stages, environments and updates; their work, and why they did nothing.
+
+Idle time is what ``trainer/idle_ratio`` and ``rollouter/idle_ratio`` count: saving a checkpoint and loading weights are
+not work. Claims go from the most telling to the least.
+
+Each state of a stage lasts from the event that names it to the next one. Episodes tell of their steps and waits when
+they have finished, so those that are under way when the record ends are not in the lanes of environments.
+
+An `UpdatePhase` says how long a phase took and is reported when a transfer is over, several phases at once. Phases of
+one version at one place follow each other, so they are placed from the last one backwards: each ends where it was
+reported, or where the next one begins if that is earlier.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from headway.events import (
+    WAITS_FOR_GROUPS,
+    CheckpointSaved,
+    FetchTaken,
+    GroupAdmitted,
+    LeaseChanged,
+    ReplicaActivity,
+    ReplicaHalted,
+    ReplicaJoined,
+    ReplicaLost,
+    RunStarted,
+    Span,
+    StageChanged,
+    TrainerBusy,
+    TrajectoryFinished,
+    UpdateFinished,
+    UpdatePhase,
+)
+from headway.reports.human import number
+from headway.reports.metrics.intervals import complement, intersection, union
+from headway.reports.metrics.occupancy import TRAINER_WORK
+from headway.reports.metrics.version_row import PHASES
+from headway.reports.timeline.lanes import (
+    NOTHING_REPORTED,
+    Lane,
+    LaneSpan,
+    Overlapping,
+    SpanKind,
+    clipped,
+    idle,
+    joined,
+    lay_out,
+    side_by_side,
+)
+
+STAGES = "Stages"
+WAITING_INPUT, WAITING_OUTPUT, PROCESSING, PAUSED = "waiting_input", "waiting_output", "processing", "paused"
+FIRST_AWAITED = "waits for its first input"
+ENDED = ("draining", "stopped", "failed")
+"""States of a stage that gets no more input; while draining, items may still be in processing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stay:
+    """Time that a stage spent in one state, ``processing`` whenever an item was; ``active``: most items at once."""
+
+    start: float
+    end: float
+    state: str
+    waiting_for: str | None
+    active: int
+
+
+@dataclass(slots=True)
+class StageLog:
+    """One stage's stays, in order and without a gap; its last state is open until `close`."""
+
+    name: str
+    stays: list[Stay] = field(default_factory=list)
+    _state: str | None = None
+    _waiting_for: str | None = None
+    _since: float = 0.0
+    _active: int = 0
+
+    def change(self, event: StageChanged) -> None:
+        # Items are in processing; one that waits to be handed on is not, whatever the others do.
+        works = event.state == PROCESSING or event.active - (event.state == WAITING_OUTPUT) > 0
+        state = PROCESSING if works else event.state
+        waiting_for = None if state == PROCESSING else event.waiting_for
+        if (state, waiting_for) == (self._state, self._waiting_for):
+            self._active = max(self._active, event.active)
+            return
+        self.close(event.time)
+        self._state, self._waiting_for, self._active = state, waiting_for, event.active
+
+    def close(self, end: float) -> None:
+        """Record that the present state lasts until ``end`` at least."""
+        if self._state is not None and end > self._since:
+            self.stays.append(Stay(self._since, end, self._state, self._waiting_for, self._active))
+        self._since = end
+
+    def when(self, *states: str) -> list[Span]:
+        return [(stay.start, stay.end) for stay in self.stays if stay.state in states]
+
+    def lane(self, life: Span, before: str = FIRST_AWAITED) -> Lane:
+        """Return the stage's lane: idle, for the reason ``before``, from ``life``'s start to the first transition.
+
+        It ends when the stage stops.
+        """
+        first = self.stays[0].start if self.stays else life[1]
+        spans = [_span(stay) for stay in self.stays if stay.state not in ENDED]
+        return Lane(STAGES, self.name, joined([idle((life[0], first), before), *spans]))
+
+
+def stage_lanes(
+    logs: Iterable[StageLog], life: Span, place_of: Callable[[str], int], *, late: bool = False
+) -> list[Lane]:
+    """Lanes of the stages, each at the place that ``place_of`` gives for its name."""
+    before = NOTHING_REPORTED if late else FIRST_AWAITED
+    return [log.lane(life, before) for log in sorted(logs, key=lambda log: place_of(log.name))]
+
+
+def _span(stay: Stay) -> LaneSpan:
+    span = (stay.start, stay.end)
+    if stay.state == PROCESSING:
+        return LaneSpan(*span, SpanKind.PROCESS, "1 item" if stay.active == 1 else f"up to {stay.active} items at once")
+    if stay.state == PAUSED:
+        return idle(span, "paused", kind=SpanKind.HALTED)
+    return idle(span, f"waits for {stay.waiting_for}" if stay.waiting_for else stay.state)
+
+
+UPDATES = "Parameter update"
+KINDS = {"gather": SpanKind.GATHER, "load": SpanKind.LOAD}
+
+
+@dataclass(slots=True)
+class UpdateLanes:
+    """Accumulates the phases of updates, and which version each replica served when."""
+
+    finished: list[UpdateFinished] = field(default_factory=list)
+    served: dict[str, list[tuple[float, int | None]]] = field(default_factory=dict)
+    """Replica → (time, version that it served from then on; None from its loss on)."""
+    _phases: dict[str, dict[int, list[UpdatePhase]]] = field(default_factory=lambda: defaultdict(dict))
+
+    def start(self, event: RunStarted) -> None:
+        """Note a start, first or resumed: all replicas are new, and have the initial model until the next update."""
+        for replica, points in self.served.items():
+            points.append((event.time, 0 if replica in event.slots else None))
+        for replica in event.slots:
+            self.served.setdefault(replica, [(event.time, 0)])
+
+    def phase(self, event: UpdatePhase) -> None:
+        self._phases[event.where].setdefault(event.version, []).append(event)
+        if event.phase == "load" and event.where in self.served:
+            self.served[event.where].append((event.time, event.version))
+
+    def join(self, event: ReplicaJoined) -> None:
+        self.served[event.replica] = [(event.time, event.version)]
+
+    def lose(self, event: ReplicaLost) -> None:
+        if event.replica in self.served:
+            self.served[event.replica].append((event.time, None))
+
+    def phases(self) -> dict[str, list[LaneSpan]]:
+        """The phases of all updates, by the place where they happened."""
+        return {
+            where: [span for phases in versions.values() for span in _placed(phases)]
+            for where, versions in self._phases.items()
+        }
+
+    def transferred(self, version: int) -> float | None:
+        """The time at which the last replica had registered ``version``; None when nothing says so."""
+        ends = [
+            event.time
+            for versions in self._phases.values()
+            for event in versions.get(version, [])
+            if event.phase == "register"
+        ]
+        return max(ends, default=None)
+
+    def lanes(self) -> list[Lane]:
+        """One lane for each place, the trainer's first; more where phases of several updates overlap there."""
+        replicas = {name: place for place, name in enumerate(self.served)}
+        phases = sorted(self.phases().items(), key=lambda found: replicas.get(found[0], -1))
+        return [lane for where, spans in phases for lane in side_by_side(UPDATES, where, spans)]
+
+    def serving(self, replica: str, end: float) -> list[LaneSpan]:
+        """One span for each version that ``replica`` served."""
+        points = self.served.get(replica, [])
+        ends = [time for time, _ in points[1:]] + [end]
+        return [
+            LaneSpan(start, stop, SpanKind.SERVE, f"serves v{version}")
+            for (start, version), stop in zip(points, ends, strict=True)
+            if version is not None and stop > start
+        ]
+
+    def absent(self, replica: str, life: Span) -> list[Span]:
+        """The parts of ``life`` before ``replica`` joined and after it was lost."""
+        return (
+            complement((span.span for span in self.serving(replica, life[1])), life) if replica in self.served else []
+        )
+
+    def loading(self, replica: str, around: float) -> int | None:
+        """The version that ``replica`` began to serve at the time ``around`` or next; None where there is none."""
+        return next((v for time, v in self.served.get(replica, []) if time >= around and v is not None), None)
+
+
+def _placed(phases: list[UpdatePhase]) -> list[LaneSpan]:
+    placed: list[LaneSpan] = []
+    next_phase, next_start = len(PHASES), float("inf")
+    for event in reversed(phases):
+        phase = PHASES.index(event.phase)
+        # The same phase twice is two transfers side by side: neither one makes room for the other.
+        end = min(event.time, next_start) if phase < next_phase else event.time
+        next_phase, next_start = phase, end - event.seconds
+        moved = f", {number(event.nbytes / 1e6)} MB" if event.nbytes else ""
+        label = f"{event.phase} v{event.version}{moved}"
+        placed.append(LaneSpan(next_start, end, KINDS.get(event.phase, SpanKind.TRANSFER), label))
+    return placed[::-1]
+
+
+ENVIRONMENTS = "Environments"
+NO_STEP = "no episode is in a step"
+WAITED_FOR = "episodes wait for an environment"
+
+
+@dataclass(slots=True)
+class Environments:
+    """Accumulates the steps and waits of episodes that programs made."""
+
+    _steps: Overlapping = field(default_factory=Overlapping)
+    _waits: Overlapping = field(default_factory=Overlapping)
+    _any: bool = False
+
+    def finish(self, event: TrajectoryFinished) -> None:
+        """Note the steps of an episode that has ended."""
+        for start, end in event.steps:
+            self._steps.add(start, end)
+        for start, end in event.waits:
+            self._waits.add(start, end)
+        self._any |= bool(event.steps or event.waits)
+
+    def busy(self) -> list[Span]:
+        """Spans in which any episode was in a step, as a union."""
+        return [span for span, _ in _stretches(self._steps)]
+
+    def lanes(self, life: Span) -> Iterator[Lane]:
+        """The lane of steps, and below it that of waits; none where no program makes the episodes."""
+        if not self._any:
+            return
+        steps = [
+            LaneSpan(*span, SpanKind.ENVIRONMENT, _many(most, "episode in a step", "episodes in steps"))
+            for span, most in _stretches(self._steps)
+        ]
+        yield Lane(ENVIRONMENTS, "steps", lay_out(steps, [[idle(life, NO_STEP)]], life))
+        waits = [
+            idle(span, WAITED_FOR, _many(most, "episode waits", "episodes wait") + " for an environment")
+            for span, most in _stretches(self._waits)
+        ]
+        if waits:
+            yield Lane(ENVIRONMENTS, "steps: waited for", tuple(waits), annotates=True)
+
+
+def _many(most: int, one: str, several: str) -> str:
+    return f"1 {one}" if most == 1 else f"up to {most} {several} at once"
+
+
+def _stretches(spans: Overlapping) -> list[tuple[Span, int]]:
+    """The union of ``spans``, each of its intervals with the most spans that overlap in it."""
+    found: list[tuple[Span, int]] = []
+    since, most = 0.0, 0
+    for time, level in zip(*spans.levels(), strict=True):
+        if level and not most:
+            since = time
+        most = max(most, int(level)) if level else most
+        if not level and most:
+            found.append(((since, time), most))
+            most = 0
+    return found
+
+
+TRAINER, REPLICAS = "Trainer", "Replicas"
+TRAINER_KINDS = {
+    "step": SpanKind.STEP,
+    "forward": SpanKind.FORWARD,
+    "critic": SpanKind.FORWARD,
+    "gather": SpanKind.GATHER,
+}
+GROUPS_AWAITED = f"waits for {WAITS_FOR_GROUPS}"
+SCORES_AWAITED = "waits for groups: rewards are being computed, and nothing decodes"
+STEPS_AWAITED = "waits for groups: episodes are in their environments, and nothing decodes"
+UPDATE_AWAITED = "waits for the parameter update"
+DRAIN_AWAITED = "waits for the parameter update: answers in flight finish first"
+VALIDATION_AWAITED = "waits for the parameter update: a validation finishes first"
+TRANSFER_AWAITED = "waits for the parameter update: weights are sent and received"
+LOAD_AWAITED = "waits for the parameter update: replicas load"
+HANDOVER = {"train": "waits for the shared devices", "generate": "hands the shared devices back"}
+SAVES = "saves a checkpoint"
+IN_ENVIRONMENTS = "episodes are in their environments"
+NO_ROOM = "no requests: the staleness limit is reached"
+NONE_ADMITTED = "no requests: all groups of the run are admitted"
+NONE_FOR_IT = "no requests for this replica"
+NO_MORE = "nothing left to do"
+PREPARES = "prepares a fetch or an update"
+HALTED = {"load": "halted: loads new weights", "lease": "halted: training has the shared devices"}
+
+
+@dataclass(slots=True)
+class TrainerLanes:
+    """Accumulates the trainer's activity for its lanes."""
+
+    _work: list[LaneSpan] = field(default_factory=list)
+    _saves: list[LaneSpan] = field(default_factory=list)
+    _waits: list[Span] = field(default_factory=list)
+    _fetch: int | None = None
+
+    def take(self, event: FetchTaken) -> None:
+        self._fetch = event.fetch
+        self._waits.append(event.waited)
+
+    def work(self, event: TrainerBusy) -> None:
+        if event.what in TRAINER_WORK:
+            fetch = "" if self._fetch is None or event.what == "gather" else f", fetch {self._fetch}"
+            self._work.append(LaneSpan(*event.span, TRAINER_KINDS[event.what], f"{event.what} v{event.version}{fetch}"))
+
+    def save(self, event: CheckpointSaved) -> None:
+        self._saves.append(idle(event.span, SAVES, f"saves the checkpoint of v{event.version}", SpanKind.CHECKPOINT))
+
+    def lane(
+        self,
+        life: Span,
+        stage: StageLog,
+        updates: UpdateLanes,
+        *,
+        leases: Iterable[LeaseChanged],
+        scoring: Iterable[Span],
+        in_steps: Iterable[Span],
+        drains: bool,
+    ) -> Lane:
+        """Return the trainer's lane. ``stage``: ActorTrain. ``scoring``: when a reward ran and nothing decoded.
+        ``in_steps``: when programs of episodes worked and nothing decoded.
+
+        ``drains``: an update waits until answers in flight are finished.
+        """
+        waits = union([*self._waits, *stage.when(WAITING_INPUT)])
+        claims = [
+            self._saves,
+            [idle((lease.asked, lease.time), HANDOVER[lease.holder]) for lease in leases],
+            [idle(span, SCORES_AWAITED) for span in intersection(waits, scoring)],
+            [idle(span, STEPS_AWAITED) for span in intersection(waits, in_steps)],
+            [idle(span, GROUPS_AWAITED) for span in waits],
+            *_update_claims(stage, updates, drains),
+            [idle(span, PREPARES) for span in stage.when(PROCESSING)],
+            [idle(span, NO_MORE) for span in stage.when(*ENDED)],
+        ]
+        return Lane(TRAINER, "trainer", lay_out(self._work, claims, life))
+
+
+def _update_claims(stage: StageLog, updates: UpdateLanes, drains: bool) -> list[list[LaneSpan]]:
+    """Claims for the trainer's waits for updates, by the phase that it waited for, most telling first."""
+    waited = union(stage.when(WAITING_OUTPUT))
+    validations = [_validation_wait(event, updates) for event in updates.finished if event.validation_stall_s > 0]
+    phases = [span for spans in updates.phases().values() for span in spans]
+    transfers = union(span.span for span in phases if span.kind in (SpanKind.TRANSFER, SpanKind.GATHER))
+    loads = union(span.span for span in phases if span.kind is SpanKind.LOAD)
+    return [
+        [idle(span, TRANSFER_AWAITED) for span in intersection(transfers, waited)],
+        [idle(span, LOAD_AWAITED) for span in intersection(loads, waited)],
+        clipped(validations, waited),
+        [idle(span, DRAIN_AWAITED if drains else UPDATE_AWAITED) for span in waited],
+    ]
+
+
+def _validation_wait(event: UpdateFinished, updates: UpdateLanes) -> LaneSpan:
+    """Claim for the wait for a validation, which comes right after the transfer, before any replica is halted."""
+    start = updates.transferred(event.version)
+    start = event.time - event.trainer_stall_s if start is None else start
+    return idle((start, start + event.validation_stall_s), VALIDATION_AWAITED)
+
+
+@dataclass(slots=True)
+class Replicas:
+    """Accumulates the replicas' activity. A lane begins with its replica's join and ends with its loss.
+
+    Time in which a replica was no part of the run is not idle time, neither here nor in the ratio.
+    """
+
+    names: list[str] = field(default_factory=list)
+    _busy: dict[str, list[Span]] = field(default_factory=lambda: defaultdict(list))
+    _halts: dict[str, list[ReplicaHalted]] = field(default_factory=lambda: defaultdict(list))
+
+    def declare(self, names: Iterable[str]) -> None:
+        self.names += [name for name in names if name not in self.names]
+
+    def work(self, event: ReplicaActivity) -> None:
+        self.declare([event.replica])
+        self._busy[event.replica] += event.busy
+
+    def halt(self, event: ReplicaHalted) -> None:
+        self._halts[event.replica].append(event)
+
+    def busy(self) -> list[Span]:
+        """Spans in which any of the replicas prefilled or decoded, as a union."""
+        return union(span for spans in self._busy.values() for span in spans)
+
+    def lane(self, replica: str, life: Span, shared: Sequence[list[LaneSpan]], updates: UpdateLanes) -> Lane:
+        """Return the lane of ``replica``. ``shared``: claims that hold for every replica, from `AdmissionLanes`."""
+        work = [LaneSpan(*span, SpanKind.DECODE, "decodes") for span in union(self._busy[replica])]
+        halts = [_halt(event, updates) for event in self._halts[replica]]
+        present = complement(updates.absent(replica, life), life)
+        return Lane(REPLICAS, replica, tuple(s for part in present for s in lay_out(work, [halts, *shared], part)))
+
+
+@dataclass(slots=True)
+class AdmissionLanes:
+    """Accumulates the times when all groups of the run were admitted, so that more room would not help."""
+
+    total: int | None = None
+    _complete: list[Span] = field(default_factory=list)
+    _since: float | None = None
+
+    def admit(self, event: GroupAdmitted) -> None:
+        """Note an admission. A discarded group is replaced, so the last admission may come more than once."""
+        self.close(event.time)
+        if self.total is not None and event.admitted - event.discarded >= self.total:
+            self._since = event.time
+
+    def close(self, end: float) -> None:
+        if self._since is not None:
+            self._complete.append((self._since, end))
+            self._since = None
+
+    def copy(self) -> AdmissionLanes:
+        """Return a copy that may be closed while this one stays open."""
+        return replace(self, _complete=list(self._complete))
+
+    def no_requests(self, loader: StageLog, generate: StageLog, in_steps: Sequence[Span]) -> list[list[LaneSpan]]:
+        """Claims for replicas without requests: why they had nothing to do though nothing halted them.
+
+        ``in_steps``: when programs of episodes worked, whose next turns will be requests.
+        """
+        return [
+            [idle(span, "no requests: generation is paused") for span in generate.when(PAUSED)],
+            *_with_steps([*self._complete, *loader.when(*ENDED)], NONE_ADMITTED, in_steps),
+            *_with_steps(loader.when(WAITING_INPUT), NO_ROOM, in_steps),
+            [idle(span, f"no requests: {IN_ENVIRONMENTS}") for span in in_steps],
+            [idle((stay.start, stay.end), NONE_FOR_IT) for stay in loader.stays],
+        ]
+
+
+def _with_steps(spans: Sequence[Span], reason: str, in_steps: Sequence[Span]) -> list[list[LaneSpan]]:
+    """Claims for ``reason``, first for the time in which programs of episodes worked: it may come from them."""
+    both = intersection(spans, in_steps)
+    return [[idle(span, f"{reason}, and {IN_ENVIRONMENTS}") for span in both], [idle(span, reason) for span in spans]]
+
+
+def _halt(event: ReplicaHalted, updates: UpdateLanes) -> LaneSpan:
+    reason = HALTED.get(event.reason, f"halted: {event.reason}")
+    version = updates.loading(event.replica, event.span[0]) if event.reason == "load" else None
+    label = reason if version is None else f"halted: loads v{version}"
+    if event.interrupted:
+        label += f"; {event.interrupted} answers were cut and go on"
+    return idle(event.span, reason, label, SpanKind.HALTED)

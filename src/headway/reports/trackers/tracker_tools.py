@@ -1,0 +1,357 @@
+"""Trackers that are in processes of their own: W&B, MLflow, trackio, Prometheus.
+
+Their own variables (``WANDB_MODE``, ``MLFLOW_TRACKING_URI``, ``TRACKIO_SPACE_ID``, …) hold as ever.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from headway.errors import said_by
+from headway.reports.trackers.tracker import (
+    COLUMNS,
+    HeldSamples,
+    NotKept,
+    Tracker,
+    TrackerSetting,
+    flat,
+    is_number,
+    scalars,
+    table,
+)
+
+
+class WandbTracker:
+    """Tracker for W&B: a run, with a table of samples for each version."""
+
+    def __init__(self, setting: TrackerSetting) -> None:
+        import wandb
+
+        self._wandb = wandb
+        self._run = wandb.init(
+            project=setting.project,
+            name=setting.name,
+            id=setting.entry or None,
+            resume="allow",
+            dir=str(setting.folder),
+            settings=wandb.Settings(console="off"),
+        )
+        self._run.define_metric("version", hidden=True)
+        self._run.define_metric("*", step_metric="version")
+        self.samples = HeldSamples()
+        files = Path(self._run.dir).parent
+        self.entry: str = self._run.id
+        self.remedy = f"wandb sync {files}"
+        self.where: str = self._run.url or f"{files} (offline; upload it with: {self.remedy})"
+
+    def on_settings(self, config: dict[str, Any]) -> None:
+        self._run.config.update(config, allow_val_change=True)
+
+    def on_row(self, row: dict[str, Any]) -> None:
+        values = {**scalars(row), "version": row["version"]}
+        try:
+            self._run.log({**values, **self._tables()})
+        except Exception as cause:
+            if not self.samples.rows:
+                raise
+            self._run.log(values)  # raises where it is not the samples that fail: they wait on
+            self.samples.drop(cause)
+        else:
+            self.samples.sent()
+
+    def on_sample(self, sample: dict[str, Any]) -> None:
+        self.samples.put(sample)
+
+    def on_summary(self, summary: dict[str, Any]) -> None:
+        self.samples.send(lambda _: self._run.log(self._tables()))
+        self._run.summary.update({f"run/{name}": value for name, value in flat(summary)})
+
+    def on_model(self, folder: Path) -> None:
+        artifact = self._wandb.Artifact(f"model-{self._run.id}", type="model")
+        artifact.add_dir(str(folder))
+        self._run.log_artifact(artifact)
+
+    def close(self, status: str) -> None:
+        self._run.finish(exit_code=0 if status in ("completed", "interrupted") else 1)
+
+    def _tables(self) -> dict[str, Any]:
+        """Return the waiting samples as tables, one for each kind."""
+        kinds = dict.fromkeys(row[1] for row in self.samples.rows)
+        rows = {kind: [row for row in self.samples.rows if row[1] == kind] for kind in kinds}
+        return {f"samples/{kind}": self._wandb.Table(columns=list(COLUMNS), data=some) for kind, some in rows.items()}
+
+
+LONGEST_PARAM = 500
+"""Most characters of a setting: servers before MLflow 2.8 take no more."""
+AT_ONCE = 100
+"""Most parameters that a server takes at once."""
+STATUS = {"completed": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
+
+
+class MlflowTracker:
+    """Tracker for MLflow: a run of an experiment, with a file of samples for each version."""
+
+    def __init__(self, setting: TrackerSetting) -> None:
+        from mlflow import MlflowClient
+        from mlflow.entities import Metric, Param, RunTag
+
+        self._metric, self._param, self._tag = Metric, Param, RunTag
+        self._client = MlflowClient()
+        if setting.entry:
+            run = self._client.get_run(setting.entry)
+            self._client.update_run(setting.entry, status="RUNNING")
+        else:
+            run = self._create(setting)  # from here on nothing may fail: who asked would make another run
+        self.entry: str = run.info.run_id
+        self.remedy = ""
+        self.samples = HeldSamples()
+        uri = str(self._client.tracking_uri)
+        shown = f"{uri}/#/experiments/{run.info.experiment_id}/runs/{self.entry}"
+        self.where = shown if uri.startswith("http") else f"run {self.entry} in {uri}"
+
+    def _create(self, setting: TrackerSetting) -> Any:
+        experiment = self._client.get_experiment_by_name(setting.project)
+        number = self._client.create_experiment(setting.project) if experiment is None else experiment.experiment_id
+        return self._client.create_run(number, run_name=setting.name)
+
+    def on_settings(self, config: dict[str, Any]) -> None:
+        """Log the settings. MLflow's parameters never change: one that a resumed run changed becomes a tag."""
+        told = dict(self._client.get_run(self.entry).data.params)
+        params = {_name(key): str(value)[:LONGEST_PARAM] for key, value in config.items()}
+        new = [self._param(key, value) for key, value in params.items() if key not in told]
+        refused: list[Exception] = []
+        for some in _batches(new, AT_ONCE):
+            try:
+                self._client.log_batch(self.entry, params=some)
+            except Exception as cause:  # one parameter that is refused costs its batch, not the others
+                refused.append(cause)
+        for key, value in params.items():
+            if told.get(key, value) != value:
+                self._client.set_tag(self.entry, f"changed.{key}", value)
+        if refused:
+            raise refused[0]
+
+    def on_row(self, row: dict[str, Any]) -> None:
+        now, version = int(time.time() * 1000), row["version"]
+        metrics = [self._metric(_name(name), value, now, version) for name, value in scalars(row).items()]
+        for some in _batches(metrics, AT_ONCE * 10):
+            self._client.log_batch(self.entry, metrics=some)
+        self._log_samples(version)
+
+    def on_sample(self, sample: dict[str, Any]) -> None:
+        self.samples.put(sample)
+
+    def on_summary(self, summary: dict[str, Any]) -> None:
+        self._log_samples(summary.get("version") or 0)
+        tags = [self._tag(f"run.{_name(name)}", str(value)[:LONGEST_PARAM]) for name, value in flat(summary)]
+        for some in _batches(tags, AT_ONCE):
+            self._client.log_batch(self.entry, tags=some)
+        try:
+            self._client.log_dict(self.entry, summary, "summary.json")
+        except Exception as cause:  # no place for files: the tags have it all the same
+            print(f"summary.json could not be stored: {said_by(cause)}", file=sys.stderr)
+
+    def on_model(self, folder: Path) -> None:
+        self._client.log_artifacts(self.entry, str(folder), "model")
+
+    def close(self, status: str) -> None:
+        self._client.set_terminated(self.entry, STATUS.get(status, "FAILED"))
+
+    def _log_samples(self, version: int) -> None:
+        """Write the waiting samples as a table of MLflow's form, under the last version that ended."""
+
+        def write(rows: list[list[Any]]) -> None:
+            text = json.dumps({"columns": list(COLUMNS), "data": rows})
+            self._client.log_text(self.entry, text, f"samples/version-{version:06d}.json")
+
+        self.samples.send(write)
+
+
+def _name(name: str) -> str:
+    """Return ``name`` with what MLflow does not allow in the names of metrics and parameters replaced."""
+    return re.sub(r"[^\w\-. /]", "_", name)
+
+
+def _batches(items: Sequence[Any], size: int) -> Iterator[list[Any]]:
+    waiting = iter(items)
+    while some := list(islice(waiting, size)):
+        yield some
+
+
+LOST = ("could not be persisted", "may be dropped")
+"""Words of the warnings with which trackio says that what it took is lost."""
+
+
+class TrackioTracker:
+    """Tracker for trackio: a run with a name that no other of its project has, by which it is found again.
+
+    trackio writes in a thread, and only warns where that fails, once for each kind: the first of its warnings is raised
+    by the next call, as `NotKept` where it says that something is lost.
+    """
+
+    def __init__(self, setting: TrackerSetting) -> None:
+        import trackio
+
+        self._trackio = trackio
+        self._troubles: list[str] = []
+        warnings.showwarning = self._on_warning  # of this process, which is the tracker's own
+        self.entry = setting.entry or _free_name(trackio, setting)
+        resume = "allow" if setting.entry else "never"
+        self._run = trackio.init(
+            project=setting.project, name=self.entry, config=setting.config, resume=resume, embed=False
+        )
+        self.remedy = ""
+        self.where = f"trackio show --project {setting.project}"
+        self._newest = 0
+        self.samples = HeldSamples()
+
+    def on_settings(self, config: dict[str, Any]) -> None:
+        """Do nothing: trackio takes the settings when a run begins."""
+
+    def on_row(self, row: dict[str, Any]) -> None:
+        self._raise_trouble()
+        self._newest = max(self._newest, row["version"])
+        self._run.log(scalars(row), step=row["version"])
+
+    def on_sample(self, sample: dict[str, Any]) -> None:
+        rows = table(sample)
+        if rows:
+            version, kind, *_ = rows[0]
+            values = [dict(zip(COLUMNS, row, strict=True)) for row in rows]
+            self._run.log({f"samples/{kind}": self._trackio.Table(data=values)}, step=version)
+
+    def on_summary(self, summary: dict[str, Any]) -> None:
+        self._run.log({f"run/{name}": value for name, value in flat(summary) if is_number(value)}, step=self._newest)
+
+    def on_model(self, folder: Path) -> None:
+        artifact = self._trackio.Artifact(name=f"model-{self.entry}", type="model")
+        artifact.add_dir(str(folder))
+        self._run.log_artifact(artifact)
+
+    def close(self, status: str) -> None:
+        self._run.finish()
+        self._raise_trouble()
+
+    def _on_warning(self, message: Warning | str, *args: Any, **named: Any) -> None:
+        print(f"warning: {message}", flush=True)
+        if "trackio" in str(message):
+            self._troubles.append(str(message))
+
+    def _raise_trouble(self) -> None:
+        if self._troubles:
+            trouble, self._troubles = self._troubles[0], []
+            raise NotKept(trouble) if any(words in trouble for words in LOST) else RuntimeError(trouble)
+
+
+def _free_name(trackio: Any, setting: TrackerSetting) -> str:
+    """Return the run's name, or one made from it where the project has a run of that name."""
+    try:
+        taken = {run.name for run in trackio.Api().runs(setting.project)}
+    except ValueError:  # there is no such project yet
+        taken = set()
+    return f"{setting.name}-{secrets.token_hex(3)}" if setting.name in taken else setting.name
+
+
+PREFIX = "headway_"
+
+
+class PrometheusTracker:
+    """Exporter of the run's figures. Its only label is ``run``, the run's name."""
+
+    def __init__(self, setting: TrackerSetting) -> None:
+        from prometheus_client import CollectorRegistry, Gauge, start_http_server
+
+        self._gauge = Gauge
+        self._registry = CollectorRegistry()
+        self._gauges: dict[str, Any] = {}
+        self._run = setting.name
+        self._newest = -1
+        self.samples = HeldSamples()
+        try:
+            self._server, self._thread = start_http_server(
+                setting.prometheus_port, addr=setting.prometheus_host, registry=self._registry
+            )
+        except OSError as cause:
+            place = f"{setting.prometheus_host}:{setting.prometheus_port}"
+            raise OSError(f"cannot listen on {place} ({cause.strerror or cause})") from cause
+        self.entry = self.remedy = ""
+        self.where = f"http://{setting.prometheus_host}:{self._server.server_port}/metrics"
+
+    def on_settings(self, config: dict[str, Any]) -> None:
+        """Do nothing: Prometheus has no texts."""
+
+    def on_row(self, row: dict[str, Any]) -> None:
+        self._newest = max(self._newest, row["version"])
+        self._set("version", "version of the newest row", self._newest)
+        for name, value in scalars(row).items():
+            self._set(name, f"{name} of the newest version that has it", value)
+
+    def on_sample(self, sample: dict[str, Any]) -> None:
+        """Do nothing: Prometheus has no texts."""
+
+    def on_summary(self, summary: dict[str, Any]) -> None:
+        """Do nothing: the port closes with the run, before anybody could scrape it."""
+
+    def on_model(self, folder: Path) -> None:
+        """Do nothing: Prometheus has no artifacts."""
+
+    def close(self, status: str) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+    def _set(self, name: str, told: str, value: float) -> None:
+        key = PREFIX + re.sub(r"\W", "_", name, flags=re.ASCII)
+        if key not in self._gauges:
+            self._gauges[key] = self._gauge(key, told, ["run"], registry=self._registry).labels(run=self._run)
+        self._gauges[key].set(value)
+
+
+PACKAGES: Mapping[str, str] = {
+    "wandb": "wandb",
+    "mlflow": "mlflow",
+    "trackio": "trackio",
+    "prometheus": "prometheus_client",
+}
+"""Trackers in processes of their own → the package that each needs. The extra has the tracker's name."""
+
+ADDRESSES: Mapping[str, tuple[str, ...]] = {
+    "wandb": ("WANDB_BASE_URL",),
+    "mlflow": ("MLFLOW_TRACKING_URI",),
+    "trackio": ("TRACKIO_SERVER_URL", "TRACKIO_SPACE_ID"),
+}
+"""Variables that say where a tracker is, which is named where it does not answer."""
+
+
+def make_tracker(name: str, setting: TrackerSetting) -> Tracker:
+    """Make the tracker ``name``, which imports its package. Raises `ValueError` for a name that is not known."""
+    return _class(name)(setting)
+
+
+def _class(name: str) -> Callable[[TrackerSetting], Tracker]:
+    match name:
+        case "wandb":
+            from headway.reports.trackers.tracker_tools import WandbTracker
+
+            return WandbTracker
+        case "mlflow":
+            from headway.reports.trackers.tracker_tools import MlflowTracker
+
+            return MlflowTracker
+        case "trackio":
+            from headway.reports.trackers.tracker_tools import TrackioTracker
+
+            return TrackioTracker
+        case "prometheus":
+            from headway.reports.trackers.tracker_tools import PrometheusTracker
+
+            return PrometheusTracker
+    raise ValueError(f"no tracker {name!r}; there are tensorboard, {', '.join(PACKAGES)}")
