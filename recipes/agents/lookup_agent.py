@@ -1,7 +1,7 @@
 r"""The look-up as an agent on OpenAI's client, which asks the model over HTTP and calls the tool itself.
 
-headway train recipes/agents/lookup.yaml 'rollout.tools=[]' reward.function=program \
-    rollout.agent=recipes/agents/lookup_agent.py:run
+headway train recipes/agents/lookup.yaml 'agent.tools=[]' reward.function=program \
+    agent.client=recipes/agents/lookup_agent.py:run
 """
 
 import json

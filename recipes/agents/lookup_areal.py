@@ -1,7 +1,7 @@
 r"""The look-up as an agent in AReaL's form. Its reward is given to an answer by the answer's id.
 
-headway train recipes/agents/lookup.yaml 'rollout.tools=[]' reward.function=program \
-    rollout.agent=recipes/agents/lookup_areal.py:LookUpAgent
+headway train recipes/agents/lookup.yaml 'agent.tools=[]' reward.function=program \
+    agent.client=recipes/agents/lookup_areal.py:LookUpAgent
 """
 
 import openai

@@ -1,8 +1,8 @@
 r"""The look-up as a command, which needs nothing beside the standard library: the row comes in on standard input, the
 reward goes out as the last line.
 
-headway train recipes/agents/lookup.yaml 'rollout.tools=[]' reward.function=program \
-    'rollout.agent={command: [python, recipes/agents/lookup_command.py]}'
+headway train recipes/agents/lookup.yaml 'agent.tools=[]' reward.function=program \
+    'agent.client={command: [python, recipes/agents/lookup_command.py]}'
 """
 
 import json

@@ -1,7 +1,7 @@
 r"""The look-up as an agent loop in verl's form: token ids in and out, and the tool's results between them.
 
-headway train recipes/agents/lookup.yaml 'rollout.tools=[]' reward.function=program \
-    rollout.program=recipes/agents/lookup_loop.py:LookUpLoop
+headway train recipes/agents/lookup.yaml 'agent.tools=[]' reward.function=program \
+    agent.program=recipes/agents/lookup_loop.py:LookUpLoop
 """
 
 import re

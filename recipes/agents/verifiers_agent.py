@@ -3,7 +3,7 @@
     python verifiers_agent.py '{taskset: {id: letters}}' > tasks.jsonl
 
     headway train CONFIG … data.train=tasks.jsonl reward.function=program \
-        rollout.agent=verifiers_agent.py:run 'rollout.params.env={taskset: {id: letters}}'
+        agent.client=verifiers_agent.py:run 'agent.params.env={taskset: {id: letters}}'
 
 ``env`` is what verifiers' own configuration files have under ``[env]``. Its training client makes the token ids of each
 turn from the policy's tokenizer, and asks for the answer by them; what the engine sampled is what is trained.

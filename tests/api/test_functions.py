@@ -28,16 +28,16 @@ def test_a_function_becomes_a_file_that_every_process_loads_as_one_of_the_users(
     class Game:
         start = "three"
 
-    functions = Functions({"reward.function": made(0.5), "rollout.environment": Game, "rollout.n": 4})
+    functions = Functions({"reward.function": made(0.5), "agent.environment": Game, "rollout.n": 4})
     settings = functions.settings(tmp_path)
     assert settings == {
         "reward.function": f"{tmp_path}/score.py:score",
-        "rollout.environment": f"{tmp_path}/Game.py:Game",
+        "agent.environment": f"{tmp_path}/Game.py:Game",
         "rollout.n": 4,
     }
     functions.write(tmp_path)
     assert load_function(settings["reward.function"])("abc") == 3.5
-    assert load_object(settings["rollout.environment"]).start == "three"
+    assert load_object(settings["agent.environment"]).start == "three"
     assert "return len(response) + bonus" in (tmp_path / "score.py").read_text()
 
 

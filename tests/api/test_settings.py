@@ -39,7 +39,7 @@ def test_nested_settings_dotted_ones_and_keywords_are_one_thing_and_the_last_hol
         None, None, {"task": {"name": "sort"}, "tools": score, "model": Path("m"), "data": "d.csv"}
     ) == {
         "data.task.name": "sort",
-        "rollout.tools": [score],
+        "agent.tools": [score],
         "model.path": "m",
         "data.train": "d.csv",
     }

@@ -232,7 +232,7 @@ def server(folder: Path) -> None:
 
 def serving(*tools: str) -> Case:
     command = ", ".join(["python", "server.py", *map(repr, tools)])
-    return doing(server, f"rollout.mcp.table={{command: [{command}], timeout_s: {5 if tools else 0.3}}}")
+    return doing(server, f"agent.mcp.table={{command: [{command}], timeout_s: {5 if tools else 0.3}}}")
 
 
 def closed_port() -> int:
@@ -429,61 +429,59 @@ CASES = {
         '{"prompt": "1=", "answer": "assert f(1)"}\n' * 6, "reward.function=code", "reward.params={partial: 3}"
     ),
     # programs
-    "a tool without types": agent("def act(a):\n    'Acts.'\n", "rollout.tools=[agent.py:act]"),
-    "a tool without a docstring": agent("def act(a: int) -> int: return a\n", "rollout.tools=[agent.py:act]"),
+    "a tool without types": agent("def act(a):\n    'Acts.'\n", "agent.tools=[agent.py:act]"),
+    "a tool without a docstring": agent("def act(a: int) -> int: return a\n", "agent.tools=[agent.py:act]"),
     "two tools of one name": agent(
-        "def act() -> int:\n    'Acts.'\n    return 1\n", "rollout.tools=[agent.py:act, agent.py:act]"
+        "def act() -> int:\n    'Acts.'\n    return 1\n", "agent.tools=[agent.py:act, agent.py:act]"
     ),
     "tools that give no reward": agent(
-        "def act() -> int:\n    'Acts.'\n    return 1\n", "rollout.tools=[agent.py:act]", "reward.function=program"
+        "def act() -> int:\n    'Acts.'\n    return 1\n", "agent.tools=[agent.py:act]", "reward.function=program"
     ),
-    "a tool that is neither a file's nor built in": setting("rollout.tools=[pyton]"),
-    "no sandbox on this machine": doing(without_programs, "rollout.tools=[python]"),
-    "an unknown sandbox": setting("rollout.tools=[python]", "sandbox=docker"),
+    "a tool that is neither a file's nor built in": setting("agent.tools=[pyton]"),
+    "no sandbox on this machine": doing(without_programs, "agent.tools=[python]"),
+    "an unknown sandbox": setting("agent.tools=[python]", "sandbox=docker"),
     "a sandbox without a use": setting("sandbox=process_limits"),
-    "a server of tools that is not there": setting("rollout.mcp.search.command=[no-such-server]"),
-    "a server of tools that ends": setting("rollout.mcp.search.command=['false']"),
-    "a server of tools in two places": setting("rollout.mcp.search={command: [x], url: http://h}"),
+    "a server of tools that is not there": setting("agent.mcp.search.command=[no-such-server]"),
+    "a server of tools that ends": setting("agent.mcp.search.command=['false']"),
+    "a server of tools in two places": setting("agent.mcp.search={command: [x], url: http://h}"),
     "a server of tools that is late": serving(),
-    "a server of tools that is away": setting("rollout.mcp.search.url='http://127.0.0.1:PORT/mcp'"),
+    "a server of tools that is away": setting("agent.mcp.search.url='http://127.0.0.1:PORT/mcp'"),
     "a server of tools that breaks the protocol": serving("{}"),
     "a tool without a name": serving(""),
     "a tool that a server has twice": serving("act", "act"),
     "a tool of two servers": doing(
-        server, "rollout.mcp={one: {command: [python, server.py, act]}, two: {command: [python, server.py, act]}}"
+        server, "agent.mcp={one: {command: [python, server.py, act]}, two: {command: [python, server.py, act]}}"
     ),
-    "a server of an environment that is away": setting("rollout.environment=ws://127.0.0.1:PORT"),
-    "tools that the template does not show": Case(("rollout.tools=[agent.py:act]",), model_with_a_template_and_a_tool),
-    "a program and no chat template": agent(PROGRAM, "rollout.program=agent.py:run"),
+    "a server of an environment that is away": setting("agent.environment=ws://127.0.0.1:PORT"),
+    "tools that the template does not show": Case(("agent.tools=[agent.py:act]",), model_with_a_template_and_a_tool),
+    "a program and no chat template": agent(PROGRAM, "agent.program=agent.py:run"),
     "an environment of no known form": agent(
-        "class Game:\n    def play(self): ...\n", "rollout.environment=agent.py:Game"
+        "class Game:\n    def play(self): ...\n", "agent.environment=agent.py:Game"
     ),
     "an environment that lacks a method": agent(
-        "class Game:\n    def reset(self, seed=None): ...\n", "rollout.environment=agent.py:Game"
+        "class Game:\n    def reset(self, seed=None): ...\n", "agent.environment=agent.py:Game"
     ),
-    "a program that is not asynchronous": agent("def run(row): ...\n", "rollout.program=agent.py:run"),
-    "no such program": agent("", "rollout.program=agent.py:run"),
-    "an environment and a program": agent(PROGRAM, "rollout.program=agent.py:run", "rollout.environment=agent.py:Game"),
-    "an agent and a program": agent(PROGRAM, "rollout.program=agent.py:run", "rollout.agent=agent.py:run"),
-    "no such agent file": setting("rollout.agent=nowhere.py:run"),
-    "no such agent": agent("", "rollout.agent=agent.py:walk"),
-    "an agent without a function": setting("rollout.agent=agent.py"),
-    "an agent that takes no row": agent("async def run(): ...\n", "rollout.agent=agent.py:run"),
-    "an agent that asks for more than there is": agent("async def run(row, url): ...\n", "rollout.agent=agent.py:run"),
-    "an agent that yields": agent("def run(row): yield 1.0\n", "rollout.agent=agent.py:run"),
-    "an agent of no words": setting("rollout.agent={command: []}"),
-    "an agent that is not installed": setting("rollout.agent={command: [no-such-agent]}"),
-    "sampling of agents that is no choice": agent(
-        AGENT, "rollout.agent=agent.py:run", "rollout.agent_sampling=strictly"
-    ),
-    "an endpoint that nobody asks": agent(PROGRAM, "rollout.program=agent.py:run", "rollout.endpoint_port=8000"),
+    "a program that is not asynchronous": agent("def run(row): ...\n", "agent.program=agent.py:run"),
+    "no such program": agent("", "agent.program=agent.py:run"),
+    "an environment and a program": agent(PROGRAM, "agent.program=agent.py:run", "agent.environment=agent.py:Game"),
+    "an agent and a program": agent(PROGRAM, "agent.program=agent.py:run", "agent.client=agent.py:run"),
+    "no such agent file": setting("agent.client=nowhere.py:run"),
+    "no such agent": agent("", "agent.client=agent.py:walk"),
+    "an agent without a function": setting("agent.client=agent.py"),
+    "an agent that takes no row": agent("async def run(): ...\n", "agent.client=agent.py:run"),
+    "an agent that asks for more than there is": agent("async def run(row, url): ...\n", "agent.client=agent.py:run"),
+    "an agent that yields": agent("def run(row): yield 1.0\n", "agent.client=agent.py:run"),
+    "an agent of no words": setting("agent.client={command: []}"),
+    "an agent that is not installed": setting("agent.client={command: [no-such-agent]}"),
+    "sampling of agents that is no choice": agent(AGENT, "agent.client=agent.py:run", "agent.sampling=strictly"),
+    "an endpoint that nobody asks": agent(PROGRAM, "agent.program=agent.py:run", "agent.endpoint_port=8000"),
     "an endpoint at another machine's address": agent(
-        AGENT, "rollout.agent=agent.py:run", "rollout.endpoint_host=192.0.2.1"
+        AGENT, "agent.client=agent.py:run", "agent.endpoint_host=192.0.2.1"
     ),
-    "no turns": agent(PROGRAM, "rollout.program=agent.py:run", "rollout.max_turns=0"),
-    "a step longer than its episode": agent(PROGRAM, "rollout.program=agent.py:run", "rollout.episode_timeout_s=10"),
-    "turns without a program": setting("rollout.max_turns=3"),
-    "a secret that is not there": agent(PROGRAM, "rollout.program=agent.py:run", "rollout.env={KEY: NOT_SET_HERE}"),
+    "no turns": agent(PROGRAM, "agent.program=agent.py:run", "agent.max_turns=0"),
+    "a step longer than its episode": agent(PROGRAM, "agent.program=agent.py:run", "agent.episode_timeout_s=10"),
+    "turns without a program": setting("agent.max_turns=3"),
+    "a secret that is not there": agent(PROGRAM, "agent.program=agent.py:run", "agent.env={KEY: NOT_SET_HERE}"),
     # run directory and cluster
     "run.dir is a file": written("run", "", dry=False),
     "run.dir holds a run": written("run/events.jsonl", "", dry=False),
@@ -642,10 +640,10 @@ def test_a_port_of_the_endpoint_that_is_in_use_is_one_message_and_leaves_the_dir
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         listening.listen()
-        settings = ["rollout.agent=agent.py:run", f"rollout.endpoint_port={listening.getsockname()[1]}"]
+        settings = ["agent.client=agent.py:run", f"agent.endpoint_port={listening.getsockname()[1]}"]
         done = CliRunner().invoke(cli, ["train", "recipe.yaml", *settings])
     assert done.exit_code == 2, done.stderr
-    said = "the endpoint for agents cannot listen at 127.0.0.1:…; set rollout.endpoint_port=0 for any free port, …"
+    said = "the endpoint for agents cannot listen at 127.0.0.1:…; set agent.endpoint_port=0 for any free port, …"
     assert _matches(said, done.stderr, here), done.stderr
     assert "Traceback" not in done.stderr
     assert not (here / "run").exists()

@@ -45,7 +45,7 @@ def test_a_problem_is_counted_by_its_episodes_that_did_not_fail(tmp_path: Path) 
     data, output = write(tmp_path / "test.jsonl", rows), tmp_path / "answers.jsonl"
     settings = [
         "data.max_prompt_length=32",
-        f"rollout.program={tmp_path / 'talk.py'}:talk",
+        f"agent.program={tmp_path / 'talk.py'}:talk",
         "--n",
         "4",
         "--temperature",
@@ -85,7 +85,7 @@ def test_a_reward_for_trl_reads_the_conversation_of_a_program(tmp_path: Path) ->
     chatting_model(tmp_path, vocabulary="0123456789abcdefghijklmnopqrstuvwxyz:+= ")
     (tmp_path / "talk.py").write_text(TWO_TURNS)
     data = write(tmp_path / "test.jsonl", [{"prompt": "1+1=", "answer": "2"}])
-    user = [f"rollout.program={tmp_path / 'talk.py'}:talk", f"reward.function={tmp_path / 'talk.py'}:score"]
-    settings = ["data.max_prompt_length=48", "data.max_response_length=48", "rollout.max_turn_tokens=4"]
+    user = [f"agent.program={tmp_path / 'talk.py'}:talk", f"reward.function={tmp_path / 'talk.py'}:score"]
+    settings = ["data.max_prompt_length=48", "data.max_response_length=48", "agent.max_turn_tokens=4"]
     figures = said(run("eval", str(tmp_path / "model"), data, *user, *settings, "rollout.threads=1"))
     assert re.match(r"reward +3\.00", figures["mean"]), figures

@@ -107,7 +107,7 @@ def test_names_files_and_settings_are_completed(tmp_path: Path, monkeypatch: pyt
     assert list(complete_config("./m")) == ["./mine.yaml", "./more/"]
     monkeypatch.setenv("HOME", str(tmp_path))
     assert list(complete_config("~/mi")) == ["~/mine.yaml"]
-    assert list(complete_setting("rollout.train_on_limit")) == ["rollout.train_on_limit="], "two words for a shell"
+    assert list(complete_setting("agent.train_on_limit")) == ["agent.train_on_limit="], "two words for a shell"
     assert list(complete_setting("rollout.n")) == [
         "rollout.name=native",
         "rollout.n=8",
@@ -128,7 +128,7 @@ def test_names_files_and_settings_are_completed(tmp_path: Path, monkeypatch: pyt
             {"_TYPER_COMPLETE_ARGS": "headway train demo cluster.b", "_TYPER_COMPLETE_FISH_ACTION": "get-args"},
             "cluster.backend=ray",
         ),
-        ("bash", {"COMP_WORDS": "headway init m d.jsonl rollout.tr", "COMP_CWORD": "4"}, "rollout.train_on_limit="),
+        ("bash", {"COMP_WORDS": "headway init m d.jsonl agent.tr", "COMP_CWORD": "4"}, "agent.train_on_limit="),
     ],
 )
 def test_each_shell_is_answered(shell: str, environment: dict[str, str], expected: str) -> None:

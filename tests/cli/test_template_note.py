@@ -12,7 +12,7 @@ PROGRAM, TOOLS = {"program": "agent.py:run"}, {"tools": ["agent.py:look_up"]}
 
 
 @pytest.mark.parametrize(
-    ("template", "rollout", "says"),
+    ("template", "agent", "says"),
     [
         ("qwen3", PROGRAM, "cuts thinking out of the history before a user's message"),
         ("qwen3", {}, None),
@@ -22,8 +22,8 @@ PROGRAM, TOOLS = {"program": "agent.py:run"}, {"tools": ["agent.py:look_up"]}
     ],
 )
 def test_a_run_of_agents_is_told_what_the_template_changes(
-    template: str, rollout: dict[str, object], says: str | None
+    template: str, agent: dict[str, object], says: str | None
 ) -> None:
-    config = Config.model_validate({"rollout": rollout})
+    config = Config.model_validate({"agent": agent})
     note = template_note(config, tokenizer_of(template))
     assert note is None if says is None else note is not None and says in note

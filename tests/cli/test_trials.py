@@ -77,16 +77,16 @@ FAULTS = {
     ),
     "a reward that is text": ("reward.function=own.py:reward_of_text", "returned 'good' for response 0"),
     "an environment that raises": (
-        "rollout.environment=own.py:Reset",
+        "agent.environment=own.py:Reset",
         "KeyError: 'board' (own.py:16, in reset)",
     ),
-    "a program that raises": ("rollout.program=own.py:program_raises", "(own.py:21, in program_raises)"),
+    "a program that raises": ("agent.program=own.py:program_raises", "(own.py:21, in program_raises)"),
     "a program without a turn": (
-        "rollout.program=own.py:program_without_a_turn",
+        "agent.program=own.py:program_without_a_turn",
         "(data.jsonl, line .*): the program made no turn: it ended without an answer",
     ),
     "an agent without a turn": (
-        "rollout.agent=own.py:agent_without_a_turn",
+        "agent.client=own.py:agent_without_a_turn",
         "(data.jsonl, line .*): the agent made no turn: it ended without an answer",
     ),
 }

@@ -24,8 +24,8 @@ BLOCKS = [
 
 @pytest.mark.parametrize(("page", "block"), BLOCKS)
 def test_the_usage_on_a_page_is_a_configuration(minimal: Load, page: str, block: str) -> None:
-    settings = {"rollout.environment": None, **flat(block)}
-    model = ["model.make.chat_template=x"] if settings["rollout.environment"] else []  # the others' has none
+    settings = {"agent.environment": None, **flat(block)}
+    model = ["model.make.chat_template=x"] if settings["agent.environment"] else []  # the others' has none
     diagnose(minimal(*model, *(f"{key}={json.dumps(value)}" for key, value in settings.items())))
 
 

@@ -1,11 +1,12 @@
 from fractions import Fraction
+from pathlib import Path
 
 import pytest
 
 from headway.config.loading import load
 from headway.errors import ConfigError
 
-from .conftest import Load
+from .conftest import Load, Write
 
 FIXED = [
     ("rollout.mode", ["async"], ["sync"]),
@@ -145,3 +146,45 @@ def test_another_projects_key_is_answered_with_the_project_and_the_key_here(writ
     assert f"{written}: unknown key (on the command line)" + (f"; {answer}" if answer else "") in refusal(
         f"{written}=1"
     )
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("rollout.max_turns=3", "agent.max_turns=3"),
+        ("actor_rollout_ref.rollout.tools=[a.py:f]", "agent.tools=[a.py:f]"),
+        ("rollout.agent=a.py:run", "agent.client=a.py:run"),
+        ("rollout.agent={command: [x]}", "agent.client.command=[x]"),
+        ("rollout.runners=3", "agent.workers=3"),
+        ("rollout.params={a.b: 1}", "agent.params={a.b: 1}"),
+        ("rollout.mcp.table.env.PORT=80", "agent.mcp.table.env.PORT=80"),
+    ],
+)
+def test_a_key_of_an_earlier_release_works_and_a_note_says_what_it_is_called_now(old: str, new: str) -> None:
+    loaded, now = load(None, [old]), load(None, [new])
+    assert (loaded.config, loaded.user_keys) == (now.config, now.user_keys)
+    (note,) = loaded.notes
+    spelled = old.partition("=")[0].removeprefix("actor_rollout_ref.")
+    assert note.startswith(f"on the command line: {spelled} is agent.") and "this release only" in note
+    assert now.notes == []
+
+
+def test_an_old_and_a_new_name_of_one_setting_that_disagree_are_refused(write: Write) -> None:
+    path = write("rollout: {max_turns: 3}\nagent: {max_turns: 4}\n")
+    with pytest.raises(ConfigError, match=r"agent\.max_turns is given twice, as 3 and as 4"):
+        load(path)
+
+
+def test_the_file_of_a_run_is_upgraded_without_a_word(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("rollout: {n: 4, agent: 'a.py:run', params: {x.y: 1}, env: {A.B: C}, runners: 3}\n")
+    assert "agent.client now, rollout.params.x" in load(file).notes[0]
+    (tmp_path / "events.jsonl").touch()
+    loaded = load(file)
+    assert loaded.notes == []
+    agent = loaded.config.agent
+    assert (agent.client, agent.params, agent.env, agent.workers) == ("a.py:run", {"x.y": 1}, {"A.B": "C"}, 3)
+
+
+def test_verls_keys_of_its_agent_loops_are_still_verls() -> None:
+    assert "verl's rollout.agent.num_workers has no counterpart" in refusal("rollout.agent.num_workers=8")

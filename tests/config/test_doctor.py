@@ -138,13 +138,13 @@ def test_what_passed_once_passes_again_from_its_dump(
             (
                 "algorithm.policy_loss.loss_mode=t_ppo",
                 "algorithm.policy_loss.ignore_last=5",
-                "rollout.program=agent.py:run",
+                "agent.program=agent.py:run",
             ),
             "those of an episode with a program may be a tool's",
         ),
         (
             ("algorithm.turn_discount=0.9",),
-            "without rollout.tools, environment, program or agent an episode is one turn",
+            "without agent.tools, environment, program or client an episode is one turn",
         ),
         (
             (

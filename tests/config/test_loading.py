@@ -370,11 +370,11 @@ def test_null_and_an_empty_mapping_clear_what_a_layer_below_set(write: Write, em
 
 def test_names_with_dots_survive_files_layers_the_command_line_and_a_runs_own_file(write: Write) -> None:
     reward = "reward: {function: f.py:score, params: {a.b: 1, c: {d.e: [{f.g: 2}]}}}\n"
-    write(f"{reward}rollout.env: {{A.B: x}}\n", "below.yaml")
+    write(f"{reward}agent.env: {{A.B: x}}\n", "below.yaml")
     path = write("defaults: [below.yaml]\nreward: {params: {h.i: 3}}\n")
     config = load(path, ["rollout.vllm.engine_args={x.y: 1}", 'reward.params={"a.b": 4}']).config
     assert config.reward.params == {"a.b": 4, "c": {"d.e": [{"f.g": 2}]}, "h.i": 3}
-    assert config.rollout.env == {"A.B": "x"} and config.rollout.vllm.engine_args == {"x.y": 1}
+    assert config.agent.env == {"A.B": "x"} and config.rollout.vllm.engine_args == {"x.y": 1}
     assert load(write(dump(config), "own.yaml")).config == config
 
 
@@ -394,8 +394,8 @@ def test_what_is_the_environments_is_written_as_a_reference_and_read_again(
         "reward: {function: f.py:score, params: {token: '${oc.env:TOKEN}', url: 'x?${reward.params.token}', "
         "deep: ['a', {b: 'Bearer ${oc.env:TOKEN}'}], plain: '\\${oc.env:TOKEN}'}}\nrollout: {n: '${oc.env:SIZE}'}\n"
     )
-    config = load(path, ["rollout.env={KEY: '${oc.env:TOKEN}'}"]).config
-    assert config.reward.params["url"] == "x?s3cret" and config.rollout.env == {"KEY": "s3cret"}
+    config = load(path, ["agent.env={KEY: '${oc.env:TOKEN}'}"]).config
+    assert config.reward.params["url"] == "x?s3cret" and config.agent.env == {"KEY": "s3cret"}
     assert config.reward.params["deep"] == ["a", {"b": "Bearer s3cret"}] and config.rollout.n == 7
     for text in (dump(config), str(written_values(config))):
         assert "s3cret" not in text

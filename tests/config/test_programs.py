@@ -12,7 +12,7 @@ from headway.errors import ConfigError
 
 from .conftest import Load
 
-GAME = "rollout.environment=game.py:Game"
+GAME = "agent.environment=game.py:Game"
 MODEL = ("model.path=/m", "data.train=train.jsonl", "reward.function=judge.py:score")
 """A model that may have a chat template, which one that is made from nothing has not."""
 
@@ -20,17 +20,17 @@ MODEL = ("model.path=/m", "data.train=train.jsonl", "reward.function=judge.py:sc
 @pytest.mark.parametrize(
     "override",
     [
-        "rollout.environment=ws://host:8000",
-        "rollout.environment=https://host/env",
-        "rollout.tools=[config/tools.yaml, tools.py:look_up]",
-        "rollout.mcp.search={command: [npx, search-server], env: {PORT: 80, KEY: $KEY}}",
-        "rollout.mcp.search.url=http://host/mcp",
+        "agent.environment=ws://host:8000",
+        "agent.environment=https://host/env",
+        "agent.tools=[config/tools.yaml, tools.py:look_up]",
+        "agent.mcp.search={command: [npx, search-server], env: {PORT: 80, KEY: $KEY}}",
+        "agent.mcp.search.url=http://host/mcp",
     ],
 )
 def test_a_server_a_tool_config_or_an_mcp_server_is_a_program(minimal: Load, override: str) -> None:
     loaded = minimal(*MODEL, override)
     assert diagnose(loaded) == []
-    assert loaded.config.rollout.has_program
+    assert loaded.config.agent.has_program
     again = Config.model_validate(yaml.safe_load(dump(loaded.config)))
     assert program_spec(again) == program_spec(loaded.config)
 
@@ -45,47 +45,47 @@ def test_an_environment_is_enough_and_gives_the_reward(minimal: Load) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ([GAME, "rollout.program=a.py:run"], "rollout.environment and rollout.program are given, and each makes the"),
-        (["rollout.environment=Game"], "rollout.environment=Game: expected file.py:name, such as environment.py:Game"),
-        (["rollout.tools=[look_up]"], "rollout.tools=look_up: expected file.py:name, such as tools.py:look_up"),
-        ([GAME, "rollout.episode_timeout_s=10"], "rollout.step_timeout_s=60 is more than the whole episode may take"),
-        ([GAME, "rollout.step_timeout_s=300"], "longer than nothing may move, cluster.stall_timeout_s=300; lower"),
-        ([GAME, "rollout.max_turn_tokens=9000"], "rollout.max_turn_tokens=9000 is more than an answer may have"),
-        ([GAME, "rollout.min_episodes=99"], "rollout.min_episodes=99 is more than a group has"),
-        (["rollout.max_turns=3"], "rollout.max_turns has no effect: answers have one turn"),
+        ([GAME, "agent.program=a.py:run"], "agent.environment and agent.program are given, and each makes the"),
+        (["agent.environment=Game"], "agent.environment=Game: expected file.py:name, such as environment.py:Game"),
+        (["agent.tools=[look_up]"], "agent.tools=look_up: expected file.py:name, such as tools.py:look_up"),
+        ([GAME, "agent.episode_timeout_s=10"], "agent.step_timeout_s=60 is more than the whole episode may take"),
+        ([GAME, "agent.step_timeout_s=300"], "longer than nothing may move, cluster.stall_timeout_s=300; lower"),
+        ([GAME, "agent.max_turn_tokens=9000"], "agent.max_turn_tokens=9000 is more than an answer may have"),
+        ([GAME, "agent.min_episodes=99"], "agent.min_episodes=99 is more than a group has"),
+        (["agent.max_turns=3"], "agent.max_turns has no effect: answers have one turn"),
         ([GAME, "mode=async_partial", "async_training.drain=turn"], "async_training.drain has no effect"),
         (
-            ["rollout.tools=[t.py:look_up]", "rollout.params={a: 1}"],
-            "rollout.params are for an environment, a program or an agent in Python",
+            ["agent.tools=[t.py:look_up]", "agent.params={a: 1}"],
+            "agent.params are for an environment, a program or an agent in Python",
         ),
         (
-            ["rollout.mcp.a.per_episode=true"],
-            "rollout.mcp.a needs a command or a url, and none is given; write rollout",
+            ["agent.mcp.a.per_episode=true"],
+            "agent.mcp.a needs a command or a url, and none is given; write agent",
         ),
-        (["rollout.mcp.a={command: [x], url: http://h}"], "rollout.mcp.a needs a command or a url, and both are given"),
+        (["agent.mcp.a={command: [x], url: http://h}"], "agent.mcp.a needs a command or a url, and both are given"),
         (
-            ["rollout.mcp.a.url=ws://h"],
-            "rollout.mcp.a.url=ws://h: expected the http:// or https:// address of a server",
+            ["agent.mcp.a.url=ws://h"],
+            "agent.mcp.a.url=ws://h: expected the http:// or https:// address of a server",
         ),
         (
-            ["rollout.mcp.a={url: http://h, env: {K: v}}"],
-            "rollout.mcp.a.env is for a command; drop it, or give headers",
+            ["agent.mcp.a={url: http://h, env: {K: v}}"],
+            "agent.mcp.a.env is for a command; drop it, or give headers",
         ),
-        (["rollout.mcp.a={command: [x], headers: {K: v}}"], "rollout.mcp.a.headers are for a url; drop them, or give"),
-        (["rollout.mcp.a={command: [x], tools: []}"], "rollout.mcp.a.tools is empty, so that the server is of no use"),
+        (["agent.mcp.a={command: [x], headers: {K: v}}"], "agent.mcp.a.headers are for a url; drop them, or give"),
+        (["agent.mcp.a={command: [x], tools: []}"], "agent.mcp.a.tools is empty, so that the server is of no use"),
         (
-            ["rollout.mcp.a={command: [x], timeout_s: 90}"],
-            "rollout.mcp.a.timeout_s=90 is more than a step may take, ro",
+            ["agent.mcp.a={command: [x], timeout_s: 90}"],
+            "agent.mcp.a.timeout_s=90 is more than a step may take, agent",
         ),
-        (['rollout.mcp={"a b": {command: [x]}}'], "rollout.mcp: 'a b' is no name for a server; write letters, digits"),
+        (['agent.mcp={"a b": {command: [x]}}'], "agent.mcp: 'a b' is no name for a server; write letters, digits"),
         (
-            ["rollout.mcp.a={command: [x]}", "rollout.program=a.py:run"],
-            "rollout.mcp and rollout.program are given, and",
+            ["agent.mcp.a={command: [x]}", "agent.program=a.py:run"],
+            "agent.mcp and agent.program are given, and",
         ),
-        (["rollout.mcp.a={comand: [x]}"], "rollout.mcp.a.comand: unknown key"),
-        (["rollout.mcp.a={comand: [x]}"], "did you mean rollout.mcp.NAME.command?"),
-        (["rollout.mcp.a={command: x}"], "rollout.mcp.a.command: got 'x'"),
-        (["rollout.mcp.a={command: [x], per_episode: often}"], "rollout.mcp.a.per_episode: got 'often'"),
+        (["agent.mcp.a={comand: [x]}"], "agent.mcp.a.comand: unknown key"),
+        (["agent.mcp.a={comand: [x]}"], "did you mean agent.mcp.NAME.command?"),
+        (["agent.mcp.a={command: x}"], "agent.mcp.a.command: got 'x'"),
+        (["agent.mcp.a={command: [x], per_episode: often}"], "agent.mcp.a.per_episode: got 'often'"),
     ],
 )
 def test_what_clashes_or_does_nothing_is_refused_with_the_reason(
@@ -104,7 +104,7 @@ def test_what_clashes_or_does_nothing_is_refused_with_the_reason(
         (["algorithm.adv_estimator=reinforce_plus_plus"], 1),
         (["algorithm.adv_estimator=pass_at_k", "algorithm.pass_k=3"], 3),
         (["algorithm.adv_estimator=grpo", "rollout.n=1"], 1),
-        (["algorithm.adv_estimator=grpo", "rollout.min_episodes=4"], 4),
+        (["algorithm.adv_estimator=grpo", "agent.min_episodes=4"], 4),
     ],
 )
 def test_a_group_needs_as_many_episodes_as_its_estimator_compares(
@@ -115,10 +115,10 @@ def test_a_group_needs_as_many_episodes_as_its_estimator_compares(
 
 def test_a_programs_reward_needs_a_program(minimal: Load) -> None:
     with pytest.raises(
-        ConfigError, match=r"reward.function=program is the reward of rollout.environment, program or agent"
+        ConfigError, match=r"reward.function=program is the reward of agent.environment, program or client"
     ):
         diagnose(minimal("reward.function=program"))
 
 
 def test_tools_may_stand_beside_an_environment(minimal: Load) -> None:
-    assert diagnose(minimal(*MODEL, GAME, "rollout.tools=[tools.py:look_up]")) == []
+    assert diagnose(minimal(*MODEL, GAME, "agent.tools=[tools.py:look_up]")) == []

@@ -40,10 +40,10 @@ def test_the_page_has_every_key_once() -> None:
         "model.warmup",
         "model.warmup.give_up",
         "data.task",
-        "rollout.agent",
+        "agent.client",
     }  # null by default: values, too
     lists = {"data.sources", "data.val_sources", "reward.functions", "algorithm.rollout_correction.also"}
-    lists |= {"rollout.mcp"}  # by names that the user gives
+    lists |= {"agent.mcp"}  # by names that the user gives
     assert sorted(named) == sorted([*known_keys(), *sections, *lists])
 
 
@@ -65,7 +65,7 @@ def test_defaults_on_the_page_read_back_as_the_default_configuration() -> None:
         if "[]" not in name
         and ".NAME." not in name
         and not name.startswith(
-            ("model.make.", "model.warmup.", "data.task.", "rollout.agent.", "algorithm.policy_loss.")
+            ("model.make.", "model.warmup.", "data.task.", "agent.client.", "algorithm.policy_loss.")
         )
     }
     assert Config.model_validate(nest(top)) == Config()
@@ -87,7 +87,7 @@ def test_required_keys_are_those_without_which_their_section_is_refused() -> Non
         "model.warmup.give_up.above",
         "model.warmup.give_up.rate",
         "reward.functions[].function",
-        "rollout.agent.command",
+        "agent.client.command",
     }
 
 

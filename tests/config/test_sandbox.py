@@ -12,7 +12,7 @@ from headway.config.loading import dump, load
 from headway.errors import ConfigError
 from headway.runtime.sandbox.sandbox_limits import SandboxLimits, SandboxSpec
 
-PYTHON = "rollout.tools=[python]"
+PYTHON = "agent.tools=[python]"
 
 
 def settings(*more: str) -> list[str]:
@@ -59,7 +59,7 @@ def test_a_configuration_that_is_written_down_loads_again(tmp_path: Path) -> Non
         ("sandbox.memory_mib=8", r"sandbox\.memory_mib: got 8.*expected a number greater than or equal to 64"),
         ("sandbox.wall_s=0", r"sandbox\.wall_s: got 0.*expected a number greater than 0"),
         ("sandbox.memory=512", r"sandbox\.memory.*did you mean sandbox\.memory_mib"),
-        ("rollout.tools=[pythn]", "expected file.py:name, such as tools.py:look_up, or the built-in python"),
+        ("agent.tools=[pythn]", "expected file.py:name, such as tools.py:look_up, or the built-in python"),
     ],
 )
 def test_what_cannot_be_is_told(given: str, message: str) -> None:
@@ -88,5 +88,5 @@ def test_a_call_may_not_take_as_long_as_a_step() -> None:
 
 
 def test_a_parameter_named_python_is_no_file() -> None:
-    with pytest.raises(ConfigError, match=r"rollout\.environment=python: expected file\.py:name"):
-        told("rollout.environment=python")
+    with pytest.raises(ConfigError, match=r"agent\.environment=python: expected file\.py:name"):
+        told("agent.environment=python")

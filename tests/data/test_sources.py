@@ -394,8 +394,8 @@ def test_a_programs_rows_have_variables_for_the_template_also_where_they_are_tex
 
     def notes(**columns) -> list[str]:
         file.write_text("".join(json.dumps({"prompt": f"{i}", "answer": "1", **columns}) + "\n" for i in range(9)))
-        data, rollout = {"train": str(file), "val_size": 0}, {"tools": ["tools.py:f"]}
-        config = Config.model_validate({"data": data, "rollout": rollout})
+        data, agent = {"train": str(file), "val_size": 0}, {"tools": ["tools.py:f"]}
+        config = Config.model_validate({"data": data, "agent": agent})
         return check_rows(config, make_tokenizer(THINKS), read_rows(config))
 
     assert notes(chat_template_kwargs={"think": "no"}) == []

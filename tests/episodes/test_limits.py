@@ -39,7 +39,7 @@ def test_a_limit_that_is_not_trained_on_fails_the_episode_and_no_other():
     group = made(program, limits=EpisodeLimits(400, max_turns=4, train_on=()), n=8)
     failed = [episode for episode in group.trajectories if episode.failure is not None]
     assert 0 < len(failed) < 8
-    assert {episode.failure for episode in failed} == {"rollout.max_turns=4 was reached"}
+    assert {episode.failure for episode in failed} == {"agent.max_turns=4 was reached"}
     assert all(episode.rows == () for episode in failed)
     assert [at.index for episode in group.trajectories for at in episode.rows] == list(range(len(group.tokens.rows)))
 
@@ -143,7 +143,7 @@ def test_a_turn_in_flight_is_waited_for_after_another_one_met_a_limit():
 def test_a_step_that_takes_too_long_ends_the_episode_where_it_is():
     limits = EpisodeLimits(400, 5, step_timeout_s=5)
     (episode,) = made(slow, limits=limits).trajectories
-    assert episode.failure == "a step took longer than rollout.step_timeout_s=5"
+    assert episode.failure == "a step took longer than agent.step_timeout_s=5"
     (episode,) = made(slow, limits=EpisodeLimits(400, 5, step_timeout_s=5, train_on=("step",))).trajectories
     assert (episode.failure, episode.turns, len(episode.rows)) == (None, 1, 1)
 
@@ -204,7 +204,7 @@ def test_a_program_that_never_returns_is_ended_by_its_step():
         return EpisodeEnd()
 
     (episode,) = made(program).trajectories
-    assert episode.failure == "a step took longer than rollout.step_timeout_s=10"
+    assert episode.failure == "a step took longer than agent.step_timeout_s=10"
 
 
 def test_a_reward_that_hangs_after_a_limit_fails_the_episode():
@@ -214,4 +214,4 @@ def test_a_reward_that_hangs_after_a_limit_fails_the_episode():
         return EpisodeEnd()
 
     (episode,) = made(program).trajectories
-    assert episode.failure == "a step took longer than rollout.step_timeout_s=10"
+    assert episode.failure == "a step took longer than agent.step_timeout_s=10"

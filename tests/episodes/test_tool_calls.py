@@ -382,7 +382,7 @@ def test_an_answer_that_a_response_template_took_apart_goes_on(with_response_tem
         (
             "deepseek_r1",
             "auto",
-            "no parser reads the calls .* name one in rollout.tool_parser .template, hermes, llama3",
+            "no parser reads the calls .* name one in agent.tool_parser .template, hermes, llama3",
         ),
         ("qwen3", "xml", "there is no such parser; there are template, hermes, llama3_json, mistral, .* and auto"),
         ("qwen3", "template", "no response template .* name one of hermes, llama3_json, mistral"),

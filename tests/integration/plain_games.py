@@ -99,7 +99,7 @@ class Table:
 
 async def plain_games(config_path: Path, out: Path) -> None:
     config = load(config_path).config
-    assert config.model.path is not None and config.rollout.max_turn_tokens is not None
+    assert config.model.path is not None and config.agent.max_turn_tokens is not None
     path, size = config.model.path, config.actor.ppo_mini_batch_size
     steps = (config.rollout.total_rollout_steps or 0) // size
     tokenizer, model = load_tokenizer(path), load_model(path, dtype=torch.float32)
@@ -132,7 +132,7 @@ async def plain_games(config_path: Path, out: Path) -> None:
         receive=receive,
         manifest=manifest,
     )
-    table = Table(engine, tokenizer, config.rollout.max_turn_tokens, room)
+    table = Table(engine, tokenizer, config.agent.max_turn_tokens, room)
     advantages = FetchAdvantages(config.algorithm)
     for step in range(steps):
         groups = list[list[tuple[CollatedRow, float]]]()

@@ -91,7 +91,8 @@ data:
   task: {name: sort, size: 256, val_size: 8, params: {mean_length: 3, max_length: 6}}
   max_prompt_length: 24
   max_response_length: 64
-rollout: {n: 4, total_rollout_steps: 32, max_concurrent: 16, max_turn_tokens: 8, threads: 1}
+rollout: {n: 4, total_rollout_steps: 32, max_concurrent: 16, threads: 1}
+agent: {max_turn_tokens: 8}
 actor: {ppo_mini_batch_size: 4, ppo_max_token_len_per_gpu: 512, optim: {lr: 1.0e-3}}
 trainer: {threads: 1, save_freq: -1}
 """

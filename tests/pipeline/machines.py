@@ -151,7 +151,7 @@ def check_halts(run: Run, replica: FakeRollout) -> None:
 def validates_in_passing(run: Run) -> bool:
     """Tell whether replicas take new versions in the middle of a validation: with programs and staleness."""
     config = run.scenario.config
-    return config.rollout.has_program and config.async_training.staleness_threshold > 0
+    return config.agent.has_program and config.async_training.staleness_threshold > 0
 
 
 def check_updates(run: Run) -> None:
@@ -258,7 +258,7 @@ def check_validations(run: Run) -> None:
         return
     left = left_unfinished(run)
     if not died(run):
-        validators = run.rollouts if scenario.config.rollout.has_program else run.rollouts[:1]
+        validators = run.rollouts if scenario.config.agent.has_program else run.rollouts[:1]
         loaded: dict[int, float] = {0: 0.0}
         for version, time in (load for replica in validators for load in replica.loads):
             loaded[version] = min(time, loaded.get(version, time))

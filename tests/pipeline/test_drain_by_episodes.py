@@ -9,7 +9,7 @@ import pytest
 from headway.errors import WorkerDied
 from tests.pipeline.scenario import Run, Scenario
 
-PROGRAM = {"rollout": {"program": "x.py:run"}}
+PROGRAM = {"agent": {"program": "x.py:run"}}
 
 
 @pytest.mark.parametrize("drain", ["turn", "episode"])

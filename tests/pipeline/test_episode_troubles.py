@@ -49,7 +49,7 @@ def some(every: int, bad: Trajectory, count: int = 4 * LEAST_WINDOW) -> list[Tra
 def test_many_failed_episodes_are_a_warning_with_reasons_and_what_to_do():
     (text,) = told(some(4, episode(failure="a step took too long", limit="step")))
     assert text.startswith("of the last 64 episodes 16 (25%) failed (16× a step took too long): ")
-    assert "Raise rollout.step_timeout_s" in text
+    assert "Raise agent.step_timeout_s" in text
     (text,) = told(some(3, episode(failure="ValueError: no")))
     assert "logs/*-programs.log" in text
 
@@ -86,7 +86,7 @@ def test_time_outs_that_take_out_long_episodes_are_told_once():
     (text,) = told(some(6, late))
     assert "time-outs and limits take out long episodes" in text
     assert "34% of the longer half failed at one, and 0% of the shorter half" in text
-    assert "Raise rollout.episode_timeout_s" in text
+    assert "Raise agent.episode_timeout_s" in text
 
 
 def test_failures_that_do_not_depend_on_length_select_nothing():

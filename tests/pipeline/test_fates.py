@@ -66,8 +66,8 @@ def test_failed_episodes_are_left_out_and_the_books_of_episodes_balance(mode: st
         return "too slow" if number % 5 == 0 and (k == 1 or number % 10 == 0) else None
 
     reward = FakeReward(lambda prompt: [0.0, 1.0, 0.0, 1.0])
-    rollout = {"n": 4, "min_episodes": 2}
-    scenario = Scenario(mode, n=4, reward=reward, failing=failing, sections={"rollout": rollout})
+    sections = {"agent": {"min_episodes": 2}}
+    scenario = Scenario(mode, n=4, reward=reward, failing=failing, sections=sections)
     run = scenario.run().assert_completed()
     reasons = {event.reason for event in run.of(GroupSettled) if event.fate == "failed"}
     assert reasons == {"episode failed: too slow"}

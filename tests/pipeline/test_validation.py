@@ -22,7 +22,7 @@ from headway.reports.live.plain_log import validation_line
 from tests.pipeline.fakes import FakeReward, fails
 from tests.pipeline.scenario import MODES, Run, Scenario
 
-PROGRAM = {"rollout": {"program": "x.py:run"}}
+PROGRAM = {"agent": {"program": "x.py:run"}}
 
 
 def slow_validation(trajectory: TrajectoryId) -> int:

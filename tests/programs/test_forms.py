@@ -79,8 +79,8 @@ def test_an_environment_with_a_reset_alone_needs_tools(environment, tools):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("agent", r"it is an async function; name it in rollout.program, where a program is async def run"),
-        ("Agent", r"it has run\(\), as programs have; name it in rollout.program"),
+        ("agent", r"it is an async function; name it in agent.program, where a program is async def run"),
+        ("Agent", r"it has run\(\), as programs have; name it in agent.program"),
         (
             "game",
             r"it is <.*Game.*>, and episodes need an environment each; name its class, or a function that makes one",
@@ -104,11 +104,11 @@ def test_what_is_no_environment_is_refused_with_what_to_do(environment, name, me
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        (ProgramSpec(), "there is no program; give rollout.tools, environment, program or agent"),
-        (ProgramSpec(environment="a.py:A", program="b.py:b"), "rollout.environment and rollout.program are both given"),
+        (ProgramSpec(), "there is no program; give agent.tools, environment, program or client"),
+        (ProgramSpec(environment="a.py:A", program="b.py:b"), "agent.environment and agent.program are both given"),
         (
             ProgramSpec(tools=("a.py:f",), program="b.py:b"),
-            "rollout.tools beside rollout.program: program b.py:b gives the",
+            "agent.tools beside agent.program: program b.py:b gives the",
         ),
         (ProgramSpec(environment="nowhere.py:A"), "nowhere.py:A: there is no file "),
     ],

@@ -96,7 +96,7 @@ async def test_what_a_server_says_is_an_error_is_told_to_the_model_and_counted()
 async def test_an_image_is_no_text_and_ends_the_episode():
     with pytest.raises(
         ProgramFailed,
-        match=r"rollout.mcp.digits: the call of its tool 'draw' was answered with image content",
+        match=r"agent.mcp.digits: the call of its tool 'draw' was answered with image content",
     ):
         await play(program(in_memory()), Script(calling(("draw", {})), "x"))
 
@@ -105,14 +105,14 @@ def test_a_server_may_offer_some_of_its_tools_alone():
     loaded = program(in_memory(tools=("say", "add")))
     assert [tool["function"]["name"] for tool in loaded.describe().tools] == ["add", "say"]
     with pytest.raises(
-        UserCodeError, match=r"rollout.mcp.digits.tools: the server has no tool sub; it has add, fail, draw, say"
+        UserCodeError, match=r"agent.mcp.digits.tools: the server has no tool sub; it has add, fail, draw, say"
     ):
         in_memory(tools=("add", "sub")).load()
 
 
 def test_a_name_that_two_have_is_refused_with_both():
     one, other = in_memory("one"), in_memory("other")
-    both = r"rollout.mcp.other: there is a tool named 'add' already, of rollout.mcp.one; .* leave one out \(rollout.mcp"
+    both = r"agent.mcp.other: there is a tool named 'add' already, of agent.mcp.one; .* leave one out \(agent.mcp"
     with pytest.raises(UserCodeError, match=both):
         program(one, other)
 
@@ -124,7 +124,7 @@ def test_a_name_that_two_have_is_refused_with_both():
         """
         return a
 
-    with pytest.raises(UserCodeError, match=r"rollout.mcp.one: there is a tool named 'add' already, of tools.py:add"):
+    with pytest.raises(UserCodeError, match=r"agent.mcp.one: there is a tool named 'add' already, of tools.py:add"):
         Toolbox([make_tool(add, "tools.py:add"), one])
 
 
@@ -146,7 +146,7 @@ async def test_episodes_share_a_connection_unless_each_has_its_own():
 def test_without_the_sdk_the_message_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "mcp", None)
     with pytest.raises(
-        UserCodeError, match=r"rollout.mcp needs the package mcp, 2 or later, .* pip install 'headway\[mcp\]'"
+        UserCodeError, match=r"agent.mcp needs the package mcp, 2 or later, .* pip install 'headway\[mcp\]'"
     ):
         in_memory().load()
 
@@ -219,7 +219,7 @@ def answering(call: Any, **others: Any) -> dict[str, Any]:
         ({"content": [{"type": "video"}]}, ProgramFailed, r"forbids: content\.0\.type is 'video', expected 'text'$"),
         ({"content": [{"type": "text"}]}, ProgramFailed, r"forbids: content\.0\.text is missing in {'type': 'text'}$"),
         (ValueError("<html>"), ProgramFailed, "answered the call of its tool 'place' with what is not MCP: .*<html>"),
-        (None, ProgramAway, "'place' was waited for 0.2 s, and the server did not answer .rollout.mcp.far.timeout_s"),
+        (None, ProgramAway, "'place' was waited for 0.2 s, and the server did not answer .agent.mcp.far.timeout_s"),
         ("ends", ProgramAway, "the server went away during the call of its tool 'place': Connection closed"),
     ],
 )
@@ -227,7 +227,7 @@ async def test_an_answer_that_is_wrong_fails_the_episode_and_one_that_does_not_c
     call, error, message
 ):
     loaded = program(in_memory("far", written(answering(call)), timeout_s=0.2))
-    with pytest.raises(error, match=f"rollout.mcp.far: .*{message}") as failed:
+    with pytest.raises(error, match=f"agent.mcp.far: .*{message}") as failed:
         await play(loaded, Script(calling(("place", {})), "x"))
     assert type(failed.value) is error
 
@@ -273,9 +273,7 @@ def test_what_a_server_writes_beside_its_answers_is_told_in_one_line(capsys):
     server.load()
     assert [tool.name for tool in server.tools] == ["place"]
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(
-        "rollout.mcp.far: the server wrote 'ValueError: <html>' beside its answers, which is not MCP"
-    )
+    assert line.startswith("agent.mcp.far: the server wrote 'ValueError: <html>' beside its answers, which is not MCP")
 
 
 # A server's process
@@ -289,7 +287,7 @@ async def test_a_servers_process_is_called_and_started_anew_after_it_died(monkey
     """Servers are started three times, each of which imports the SDK."""
     monkeypatch.setenv("SECRET", "s3")
     spec = ProgramSpec(mcp=(process(env={"KEY": "it is $SECRET$$"}),))
-    assert spec.shown == "tools rollout.mcp.digits"
+    assert spec.shown == "tools agent.mcp.digits"
     loaded = spec.load()
     called = calling(("environment", {"name": "KEY"}), ("environment", {"name": "SECRET"}), ("look_up", {"key": "x"}))
     await play(loaded, ask := Script(called, calling(("look_up", {"key": "z"})), "done"))
@@ -313,11 +311,11 @@ def test_commands_that_are_no_servers_are_refused_with_what_they_wrote(caplog):
     ):
         McpServer(McpServerSpec("chatters", command=greeting, timeout_s=2.0)).load()
     assert [one for one in caplog.records if one.exc_info] == []  # the SDK's tracebacks
-    with pytest.raises(UserCodeError, match=r"rollout.mcp.no.command: there is no command 'no-such-server'; install "):
+    with pytest.raises(UserCodeError, match=r"agent.mcp.no.command: there is no command 'no-such-server'; install "):
         McpServer(McpServerSpec("no", command=("no-such-server",))).load()
-    with pytest.raises(UserCodeError, match=r"rollout.mcp.no.command: there is no command 'python'"):
+    with pytest.raises(UserCodeError, match=r"agent.mcp.no.command: there is no command 'python'"):
         McpServer(McpServerSpec("no", command=("python",), env={"PATH": "/nowhere"})).load()
-    with pytest.raises(UserCodeError, match=r"rollout.mcp.no.env: there is no variable 'UNSET' for \$UNSET; set it by"):
+    with pytest.raises(UserCodeError, match=r"agent.mcp.no.env: there is no variable 'UNSET' for \$UNSET; set it by"):
         McpServer(McpServerSpec("no", command=("true",), env={"KEY": "$UNSET"})).load()
 
 
@@ -349,12 +347,12 @@ async def test_a_server_is_called_over_http_with_the_headers_that_it_wants(monke
         await play(loaded, ask := Script(calling(("add", {"a": 1}), ("fail", {})), "done"))
         assert heard(ask) == ["3", "Error: fail failed: the disk is full"]
         assert set(keys) == {b"Bearer s3"}
-        page = r"rollout.mcp.page: cannot connect to http://.*/elsewhere: MCPError: Not Found; correct rollout.mcp.page"
+        page = r"agent.mcp.page: cannot connect to http://.*/elsewhere: MCPError: Not Found; correct agent.mcp.page"
         with pytest.raises(UserCodeError, match=page):
             await asyncio.to_thread(McpServer(McpServerSpec("page", url=f"http://{address}/elsewhere")).load)
-    with pytest.raises(ProgramAway, match=r"rollout.mcp.far: cannot connect to|rollout.mcp.far: the server"):
+    with pytest.raises(ProgramAway, match=r"agent.mcp.far: cannot connect to|agent.mcp.far: the server"):
         await play(loaded, Script(calling(("add", {"a": 1})), "done"))
-    with pytest.raises(ProgramAway, match=f"rollout.mcp.far: cannot connect to http://{address}/mcp: ConnectError"):
+    with pytest.raises(ProgramAway, match=f"agent.mcp.far: cannot connect to http://{address}/mcp: ConnectError"):
         await asyncio.to_thread(McpServer(spec).load)
 
 
@@ -390,6 +388,6 @@ def test_a_tool_of_a_server_and_a_method_of_an_environment_have_names_of_their_o
     server.load()
     loaded._program._tools = Toolbox([server])
     with pytest.raises(
-        UserCodeError, match=r"game.py:Game: it has a tool 'look', and so has rollout.mcp.two; rename one"
+        UserCodeError, match=r"game.py:Game: it has a tool 'look', and so has agent.mcp.two; rename one"
     ):
         loaded.describe()

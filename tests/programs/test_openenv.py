@@ -209,13 +209,13 @@ async def test_an_episode_after_its_server_has_gone_is_to_be_run_again():
             GUESS,
             {"action_field": "move"},
             UserCodeError,
-            "rollout.params.action_field=move: an action has guess, metadata",
+            "agent.params.action_field=move: an action has guess, metadata",
         ),
         (
             GUESS,
             {"level": 3},
             UserCodeError,
-            "it takes no rollout.params.level; there are action_field, observation_field",
+            "it takes no agent.params.level; there are action_field, observation_field",
         ),
         (["x"], {}, UserCodeError, r"/schema says \['x'\], expected a dict with the schema of an action"),
         (503, {}, ProgramAway, "answers with status 503"),
@@ -263,7 +263,5 @@ def test_text_goes_to_the_one_field_that_an_action_needs(schema, field):
 
 def test_tools_are_not_called_beside_it(tools):
     spec = tools("def f() -> int:\n    '''Do.'''\n    return 1", "f")
-    with pytest.raises(
-        UserCodeError, match=r"rollout.tools beside environment ws://h: there an action is all of the mo"
-    ):
+    with pytest.raises(UserCodeError, match=r"agent.tools beside environment ws://h: there an action is all of the mo"):
         ProgramSpec(environment="ws://h", tools=spec.tools).load()

@@ -393,7 +393,7 @@ async def test_an_object_of_a_class_makes_each_episode(program):
             {},
             r"it is a class Without without run; a program is async def run\(row, chat\), or a class or an obj",
         ),
-        ("Stepping", {}, r"it has step\(\), as environments have; name it in rollout.environment"),
+        ("Stepping", {}, r"it has step\(\), as environments have; name it in agent.environment"),
         ("number", {}, "it is an object of int without run; a program is"),
         ("one", {}, r"takes \(row\), but is called with \(row, chat\)"),
         (

@@ -105,7 +105,7 @@ def test_what_no_tool_can_be_made_of_is_refused_with_the_reason_and_what_a_tool_
 
 
 def test_two_tools_of_one_name_are_refused(file):
-    with pytest.raises(UserCodeError, match=r"rollout.tools names .*tools.py:add twice; drop one"):
+    with pytest.raises(UserCodeError, match=r"agent.tools names .*tools.py:add twice; drop one"):
         Toolbox(load_tools([f"{file}:add", f"{file}:add"]))
 
 

@@ -217,7 +217,7 @@ async def test_verls_tool_config_is_read_with_its_schemas(file):
         ),
         (
             "tools: [{class_name: checks.Checks, config: {type: mcp}}]",
-            "config.type=mcp; name the server in rollout.mcp",
+            "config.type=mcp; name the server in agent.mcp",
         ),
         (
             "tools: [{class_name: checks.Checks}, {class_name: checks.Checks}]",

@@ -9,7 +9,7 @@ import pytest
 from headway.agents.episodes.program_workers import ProgramRunners
 from headway.agents.interface.program_messages import EpisodeStart, TurnRequest, said
 from headway.config.schema import Config
-from headway.config.sections.rollout_section import RolloutConfig
+from headway.config.sections.agent_section import AgentConfig
 from headway.errors import ProgramFailed
 from tests.programs.scripted import Script
 
@@ -39,8 +39,8 @@ class Game:
 async def test_every_environment_that_was_made_is_closed(a: str, tmp_path: Path) -> None:
     (tmp_path / "game.py").write_text(GAME.format(a=a))
 
-    rollout = RolloutConfig(environment=f"{tmp_path}/game.py:Game", runners=1, environment_processes=1)
-    runners = ProgramRunners("episode-worker", Config(rollout=rollout), tmp_path)
+    agent = AgentConfig(environment=f"{tmp_path}/game.py:Game", workers=1, environment_processes=1)
+    runners = ProgramRunners("episode-worker", Config(agent=agent), tmp_path)
 
     async def episode(k: int, answer: str) -> None:
         script = Script(answer)

@@ -40,7 +40,7 @@ async def test_a_job_that_holds_its_event_loop_is_named_and_the_others_of_its_ru
         await asyncio.sleep(0)
         began = time.monotonic()
         with pytest.raises(
-            RunnerLost, match=rf"held its runner's event loop for more than {STALL_S} s .rollout.stall_s.; import at"
+            RunnerLost, match=rf"held its runner's event loop for more than {STALL_S} s .agent.stall_s.; import at"
         ) as lost:
             await runners.run((job, 60))
         assert STALL_S <= time.monotonic() - began < 30

@@ -13,7 +13,7 @@ import pytest
 from headway.agents.episodes.program_workers import ProgramRunners
 from headway.agents.interface.program_messages import EpisodeStart, TurnRequest, said
 from headway.config.schema import Config
-from headway.config.sections.rollout_section import RolloutConfig
+from headway.config.sections.agent_section import AgentConfig
 from tests.programs.scripted import Script, calling
 from tests.tiers import mostly_slow
 
@@ -39,13 +39,13 @@ def wait_for_the_end(process: int) -> None:
 async def test_a_servers_process_serves_the_episodes_of_a_runner_and_none_survives_it(tmp_path, tools):
     """Runners and servers are processes of Python, some of which import transformers or the SDK."""
     (tmp_path / "tools.py").write_text(BLOCKING)
-    rollout = RolloutConfig(
+    agent = AgentConfig(
         tools=[f"{tmp_path}/tools.py:wait"] if tools == "synchronous" else [],
         mcp={"digits": {"command": [sys.executable, str(SERVER), "stays"]}},
-        runners=1,
+        workers=1,
         environment_processes=1,
     )
-    runners = ProgramRunners("episode-worker", Config(rollout=rollout), tmp_path)
+    runners = ProgramRunners("episode-worker", Config(agent=agent), tmp_path)
     try:
         described = await runners.start()
         assert described.is_async is (tools == "asynchronous")

@@ -416,7 +416,7 @@ async def test_user_code_gets_no_secret_of_the_host_and_is_told_how_it_gets_a_va
     async with runners_of(kind, log_path=tmp_path / "log") as runners:
         assert await runners.run(("environment", "JUDGE_TOKEN")) is None
         await runners.run(("prints", "it is t-123456789, really", "stdout"))
-        with pytest.raises(UserCodeFailed, match=r"pass it on by rollout.env={JUDGE_TOKEN: JUDGE_TOKEN}"):
+        with pytest.raises(UserCodeFailed, match=r"pass it on by agent.env={JUDGE_TOKEN: JUDGE_TOKEN}"):
             await runners.run(("raises_the_environment", "JUDGE_TOKEN"))
     assert "it is ***, really\n" in (tmp_path / "log").read_text()
 

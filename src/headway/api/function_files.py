@@ -31,10 +31,10 @@ TAKE_FUNCTIONS = (
     "algorithm.rollout_correction.name",
     "algorithm.rollout_correction.also",
     "model.warmup.demonstrations",
-    "rollout.tools",
-    "rollout.environment",
-    "rollout.program",
-    "rollout.agent",
+    "agent.tools",
+    "agent.environment",
+    "agent.program",
+    "agent.client",
 )
 """Settings that name functions of the user's own."""
 MOST_OF_SOURCE = 10_000

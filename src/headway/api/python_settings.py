@@ -11,7 +11,7 @@ from fractions import Fraction
 from pathlib import PurePath
 from typing import Any
 
-from headway.config.aliases import translate
+from headway.config.aliases import moved_keys, translate
 from headway.config.layers import Layer, flatten, overlay
 from headway.data.naming import settings_named
 from headway.data.rows import TRAIN_SPLIT
@@ -27,10 +27,10 @@ SHORT: Mapping[str, tuple[str, str]] = {
     "loss": ("algorithm.policy_loss.loss_mode", "algorithm.policy_loss"),
     "advantage": ("algorithm.adv_estimator", "algorithm.adv_estimator"),
     "task": ("data.task.name", "data.task"),
-    "tools": ("rollout.tools", "rollout.tools"),
-    "environment": ("rollout.environment", "rollout.environment"),
-    "program": ("rollout.program", "rollout.program"),
-    "agent": ("rollout.agent", "rollout.agent"),
+    "tools": ("agent.tools", "agent.tools"),
+    "environment": ("agent.environment", "agent.environment"),
+    "program": ("agent.program", "agent.program"),
+    "agent": ("agent.client", "agent"),
 }
 """Keywords for what most users choose → the setting that a value is of, and the one that a mapping is of."""
 
@@ -51,7 +51,7 @@ def settings_given(
 
 def layer(values: Mapping[str, Any]) -> Layer:
     """Return the settings as a layer that lies on a file's. Raises `ConfigError` as `translate` does."""
-    return Layer(IN_PYTHON, translate(values))
+    return Layer(IN_PYTHON, translate(values), notes=tuple(moved_keys(values, IN_PYTHON)))
 
 
 def _long(keywords: Mapping[str, Any]) -> dict[str, Any]:

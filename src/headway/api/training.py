@@ -67,10 +67,10 @@ def train(
         loss: ``algorithm.policy_loss.loss_mode``; a mapping is the section ``algorithm.policy_loss``.
         advantage: ``algorithm.adv_estimator``.
         task: ``data.task.name``; a mapping is the section ``data.task``.
-        tools: ``rollout.tools``, one or several.
-        environment: ``rollout.environment``, a class.
-        program: ``rollout.program``.
-        agent: ``rollout.agent``.
+        tools: ``agent.tools``, one or several.
+        environment: ``agent.environment``, a class.
+        program: ``agent.program``.
+        agent: ``agent.client``; a mapping is the section ``agent``.
         sections: other sections and settings at the top: ``rollout={"n": 8}``, ``mode="async_stale"``.
 
     Raises:

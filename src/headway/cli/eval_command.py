@@ -180,7 +180,7 @@ def print_figures(
     rollout, limit = config.rollout, config.data.max_response_length
     how = "greedy" if rollout.val_temperature == 0 else f"temperature {rollout.val_temperature:g}"
     several = f"{rollout.val_n} answers each, " if rollout.val_n > 1 else ""
-    own = config.rollout.has_program or any(":" in one.function for one in config.reward.all)
+    own = config.agent.has_program or any(":" in one.function for one in config.reward.all)
     called = "accuracy" if every.of_right_and_wrong and not own else "mean reward"
     meaning = f"{'mean reward ' if called == 'accuracy' else ''}± standard error over problems"
     lines = {

@@ -64,8 +64,8 @@ def idle_estimator_keys(config: Config) -> Iterator[Idle]:
     for key, users in ESTIMATOR_KEYS.items():
         if chosen not in users and not names_user_code(chosen):
             yield f"algorithm.{key}", f"algorithm.adv_estimator is {chosen}"
-    if not config.rollout.has_program:
-        yield "algorithm.turn_discount", "without rollout.tools, environment, program or agent an episode is one turn"
+    if not config.agent.has_program:
+        yield "algorithm.turn_discount", "without agent.tools, environment, program or client an episode is one turn"
 
 
 def idle_loss_keys(config: Config) -> Iterator[Idle]:
@@ -150,7 +150,7 @@ def algorithm_problems(config: Config) -> Iterator[str]:
             "algorithm.policy_loss.loss_mode=t_ppo leaves out the last tokens of answers that were cut off; without "
             "algorithm.policy_loss.ignore_last it is ppo_clip: give that, or choose ppo_clip"
         )
-    if isinstance(loss, TPpo) and config.rollout.has_program:
+    if isinstance(loss, TPpo) and config.agent.has_program:
         yield (
             "algorithm.policy_loss.loss_mode=t_ppo leaves out the last tokens of answers that were cut off, and those "
             "of an episode with a program may be a tool's, or of an answer that had ended; choose ppo_clip"
@@ -195,9 +195,9 @@ def algorithm_problems(config: Config) -> Iterator[str]:
             f"rollout.n=1: {algorithm.adv_estimator} compares the trajectories of a group, so every advantage would be "
             "0; give at least 2"
         )
-    if algorithm.adv_estimator == "gigpo" and not config.rollout.has_program:
+    if algorithm.adv_estimator == "gigpo" and not config.agent.has_program:
         yield (
-            "algorithm.adv_estimator=gigpo compares the turns of episodes, and without rollout.tools, environment or "
+            "algorithm.adv_estimator=gigpo compares the turns of episodes, and without agent.tools, environment or "
             "program an episode is one turn; choose grpo, which then says the same"
         )
     if n == 1 and algorithm.filter_groups.enable:
@@ -215,10 +215,10 @@ def algorithm_problems(config: Config) -> Iterator[str]:
 
 
 def min_episodes(config: Config) -> int:
-    """Fewest episodes of a group that must not have failed: ``rollout.min_episodes``, or what the estimator needs."""
-    algorithm, rollout = config.algorithm, config.rollout
-    if rollout.min_episodes is not None:
-        return rollout.min_episodes
+    """Fewest episodes of a group that must not have failed: ``agent.min_episodes``, or what the estimator needs."""
+    algorithm = config.algorithm
+    if config.agent.min_episodes is not None:
+        return config.agent.min_episodes
     of_k = {"pass_at_k": algorithm.pass_k, "grpo_passk": algorithm.pass_k}
     least = of_k.get(algorithm.adv_estimator, 2 if algorithm.adv_estimator in GROUP_RELATIVE else 1)
-    return min(least, rollout.n)
+    return min(least, config.rollout.n)

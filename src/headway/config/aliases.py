@@ -1,11 +1,11 @@
-"""Names of verl's recipe: other spellings of Headway's keys, and keys that Headway accepts at one value only.
+"""Other spellings of keys: names of verl's recipe, and those that Headway's own had in earlier releases.
 
 Works on flat layers: ``{"actor_rollout_ref.rollout.n": 8}`` becomes ``{"rollout.n": 8}``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from headway.config.migration_tables.verl_values import FIXED
@@ -22,9 +22,47 @@ SANDBOX = "sandbox"
 """Section of which a bare name is the kind."""
 
 
+_OF_AGENTS = (
+    "tools mcp environment program endpoint_host endpoint_port params tool_parser environment_processes stall_s "
+    "max_turns max_turn_tokens val_max_concurrent step_timeout_s episode_timeout_s train_on_limit min_episodes "
+    "episode_retries env"
+)
+MOVED: Mapping[str, str] = {
+    **{f"rollout.{name}": f"agent.{name}" for name in _OF_AGENTS.split()},
+    "rollout.agent": "agent.client",
+    "rollout.agent.command": "agent.client.command",
+    "agent.command": "agent.client.command",
+    "rollout.agent_sampling": "agent.sampling",
+    "rollout.agent_models": "agent.models",
+    "rollout.runners": "agent.workers",
+}
+"""Keys of earlier releases → what they are called now. Both names work for one release."""
+_MOVED_MAPPINGS = ("rollout.mcp", "rollout.params", "rollout.env")
+
+
 def canonical_key(key: str) -> str:
-    """Spell a key without the recipe's prefixes: ``+actor_rollout_ref.rollout.n`` is ``rollout.n``."""
+    """Spell a key as it is called now, without the recipe's prefixes.
+
+    ``+actor_rollout_ref.rollout.n`` is ``rollout.n``, and ``rollout.tools`` is ``agent.tools``.
+    """
+    plain = _without_prefixes(key)
+    mapping = ".".join(plain.split(".")[:2])
+    if plain not in MOVED and mapping in _MOVED_MAPPINGS:
+        return MOVED[mapping] + plain.removeprefix(mapping)
+    return MOVED.get(plain, plain)
+
+
+def _without_prefixes(key: str) -> str:
     return key.removeprefix("+").removeprefix(IGNORED_PREFIX)
+
+
+def moved_keys(keys: Iterable[str], where: str) -> list[str]:
+    """Return a note on those of ``keys``, written ``where``, that have another name now; none where there are none."""
+    moved = {plain: canonical_key(key) for key in keys if (plain := _without_prefixes(key)) != canonical_key(key)}
+    if not moved:
+        return []
+    told = ", ".join(f"{old} is {new} now" for old, new in moved.items())
+    return [f"{where}: {told}; the old name works in this release only"]
 
 
 def translate(values: Mapping[str, Any]) -> dict[str, Any]:

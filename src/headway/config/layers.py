@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import MarkedYAMLError, YAMLError
 
-from headway.config.aliases import canonical_key, translate
+from headway.config.aliases import canonical_key, moved_keys, translate
 from headway.config.recipes import find_recipe, similar_recipes
 from headway.config.schema import Config
 from headway.config.sections.section import mappings_in
@@ -45,6 +45,8 @@ class Layer:
     values: Mapping[str, Any]
     file: Path | None = None
     """The file that the layer was read from."""
+    notes: tuple[str, ...] = ()
+    """Remarks on keys that have another name now."""
 
     def without(self, *sections: str) -> Layer:
         """Return the layer without these keys and all keys below them."""
@@ -94,7 +96,8 @@ def read_overrides(overrides: Sequence[str]) -> Layer:
                     "drop one of them"
                 )
             values[key], written[key] = value, override
-    return Layer("on the command line", values)
+    notes = moved_keys((override.partition("=")[0].strip() for override in last.values()), "on the command line")
+    return Layer("on the command line", values, notes=tuple(notes))
 
 
 def settings_of(overrides: Sequence[str] | Layer) -> Layer:
@@ -173,9 +176,17 @@ def _read(path: Path, including: tuple[Path, ...]) -> Iterator[Layer]:
             raise ConfigError(f"{path}: {key} and {clash} cannot both be given; drop one of them")
         flat[key] = value
     try:
-        yield Layer(f"in {path}", translate(flat), path)
+        notes = () if _is_a_runs(path) else tuple(moved_keys(flat, f"in {path}"))
+        yield Layer(f"in {path}", translate(flat), path, notes)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
+
+
+def _is_a_runs(path: Path) -> bool:
+    """Tell whether a run wrote this file: its names and values are upgraded without a word."""
+    return path.name == "config.yaml" and any(
+        (path.parent / name).exists() for name in ("events.jsonl", "metrics.jsonl")
+    )
 
 
 def _parse_file(path: Path, including: tuple[Path, ...] = ()) -> dict[Any, Any]:

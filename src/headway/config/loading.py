@@ -72,7 +72,9 @@ def load(
     """
     typed = settings_of(overrides)
     layers = [*(map(with_own_code, read_file(path)) if path is not None else []), typed]
+    moved = [note for layer in layers for note in layer.notes]
     layers, notes = _replace_whole_choices(layers)
+    notes += moved
     user: dict[str, Any] = {}
     for layer in layers:
         user = overlay(user, layer.values)
@@ -218,7 +220,7 @@ def _replace_whole_choices(layers: Sequence[Layer]) -> tuple[list[Layer], list[s
         if layer.gives("data.train"):
             kept = _replace(kept, layer, "data.train", "data.task")
             kept, lost = _drop_task_reward(kept)
-            scored = ("reward.function", "reward.functions", "rollout.environment", "rollout.program", "rollout.agent")
+            scored = ("reward.function", "reward.functions", "agent.environment", "agent.program", "agent.client")
             if lost and not any(later.gives(*scored) for later in layers[len(kept) :]):
                 notes.append("reward.function is exact_match: data.train replaced the task whose verifier it was")
         if layer.gives("data.task.name"):

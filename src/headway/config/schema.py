@@ -27,6 +27,7 @@ from pydantic import (
     model_validator,
 )
 
+from headway.config.sections.agent_section import AgentConfig
 from headway.config.sections.learning import (
     ActorConfig,
     AlgorithmConfig,
@@ -279,7 +280,7 @@ class RewardConfig(Section):
     function: str = "exact_match"
     """The reward's function: ``exact_match``, ``math_verify``, ``regex``, ``format``, ``code`` (unit tests, in
     the sandbox), ``task`` (the task's own verifier) or ``file.py:function``: a function of one's own, or one that was
-    written for TRL or verl; or ``program``, the rewards of ``rollout.environment``, ``program`` or ``agent``, where it
+    written for TRL or verl; or ``program``, the rewards of ``agent.environment``, ``program`` or ``client``, where it
     is the default."""
     params: dict[str, Any] = Field(default_factory=dict)
     """Parameters of the function (verl's ``reward_kwargs``)."""
@@ -493,6 +494,7 @@ class Config(Section):
     data: DataConfig = DataConfig()
     reward: RewardConfig = RewardConfig()
     rollout: RolloutConfig = RolloutConfig()
+    agent: AgentConfig = AgentConfig()
     sandbox: SandboxConfig = SandboxConfig()
     actor: ActorConfig = ActorConfig()
     ref: RefConfig = RefConfig()
@@ -514,8 +516,8 @@ class Config(Section):
         """Take the program's own rewards where there is one that gives some, and no reward function is given."""
         if not isinstance(values, Mapping):
             return values
-        rollout, reward = values.get("rollout"), values.get("reward") or {}
-        gives = isinstance(rollout, Mapping) and any(map(rollout.get, ("environment", "program", "agent")))
+        agent, reward = values.get("agent"), values.get("reward") or {}
+        gives = isinstance(agent, Mapping) and any(map(agent.get, ("environment", "program", "client")))
         if not gives or not isinstance(reward, Mapping) or reward.get("function") or reward.get("functions"):
             return values
         return {**values, "reward": {**reward, "function": PROGRAM}}

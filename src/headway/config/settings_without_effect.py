@@ -11,7 +11,7 @@ from math import floor
 from headway.config.algorithm_checks import idle_correction_keys, idle_estimator_keys, idle_loss_keys, idle_role_keys
 from headway.config.layers import lies_in
 from headway.config.schema import Config, Order
-from headway.config.sections.program_section import idle_program_keys
+from headway.config.sections.agent_section import idle_program_keys
 from headway.config.sections.sandbox_section import idle_sandbox_keys
 from headway.config.sizing.placement import needs_reference
 from headway.config.transport_facts import TRANSPORTS, transport_of
@@ -42,7 +42,7 @@ READ_BY_SFT = (
     "data.shuffle",
     "data.epochs",
     "data.accept_changes",
-    "rollout.tool_parser",
+    "agent.tool_parser",
     "actor.ppo_max_token_len_per_gpu",
     "actor.grad_clip",
     "actor.fsdp_config",
@@ -118,12 +118,12 @@ def _model(config: Config) -> Iterator[Idle]:
 
 
 def _programs(config: Config) -> Iterator[Idle]:
-    yield from idle_program_keys(config.rollout)
-    if config.rollout.has_program:
+    yield from idle_program_keys(config.agent)
+    if config.agent.has_program:
         yield "rollout.skip_special_tokens", "programs get answers with all that they say"
-    if not config.rollout.has_program or config.async_training.on_update != "drain":
+    if not config.agent.has_program or config.async_training.on_update != "drain":
         yield "async_training.drain", "it is for on_update=drain and episodes that a program makes"
-    yield from idle_sandbox_keys(config.rollout.tools, config.reward.names)
+    yield from idle_sandbox_keys(config.agent.tools, config.reward.names)
 
 
 def _data(config: Config) -> Iterator[Idle]:
@@ -137,7 +137,7 @@ def _data(config: Config) -> Iterator[Idle]:
     if not data.held_out_sources:
         size = "data.task.val_size" if data.task is not None else "data.val_size"
         yield "data.val_max_samples", f"it is for data.val; {size} says how many problems are held out"
-    if data.chat_template == "never" and not config.rollout.has_program:
+    if data.chat_template == "never" and not config.agent.has_program:
         yield "data.chat_template_kwargs", "data.chat_template=never renders no template"
     for key in ("prompt_key", "answer_key"):
         sources = [*data.train_sources, *data.held_out_sources]

@@ -44,10 +44,10 @@ def check_rows(config: Config, tokenizer: PreTrainedTokenizerBase, rows: Rows) -
             bad.add(one)
             bad.check(len(rows.train), config.data.max_bad_rows)
     notes = [] if (note := bad.note()) is None else [note]
-    rollout = config.rollout
-    shows_own = rollout.program is None and rollout.agent is None and bool(rollout.tools or rollout.mcp)
+    agent = config.agent
+    shows_own = agent.program is None and agent.client is None and bool(agent.tools or agent.mcp)
     if shows_own and any(record.extra.get(TOOLS) for record in rows.train):
-        notes.append("the column 'tools' is not shown to the model: its tools are rollout.tools and rollout.mcp")
+        notes.append("the column 'tools' is not shown to the model: its tools are agent.tools and agent.mcp")
     return [*notes, *prompts.notes]
 
 

@@ -350,7 +350,7 @@ def prompt_tokenizer(config: Config, tokenizer: PreTrainedTokenizerBase) -> Prom
         data.chat_template,
         data.max_prompt_length,
         kwargs=data.chat_template_kwargs,
-        with_tools=not config.rollout.has_program,
+        with_tools=not config.agent.has_program,
     )
 
 

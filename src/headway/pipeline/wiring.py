@@ -94,7 +94,7 @@ def wire(config: Config, parts: Parts, observers: Sequence[Observer], checkpoint
     state = _state(config, parts, emit)
     timeouts = parts.timeouts or Timeouts.of(config)
     episode_workers = EpisodeWorkers(parts.episode_workers, state, timeout_s=timeouts.update_timeout_s)
-    by_episodes = config.rollout.has_program and config.async_training.drain == "episode"
+    by_episodes = config.agent.has_program and config.async_training.drain == "episode"
     halts = PauseController(state, OnUpdate(config.async_training.on_update), episode_workers, by_episodes=by_episodes)
     fleet = ReplicaPool(
         parts.rollouts,
@@ -167,7 +167,7 @@ def wire(config: Config, parts: Parts, observers: Sequence[Observer], checkpoint
         to_critic=to_critic,
         follows=follows,
     )
-    validators = Validators(state, fleet, everywhere=config.rollout.has_program)
+    validators = Validators(state, fleet, everywhere=config.agent.has_program)
     update = ParamUpdate(
         state,
         updates,
@@ -314,7 +314,7 @@ def _rewarding(
 
 
 def _troubles(config: Config) -> EpisodeTroubles | None:
-    return EpisodeTroubles(config.groups_per_version * config.rollout.n) if config.rollout.has_program else None
+    return EpisodeTroubles(config.groups_per_version * config.rollout.n) if config.agent.has_program else None
 
 
 def _columns(

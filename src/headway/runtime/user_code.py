@@ -173,7 +173,7 @@ def check_call(
     except TypeError as cause:
         given = ", ".join([*positional, *(f"{name}={shown(value)}" for name, value in (params or {}).items())])
         optional = f", and by name those of {', '.join(named)} that it has" if named else ""
-        where = ", where values are those of rollout.params" if params is not None else ""
+        where = ", where values are those of agent.params" if params is not None else ""
         raise UserCodeError(f"{spec}: takes {own}, but is called with ({given}){optional}{where}: {cause}") from None
 
 

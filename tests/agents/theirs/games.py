@@ -1,4 +1,4 @@
-"""GEM's environments, as a user names them in ``rollout.environment``."""
+"""GEM's environments, as a user names them in ``agent.environment``."""
 
 import gem
 from gem.tools.python_code_tool import PythonCodeTool

@@ -1,4 +1,4 @@
-"""Agents of other packages, unmodified, as a user names them in ``rollout.agent``."""
+"""Agents of other packages, unmodified, as a user names them in ``agent.client``."""
 
 import ast
 import operator

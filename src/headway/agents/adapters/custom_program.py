@@ -20,7 +20,7 @@ EXPECTED = "a program is async def run(row, chat), or a class or an object that 
 class UsersRun:
     """The user's ``run``: a function, or a method of an object or a class.
 
-    Of a class each episode has a new object, made with ``rollout.params``; a function is called with them.
+    Of a class each episode has a new object, made with ``agent.params``; a function is called with them.
     """
 
     def __init__(self, found: Any, who: str, params: Mapping[str, Any], expected: str) -> None:

@@ -98,7 +98,7 @@ async def call_tools(answer: TurnAnswer, chat: Chat) -> Step:
 
 
 class ToolLoop(EnvironmentProgram[OpenToolbox]):
-    """The program of ``rollout.tools`` and ``rollout.mcp``: the prompt, and turns until one calls no tool.
+    """The program of ``agent.tools`` and ``agent.mcp``: the prompt, and turns until one calls no tool.
 
     It gives no reward but those that tools in verl's form give.
     """

@@ -8,7 +8,7 @@ async def run(row, base_url, api_key):                      # or def run(…), w
 An object with ``run(data, **kwargs)`` is AReaL's form. A command gets the row on standard input and the endpoint in its
 environment, and prints the reward last:
 
-rollout.agent={command: [node, agent.js]}       # OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL, …
+agent.client={command: [node, agent.js]}       # OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL, …
 > {"steps": 3}                                  # printed by the command: whatever it likes,
 > {"reward": 1.0}                               # and last a number, or an object that has a reward
 """
@@ -62,7 +62,7 @@ class AgentProgram:
         if unknown := [name for name in takes.lacking({*self._names, *self._run.given}) if name in behind]:
             raise UserCodeError(
                 f"{who}: there is nothing for its parameter {' and '.join(map(repr, unknown))}: behind the row, "
-                f"arguments are given by name, and there are {', '.join(_GIVEN)} and those of rollout.params; rename "
+                f"arguments are given by name, and there are {', '.join(_GIVEN)} and those of agent.params; rename "
                 "the parameter, or give it a default"
             )
         self._run.check("row", names=self._names)

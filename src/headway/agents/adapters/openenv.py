@@ -67,9 +67,9 @@ class OpenEnvProgram(EnvironmentProgram[_OpenEnvEpisode]):
             ProgramAway: the server is away for a time.
         """
         if unknown := sorted(set(params) - set(PARAMS)):
-            raise UserCodeError(f"{who}: it takes no rollout.params.{unknown[0]}; there are {', '.join(PARAMS)}")
+            raise UserCodeError(f"{who}: it takes no agent.params.{unknown[0]}; there are {', '.join(PARAMS)}")
         self.who, self._url = who, web_socket(url)
-        self._timeout_s = number(params.get("timeout_s", 30.0), f"{who}: rollout.params.timeout_s")
+        self._timeout_s = number(params.get("timeout_s", 30.0), f"{who}: agent.params.timeout_s")
         self._action_field: str | None = params.get("action_field")
         self._observation_field: str | None = params.get("observation_field")
         with ThreadPoolExecutor(1) as thread:  # a loop may run here
@@ -78,7 +78,7 @@ class OpenEnvProgram(EnvironmentProgram[_OpenEnvEpisode]):
             self._action_field = text_field(schema)
         elif (known := schema.get("properties")) and self._action_field not in known:
             raise UserCodeError(
-                f"{who}: rollout.params.action_field={self._action_field}: an action has {', '.join(sorted(known))}"
+                f"{who}: agent.params.action_field={self._action_field}: an action has {', '.join(sorted(known))}"
             )
 
     def describe(self) -> ProgramDescription:
@@ -144,7 +144,7 @@ class OpenEnvProgram(EnvironmentProgram[_OpenEnvEpisode]):
         if self._observation_field is not None:
             if self._observation_field not in fields:
                 raise ProgramFailed(
-                    f"{self.who}: rollout.params.observation_field={self._observation_field}: an observation has "
+                    f"{self.who}: agent.params.observation_field={self._observation_field}: an observation has "
                     f"{', '.join(sorted(fields)) or 'nothing'}"
                 )
             fields = {self._observation_field: fields[self._observation_field]}
@@ -171,7 +171,7 @@ class OpenEnvProgram(EnvironmentProgram[_OpenEnvEpisode]):
         except TimeoutError:
             raise ProgramAway(
                 f"{doing} was waited for {self._timeout_s:g} s, and the server did not answer; raise "
-                "rollout.params.timeout_s if it may take longer"
+                "agent.params.timeout_s if it may take longer"
             ) from None
         if received.type in (WSMsgType.CLOSE, WSMsgType.CLOSING, WSMsgType.CLOSED, WSMsgType.ERROR):
             raise ProgramAway(f"{doing}: the server closed the connection ({socket.close_code})")

@@ -152,7 +152,7 @@ _GYMS = ("gymnasium", "gem", "gym")
 
 @dataclass(frozen=True, slots=True)
 class ProgramSpec:
-    """The user's choice of a program, as ``config/sections/program_section.py`` has it. Pickles, and is loaded where
+    """The user's choice of a program, as ``config/sections/agent_section.py`` has it. Pickles, and is loaded where
     user code runs."""
 
     tools: tuple[str, ...] = ()
@@ -170,7 +170,7 @@ class ProgramSpec:
     mcp: tuple[McpServerSpec, ...] = ()
     params: Mapping[str, Any] = field(default_factory=dict)
     max_turns: int | None = None
-    """The run's ``rollout.max_turns``, which SkyRL-gym's environments are told."""
+    """The run's ``agent.max_turns``, which SkyRL-gym's environments are told."""
     sandbox: SandboxSpec = field(default_factory=SandboxSpec)
     """The sandbox of the tool ``python``."""
 
@@ -224,9 +224,7 @@ def load_program(spec: ProgramSpec) -> Program:
         UserCodeError: the code does not import, has none of the forms, or does not go with what else the spec has.
     """
     if spec.environment is not None and spec.program is not None:
-        raise UserCodeError(
-            "rollout.environment and rollout.program are both given; an episode has one program: drop one"
-        )
+        raise UserCodeError("agent.environment and agent.program are both given; an episode has one program: drop one")
     if spec.environment is not None and names_a_server(spec.environment):
         _refuse_tools(spec)
         return OpenEnvProgram(spec.environment, spec.shown, spec.params)
@@ -235,14 +233,14 @@ def load_program(spec: ProgramSpec) -> Program:
     if spec.program is not None:
         if given := _given_tools(spec):
             raise UserCodeError(
-                f"{given} beside rollout.program: {spec.shown} gives the model its tools itself, by "
+                f"{given} beside agent.program: {spec.shown} gives the model its tools itself, by "
                 f"chat.turn(messages, tools=[…]); drop {given}"
             )
         return _own(spec, load_object(spec.program))
     if spec.agent is not None or spec.command:
         return _agent(spec)
     if not _given_tools(spec):
-        raise UserCodeError("there is no program; give rollout.tools, environment, program or agent")
+        raise UserCodeError("there is no program; give agent.tools, environment, program or client")
     return ToolLoop(load_toolbox(spec))
 
 
@@ -268,7 +266,7 @@ def _agent(spec: ProgramSpec) -> Program:
 
 def _own(spec: ProgramSpec, found: Any) -> Program:
     if inspect.isclass(found) and not hasattr(found, "run") and hasattr(found, "step"):
-        raise UserCodeError(f"{spec.shown}: it has step(), as environments have; name it in rollout.environment")
+        raise UserCodeError(f"{spec.shown}: it has step(), as environments have; name it in agent.environment")
     if is_verl_loop(found):
         return VerlLoop(found, spec.shown, spec.params, spec.model_path, spec.prompt_length)
     return OwnProgram(found, spec.shown, spec.params)
@@ -277,7 +275,7 @@ def _own(spec: ProgramSpec, found: Any) -> Program:
 def _environment(spec: ProgramSpec, found: Any) -> Program:
     who = spec.shown
     if inspect.iscoroutinefunction(found):
-        raise UserCodeError(f"{who}: it is an async function; name it in rollout.program, where {EXPECTED}")
+        raise UserCodeError(f"{who}: it is an async function; name it in agent.program, where {EXPECTED}")
     if not callable(found):
         raise UserCodeError(
             f"{who}: it is {shown(found)}, and episodes need an environment each; name its class, or a function that "
@@ -336,7 +334,7 @@ def _is_skyrl(found: Callable[..., Any]) -> bool:
 def _lacking(who: str, kind: type, environment: Any) -> str:
     """The message for an environment of no known form."""
     if callable(getattr(environment, "run", None)):
-        return f"{who}: it has run(), as programs have; name it in rollout.program"
+        return f"{who}: it has run(), as programs have; name it in agent.program"
     forms: Mapping[str, Mapping[str, str]] = {
         "TRL's": {"reset": "reset(**row)", "get_reward": "get_reward() or methods that are tools"},
         "Gymnasium's and GEM's": {"reset": "reset(seed)", "step": "step(action)"},
@@ -363,7 +361,7 @@ def _refuse_tools(spec: ProgramSpec) -> None:
 
 def _given_tools(spec: ProgramSpec) -> str:
     """The keys that give tools, for messages."""
-    return " and ".join(key for key, value in (("rollout.tools", spec.tools), ("rollout.mcp", spec.mcp)) if value)
+    return " and ".join(key for key, value in (("agent.tools", spec.tools), ("agent.mcp", spec.mcp)) if value)
 
 
 def _resolved(spec: str) -> str:

@@ -46,7 +46,7 @@ class SkyrlProgram(EnvironmentProgram[Any]):
 
     @asynccontextmanager
     async def episode(self, start: EpisodeStart) -> AsyncIterator[Any]:
-        """Make an environment with ``env_config`` and ``extras``, where it takes them, and ``rollout.params``."""
+        """Make an environment with ``env_config`` and ``extras``, where it takes them, and ``agent.params``."""
         config = self._params.get("env_config") or {}
         own = {
             "env_config": self._as_config(dict(config)) if isinstance(config, Mapping) else config,

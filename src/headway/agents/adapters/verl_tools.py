@@ -163,7 +163,7 @@ def make_verl_tool(
 
 
 def names_a_tool_config(spec: str) -> bool:
-    """Tell whether an entry of ``rollout.tools`` is a file with the configuration of tools, as verl has it."""
+    """Tell whether an entry of ``agent.tools`` is a file with the configuration of tools, as verl has it."""
     return spec.endswith((".yaml", ".yml"))
 
 
@@ -175,19 +175,19 @@ def load_tool_config(path: str) -> list[VerlTool]:
     """
     from omegaconf import OmegaConf  # as verl reads it, with its interpolations
 
-    with boundary(f"rollout.tools: {path} cannot be read", UserCodeError):
+    with boundary(f"agent.tools: {path} cannot be read", UserCodeError):
         read = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
     entries = read.get("tools") if isinstance(read, dict) else None
     expected = "expected verl's form: tools: [{class_name: package.module.Class, config: {…}, tool_schema: {…}}]"
     if not isinstance(entries, list) or not entries:
-        raise UserCodeError(f"rollout.tools: {path} has no list of tools; {expected}")
+        raise UserCodeError(f"agent.tools: {path} has no list of tools; {expected}")
     tools = []
     for entry in entries:
         if not isinstance(entry, dict) or not isinstance(entry.get("class_name"), str):
-            raise UserCodeError(f"rollout.tools: {path} has the entry {shown(entry)}; {expected}")
+            raise UserCodeError(f"agent.tools: {path} has the entry {shown(entry)}; {expected}")
         config, who = entry.get("config") or {}, f"{Path(path).name}: {entry['class_name']}"
         if isinstance(config, dict) and config.get("type") == "mcp":
-            raise UserCodeError(f"{who}: config.type=mcp; name the server in rollout.mcp instead")
+            raise UserCodeError(f"{who}: config.type=mcp; name the server in agent.mcp instead")
         found = _class_of(entry["class_name"], Path(path), who)
         if not is_tool_object(found):
             raise UserCodeError(f"{who}: it has no execute(), as a tool of verl's has")

@@ -164,7 +164,7 @@ class ChatRenderer:
             raise ConfigError(
                 "there are tools, but the model's chat template does not show them to the model, or has no place for "
                 "their results; use a model that was trained with tools, give its tokenizer a template for them, or "
-                "describe the tools in the prompt and leave rollout.tools and chat.turn(tools=…) out"
+                "describe the tools in the prompt and leave agent.tools and chat.turn(tools=…) out"
             )
 
     def example_call(self, name: str, arguments: Mapping[str, Any]) -> str | None:

@@ -72,11 +72,11 @@ def choose_parser(renderer: ChatRenderer, choice: str = AUTO) -> ToolParser:
     """
     names = ", ".join(PARSER_NAMES)
     if choice not in (AUTO, *PARSER_NAMES):
-        raise ConfigError(f"rollout.tool_parser={choice}: there is no such parser; there are {names}, and auto")
+        raise ConfigError(f"agent.tool_parser={choice}: there is no such parser; there are {names}, and auto")
     has_template = getattr(renderer.tokenizer, "response_template", None) is not None
     if choice == TEMPLATE and not has_template:
         raise ConfigError(
-            "rollout.tool_parser=template: the model's tokenizer has no response template (response_template in "
+            "agent.tool_parser=template: the model's tokenizer has no response template (response_template in "
             f"tokenizer_config.json); give it one, or name one of {', '.join(FORMATS)}"
         )
     if choice == TEMPLATE or (choice == AUTO and has_template):
@@ -95,7 +95,7 @@ def choose_parser(renderer: ChatRenderer, choice: str = AUTO) -> ToolParser:
     raise ConfigError(
         "there are tools, but no parser reads the calls that the model's chat template writes"
         + (f", such as {written.strip()!r}" if written else "")
-        + f"; name one in rollout.tool_parser ({names}), or give the tokenizer a response template"
+        + f"; name one in agent.tool_parser ({names}), or give the tokenizer a response template"
     )
 
 

@@ -48,10 +48,10 @@ MOST_TOLD = 20
 ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 """Hosts that stand for all addresses of a machine, and that at which it reaches itself."""
 SETTINGS = {
-    "turns": "rollout.max_turns",
+    "turns": "agent.max_turns",
     "tokens": "data.max_prompt_length + data.max_response_length",
-    "time": "rollout.episode_timeout_s",
-    "step": "rollout.step_timeout_s",
+    "time": "agent.episode_timeout_s",
+    "step": "agent.step_timeout_s",
 }
 """The setting of each limit of an episode."""
 logger = logging.getLogger(__name__)
@@ -242,7 +242,7 @@ class Endpoint:
                 raise RequestRefused(
                     400,
                     "sampling_refused",
-                    f"{said}; leave it out, or set rollout.agent_sampling=override, with which the run's holds",
+                    f"{said}; leave it out, or set agent.sampling=override, with which the run's holds",
                 )
             turns.note(TurnNote.OVERRIDDEN, said)
 
@@ -253,7 +253,7 @@ class Endpoint:
     def _no_model(self, name: str) -> str:
         return (
             f"there is no model {shown(name)} here, only the policy: {', '.join(self._models)}; ask for that, or add "
-            "the name to rollout.agent_models"
+            "the name to agent.models"
         )
 
     async def _list_models(self, request: web.Request) -> web.Response:

@@ -94,7 +94,7 @@ def cannot_listen(host: str, port: int, cause: Exception) -> ConfigError:
     """Make the error of an endpoint that cannot listen there."""
     return ConfigError(
         f"the endpoint for agents cannot listen at {host}:{port}: {getattr(cause, 'strerror', None) or cause}; set "
-        "rollout.endpoint_port=0 for any free port, and rollout.endpoint_host to an address of this machine"
+        "agent.endpoint_port=0 for any free port, and agent.endpoint_host to an address of this machine"
     )
 
 

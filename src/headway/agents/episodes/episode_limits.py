@@ -156,13 +156,13 @@ class EpisodeLimits:
         """Say for people that ``limit`` has ended an episode."""
         match limit:
             case "turns":
-                return f"rollout.max_turns={self.max_turns} was reached"
+                return f"agent.max_turns={self.max_turns} was reached"
             case "tokens":
                 return f"its conversation has the {self.max_length} tokens that there may be"
             case "step":
-                return f"a step took longer than rollout.step_timeout_s={self.step_timeout_s:g}"
+                return f"a step took longer than agent.step_timeout_s={self.step_timeout_s:g}"
             case _:
-                return f"it took longer than rollout.episode_timeout_s={self.episode_timeout_s:g}"
+                return f"it took longer than agent.episode_timeout_s={self.episode_timeout_s:g}"
 
 
 class EpisodeTime:

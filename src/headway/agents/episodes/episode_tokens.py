@@ -75,7 +75,7 @@ class Chats:
     """The chat template and the tool parser of a run, from which episodes get their records."""
 
     def __init__(self, renderer: ChatRenderer, parser: str = AUTO) -> None:
-        """``parser``: name of the parser of tool calls, ``rollout.tool_parser``; it is looked up at the first tool."""
+        """``parser``: name of the parser of tool calls, ``agent.tool_parser``; it is looked up at the first tool."""
         self.renderer = renderer
         self._parser = parser
         self._others: dict[str, Chats] = {}

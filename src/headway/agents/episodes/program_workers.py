@@ -25,7 +25,7 @@ from headway.agents.interface.program_messages import (
 )
 from headway.agents.tools.mcp_connection import McpServerSpec
 from headway.config.schema import Config
-from headway.config.sections.program_section import AgentCommand
+from headway.config.sections.agent_section import AgentCommand
 from headway.config.sizing.placement import concurrent, resolve_placement
 from headway.data.tokenize import TextStart
 from headway.errors import ConfigError, RunError
@@ -50,7 +50,7 @@ class ProgramRunners:
             model_path: folder of the policy's tokenizer; None where there is none yet.
         """
         self._name = name
-        self._rollout = config.rollout
+        self._agent = config.agent
         self._spec = replace(program_spec(config), model_path=model_path)
         self._log = None if logs is None else logs / f"{name}-programs.log"
         self._runners: Runners | None = None
@@ -70,12 +70,12 @@ class ProgramRunners:
         self._runners = Runners(
             f"environment process of {self._name}",
             self._spec,
-            processes=self._rollout.environment_processes,
+            processes=self._agent.environment_processes,
             at_once=1,
             forked=True,
             stall_s=None,
             log_path=self._log,
-            env=variables(self._rollout.env),
+            env=variables(self._agent.env),
             start_timeout_s=START_TIMEOUT_S + self.waits_s,
             close_s=CLOSE_S,
         )
@@ -90,19 +90,19 @@ class ProgramRunners:
 
     async def get_ready(self, described: ProgramDescription) -> None:
         """Start the processes that the episodes of code need that was ``described`` so. Raises as `describe`."""
-        rollout = self._rollout
+        agent = self._agent
         if not described.is_async:
             return
         await self.close()
         self._runners = Runners(
             f"runner of {self._name}",
             self._spec,
-            processes=rollout.runners,
+            processes=agent.workers,
             at_once=None,
             forked=False,
-            stall_s=rollout.stall_s,
+            stall_s=agent.stall_s,
             log_path=self._log,
-            env=variables(rollout.env),
+            env=variables(agent.env),
             start_timeout_s=START_TIMEOUT_S + self.waits_s,
             close_s=CLOSE_S,
         )
@@ -129,23 +129,23 @@ class ProgramRunners:
 
 def program_spec(config: Config) -> ProgramSpec:
     """The program of ``config``, with absolute paths."""
-    rollout = config.rollout
+    agent = config.agent
     return ProgramSpec(
-        tools=rollout.tools,
-        mcp=tuple(McpServerSpec(name=name, **dict(server)) for name, server in rollout.mcp.items()),
-        environment=rollout.environment,
-        program=rollout.program,
-        agent=rollout.agent_function,
-        command=rollout.agent.command if isinstance(rollout.agent, AgentCommand) else (),
-        params=rollout.params,
-        max_turns=rollout.max_turns,
+        tools=agent.tools,
+        mcp=tuple(McpServerSpec(name=name, **dict(server)) for name, server in agent.mcp.items()),
+        environment=agent.environment,
+        program=agent.program,
+        agent=agent.client_function,
+        command=agent.client.command if isinstance(agent.client, AgentCommand) else (),
+        params=agent.params,
+        max_turns=agent.max_turns,
         prompt_length=config.data.max_prompt_length,
         sandbox=config.sandbox.spec,
     ).resolved()
 
 
 def variables(names: dict[str, str]) -> dict[str, str]:
-    """Values of ``rollout.env``, from this process's environment.
+    """Values of ``agent.env``, from this process's environment.
 
     Raises:
         ConfigError: one of them is not set.
@@ -153,7 +153,7 @@ def variables(names: dict[str, str]) -> dict[str, str]:
     missing = [name for name in names.values() if name not in os.environ]
     if missing:
         raise ConfigError(
-            f"rollout.env: {', '.join(missing)} is not set in the environment; export it before the run, or drop it"
+            f"agent.env: {', '.join(missing)} is not set in the environment; export it before the run, or drop it"
         )
     return {name: os.environ[theirs] for name, theirs in names.items()}
 
@@ -180,7 +180,7 @@ def chat_hosting(
         keeps_conversations=not config.reward.by_program,
         template_kwargs=config.data.chat_template_kwargs,
         held_out_at_once=held_out_at_once(config),
-        endpoint=None if config.rollout.agent is None else _endpoint(config, chats.renderer, node),
+        endpoint=None if config.agent.client is None else _endpoint(config, chats.renderer, node),
     )
 
 
@@ -191,17 +191,17 @@ def _endpoint(config: Config, renderer: ChatRenderer, node: str) -> Doors:
         Endpoint,
     )
 
-    rollout = config.rollout
+    agent = config.agent
     return Endpoint(
         DIALECTS,
         texts_of(renderer),
-        models=rollout.agent_models,
+        models=agent.models,
         tokenizer=renderer.tokenizer.name_or_path,
-        strict=rollout.agent_sampling == "strict",
+        strict=agent.sampling == "strict",
         max_length=limits_of(config).max_length,
-        host=node if rollout.endpoint_host == "node" else rollout.endpoint_host,
+        host=node if agent.endpoint_host == "node" else agent.endpoint_host,
         node=node,
-        port=rollout.endpoint_port,
+        port=agent.endpoint_port,
     )
 
 
@@ -214,27 +214,27 @@ def texts_of(renderer: ChatRenderer) -> TextCodec:
 def chats_of(config: Config, tokenizer: PreTrainedTokenizerBase) -> Chats:
     """The chats that ``tokenizer`` renders. Raises `ConfigError` where it cannot, as `chat_hosting` does."""
     renderer = ChatRenderer(tokenizer, config.data.chat_template_kwargs, most_tokens=limits_of(config).max_length)
-    chats = Chats(renderer, config.rollout.tool_parser)
-    if config.rollout.tools or config.rollout.mcp:
+    chats = Chats(renderer, config.agent.tool_parser)
+    if config.agent.tools or config.agent.mcp:
         _ = chats.for_tools
     return chats
 
 
 def held_out_at_once(config: Config) -> int:
     """Most held-out episodes that are open at once on each machine with replicas."""
-    for_each = config.rollout.val_max_concurrent or 2 * concurrent(config)
+    for_each = config.agent.val_max_concurrent or 2 * concurrent(config)
     return -(-for_each * len(resolve_placement(config).replicas) // max(1, config.rollout.nnodes))
 
 
 def limits_of(config: Config) -> EpisodeLimits:
     """Limits of the episodes of ``config``."""
-    rollout, data = config.rollout, config.data
+    agent, data = config.agent, config.data
     return EpisodeLimits(
         max_length=data.max_prompt_length + data.max_response_length,
-        max_turns=rollout.max_turns,
-        max_turn_tokens=rollout.max_turn_tokens,
-        step_timeout_s=rollout.step_timeout_s,
-        episode_timeout_s=rollout.episode_timeout_s,
-        train_on=tuple(rollout.train_on_limit),
-        retries=rollout.episode_retries,
+        max_turns=agent.max_turns,
+        max_turn_tokens=agent.max_turn_tokens,
+        step_timeout_s=agent.step_timeout_s,
+        episode_timeout_s=agent.episode_timeout_s,
+        train_on=tuple(agent.train_on_limit),
+        retries=agent.episode_retries,
     )

@@ -66,7 +66,7 @@ class Tool:
             UserCodeError: the name is none that APIs take.
         """
         if NAME.fullmatch(self.name) is None:
-            left_out = f", or leave it out ({self.origin}.tools)" if self.origin.startswith("rollout.mcp.") else ""
+            left_out = f", or leave it out ({self.origin}.tools)" if self.origin.startswith("agent.mcp.") else ""
             raise UserCodeError(
                 f"{self.origin}: a tool has the name {shown(self.name)}; expected 1 to 128 of a-z, A-Z, 0-9, _, . and -"
                 f", as APIs take them; rename it{left_out}"
@@ -263,7 +263,7 @@ def _tools(one: Tool | ToolSource) -> Sequence[Tool]:
 
 def _twice(tool: Tool, other: Tool) -> str:
     """The message for two tools of one name."""
-    server = next((one.origin for one in (tool, other) if one.origin.startswith("rollout.mcp.")), None)
+    server = next((one.origin for one in (tool, other) if one.origin.startswith("agent.mcp.")), None)
     if tool.origin != other.origin:
         left_out = f", or leave one out ({server}.tools)" if server is not None else ""
         return (
@@ -271,7 +271,7 @@ def _twice(tool: Tool, other: Tool) -> str:
             f"apart by their names, so rename one{left_out}"
         )
     if server is None:
-        return f"rollout.tools names {tool.origin} twice; drop one"
+        return f"agent.tools names {tool.origin} twice; drop one"
     return (
         f"{server}: the server lists two tools named {tool.name!r}, and the model tells tools apart by their names; "
         f"mend the server, or leave them out ({server}.tools)"

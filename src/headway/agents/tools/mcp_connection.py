@@ -107,7 +107,7 @@ class McpServerSpec:
     @property
     def who(self) -> str:
         """The server in messages."""
-        return f"rollout.mcp.{self.name}"
+        return f"agent.mcp.{self.name}"
 
     @property
     def load_timeout_s(self) -> float:
@@ -256,7 +256,7 @@ def _filled_in(value: str, where: str) -> str:
         return string.Template(value).substitute(os.environ)
     except KeyError as missing:
         raise UserCodeError(
-            f"{where}: there is no variable {missing} for ${missing.args[0]}; set it by rollout.env or write $$ for a $"
+            f"{where}: there is no variable {missing} for ${missing.args[0]}; set it by agent.env or write $$ for a $"
         ) from None
     except ValueError:
         raise UserCodeError(f"{where}: a $ stands before no name; write $NAME for a variable, or $$ for a $") from None

@@ -27,7 +27,7 @@ from headway.errors import ProgramAway, ProgramFailed, Unavailable, UserCodeErro
 MOST_PAGES = 100
 """Most pages of a server's list of tools."""
 MISSING = (
-    "rollout.mcp needs the package mcp, 2 or later, which is not installed here; install it with: "
+    "agent.mcp needs the package mcp, 2 or later, which is not installed here; install it with: "
     "pip install 'headway[mcp]'"
 )
 
@@ -153,7 +153,7 @@ class _McpLink:
                 connection.lose()
             raise Unavailable(
                 f"{self._spec.who}: {doing} was waited for {self._spec.timeout_s:g} s, and the server did not answer "
-                f"(rollout.mcp.{self._spec.name}.timeout_s)"
+                f"(agent.mcp.{self._spec.name}.timeout_s)"
             ) from None
         text = _text_of(result, f"{self._spec.who}: {doing}")
         return ToolResult(f"Error: {tool} failed: {text}", failed=True) if result.is_error else ToolResult(text)

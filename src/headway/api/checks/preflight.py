@@ -92,10 +92,10 @@ def check_inputs(config: Config, *, user_code: bool = True) -> Rows:
         check_unknown_family(config)
     rows = read_rows(config)
     _check_answers(config, rows)
-    rollout = config.rollout
-    if rollout.agent is not None and rollout.endpoint_host != "node" and config.cluster.address is None:
-        asyncio.run(check_address(rollout.endpoint_host, rollout.endpoint_port))  # episode workers will all be here
-    if config.rollout.has_program and user_code:
+    agent = config.agent
+    if agent.client is not None and agent.endpoint_host != "node" and config.cluster.address is None:
+        asyncio.run(check_address(agent.endpoint_host, agent.endpoint_port))  # episode workers will all be here
+    if config.agent.has_program and user_code:
         programs = ProgramRunners("preflight", config, None)
         asyncio.run(_closed_after(load_program(config, rows, programs), programs.close))
     if config.reward.by_program:
@@ -124,7 +124,7 @@ def check_prompts(config: Config, rows: Rows) -> tuple[PreTrainedTokenizerBase |
         DataError: as `check_model`.
         ModelError: the tokenizer, which is to render chats, cannot be opened or made.
     """
-    model, programs = config.model, config.rollout.has_program
+    model, programs = config.model, config.agent.has_program
     folder = None if model.path is None else find_folder(model.path)
     if folder is None and not (programs and model.make is not None):
         return None, None
@@ -191,7 +191,7 @@ def check_model(config: Config, rows: Rows, *, when_too_long: str = LOWER) -> Da
 
 def _prompts(config: Config, tokenizer: PreTrainedTokenizerBase, rows: Rows) -> DataBundle:
     """Check the chats of programs, all rows by their form, and the first ones as they are."""
-    if config.rollout.has_program:
+    if config.agent.has_program:
         chats_of(config, tokenizer)
     notes = check_rows(config, tokenizer, rows)
     sources = build_sources(config, tokenizer, rows)
@@ -222,7 +222,7 @@ def reward_spec(config: Config, rows: Rows) -> RewardSpec:
 
 def one_reward_runner(config: Config, spec: RewardSpec, log_path: Path | None = None) -> RewardRunners:
     """A process for the reward, which prints to ``log_path``, or this one's stderr. Nothing is started."""
-    return RewardRunners(spec, workers=1, retries=0, log_path=log_path, env=variables(config.rollout.env))
+    return RewardRunners(spec, workers=1, retries=0, log_path=log_path, env=variables(config.agent.env))
 
 
 async def load_reward(reward: RewardRunners, spec: RewardSpec) -> None:

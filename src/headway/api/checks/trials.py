@@ -135,9 +135,9 @@ async def _tried(config: Config, rows: Rows) -> list[str]:
 async def _call(config: Config, rows: Rows, logs: Path, stack: AsyncExitStack) -> list[str]:
     """Load all user code of processes, look at the prompts, and call it, in the order in which a run would."""
     trials: list[Callable[[], Awaitable[str]]] = []
-    if config.rollout.has_program:
-        rollout = config.rollout.model_copy(update={"runners": 1})  # one episode needs no more
-        programs = ProgramRunners("trial", config.model_copy(update={"rollout": rollout}), logs)
+    if config.agent.has_program:
+        agent = config.agent.model_copy(update={"workers": 1})  # one episode needs no more
+        programs = ProgramRunners("trial", config.model_copy(update={"agent": agent}), logs)
         stack.push_async_callback(programs.close)
         described = await load_program(config, rows, programs)
     if not config.reward.by_program:
@@ -147,7 +147,7 @@ async def _call(config: Config, rows: Rows, logs: Path, stack: AsyncExitStack) -
         await load_reward(reward, spec)
         trials.append(partial(_try_reward, config, rows, reward))
     tokenizer, data = check_prompts(config, rows)
-    if config.rollout.has_program:
+    if config.agent.has_program:
         trials.append(partial(_try_program, config, rows, programs, described, tokenizer, data))
     try:
         told = [await trial() for trial in trials]

@@ -21,9 +21,9 @@ from headway.config.schema import (
     OverlongBufferConfig,
     RunConfig,
 )
+from headway.config.sections.agent_section import AgentConfig
 from headway.config.sections.learning import AlgorithmConfig
 from headway.config.sections.model_section import ModelConfig
-from headway.config.sections.program_section import ProgramKeys
 from headway.config.sections.rollout_section import RolloutConfig
 from headway.config.settings_without_effect import without_effect
 from headway.config.sizing.placement import needs_critic
@@ -55,8 +55,8 @@ OF_THE_ENGINE = (
     "vllm",
 )
 """Settings of ``rollout`` that an evaluation takes from a run, too."""
-OF_PROGRAMS = tuple(key for key in ProgramKeys.model_fields if key != "min_episodes")
-"""Settings of ``rollout`` for episodes that a program makes; they are the same in an evaluation."""
+OF_PROGRAMS = tuple(key for key in AgentConfig.model_fields if key != "min_episodes")
+"""Settings of ``agent`` for episodes that a program makes; they are the same in an evaluation."""
 FILTERS = ("top_p", "top_k", "min_p", "repetition_penalty", "logit_bias", "min_tokens")
 """Filters of sampling while training; validation has none of them."""
 MEANINGFUL = (
@@ -65,7 +65,8 @@ MEANINGFUL = (
     "model.trust_remote_code",
     "data",
     "reward",
-    *(f"rollout.{key}" for key in (*OF_THE_ENGINE, *OF_PROGRAMS, *FILTERS)),
+    *(f"rollout.{key}" for key in (*OF_THE_ENGINE, *FILTERS)),
+    *(f"agent.{key}" for key in OF_PROGRAMS),
     "cluster.device",
 )
 """Settings, and whole sections, that change an evaluation, except those in `IDLE`."""
@@ -139,7 +140,7 @@ def settle(
     options = [f"rollout.val_n={n}"] if n is not None else []
     options += [f"rollout.val_temperature={temperature}"] if temperature is not None else []
     meant = read_overrides([*_meaning(data), *options])
-    loaded = load(base, Layer(settings.origin, overlay(meant.values, settings.values)))
+    loaded = load(base, Layer(settings.origin, overlay(meant.values, settings.values), notes=settings.notes))
     # After loading, which knows better what an unknown key is.
     _refuse({key: f"{SAID_OTHERWISE[key]} says that here" for key in given if key in SAID_OTHERWISE})
     _refuse(
@@ -233,7 +234,7 @@ def _less_training(config: Config, model: str, given: frozenset[str], *, own_ver
     Filters of sampling that the run trained with are left out, except those that are ``given``. A correction is set
     only since the doctor asks for one where there are filters.
     """
-    kept = [*OF_THE_ENGINE, *OF_PROGRAMS, *(key for key in FILTERS if any(lies_in(g, f"rollout.{key}") for g in given))]
+    kept = [*OF_THE_ENGINE, *(key for key in FILTERS if any(lies_in(g, f"rollout.{key}") for g in given))]
     rollout = {key: getattr(config.rollout, key) for key in kept}
     rollout["n_gpus_per_node"] = rollout["tensor_model_parallel_size"]
     reward = config.reward.model_copy(update={"overlong_buffer": OverlongBufferConfig()})
@@ -246,6 +247,7 @@ def _less_training(config: Config, model: str, given: frozenset[str], *, own_ver
         data=config.data.model_copy(update={"epochs": 1, "shuffle": False}),
         reward=reward,
         rollout=RolloutConfig().model_copy(update=rollout),
+        agent=config.agent.model_copy(update={"min_episodes": None}),
         algorithm=AlgorithmConfig.model_validate({"rollout_correction": {"name": "truncate"}}),
         async_training=AsyncTrainingConfig(use_rollout_log_probs=False),
         cluster=ClusterConfig(backend="inline", device=config.cluster.device, stall_timeout_s=NEVER_S),

@@ -103,11 +103,11 @@ async def solve(
                 workers=config.reward.workers,
                 retries=config.reward.retries,
                 log_path=None,
-                env=variables(config.rollout.env),
+                env=variables(config.agent.env),
             )
             stack.push_async_callback(reward.close)
             await reward.start()
-        if config.rollout.has_program:
+        if config.agent.has_program:
             programs = ProgramRunners("eval", config, None, str(config.model.path))
             hosting = chat_hosting(config, questions.tokenizer, programs)
             stack.push_async_callback(hosting.close)

@@ -32,7 +32,7 @@ LONGEST_MEASURED = 16
 """Rows of the most characters whose tokens are counted beside these."""
 CHARACTERS_OF_A_TOKEN = 3
 NO_LIMIT = 2**31
-PROGRAMS = ("rollout.tools", "rollout.mcp", "rollout.environment", "rollout.program", "rollout.agent")
+PROGRAMS = ("agent.tools", "agent.mcp", "agent.environment", "agent.program", "agent.client")
 """Settings of which one makes episodes by a program."""
 KINDS: Mapping[str, Kind] = {"code": "code", "math_verify": "math", "regex": "choice", "exact_match": "text"}
 

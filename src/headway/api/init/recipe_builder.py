@@ -19,7 +19,7 @@ from headway.api.init.memory_choices import RECOMPUTE, WHY_RECOMPUTE, within_mem
 from headway.api.init.model_summary import ModelFacts
 from headway.config.layers import lies_in
 from headway.config.presets import preset
-from headway.config.sections.rollout_section import RolloutConfig
+from headway.config.sections.agent_section import AgentConfig
 from headway.config.sizing.memory_fitting import PER_MACHINE
 from headway.devices import ACCELERATORS, CPU
 from headway.errors import ConfigError
@@ -106,7 +106,7 @@ def _lengths(
     most = _up(prompts.longest if longest else prompts.p99)
     response, why = _wanted(model, data, machine)
     if any(lies_in(key, *PROGRAMS) for key in given):
-        turns = int(given.get("rollout.max_turns", RolloutConfig.model_fields["max_turns"].default))
+        turns = int(given.get("agent.max_turns", AgentConfig.model_fields["max_turns"].default))
         turn, last = min(TURN, response), response
         response = last + (turns - 1) * (turn + TOLD)
         why = f"{turns} turns: {turn} tokens and {TOLD} told after each, and {last} for the last one"

@@ -183,7 +183,7 @@ class TrainingRun:
                     retries=config.reward.retries,
                     log_path=reports.directory.logs / "reward.log",
                     on_timeout=self._report_timeout,
-                    env=variables(config.rollout.env),
+                    env=variables(config.agent.env),
                 )
                 stack.push_async_callback(reward.close)
                 await reward.start()
@@ -326,11 +326,9 @@ def template_note(config: Config, tokenizer: PreTrainedTokenizerBase) -> str | N
     from headway.agents.chat.template_checks import try_template
     from headway.agents.episodes.program_workers import chats_of
 
-    if not config.rollout.has_program:
+    if not config.agent.has_program:
         return None
-    return try_template(
-        chats_of(config, tokenizer).renderer, tools=bool(config.rollout.tools or config.rollout.mcp)
-    ).note
+    return try_template(chats_of(config, tokenizer).renderer, tools=bool(config.agent.tools or config.agent.mcp)).note
 
 
 def _optimizer_steps(config: Config, rows: int) -> int:

@@ -84,7 +84,7 @@ class SftData:
         chats = None
         if tokenizer.chat_template:
             renderer = ChatRenderer(tokenizer, config.data.chat_template_kwargs)
-            chats = Chats(renderer, config.rollout.tool_parser)
+            chats = Chats(renderer, config.agent.tool_parser)
         data, sft = config.data, config.sft
         train = [row for source in data.train_sources for row in rows_of(source, TRAIN_SPLIT)]
         val = [row for source in data.held_out_sources for row in rows_of(source, VAL_SPLIT)]

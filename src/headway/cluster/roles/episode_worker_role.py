@@ -51,7 +51,7 @@ class EpisodeWorkerRole(Role):
     async def serve(self) -> None:
         """Begin to keep groups, on the running loop. Starts the runners of the program, where there is one."""
         hosting = None
-        if self._config.rollout.has_program:
+        if self._config.agent.has_program:
             programs = ProgramRunners(self.name, self._config, self._logs, self._model_path)
             with torch_hidden():
                 hosting = chat_hosting(self._config, self._tokenizer, programs, self._host)

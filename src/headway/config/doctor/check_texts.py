@@ -15,13 +15,13 @@ from types import ModuleType
 
 from headway.config import algorithm_checks, settings_without_effect
 from headway.config.doctor import doctor, machine_advice
-from headway.config.sections import parallel, program_section, sandbox_section
+from headway.config.sections import agent_section, parallel, sandbox_section
 
 MODULES: tuple[ModuleType, ...] = (
     doctor,
     settings_without_effect,
     algorithm_checks,
-    program_section,
+    agent_section,
     sandbox_section,
     parallel,
     machine_advice,

@@ -11,7 +11,7 @@ from headway.config.layers import lies_in
 from headway.config.loading import LoadedConfig, mode_config
 from headway.config.presets import preset
 from headway.config.schema import Config, Order
-from headway.config.sections.program_section import program_problems
+from headway.config.sections.agent_section import program_problems
 from headway.config.sections.sandbox_section import sandbox_notes, sandbox_problems
 from headway.config.settings_without_effect import unread_by_sft, without_effect
 from headway.config.sizing.placement import (
@@ -111,7 +111,7 @@ def _model(config: Config) -> Iterator[str]:
     if model.path is None and model.make is not None and model.make.chat_template is None:
         if demonstrations is not None:
             yield "model.warmup.demonstrations are chat messages; give the made model a model.make.chat_template"
-        elif config.rollout.has_program:
+        elif config.agent.has_program:
             yield "programs speak to the model by chat messages; give the made model a model.make.chat_template"
     if model.path is None and model.make is not None:
         length, limit = data.max_prompt_length + data.max_response_length, model.make.max_position_embeddings
@@ -141,16 +141,16 @@ def _data(config: Config) -> Iterator[str]:
 
 
 def _programs(config: Config) -> Iterator[str]:
-    if config.rollout.has_program and config.data.chat_template == "always":
+    if config.agent.has_program and config.data.chat_template == "always":
         yield "data.chat_template=always: programs get text prompts as a user's message anyway; leave it at auto"
     yield from program_problems(
-        config.rollout,
+        config.agent,
         n=config.rollout.n,
         by_program=config.reward.by_program,
         max_response_length=config.data.max_response_length,
         stall_timeout_s=config.cluster.stall_timeout_s,
     )
-    yield from sandbox_problems(config.sandbox, config.rollout)
+    yield from sandbox_problems(config.sandbox, config.agent)
 
 
 def _reward(config: Config) -> Iterator[str]:
@@ -379,7 +379,7 @@ def _update(config: Config) -> Iterator[str]:
 
 def _notes(loaded: LoadedConfig) -> Iterator[str]:
     config = loaded.config
-    yield from sandbox_notes(config.sandbox, config.rollout.tools, config.reward.names)
+    yield from sandbox_notes(config.sandbox, config.agent.tools, config.reward.names)
     settings, b = config.async_training, config.groups_per_version
     of_mode, usual = preset(config.mode), without_effect(mode_config(config.mode))
     for key, reason in without_effect(config).items():

@@ -243,7 +243,7 @@ SECTIONS: Mapping[str, TableRow] = {
     "train.partial_rollout_enable": same(
         "async_training.on_update", lambda value, given: "interrupt" if value else taken(note="off, as here")
     ),
-    "train.agent_func_path": no("rollout.program, environment or agent makes episodes (docs/agents.md)"),
+    "train.agent_func_path": no("agent.program, environment or client makes episodes (docs/agents.md)"),
     "data.max_len": differs("data.max_prompt_length", "prompt and answer", _length),
     "data.prompt_dataset": differs("data.train", "a source", _dataset),
     "data.input_key": same("data.prompt_key"),

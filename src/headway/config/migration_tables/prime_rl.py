@@ -12,8 +12,8 @@ from headway.config.migration_tables.table_values import LORA, REPLICA_SIZE, fil
 SECTIONS = ("", "trainer.", "orchestrator.", "inference.")
 """Beginnings that the keys of one file may lack: those of a whole run, or of one process."""
 ENVIRONMENT = (
-    "an environment of verifiers plays and scores unmodified: rollout.agent=recipes/agents/verifiers_agent.py:run with "
-    "rollout.params.env={taskset: {id: …}}, and rows that this file writes (docs/agents.md)"
+    "an environment of verifiers plays and scores unmodified: agent.client=recipes/agents/verifiers_agent.py:run with "
+    "agent.params.env={taskset: {id: …}}, and rows that this file writes (docs/agents.md)"
 )
 SERVER = "nothing to do: replicas get weights and memory from the run (rollout.vllm.engine_args takes more)"
 LAUNCH = "nothing to do: Ray starts and places the processes (docs/several-machines.md)"
@@ -55,7 +55,7 @@ ROWS: Mapping[str, TableRow] = {
     "*monitors.*": no("nothing to do: metrics.jsonl has every figure (docs/metrics.md)"),
     "*log": no("nothing to do: logs are in the run's directory"),
     "*log.*": no("nothing to do: logs are in the run's directory"),
-    "*env_vars*": no("set them in the environment of headway train; rollout.env gives them to user code"),
+    "*env_vars*": no("set them in the environment of headway train; agent.env gives them to user code"),
     "*weight_broadcast*": no("param_update.transport says how weights travel (docs/parameter-update.md)"),
     "*rollout_transport*": no("nothing to do: tokens travel in shared memory"),
     "*heartbeat*": no("cluster.stall_timeout_s ends a run that hangs"),
@@ -154,7 +154,7 @@ ROWS: Mapping[str, TableRow] = {
         "nothing to do: η bounds what is in flight; rollout.max_concurrent, what a replica decodes"
     ),
     "orchestrator.max_inflight_rollouts": no("nothing to do: η bounds what is in flight"),
-    "orchestrator.tasks_per_minute": off("rollout.environment_processes bounds open episodes"),
+    "orchestrator.tasks_per_minute": off("agent.environment_processes bounds open episodes"),
     "orchestrator.mask_truncated_completions": same("algorithm.overlong_filtering"),
     "orchestrator.zero_truncated_completions": off("give an answer that was cut off its 0 in the reward function"),
     "orchestrator.sampling.temperature": same("rollout.temperature", number),

@@ -54,10 +54,10 @@ ROWS: Mapping[str, TableRow] = {
     "reward_weights": same("reward.functions", lambda value, given: taken(note="with the functions")),
     "reward_model_name_or_path": off("serve the reward model, and call it in a reward function (docs/rewards.md)"),
     "multi_objective_aggregation": always("sum_then_normalize", note="weighted rewards are added up"),
-    "tools": differs("rollout.tools", "functions of files", of.tools),
-    "environment_factory": differs("rollout.environment", "a class of a file", of.environment),
-    "rollout_func": no("write it as rollout.program=file.py:function (docs/agents.md)"),
-    "max_tool_calling_iterations": of.not_null("rollout.max_turns", whole),
+    "tools": differs("agent.tools", "functions of files", of.tools),
+    "environment_factory": differs("agent.environment", "a class of a file", of.environment),
+    "rollout_func": no("write it as agent.program=file.py:function (docs/agents.md)"),
+    "max_tool_calling_iterations": of.not_null("agent.max_turns", whole),
     # batches
     "per_device_train_batch_size": differs("actor.ppo_mini_batch_size", "completions", of.batch),
     "gradient_accumulation_steps": differs("actor.ppo_mini_batch_size", "with the batch", of.with_batch),
@@ -137,7 +137,7 @@ ROWS: Mapping[str, TableRow] = {
     ),
     "queue_maxsize": no("nothing to do: ⌊(1+η)·B⌋ groups are all that can be queued"),
     "token_budget": of.not_null("actor.ppo_max_token_len_per_gpu", whole),
-    "request_timeout": no("cluster.stall_timeout_s and rollout.episode_timeout_s bound waits"),
+    "request_timeout": no("cluster.stall_timeout_s and agent.episode_timeout_s bound waits"),
     "heartbeat_stale_after_s": no("cluster.stall_timeout_s bounds waits"),
     # the run
     "output_dir": same("run.dir", path),

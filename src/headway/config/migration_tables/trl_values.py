@@ -239,14 +239,14 @@ def rewards(value: Any, given: Given) -> Translated:
 def tools(value: Any, given: Given) -> Translated:
     names = [str(one) for one in (value if isinstance(value, list | tuple) else [value])]
     if not all(":" in name for name in names):
-        return lost("give rollout.tools=[file.py:function, …] (docs/agents.md)")
-    return other({"rollout.tools": names}, "functions of files; move them out of a script that trains when imported")
+        return lost("give agent.tools=[file.py:function, …] (docs/agents.md)")
+    return other({"agent.tools": names}, "functions of files; move them out of a script that trains when imported")
 
 
 def environment(value: Any, given: Given) -> Translated:
     if ":" not in str(value):
-        return lost("give rollout.environment=file.py:Class; TRL's form is taken as it is (docs/agents.md)")
-    return other({"rollout.environment": str(value)}, "a class of a file; move it out of a script that trains")
+        return lost("give agent.environment=file.py:Class; TRL's form is taken as it is (docs/agents.md)")
+    return other({"agent.environment": str(value)}, "a class of a file; move it out of a script that trains")
 
 
 def schedule(value: Any, given: Given) -> Translated:

@@ -107,7 +107,7 @@ TABLE: Mapping[str, TableRow] = {
     "data.sampler.*": off("sources have weights (docs/data.md); there is no curriculum"),
     "data.apply_chat_template_kwargs": off("give data.chat_template_kwargs a mapping of names to values"),
     "data.apply_chat_template_kwargs.*": same("data.chat_template_kwargs.*"),
-    "data.tool_config_path": same("rollout.tools", of.tools),
+    "data.tool_config_path": same("agent.tools", of.tools),
     "data.reward_fn_key": always("data_source", note="a row's data_source goes to the reward"),
     **several(
         "data.",
@@ -263,25 +263,25 @@ TABLE: Mapping[str, TableRow] = {
     "rollout.val_kwargs.top_p": always(1, 1.0, note="validation samples from all tokens, at rollout.val_temperature"),
     "rollout.val_kwargs.top_k": always(-1, 0, note="validation samples from all tokens, at rollout.val_temperature"),
     "rollout.val_kwargs.do_sample": no("nothing to do: rollout.val_temperature=0 is greedy"),
-    "rollout.multi_turn.tool_config_path": same("rollout.tools", of.tools),
-    "rollout.multi_turn.max_assistant_turns": same("rollout.max_turns", of.turns),
-    "rollout.multi_turn.max_user_turns": same("rollout.max_turns", of.turns),
+    "rollout.multi_turn.tool_config_path": same("agent.tools", of.tools),
+    "rollout.multi_turn.max_assistant_turns": same("agent.max_turns", of.turns),
+    "rollout.multi_turn.max_user_turns": same("agent.max_turns", of.turns),
     "rollout.multi_turn.format": choice(
-        "rollout.tool_parser",
-        {"hermes": taken(note="rollout.tool_parser=auto reads what the chat template writes")}
-        | {"llama3_json": taken(note="rollout.tool_parser=auto reads what the chat template writes")},
+        "agent.tool_parser",
+        {"hermes": taken(note="agent.tool_parser=auto reads what the chat template writes")}
+        | {"llama3_json": taken(note="agent.tool_parser=auto reads what the chat template writes")},
     ),
-    "rollout.multi_turn.interaction_config_path": off("write it as rollout.environment or a program (docs/agents.md)"),
+    "rollout.multi_turn.interaction_config_path": off("write it as agent.environment or a program (docs/agents.md)"),
     **several(
         "rollout.multi_turn.",
         """completion_callback enable function_tool_path max_parallel_calls max_tool_response_length max_turns
         num_repeat_rollouts tokenization_sanity_check_mode tool_response_truncate_side use_inference_chat_template""",
-        no("rollout.tools, environment and program have limits of their own (docs/agents.md)"),
+        no("agent.tools, environment and program have limits of their own (docs/agents.md)"),
     ),
     **several(
         "rollout.agent.",
         "agent_loop_config_path custom_async_server.* default_agent_loop num_workers agent_loop_manager_class",
-        no("rollout.tools, program or agent says who makes the episode (docs/agents.md)"),
+        no("agent.tools, program or client says who makes the episode (docs/agents.md)"),
     ),
     "rollout.log_prob_*": no(LOG_PROBS),
     "rollout.free_cache_engine": no("nothing to do: with placement.kind=shared the engine sleeps while others train"),
@@ -449,8 +449,8 @@ TABLE: Mapping[str, TableRow] = {
     "transfer_queue.*": no("nothing to do: tokens travel in shared memory"),
     **several("", "distillation.* env.*", off("Headway has neither teachers nor simulators of robots")),
     **several("", "profiler.* skip.*", no(PROFILED)),
-    "max_turns": no("rollout.max_turns, with a program, environment or tools (docs/agents.md)"),
-    **several("", "do_search retriever.*", no("rollout.tools or a program asks the search engine (docs/agents.md)")),
+    "max_turns": no("agent.max_turns, with a program, environment or tools (docs/agents.md)"),
+    **several("", "do_search retriever.*", no("agent.tools or a program asks the search engine (docs/agents.md)")),
     "ray_kwargs.*": no("cluster.address joins a Ray cluster; else one is started"),
     "ray_init.*": no("cluster.address joins a Ray cluster; else one is started"),
 }

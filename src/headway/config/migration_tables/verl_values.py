@@ -364,13 +364,13 @@ def context(value: Any, given: Given) -> Translated:
 
 
 def tools(value: Any, given: Given) -> Translated:
-    return taken(note="off, as here") if not value else taken({"rollout.tools": [path(value, given)]})
+    return taken(note="off, as here") if not value else taken({"agent.tools": [path(value, given)]})
 
 
 def turns(value: Any, given: Given) -> Translated:
     if value is None or not given.get("rollout.multi_turn.tool_config_path"):
         return taken(note="not given, or of no effect without tools")
-    return taken({"rollout.max_turns": whole(value, given)})
+    return taken({"agent.max_turns": whole(value, given)})
 
 
 def partial(value: Any, given: Given) -> Translated:

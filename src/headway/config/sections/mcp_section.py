@@ -1,4 +1,4 @@
-"""Keys of ``rollout.mcp``: servers whose tools the model may call."""
+"""Keys of ``agent.mcp``: servers whose tools the model may call."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class McpServerConfig(Section):
     arguments."""
     env: dict[str, str] = Field(default_factory=dict)
     """Environment variables of the command. ``$NAME`` in a value stands for a variable of the process that runs
-    episodes, such as one of ``rollout.env``."""
+    episodes, such as one of ``agent.env``."""
     url: str | None = None
     """The server's address, in place of a command: one that speaks over streamable HTTP."""
     headers: dict[str, str] = Field(default_factory=dict)
@@ -33,11 +33,11 @@ class McpServerConfig(Section):
 
 
 def mcp_problems(servers: Mapping[str, McpServerConfig], step_timeout_s: float) -> Iterator[str]:
-    """Yield problems of ``rollout.mcp``."""
+    """Yield problems of ``agent.mcp``."""
     for name, server in servers.items():
-        key = f"rollout.mcp.{name}"
+        key = f"agent.mcp.{name}"
         if re.fullmatch(r"[\w-]+", name) is None:
-            yield f"rollout.mcp: {name!r} is no name for a server; write letters, digits, _ and -"
+            yield f"agent.mcp: {name!r} is no name for a server; write letters, digits, _ and -"
         if bool(server.command) is (server.url is not None):
             given = "both are given" if server.command else "none is given"
             yield f"{key} needs a command or a url, and {given}; write {key}.command=[program, argument] or {key}.url=https://…"
@@ -51,6 +51,6 @@ def mcp_problems(servers: Mapping[str, McpServerConfig], step_timeout_s: float) 
             yield f"{key}.tools is empty, so that the server is of no use; name some of its tools, or take it out"
         if server.timeout_s > step_timeout_s:
             yield (
-                f"{key}.timeout_s={server.timeout_s:g} is more than a step may take, rollout.step_timeout_s="
+                f"{key}.timeout_s={server.timeout_s:g} is more than a step may take, agent.step_timeout_s="
                 f"{step_timeout_s:g}; lower the one or raise the other"
             )

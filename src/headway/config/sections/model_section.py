@@ -83,7 +83,7 @@ class WarmupConfig(Section):
 
     demonstrations: str | None = None
     """Teach from conversations instead of the task's solutions: ``file.py:function``, called with a ``random.Random``,
-    returns one as a list of chat messages, in which ``rollout.tools`` may be called. What the assistant says is
+    returns one as a list of chat messages, in which ``agent.tools`` may be called. What the assistant says is
     learned, for exactly ``max_steps`` steps."""
     conversations: Positive = 8192
     """Most demonstrations that are made: rendering one takes about as long as learning from it. A longer warm-up comes

@@ -6,7 +6,6 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from headway.config.sections.program_section import ProgramKeys
 from headway.config.sections.section import Every, NonNegative, Positive, Probability, Section
 
 
@@ -17,7 +16,7 @@ class VllmConfig(Section):
     """Further arguments of vLLM's ``AsyncEngineArgs``, such as ``gpu_memory_utilization``."""
 
 
-class RolloutConfig(ProgramKeys):
+class RolloutConfig(Section):
     """Generation: sampling, the engine, its devices, validation, the length of the run."""
 
     name: Literal["native", "vllm"] = "native"

@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from headway.config.sections.program_section import ProgramKeys
+from headway.config.sections.agent_section import AgentConfig
 from headway.config.sections.section import Positive, Section
 from headway.runtime.sandbox.process_limits import TELLS
 from headway.runtime.sandbox.python_tool import PYTHON
@@ -50,12 +50,12 @@ def runs_code(tools: Collection[str], rewards: Collection[str]) -> bool:
     return PYTHON in tools or CODE in rewards
 
 
-def sandbox_problems(sandbox: SandboxConfig, rollout: ProgramKeys) -> Iterator[str]:
+def sandbox_problems(sandbox: SandboxConfig, agent: AgentConfig) -> Iterator[str]:
     """Yield problems of the sandbox's limits."""
-    if PYTHON in rollout.tools and sandbox.wall_s >= rollout.step_timeout_s:
+    if PYTHON in agent.tools and sandbox.wall_s >= agent.step_timeout_s:
         yield (
             f"sandbox.wall_s={sandbox.wall_s:g} lets one call of the tool python take as long as a whole step, "
-            f"rollout.step_timeout_s={rollout.step_timeout_s:g}; lower the one or raise the other"
+            f"agent.step_timeout_s={agent.step_timeout_s:g}; lower the one or raise the other"
         )
 
 
@@ -63,7 +63,7 @@ def idle_sandbox_keys(tools: Collection[str], rewards: Collection[str]) -> Itera
     """Keys of the sandbox that change nothing → why."""
     if not runs_code(tools, rewards):
         for key in SandboxConfig.model_fields:
-            yield f"sandbox.{key}", "nothing runs in it: rollout.tools has no python, and reward.function is not code"
+            yield f"sandbox.{key}", "nothing runs in it: agent.tools has no python, and reward.function is not code"
     elif PYTHON not in tools:
         yield "sandbox.wall_s", "each test of the reward code has a limit of its own, reward.params.timeout_s"
 

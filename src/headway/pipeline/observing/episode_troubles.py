@@ -36,17 +36,17 @@ SHOWN = 3
 """Number of different reasons that a warning lists with their counts."""
 
 ADVICE = {
-    "turns": "raise rollout.max_turns, or add turns to rollout.train_on_limit",
-    "tokens": "raise data.max_response_length, or add tokens to rollout.train_on_limit",
-    "step": "raise rollout.step_timeout_s, or make the environment's steps faster",
-    "time": "raise rollout.episode_timeout_s, or make the environment's steps faster",
+    "turns": "raise agent.max_turns, or add turns to agent.train_on_limit",
+    "tokens": "raise data.max_response_length, or add tokens to agent.train_on_limit",
+    "step": "raise agent.step_timeout_s, or make the environment's steps faster",
+    "time": "raise agent.episode_timeout_s, or make the environment's steps faster",
     None: "What programs raised and printed is in logs/*-programs.log in the run's directory",
 }
 """What to do, by the limit that ended most of the failed episodes; None for episodes that no limit ended."""
 
 
 LONGER = {
-    "turns": "raise rollout.max_turns",
+    "turns": "raise agent.max_turns",
     "tokens": "raise data.max_response_length, which all turns and what the environment says share",
     "step": ADVICE["step"],
     "time": ADVICE["time"],
@@ -60,7 +60,7 @@ NOTES = {
     ),
     "overridden_sampling": (
         "asked for other sampling than the run's, which holds, such as",
-        "Leave it out in the agent; rollout.agent_sampling=strict refuses such requests",
+        "Leave it out in the agent; agent.sampling=strict refuses such requests",
     ),
 }
 """What is said of each kind of `Trajectory.notes`, and what to do."""

@@ -126,7 +126,7 @@ class ProgramProfile(Section):
     forks: float = Field(0.0, ge=0, le=1)
     """Share of further turns whose context begins again at the prompt, and so makes a row of its own."""
     environments: Positive | None = None
-    """Most episodes that are open at once, on all machines together: ``rollout.environment_processes``. Further ones
+    """Most episodes that are open at once, on all machines together: ``agent.environment_processes``. Further ones
     wait before their first turn. Default: no limit, as for asynchronous programs."""
 
 

@@ -152,7 +152,7 @@ def _hosting(profile: Profile, config: Config, replicas: Sequence[SimulatedRollo
     if profile.program is None:
         return None
     programs = SimulatedPrograms(profile.program)
-    at_once = sum(config.rollout.val_max_concurrent or 2 * replica.slots for replica in replicas)
+    at_once = sum(config.agent.val_max_concurrent or 2 * replica.slots for replica in replicas)
     return Hosting(programs, SimulatedRecord, limits_of(config), seed=config.run.seed, held_out_at_once=at_once)
 
 
@@ -289,11 +289,11 @@ def _program_values(profile: Profile) -> dict[str, Any]:
     if profile.program is None:
         return {}
     return {
-        "rollout.program": PROGRAM,
-        "rollout.max_turns": max(1, round(largest_of(profile.program.turns))),
-        "rollout.max_turn_tokens": longest(profile.response),
-        "rollout.step_timeout_s": FOREVER_S,
-        "rollout.episode_timeout_s": FOREVER_S,
+        "agent.program": PROGRAM,
+        "agent.max_turns": max(1, round(largest_of(profile.program.turns))),
+        "agent.max_turn_tokens": longest(profile.response),
+        "agent.step_timeout_s": FOREVER_S,
+        "agent.episode_timeout_s": FOREVER_S,
     }
 
 

@@ -11,7 +11,7 @@ from headway.runtime.sandbox.sandbox import Sandbox
 from headway.runtime.sandbox.sandbox_limits import Ran, SandboxLimits
 
 PYTHON = "python"
-"""Name of the tool in ``rollout.tools``, and to the model."""
+"""Name of the tool in ``agent.tools``, and to the model."""
 MOST_SHOWN = 4000
 """Most characters that the model is told."""
 LAST_LINES = 12

@@ -219,7 +219,7 @@ class UserCodeWorker:
 
     def _stall(self, stall_s: float) -> None:
         whose = self._note.whose if self._note is not None else 0
-        held = f"event loop for more than {stall_s:g} s (rollout.stall_s)"
+        held = f"event loop for more than {stall_s:g} s (agent.stall_s)"
 
         def error_of(number: int) -> RunnerLost:
             culprit = number == whose if whose else None

@@ -88,7 +88,7 @@ def raised(payload: bytes) -> HeadwayError:
     kind, text = pickle.loads(payload)
     missing = re.search(r"KeyError: '(\w+)'", text)
     if missing is not None and (name := missing[1]) in os.environ:
-        text = f"{text}; user code does not get your variable {name}: pass it on by rollout.env={{{name}: {name}}}"
+        text = f"{text}; user code does not get your variable {name}: pass it on by agent.env={{{name}: {name}}}"
     error: HeadwayError = kind(text)
     return error
 

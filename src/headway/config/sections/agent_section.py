@@ -1,4 +1,4 @@
-"""Keys of the section ``rollout`` for programs, which make episodes of many turns, and their limits."""
+"""The section ``agent``: user code that makes episodes of many turns, and its limits."""
 
 from __future__ import annotations
 
@@ -12,14 +12,19 @@ from headway.config.sections.section import NonNegative, Positive, Section
 from headway.runtime.sandbox.python_tool import PYTHON
 from headway.runtime.user_code import names_a_server, names_user_code
 
-_EXAMPLES = {"tools": "look_up", "environment": "Game", "program": "run", "agent": "run"}
+_EXAMPLES = {
+    "tools": "tools.py:look_up",
+    "environment": "environment.py:Game",
+    "program": "program.py:run",
+    "client": "agent.py:run",
+}
 
 Limit = Literal["turns", "tokens", "step", "time"]
 """A limit of an episode: ``max_turns``; the tokens of a conversation; ``step_timeout_s``; ``episode_timeout_s``."""
 
 
 class AgentCommand(Section):
-    """An agent that is a command (``rollout.agent: {command: […]}``)."""
+    """An agent that is a command (``agent.client: {command: […]}``)."""
 
     command: tuple[str, ...] = Field(min_length=1)
     """The program and its arguments. It is given the row as JSON on standard input, and the endpoint in the environment
@@ -31,7 +36,7 @@ def _text_or_section(value: Any) -> str:
     return "section" if isinstance(value, Mapping | AgentCommand) else "text"
 
 
-class ProgramKeys(Section):
+class AgentConfig(Section):
     """Programs of episodes: user code that calls the policy, where it runs, and its limits (docs/agents.md)."""
 
     tools: tuple[str, ...] = ()
@@ -44,7 +49,7 @@ class ProgramKeys(Section):
     the address of a server of OpenEnv's, ``ws://host:8000``."""
     program: str | None = None
     """A program of one's own, ``file.py:function``: ``async def run(row, chat)``, which returns the reward."""
-    agent: (
+    client: (
         Annotated[
             Annotated[str, Tag("text")] | Annotated[AgentCommand, Tag("section")],
             Discriminator(_text_or_section),
@@ -53,10 +58,10 @@ class ProgramKeys(Section):
     ) = None
     """An agent that asks for turns over HTTP, with a client of its own: ``file.py:function``, which is ``async def
     run(row, base_url, api_key)`` and returns the reward, or ``{command: [program, argument, …]}``."""
-    agent_sampling: Literal["override", "strict"] = "override"
+    sampling: Literal["override", "strict"] = "override"
     """What becomes of requests of agents for other sampling than the run's, which training could not follow: the run's
     holds, and they are counted, or they are refused."""
-    agent_models: tuple[str, ...] = Field(("policy", "default"), min_length=1)
+    models: tuple[str, ...] = Field(("policy", "default"), min_length=1)
     """Names under which agents may ask for the policy."""
     endpoint_host: str = "127.0.0.1"
     """Address at which agents reach the endpoint: this one of each machine with replicas, or ``node`` for that by which
@@ -68,7 +73,7 @@ class ProgramKeys(Section):
     tool_parser: str = "auto"
     """Parser of tool calls: ``template``, ``hermes``, ``llama3_json``, ``mistral``, ``qwen3_coder``, ``glm``,
     ``deepseek``, ``kimi``, ``harmony``, or ``auto`` for the one that reads what the model's chat template writes."""
-    runners: Positive = 2
+    workers: Positive = 2
     """Number of processes that asynchronous programs share, on each machine that has replicas."""
     environment_processes: Positive = 64
     """Most processes of synchronous environments and tools, one for each episode that is open, on each machine that
@@ -105,80 +110,80 @@ class ProgramKeys(Section):
     @property
     def has_program(self) -> bool:
         """True where episodes are made by user code."""
-        return bool(self.tools or self.mcp or self.environment or self.program or self.agent)
+        return bool(self.tools or self.mcp or self.environment or self.program or self.client)
 
     @property
-    def agent_function(self) -> str | None:
+    def client_function(self) -> str | None:
         """The agent's ``file.py:function``; None for a command, and where there is no agent."""
-        return self.agent if isinstance(self.agent, str) else None
+        return self.client if isinstance(self.client, str) else None
 
 
 def program_problems(
-    rollout: ProgramKeys, *, n: int, by_program: bool, max_response_length: int, stall_timeout_s: float
+    agent: AgentConfig, *, n: int, by_program: bool, max_response_length: int, stall_timeout_s: float
 ) -> Iterator[str]:
     """What is wrong with programs and their limits. ``n``: episodes of a group; ``by_program``: the reward is the
     program's own."""
-    if rollout.has_program and rollout.step_timeout_s >= stall_timeout_s:
+    if agent.has_program and agent.step_timeout_s >= stall_timeout_s:
         yield (
-            f"rollout.step_timeout_s={rollout.step_timeout_s:g} lets all episodes be in a step for longer than nothing "
+            f"agent.step_timeout_s={agent.step_timeout_s:g} lets all episodes be in a step for longer than nothing "
             f"may move, cluster.stall_timeout_s={stall_timeout_s:g}; lower the one or raise the other"
         )
     given = {
-        "tools": rollout.tools,
-        "mcp": rollout.mcp,
-        "environment": rollout.environment,
-        "program": rollout.program,
-        "agent": rollout.agent,
+        "tools": agent.tools,
+        "mcp": agent.mcp,
+        "environment": agent.environment,
+        "program": agent.program,
+        "client": agent.client,
     }
-    chosen = [f"rollout.{name}" for name, value in given.items() if value]
-    if len(chosen) > 1 and (rollout.program or rollout.agent):
+    chosen = [f"agent.{name}" for name, value in given.items() if value]
+    if len(chosen) > 1 and (agent.program or agent.client):
         yield f"{' and '.join(chosen)} are given, and each makes the episodes by itself; keep one of them"
-    yield from mcp_problems(rollout.mcp, rollout.step_timeout_s)
+    yield from mcp_problems(agent.mcp, agent.step_timeout_s)
     for name, example in _EXAMPLES.items():
-        value = getattr(rollout, name)
+        value = getattr(agent, name)
         for spec in value if isinstance(value, tuple) else [value] if value else []:
             if isinstance(spec, str) and not (names_user_code(spec) or _is_other_form(name, spec)):
                 built_in = f", or the built-in {PYTHON}" if name == "tools" else ""
-                yield f"rollout.{name}={spec}: expected file.py:name, such as {name}.py:{example}{built_in}"
-    if rollout.params and not (rollout.environment or rollout.program or rollout.agent_function):
-        yield "rollout.params are for an environment, a program or an agent in Python; nothing else has any; drop it"
+                yield f"agent.{name}={spec}: expected file.py:name, such as {example}{built_in}"
+    if agent.params and not (agent.environment or agent.program or agent.client_function):
+        yield "agent.params are for an environment, a program or an agent in Python; nothing else has any; drop it"
     # Tools of verl's form give rewards, too: whether these do is known when they are loaded.
-    if by_program and not (rollout.environment or rollout.program or rollout.agent or rollout.tools):
+    if by_program and not (agent.environment or agent.program or agent.client or agent.tools):
         yield (
-            "reward.function=program is the reward of rollout.environment, program or agent, and none is given; name a "
+            "reward.function=program is the reward of agent.environment, program or client, and none is given; name a "
             "function that scores the last answer"
         )
-    if rollout.step_timeout_s > rollout.episode_timeout_s:
+    if agent.step_timeout_s > agent.episode_timeout_s:
         yield (
-            f"rollout.step_timeout_s={rollout.step_timeout_s:g} is more than the whole episode may take, "
-            f"rollout.episode_timeout_s={rollout.episode_timeout_s:g}; lower the one or raise the other"
+            f"agent.step_timeout_s={agent.step_timeout_s:g} is more than the whole episode may take, "
+            f"agent.episode_timeout_s={agent.episode_timeout_s:g}; lower the one or raise the other"
         )
-    if rollout.max_turn_tokens is not None and rollout.max_turn_tokens > max_response_length:
+    if agent.max_turn_tokens is not None and agent.max_turn_tokens > max_response_length:
         yield (
-            f"rollout.max_turn_tokens={rollout.max_turn_tokens} is more than an answer may have, "
+            f"agent.max_turn_tokens={agent.max_turn_tokens} is more than an answer may have, "
             f"data.max_response_length={max_response_length}; lower the one or raise the other"
         )
-    if rollout.min_episodes is not None and rollout.min_episodes > n:
-        yield f"rollout.min_episodes={rollout.min_episodes} is more than a group has, rollout.n={n}; lower it"
+    if agent.min_episodes is not None and agent.min_episodes > n:
+        yield f"agent.min_episodes={agent.min_episodes} is more than a group has, rollout.n={n}; lower it"
 
 
-def idle_program_keys(rollout: ProgramKeys) -> Iterator[tuple[str, str]]:
+def idle_program_keys(agent: AgentConfig) -> Iterator[tuple[str, str]]:
     """Keys of programs that change nothing → why."""
-    if not rollout.has_program:
-        for key in ProgramKeys.model_fields:
-            if key not in ("tools", "mcp", "environment", "program", "agent", "env"):
+    if not agent.has_program:
+        for key in AgentConfig.model_fields:
+            if key not in ("tools", "mcp", "environment", "program", "client", "env"):
                 yield (
-                    f"rollout.{key}",
-                    "answers have one turn: there is no rollout.tools, environment, program or agent",
+                    f"agent.{key}",
+                    "answers have one turn: there is no agent.tools, environment, program or client",
                 )
         return
-    if rollout.agent is None:
-        for key in ("agent_sampling", "agent_models", "endpoint_host", "endpoint_port"):
-            yield f"rollout.{key}", "no rollout.agent is given, and nothing else asks for turns over HTTP"
+    if agent.client is None:
+        for key in ("sampling", "models", "endpoint_host", "endpoint_port"):
+            yield f"agent.{key}", "no agent.client is given, and nothing else asks for turns over HTTP"
 
 
 def _is_other_form(name: str, spec: str) -> bool:
-    """Tell whether ``spec`` is a value of ``rollout.NAME`` that is no ``file.py:name``."""
+    """Tell whether ``spec`` is a value of ``agent.NAME`` that is no ``file.py:name``."""
     if name == "environment":
         return names_a_server(spec)
     return name == "tools" and (spec == PYTHON or spec.endswith((".yaml", ".yml")))
