@@ -12,15 +12,21 @@ A call that cannot be made has a ``problem``, to be counted, and an ``error``, t
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
+
+from jsonschema import Draft202012Validator, ValidationError
+from jsonschema.exceptions import UnknownType, best_match
+from jsonschema.validators import extend
+from referencing import Registry
 
 from headway.agents.chat.chat_messages import reasoning_of, split_thinking
 from headway.agents.chat.chat_template import KIMI_ID, NUMBERED_ID, ChatRenderer, probe_tool
 from headway.agents.chat.tool_call_formats import FORMATS, ParsedAnswer, WrittenCall, read_call
 from headway.agents.interface.program_messages import CallProblem, ToolCall, ToolSchema, TurnAnswer, calls_made, said
-from headway.errors import ConfigError, said_by, shown
+from headway.errors import ConfigError, cut, said_by, shown
 
 AUTO, TEMPLATE = "auto", "template"
 PARSER_NAMES = (TEMPLATE, *FORMATS)
@@ -146,8 +152,8 @@ def _typed(arguments: Mapping[str, str], schema: Any) -> dict[str, Any]:
     return typed
 
 
-def _types(kind: Any) -> Any:
-    types = kind.get("type", ()) if isinstance(kind, Mapping) else ()
+def _types(kind: Any) -> list[Any]:
+    types = kind.get("type", []) if isinstance(kind, Mapping) else []
     return types if isinstance(types, list) else [types]
 
 
@@ -171,17 +177,6 @@ def _checked(call: WrittenCall, id: str, tools: Sequence[ToolSchema]) -> ToolCal
         return ToolCall(id, call.name, arguments)
 
 
-_TYPES: Mapping[str, tuple[type, ...]] = {
-    "string": (str,),
-    "integer": (int,),
-    "number": (int, float),
-    "boolean": (bool,),
-    "array": (list,),
-    "object": (dict,),
-    "null": (type(None),),
-}
-
-
 class Misfit(ValueError):
     """Arguments that do not fit a schema; the message is for the model."""
 
@@ -189,69 +184,85 @@ class Misfit(ValueError):
 def fitted(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[str, Any]:
     """Check ``arguments`` against ``schema``, of type object; returns them, with whole floats for integers as integers.
 
+        fitted({"a": 2.0}, {"type": "object", "properties": {"a": {"type": "integer"}}})   # {"a": 2}
+
     Parameters that the schema does not name do not fit, unless it allows them.
 
     Raises:
         Misfit: they do not fit; says which, what was given, and what is expected.
     """
-    return _object(arguments, {"additionalProperties": False, **schema}, "")
+    own = {"additionalProperties": False, **schema}
+    if (error := best_match(_validator(own).iter_errors(arguments))) is not None:
+        raise Misfit(_misfit(error))
+    return {name: _whole(value, (schema.get("properties") or {}).get(name)) for name, value in arguments.items()}
 
 
-def _value(value: Any, schema: Any, where: str) -> Any:
-    if not isinstance(schema, Mapping) or (value is None and schema.get("nullable")):
-        return value
-    if isinstance(choices := schema.get("anyOf") or schema.get("oneOf"), Sequence):
-        return _any_of(value, choices, where)
-    value = _of_type(value, schema.get("type"), where)
-    if isinstance(values := schema.get("enum"), Sequence) and not any(_same(value, one) for one in values):
-        raise Misfit(f"{where} is {shown(value)}, expected one of {', '.join(shown(one) for one in values)}")
-    if isinstance(value, list):
-        return _items(value, schema, where)
-    return _object(value, schema, where) if isinstance(value, dict) else value
+def _nullable(name: str) -> Callable[..., Iterator[ValidationError]]:
+    """JSON Schema's check ``name``, passed by None where `transformers.utils.get_json_schema` has written ``nullable``,
+    and by anything where the type is none of JSON's."""
+    check = Draft202012Validator.VALIDATORS[name]
+
+    def checked(validator: Any, value: Any, instance: Any, schema: Mapping[str, Any]) -> Iterator[ValidationError]:
+        if not (instance is None and schema.get("nullable")):
+            with suppress(UnknownType):
+                yield from check(validator, value, instance, schema)
+
+    return checked
 
 
-def _of_type(value: Any, declared: Any, where: str) -> Any:
-    names = [declared] if isinstance(declared, str) else list(declared or ())
-    if not names or any(name not in _TYPES for name in names):
-        return value  # a type that JSON has not: nothing can be said of it
-    for name in names:
-        if isinstance(value, _TYPES[name]) and (name == "boolean" or not isinstance(value, bool)):
-            return value
-    if "integer" in names and isinstance(value, float) and value.is_integer():
-        return int(value)
-    raise Misfit(f"{where} is {shown(value)}, expected {' or '.join(names)}")
+def _tuple(validator: Any, items: Any, instance: Any, schema: Mapping[str, Any]) -> Iterator[ValidationError]:
+    """JSON Schema's ``prefixItems``, which are those of a tuple here: as many."""
+    if isinstance(instance, list) and len(instance) != len(items):
+        yield ValidationError(f"has {len(instance)} items, expected {len(items)}")
+    yield from Draft202012Validator.VALIDATORS["prefixItems"](validator, items, instance, schema)
 
 
-def _any_of(value: Any, choices: Sequence[Any], where: str) -> Any:
-    said = []
-    for choice in choices:
-        try:
-            return _value(value, choice, where)
-        except Misfit as misfit:
-            said.append(str(misfit))
-    raise Misfit(", or ".join(dict.fromkeys(said)) or f"{where} is {shown(value)}, and nothing is allowed")
+# A pattern of a server's could take for ever on what a model writes; references are looked up nowhere.
+_Validator = extend(
+    Draft202012Validator,
+    {"pattern": None, "prefixItems": _tuple, **{name: _nullable(name) for name in ("type", "enum", "anyOf", "oneOf")}},
+)
 
 
-def _items(values: list[Any], schema: Mapping[str, Any], where: str) -> list[Any]:
-    first = schema.get("prefixItems") or ()
-    if first and len(values) != len(first):
-        raise Misfit(f"{where} has {len(values)} items, expected {len(first)}")
-    schemas = [*first, *[schema.get("items")] * (len(values) - len(first))]
-    return [_value(value, one, f"{where}[{i}]") for i, (value, one) in enumerate(zip(values, schemas, strict=True))]
+def _validator(schema: Any) -> Any:
+    return _Validator(schema, registry=Registry())
 
 
-def _object(values: Mapping[str, Any], schema: Mapping[str, Any], where: str) -> dict[str, Any]:
-    properties = schema.get("properties") or {}
+def _misfit(error: ValidationError) -> str:
+    where, value = error.json_path[1:].lstrip("."), error.instance
     inside = f"{where}." if where else ""
-    if missing := [name for name in schema.get("required") or () if name not in values]:
-        raise Misfit(f"{', '.join(inside + name for name in missing)} is missing")
-    other = schema.get("additionalProperties", True)
-    if other is False and (extra := [name for name in values if name not in properties]):
-        known = ", ".join(properties) or "none"
-        raise Misfit(f"there is no parameter {', '.join(inside + name for name in extra)}; there are: {known}")
-    return {name: _value(value, properties.get(name, other), inside + name) for name, value in values.items()}
+    match error.validator:
+        case "type" | "anyOf" | "oneOf":
+            choices = error.validator_value if error.validator != "type" else [{"type": error.validator_value}]
+            types = dict.fromkeys(kind for choice in choices for kind in _types(choice))
+            return f"{where} is {shown(value)}, expected {' or '.join(types) or 'another value'}"
+        case "enum":
+            return f"{where} is {shown(value)}, expected one of {', '.join(map(shown, error.validator_value))}"
+        case "required":
+            return f"{', '.join(inside + name for name in error.validator_value if name not in value)} is missing"
+        case "additionalProperties" if error.validator_value is False:
+            known = error.schema.get("properties") or {}
+            extra = ", ".join(inside + name for name in value if name not in known)
+            return f"there is no parameter {extra}; there are: {', '.join(known) or 'none'}"
+        case "prefixItems":
+            return f"{where} {error.message}"
+        case _:
+            return f"{where} is {shown(value)}: {cut(error.message, 200)}"
 
 
-def _same(one: Any, other: Any) -> bool:
-    """Tell whether two values are equal as JSON has it: true is not 1."""
-    return one == other and isinstance(one, bool) is isinstance(other, bool)
+def _whole(value: Any, schema: Any) -> Any:
+    """``value``, which fits ``schema``, with integers where that wants some."""
+    if not isinstance(schema, Mapping):
+        return value
+    for choice in schema.get("anyOf") or schema.get("oneOf") or ():
+        if _validator(choice).is_valid(value):
+            return _whole(value, choice)
+    if isinstance(value, float) and value.is_integer() and "integer" in _types(schema):
+        return value if "number" in _types(schema) else int(value)
+    if isinstance(value, list):
+        first = schema.get("prefixItems") or ()
+        return [_whole(one, first[n] if n < len(first) else schema.get("items")) for n, one in enumerate(value)]
+    if isinstance(value, dict):
+        known, other = schema.get("properties") or {}, schema.get("additionalProperties")
+        return {name: _whole(one, known.get(name, other)) for name, one in value.items()}
+    return value
