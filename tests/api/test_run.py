@@ -44,8 +44,7 @@ def test_a_run_says_how_far_it_came(directory: RunDirectory) -> None:
     lock.release()
     directory.lock.unlink()
     directory.lock.mkdir()
-    with pytest.raises(DataError, match=r"run\.lock cannot be read: .*Is a directory"):
-        _ = run.status
+    assert run.status == "running"  # as far as is known: the lock cannot be read
     evaluations = [{"version": 0, "accuracy": 0.25}, {"version": 2, "accuracy": 0.5}]
     directory.summary.write_text(json.dumps({"status": "completed", "version": 2, "eval": evaluations}))
     directory.model.mkdir()

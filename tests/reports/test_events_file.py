@@ -30,7 +30,8 @@ from headway.events import (
     VersionReached,
 )
 from headway.reports.record.dense_events import DENSE
-from headway.reports.record.events_file import EventsFile, JsonLines, cut_off_half_line, look_through, read_events
+from headway.reports.record.events_file import EventsFile, JsonLines, look_through, read_events
+from headway.reports.record.file_access import cut_off_half_line
 from headway.reports.run_directory import RunDirectory
 from headway.reports.watch.follower import Follower
 from tests.reports.scripted_run import ScriptedRun

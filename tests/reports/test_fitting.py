@@ -17,7 +17,7 @@ from headway.cli.eval_command import _print_by_source, print_samples
 from headway.data.types import Prompt
 from headway.reports.comparison import compared, print_comparison, read_runs
 from headway.reports.sample_printer import print_group, print_table
-from headway.reports.table_fitting import print_fitting
+from headway.reports.terminal import print_fitting
 from tests.reports.samples import episode, row, sample
 from tests.reports.stories import story, written
 

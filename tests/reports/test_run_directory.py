@@ -13,7 +13,8 @@ from headway.config.doctor.doctor import diagnose
 from headway.config.loading import load
 from headway.config.schema import Config
 from headway.errors import UserError
-from headway.reports.run_directory import ROOM, Occupied, RunDirectory, RunLock, replace_file, signs_of_life, whole_file
+from headway.reports.record.file_access import replace_file, whole_file
+from headway.reports.run_directory import ROOM, Occupied, RunDirectory, RunLock, is_trained, signs_of_life
 from tests.full_disk import files_of_at_most
 
 CONFIG = Config()
@@ -162,15 +163,15 @@ def test_a_lock_is_held_on_a_full_disk_too(tmp_path: Path) -> None:
 
 def test_a_lock_is_looked_at_without_a_trace(tmp_path: Path) -> None:
     path = tmp_path / "run.lock"
-    lock, look = RunLock(path), RunLock(path)
-    assert not look.is_held()
+    lock = RunLock(path)
+    assert is_trained(path) is False
     assert not path.exists()
     lock.take()
     before = path.read_text()
-    assert look.is_held()
+    assert is_trained(path) is True
     lock.release()
     path.chmod(0o444)
-    assert not look.is_held()
+    assert is_trained(path) is False
     assert path.read_text() == before
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from headway.events import GroupAdmitted, GroupRewarded, GroupSettled, TrajectoryFinished
-from headway.reports.record.file_tail import Rewritten, Tail
+from headway.reports.record.file_access import Rewritten, Tail
 from headway.reports.samples.samples_file import ON_PAGE, SampleIndex, for_page, read_all, spread
 from headway.reports.timeline.run_history import GroupLog
 from tests.reports.stories import lines, sample, validated
@@ -32,7 +32,7 @@ def test_a_tail_gives_each_whole_line_once(tmp_path: Path) -> None:
 def test_a_line_that_is_longer_than_what_is_read_at_once_is_read_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headway.reports.record.file_tail.CHUNK", 4)
+    monkeypatch.setattr("headway.reports.record.file_access.CHUNK", 4)
     path = tmp_path / "file"
     write(path, f"{'x' * 50}\nend\n")
     tail = Tail(path)

@@ -20,9 +20,8 @@ import pytest
 
 from headway.errors import ConfigError, DataError, RunError, UserError
 from headway.events import Event, Note, RunResumed, RunStarted, VersionReached
-from headway.reports.record.file_tail import Tail
-from headway.reports.run_directory import RunDirectory, RunLock, signs_of_life
-from headway.reports.run_liveness import SILENT_S, is_trained
+from headway.reports.record.file_access import Tail
+from headway.reports.run_directory import SILENT_S, RunDirectory, RunLock, is_trained, signs_of_life
 from headway.reports.timeline.html_timeline import live_parts
 from headway.reports.timeline.timeline import TimelineBuilder, build_timeline
 from headway.reports.watch import watch_server
@@ -289,7 +288,7 @@ def test_what_cannot_be_read_for_a_moment_is_read_later(run: Path, monkeypatch: 
         raise PermissionError(13, "Permission denied")
 
     follower = Follower(RunDirectory(run), Clock())
-    for name in ("pathlib.Path.open", "headway.reports.run_liveness.is_trained"):
+    for name in ("pathlib.Path.open", "headway.reports.run_directory.is_trained"):
         with monkeypatch.context() as refused:
             refused.setattr(name, refuse)
             up_to_date(follower)

@@ -20,8 +20,7 @@ from typing import Any
 
 from headway.errors import DataError, HeadwayError, RunError, StallError, UserError, said_by
 from headway.reports.record.events_file import look_through
-from headway.reports.run_directory import RunDirectory
-from headway.reports.run_liveness import is_trained
+from headway.reports.run_directory import RunDirectory, is_trained
 
 ADDRESS_BYTES = 107
 """Longest path that the kernel takes as a socket's address."""

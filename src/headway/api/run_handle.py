@@ -14,7 +14,7 @@ from headway.config.loading import load as load_config
 from headway.config.schema import Config
 from headway.errors import DataError, UserError, shown
 from headway.reports import human
-from headway.reports.run_directory import RunDirectory, RunLock
+from headway.reports.run_directory import RunDirectory, is_trained
 from headway.reports.samples.samples_file import read_samples
 
 if TYPE_CHECKING:
@@ -46,10 +46,7 @@ class Run:
         """
         if (told := self.summary.get("status")) is not None:
             return str(told)
-        try:
-            return "running" if RunLock(self._directory.lock).is_held() else "killed"
-        except OSError as cause:
-            raise DataError(f"{self._directory.lock} cannot be read: {cause}") from cause
+        return "killed" if is_trained(self._directory.lock) is False else "running"
 
     @property
     def summary(self) -> dict[str, Any]:

@@ -249,7 +249,7 @@ def _print_by_source(console: Console, found: Mapping[str, Figures], ks: Sequenc
     from rich.text import Text
 
     from headway.reports import human
-    from headway.reports.table_fitting import print_fitting
+    from headway.reports.terminal import print_fitting
 
     names = ["source", "problems", called, *(f"pass@{k}" for k in ks), "tokens", "cut off"]
     lines = []

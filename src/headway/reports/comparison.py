@@ -23,11 +23,10 @@ from headway.config.layers import overlay, read_file
 from headway.errors import ConfigError
 from headway.reports import human
 from headway.reports.metrics.summary import summary
+from headway.reports.record.file_access import whole_file
 from headway.reports.report import metrics_of
-from headway.reports.run_directory import RunDirectory, whole_file
-from headway.reports.run_liveness import standing
-from headway.reports.samples.token_view import visible
-from headway.reports.table_fitting import print_fitting
+from headway.reports.run_directory import RunDirectory, standing
+from headway.reports.terminal import print_fitting, visible
 from headway.reports.timeline.html_timeline import filled, table
 from headway.reports.timeline.run_history import ACCURACY, KINDS, ChartKind, CurveLog, CurvePoint, point_at
 from headway.reports.timeline.run_history import to_json as curves_json

@@ -14,9 +14,8 @@ from headway.reports.metrics.metrics_state import newest
 from headway.reports.metrics.run_metrics import RowSink, RunMetrics
 from headway.reports.record.dense_events import ALL, segments_of
 from headway.reports.record.events_file import EventReader, SurvivingRecord, look_through, read_events
-from headway.reports.record.file_tail import Rewritten
-from headway.reports.run_directory import FULL, RunDirectory
-from headway.reports.run_liveness import is_trained, standing
+from headway.reports.record.file_access import FULL, Rewritten
+from headway.reports.run_directory import RunDirectory, is_trained, standing
 from headway.reports.samples.samples_file import Sample, SampleIndex, for_page, read_all
 from headway.reports.timeline.html_timeline import write_html
 from headway.reports.timeline.run_history import GroupLog
@@ -214,15 +213,7 @@ def not_yet(run: Path) -> str:
 
 def events_file_of(run: Path) -> Path:
     """Return the record of the run in directory ``run``. Raises `ConfigError` where that is no run's directory."""
-    wanted = "expected a run's directory, the run.dir of a headway train"
-    if not run.exists():
-        raise ConfigError(f"RUN: got {run}, which does not exist; {wanted}")
-    if not run.is_dir():
-        raise ConfigError(f"RUN: got {run}, which is a file; {wanted}")
-    path = RunDirectory(run).events
-    if not path.is_file():
-        raise ConfigError(f"RUN: got {run}, which has no {path.name}; {wanted}{RunDirectory(run).hint}")
-    return path
+    return RunDirectory.existing(run, RunDirectory(run).events.name).events
 
 
 def _write(write: Callable[[Timeline, Path], None], timeline: Timeline, path: Path, option: str) -> None:

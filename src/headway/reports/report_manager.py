@@ -37,7 +37,7 @@ from headway.events import (
     VersionReached,
 )
 from headway.reports.checkpoint_folders import Checkpoints
-from headway.reports.live.console_view import ConsoleView, FinishedFiles, report_end, stdout_console
+from headway.reports.live.console_view import ConsoleView, FinishedFiles, report_end
 from headway.reports.live.live_view import Cell, LiveView
 from headway.reports.live.panel import SnapshotTaker
 from headway.reports.live.plain_log import EventLog, PlainView
@@ -45,9 +45,11 @@ from headway.reports.metrics.metrics_state import newest, pickled, save
 from headway.reports.metrics.run_metrics import RowSink, RunMetrics
 from headway.reports.metrics.summary import summary
 from headway.reports.record.dense_events import segments_of
-from headway.reports.record.events_file import EventsFile, JsonLines, cut_off_half_line, look_through, read_events
+from headway.reports.record.events_file import EventsFile, JsonLines, look_through, read_events
+from headway.reports.record.file_access import cut_off_half_line, draft_of
 from headway.reports.run_directory import RunDirectory, RunLock
-from headway.reports.samples.samples_file import SamplesFile, Thinning, draft_of, later, write_surviving
+from headway.reports.samples.samples_file import SamplesFile, Thinning, later, write_surviving
+from headway.reports.terminal import stdout_console
 from headway.reports.trackers.tracker_client import Say
 from headway.reports.trackers.tracker_set import Trackers, open_trackers
 

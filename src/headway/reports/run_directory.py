@@ -15,7 +15,6 @@ run.alive      touched every minute by the process that trains, for machines tha
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import json
 import logging
@@ -24,7 +23,7 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain, count
@@ -33,17 +32,20 @@ from typing import Any, TextIO
 
 from headway.config.loading import dump
 from headway.config.schema import Config
-from headway.errors import UserError
+from headway.errors import ConfigError, UserError
+from headway.events import RunFinished, RunStarted
+from headway.reports.record.file_access import FULL, replace_file
 
 ROOM = 64 * 2**10
 """Size in bytes of the file that holds space for the summary, which needs a few thousand."""
-FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-"""Errors of a disk that has no room left, for anybody or for this user."""
 
 
 log = logging.getLogger(__name__)
 BEAT_S = 60.0
 """Seconds between two signs of life of the process that trains."""
+LOCKS = Path("/proc/locks")
+SILENT_S = 10 * BEAT_S
+"""Seconds without a sign of life after which a process on another machine counts as gone; clocks may differ by less."""
 LEFTOVERS = frozenset({"run.lock", "run.alive", ".room", "tensorboard", "checkpoints", "logs"})
 """Names that a failed start may leave in a directory: they are no run, and do not prevent one."""
 
@@ -90,21 +92,6 @@ class RunLock:
         showing = (signs_of_life(self._path), self._released)  # not the lock, which ends with its last reference
         threading.Thread(target=_show_life, args=showing, name="headway-alive", daemon=True).start()
 
-    def is_held(self) -> bool:
-        """Tell whether a process holds the lock, which is only looked at. Raises `OSError` if it cannot be read."""
-        try:
-            file = self._path.open("rb")
-        except FileNotFoundError:
-            return False
-        with file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return True
-            except OSError:  # a file system without locks
-                return False
-        return False
-
     def release(self) -> None:
         if self._file is not None:
             self._released.set()
@@ -125,6 +112,16 @@ def _show_life(path: Path, ended: threading.Event) -> None:
             os.utime(path)
 
 
+class _Inside:
+    """Path of a file or a folder inside a run's directory, by its name there."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, run: RunDirectory, owner: type) -> Path:
+        return run.path / self._name
+
+
 @dataclass(frozen=True, slots=True)
 class RunDirectory:
     """Paths inside a run's directory."""
@@ -132,6 +129,23 @@ class RunDirectory:
     path: Path
     made: bool = False
     """Whether `create` made it, and did not find it empty."""
+    lock = _Inside("run.lock")
+    control = _Inside("control.sock")
+    profiles = _Inside("profiles")
+    initial_model = _Inside("initial_model")
+    config = _Inside("config.yaml")
+    code = _Inside("code")
+    """Functions that were given as objects, which are there before the run begins."""
+    events = _Inside("events.jsonl")
+    metrics = _Inside("metrics.jsonl")
+    samples = _Inside("samples.jsonl")
+    summary = _Inside("summary.json")
+    tensorboard = _Inside("tensorboard")
+    trackers = _Inside("trackers")
+    checkpoints = _Inside("checkpoints")
+    logs = _Inside("logs")
+    model = _Inside("model")
+    _room = _Inside(".room")
 
     @classmethod
     def create(cls, path: Path, config: Config) -> RunDirectory:
@@ -160,14 +174,18 @@ class RunDirectory:
         return run
 
     @classmethod
-    def existing(cls, path: Path) -> RunDirectory:
-        """Return the directory of an existing run. Raises `UserError` when it holds none."""
+    def existing(cls, path: Path, *needed: str) -> RunDirectory:
+        """Return the directory of an existing run. Raises `ConfigError` where ``path`` is none.
+
+        ``needed``: names of the files that it must have; by default the configuration and the record.
+        """
         run = cls(path)
         wanted = "expected a run's directory, the run.dir of a headway train"
         if not path.is_dir():
-            raise UserError(f"RUN: got {path}, which {'is a file' if path.exists() else 'does not exist'}; {wanted}")
-        if missing := [file.name for file in (run.config, run.events) if not file.is_file()]:
-            raise UserError(f"RUN: got {path}, which has no {missing[0]}; {wanted}{run.hint}")
+            raise ConfigError(f"RUN: got {path}, which {'is a file' if path.exists() else 'does not exist'}; {wanted}")
+        for name in needed or (run.config.name, run.events.name):
+            if not (path / name).is_file():
+                raise ConfigError(f"RUN: got {path}, which has no {name}; {wanted}{run.hint}")
         return run
 
     @classmethod
@@ -236,67 +254,6 @@ class RunDirectory:
             self._hold_room()
             replace_file(self.config, dump(config))
 
-    @property
-    def lock(self) -> Path:
-        return self.path / "run.lock"
-
-    @property
-    def control(self) -> Path:
-        return self.path / "control.sock"
-
-    @property
-    def profiles(self) -> Path:
-        return self.path / "profiles"
-
-    @property
-    def initial_model(self) -> Path:
-        return self.path / "initial_model"
-
-    @property
-    def config(self) -> Path:
-        return self.path / "config.yaml"
-
-    @property
-    def code(self) -> Path:
-        """Functions that were given as objects, which are there before the run begins."""
-        return self.path / "code"
-
-    @property
-    def events(self) -> Path:
-        return self.path / "events.jsonl"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def samples(self) -> Path:
-        return self.path / "samples.jsonl"
-
-    @property
-    def summary(self) -> Path:
-        return self.path / "summary.json"
-
-    @property
-    def tensorboard(self) -> Path:
-        return self.path / "tensorboard"
-
-    @property
-    def trackers(self) -> Path:
-        return self.path / "trackers"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def logs(self) -> Path:
-        return self.path / "logs"
-
-    @property
-    def model(self) -> Path:
-        return self.path / "model"
-
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Replace ``summary.json`` in one step: readers see the old one or the new one, whole.
 
@@ -304,10 +261,6 @@ class RunDirectory:
         """
         self._room.unlink(missing_ok=True)
         replace_file(self.summary, json.dumps(summary, indent=2) + "\n")
-
-    @property
-    def _room(self) -> Path:
-        return self.path / ".room"
 
     def _hold_room(self) -> None:
         try:
@@ -325,42 +278,6 @@ def free_names(name: str) -> Iterator[Path]:
     """
     first = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     return (Path("runs") / f"{first}{suffix}" for suffix in chain([""], map("-{}".format, count(2))))
-
-
-def replace_file(path: Path, text: str) -> None:
-    """Replace a file by ``text`` as `whole_file` does. Raises `OSError`."""
-    with whole_file(path) as file:
-        file.write(text)
-
-
-@contextmanager
-def whole_file(path: Path) -> Iterator[TextIO]:
-    """Open a file to replace it atomically: readers see the old one or the new one, even after a crash.
-
-    Where the block fails the old one stays. Raises `OSError`.
-    """
-    path = path.resolve()  # a link stays one
-    if path.exists() and not path.is_file():  # a terminal, a pipe
-        with path.open("w", encoding="utf-8") as file:
-            yield file
-        return
-    draft = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
-    try:
-        with draft.open("x", encoding="utf-8") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        if path.exists():
-            shutil.copymode(path, draft)
-        draft.replace(path)
-        folder = os.open(path.parent, os.O_RDONLY)
-        with suppress(OSError):  # not every file system has folders that can be synchronised
-            os.fsync(folder)
-        os.close(folder)
-    except BaseException:
-        with suppress(OSError):
-            draft.unlink(missing_ok=True)
-        raise
 
 
 @contextmanager
@@ -384,3 +301,89 @@ def _writable(path: Path) -> Iterator[None]:
     except OSError as cause:
         remedy = "make room there" if cause.errno in FULL else "give a run.dir that you may write to"
         raise UserError(f"run.dir={path} cannot be written ({cause.strerror or cause}); {remedy}") from cause
+
+
+# ------------------------------------------------------------------------------------------------ does it live
+
+
+def is_trained(lock: Path, locks: Path = LOCKS, now: Callable[[], float] = time.time) -> bool | None:
+    """Tell whether a process holds the run's ``lock``; None where that cannot be known.
+
+    A process on another machine holds it no more when it has shown no sign of life for `SILENT_S`.
+
+    The kernel's list is read where there is one: to try the lock would refuse a run that takes it at that instant.
+    """
+    try:
+        found = lock.stat()
+        holder = lock.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return False
+    except (OSError, UnicodeDecodeError):
+        return None
+    if holder and not holder.rstrip().endswith(f" on {socket.gethostname()}"):
+        last = found.st_mtime  # on another machine, whose locks this one may not see
+        with suppress(OSError):
+            last = signs_of_life(lock).stat().st_mtime
+        return None if now() - last < SILENT_S else False
+    try:
+        return _listed(found, locks.read_text(encoding="ascii"))
+    except OSError:
+        return _tried(lock)
+
+
+@dataclass(frozen=True, slots=True)
+class RunStatus:
+    """A run's status: that of its end, or ``running``, ``not begun`` or ``killed``; ``reason``: why."""
+
+    status: str
+    reason: str | None
+    trained: bool | None
+    """Whether somebody trains it; None where that cannot be known."""
+
+    @property
+    def goes_on(self) -> bool:
+        """True where somebody trains the run, or may."""
+        return self.trained is True or self.status == "running"
+
+
+def standing(started: RunStarted | None, finished: RunFinished | None, lock: Path) -> RunStatus:
+    """Say how a run stands, by what its record has of its start and end, and by who holds its ``lock``."""
+    trained = is_trained(lock)
+    if finished is not None:
+        return RunStatus(finished.status, finished.reason, trained)
+    if trained is not False:
+        return RunStatus("running", None, trained)
+    if started is None:
+        return RunStatus("not begun", "nobody trains in this directory, and nothing was trained", trained)
+    return RunStatus("killed", "nobody trains this run any more, and it did not say how it ended", trained)
+
+
+def only_starts(lock: Path, record: Path) -> bool:
+    """Tell whether the holder of the run's ``lock`` has yet to write to its ``record``. Raises `OSError`.
+
+    The lock's file is written when it is taken.
+    """
+    try:
+        return record.stat().st_mtime_ns < lock.stat().st_mtime_ns
+    except FileNotFoundError:
+        return True
+
+
+def _listed(found: os.stat_result, locks: str) -> bool:
+    """Tell whether the kernel lists a lock of the file ``found``.
+
+    By its inode alone where the device differs: some file systems show another one than their locks have.
+    """
+    held = [line.split() for line in locks.splitlines() if " FLOCK " in line and " -> " not in line]
+    return any(fields[5].rpartition(":")[2] == str(found.st_ino) for fields in held if len(fields) > 5)
+
+
+def _tried(lock: Path) -> bool | None:
+    try:
+        with lock.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return None
+    return False

@@ -21,9 +21,8 @@ from headway.reports.samples.token_view import (
     legend,
     print_token_table,
     token_text,
-    visible,
 )
-from headway.reports.table_fitting import print_fitting
+from headway.reports.terminal import print_fitting, visible
 
 LINE = 60
 """Most characters of a prompt in a table."""

@@ -27,7 +27,7 @@ from headway.reports.metrics.group_tally import FATES, IN_FLIGHT
 from headway.reports.report import events_file_of, events_of, not_yet
 from headway.reports.run_directory import RunDirectory
 from headway.reports.samples.samples_file import mean_of, read_samples
-from headway.reports.samples.token_view import visible
+from headway.reports.terminal import visible
 
 OF_A_GROUP = (GroupAdmitted, TrajectoryFinished, GroupRewarded, FetchTaken, GroupSettled)
 ALL_FATES = (*FATES, IN_FLIGHT)

@@ -39,9 +39,10 @@ from headway.models.model_folder import check_folder
 from headway.pipeline.recovery.liveness import Answers
 from headway.pipeline.run import Status
 from headway.reports.checkpoint_folders import Checkpoints
-from headway.reports.live.console_view import stdout_console
 from headway.reports.record.events_file import JsonLines
-from headway.reports.run_directory import RunDirectory, RunLock, free_names, replace_file
+from headway.reports.record.file_access import replace_file
+from headway.reports.run_directory import RunDirectory, RunLock, free_names
+from headway.reports.terminal import stdout_console
 from headway.reports.trackers.tracker_checks import check_trackers
 from headway.reports.trackers.tracker_client import Say
 from headway.reports.trackers.tracker_set import Trackers, open_trackers

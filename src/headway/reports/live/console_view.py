@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import shlex
-import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Protocol, TextIO, cast
+from typing import Any, Protocol
 
 from rich.console import Console
 from rich.padding import Padding
@@ -42,60 +39,6 @@ class ConsoleView(Protocol):
     def on_row(self, row: dict[str, Any]) -> None: ...
 
     def close(self) -> None: ...
-
-
-class Unfailing:
-    """A text file to print to that never raises `OSError`: once it refuses, what is written to it is lost.
-
-    So a pipe whose reader left, or a full disk behind ``> run.log``, ends what is shown of a run, not the run.
-    """
-
-    def __init__(self, file: TextIO) -> None:
-        self._file = file
-        self._refused = False
-
-    @property
-    def encoding(self) -> str:
-        return self._file.encoding
-
-    def isatty(self) -> bool:
-        return self._file.isatty()
-
-    def fileno(self) -> int:
-        """File descriptor of the file. Raises `OSError` where it has none."""
-        return self._file.fileno()
-
-    def write(self, text: str) -> int:
-        if not self._refused:
-            try:
-                self._file.write(text)
-            except OSError:
-                self._refuse()
-        return len(text)
-
-    def flush(self) -> None:
-        if not self._refused:
-            try:
-                self._file.flush()
-            except OSError:
-                self._refuse()
-
-    def _refuse(self) -> None:
-        self._refused = True
-        # What the file still holds goes nowhere, or the interpreter, which flushes it last, would fail over it.
-        with suppress(OSError):
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            try:
-                os.dup2(nowhere, self._file.fileno())
-            finally:
-                os.close(nowhere)
-
-
-def stdout_console() -> Console:
-    """A console on this process's output that never fails."""
-    if sys.stdout is None:  # closed before the interpreter started: rich prints nowhere
-        return Console()
-    return Console(file=cast(IO[str], Unfailing(sys.stdout)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ from headway.events import (
     StageChanged,
     TrajectoryFinished,
 )
-from headway.reports.record.file_tail import Rewritten, Tail
+from headway.reports.record.file_access import Rewritten, Tail
 
 if TYPE_CHECKING:
     import pyarrow as pa

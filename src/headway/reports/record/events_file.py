@@ -39,6 +39,7 @@ from headway.reports.record.dense_events import (
     seal,
     segment,
 )
+from headway.reports.record.file_access import cut_off_half_line
 
 FLUSH_EVERY_S = 1.0
 KEPT_BYTES = 64 * 2**20
@@ -431,21 +432,6 @@ def read_events(
 ) -> Iterator[Event]:
     """Yield the surviving history of a run, in order. See `EventReader`."""
     yield from EventReader(path, until=until, after=after, kinds=kinds, number=number).read()
-
-
-def cut_off_half_line(path: Path) -> None:
-    """Cut off a last line without an end, which a killed process may have left, so that nothing continues it."""
-    with path.open("rb+") as file:
-        end = position = file.seek(0, 2)
-        while position > 0:
-            start = max(0, position - 65_536)
-            file.seek(start)
-            if (found := file.read(position - start).rfind(b"\n")) >= 0:
-                position = start + found + 1
-                break
-            position = start
-        if position < end:
-            file.truncate(position)
 
 
 def complete_lines(path: Path) -> Iterator[tuple[int, str]]:

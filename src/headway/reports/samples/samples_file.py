@@ -25,7 +25,7 @@ from headway.config.schema import Config
 from headway.data.draws import place_of_group, share_of
 from headway.errors import DataError, writable_json
 from headway.reports.record.events_file import JsonLines
-from headway.reports.record.file_tail import Tail
+from headway.reports.record.file_access import Tail, draft_of
 
 LIMIT = 64 * 2**20
 """Bytes from which on the file is thinned."""
@@ -220,11 +220,6 @@ def _checked(sample: dict[str, Any]) -> dict[str, Any]:
 def _has(value: Mapping[str, Any], keys: frozenset[str]) -> None:
     if missing := keys - value.keys():
         raise KeyError(min(missing))
-
-
-def draft_of(path: Path) -> Path:
-    """Return the path of the file that is to take the place of ``path``."""
-    return path.with_name(f"{path.name}.tmp")
 
 
 def _survives(sample: Sample, version: int, boundary: float) -> bool:

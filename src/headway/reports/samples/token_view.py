@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import unicodedata
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from headway.reports import human
-from headway.reports.table_fitting import print_fitting
+from headway.reports.terminal import print_fitting, visible
 
 Row = Mapping[str, Any]
 """A row of an episode in a sample."""
@@ -166,20 +165,6 @@ _SCALES: dict[Color, Callable[[Sequence[Row]], Scale]] = {
 
 
 QUIET = "bright_black"
-
-
-def visible(text: str) -> str:
-    """Return ``text`` with its control and format characters spelled, but for ends of lines, tabs, and joiners.
-
-    What a model says may hold any of them, and a terminal obeys some. Joiners are part of emoji and of some scripts.
-    """
-    if text.isprintable():
-        return text
-    return "".join(c if unicodedata.category(c) not in _OBEYED or c in _HARMLESS else f"<0x{ord(c):02X}>" for c in text)
-
-
-_OBEYED = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
-_HARMLESS = "\n\t\u200c\u200d"
 
 
 def legend(scale: Scale, *, colors: bool) -> Text:

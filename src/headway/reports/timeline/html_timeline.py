@@ -24,7 +24,7 @@ from typing import Any
 from headway.events import Span
 from headway.reports import human
 from headway.reports.record.events_file import to_json_line
-from headway.reports.run_directory import whole_file
+from headway.reports.record.file_access import whole_file
 from headway.reports.samples.samples_file import validation_line
 from headway.reports.samples.token_view import Color, Scale, scale_of
 from headway.reports.timeline.lanes import Lane, LaneSpan, SpanKind

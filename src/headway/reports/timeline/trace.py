@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from headway.reports.record.events_file import to_json_line
-from headway.reports.run_directory import whole_file
+from headway.reports.record.file_access import whole_file
 from headway.reports.timeline.lanes import Lane, LaneSpan
 from headway.reports.timeline.timeline import MarkKind, Timeline
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from headway.errors import DataError, said_by
-from headway.reports.run_directory import replace_file
+from headway.reports.record.file_access import replace_file
 from headway.reports.trackers.tracker import TrackerSetting
 from headway.reports.trackers.tracker_process import TrackerLink, TrackerLost
 from headway.reports.trackers.tracker_queue import Message, RunEnd, TrackerQueue

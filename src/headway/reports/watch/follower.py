@@ -23,10 +23,9 @@ from headway.reports.metrics.metrics_state import newest
 from headway.reports.metrics.summary import summary
 from headway.reports.record.dense_events import DenseReader, parse_event
 from headway.reports.record.events_file import SurvivingRecord, look_through, to_json_line
-from headway.reports.record.file_tail import Rewritten, Tail
+from headway.reports.record.file_access import Rewritten, Tail
 from headway.reports.report import draw, newest_versions
-from headway.reports.run_directory import RunDirectory
-from headway.reports.run_liveness import only_starts, standing
+from headway.reports.run_directory import RunDirectory, only_starts, standing
 from headway.reports.samples.samples_file import MOST_VALIDATIONS, Key, SampleIndex
 from headway.reports.timeline.html_timeline import cards, live_parts
 from headway.reports.timeline.run_history import MOST_GROUPS, GroupLog, ledger

@@ -289,13 +289,9 @@ def _directory(run: Path, note: Callable[[str], None]) -> RunDirectory:
     while to_come and time.monotonic() < until:
         time.sleep(LOOK_S)
         to_come = _to_come(run)
-    wanted = "expected a run's directory, the run.dir of a headway train"
-    if not run.is_dir():
-        raise ConfigError(f"RUN: got {run}, which {'is a file' if run.exists() else 'does not exist'}; {wanted}")
     directory = RunDirectory(run)
-    if not directory.config.is_file() and not directory.events.is_file():
-        raise ConfigError(f"RUN: got {run}, which has no {directory.config.name}; {wanted}")
-    return directory
+    needed = directory.events if directory.events.is_file() else directory.config
+    return RunDirectory.existing(run, needed.name)
 
 
 def _to_come(run: Path) -> bool:

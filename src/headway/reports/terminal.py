@@ -1,0 +1,119 @@
+"""Consoles that never fail, tables that fit them, and text that no terminal obeys."""
+
+from __future__ import annotations
+
+import os
+import sys
+import unicodedata
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import IO, TextIO, cast
+
+from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
+
+TableOf = Callable[[Sequence[int]], Table]
+"""Builds a table of the columns with these numbers."""
+
+
+UNBOUNDED = 10_000
+"""Width in which every table has its own."""
+
+
+def print_fitting(console: Console, columns: int, table_of: TableOf, *, together: int = 1) -> None:
+    """Print a table of ``columns`` columns as tables that fit ``console``, with an empty line between them.
+
+    Columns that may wrap are broken between words before others move to another table. ``together``: number of columns
+    beside column 0 that each table has at least, where there are so many.
+    """
+    rest = list(range(1, columns))
+    while True:
+        most = len(rest)
+        while most > together and _narrowest(console, table_of([0, *rest[:most]])) > console.width:
+            most -= 1
+        console.print(table_of([0, *rest[:most]]))
+        rest = rest[most:]
+        if not rest:
+            return
+        console.print()
+
+
+def _narrowest(console: Console, table: Table) -> int:
+    """Return the width in which no word of ``table`` is broken, and no cell that may not wrap."""
+    options = console.options.update(max_width=UNBOUNDED)
+    width = console.measure(table, options=options).maximum
+    for column in table.columns:
+        if not column.no_wrap:
+            sizes = [Measurement.get(console, options, cell) for cell in (column.header, *column.cells)]
+            widest, word = max(size.maximum for size in sizes), max(size.minimum for size in sizes)
+            width -= max(min(widest, column.max_width or widest) - word, 0)
+    return width
+
+
+class Unfailing:
+    """A text file to print to that never raises `OSError`: once it refuses, what is written to it is lost.
+
+    So a pipe whose reader left, or a full disk behind ``> run.log``, ends what is shown of a run, not the run.
+    """
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+        self._refused = False
+
+    @property
+    def encoding(self) -> str:
+        return self._file.encoding
+
+    def isatty(self) -> bool:
+        return self._file.isatty()
+
+    def fileno(self) -> int:
+        """File descriptor of the file. Raises `OSError` where it has none."""
+        return self._file.fileno()
+
+    def write(self, text: str) -> int:
+        if not self._refused:
+            try:
+                self._file.write(text)
+            except OSError:
+                self._refuse()
+        return len(text)
+
+    def flush(self) -> None:
+        if not self._refused:
+            try:
+                self._file.flush()
+            except OSError:
+                self._refuse()
+
+    def _refuse(self) -> None:
+        self._refused = True
+        # What the file still holds goes nowhere, or the interpreter, which flushes it last, would fail over it.
+        with suppress(OSError):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            try:
+                os.dup2(nowhere, self._file.fileno())
+            finally:
+                os.close(nowhere)
+
+
+def stdout_console() -> Console:
+    """A console on this process's output that never fails."""
+    if sys.stdout is None:  # closed before the interpreter started: rich prints nowhere
+        return Console()
+    return Console(file=cast(IO[str], Unfailing(sys.stdout)))
+
+
+def visible(text: str) -> str:
+    """Return ``text`` with its control and format characters spelled, but for ends of lines, tabs, and joiners.
+
+    What a model says may hold any of them, and a terminal obeys some. Joiners are part of emoji and of some scripts.
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if unicodedata.category(c) not in _OBEYED or c in _HARMLESS else f"<0x{ord(c):02X}>" for c in text)
+
+
+_OBEYED = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
+_HARMLESS = "\n\t\u200c\u200d"
