@@ -104,7 +104,7 @@ class _Profiling:
     """The profiling of one run. `_assumptions` fills as the parts of the profile are made."""
 
     def __init__(self, run: Path) -> None:
-        directory = check_directory(run)
+        directory = RunDirectory.existing(run)
         self._config = load(directory.config, environment=os.environ).config
         actor = self._config.actor
         self._placement = resolve_placement(self._config)
@@ -447,19 +447,6 @@ def measured_on(workers: Sequence[WorkerDescribed]) -> str | None:
 
 
 MIN_VERSIONS = 2
-
-
-def check_directory(run: Path) -> RunDirectory:
-    """Return the directory of ``run``. Raises `ConfigError` where that is none."""
-    directory = RunDirectory(run)
-    if not run.is_dir():
-        raise ConfigError(f"{run} is not a directory; give the directory of a run, as run.dir named it")
-    for file in (directory.config, directory.events):
-        if not file.is_file():
-            raise ConfigError(
-                f"{run} has no {file.name}, so it is not the directory of a run; give one that headway train made"
-            )
-    return directory
 
 
 def check_enough(run: Path, recording: Recording) -> None:
