@@ -10,7 +10,10 @@ import pytest
 import torch
 
 from headway.data.interfaces.weights import ReceiveReport
-from headway.engines.weights.served_update import SideStream, Updates, outcome
+from headway.engines.weights.incoming_version import Intake
+from headway.engines.weights.receiver_state import ReceiverState
+from headway.engines.weights.served_weights import SideStream, WeightUpdates, outcome
+from headway.engines.weights.weight_layout import Manifest
 
 
 class Streams:
@@ -77,17 +80,13 @@ def test_on_a_cpu_nothing_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_a_version_is_received_on_the_side_stream_of_the_engines_device(monkeypatch: pytest.MonkeyPatch) -> None:
     streams = Streams(monkeypatch)
 
-    class Filled:
-        def begin(self, version: int) -> None:
-            streams.calls.append("begin")
-
-        def fill(self, version: int, receive: Any) -> ReceiveReport:
+    class Noting(Intake):
+        def take_in(self, version: int, receive: Any) -> ReceiveReport:
             streams.calls.append("fill")
             return ReceiveReport(recv_s=0.0, register_s=0.0, checksum=0, nbytes=0)
 
-        def load(self, version: int) -> None: ...
-
-    updates = Updates("replica", Filled(), lambda version, sink: None, torch.device("cuda:0"))
+    intake = Noting(Manifest(()), ReceiverState("replica"))
+    updates = WeightUpdates(intake, lambda version, sink: None, torch.device("cuda:0"))
     await outcome(updates.start(1))
     updates.close()
-    assert streams.calls == ["begin", "make on cuda:0", "wait for default", "use", "fill", "leave", "host waits"]
+    assert streams.calls == ["make on cuda:0", "wait for default", "use", "fill", "leave", "host waits"]

@@ -14,6 +14,7 @@ from headway.data.interfaces.generation import FinishedCall
 from headway.data.interfaces.rollout import OnUpdate
 from headway.engines.rollout.engine_activity import VllmActivity
 from headway.engines.rollout.vllm.vllm_core import VllmCore
+from headway.engines.weights.receiver_state import ReceiverState
 from headway.errors import HeadwayError, NonFinite, RunError, WorkerDied
 from tests.contract.harness import VOCABULARY, make_calls, numbers_of
 
@@ -84,6 +85,7 @@ async def core_over(llm: Scripted, told: Told) -> AsyncIterator[VllmCore]:
         activity=VllmActivity(clock),
         temperature=1.0,
         can_sleep=True,
+        weights=ReceiverState("rollout engine replica"),
     )
     await core.begin()
     yield core

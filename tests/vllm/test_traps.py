@@ -69,7 +69,6 @@ async def connect(served: Served, change: object) -> None:
     """Let the workers believe that the buffers that they map hold something else than they do."""
     engine = served.engine
     assert engine._core is not None
-    assert engine._beside is not None
     slots = [(s.name, list(s.shape), s.dtype, s.offset, s.nbytes) for s in served.source.manifest.slots]
     await engine._ask(engine._core.connect(served.source.manifest.nbytes, change(slots)))  # type: ignore[operator]
 

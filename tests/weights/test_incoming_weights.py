@@ -154,7 +154,7 @@ def test_of_two_updates_that_race_the_second_is_refused_and_the_first_completes(
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(target.fill, 1, slow)
         assert begun.wait(20)
-        with pytest.raises(UpdateFailed, match="version 2 was to be received while another one still arrives"):
+        with pytest.raises(UpdateFailed, match="is still receiving version 1; receiving version 2 has to wait"):
             target.fill(2, hand_over(stream(2)))
         go_on.set()
         report = first.result(20)

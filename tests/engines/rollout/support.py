@@ -30,7 +30,6 @@ from headway.data.interfaces.episode_groups import FinishedGroup, GroupRequest
 from headway.data.interfaces.generation import FinishedCall, GenerateRequest, Priority, SamplingParams
 from headway.data.types import GroupTokens, Prompt, RowAt, RowTokens, Trajectory
 from headway.engines.rollout.native.native_core import EngineCore, Finished
-from headway.engines.weights.served_weights import Contents
 from headway.models.weight_files import file_tensors
 
 VOCABULARY = 40
@@ -227,7 +226,8 @@ def activate(core: EngineCore, version: int, model: PreTrainedModel) -> None:
         with torch.no_grad():
             for name, values in tensors_of_files(model).items():
                 served_tensors(core)[name].copy_(values)
-        core.weights.set(Contents.SERVED, version)
+        core.weights.state.version = version
+        core.weights.state.loaded()
 
     core.activate(version, load)
 

@@ -17,6 +17,7 @@ from headway.data.interfaces.episode_groups import GroupRequest
 from headway.data.interfaces.generation import Priority
 from headway.data.interfaces.rollout import OnUpdate
 from headway.data.types import FinishReason, TrajectoryId
+from headway.engines.weights.incoming_version import BackBuffer
 from headway.engines.weights.protocols import IncomingWeights
 from headway.errors import DataError, ModelError, RunError, UpdateFailed, WorkerDied
 from tests.engines.rollout.serving import MODEL, WAIT_S, Source, collect, endless, serving, until_asked
@@ -130,14 +131,15 @@ async def test_nothing_is_received_while_the_back_buffer_is_copied_into_the_mode
     async with serving(source) as engine:
         await engine.stage_weights(1)
         assert engine._updates is not None
-        load, loading, go_on = engine._updates._way_in.load, threading.Event(), threading.Event()
+        write, loading, go_on = engine._updates._write, threading.Event(), threading.Event()
+        assert write is not None
 
-        def slowly(version: int) -> None:
+        def slowly(buffer: BackBuffer) -> None:
             loading.set()
             assert go_on.wait(WAIT_S)
-            load(version)
+            write(buffer)
 
-        monkeypatch.setattr(engine._updates._way_in, "load", slowly)
+        monkeypatch.setattr(engine._updates, "_write", slowly)
         activating = asyncio.create_task(engine.activate(1))
         assert await asyncio.to_thread(loading.wait, WAIT_S)
         with pytest.raises(UpdateFailed, match="still loading version 1; receiving version 2 has to wait"):
@@ -378,11 +380,11 @@ async def test_an_update_that_breaks_half_way_ends_the_engine_and_its_own_caller
     async with serving(Source(MODEL)) as engine:
         await engine.stage_weights(1)
 
-        def fail(version: object) -> None:
+        def fail(buffer: object) -> None:
             raise MemoryError("no room for the weights")
 
         assert engine._updates is not None
-        monkeypatch.setattr(engine._updates._way_in, "load", fail)
+        monkeypatch.setattr(engine._updates, "_write", fail)
         async with asyncio.timeout(WAIT_S):
             with pytest.raises(WorkerDied, match="no room for the weights"):
                 await engine.activate(1)

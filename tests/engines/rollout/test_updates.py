@@ -15,7 +15,6 @@ from headway.data.interfaces.rollout import OnUpdate
 from headway.engines.rollout.native import NativeEngine
 from headway.engines.weights.incoming_version import BackBuffer
 from headway.engines.weights.protocols import Chunk, HostCopy, IncomingWeights, WeightSink
-from headway.engines.weights.served_update import BufferedIntake
 from headway.errors import RunError, UpdateFailed
 from tests.engines.rollout.serving import MODEL, WAIT_S, Source, collect, endless, outgoing, serving
 from tests.engines.rollout.support import assert_logprobs, make_model, make_request
@@ -421,17 +420,16 @@ async def test_a_version_that_is_written_over_while_it_is_loaded_serves_nobody_u
         elsewhere.has(1)
         await engine.stage_weights(1)
         await engine.pause(OnUpdate.KEEP)
-        assert engine._updates is not None and isinstance(engine._updates._way_in, BufferedIntake)
-        target = engine._updates._way_in._target
-        write = target.write
+        assert engine._updates is not None
+        write = engine._updates._write
+        assert write is not None
 
-        def meanwhile(offset: int, data: torch.Tensor) -> None:
-            if not offset:
-                elsewhere.has(2)
-            write(offset, data)
+        def meanwhile(buffer: BackBuffer) -> None:
+            elsewhere.has(2)
+            write(buffer)
 
         with monkeypatch.context() as patch:
-            patch.setattr(target, "write", meanwhile)
+            patch.setattr(engine._updates, "_write", meanwhile)
             with pytest.raises(UpdateFailed, match="version 1 was written over by another one while it was loaded"):
                 await engine.activate(1)
         for call in (engine.resume, engine.probe):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from headway.data.interfaces.rollout import OnUpdate
 from headway.engines.rollout.engine_activity import VllmActivity
 from headway.engines.rollout.vllm.vllm_core import VllmCore
+from headway.engines.weights.receiver_state import ReceiverState
 from headway.errors import RunError
 from tests.engines.rollout.support import make_call, make_request
 
@@ -52,7 +54,13 @@ def core_over(llm: Noting) -> VllmCore:
         activity=VllmActivity(clock),
         temperature=1.0,
         can_sleep=True,
+        weights=ReceiverState("rollout engine replica"),
     )
+
+
+def load_buffer(core: VllmCore, into_workers: Callable[[str], None]) -> None:
+    into_workers("buffer")
+    core._state.weights.loaded()
 
 
 @pytest.mark.parametrize(
@@ -77,8 +85,8 @@ async def test_only_what_sleeps_is_woken(
     await core.pause(OnUpdate.INTERRUPT)
     await core.sleep(keep)
     if loads:
-        await core.activate(1, lambda load: load("buffer"))
-        await core.activate(2, lambda load: load("buffer"))
+        for version in (1, 2):
+            await core.activate(version, partial(load_buffer, core))
     await core.wake()
     await core.resume()
     assert llm.woken == expected

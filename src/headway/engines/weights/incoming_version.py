@@ -1,10 +1,7 @@
-"""One version on its way in: into a back buffer beside what is served, or straight into it while nothing decodes.
+"""One version on its way in: the memory that it arrives in, and the checks of each sender's share.
 
-    BackBuffer   empty ──fill──▶ filling ──all there, checked──▶ staged (version) ──load──▶ …     the old version serves
-                   │               └──────────any error────────▶ empty                           on after any error
-                   └─another process of this machine has it──────▶ staged (version)
-    InPlace      whole ──fill──▶ torn ─────all there, checked──▶ whole (version)                  torn weights serve
-                                   └──────────any error────────▶ torn                            nobody
+    BackBuffer   beside what is served, in host memory: the old version serves until another one is loaded from there
+    InPlace      over what is served, while nothing decodes: torn weights serve nobody
 
 "Checked": every bucket came once and in order, and the digest of each tensor is the sender's.
 """
@@ -14,7 +11,6 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
 from threading import Lock
@@ -26,6 +22,7 @@ from headway.data.interfaces.weights import ReceiveReport
 from headway.engines.weights.buckets import Tensors
 from headway.engines.weights.delta import apply
 from headway.engines.weights.protocols import Header, HostCopy, IncomingWeights
+from headway.engines.weights.receiver_state import ReceiverState
 from headway.engines.weights.shared_bytes import NOTHING, SharedBytes
 from headway.engines.weights.weight_layout import ALIGNMENT, Manifest, RunningDigests, buckets, combined, digest
 from headway.errors import UpdateFailed
@@ -36,22 +33,64 @@ Pin = Callable[[torch.Tensor], Callable[[], None]]
 """Function that locks pages of memory, for copies to a device, and returns one that undoes it."""
 
 
-class BackBuffer:
+class Intake(ABC):
+    """The memory that versions arrive in, one at a time."""
+
+    def __init__(self, manifest: Manifest, state: ReceiverState) -> None:
+        self.manifest = manifest
+        self.state = state
+
+    def fill(self, version: int, receive: Receive) -> ReceiveReport:
+        """Let ``receive`` put ``version`` in, all of it or nothing.
+
+        ``recv_s`` is the time until everything was there, ``register_s`` the time spent on checks. Raises
+        `UpdateFailed` that says what is wrong, also when another version arrives; errors of ``receive`` itself pass
+        through.
+        """
+        self.state.begin(version)
+        try:
+            report = self.take_in(version, receive)
+        except BaseException:
+            self.state.fail(torn=self.torn)
+            raise
+        self.state.complete()
+        return report
+
+    @property
+    def torn(self) -> bool:
+        """True once a part of a version was written over the served weights, until all of it has come."""
+        return False
+
+    @property
+    def version(self) -> int | None:
+        """The version that is staged, complete and checked."""
+        return self.state.staged
+
+    @abstractmethod
+    def take_in(self, version: int, receive: Receive) -> ReceiveReport:
+        """Do what `fill` does, for a caller that tells `state` of it."""
+
+    def loaded(self) -> None:
+        """Unstage the version, which was loaded. Raises `UpdateFailed` when another one was received over it."""
+        self.state.loaded()
+
+
+class BackBuffer(Intake):
     """A complete copy of the weights in host memory, beside the engine, that is swapped in at a safe point.
 
     A machine needs one: the process that receives a version has it, and others map it (`HostCopy`). The owner keeps
-    the last version after it was loaded, so that a delta can be applied to it. Whoever swaps waits for `fill` to
-    return.
+    the last version after it was loaded, so that a delta can be applied to it.
     """
 
-    def __init__(self, manifest: Manifest, *, pin: Pin | None = None) -> None:
+    def __init__(self, manifest: Manifest, *, state: ReceiverState | None = None, pin: Pin | None = None) -> None:
         """Take memory when the first version comes: ``manifest.nbytes`` here, or nothing where another process has it.
 
         Args:
             manifest: the layout of the weights.
+            state: that of the receiver; None: one of its own.
             pin: is called with the memory once it is mapped.
         """
-        self.manifest = manifest
+        super().__init__(manifest, state or ReceiverState())
         self._pin = pin
         self._memory: SharedBytes | None = None
         """The memory that is mapped: this process's own, or another's."""
@@ -60,40 +99,30 @@ class BackBuffer:
         self._unpin: Callable[[], None] | None = None
         self._holds: int | None = None
         """The version that lies in memory of its own, complete."""
-        self._staged: int | None = None
-        self._turn = _UpdateLock()
         self._mapping = Lock()
 
     @property
     def version(self) -> int | None:
         """The version that is staged, complete and checked; None while there is none, also once it was written over."""
-        whole = self._memory is not None and self._memory.stamp == self._staged
-        return self._staged if whole else None
+        whole = self._memory is not None and self._memory.stamp == self.state.staged
+        return self.state.staged if whole else None
 
     @property
     def path(self) -> str:
         """The path at which other processes map the staged version. Raises `UpdateFailed` while there is none."""
         return str(self._staged_memory().path)
 
-    def fill(self, version: int, receive: Receive) -> ReceiveReport:
-        """Let ``receive`` put ``version`` in; stage it, all of it or nothing.
-
-        ``recv_s`` is the time until everything was there, ``register_s`` the time spent on checks. Raises
-        `UpdateFailed` that says what is wrong, also when another `fill` is running; errors of ``receive`` itself pass
-        through.
-        """
-        with self._turn.of(version):
-            base, self._holds, self._staged = self._holds, None, None
-            arriving = _Version(
-                self.manifest, lambda share: _IntoBuffer(share, version, self._own, base), partial(self._adopt, version)
-            )
-            report = _arrive(arriving, receive)
-            assert self._memory is not None
-            if arriving.copy is None:
-                self._memory.stamp = version
-                self._holds = version
-            self._staged = version
-            return replace(report, path=self.path)
+    def take_in(self, version: int, receive: Receive) -> ReceiveReport:
+        base, self._holds = self._holds, None
+        arriving = _IncomingVersion(
+            self.manifest, lambda share: _IntoBuffer(share, version, self._own, base), partial(self._adopt, version)
+        )
+        report = arriving.receive(receive)
+        assert self._memory is not None
+        if arriving.copy is None:
+            self._memory.stamp = version
+            self._holds = version
+        return replace(report, path=str(self._memory.path))
 
     def windows(self, nbytes: int) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield ``(offset, bytes)`` of the staged version, at most ``nbytes`` at a time: views."""
@@ -102,13 +131,11 @@ class BackBuffer:
             yield start, flat[start:stop]
 
     def loaded(self) -> None:
-        """Unstage the version, which was loaded; its owner keeps it, so that a delta can be applied to it.
-
-        Raises `UpdateFailed` when another version was received over it meanwhile.
-        """
-        memory, version, self._staged = self._staged_memory(), self._staged, None
-        if memory.stamp != version:
-            raise UpdateFailed(f"version {version} was written over by another one while it was loaded")
+        # The owner of mapped memory may have received the next version into it while this process read: only the stamp
+        # behind the bytes tells, and it has to be read after them.
+        if self._staged_memory().stamp != self.state.version:
+            raise UpdateFailed(f"version {self.state.version} was written over by another one while it was loaded")
+        super().loaded()
 
     def _own(self) -> torch.Tensor:
         """Memory of this process's own, which holds no version from now on: [nbytes] uint8. Any thread may ask."""
@@ -136,65 +163,59 @@ class BackBuffer:
         self._unpin = None if self._pin is None else finalize(self, self._pin(memory.flat))
 
     def _staged_memory(self) -> SharedBytes:
-        if self._staged is None or self._memory is None:
+        if self.state.staged is None or self._memory is None:
             raise UpdateFailed("no version is staged: fill the buffer before its weights are read")
         return self._memory
 
 
-class InPlace:
+class InPlace(Intake):
     """Receives weights straight into the tensors that are served, while nothing decodes.
 
     Memory: one bucket of each sender's. After a failure the tensors may be `torn`, until a whole version has come.
     """
 
-    def __init__(self, manifest: Manifest, tensors: Tensors, *, window: int, pinned: bool = False) -> None:
+    def __init__(
+        self,
+        manifest: Manifest,
+        tensors: Tensors,
+        *,
+        window: int,
+        state: ReceiverState | None = None,
+        pinned: bool = False,
+    ) -> None:
         """Write into ``tensors``. ``window``: bytes at a time (``rollout.param_update_consume_bucket_size_mb``)."""
-        self.manifest = manifest
-        self.torn = False
-        """True when part of a version was written, and the rest did not come or was not what was sent."""
+        super().__init__(manifest, state or ReceiverState())
+        self.state.in_place = True
         self._tensors = tensors
         self._window = window
         self._pinned = pinned
-        self._turn = _UpdateLock()
+        self._torn = False
 
-    def fill(self, version: int, receive: Receive) -> ReceiveReport:
-        """Let ``receive`` write ``version`` into the tensors. Report and errors are those of `BackBuffer.fill`."""
-        with self._turn.of(version):
-            arriving = _Version(
-                self.manifest,
-                lambda share: _IntoTensors(share, version, self._write, pinned=self._pinned),
-                partial(self._adopt, version),
-            )
-            report = _arrive(arriving, receive)
-            self.torn = False
-            return report
+    @property
+    def torn(self) -> bool:
+        return self._torn
+
+    def take_in(self, version: int, receive: Receive) -> ReceiveReport:
+        self._torn = False
+        arriving = _IncomingVersion(
+            self.manifest,
+            lambda share: _IntoTensors(share, version, self._write, pinned=self._pinned),
+            partial(self._adopt, version),
+        )
+        report = arriving.receive(receive)
+        self._torn = False
+        return report
 
     def _adopt(self, version: int, copy: HostCopy) -> None:
         raise UpdateFailed(f"version {version} was to be read from a copy, which needs rollout.enable_dual_buffer")
 
     def _write(self, offset: int, data: torch.Tensor) -> None:
-        self.torn = True
+        self._torn = True
         for start, stop in buckets(data.numel(), self._window):
             self._tensors.write(offset + start, data[start:stop])
 
 
-class _UpdateLock:
-    """Lock for one update at a time: a second one would mix with the first."""
-
-    def __init__(self) -> None:
-        self._taken = Lock()
-
-    @contextmanager
-    def of(self, version: int) -> Iterator[None]:
-        if not self._taken.acquire(blocking=False):
-            raise UpdateFailed(f"version {version} was to be received while another one still arrives; end that first")
-        try:
-            yield
-        finally:
-            self._taken.release()
-
-
-class _Version:
+class _IncomingVersion:
     """One version that is being received (`IncomingWeights`)."""
 
     def __init__(
@@ -209,20 +230,17 @@ class _Version:
         self._adopt(copy)
         self.copy = copy
 
-    def check(self) -> int:
-        """Compare with the senders' digests; return all as one number. Raises `UpdateFailed`, naming a tensor."""
+    def receive(self, receive: Receive) -> ReceiveReport:
+        """Let all shares come in, and compare them with the senders' digests: `UpdateFailed` names a wrong tensor."""
+        started = time.perf_counter()
+        receive(self)
+        arrived = time.perf_counter()
         if self.copy is not None:
-            return self.copy.checksum
-        return combined([digest for share in self.shares for digest in share.check()])
-
-
-def _arrive(arriving: _Version, receive: Receive) -> ReceiveReport:
-    started = time.perf_counter()
-    receive(arriving)
-    arrived = time.perf_counter()
-    checksum = arriving.check()
-    nbytes = sum(share.nbytes for share in arriving.shares)
-    return ReceiveReport(arrived - started, time.perf_counter() - arrived, nbytes, checksum)
+            checksum = self.copy.checksum
+        else:
+            checksum = combined([digest for share in self.shares for digest in share.check()])
+        nbytes = sum(share.nbytes for share in self.shares)
+        return ReceiveReport(arrived - started, time.perf_counter() - arrived, nbytes, checksum)
 
 
 class _Arrival(ABC):

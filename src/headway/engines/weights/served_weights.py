@@ -1,54 +1,41 @@
-"""The memory behind the served weights: on the device, kept on the host, or given up.
+"""A copy of the policy that is served and receives new weights: by a rollout replica, or by the role ``logp``.
 
-    there ──move_out──▶ kept  (a copy on the host) ──restore──▶ there
-      └───────drop────▶ gone ──allocate─────────────────────────▶ there, its values unspecified
-
-Whole storages change their size in place, so that every view of them (projections that share one packed matrix, the
-forward pass's own references, tied weights) is right again as soon as the memory is.
-
-The weights that are served, and whether they may be computed with.
-
-SERVED ──receive in place──▶ WRITING ──all of it──▶ ARRIVED ──activate──▶ SERVED
-  ▲                             ├──error, nothing written──▶ as before
-  │                             └──error────────────────▶ TORN ──receive in place──▶ WRITING
-  └──swapped in── GONE ◀──given up in sleep── any but WRITING
+ServedWeights   the tensors that are served
+WeightMemory    their memory, which a sleeping engine gives back
+WeightUpdates   how new ones come, beside those that are served or over them; `ReceiverState` says how far they are
+SideStream      a stream of the device for the receiving thread, so that decoding does not wait for it
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from enum import StrEnum
+import asyncio
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from headway.devices import kind_of
+from headway.data.interfaces.weights import ReceiveReport
+from headway.devices import DeviceStream, kind_of
 from headway.engines.weights.buckets import Parts, Tensors, whole
+from headway.engines.weights.incoming_version import BackBuffer, InPlace, Intake
+from headway.engines.weights.protocols import IncomingWeights
+from headway.engines.weights.receiver_state import ReceiverState
 from headway.engines.weights.weight_layout import Manifest
-from headway.errors import ModelError, RunError
+from headway.errors import ModelError, RunError, UpdateFailed, boundary
 from headway.models.weight_files import FileTensor, file_tensors
 
-
-class Contents(StrEnum):
-    """State of the served tensors: whether they hold one whole version that may be computed with."""
-
-    SERVED = "served"
-    """The tensors hold exactly one whole version; tokens sampled from it are stamped with its number."""
-    WRITING = "writing"
-    """Another thread writes a version over the tensors."""
-    ARRIVED = "arrived"
-    """The tensors hold one whole version that is not activated yet."""
-    TORN = "torn"
-    """The tensors hold parts of two versions."""
-    GONE = "gone"
-    """The tensors hold nothing: their memory was given up."""
+T = TypeVar("T")
 
 
 class ServedWeights:
-    """The model's own tensors, their memory, and what is in them.
+    """The model's own tensors, their memory, and which version is in them (`state`).
 
-    The decoding thread owns them, except while WRITING: then they are the receiving thread's.
+    The decoding thread owns them, except while a version arrives in place: then they are the receiving thread's.
     """
 
     def __init__(
@@ -69,13 +56,10 @@ class ServedWeights:
             tied: names that the model has beside those of ``files``, for the same memory.
         """
         self.device, self.memory = device, memory
-        self._name = name
+        self.state = ReceiverState(name)
         self._shapes = {file.name: file.shape for file in files}
         self._parts = parts
         self._tied = frozenset(tied)
-        self.contents = Contents.SERVED
-        self.version = 0
-        """Number of the version that the tensors hold, whole or in part."""
 
     @classmethod
     def of(cls, model: PreTrainedModel, name: str) -> ServedWeights:
@@ -107,45 +91,42 @@ class ServedWeights:
             return _ThroughDevice(manifest, self._parts, self.device)
         return Tensors(manifest, self._parts)
 
-    @property
-    def problem(self) -> str | None:
-        """The reason why nothing may be computed with the tensors, and what to do; None while one whole version is
-        served.
+    def updates(
+        self,
+        manifest: Manifest,
+        receive: Callable[[int, IncomingWeights], None],
+        window: int,
+        *,
+        in_place: bool = False,
+    ) -> WeightUpdates:
+        """Prepare for updates in the layout ``manifest``: in a back buffer, or ``in_place``, while nothing is computed.
+
+        Args:
+            manifest: the layout. Raises `ModelError` where it is not this model's.
+            receive: lets a version come in, blocking.
+            window: bytes that are copied at a time, a multiple of the layout's alignment.
         """
-        match self.contents:
-            case Contents.SERVED:
-                return None
-            case Contents.WRITING:
-                return f"version {self.version} is being written over its weights; wait for stage_weights to return"
-            case Contents.ARRIVED:
-                return f"its weights are version {self.version}'s, which is not active; call activate({self.version})"
-            case Contents.TORN:
-                return (
-                    f"its weights are torn: only a part of version {self.version} was written over them; "
-                    "stage and activate a whole version first"
-                )
-            case Contents.GONE:
-                return "its weights were given up when it was put to sleep; stage and activate a version first"
+        self.check_layout(manifest)
+        kind, target = kind_of(self.device), self.target(manifest)
 
-    def check(self, doing: str) -> None:
-        """Raise `RunError`, which says what could not be done (``doing``), unless one whole version is served."""
-        if (problem := self.problem) is not None:
-            raise RunError(f"{self._name} cannot {doing}: {problem}")
+        def write(buffer: BackBuffer) -> None:
+            for offset, part in buffer.windows(window):
+                target.write(offset, part)
+            kind.synchronize(self.device)
 
-    def set(self, contents: Contents, version: int) -> None:
-        self.version, self.contents = version, contents
-
-    def check_unwritten(self, doing: str) -> None:
-        """Raise `RunError`, which says what could not be done (``doing``), while another thread writes the weights."""
-        if self.contents is Contents.WRITING:
-            raise RunError(f"{self._name} cannot {doing}: {self.problem}")
+        if in_place:
+            pinned = kind.pins_host_memory
+            over = InPlace(manifest, target, window=window, state=self.state, pinned=pinned)
+            return WeightUpdates(over, receive, self.device, take_memory=self.memory.restore)
+        buffer = BackBuffer(manifest, state=self.state, pin=kind.pin)
+        return WeightUpdates(buffer, receive, self.device, take_memory=self.memory.allocate, write=write)
 
     def sleep(self, *, keep: bool) -> None:
         """Give the device's memory back. With ``keep`` the values move to the host; on a CPU they stay in place."""
         if not keep:
             self.memory.drop()
-            self.contents = Contents.GONE
-        elif self.device.type != "cpu" and self.contents is not Contents.GONE:
+            self.state.lose_served()
+        elif self.device.type != "cpu":
             self.memory.move_out()
         release_cached(self.device)
 
@@ -233,3 +214,151 @@ def _flat(storage: torch.UntypedStorage) -> torch.Tensor:
 def _to_host(storage: torch.UntypedStorage) -> torch.Tensor:
     kept = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=kind_of(storage.device).pins_host_memory)
     return kept.copy_(_flat(storage))
+
+
+class SideStream:
+    """A stream on ``device`` for a receiving thread, made when first used. On a CPU it does nothing.
+
+        default stream    decode ▷ decode ▷ decode ▷ decode ▷ load ▷ decode
+        side stream          └▷ receive ▷ copy ▷ receive ▷ copy │ host waits, then reports the version as received
+
+    Work of one stream runs in order: buckets on the default stream would queue behind decoding steps, and steps behind
+    buckets.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: DeviceStream | None = None
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Run the work inside on the side stream; it has ended on the device when the block has.
+
+        It begins behind what the default stream was given so far, which may still read the tensors that are written.
+        Other streams need no event: they are only told of the tensors after the host has waited. For the same reason
+        no memory is recorded for a second stream: what was taken inside is given back to the stream that used it, and
+        no tensor of another stream can be freed and taken again while work here still writes it.
+        """
+        if self._stream is None:
+            self._stream = kind_of(self._device).side_stream(self._device)
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_for_default()
+        try:
+            with self._stream.working():
+                yield
+        except BaseException:
+            with suppress(RuntimeError):  # what went wrong first is the reason
+                self._stream.synchronize()
+            raise
+        self._stream.synchronize()
+
+
+async def outcome(work: Future[T]) -> T:
+    """Return the result of ``work``, which runs on a thread.
+
+    If the waiting task is cancelled, ``work`` still runs, and its error is dropped.
+    """
+    waited = asyncio.wrap_future(work)
+    waited.add_done_callback(lambda done: done.cancelled() or done.exception())  # else asyncio says that nobody heard
+    return await asyncio.shield(waited)
+
+
+class WeightUpdates:
+    """Receives and loads versions by one `Intake`, one at a time; receives on its own thread.
+
+        decoding thread                 receiving thread               decoding thread, between two steps
+        start (paused, if in place) ──▶ take_in ◀── a transport ─────▶ load
+
+    A shared pool may have fewer threads than there are replicas, and a transport waits for all of them.
+    """
+
+    def __init__(
+        self,
+        intake: Intake,
+        receive: Callable[[int, IncomingWeights], None],
+        device: torch.device,
+        *,
+        take_memory: Callable[[], None] = lambda: None,
+        write: Callable[[BackBuffer], None] | None = None,
+    ) -> None:
+        """Set up a receiving thread.
+
+        Args:
+            intake: the memory that versions arrive in.
+            receive: lets a version come in, blocking.
+            device: the engine's.
+            take_memory: is called before served weights are written, whose memory may have been given up.
+            write: writes a staged version over the served weights; None: `load` is given such a function.
+        """
+        self._intake, self._state = intake, intake.state
+        self._receive = receive
+        self._take_memory = take_memory
+        self._write = write
+        self._stream = SideStream(device)
+        self._device = device
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"headway-receive-{self._state.name}")
+
+    def start(self, version: int) -> Future[ReceiveReport]:
+        """Begin to receive ``version``. Raises `UpdateFailed` while something else is under way, and if it cannot."""
+        self._state.begin(version)
+        try:
+            if self._state.in_place:
+                self._prepare(version)
+            with boundary(f"{self._state.name}, which is being closed, receiving version {version}", RunError):
+                return self._thread.submit(self._take_in, version)
+        except BaseException:
+            self._state.fail()
+            raise
+
+    def _take_in(self, version: int) -> ReceiveReport:
+        """Receive ``version`` on the receiving thread, which has to choose its stream by itself."""
+        # The state changes here and not where `start` is awaited: who waits may be cancelled while the thread goes on.
+        # It changes once the stream has ended, or a load would read bytes that are still being copied.
+        try:
+            with self._stream.working():
+                report = self._intake.take_in(version, partial(self._receive, version))
+                if self._state.in_place:
+                    kind_of(self._device).synchronize(self._device)
+        except BaseException:
+            self._state.fail(torn=self._intake.torn)
+            raise
+        self._state.complete()
+        return report
+
+    def load(self, version: int, write: Callable[[BackBuffer], None] | None = None) -> None:
+        """Serve ``version``. Raises `UpdateFailed` if it was not received, or while another one is being received."""
+        self._state.begin_load(version, self._intake.version)
+        try:
+            if isinstance(self._intake, BackBuffer):
+                self._prepare(version)
+                self._state.tear()  # until all of it is written
+                write = write or self._write
+                assert write is not None
+                write(self._intake)
+            self._intake.loaded()
+        except BaseException:
+            self._state.fail_load()
+            raise
+
+    def close(self) -> None:
+        """Stop receiving; what is under way ends by itself."""
+        self._thread.shutdown(wait=False)
+
+    def _prepare(self, version: int) -> None:
+        with boundary(f"{self._state.name} taking memory for version {version}", UpdateFailed):
+            self._take_memory()
+
+
+def cannot_stage(name: str) -> RunError:
+    """The error for a rollout engine that has no weight transport and is asked to receive weights."""
+    return RunError(f"rollout engine {name} was made without a weight transport; it cannot stage weights")
+
+
+def nothing_to_activate(name: str, version: int) -> UpdateFailed:
+    """The error for a rollout engine that has no weight transport and is asked to activate ``version``."""
+    return UpdateFailed(
+        f"rollout engine {name} was told to activate version {version}, but nothing is staged: it was made without a "
+        "weight transport"
+    )

@@ -37,14 +37,7 @@ from headway.devices import kind_of
 from headway.engines.rollout.inboxes import CallInbox, Inboxes
 from headway.engines.rollout.native.native_core import EngineCore, Finished
 from headway.engines.weights.protocols import IncomingWeights
-from headway.engines.weights.served_update import (
-    BufferedIntake,
-    InPlaceIntake,
-    Updates,
-    cannot_stage,
-    nothing_to_activate,
-    outcome,
-)
+from headway.engines.weights.served_weights import WeightUpdates, cannot_stage, nothing_to_activate, outcome
 from headway.engines.weights.weight_layout import ALIGNMENT, Manifest
 from headway.errors import (
     ConfigError,
@@ -193,14 +186,11 @@ class NativeEngine:
         self.capabilities = replace(
             NativeEngine.capabilities, double_buffered=dual_buffer, reproducible=self._core.reproducible
         )
-        self._updates: Updates | None = None
+        self._updates: WeightUpdates | None = None
         if receive is not None and manifest is not None:
-            self._core.weights.check_layout(manifest)
-            whose = f"rollout engine {name}"
-            intake = (BufferedIntake if dual_buffer else InPlaceIntake)(
-                whose, self._core.weights, manifest, consume_bucket_bytes
+            self._updates = self._core.weights.updates(
+                manifest, receive, consume_bucket_bytes, in_place=not dual_buffer
             )
-            self._updates = Updates(whose, intake, receive, model.device)
 
         self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
         self._unanswered: list[tuple[Command, Any]] = []
@@ -397,7 +387,7 @@ class NativeEngine:
             del self._clients[inbox.client]
             self._core.forget(inbox.client)
 
-    def _start_writing(self, updates: Updates, version: int) -> Future[ReceiveReport]:
+    def _start_writing(self, updates: WeightUpdates, version: int) -> Future[ReceiveReport]:
         self._core.check_paused(f"receive version {version}")
         return updates.start(version)
 

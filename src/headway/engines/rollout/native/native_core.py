@@ -125,7 +125,7 @@ class EngineCore:
         """Go on. Raises `RunError` while asleep, and while there is no whole version to sample from."""
         if self._asleep:
             raise RunError(f"rollout engine {self._name} was told to resume while asleep; call wake() first")
-        self.weights.check("resume")
+        self.weights.state.check("resume")
         self._scheduler.resume()
         self._in_place = True
 
@@ -173,7 +173,7 @@ class EngineCore:
         """Free the KV cache and the weights' memory; what was decoding is parked. Raises `RunError` unless paused."""
         if self._scheduler.mode is not Mode.PAUSED:
             raise RunError(f"rollout engine {self._name} was told to sleep while decoding; pause it first")
-        self.weights.check_unwritten("sleep")
+        self.weights.state.check_unwritten("sleep")
         if not self._asleep:
             self._park()
             self._runner.release()
@@ -195,7 +195,7 @@ class EngineCore:
         sequences = probe_sequences(self._vocabulary)
         if sequences.shape[1] > self._max_context:
             return None
-        self.weights.check("probe")
+        self.weights.state.check("probe")
         if not self.weights.memory.there:
             raise RunError(f"rollout engine {self._name} was told to probe while its weights sleep; call wake() first")
         self._activity.stop()
@@ -211,7 +211,7 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """A step would sample something."""
-        if self._scheduler.mode is Mode.PAUSED or self.weights.problem is not None:
+        if self._scheduler.mode is Mode.PAUSED or self.weights.state.problem is not None:
             return False
         return bool(self._batch.active or self._scheduler.queued)
 
@@ -221,7 +221,7 @@ class EngineCore:
 
     def step(self) -> list[Finished]:
         """Start what fits, sample one token for every active row, and return the calls that this finished."""
-        self.weights.check("decode")
+        self.weights.state.check("decode")
         with self._activity.step() as step:
             step.preempted = self._preempt()
             admission = self._batch.admission()

@@ -39,9 +39,10 @@ from headway.engines.rollout.vllm.launch import (
     start,
 )
 from headway.engines.rollout.vllm.vllm_core import VllmCore
-from headway.engines.weights.incoming_version import BackBuffer, Receive
+from headway.engines.weights.incoming_version import BackBuffer
 from headway.engines.weights.protocols import IncomingWeights
-from headway.engines.weights.served_update import Updates, cannot_stage, not_staged, nothing_to_activate, outcome
+from headway.engines.weights.receiver_state import ReceiverState
+from headway.engines.weights.served_weights import WeightUpdates, cannot_stage, nothing_to_activate, outcome
 from headway.engines.weights.weight_layout import Manifest
 from headway.errors import HeadwayError, RunError, StallError, UpdateFailed, WorkerDied, boundary
 
@@ -124,6 +125,7 @@ class VllmEngine:
             tensor_parallel=tensor_parallel,
             options=options or {},
         )
+        weights = ReceiverState(f"rollout engine {name}")
         self._core_settings: dict[str, Any] = {
             "name": name,
             "seed": seed,
@@ -131,16 +133,15 @@ class VllmEngine:
             "max_context": max_context,
             "clock": clock,
             "temperature": temperature,
+            "weights": weights,
         }
         self._clock = clock
         self._manifest: Manifest | None = None
-        self._updates: Updates | None = None
-        self._beside: _Beside | None = None
+        self._updates: WeightUpdates | None = None
         if receive is not None and manifest is not None:
             check_manifest(manifest, self._settings.model_path)
             self._manifest = manifest
-            self._beside = _Beside(f"rollout engine {name}", manifest)
-            self._updates = Updates(f"rollout engine {name}", self._beside, receive, torch.device("cpu"))
+            self._updates = WeightUpdates(BackBuffer(manifest, state=weights), receive, torch.device("cpu"))
         self._core: VllmCore | None = None
         self._inboxes = Inboxes(name)
         """The inboxes of the clients, who read them on event loops of their own."""
@@ -223,13 +224,11 @@ class VllmEngine:
 
         Also when vLLM fails to load it: then nothing is served before another version is activated.
         """
-        updates, beside = self._updates, self._beside
-        if updates is None or beside is None:
+        if (updates := self._updates) is None:
             raise nothing_to_activate(self.name, version)
 
         def load(into_workers: Callable[[str], None]) -> None:
-            beside.into_workers = into_workers
-            updates.load(version)
+            updates.load(version, lambda buffer: into_workers(buffer.path))
 
         return await self._ask(self._there.activate(version, load))
 
@@ -366,25 +365,3 @@ class VllmEngine:
 def _put(inbox: CallInbox, what: Sequence[FinishedCall] | HeadwayError) -> None:
     with contextlib.suppress(RuntimeError):  # that loop was closed: nobody there waits any more
         inbox.loop.call_soon_threadsafe(inbox.batches.put_nowait, what)
-
-
-class _Beside:
-    """The way in: a back buffer that the workers map, which the old version is served beside."""
-
-    def __init__(self, name: str, manifest: Manifest) -> None:
-        self._name = name
-        self._buffer = BackBuffer(manifest)
-        self.into_workers: Callable[[str], None]
-        """Lets the workers load what lies at a path, blocking."""
-
-    def begin(self, version: int) -> None:
-        """Do nothing: the served weights are not touched before `load`."""
-
-    def fill(self, version: int, receive: Receive) -> ReceiveReport:
-        return self._buffer.fill(version, receive)
-
-    def load(self, version: int) -> None:
-        if self._buffer.version != version:
-            raise not_staged(self._name, version, self._buffer.version)
-        self.into_workers(self._buffer.path)
-        self._buffer.loaded()

@@ -32,6 +32,7 @@ from headway.engines.rollout.call_run import CallRun, not_finite
 from headway.engines.rollout.engine_activity import VllmActivity
 from headway.engines.rollout.scheduler import Mode, OpenCalls, Scheduler
 from headway.engines.rollout.vllm.vllm_state import VllmLink, VllmState
+from headway.engines.weights.receiver_state import ReceiverState
 from headway.errors import HeadwayError, RunError
 from headway.models.probe import PROBE_PREFILL, probe_sequences
 
@@ -137,6 +138,7 @@ class VllmCore:
         activity: VllmActivity,
         temperature: float,
         can_sleep: bool,
+        weights: ReceiverState,
     ) -> None:
         """
         Args:
@@ -148,7 +150,7 @@ class VllmCore:
         self._llm = llm
         self._hand_on, self._on_end = deliver, on_end
         self._link = VllmLink(llm, name, self._end)
-        self._state = VllmState(llm, self._link, name, on_halted=self._show, on_cleared=activity.interrupted)
+        self._state = VllmState(llm, self._link, name, weights, on_halted=self._show, on_cleared=activity.interrupted)
         self._name = name
         self._seed = seed
         self._slots = slots

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
-from enum import StrEnum
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from headway.engines.weights.receiver_state import ReceiverState
 from headway.errors import HeadwayError, ModelError, RunError, UpdateFailed, WorkerDied
 
 T = TypeVar("T")
@@ -100,17 +100,6 @@ WEIGHTS, KV_CACHE = "weights", "kv_cache"
 """vLLM's tags of the memory that it gives up when it sleeps."""
 
 
-class Weights(StrEnum):
-    """The state of the weights that vLLM's workers hold."""
-
-    SERVED = "served"
-    """Exactly one whole version, with whose number tokens are stamped."""
-    TORN = "torn"
-    """Parts of two versions: a load failed half-way."""
-    GONE = "gone"
-    """No weights: their memory was given up in sleep."""
-
-
 class VllmState:
     """State of one vLLM engine: version, pause, sleep. Callers must not run two changes of it at once.
 
@@ -118,16 +107,25 @@ class VllmState:
         llm: an ``AsyncLLM`` of the running loop.
         link: sends it commands, and watches for its end.
         name: of the replica, in messages.
+        weights: the state of the weights that vLLM's workers hold, which whoever updates them changes.
         on_halted: called when vLLM stands still or goes on.
         on_cleared: called when all keys and values are gone.
     """
 
     def __init__(
-        self, llm: Any, link: VllmLink, name: str, *, on_halted: Callable[[], None], on_cleared: Callable[[], None]
+        self,
+        llm: Any,
+        link: VllmLink,
+        name: str,
+        weights: ReceiverState,
+        *,
+        on_halted: Callable[[], None],
+        on_cleared: Callable[[], None],
     ) -> None:
         self._llm = llm
         self._link = link
         self._name = name
+        self.weights = weights
         self._on_halted, self._on_cleared = on_halted, on_cleared
         self.version = 0
         """The version of the weights, stamped on what is sampled."""
@@ -138,7 +136,6 @@ class VllmState:
         self._sleeping: list[str] = []
         """The parts of its memory that sleep, by vLLM's tags: it wakes as a whole, or the weights first, when new ones
         come."""
-        self._weights = Weights.SERVED
 
     @property
     def asleep(self) -> bool:
@@ -148,7 +145,7 @@ class VllmState:
     @property
     def whole(self) -> bool:
         """True with a whole version to sample from."""
-        return self._weights is Weights.SERVED
+        return self.weights.problem is None
 
     async def begin(self) -> None:
         """The first weights are version 0. Raises `ModelError` for a model that vLLM loads and cannot compute with."""
@@ -196,9 +193,7 @@ class VllmState:
             await self._llm.update_weights(WeightTransferUpdateRequest({"version": version, "path": path}))
             await self._llm.finish_weight_update(str(version))
 
-        self._weights = Weights.TORN  # until all of it is loaded
         await self._link.tell(f"load version {version}", load(), UpdateFailed)
-        self._weights = Weights.SERVED
         self.version = version
 
     async def sleep(self, *, keep_weights: bool) -> None:
@@ -208,7 +203,7 @@ class VllmState:
             self._on_cleared()
             self._sleeping = [WEIGHTS, KV_CACHE]
         if not keep_weights:
-            self._weights = Weights.GONE
+            self.weights.lose_served()
 
     async def wake(self) -> None:
         """Take the device's memory back; still paused."""
@@ -230,11 +225,4 @@ class VllmState:
         """Raise `RunError` while asleep, and without a whole version: nothing can be computed for ``doing`` that."""
         if self.asleep:
             raise RunError(f"rollout engine {self._name} was told to {doing} while asleep; call wake() first")
-        match self._weights:
-            case Weights.TORN:
-                problem = "its weights are torn: loading a version failed half-way; activate a whole version first"
-            case Weights.GONE:
-                problem = "its weights were given up when it was put to sleep; stage and activate a version first"
-            case _:
-                return
-        raise RunError(f"rollout engine {self._name} cannot {doing}: {problem}")
+        self.weights.check(doing)

@@ -25,8 +25,7 @@ from headway.engines.train.fsdp.shard_boxes import local
 from headway.engines.train.fsdp.sharding import sharded_policy
 from headway.engines.train.fsdp.weight_gather import parts_of_files
 from headway.engines.weights.protocols import IncomingWeights
-from headway.engines.weights.served_update import BufferedIntake, Updates, outcome
-from headway.engines.weights.served_weights import ServedWeights, WeightMemory
+from headway.engines.weights.served_weights import ServedWeights, WeightMemory, outcome
 from headway.engines.weights.weight_layout import Manifest, bucket_bytes
 from headway.errors import RunError
 from headway.models.pretrained import compute_dtype
@@ -146,10 +145,8 @@ class LogProbCopy:
         memory = WeightMemory(local(parameter) for parameter in parameters.values())
         parts = parts_of_files(parameters, files)
         self._weights = ServedWeights(files, parts, memory, mesh.device, name)
-        self._weights.check_layout(manifest)
         window = bucket_bytes(config.rollout.param_update_consume_bucket_size_mb)
-        intake = BufferedIntake(name, self._weights, manifest, window)
-        self._updates = Updates(name, intake, receive, mesh.device)
+        self._updates = self._weights.updates(manifest, receive, window)
 
     @property
     def padded(self) -> str | None:
@@ -158,17 +155,18 @@ class LogProbCopy:
 
     def proximal_logprobs(self, rows: Sequence[CollatedRow], version: int) -> list[NDArray[np.float32]]:
         """The [T] float32 log-probs of each row (nats) under ``version``. Raises `RunError` when it serves another."""
-        self._weights.check("compute log-probs")
-        if self._weights.version != version:
+        state = self._weights.state
+        state.check("compute log-probs")
+        if state.served != version:
             raise RunError(
-                f"{self._name} serves version {self._weights.version} and was asked for log-probs under version "
+                f"{self._name} serves version {state.served} and was asked for log-probs under version "
                 f"{version}; it has every version for as long as the trainer trains it, and refuses any other"
             )
         return self._logprobs(rows)
 
     def probe(self) -> NDArray[np.float32]:
         """The log-probs [8] of the probe's sequences under the served version. Raises `RunError` if it is not whole."""
-        self._weights.check("probe")
+        self._weights.state.check("probe")
         return probe_vector(self._logprobs(probe_rows(self._vocabulary)))
 
     async def stage_weights(self, version: int) -> ReceiveReport:

@@ -1,0 +1,153 @@
+"""What a receiver of weights holds of a version, and which version it serves: one state machine, for every engine."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from threading import Lock
+
+from headway.errors import RunError, UpdateFailed
+
+
+class Held(StrEnum):
+    """How far the version has come that a receiver was told of last."""
+
+    ABSENT = "absent"
+    """Nothing of it is here, or nothing any more."""
+    ARRIVING = "arriving"
+    """Another thread receives it."""
+    COMPLETE = "complete"
+    """All of it is here, and checked."""
+    LOADING = "loading"
+    """It is written over the served weights."""
+    LOADED = "loaded"
+    """It is what is served."""
+    GIVEN_UP = "given up"
+    """A part of it was written over the served weights, and the rest did not come, or was not what was sent."""
+
+
+class ReceiverState:
+    """What a receiver holds of the version that it was told of last, and which version it serves. Thread-safe.
+
+        LOADED ─begin─▶ ARRIVING ─complete─▶ COMPLETE ─begin_load─▶ LOADING ─loaded─▶ LOADED ─begin─▶ …
+                           │                    ▲                      │
+                           └─fail─▶ ABSENT      └──────fail_load───────┘
+                                    GIVEN_UP, where a part was written over the served weights
+
+    One version at a time: whatever does not wait for the one that arrives, or is loaded, is refused.
+
+    Example:
+        >>> state = ReceiverState("replica 0")
+        >>> state.begin(1)
+        >>> state.complete()
+        >>> state.held, state.served  # the old version serves on
+        (<Held.COMPLETE: 'complete'>, 0)
+        >>> state.begin_load(1, staged=1)
+        >>> state.loaded()
+        >>> state.served
+        1
+    """
+
+    def __init__(self, name: str = "the receiver", *, in_place: bool = False) -> None:
+        """Serve version 0. Messages call the receiver ``name``. ``in_place``: versions arrive over the served one."""
+        self.name = name
+        self.in_place = in_place
+        self.held = Held.LOADED
+        self.version = 0
+        """The version that `held` is about."""
+        self.served: int | None = 0
+        """The version that may be computed with, all of it; None while there is none."""
+        self.problem: str | None = None
+        """The reason why there is none, and what to do."""
+        self._lock = Lock()
+        self._before: tuple[Held, int, int | None, str | None] = (self.held, self.version, self.served, self.problem)
+
+    @property
+    def staged(self) -> int | None:
+        """The version that is complete and not loaded yet."""
+        return self.version if self.held in (Held.COMPLETE, Held.LOADING) else None
+
+    def begin(self, version: int) -> None:
+        """Note that ``version`` arrives from now on. Raises `UpdateFailed` while another one arrives or is loaded."""
+        with self._lock:
+            self._check_idle(f"receiving version {version}")
+            self._before = (self.held, self.version, self.served, self.problem)
+            self.held, self.version = Held.ARRIVING, version
+            if self.in_place:
+                self._serve_none(
+                    f"version {version} is being written over its weights; wait for stage_weights to return"
+                )
+
+    def complete(self) -> None:
+        """Note that all of the version is here, and checked."""
+        if self.in_place:
+            self.problem = (
+                f"its weights are version {self.version}'s, which is not active; call activate({self.version})"
+            )
+        self.held = Held.COMPLETE
+
+    def fail(self, *, torn: bool = False) -> None:
+        """Note that the version will not come. ``torn``: a part of it was written over the served weights."""
+        with self._lock:
+            if torn:
+                self.tear()
+                self.held = Held.GIVEN_UP
+            elif self.in_place:  # nothing was written: all is as it was
+                self.held, self.version, self.served, self.problem = self._before
+            else:
+                self.held = Held.ABSENT
+
+    def begin_load(self, version: int, staged: int | None) -> None:
+        """Note that ``version`` is loaded from now on.
+
+        Raises `UpdateFailed`, changing nothing, unless it is the one that is ``staged``, and while another one arrives.
+        """
+        with self._lock:
+            self._check_idle(f"loading version {version}")
+            if self.held is Held.GIVEN_UP:
+                raise UpdateFailed(f"{self.name} cannot activate version {version}: {self.problem}")
+            if staged != version:
+                raise UpdateFailed(
+                    f"{self.name} was told to activate version {version}, but "
+                    f"{'nothing' if staged is None else f'version {staged}'} is staged; "
+                    f"call stage_weights({version}) first"
+                )
+            self.held = Held.LOADING
+
+    def tear(self) -> None:
+        """Note that the served weights are written over from now on: they are no whole version until it is `loaded`."""
+        self._serve_none(
+            f"its weights are torn: only a part of version {self.version} was written over them; "
+            "stage and activate a whole version first"
+        )
+
+    def loaded(self) -> None:
+        """Note that the version is served."""
+        self.held, self.served, self.problem = Held.LOADED, self.version, None
+
+    def fail_load(self) -> None:
+        """Note that the version was not loaded. It is still here."""
+        self.held = Held.COMPLETE
+
+    def lose_served(self) -> None:
+        """Note that the memory of the served weights was given up."""
+        self._serve_none("its weights were given up when it was put to sleep; stage and activate a version first")
+        if self.in_place:
+            self.held = Held.ABSENT
+
+    def check(self, doing: str) -> None:
+        """Raise `RunError`, which says what could not be done (``doing``), unless one whole version is served."""
+        if self.problem is not None:
+            raise RunError(f"{self.name} cannot {doing}: {self.problem}")
+
+    def check_unwritten(self, doing: str) -> None:
+        """Raise `RunError`, which says what could not be done (``doing``), while another thread writes the weights."""
+        if self.in_place and self.held is Held.ARRIVING:
+            self.check(doing)
+
+    def _serve_none(self, problem: str) -> None:
+        self.served, self.problem = None, problem
+
+    def _check_idle(self, doing: str) -> None:
+        if self.held in (Held.ARRIVING, Held.LOADING):
+            now = "receiving" if self.held is Held.ARRIVING else "loading"
+            raise UpdateFailed(f"{self.name} is still {now} version {self.version}; {doing} has to wait for that")
