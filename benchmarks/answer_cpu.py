@@ -6,67 +6,59 @@ time has everything that is in its process; `runners` are those of the reward. L
 
 from __future__ import annotations
 
-import argparse
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.main_job import COMMON, RECIPE
+from benchmarks.main_job import COMMON
+from benchmarks.runner import DEMO, parser
 from benchmarks.table import report
 from headway.cluster.machine.child_processes import descendants
 from headway.config.loading import load
 
-SETTINGS = ("cluster.backend=ray", *COMMON)
-TICKS = os.sysconf("SC_CLK_TCK")
-
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.answer_cpu", description="What an answer costs.")
-    parser.add_argument("--groups", type=int, default=1024, help="groups of the run; default: %(default)s")
-    groups = parser.parse_args(arguments).groups
-    settings = [*SETTINGS, f"rollout.total_rollout_steps={groups}"]
-    config = load(RECIPE, settings).config
+    given = {"type": int, "default": 1024, "help": "groups of the run; default: %(default)s"}
+    groups = parser("answer_cpu", "What an answer costs.", groups=given).parse_args(arguments).groups
+    settings = ["cluster.backend=ray", *COMMON, f"rollout.total_rollout_steps={groups}"]
+    config = load(DEMO, settings).config
+    versions = groups // config.groups_per_version
     with tempfile.TemporaryDirectory(prefix="headway-bench-") as scratch:
         run = Path(scratch) / "run"
-        command = [sys.executable, "-m", "headway", "train", str(RECIPE), *settings, f"run.dir={run}"]
+        command = [sys.executable, "-m", "headway", "train", str(DEMO), *settings, f"run.dir={run}"]
         driver = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-        versions = groups // config.groups_per_version
-        first = _seconds_at(driver, run, 1)
-        last = _seconds_at(driver, run, versions)
+        first, last = _seconds_at(driver, run, 1), _seconds_at(driver, run, versions)
         driver.wait()
     answers = (versions - 1) * config.groups_per_version * config.rollout.n
-    spent = {role: (last[role] - first.get(role, 0.0)) / answers * 1e6 for role in sorted(last)}
-    rows = [{"process": role, "µs an answer": microseconds} for role, microseconds in spent.items()]
+    spent = {role: (last[role] - first[role]) / answers * 1e6 for role in sorted(last)}
     beside = sum(spent.get(role, 0.0) for role in ("driver", "episode-worker-0", "runners"))
-    report(
-        "answer_cpu",
-        f"CPU of an answer on the demo: {answers} answers",
-        rows,
-        [f"Driver, episode worker and runners together: {beside:.0f} µs. Load at the end: {os.getloadavg()[0]:.1f}."],
-    )
+    notes = [
+        f"Driver, episode worker and runners together: {beside:.0f} µs. Load at the end: {os.getloadavg()[0]:.1f}."
+    ]
+    rows = [{"process": role, "µs an answer": microseconds} for role, microseconds in spent.items()]
+    report("answer_cpu", {f"CPU of an answer on the demo: {answers} answers": rows}, notes)
 
 
-def _seconds_at(driver: subprocess.Popen[bytes], run: Path, version: int) -> dict[str, float]:
+def _seconds_at(driver: subprocess.Popen[bytes], run: Path, version: int) -> Counter[str]:
     """Wait until ``version`` is trained, and return the CPU seconds of the run's processes so far, by role."""
     metrics = run / "metrics.jsonl"
     while not metrics.exists() or len(metrics.read_text().splitlines()) < version:
         if driver.poll() is not None:
             sys.exit("the run has ended too early")
         time.sleep(0.02)
-    spent: dict[str, float] = defaultdict(float)
+    spent: Counter[str] = Counter()
     for pid in (driver.pid, *descendants(driver.pid)):
-        role = "driver" if pid == driver.pid else _role(pid)
-        spent[role] += _cpu(pid)
-    return dict(spent)
+        spent["driver" if pid == driver.pid else _role(pid)] += cpu_seconds(pid)  # type: ignore[assignment]
+    return spent
 
 
 def _role(pid: int) -> str:
-    """A worker's name, by the log that it writes; ``runners`` or ``ray`` for others."""
+    """Return a worker's name, by the log that it writes; ``runners`` or ``ray`` for others."""
     try:
         output = str(Path(f"/proc/{pid}/fd/1").readlink())
         command = Path(f"/proc/{pid}/cmdline").read_bytes()
@@ -78,12 +70,13 @@ def _role(pid: int) -> str:
     return Path(output).stem if of_worker else "ray"
 
 
-def _cpu(pid: int) -> float:
+def cpu_seconds(pid: int) -> float:
+    """Return what a process has computed so far; 0 of one that has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return 0.0
-    return (int(fields[11]) + int(fields[12])) / TICKS
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 if __name__ == "__main__":

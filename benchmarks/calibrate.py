@@ -183,7 +183,7 @@ def show(assumptions: Assumptions, lengths: Lengths) -> None:
         for part in ("total", "generation", "old_log_prob", "update", "rest"):
             was, is_ = getattr(published, part), getattr(fitted, part)
             rows.append({"GPUs": str(devices), "part": part, "published": was, "fitted": is_, "error": is_ / was - 1})
-    report("calibration", "Colocated synchronous steps, in seconds", rows)
+    report("calibration", {"Colocated synchronous steps, in seconds": rows})
 
 
 if __name__ == "__main__":

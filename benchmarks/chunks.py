@@ -9,31 +9,28 @@ from __future__ import annotations
 
 import argparse
 import resource
-import subprocess
 import sys
 import time
 
 import torch
 
+from benchmarks.runner import call, parser
 from headway.devices import kind_of
 from headway.models.logprobs import chunked_logprobs, default_chunk_tokens
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--vocabulary", type=int, default=152_000)
-    parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--tokens", type=int, default=1024)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--chunk", type=int, help="measure this one, in this process")
-    given = parser.parse_args()
+    sizes = {"vocabulary": 152_000, "hidden": 256, "tokens": 1024, "repeats": 2}
+    options = parser("chunks", __doc__, **{name: {"type": int, "default": size} for name, size in sizes.items()})
+    options.add_argument("--device", default="cpu")
+    options.add_argument("--chunk", type=int, help="measure this one, in this process")
+    given = options.parse_args()
     if given.chunk is not None:
         measure(given)
         return
     usual = default_chunk_tokens(given.vocabulary, torch.device(given.device))
     for chunk in sorted({usual, 32, 256, given.tokens}):
-        subprocess.run([sys.executable, "-m", "benchmarks.chunks", *sys.argv[1:], "--chunk", str(chunk)], check=True)
+        print(call(sys.executable, "-m", "benchmarks.chunks", *sys.argv[1:], "--chunk", str(chunk)), end="", flush=True)
     print(f"the default is {usual} tokens")
 
 
@@ -55,7 +52,7 @@ def measure(given: argparse.Namespace) -> None:
 
 
 def peak_mib(device: torch.device) -> float:
-    """Largest memory so far: of the device's allocator, or of this process."""
+    """Return the largest memory so far: of the device's allocator, or of this process."""
     if (peak := kind_of(device).peak_memory(device)) is not None:
         return peak / 2**20
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10

@@ -15,11 +15,13 @@ import tempfile
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.data_plane_roles import Rank, Writer, memory
+from benchmarks.runner import parser
 from benchmarks.table import report
 from headway.cluster.machine.memory_directory import SHARED_MEMORY
 from headway.cluster.machine.token_files import BYTES_PER_TOKEN, TokenFile
@@ -71,39 +73,33 @@ def _group(number: int, prompt_length: int, lengths: NDArray[np.int64], file: To
     return Group(number, prompt, trajectories, file, rewards)
 
 
-class Phases:
-    """Seconds of each phase, in order; of those with one name the sum."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-
-    def since(self, name: str, started: float) -> float:
-        now = time.perf_counter()
-        self.seconds[name] = self.seconds.get(name, 0.0) + now - started
-        return now
-
-
 async def _one_fetch(
-    train: TrainGroup, ranks: WorkerGroup, fetch: Fetch, phases: Phases, look: Callable[[], Awaitable[None]]
-) -> None:
-    """What `ActorTrain` does with a fetch that has a reference. ``look`` is called before its end."""
+    train: TrainGroup, ranks: WorkerGroup, fetch: Fetch, look: Callable[[], Awaitable[None]]
+) -> dict[str, float]:
+    """Do what `ActorTrain` does with a fetch that has a reference; return the phases' seconds. ``look``: at its end."""
+    phases: dict[str, float] = {}
+
+    async def phase(name: str, doing: Awaitable[Any]) -> Any:
+        started = time.perf_counter()
+        result = await doing
+        phases[name] = phases.get(name, 0.0) + time.perf_counter() - started
+        return result
+
     size = len(fetch.groups) // MINI_BATCHES
     mini_batches = [fetch.groups[i : i + size] for i in range(0, len(fetch.groups), size)]
-    at = time.perf_counter()
-    await train.begin_fetch([samples_of(mini_batch) for mini_batch in mini_batches])
-    at = phases.since("assignment", at)
-    fetch.add(ColumnName.REF_LOGPROBS, await reference_of(ranks).forward_logprobs(fetch.samples()))
-    at = phases.since("first pass over all rows: tokens are read", at)
-    computed = await train.advantages(fetch.samples((ColumnName.REF_LOGPROBS,)), outcomes(fetch.groups))
-    for name, columns in computed.items():
+    await phase("assignment", train.begin_fetch([samples_of(mini_batch) for mini_batch in mini_batches]))
+    reading = reference_of(ranks).forward_logprobs(fetch.samples())
+    fetch.add(ColumnName.REF_LOGPROBS, await phase("first pass over all rows: tokens are read", reading))
+    computing = train.advantages(fetch.samples((ColumnName.REF_LOGPROBS,)), outcomes(fetch.groups))
+    for name, columns in (await phase("advantages", computing)).items():
         fetch.add(name, columns)
-    at = phases.since("advantages", at)
     for epoch in range(EPOCHS):
         for mini_batch in mini_batches:
-            await train.train_step(samples_of(mini_batch, COLUMNS), StepContext())
-        at = phases.since(f"epoch {epoch + 1}, {MINI_BATCHES} mini-batches", at)
+            step = train.train_step(samples_of(mini_batch, COLUMNS), StepContext())
+            await phase(f"epoch {epoch + 1}, {MINI_BATCHES} mini-batches", step)
     await look()
     await train.end_fetch()
+    return phases
 
 
 async def measure(given: argparse.Namespace, directory: Path) -> None:
@@ -137,14 +133,11 @@ async def measure(given: argparse.Namespace, directory: Path) -> None:
         await cluster.stop()
 
 
-async def _measured(
-    given: argparse.Namespace, directory: Path, ranks: Sequence[RayWorker], episode_worker: RayWorker
-) -> None:
-    phases, shapes = Phases(), _shapes(given)
-    at, files = time.perf_counter(), list[TokenFile]()
+async def _measured(given: argparse.Namespace, directory: Path, ranks: Sequence[RayWorker], writer: RayWorker) -> None:
+    shapes, files, at = _shapes(given), list[TokenFile](), time.perf_counter()
     for first in range(0, len(shapes), 32):
-        files += await episode_worker.call("write", directory, first, shapes[first : first + 32])
-    phases.since("written by one episode worker, tokens drawn included", at)
+        files += await writer.call("write", directory, first, shapes[first : first + 32])
+    written_s = time.perf_counter() - at
     idle = [await rank.call("used") for rank in ranks]
     driver_before = memory()["own"]
     groups = [_group(number, *shape, file) for number, (shape, file) in enumerate(zip(shapes, files, strict=True))]
@@ -161,7 +154,7 @@ async def _measured(
         owners.extend(await group._shares(fetch.samples()))
 
     started = time.perf_counter()
-    await _one_fetch(train, group, fetch, phases, look)
+    phases = await _one_fetch(train, group, fetch, look)
     total = time.perf_counter() - started
     after = [await rank.call("used") for rank in ranks]
     samples = fetch.samples()
@@ -173,12 +166,13 @@ async def _measured(
     holds = [(one["own"] - before["own"]) / 2**20 for one, before in zip(held[1:], idle[1:], strict=True)]
     left = [(one["own"] - before["own"]) / 2**20 for one, before in zip(after[1:], idle[1:], strict=True)]
     read_s = max(used["fetch_s"] for used in after)
-    metadata_s = total - read_s - sum(phases.seconds[name] for name in phases.seconds if name.startswith("epoch"))
+    metadata_s = total - read_s - sum(seconds for name, seconds in phases.items() if name.startswith("epoch"))
+    title = f"{given.prompts} prompts × {given.answers} answers: {tokens / 1e6:.1f} M tokens, {given.ranks} ranks"
+    phases = {"written by one episode worker, tokens drawn included": written_s, **phases}
     report(
         "data_plane",
-        f"{given.prompts} prompts × {given.answers} answers: {tokens / 1e6:.1f} M tokens, {given.ranks} ranks",
-        [{"phase": name, "seconds": seconds} for name, seconds in phases.seconds.items()],
-        notes=[
+        {title: [{"phase": name, "seconds": seconds} for name, seconds in phases.items()]},
+        [
             f"files: {whole / 2**20:.0f} MiB; shares of {min(shares) / 2**20:.2f} to {max(shares) / 2**20:.2f} MiB",
             f"bytes read per rank, files, over its share: {min(ratios):.4f} to {max(ratios):.4f}",
             f"all ranks together read {sum(used['read'] for used in after) / whole:.4f} × the files",
@@ -215,12 +209,9 @@ def _balance(owners: Sequence[Sequence[int]], samples: Sequence[Sample]) -> floa
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompts", type=int, default=512)
-    parser.add_argument("--answers", type=int, default=16)
-    parser.add_argument("--tokens", type=int, default=3277, help="mean length of an answer")
-    parser.add_argument("--ranks", type=int, default=8)
-    given = parser.parse_args()
+    sizes = {"prompts": 512, "answers": 16, "tokens": 3277, "ranks": 8}
+    options = {name: {"type": int, "default": size} for name, size in sizes.items()}
+    given = parser("data_plane", __doc__, **options).parse_args()
     with tempfile.TemporaryDirectory(prefix="data-plane-", dir=SHARED_MEMORY) as directory:
         asyncio.run(measure(given, Path(directory)))
 

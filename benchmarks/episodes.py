@@ -52,7 +52,7 @@ def asleep(workload: Workload, runners: int) -> None:
         "throughput: episodes per second until 95% of them are over, over the virtual clock's; aim: 0.95",
         "CPU of a turn: episode worker, driver and sleeping engine share a process; aim but for rendering: 1 ms + 0.2",
     ]
-    report("episodes-asleep", "Episodes whose engine and steps sleep", rows, notes)
+    report("episodes-asleep", {"Episodes whose engine and steps sleep": rows}, notes)
 
 
 def _row(name: str, measured: Measured, virtual: Measured) -> dict[str, str | float]:
@@ -85,7 +85,7 @@ def prefixes() -> None:
                 "wall s": run.wall_s,
             }
         )
-    report("episodes-prefixes", "Ten turns on the native engine (1m)", rows, [f"a block: {BLOCK} tokens; aim: 1.1"])
+    report("episodes-prefixes", {"Ten turns on the native engine (1m)": rows}, [f"a block: {BLOCK} tokens; aim: 1.1"])
 
 
 def endpoint(load: Load) -> None:
@@ -109,7 +109,7 @@ def endpoint(load: Load) -> None:
         f"machine before: {busy:.1f}",
         "from when a call's time had come until its answer was read; aims: 3 ms added at the median, 20 ms at 99%",
     ]
-    report("episodes-endpoint", "Calls of agents over HTTP", rows, notes)
+    report("episodes-endpoint", {"Calls of agents over HTTP": rows}, notes)
 
 
 if __name__ == "__main__":

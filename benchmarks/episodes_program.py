@@ -8,7 +8,7 @@ from typing import Any
 
 async def run(row: dict[str, Any], chat: Any) -> float:
     """Take a turn and sleep, for each of ``row["steps"]``."""
-    messages = row["messages"]
+    messages = row["prompt"]
     for seconds in row["steps"]:
         answer = await chat.turn(messages)
         await asyncio.sleep(seconds)

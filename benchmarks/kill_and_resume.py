@@ -7,9 +7,7 @@ the run is long. The learning curve is printed beside that of a run that nobody 
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import random
 import shutil
 import signal
@@ -19,11 +17,12 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from benchmarks.demo_runs import RECIPE
+from benchmarks.runner import DEMO, parser, say
+from benchmarks.table import markdown
 from headway.cluster.machine.child_processes import descendants
 from headway.events import GroupAdmitted, GroupSettled, RunResumed, RunStarted
 from headway.reports.record.events_file import read_events
@@ -33,25 +32,25 @@ STRAGGLERS_S = 20.0
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.kill_and_resume", description=__doc__)
-    parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument(
-        "--life", type=float, default=10.0, help="most seconds that a process trains before it is killed"
+    options = parser(
+        "kill_and_resume",
+        __doc__,
+        kills={"type": int, "default": 20},
+        life={"type": float, "default": 10.0, "help": "most seconds that a process trains before it is killed"},
+        seed={"type": int, "default": 0, "help": "of the moments"},
+        recipe={"type": Path, "default": DEMO},
+        compare={"action": "store_true", "help": "also run once without kills, from the same model"},
+        keep={"type": Path, "help": "leave the run's directory here"},
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the moments")
-    parser.add_argument("--recipe", type=Path, default=RECIPE)
-    parser.add_argument("--compare", action="store_true", help="also run once without kills, from the same model")
-    parser.add_argument("--keep", type=Path, help="leave the run's directory here")
-    parser.add_argument("overrides", nargs="*", metavar="a.b=c")
-    chosen = parser.parse_args(arguments)
+    options.add_argument("overrides", nargs="*", metavar="a.b=c")
+    chosen = options.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="headway-kills-") as scratch:
         directory = chosen.keep or Path(scratch) / "run"
         settings = ["trainer.save_freq=1", *chosen.overrides]
-        killed = run_with_kills(
-            directory, chosen.recipe, settings, chosen.kills, chosen.life, random.Random(chosen.seed)
-        )
+        moments = random.Random(chosen.seed)
+        killed = run_with_kills(directory, chosen.recipe, settings, chosen.kills, chosen.life, moments)
         problems = check(directory)
-        print(table(killed))
+        print(markdown(killed))
         curves = {"killed": curve(directory)}
         if chosen.compare:
             model = directory / "initial_model"
@@ -59,35 +58,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
             undisturbed = Path(scratch) / "undisturbed"
             end(start(undisturbed, chosen.recipe, [*settings, *same_model]))
             curves["undisturbed"] = curve(undisturbed)
-        print(curve_table(curves))
+        print(markdown(curve_table(curves)))
         print("\n".join(problems) or "the ledger balances; nothing was lost and nothing trained twice")
     sys.exit(bool(problems))
 
 
-@dataclass(frozen=True, slots=True)
-class Kill:
-    """``lived``: seconds from the process's start."""
-
-    lived: float
-    moment: str
-    resumed_at: int | None
-    """The version that the next process went back to; None: it started over."""
-    stragglers_s: float
-
-
 def run_with_kills(
     directory: Path, recipe: Path, settings: Sequence[str], kills: int, life: float, moments: random.Random
-) -> list[Kill]:
-    killed: list[Kill] = []
+) -> list[dict[str, Any]]:
+    """Return a line of the table for each kill."""
+    killed: list[dict[str, Any]] = []
     process = start(directory, recipe, settings)
     while len(killed) < kills:
         began, trained = time.monotonic(), wait_until_it_trains(process, directory, moments)
         if trained:
             wait(process, moments.uniform(0.0, life))
         if process.poll() is not None:
-            print(
-                f"the run ended by itself after {len(killed)} kills: give it more groups, or less life", file=sys.stderr
-            )
+            say(f"the run ended by itself after {len(killed)} kills: give it more groups, or less life")
             return killed
         family = [pid for pid in descendants(process.pid) if not is_rays_own(pid)]
         lived = time.monotonic() - began
@@ -98,9 +85,17 @@ def run_with_kills(
         if not can_resume:
             shutil.rmtree(directory, ignore_errors=True)
         process = start(directory, recipe, settings, resume=can_resume)
-        version = newest(directory) if can_resume else None
-        killed.append(Kill(lived, "in training" if trained else "at its start", version, stragglers_s))
-        print(f"kill {len(killed)}: lived {lived:.1f} s; goes on from {version}", file=sys.stderr)
+        went_on = f"version {newest(directory)}" if can_resume else "the beginning"
+        killed.append(
+            {
+                "kill": str(len(killed) + 1),
+                "killed": "in training" if trained else "at its start",
+                "lived s": lived,
+                "went on from": went_on,
+                "its workers gone after s": stragglers_s,
+            }
+        )
+        say(f"kill {len(killed)}: lived {lived:.1f} s; goes on from {went_on}")
     end(process)
     return killed
 
@@ -109,9 +104,8 @@ def start(directory: Path, recipe: Path, settings: Sequence[str], resume: bool =
     arguments = ["--resume", str(directory)] if resume else [str(recipe), *settings, f"run.dir={directory}"]
     directory.parent.mkdir(parents=True, exist_ok=True)
     log = directory.with_suffix(".log").open("ab")
-    return subprocess.Popen(
-        [sys.executable, "-m", "headway", "train", *arguments], stdout=log, stderr=subprocess.STDOUT, env={**os.environ}
-    )
+    command = [sys.executable, "-m", "headway", "train", *arguments]
+    return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
@@ -120,10 +114,8 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def wait(process: subprocess.Popen[bytes], seconds: float) -> None:
-    try:
+    with suppress(subprocess.TimeoutExpired):
         process.wait(seconds)
-    except subprocess.TimeoutExpired:
-        return
 
 
 def wait_until_it_trains(process: subprocess.Popen[bytes], directory: Path, moments: random.Random) -> bool:
@@ -145,15 +137,11 @@ def starts(directory: Path) -> int:
 def wait_for_stragglers(pids: Sequence[int]) -> float:
     """Seconds until all have ended. Exits when one stays."""
     began = time.monotonic()
-    while left := [pid for pid in pids if alive(pid)]:
+    while left := [pid for pid in pids if title(pid)]:
         if time.monotonic() - began > STRAGGLERS_S:
             sys.exit(f"processes {left} outlived the run that started them by {STRAGGLERS_S:g} s")
         time.sleep(0.05)
     return time.monotonic() - began
-
-
-def alive(pid: int) -> bool:
-    return title(pid) != b""
 
 
 def is_rays_own(pid: int) -> bool:
@@ -208,9 +196,7 @@ def check(directory: Path) -> list[str]:
     if not summary["balanced"]:
         problems.append("summary.json says that the ledger does not balance")
     rows = [json.loads(line)["version"] for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    repeated = [
-        version for version, count in Counter(rows).items() if count > 2
-    ]  # a late validation has a row of its own
+    repeated = [version for version, count in Counter(rows).items() if count > 2]  # a late validation has its own row
     if repeated or sorted(set(rows)) != list(range(max(rows) + 1)):
         problems.append(f"metrics.jsonl has not one row for each version: {rows}")
     fate_counts = Counter(settled.fate for settled in fates.values())
@@ -228,27 +214,13 @@ def curve(directory: Path) -> dict[int, dict[str, Any]]:
     return rows
 
 
-def table(killed: Sequence[Kill]) -> str:
-    lines = ["kill  killed        lived    went on from  its workers gone after"]
-    for number, kill in enumerate(killed, start=1):
-        went_on = "the beginning" if kill.resumed_at is None else f"version {kill.resumed_at}"
-        lines.append(f"{number:4d}  {kill.moment:12s}  {kill.lived:4.1f} s   {went_on:13s} {kill.stragglers_s:5.1f} s")
-    return "\n".join(lines)
-
-
-def curve_table(curves: dict[str, dict[int, dict[str, Any]]]) -> str:
-    lines = ["version  " + "  ".join(f"{name}: reward, accuracy".ljust(30) for name in curves)]
-    for version in sorted({version for rows in curves.values() for version in rows}):
-        cells = []
-        for rows in curves.values():
-            row = rows.get(version, {})
-            reward, accuracy = row.get("reward/mean"), row.get("validation/accuracy")
-            cells.append(
-                ("     -" if reward is None else f"{reward:6.3f}")
-                + ("       -" if accuracy is None else f"  {accuracy:6.3f}")
-            )
-        lines.append(f"{version:7d}  " + "  ".join(cell.ljust(30) for cell in cells))
-    return "\n".join(lines)
+def curve_table(curves: dict[str, dict[int, dict[str, Any]]]) -> list[dict[str, Any]]:
+    shown = (("reward", "reward/mean"), ("accuracy", "validation/accuracy"))
+    return [
+        {"version": version}
+        | {f"{name}: {word}": rows.get(version, {}).get(key) for name, rows in curves.items() for word, key in shown}
+        for version in sorted({version for rows in curves.values() for version in rows})
+    ]
 
 
 if __name__ == "__main__":

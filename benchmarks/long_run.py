@@ -11,7 +11,6 @@ hundreds of MB of events, in the temporary directory.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import io
 import os
@@ -27,8 +26,8 @@ from typing import IO, Any, cast
 
 from rich.console import Console
 
+from benchmarks.runner import parser
 from benchmarks.table import report
-from headway.config.schema import Config
 from headway.events import Event, GroupSettled, UpdateFinished
 from headway.planner.profiles.job_profile import Profile
 from headway.planner.simulation.simulated_run import Simulation, config_for
@@ -77,11 +76,8 @@ class Meter:
     def __init__(self, reports: Reports, lines: Lines, mark: int) -> None:
         """``mark``: trained groups at the first look."""
         self.looks: list[dict[str, Any]] = []
-        self._reports = reports
-        self._lines = lines
-        self._mark = mark
-        self._groups = 0
-        self._events = 0
+        self._reports, self._lines, self._mark = reports, lines, mark
+        self._groups = self._events = 0
         self._rows: deque[float] = deque(maxlen=LAST)
         """Seconds of the calls in which a row was made."""
         self._updates: deque[float] = deque(maxlen=LAST)
@@ -129,20 +125,16 @@ def resident_mib() -> float:
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
-def configuration(groups: int) -> Config:
-    profile = Profile.model_validate(PROFILE)
+def measured(groups: int, mark: int, directory: Path) -> tuple[list[dict[str, Any]], bool]:
+    """Run once in ``directory``: what was seen at the mark and at the end, and whether the ledger balances."""
+    profile, lines = Profile.model_validate(PROFILE), Lines()
     versions = max(1, groups // profile.batch.groups_per_version)
-    return config_for(
+    config = config_for(
         profile, "async_partial", train_devices=2, replicas=2, versions=versions, activity_interval_s=ACTIVITY_S
     )
-
-
-def measured(groups: int, mark: int, directory: Path) -> tuple[list[dict[str, Any]], bool]:
-    """One run in ``directory``: what was seen at the mark and at the end, and whether the ledger balances."""
-    lines = Lines()
-    reports = open_reports(configuration(groups), directory, Console(file=cast(IO[str], lines), width=200))
+    reports = open_reports(config, directory, Console(file=cast(IO[str], lines), width=200))
     meter = Meter(reports, lines, mark)
-    simulation = Simulation(Profile.model_validate(PROFILE), configuration(groups), observers=[meter])
+    simulation = Simulation(profile, config, observers=[meter])
     simulation.run()
     meter.look(simulation.seconds)
     reports.close()
@@ -150,10 +142,9 @@ def measured(groups: int, mark: int, directory: Path) -> tuple[list[dict[str, An
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.long_run", description=__doc__)
-    parser.add_argument("--groups", type=int, default=1_000_000, help="groups that are trained (default: %(default)s)")
-    parser.add_argument("--directory", type=Path, help="where the run's files go, and stay (default: nowhere)")
-    options = parser.parse_args(arguments)
+    groups = {"type": int, "default": 1_000_000, "help": "groups that are trained (default: %(default)s)"}
+    directory = {"type": Path, "help": "where the run's files go, and stay (default: nowhere)"}
+    options = parser("long_run", __doc__, groups=groups, directory=directory).parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="headway-long-run-") as temporary:
         directory = options.directory or Path(temporary) / "run"
         (early, late), balanced = measured(options.groups, options.groups // 10, directory)
@@ -165,7 +156,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"{SLOWER:g}); the ledger {'balances' if balanced else 'does not balance'}",
         f"events: {nbytes / late['groups']:.0f} bytes a group",
     ]
-    report("long_run", "one pipeline, its reports, the virtual clock", [early, late], notes)
+    report("long_run", {"one pipeline, its reports, the virtual clock": [early, late]}, notes)
     return 0 if grown <= MOST_MIB and slower <= SLOWER and balanced else 1
 
 

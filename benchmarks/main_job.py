@@ -1,8 +1,7 @@
 """The demo's workload: Headway's pipeline against a plain loop over ``transformers.generate`` and TRL's trainer.
 
 Same model, prompts, number of samples and optimizer steps, the same two cores, and the same micro-batch tokens where
-the contender counts them. Each round runs every contender once, so that a busy neighbour slows all of them; the figures
-are medians over rounds. Start-up is not counted: all are timed from the first prompt to the last optimizer step.
+the contender counts them. Start-up is not counted: all are timed from the first prompt to the last optimizer step.
 Dynamic sampling is off, so that every sample that is generated is trained on and samples per second mean the same for
 all; a contender that made another number of samples or steps ends the benchmark.
 
@@ -12,35 +11,27 @@ TRL has an environment of its own (``make trl-env``). Without it the others are 
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from benchmarks.table import report
+from benchmarks.runner import DEMO, call, say, train, turns, warmed_up_model
+from benchmarks.table import Ratio, Rows, Share, report
 
-RECIPE = Path("recipes/demo.yaml")
 ROUNDS = 5
 GROUPS = 256
 SAMPLES = GROUPS * 8
 """Samples of each contender: the recipe's ``rollout.n`` is 8."""
 STEPS = GROUPS // 16
 """Optimizer steps of each contender: the recipe's ``actor.ppo_mini_batch_size`` is 16."""
-COMMON = (
-    "algorithm.filter_groups.enable=false",
-    "rollout.test_freq=-1",
-    "data.task.val_size=16",
-)
+COMMON = ("algorithm.filter_groups.enable=false", "rollout.test_freq=-1", "data.task.val_size=16")
 LENGTH = f"rollout.total_rollout_steps={GROUPS}"
 HEADWAY = ("rollout.max_concurrent=null",)
 """The recipe's own is small, to have generation as the slower half; here memory is no limit for either side."""
-PLAIN = "plain loop"
-TRL = "TRL"
+PLAIN, TRL = "plain loop", "TRL"
 MODES = ("on_policy", "async_partial")
 TRL_PYTHON = Path(".venv-trl/bin/python")
 TRL_STAMP = Path(".venv-trl/.installed")
@@ -57,34 +48,27 @@ Run = Callable[[Path, Path], Figures]
 """Function of the warmed-up model and of a folder that is not there yet: one contender's job from start to end."""
 
 
-def run() -> None:
-    """Measure all contenders and write ``build/bench/main_job.json``."""
+def main() -> None:
     runs, notes = contenders()
     with tempfile.TemporaryDirectory(prefix="headway-bench-") as scratch:
-        model = _warmed_up_model(Path(scratch))
+        model = warmed_up_model(Path(scratch), *COMMON)
         results: dict[str, list[Figures]] = {name: [] for name in runs}
-        for round_ in range(ROUNDS):
-            for name, once in runs.items():
-                figures = once(model, Path(scratch) / f"{name}-{round_}")
-                check(name, figures)
-                results[name].append(figures)
-                told = f"[round {round_ + 1} of {ROUNDS}] {name}: {figures['samples/s']:.0f} samples/s"
-                print(told, file=sys.stderr, flush=True)
+        for name, once in turns(runs, ROUNDS):
+            figures = once(model, Path(scratch) / f"{name}-{len(results[name])}")
+            check(name, figures)
+            results[name].append(figures)
+            say(f"[round {len(results[name])} of {ROUNDS}] {name}: {figures['samples/s']:.0f} samples/s")
     title = f"The demo's workload: {GROUPS} groups, medians of {ROUNDS} interleaved rounds"
-    report("main_job", title, table(results), [*NOTES, *notes])
+    report("main_job", {title: table(results)}, [*NOTES, *notes])
 
 
 def contenders() -> tuple[dict[str, Run], list[str]]:
     """Every contender that can be run here, in the order of a round, and what there is to say about the rest."""
-    runs: dict[str, Run] = {PLAIN: _plain}
-    notes = []
+    runs: dict[str, Run] = {PLAIN: _job(sys.executable, "benchmarks.plain_loop")}
+    notes = ["TRL: skipped, there is no environment for it (make bench-trl builds one)"]
     if TRL_STAMP.exists():
-        runs[TRL] = _trl
-    else:
-        notes.append("TRL: skipped, there is no environment for it (make bench-trl builds one)")
-    for mode in MODES:
-        runs[mode] = _headway(mode)
-    return runs, notes
+        runs[TRL], notes = _job(str(TRL_PYTHON), "benchmarks.trl_job"), []
+    return {**runs, **{mode: _headway(mode) for mode in MODES}}, notes
 
 
 def check(name: str, figures: Mapping[str, float]) -> None:
@@ -94,48 +78,30 @@ def check(name: str, figures: Mapping[str, float]) -> None:
         sys.exit(f"{name} made {done[0]} samples in {done[1]} optimizer steps, not {SAMPLES} in {STEPS}: no comparison")
 
 
-def table(results: Mapping[str, Sequence[Figures]]) -> list[dict[str, Any]]:
+def table(results: Mapping[str, Sequence[Figures]]) -> Rows:
     """Medians of each contender's rounds, and its samples per second over those of the plain loop and of TRL."""
-    medians = {
-        name: {key: statistics.median(r[key] for r in rounds) for key in rounds[0]} for name, rounds in results.items()
-    }
+    medians = {name: {key: median(r[key] for r in same) for key in same[0]} for name, same in results.items()}
     rates = {name: values["samples/s"] for name, values in medians.items()}
-    shown = {
-        name: {key: value for key, value in values.items() if key not in COUNTED} for name, values in medians.items()
-    }
-    return [
-        {"contender": name, **values, "tokens/sample": values["tokens/s"] / values["samples/s"]}
-        | {f"÷ {other}": rates[name] / rates[other] if other in rates else "—" for other in (PLAIN, TRL)}
-        for name, values in shown.items()
-    ]
+    rows: list[dict[str, Any]] = []
+    for name, values in medians.items():
+        shown = {key: Share(v) if key.endswith("idle") else v for key, v in values.items() if key not in COUNTED}
+        over = {f"÷ {one}": Ratio(rates[name] / rates[one]) if one in rates else None for one in (PLAIN, TRL)}
+        rows.append({"contender": name, **shown, "tokens/sample": values["tokens/s"] / values["samples/s"], **over})
+    return rows
 
 
-def _warmed_up_model(scratch: Path) -> Path:
-    """The recipe's model after warm-up, made once for all contenders."""
-    run_dir = scratch / "model-run"
-    settings = (*COMMON, "rollout.total_rollout_steps=64", f"run.dir={run_dir}")
-    _call(sys.executable, "-m", "headway", "train", str(RECIPE), *settings)
-    return Path(shutil.copytree(run_dir / "initial_model", scratch / "model"))
+def _job(python: str, module: str) -> Run:
+    def once(model: Path, _: Path) -> Figures:
+        out = call(python, "-m", module, str(DEMO), f"model.path={model}", *COMMON, LENGTH)
+        figures: Figures = json.loads(next(line for line in reversed(out.splitlines()) if line.startswith("{")))
+        return figures
 
-
-def _plain(model: Path, _: Path) -> Figures:
-    return _job(sys.executable, "benchmarks.plain_job", model)
-
-
-def _trl(model: Path, _: Path) -> Figures:
-    return _job(str(TRL_PYTHON), "benchmarks.trl_job", model)
-
-
-def _job(python: str, module: str, model: Path) -> Figures:
-    out = _call(python, "-m", module, str(RECIPE), f"model.path={model}", *COMMON, LENGTH)
-    figures: Figures = json.loads(out.splitlines()[-1])
-    return figures
+    return once
 
 
 def _headway(mode: str) -> Run:
     def once(model: Path, run_dir: Path) -> Figures:
-        settings = (f"mode={mode}", f"model.path={model}", *COMMON, LENGTH, *HEADWAY, f"run.dir={run_dir}")
-        _call(sys.executable, "-m", "headway", "train", str(RECIPE), *settings)
+        train(run_dir, f"mode={mode}", f"model.path={model}", *COMMON, LENGTH, *HEADWAY)
         summary: dict[str, Any] = json.loads((run_dir / "summary.json").read_text())
         wall = summary["wall_s"]
         return {
@@ -151,9 +117,5 @@ def _headway(mode: str) -> Run:
     return once
 
 
-def _call(*command: str) -> str:
-    environment = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ}  # as Headway's own processes have it
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
-    if done.returncode:
-        sys.exit(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
-    return done.stdout
+if __name__ == "__main__":
+    main()

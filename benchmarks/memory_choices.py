@@ -38,10 +38,6 @@ MODELS = {
 """Sizes of Llama 3.2 1B, Qwen3 8B and 32B, Llama 3.3 70B and Qwen3 30B-A3B."""
 
 
-def main() -> None:
-    print("\n".join(table()))
-
-
 def table() -> Iterator[str]:
     """Yield the lines of the table, in Markdown."""
     yield (
@@ -84,4 +80,4 @@ def _cells(choice: Fit | None) -> list[str]:
 
 
 if __name__ == "__main__":
-    main()
+    print("\n".join(table()))

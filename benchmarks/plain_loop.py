@@ -1,79 +1,92 @@
-"""What a user would write first, written well: a synchronous GRPO loop over ``transformers.generate``.
+"""``python -m benchmarks.plain_loop CONFIG [a.b=c …]``: a plain loop on a recipe; prints its figures as JSON.
 
-One generation batch per optimizer step (all prompts of the step, sorted by length so that padding is short), then the
-same loss on micro-batches of the same token budget. On-policy with one step per batch, so the PPO ratio is 1 and no
-second forward pass is needed.
+What a user would write first, written well: a synchronous GRPO loop over ``transformers.generate``. One generation
+batch per optimizer step (all prompts of the step, sorted by length so that padding is short), then the same loss on
+micro-batches of the same token budget. On-policy with one step per batch, so the PPO ratio is 1 and no second forward
+pass is needed.
 """
 
 from __future__ import annotations
 
+import json
+import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from headway.cluster.hardware import available_cores
+from headway.config.loading import load
 from headway.data.collate import token_budget_batches
+from headway.data.sources import build_sources
+from headway.data.tasks import make_task
 from headway.data.types import Prompt
-
-Score = Callable[[str, Prompt], float]
-
-
-@dataclass(slots=True)
-class Timing:
-    generate_s: float = 0.0
-    train_s: float = 0.0
-    samples: int = 0
-    tokens: int = 0
-    steps: int = 0
-
-    @property
-    def total_s(self) -> float:
-        return self.generate_s + self.train_s
+from headway.engines.train.fsdp.learner import learning_rate
+from headway.models.pretrained import load_model
+from headway.models.tokenizer import load_tokenizer
 
 
-@dataclass(frozen=True, slots=True)
-class PlainSettings:
-    n: int
-    max_new_tokens: int
-    micro_batch_tokens: int
-    grad_clip: float
+class Job:
+    """A recipe's model, prompts and scorer: what every contender starts from."""
+
+    def __init__(self, path: Path, overrides: list[str]) -> None:
+        self.config = config = load(path, overrides).config
+        torch.set_num_threads(available_cores())
+        torch.manual_seed(config.run.seed)
+        model_path, task, groups = config.model.path, config.data.task, config.rollout.total_rollout_steps
+        if model_path is None or task is None or groups is None:
+            sys.exit("a contender needs model.path, data.task and rollout.total_rollout_steps")
+        self.tokenizer, self.model = load_tokenizer(model_path), load_model(model_path, dtype=torch.float32)
+        self._scorer = make_task(task.name, task.params, seed=config.run.seed)
+        source = build_sources(config, self.tokenizer).train
+        self.prompts = [prompt for prompt in (source.next() for _ in range(groups)) if prompt is not None]
+        self.steps = groups // config.actor.ppo_mini_batch_size
+
+    def score(self, text: str, prompt: Prompt) -> float:
+        return self._scorer.score(text, prompt.answer, prompt.extra)
+
+    def optimizer(self, **options: Any) -> torch.optim.Optimizer:
+        optim = self.config.actor.optim
+        return torch.optim.AdamW(self.model.parameters(), lr=optim.lr, betas=optim.betas, weight_decay=0.0, **options)
+
+
+def tell(*, samples: int, tokens: int, wall_s: float, generate_s: float, steps: int) -> None:
+    """Print a contender's figures, for `benchmarks.main_job`."""
+    figures = {
+        "samples/s": samples / wall_s,
+        "tokens/s": tokens / wall_s,
+        "wall s": wall_s,
+        "train idle": generate_s / wall_s,
+        "rollout idle": 1 - generate_s / wall_s,
+        "samples": samples,
+        "optimizer steps": steps,
+    }
+    print(json.dumps(figures))
 
 
 class PlainLoop:
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        optimizer: torch.optim.Optimizer,
-        score: Score,
-        settings: PlainSettings,
-    ) -> None:
-        self.model = model
-        self.tokenizer = tokenizer
-        self.optimizer = optimizer
-        self.score = score
-        self.settings = settings
-        self.timing = Timing()
+    def __init__(self, job: Job) -> None:
+        self.job, self.model, self.tokenizer, self.n = job, job.model, job.tokenizer, job.config.rollout.n
+        self.optimizer = job.optimizer()
+        self.generate_s = self.train_s = 0.0
+        self.samples = self.tokens = 0
 
-    def step(self, prompts: Sequence[Prompt]) -> float:
-        """Generate ``n`` answers to each prompt, score them, make one optimizer step. Returns the mean reward."""
+    def step(self, prompts: Sequence[Prompt]) -> None:
+        """Generate ``n`` answers to each prompt, score them, make one optimizer step."""
         started = time.perf_counter()
         prompts = sorted(prompts, key=lambda p: len(p.token_ids))
-        sequences, prompt_lengths = self._generate(prompts)
-        rewards = self._score(prompts, sequences, prompt_lengths)
+        sequences, lengths = self._generate(prompts)
+        rewards = self._score(prompts, sequences, lengths)
         generated = time.perf_counter()
         std, mean = torch.std_mean(rewards, dim=1, keepdim=True)
-        advantages = ((rewards - mean) / (std + 1e-6)).flatten()
-        self._train(sequences, prompt_lengths, advantages)
-        self.timing.generate_s += generated - started
-        self.timing.train_s += time.perf_counter() - generated
-        self.timing.samples += len(sequences)
-        self.timing.tokens += sum(len(s) - p for s, p in zip(sequences, prompt_lengths, strict=True))
-        self.timing.steps += 1
-        return float(rewards.mean())
+        self._train(sequences, lengths, ((rewards - mean) / (std + 1e-6)).flatten())
+        self.generate_s += generated - started
+        self.train_s += time.perf_counter() - generated
+        self.samples += len(sequences)
+        self.tokens += sum(len(s) - p for s, p in zip(sequences, lengths, strict=True))
 
     @torch.inference_mode()
     def _generate(self, prompts: Sequence[Prompt]) -> tuple[list[torch.Tensor], list[int]]:
@@ -90,15 +103,15 @@ class PlainLoop:
             temperature=1.0,
             top_k=0,
             top_p=1.0,
-            num_return_sequences=self.settings.n,
-            max_new_tokens=self.settings.max_new_tokens,
+            num_return_sequences=self.n,
+            max_new_tokens=self.job.config.data.max_response_length,
             pad_token_id=pad,
             eos_token_id=eos,
         )
         width = batch.shape[1]
         sequences, lengths = [], []
         for row, sequence in enumerate(out):
-            prompt = ids[row // self.settings.n]
+            prompt = ids[row // self.n]
             response = sequence[width:]
             ends = (response == eos).nonzero()
             response = response[: int(ends[0]) + 1] if len(ends) else response
@@ -111,14 +124,13 @@ class PlainLoop:
         texts = self.tokenizer.batch_decode(
             [s[p:] for s, p in zip(sequences, lengths, strict=True)], skip_special_tokens=True
         )
-        n = self.settings.n
-        scores = [self.score(text, prompts[i // n]) for i, text in enumerate(texts)]
-        return torch.tensor(scores).view(len(prompts), n)
+        scores = [self.job.score(text, prompts[i // self.n]) for i, text in enumerate(texts)]
+        return torch.tensor(scores).view(len(prompts), self.n)
 
     def _train(self, sequences: list[torch.Tensor], prompt_lengths: list[int], advantages: torch.Tensor) -> None:
         self.model.train()
         total = sum(len(s) - p for s, p in zip(sequences, prompt_lengths, strict=True))
-        for rows in token_budget_batches([len(s) for s in sequences], self.settings.micro_batch_tokens):
+        for rows in token_budget_batches([len(s) for s in sequences], self.job.config.actor.ppo_max_token_len_per_gpu):
             ids = pad_sequence([sequences[r] for r in rows], batch_first=True)
             lengths = torch.tensor([len(sequences[r]) for r in rows])
             prompts = torch.tensor([prompt_lengths[r] for r in rows])
@@ -129,6 +141,20 @@ class PlainLoop:
             advantage = advantages[rows][:, None].expand_as(valid)[valid]
             loss = -((logprobs - logprobs.detach()).exp() * advantage).sum() / total
             loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.grad_clip)
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.job.config.actor.grad_clip)
         self.optimizer.step()
         self.optimizer.zero_grad()
+
+
+def main(path: Path, overrides: list[str]) -> None:
+    job = Job(path, overrides)
+    loop, optim, size = PlainLoop(job), job.config.actor.optim, job.config.actor.ppo_mini_batch_size
+    for step in range(job.steps):
+        loop.optimizer.param_groups[0]["lr"] = learning_rate(optim, step, job.steps)
+        loop.step(job.prompts[step * size : (step + 1) * size])
+    wall_s = loop.generate_s + loop.train_s
+    tell(samples=loop.samples, tokens=loop.tokens, wall_s=wall_s, generate_s=loop.generate_s, steps=job.steps)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])

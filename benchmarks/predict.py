@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.demo_runs import RECIPE, train, warmed_up_model
+from benchmarks.runner import DEMO, train, warmed_up_model
 from benchmarks.table import report
 from headway.config.doctor.doctor import diagnose
 from headway.config.loading import load
@@ -82,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             _Round(Path(scratch) / str(number), model, chosen.versions, modes).run() for number in range(chosen.rounds)
         ]
     title = f"Seconds per B = {B} groups, predicted from {chosen.profiled}; medians of {chosen.rounds} rounds"
-    report("predict", title, _rows(rounds))
+    report("predict", {title: _rows(rounds)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +150,7 @@ def _mode(name: str) -> Mode:
 
 def _passes(mode: Mode) -> bool:
     try:
-        diagnose(load(RECIPE, [*mode.settings, f"rollout.total_rollout_steps={B}"]))
+        diagnose(load(DEMO, [*mode.settings, f"rollout.total_rollout_steps={B}"]))
     except ConfigError:
         return False
     return True

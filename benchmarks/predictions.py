@@ -32,7 +32,7 @@ class Calibrate(Protocol):
 def predict(profile: Profile) -> None:
     """Print the predictions of ``profile`` and write them to ``build/bench/predictions.json``."""
     predicted = [_figures(devices, row) for devices in PUBLISHED for row in _rows(profile, devices, _settings)]
-    report("predictions", "Predicted seconds per B = 512 groups (require_batches 4, trigger 4)", predicted)
+    report("predictions", {"Predicted seconds per B = 512 groups (require_batches 4, trigger 4)": predicted})
 
 
 def _figures(devices: int, row: PlanRow) -> dict[str, Any]:
@@ -107,7 +107,7 @@ def sensitivity(calibrate: Calibrate, shipped: Lengths) -> None:
         lengths = refitted() if variation.refit else shipped
         found.append(_varied(variation, lengths))
         print(found[-1], flush=True)
-    report("sensitivity", "Speed-up over the published step", found)
+    report("sensitivity", {"Speed-up over the published step": found})
 
 
 def _varied(variation: Variation, lengths: Lengths) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
-from benchmarks.demo_runs import train, warmed_up_model
+from benchmarks.runner import train, warmed_up_model
 from benchmarks.study_figure import STYLE, themed
 
 OUT = Path("build/reading")

@@ -1,70 +1,76 @@
 """``python -m benchmarks.rollout``: tokens per second of the native engine and of its peers.
 
     cells ─by setting─▶ a process per engine, loaded once ─▶ rounds: native, generate, continuous, vllm, native, …
-                                                                 └─▶ medians, ratios ─▶ build/bench/rollout/
+                                                                 └─▶ medians, ratios ─▶ build/bench/rollout.{md,json}
 
-Engines take turns within each round, so that a machine that slows down slows all of them down. A further round begins
-only while the cell has time left, and whoever does not answer within the time-out is ended and not asked again in that
-cell; the table says both. ``--update`` measures something else: for how long an update holds 64 requests in mid-flight.
-
-Everything is written after each cell.
+A further round begins only while the cell has time left, and whoever does not answer within the time-out is ended and
+not asked again in that cell; the table says both. ``--update`` measures something else: for how long an update holds 64
+requests in mid-flight. Everything is written after each cell.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import signal
 import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
 from itertools import groupby
+from math import exp, log
 from pathlib import Path
+from statistics import fmean, median
+from typing import Any
 
-from benchmarks.rollout_engines import ENGINES
-from benchmarks.rollout_process import TimedOut, Worker, WorkerFailed, Workers
-from benchmarks.rollout_tables import Measured, Results, write
+from benchmarks.rollout_engines import ENGINES, VLLM_ENVIRONMENT
 from benchmarks.rollout_update import measure_updates
 from benchmarks.rollout_workload import SIZES, Cell, Kind, Setting, cells
-from benchmarks.table import OUT
+from benchmarks.runner import Failed, Worker, numbers, parser, say, turns, words
+from benchmarks.table import OUT, Ratio, Rows, report
+from headway.cluster.machine.worker_setup import math_environment
 
-FOLDER = OUT / "rollout"
-VLLM_PYTHON = Path(".venv-vllm/bin/python")
+LOGS = OUT / "rollout"
+NATIVE = "native"
+TITLES = {"native": "native", "generate": "generate", "continuous": "continuous batching", "vllm": "vLLM"}
+EXPLAINED = (
+    "Tokens per second of the answers; where prefill alone is measured, of the prompts. Medians over rounds in which "
+    "the engines take turns; the ratio is native ÷ the best other. Everything is float32, temperature 1, no filters; "
+    "the native engine also returns each token's log-prob, the others are not asked for it. `generate` decodes a "
+    "static batch until its longest answer is written; only tokens that were wanted count."
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.rollout", description="Generation, against its peers.")
-    extent = parser.add_mutually_exclusive_group()
+    options = parser(
+        "rollout",
+        "Generation, against its peers.",
+        models={**words(SIZES), "default": None},
+        threads={"type": numbers, "help": "such as 1,2"},
+        concurrent={"type": numbers, "help": "such as 32,128"},
+        tokens={"type": numbers, "help": "of the longest answer, such as 64,256"},
+        kinds=words(Kind),
+        engines=words(ENGINES),
+        rounds={"type": int, "help": "default: 3; 2 with --quick; 7 with --update"},
+        cell_s={"type": float, "help": "no further round after that; default: 30, 15 with --quick"},
+        timeout_s={"type": float, "default": 90.0, "help": "of one run; default: %(default)g"},
+        vllm_python={"type": Path, "default": Path(".venv-vllm/bin/python"), "help": "default: %(default)s"},
+    )
+    extent = options.add_mutually_exclusive_group()
     extent.add_argument("--quick", action="store_true", help="one small model, one thread: two minutes")
     extent.add_argument("--full", action="store_true", help="every cell of the largest model too: hours")
     extent.add_argument("--update", action="store_true", help="for how long an update holds 64 requests, instead")
-    parser.add_argument("--models", type=_list, help=f"of {','.join(SIZES)}")
-    parser.add_argument("--threads", type=_numbers, help="such as 1,2")
-    parser.add_argument("--concurrent", type=_numbers, help="such as 32,128")
-    parser.add_argument("--tokens", type=_numbers, help="of the longest answer, such as 64,256")
-    parser.add_argument("--kinds", type=_list, help=f"of {','.join(Kind)}")
-    parser.add_argument("--engines", type=_list, default=list(ENGINES), help=f"of {','.join(ENGINES)}")
-    parser.add_argument("--rounds", type=int, help="default: 3; 2 with --quick; 7 with --update")
-    parser.add_argument("--cell-s", type=float, help="no further round after that; default: 30, 15 with --quick")
-    parser.add_argument("--timeout-s", type=float, default=90.0, help="of one run; default: %(default)g")
-    parser.add_argument("--vllm-python", type=Path, default=VLLM_PYTHON, help="default: %(default)s")
-    chosen = parser.parse_args(arguments)
-    for flag, given, known in (("models", chosen.models, SIZES), ("kinds", chosen.kinds, list(Kind))):
-        if unknown := sorted(set(given or ()) - set(known)):
-            parser.error(f"--{flag}: unknown {', '.join(unknown)}; known: {', '.join(known)}")
-    if unknown := sorted(set(chosen.engines) - set(ENGINES)):
-        parser.error(f"--engines: unknown {', '.join(unknown)}; known: {', '.join(ENGINES)}")
-    rounds = chosen.rounds or (2 if chosen.quick else 3)
-    cell_s = chosen.cell_s or (15.0 if chosen.quick else 30.0)
+    chosen = options.parse_args(arguments)
     pythons, notes = interpreters(chosen.engines, chosen.vllm_python)
     if chosen.update:
         models, threads = chosen.models or list(SIZES), chosen.threads or [1, 2]
-        print(measure_updates(FOLDER, pythons, models, threads, chosen.rounds or 7))
+        measure_updates(models, threads, chosen.rounds or 7, lambda *what: worker(pythons, *what), list(pythons))
         return
-    bench = Bench(pythons, rounds, cell_s, chosen.timeout_s, Results(notes=notes))
-    bench.run(planned(chosen))
-    print(write(bench.results, FOLDER, show=True))
+    rounds = chosen.rounds or (2 if chosen.quick else 3)
+    run(planned(chosen), pythons, notes, rounds, chosen.cell_s or (15.0 if chosen.quick else 30.0), chosen.timeout_s)
 
 
 def planned(chosen: argparse.Namespace) -> list[Cell]:
@@ -75,13 +81,9 @@ def planned(chosen: argparse.Namespace) -> list[Cell]:
     parts = [quick] if chosen.quick else [small, (large[0], *small[1:]) if chosen.full else large]
     made: list[Cell] = []
     for sizes, threads, concurrent, tokens in parts:
-        made += cells(
-            [size for size in chosen.models or sizes if size in sizes or chosen.quick],
-            chosen.threads or threads,
-            chosen.concurrent or concurrent,
-            chosen.tokens or tokens,
-            [Kind(kind) for kind in chosen.kinds or Kind],
-        )
+        models = [size for size in chosen.models or sizes if size in sizes or chosen.quick]
+        extent = chosen.threads or threads, chosen.concurrent or concurrent, chosen.tokens or tokens
+        made += cells(models, *extent, [Kind(kind) for kind in chosen.kinds])
     return made
 
 
@@ -95,61 +97,159 @@ def interpreters(engines: Sequence[str], vllm: Path) -> tuple[dict[str, Path], l
     return pythons, notes
 
 
+def worker(pythons: Mapping[str, Path], engine: str, threads: int, module: str, *arguments: str) -> Worker:
+    """A process of ``engine``. Every engine's mathematics is set up alike, as Headway's own workers have it."""
+    extra = VLLM_ENVIRONMENT if engine == "vllm" else {}
+    environment = {**math_environment(threads), **extra, "PYTHONPATH": os.pathsep.join(["src", "."])}
+    command = [str(pythons[engine]), "-m", module, engine, *arguments]
+    return Worker(command, LOGS / f"{module.rpartition('.')[2]}-{engine}.log", environment)
+
+
+# ------------------------------------------------------------------------------------------ measuring
+
+
 @dataclass(slots=True)
-class Bench:
-    pythons: Mapping[str, Path]
-    rounds: int
-    cell_s: float
-    timeout_s: float
-    results: Results
+class Measured:
+    """One cell."""
 
-    def run(self, wanted: Sequence[Cell]) -> None:
-        self.results.engines = list(self.pythons)
-        began, done = time.monotonic(), 0
-        with tempfile.TemporaryDirectory(prefix="headway-bench-") as scratch:
-            for (name, threads, slots), same in groupby(wanted, lambda c: (c.size, c.threads, c.concurrent)):
-                mine = list(same)
-                folder = Path(scratch) / name
-                if not folder.exists():
-                    self.results.parameters[name] = SIZES[name].make(folder)
-                setting = Setting(name, threads, slots, max(cell.tokens for cell in mine))
-                with Workers(self.pythons, folder, setting, FOLDER / "logs") as workers:
-                    for cell in mine:
-                        measured = self.measure(cell, workers)
-                        done += 1
-                        took = f"[{done} of {len(wanted)}, {time.monotonic() - began:.0f} s]"
-                        print(f"{took} {measured.line()}", file=sys.stderr, flush=True)
-                        write(self.results, FOLDER)
+    cell: Cell
+    rates: dict[str, list[float]] = field(default_factory=dict)
+    """Tokens per second, by engine, round by round."""
+    busy: dict[str, list[float]] = field(default_factory=dict)
+    """Cores that computed for it, likewise."""
+    failures: dict[str, str] = field(default_factory=dict)
+    """Why an engine has no further rounds."""
 
-    def measure(self, cell: Cell, workers: Sequence[Worker]) -> Measured:
-        """Rounds of one cell: at least one, and no further one that would take longer than is left."""
-        measured = Measured(cell)
-        self.results.cells.append(measured)
-        start = time.monotonic()
-        for done in range(self.rounds):
-            spent = time.monotonic() - start
-            if done and spent + spent / done > self.cell_s:
-                break
-            for worker in workers:
-                if worker.engine in measured.failures:
-                    continue
-                try:
-                    answer = worker.run(cell, self.timeout_s)
-                except TimedOut:
-                    measured.failures[worker.engine] = f"over {self.timeout_s:g} s"
-                except WorkerFailed as error:
-                    measured.failures[worker.engine] = str(error)
-                else:
-                    measured.add(worker.engine, **answer)
-        return measured
+    def add(self, engine: str, *, tokens: float, seconds: float, cpu_seconds: float) -> None:
+        """Add one round."""
+        self.rates.setdefault(engine, []).append(tokens / seconds)
+        self.busy.setdefault(engine, []).append(cpu_seconds / seconds)
+
+    def rate(self, engine: str) -> float | None:
+        """Median; None where there is no whole measurement."""
+        return median(self.rates[engine]) if engine in self.rates and engine not in self.failures else None
+
+    @property
+    def best_other(self) -> float | None:
+        """Of those that were measured."""
+        rates = (self.rate(engine) for engine in self.rates if engine != NATIVE)
+        return max((rate for rate in rates if rate is not None), default=None)
+
+    @property
+    def ratio(self) -> Ratio | None:
+        """Native ÷ the best other."""
+        native, best = self.rate(NATIVE), self.best_other
+        return None if native is None or best is None else Ratio(native / best)
+
+    @property
+    def rounds(self) -> int:
+        return max(map(len, self.rates.values()), default=0)
+
+    def line(self) -> str:
+        rates = ", ".join(f"{engine} {median(rates):.0f}" for engine, rates in self.rates.items())
+        failed = "".join(f"; {engine}: {why}" for engine, why in self.failures.items())
+        return f"{self.cell.name}: {rates} tokens/s; ratio {self.ratio}{failed}"
 
 
-def _list(text: str) -> list[str]:
-    return text.split(",")
+def run(
+    wanted: Sequence[Cell],
+    pythons: Mapping[str, Path],
+    notes: Sequence[str],
+    rounds: int,
+    cell_s: float,
+    timeout_s: float,
+) -> None:
+    """Measure all cells, those that share engines one behind the other."""
+    found: list[Measured] = []
+    parameters: dict[str, int] = {}
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="headway-bench-") as scratch:
+        for (name, threads, slots), same in groupby(wanted, lambda c: (c.size, c.threads, c.concurrent)):
+            mine, folder = list(same), Path(scratch) / name
+            if not folder.exists():
+                parameters[name] = SIZES[name].make(folder)
+            setting = json.dumps(asdict(Setting(name, threads, slots, max(cell.tokens for cell in mine))))
+            with ExitStack() as stack:
+                workers = {
+                    engine: worker(pythons, engine, threads, "benchmarks.rollout_engines", str(folder), setting)
+                    for engine in pythons
+                }
+                for engine, one in workers.items():
+                    stack.callback(one.stop)
+                    start = time.monotonic()
+                    try:
+                        one.start()
+                        say(f"{engine}: loaded in {time.monotonic() - start:.1f} s")
+                    except Failed as error:
+                        say(f"{engine}: {error}")
+                for cell in mine:
+                    found.append(measure(cell, workers, rounds, cell_s, timeout_s))
+                    say(f"[{len(found)} of {len(wanted)}, {time.monotonic() - began:.0f} s] {found[-1].line()}")
+                    told(found, list(pythons), parameters, notes, show=len(found) == len(wanted))
 
 
-def _numbers(text: str) -> list[int]:
-    return [int(one) for one in text.split(",")]
+def measure(cell: Cell, workers: Mapping[str, Worker], rounds: int, cell_s: float, timeout_s: float) -> Measured:
+    """Rounds of one cell: at least one, and no further one that would take longer than is left."""
+    measured = Measured(cell)
+    for engine, one in turns(workers, rounds, cell_s):
+        if engine not in measured.failures:
+            try:
+                measured.add(engine, **one.ask(asdict(cell), timeout_s))
+            except Failed as error:
+                measured.failures[engine] = str(error)
+    return measured
+
+
+# ------------------------------------------------------------------------------------------ tables
+
+
+def told(
+    found: Sequence[Measured],
+    engines: Sequence[str],
+    parameters: Mapping[str, int],
+    notes: Sequence[str],
+    *,
+    show: bool,
+) -> str:
+    """Write all tables; print them where they are to be shown."""
+    tables = {
+        f"{size}: {parameters.get(size, 0):,} parameters": [_row(one, engines) for one in same]
+        for size, same in groupby(found, lambda one: one.cell.size)
+    }
+    failures = [f"{TITLES[engine]}, {m.cell.name}: {why}" for m in found for engine, why in m.failures.items()]
+    alone = [share for one in found if one.cell.threads == 1 for share in one.busy.get(NATIVE, ())]
+    had = f"With one thread the native engine had a core for {median(alone or [0]):.0%} of its time (median of rounds)"
+    raw = [{**asdict(one), "ratio": one.ratio, "aim": one.cell.aim} for one in found]
+    said = [EXPLAINED, *([f"{had}; far below 100% the machine had other things to do."] if alone else [])]
+    return report("rollout", {**tables, "Aims": _aims(found)}, [*said, *notes, *failures], show=show, cells=raw)
+
+
+def _row(one: Measured, engines: Sequence[str]) -> dict[str, Any]:
+    cell = one.cell
+    what = {"requests": cell.kind, "threads": cell.threads, "concurrent": cell.concurrent, "tokens": cell.tokens}
+    rates = {TITLES[engine]: _rate(one, engine) for engine in engines}
+    return {**what, **rates, "ratio": one.ratio, "aim": cell.aim, "rounds": one.rounds}
+
+
+def _rate(measured: Measured, engine: str) -> float | str | None:
+    if why := measured.failures.get(engine):
+        return why if why.startswith("over ") else "failed"
+    return measured.rate(engine)
+
+
+def _aims(found: Sequence[Measured]) -> Rows:
+    """By model and kind: geometric mean of the ratios, the least of them, and how many cells reached the aim."""
+    ratios: dict[tuple[str, str], list[tuple[Ratio, Ratio | None]]] = {}
+    for one in found:
+        if one.ratio is not None:
+            ratios.setdefault((one.cell.size, one.cell.kind), []).append((one.ratio, one.cell.aim))
+    rows: list[dict[str, Any]] = []
+    for (size, kind), same in ratios.items():
+        mean, aim = Ratio(exp(fmean(log(ratio) for ratio, _ in same))), same[0][1]
+        reached = None if aim is None else f"{sum(ratio >= aim for ratio, _ in same)} of {len(same)}"
+        what = {"model": size, "requests": kind, "aim": aim, "mean ratio": mean}
+        rows.append({**what, "least": min(ratio for ratio, _ in same), "cells that reach it": reached})
+    return rows
 
 
 if __name__ == "__main__":

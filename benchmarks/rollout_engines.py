@@ -1,5 +1,9 @@
 """The engines that ``make bench-rollout`` compares, each behind two calls: load, and answer some requests.
 
+    python -m benchmarks.rollout_engines ENGINE FOLDER SETTING      one engine in a process of its own, for `Worker`
+
+Between two cells a process is blocked on its input: nothing computes while another engine is measured.
+
 All serve the same folder in float32 and sample from the whole distribution at temperature 1. Each module is imported by
 the engine that needs it: vLLM lives in an environment of its own.
 """
@@ -7,12 +11,19 @@ the engine that needs it: vLLM lives in an environment of its own.
 from __future__ import annotations
 
 import asyncio
+import json
+import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from benchmarks.rollout_workload import BATCHED_TOKENS, Request, Setting
+from benchmarks.rollout_workload import BATCHED_TOKENS, PROMPT, Cell, Request, Setting, requests, work
+from benchmarks.runner import serve
+
+if TYPE_CHECKING:
+    from headway.data.interfaces.episode_groups import GroupRequest
 
 PAGE = 64
 """Tokens of a page of transformers' continuous batching. Other sizes were not faster."""
@@ -38,8 +49,26 @@ class Engine(Protocol):
     def run(self, requests: Sequence[Request]) -> list[int]:
         """Answer all ``requests``; how many tokens each answer has."""
 
-    def close(self) -> None:
-        """End its threads."""
+    def close(self) -> None: ...
+
+
+def groups(requests: Sequence[Request], row: int = 0) -> list[GroupRequest]:
+    """Groups of one answer, as the native engine's keeper takes them; ``row``: of the first."""
+    import numpy as np
+
+    from headway.data.interfaces.episode_groups import GroupRequest
+    from headway.data.interfaces.generation import SamplingParams
+    from headway.data.types import Prompt
+
+    return [
+        GroupRequest(
+            number,
+            Prompt(0, row + number, 0, "bench", "", np.array(request.prompt, np.int32)),
+            1,
+            SamplingParams(request.tokens),
+        )
+        for number, request in enumerate(requests)
+    ]
 
 
 class Native:
@@ -67,18 +96,10 @@ class Native:
         return self._loop.run_until_complete(self._run(requests))
 
     async def _run(self, requests: Sequence[Request]) -> list[int]:
-        import numpy as np
-
         from headway.agents.episodes.episode_worker import local_episode_worker
-        from headway.data.interfaces.episode_groups import GroupRequest
-        from headway.data.interfaces.generation import SamplingParams
-        from headway.data.types import Prompt
 
-        asked = []
-        for number, request in enumerate(requests):
-            self._row += 1  # other uniforms in each round
-            prompt = Prompt(0, self._row, 0, "bench", "", np.array(request.prompt, np.int32))
-            asked.append(GroupRequest(number, prompt, 1, SamplingParams(request.tokens)))
+        asked = groups(requests, self._row)
+        self._row += len(asked)  # other uniforms in each round
         lengths = [0] * len(asked)
         async with local_episode_worker(self._engine) as worker:
             async for group in worker.generate(asked):
@@ -108,8 +129,7 @@ class Generate:
             lengths += [min(written, request.tokens) for request in batch]
         return lengths
 
-    def close(self) -> None:
-        pass
+    def close(self) -> None: ...
 
     def _batch(self, prompts: Sequence[Sequence[int]], tokens: int) -> int:
         import torch
@@ -200,8 +220,7 @@ class Vllm:
         outputs = self._llm.generate(prompts, sampling, use_tqdm=False)
         return [len(output.outputs[0].token_ids) for output in outputs]
 
-    def close(self) -> None:
-        pass
+    def close(self) -> None: ...
 
 
 ENGINES: Mapping[str, Callable[[Path, Setting], Engine]] = MappingProxyType(
@@ -219,11 +238,41 @@ def _module(folder: Path) -> Any:
 def _sampling(tokens: int) -> Any:
     from transformers import GenerationConfig
 
-    return GenerationConfig(
-        do_sample=True,
-        temperature=1.0,
-        top_k=0,
-        top_p=1.0,
-        max_new_tokens=tokens,
-        pad_token_id=0,
-    )
+    return GenerationConfig(do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=tokens, pad_token_id=0)
+
+
+# ------------------------------------------------------------------------------------------ a process
+
+
+def load(name: str, folder: Path, setting: Setting) -> Callable[[dict[str, Any]], dict[str, float]]:
+    """Load an engine, and touch what is touched first by a short run; returns what answers a cell."""
+    import torch
+
+    torch.set_num_threads(setting.threads)
+    engine = ENGINES[name](folder, setting)
+    engine.run([Request((1,) * PROMPT, 4)] * setting.concurrent)
+    return lambda cell: answer(engine, Cell(**cell))
+
+
+def answer(engine: Engine, cell: Cell) -> dict[str, float]:
+    """Tokens of one run, and its seconds by the clock and on cores. Raises `ValueError` for one with other answers."""
+    asked = requests(cell)
+    start, computed = time.perf_counter(), time.process_time()
+    lengths = engine.run(asked)
+    seconds, computed = time.perf_counter() - start, time.process_time() - computed
+    check(lengths, asked)
+    return {"seconds": seconds, "cpu_seconds": computed, "tokens": work(cell, asked)}
+
+
+def check(lengths: Sequence[int], asked: Sequence[Request]) -> None:
+    """Raise `ValueError` unless every answer has as many tokens as were wanted."""
+    if len(lengths) != len(asked):
+        raise ValueError(f"{len(lengths)} answers to {len(asked)} requests")
+    for number, (length, request) in enumerate(zip(lengths, asked, strict=True)):
+        if length != request.tokens:
+            raise ValueError(f"answer {number} has {length} tokens; {request.tokens} were wanted")
+
+
+if __name__ == "__main__":
+    name, folder, setting = sys.argv[1:]
+    serve(lambda: load(name, Path(folder), Setting(**json.loads(setting))))

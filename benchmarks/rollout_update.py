@@ -5,16 +5,13 @@
 Once with everything behind the pause, and once staged beside decoding, as a back buffer allows. The stall ends when 64
 tokens were sampled under the new version: natively with the step that gives every request its next one; vLLM, which
 prefills in several steps, may come to that number before the last request goes on. Both are behind the same protocol,
-each in a process of its own.
+each in a process of its own (``python -m benchmarks.rollout_update ENGINE FOLDER THREADS``).
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import os
-import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -23,110 +20,73 @@ from contextlib import suppress
 from itertools import product
 from pathlib import Path
 from statistics import median
-from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any
 
-from benchmarks.rollout_engines import IN_PROCESS
-from benchmarks.rollout_process import environment
-from benchmarks.rollout_tables import table
-from benchmarks.rollout_workload import BATCHED_TOKENS, PROMPT, SIZES
-from headway.cluster.hardware import available_cores, cpu_model
-
-T = TypeVar("T")
+from benchmarks.rollout_engines import IN_PROCESS, groups
+from benchmarks.rollout_workload import BATCHED_TOKENS, PROMPT, SIZES, Request
+from benchmarks.runner import Failed, Worker, say, serve
+from benchmarks.table import Rows, report
 
 REQUESTS = 64
 TOKENS = 256
 WRITTEN = 32
-"""Tokens that each answer has, at least, when the first update comes."""
+"""Number of tokens that each answer has, at least, when the first update comes."""
 BETWEEN = 8
-"""Tokens between two updates, at least."""
+"""Number of tokens between two updates, at least."""
 BUCKET = 64 * 2**20
 TIMEOUT_S = 600.0
 POLL_S = 0.001
-"""Between two looks at what was sampled."""
+"""Seconds between two looks at what was sampled."""
 BEHIND = "behind the pause"
+STAGED = {BEHIND: False, "beside decoding": True}
 PHASES = ("pause", "stage", "activate", "resume")
+Update = dict[str, float]
+"""Seconds of one update, by phase."""
 
 
 def measure_updates(
-    folder: Path, pythons: Mapping[str, Path], models: Sequence[str], threads: Sequence[int], rounds: int
-) -> str:
-    """Measure, and write into ``folder``; what to show."""
+    models: Sequence[str], threads: Sequence[int], rounds: int, worker: Callable[..., Worker], engines: Sequence[str]
+) -> None:
+    """Measure each model, number of threads and engine, and report."""
     rows: list[dict[str, Any]] = []
     failures: list[str] = []
     with tempfile.TemporaryDirectory(prefix="headway-bench-") as scratch:
         for name in models:
-            model = Path(scratch) / name
-            SIZES[name].make(model)
-            for count, engine in product(threads, (one for one in pythons if one in ENGINES)):
-                what = f"{name}, threads {count}, {engine}"
-                print(f"{what}: {rounds} updates of each kind", file=sys.stderr, flush=True)
+            SIZES[name].make(folder := Path(scratch) / name)
+            for count, engine in product(threads, (one for one in engines if one in ("native", "vllm"))):
+                say(f"{name}, threads {count}, {engine}: {rounds} updates of each kind")
+                one = worker(engine, count, "benchmarks.rollout_update", str(folder), str(count))
                 try:
-                    found = _in_a_process(engine, pythons[engine], model, count, rounds, folder / "logs")
-                except UpdatesFailed as error:
-                    failures.append(f"- {what}: {error}")
-                else:
-                    rows += [{"model": name, "threads": count, "engine": engine, **row} for row in found]
-    text = markdown(rows, rounds, failures)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "update.md").write_text(text)
-    (folder / "update.json").write_text(json.dumps({"cores": available_cores(), "cpu": cpu_model(), "rows": rows}))
-    return f"{text}\nwritten to {folder / 'update.md'} and {folder / 'update.json'}"
+                    found = one.ask(rounds, TIMEOUT_S)
+                    rows += table({"model": name, "threads": count, "engine": engine}, found)
+                except Failed as error:
+                    failures.append(f"{name}, threads {count}, {engine}: {error}")
+                finally:
+                    one.stop()
+    explained = (
+        f"The stall lasts from the call of pause until {REQUESTS} tokens were sampled under the new version. The "
+        "prefill of all contexts is in resume. Staging beside decoding is no part of the stall."
+    )
+    title = f"Updates with {REQUESTS} requests in mid-flight, on_update interrupt; medians of {rounds}"
+    report("rollout-update", {title: rows}, [explained, *failures])
 
 
-def markdown(rows: Sequence[dict[str, Any]], rounds: int, failures: Sequence[str] = ()) -> str:
-    """``rows``: seconds of each update, by phase."""
-    header = ["model", "threads", "engine", "staged", *(f"{phase} ms" for phase in PHASES), "stall ms"]
-    cells = []
-    for row in rows:
-        held = [phase for phase in PHASES if phase != "stage" or row["staged"] == BEHIND]
-        stall = median(sum(update[phase] for phase in held) for update in row["updates"])
-        medians = [median(update[phase] for update in row["updates"]) for phase in PHASES]
-        what = [row["model"], str(row["threads"]), row["engine"], row["staged"]]
-        cells.append([*what, *(f"{1e3 * seconds:.1f}" for seconds in [*medians, stall])])
-    parts = [
-        f"{available_cores()} cores of {cpu_model()}.\n",
-        f"Updates with {REQUESTS} requests in mid-flight, on_update interrupt; medians of {rounds}. The stall lasts "
-        f"from the call of pause until {REQUESTS} tokens were sampled under the new version. The prefill of all "
-        "contexts is in `resume`. Staging beside decoding is no part of the stall.\n",
-        table(header, cells),
-    ]
-    parts += ["### Failed\n", *failures, ""] if failures else []
-    return "\n".join(parts)
+def table(what: Mapping[str, Any], found: Mapping[str, Sequence[Update]]) -> Rows:
+    """``found``: updates by the way in which weights were staged."""
+    rows = []
+    for staged, updates in found.items():
+        held = [phase for phase in PHASES if phase != "stage" or staged == BEHIND]
+        medians = {f"{phase} ms": 1e3 * median(update[phase] for update in updates) for phase in PHASES}
+        stall = 1e3 * median(sum(update[phase] for phase in held) for update in updates)
+        rows.append({**what, "staged": staged, **medians, "stall ms": stall})
+    return rows
 
 
-class UpdatesFailed(Exception):
-    """Why there are no figures, in one line."""
+# ------------------------------------------------------------------------------------------ an engine's process
 
 
-def _in_a_process(
-    engine: str, python: Path, model: Path, threads: int, rounds: int, logs: Path
-) -> list[dict[str, Any]]:
-    logs.mkdir(parents=True, exist_ok=True)
-    command = [str(python), "-m", "benchmarks.rollout_update", engine, str(model), str(threads), str(rounds)]
-    variables = environment(engine, threads)
-    variables.pop(IN_PROCESS, None)  # vLLM's asynchronous engine has processes of its own
-    log = logs / f"update-{engine}.log"
-    with log.open("w") as errors, tempfile.TemporaryFile("w+") as output:
-        process = subprocess.Popen(command, env=variables, stdout=output, stderr=errors, start_new_session=True)
-        try:
-            code = process.wait(TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            raise UpdatesFailed(f"not over after {TIMEOUT_S:g} s") from None
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        output.seek(0)
-        lines = output.read().splitlines()
-    if code or not lines:
-        last = log.read_text(errors="replace").strip().splitlines() or ["nothing"]
-        raise UpdatesFailed(f"its process ended; the last that it printed: {last[-1][:200]}")
-    found: list[dict[str, Any]] = json.loads(lines[-1])
-    return found
-
-
-async def _updates(kind: str, path: Path, rounds: int) -> list[dict[str, Any]]:
+async def updates(kind: str, path: Path, rounds: int) -> dict[str, list[Update]]:
+    """By the way in which weights are staged."""
     import torch
 
     from headway.engines.weights.buckets import pack, whole
@@ -147,7 +107,8 @@ async def _updates(kind: str, path: Path, rounds: int) -> list[dict[str, Any]]:
             sink.filled(chunk.header)
         sink.ended(weights.digests)
 
-    engine = await ENGINES[kind](
+    engine = await _engine(
+        kind,
         path,
         name="bench",
         seed=0,
@@ -158,20 +119,25 @@ async def _updates(kind: str, path: Path, rounds: int) -> list[dict[str, Any]]:
         manifest=manifest,
     )
     try:
-        update = _Updater(engine)
-        staged = {BEHIND: False, "beside decoding": True}
-        found: dict[str, list[dict[str, float]]] = {name: [] for name in staged}
-        await update.measure(beside=False)  # memory is touched for the first time
+        updater = _Updater(engine)
+        found: dict[str, list[Update]] = {name: [] for name in STAGED}
+        await updater.measure(beside=False)  # memory is touched for the first time
         for _ in range(rounds):
-            for name, beside in staged.items():
-                found[name].append(await update.measure(beside=beside))
-        await update.end()
+            for name, beside in STAGED.items():
+                found[name].append(await updater.measure(beside=beside))
+        await updater.end()
     finally:
         await engine.close()
-    return [{"staged": name, "updates": updates} for name, updates in found.items()]
+    return found
 
 
-async def _native(path: Path, **settings: Any) -> Any:
+async def _engine(kind: str, path: Path, **settings: Any) -> Any:
+    if kind == "vllm":
+        from headway.engines.rollout.vllm import VllmEngine
+
+        served = VllmEngine(path, dtype="float32", options={"skip_tokenizer_init": True}, **settings)
+        await served.start()
+        return served
     import torch
 
     from headway.engines.rollout.native import NativeEngine
@@ -180,35 +146,22 @@ async def _native(path: Path, **settings: Any) -> Any:
     return NativeEngine(load_model(path, dtype=torch.float32), decode=lambda ids: "", **settings)
 
 
-async def _vllm(path: Path, **settings: Any) -> Any:
-    from headway.engines.rollout.vllm import VllmEngine
-
-    engine = VllmEngine(path, dtype="float32", options={"skip_tokenizer_init": True}, **settings)
-    await engine.start()
-    return engine
-
-
-ENGINES: Mapping[str, Callable[..., Awaitable[Any]]] = MappingProxyType({"native": _native, "vllm": _vllm})
-
-
 class _Updater:
     """Keeps `REQUESTS` in flight, and updates the engine that they run on."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
         self._flight: asyncio.Task[None] | None = None
-        self._left = 0
-        self._version = 0
+        self._left = self._version = 0
 
-    async def measure(self, *, beside: bool) -> dict[str, float]:
-        """Seconds by phase of one update."""
+    async def measure(self, *, beside: bool) -> Update:
         from headway.data.interfaces.rollout import OnUpdate
 
         await self._take_off()
         engine, self._version = self._engine, self._version + 1
-        took: dict[str, float] = {}
+        took: Update = {}
 
-        async def phase(name: str, doing: Awaitable[T]) -> T:
+        async def phase(name: str, doing: Awaitable[Any]) -> Any:
             start = time.perf_counter()
             result = await doing
             took[name] = time.perf_counter() - start
@@ -257,30 +210,21 @@ class _Updater:
         self._left -= await self._sampled(steps * REQUESTS) // REQUESTS
 
     async def _generate(self) -> None:
-        import numpy as np
-
         from headway.agents.episodes.episode_worker import local_episode_worker
-        from headway.data.interfaces.episode_groups import GroupRequest
-        from headway.data.interfaces.generation import SamplingParams
-        from headway.data.types import Prompt
 
-        asked = [
-            GroupRequest(
-                row, Prompt(0, row, 0, "bench", "", np.arange(1, PROMPT + 1, dtype=np.int32)), 1, SamplingParams(TOKENS)
-            )
-            for row in range(REQUESTS)
-        ]
+        asked = groups([Request(tuple(range(1, PROMPT + 1)), TOKENS)] * REQUESTS)
         async with local_episode_worker(self._engine) as worker:
             async for _ in worker.generate(asked):
                 raise RuntimeError("a request ended in mid-flight")
 
 
-def main(engine: str, path: str, threads: str, rounds: str) -> None:
+def load(kind: str, path: Path, threads: int) -> Callable[[int], dict[str, list[Update]]]:
     import torch
 
-    torch.set_num_threads(int(threads))
-    print(json.dumps(asyncio.run(_updates(engine, Path(path), int(rounds)))))
+    os.environ.pop(IN_PROCESS, None)  # vLLM's asynchronous engine has processes of its own
+    torch.set_num_threads(threads)
+    return lambda rounds: asyncio.run(updates(kind, path, rounds))
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    serve(lambda: load(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])))

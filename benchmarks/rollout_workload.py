@@ -22,7 +22,8 @@ from math import exp, log
 from pathlib import Path
 from statistics import NormalDist
 from types import MappingProxyType
-from typing import Any
+
+from benchmarks.table import Ratio
 
 PROMPT = 32
 """Tokens of a prompt where all are equally long."""
@@ -89,18 +90,7 @@ SIZES: Mapping[str, Size] = MappingProxyType(
         for size in (
             Size("1m", 512, 128, 5, heads=4, kv_heads=2, head_dim=32, intermediate=448, prefill_requests=32),
             Size("3m", 512, 192, 6, heads=6, kv_heads=2, head_dim=32, intermediate=640, prefill_requests=32),
-            Size(
-                "100m",
-                32_000,
-                640,
-                15,
-                heads=10,
-                kv_heads=5,
-                head_dim=64,
-                intermediate=2048,
-                prefill_requests=8,
-                small=False,
-            ),
+            Size("100m", 32_000, 640, 15, 10, 5, head_dim=64, intermediate=2048, prefill_requests=8, small=False),
         )
     }
 )
@@ -146,29 +136,14 @@ class Cell:
         return f"{self.size}, threads {self.threads}, concurrent {self.concurrent}: {self.kind} {self.tokens}"
 
     @property
-    def aim(self) -> float | None:
+    def aim(self) -> Ratio | None:
         """Tokens per second of the native engine ÷ of the best other one."""
         small = SIZES[self.size].small
-        match self.kind:
-            case Kind.UNIFORM:
-                return 1.4 if small else 1.2
-            case Kind.LONG_TAILED | Kind.RAGGED:
-                return 3.0 if small else 2.0
-            case Kind.PREFILL:
-                return None
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "size": self.size,
-            "threads": self.threads,
-            "concurrent": self.concurrent,
-            "kind": str(self.kind),
-            "tokens": self.tokens,
-        }
-
-    @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> Cell:
-        return cls(**{**fields, "kind": Kind(fields["kind"])})
+        if self.kind == Kind.PREFILL:
+            return None
+        if self.kind == Kind.UNIFORM:
+            return Ratio(1.4 if small else 1.2)
+        return Ratio(3.0 if small else 2.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +163,7 @@ def requests(cell: Cell) -> list[Request]:
         case Kind.PREFILL:
             prompts, answers = [PREFILL_PROMPT] * size.prefill_requests, [1] * size.prefill_requests
         case Kind.LONG_TAILED | Kind.RAGGED:
-            count = cell.concurrent * (2 if cell.kind is Kind.RAGGED else 1)
+            count = cell.concurrent * (2 if cell.kind == Kind.RAGGED else 1)
             prompts = long_tailed(count, SHORTEST_PROMPT, LONGEST_PROMPT)
             answers = long_tailed(count, 1, cell.tokens)
             order.shuffle(prompts)
@@ -208,7 +183,7 @@ def long_tailed(count: int, least: int, most: int) -> list[int]:
 
 def work(cell: Cell, asked: Sequence[Request]) -> int:
     """What is counted: tokens of the answers, or of the prompts where prefill alone is measured."""
-    if cell.kind is Kind.PREFILL:
+    if cell.kind == Kind.PREFILL:
         return sum(len(request.prompt) for request in asked)
     return sum(request.tokens for request in asked)
 
@@ -222,9 +197,9 @@ def cells(
 ) -> list[Cell]:
     """All of them; those that share a `Setting` one behind the other. Prefill is measured at the fewest concurrent."""
     made = []
-    for size, thread_count, slots in product(sizes, threads, concurrent):
-        if Kind.PREFILL in kinds and slots == min(concurrent):
-            made.append(Cell(size, thread_count, slots, Kind.PREFILL, 1))
-        decoded = [kind for kind in Kind if kind in kinds and kind is not Kind.PREFILL]
-        made += [Cell(size, thread_count, slots, kind, most) for most, kind in product(tokens, decoded)]
+    decoded = [kind for kind in Kind if kind in kinds and kind != Kind.PREFILL]
+    for setting in product(sizes, threads, concurrent):
+        if Kind.PREFILL in kinds and setting[2] == min(concurrent):
+            made.append(Cell(*setting, Kind.PREFILL, 1))
+        made += [Cell(*setting, kind, most) for most, kind in product(tokens, decoded)]
     return made

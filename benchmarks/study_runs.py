@@ -16,7 +16,7 @@ from statistics import fmean
 from types import MappingProxyType
 from typing import Any
 
-from benchmarks.demo_runs import train
+from benchmarks.runner import train
 
 MINI_BATCH = 4
 """Groups of one optimizer step."""

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.demo_runs import warmed_up_model
+from benchmarks.runner import warmed_up_model
 from benchmarks.study_figure import draw
 from benchmarks.study_runs import Kept, Result, Run, digest, execute, runs
 from benchmarks.study_tables import accuracy_table, health_table, time_table, write_into

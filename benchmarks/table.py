@@ -1,45 +1,76 @@
-"""A benchmark's figures: shown as a table, and written to ``build/bench/<name>.json``."""
+"""A benchmark's figures: shown as tables in Markdown, and written to ``build/bench/<name>.md`` and ``.json``."""
 
 from __future__ import annotations
 
 import json
-import os
-import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
+from headway.cluster.hardware import available_cores, cpu_model
 
 OUT = Path("build/bench")
+Rows = Sequence[Mapping[str, Any]]
+"""Lines of a table, with the same keys: its columns."""
 
 
-def report(name: str, title: str, rows: Sequence[dict[str, Any]], notes: Sequence[str] = ()) -> None:
-    """``rows`` share their keys; numbers are shown with three significant digits and written in full."""
-    table = Table(title=title)
-    for key in rows[0]:
-        table.add_column(key, justify="left" if isinstance(rows[0][key], str) else "right")
-    for row in rows:
-        table.add_row(*(value if isinstance(value, str) else f"{value:.3g}" for value in row.values()))
-    console = Console()
-    console.print(table)
-    for note in notes:
-        console.print(note)
-    console.print(f"written to {write(name, {'rows': list(rows), 'notes': list(notes)})}")
+class Ratio(float):
+    """A number that a table shows as ``1.50×``."""
+
+    def __str__(self) -> str:
+        return f"{self:.2f}×"
+
+
+class Share(float):
+    """A number that a table shows as ``15.0%``."""
+
+    def __str__(self) -> str:
+        return f"{self:.1%}"
+
+
+def shown(value: object) -> str:
+    match value:
+        case None:
+            return "—"
+        case Ratio() | Share() | str():
+            return str(value)
+        case int():
+            return f"{value:,}"
+        case float():
+            return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    raise TypeError(f"a table cannot show {value!r}")
+
+
+def markdown(rows: Rows) -> str:
+    """Return ``rows`` as a table; columns of text are aligned to the left. Empty without rows."""
+    if not rows:
+        return ""
+    rule = ["---" if isinstance(value, str) else "---:" for value in rows[0].values()]
+    lines = (list(rows[0]), rule, *(map(shown, row.values()) for row in rows))
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+
+
+def page(tables: Mapping[str, Rows], notes: Iterable[str] = ()) -> str:
+    """Return titles with their tables, without those that are empty, and ``notes`` as a list."""
+    parts = [f"{available_cores()} cores of {cpu_model()}.\n"]
+    parts += [f"### {title}\n\n{markdown(rows)}" for title, rows in tables.items() if rows]
+    return "\n".join([*parts, *(f"- {note}" for note in notes)]) + "\n"
+
+
+def report(name: str, tables: Mapping[str, Rows], notes: Sequence[str] = (), *, show: bool = True, **more: Any) -> str:
+    """Write ``tables``, ``notes`` and what else a reader of the JSON may want; print them unless told otherwise."""
+    path = write(name, {"tables": tables, "notes": list(notes), **more})
+    text = page(tables, notes)
+    path.with_suffix(".md").write_text(text, encoding="utf-8")
+    if show:
+        print(f"{text}\nwritten to {path.with_suffix('.md')} and {path}", flush=True)
+    return text
 
 
 def write(name: str, content: Mapping[str, Any]) -> Path:
-    """``build/bench/<name>.json``: ``content``, and what it was measured on."""
+    """Write ``content``, and what it was measured on, to ``build/bench/<name>.json``."""
     OUT.mkdir(parents=True, exist_ok=True)
     path = OUT / f"{name}.json"
-    hardware = {"cores": len(os.sched_getaffinity(0)), "machine": platform.machine(), "cpu": _cpu()}
+    hardware = {"cores": available_cores(), "cpu": cpu_model()}
     path.write_text(json.dumps({"name": name, "hardware": hardware, **content}, indent=2), encoding="utf-8")
     return path
-
-
-def _cpu() -> str:
-    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.processor()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -32,19 +31,7 @@ CLIP = 0.2
 UNLIMITED = 1e9
 
 
-class Side(ABC):
-    """One way to compute a step's gradient."""
-
-    @abstractmethod
-    def step(self, rows: Sequence[CollatedRow]) -> None:
-        """Compute the gradient of a mini-batch, and drop it."""
-
-    @abstractmethod
-    def gradient(self, rows: Sequence[CollatedRow]) -> dict[str, torch.Tensor]:
-        """Compute the gradient of a mini-batch, by the parameter's name."""
-
-
-class Plain(Side):
+class Plain:
     """What one would write over transformers, written well.
 
     Rows are sorted by length, padded on the right, in micro-batches of so many tokens; the head sees answers alone.
@@ -54,15 +41,15 @@ class Plain(Side):
         self._model = load_model(folder, dtype=torch.float32)
         self._budget = budget
 
-    def step(self, rows: Sequence[CollatedRow]) -> None:
-        self._backward(rows)
-        self._model.zero_grad()
-
     def gradient(self, rows: Sequence[CollatedRow]) -> dict[str, torch.Tensor]:
         self._backward(rows)
         found = {name: p.grad.clone() for name, p in self._model.named_parameters() if p.grad is not None}
         self._model.zero_grad()
         return found
+
+    def step(self, rows: Sequence[CollatedRow]) -> None:
+        self._backward(rows)
+        self._model.zero_grad()
 
     def _backward(self, rows: Sequence[CollatedRow]) -> None:
         total = sum(len(row.logprobs) for row in rows)
@@ -85,7 +72,7 @@ class Plain(Side):
         return -torch.minimum(ratio * advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages).sum() / total
 
 
-class Headway(Side):
+class Headway:
     """The train engine on one rank, without its optimizer's step. Needs torch.distributed's default group."""
 
     def __init__(self, folder: Path, budget: int, kind: Kind) -> None:
@@ -121,6 +108,10 @@ class Headway(Side):
             return self._found
         finally:
             self._found = None
+
+
+Side = Plain | Headway
+"""One way to compute a mini-batch's gradient (``step``), and to return it by the parameter's name (``gradient``)."""
 
 
 def side_of(kind: Kind, folder: Path, budget: int) -> Side:

@@ -151,42 +151,22 @@ def rows_of(cell: Cell) -> list[CollatedRow]:
 
 def work(kind: Kind, rows: Sequence[CollatedRow], budget: int = BUDGET) -> Work:
     """What ``kind`` has to compute of ``rows`` in micro-batches of ``budget`` tokens."""
-    match kind:
-        case Kind.PLAIN | Kind.PADDED:
-            return _padded(rows, budget)
-        case Kind.PACKED:
-            return _packed(rows)
-        case Kind.SHARED:
-            return _shared(rows, budget)
-
-
-def _padded(rows: Sequence[CollatedRow], budget: int) -> Work:
-    """Rows are as long as the longest of their micro-batch."""
-    lengths = [len(row.input_ids) for row in rows]
-    shapes = [(len(batch), max(lengths[i] for i in batch)) for batch in token_budget_batches(lengths, budget)]
-    return Work(
-        sum(count * longest for count, longest in shapes),
-        sum(len(row.logprobs) for row in rows),
-        sum(count * _causal(longest) for count, longest in shapes),
-    )
-
-
-def _packed(rows: Sequence[CollatedRow]) -> Work:
-    lengths = [len(row.input_ids) for row in rows]
-    return Work(sum(lengths), sum(len(row.logprobs) for row in rows), sum(map(_causal, lengths)))
-
-
-def _shared(rows: Sequence[CollatedRow], budget: int) -> Work:
-    """A group's prompt counts once, or as often as there have to be micro-batches for its answers."""
+    lengths, answers = [len(row.input_ids) for row in rows], sum(len(row.logprobs) for row in rows)
+    if kind is Kind.PACKED:
+        return Work(sum(lengths), answers, sum(map(_causal, lengths)))
+    if kind is not Kind.SHARED:  # rows are as long as the longest of their micro-batch
+        shapes = [(len(batch), max(lengths[i] for i in batch)) for batch in token_budget_batches(lengths, budget)]
+        tokens = sum(count * longest for count, longest in shapes)
+        return Work(tokens, answers, sum(count * _causal(longest) for count, longest in shapes))
+    # A group's prompt counts once, or as often as there have to be micro-batches for its answers.
     groups: dict[int, list[CollatedRow]] = {}
     for row in rows:
         assert row.episode is not None
         groups.setdefault(row.episode.row, []).append(row)
-    tokens = pairs = answers = 0
+    tokens = pairs = 0
     for group in groups.values():
         prompt, own = group[0].prompt_length, [len(row.logprobs) for row in group]
         times = max(1, -(-sum(own) // max(1, budget - prompt)))
-        answers += sum(own)
         tokens += times * prompt + sum(own)
         pairs += times * _causal(prompt) + sum(answer * prompt + _causal(answer) for answer in own)
     return Work(tokens, answers, pairs)

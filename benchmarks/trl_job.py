@@ -1,34 +1,27 @@
 """``python -m benchmarks.trl_job CONFIG [a.b=c …]``: TRL's `GRPOTrainer` on a recipe; prints its figures as JSON.
 
 Runs in the environment that ``make trl-env`` builds. Same model, prompts in the same order, answers, scorer and
-optimizer steps as `benchmarks.plain_job`, and the settings with which somebody who knows TRL would run it on a few CPU
+optimizer steps as `benchmarks.plain_loop`, and the settings with which somebody who knows TRL would run it on a few CPU
 cores; `settings` says why each.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-import torch
 from datasets import Dataset
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from headway.cluster.hardware import available_cores
-from headway.config.loading import load
+from benchmarks.plain_loop import Job, tell
 from headway.config.schema import Config
-from headway.data.sources import build_sources
-from headway.data.tasks import make_task
 from headway.data.types import Prompt
 from headway.engines.train.fsdp.learner import learning_rate
-from headway.models.pretrained import load_model
-from headway.models.tokenizer import load_tokenizer
 
 ROWS = 64
 """Most rows of a micro-batch. 32, 64 and 128 take the same time on the demo's workload and two cores; 16, which is as
@@ -61,52 +54,33 @@ class Clock(TrainerCallback):
 
 
 def main(path: Path, overrides: list[str]) -> None:
-    config = load(path, overrides).config
-    torch.set_num_threads(available_cores())
-    model_path, task = config.model.path, config.data.task
-    if model_path is None or task is None or config.rollout.total_rollout_steps is None:
-        sys.exit("TRL's job needs model.path, data.task and rollout.total_rollout_steps")
-    tokenizer, model = load_tokenizer(model_path), load_model(model_path, dtype=torch.float32)
-    scorer = make_task(task.name, task.params, seed=config.run.seed)
-    source = build_sources(config, tokenizer).train
-    drawn = [source.next() for _ in range(config.rollout.total_rollout_steps)]
-    prompts = [prompt for prompt in drawn if prompt is not None]
-    check_tokens(tokenizer, prompts)
+    job = Job(path, overrides)
+    prompts, optim = job.prompts, job.config.actor.optim
+    check_tokens(job.tokenizer, prompts)
     done = {"samples": 0, "tokens": 0}
 
     def reward(completions: list[str], completion_ids: list[list[int]], row: list[int], **_: Any) -> list[float]:
         done["samples"] += len(completions)
         done["tokens"] += sum(map(len, completion_ids))
-        scored = zip(completions, (prompts[r] for r in row), strict=True)
-        return [scorer.score(text, prompt.answer, prompt.extra) for text, prompt in scored]
+        return [job.score(text, prompts[r]) for text, r in zip(completions, row, strict=True)]
 
-    clock, optim = Clock(), config.actor.optim
-    optimizer = torch.optim.AdamW(model.parameters(), lr=optim.lr, betas=optim.betas, weight_decay=0.0, fused=True)
+    clock, optimizer = Clock(), job.optimizer(fused=True)
     with tempfile.TemporaryDirectory(prefix="headway-trl-") as scratch:
-        arguments = settings(config, scratch)
+        arguments = settings(job.config, scratch)
         # The recipe's warm-up to the step: that of transformers begins with a step of rate zero.
         schedule = LambdaLR(optimizer, lambda step: learning_rate(optim, step, arguments.max_steps) / optim.lr)
         trainer = Timed(
-            model=model,
+            model=job.model,
             reward_funcs=reward,
             args=arguments,
             train_dataset=Dataset.from_list([{"prompt": p.text, "row": row} for row, p in enumerate(prompts)]),
-            processing_class=tokenizer,
+            processing_class=job.tokenizer,
             callbacks=[clock],
             optimizers=(optimizer, schedule),
         )
         trainer.train()
-    seconds = clock.ended - clock.started
-    figures = {
-        "samples/s": done["samples"] / seconds,
-        "tokens/s": done["tokens"] / seconds,
-        "wall s": seconds,
-        "train idle": trainer.generate_s / seconds,
-        "rollout idle": 1 - trainer.generate_s / seconds,
-        "samples": done["samples"],
-        "optimizer steps": trainer.state.global_step,
-    }
-    print(json.dumps(figures))
+    wall_s = clock.ended - clock.started
+    tell(**done, wall_s=wall_s, generate_s=trainer.generate_s, steps=trainer.state.global_step)
 
 
 def settings(config: Config, scratch: str) -> GRPOConfig:

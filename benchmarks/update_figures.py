@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from statistics import median
 
@@ -32,8 +32,8 @@ BESIDE = 0.5
 FEWEST_STEPS = 5
 """Decode steps beside transfers, and outside, for a comparison."""
 
-Steps = dict[int, tuple[int, float]]
-"""Active sequences → decode steps, and their seconds."""
+Steps = list[tuple[int, int, float]]
+"""Active sequences, number of decode steps, their seconds."""
 
 
 @dataclass(slots=True)
@@ -50,31 +50,28 @@ class Figures:
     rollout_stall: list[float] = field(default_factory=list)
     sent: list[int] = field(default_factory=list)
     """Bytes."""
-    full_nbytes: int = 0
+    full_nbytes: list[int] = field(default_factory=list)
     changed: list[float] = field(default_factory=list)
     steps: list[float] = field(default_factory=list)
     """Seconds of optimizer steps."""
-    beside: Steps = field(default_factory=dict)
-    outside: Steps = field(default_factory=dict)
+    beside: Steps = field(default_factory=list)
+    """Reports of decoding beside a transfer."""
+    outside: Steps = field(default_factory=list)
     interrupted: list[int] = field(default_factory=list)
     again: list[tuple[int, float]] = field(default_factory=list)
     """Tokens and seconds of the step that prefilled what an update had interrupted."""
     superseded: int = 0
-    probe_difference: float = 0.0
-    """The largest, in nats."""
+    probe_differences: list[float] = field(default_factory=list)
+    """In nats."""
 
     def add(self, other: Figures) -> None:
-        self.window_s += other.window_s
-        self.versions += other.versions
-        for phase, seconds in other.phases.items():
-            self.phases[phase] += seconds
-        for name in ("trainer_stall", "rollout_stall", "sent", "changed", "steps", "interrupted", "again"):
-            getattr(self, name).extend(getattr(other, name))
-        self.full_nbytes = other.full_nbytes or self.full_nbytes
-        for mine, theirs in ((self.beside, other.beside), (self.outside, other.outside)):
-            _add_steps(mine, theirs)
-        self.superseded += other.superseded
-        self.probe_difference = max(self.probe_difference, other.probe_difference)
+        for one in fields(self):
+            mine, theirs = getattr(self, one.name), getattr(other, one.name)
+            if one.name == "phases":
+                for phase in PHASES:
+                    mine[phase] += theirs[phase]
+            else:
+                setattr(self, one.name, mine + theirs)
 
     @property
     def version_s(self) -> float:
@@ -96,7 +93,7 @@ class Figures:
     @property
     def sent_share(self) -> float:
         """Of the full bytes."""
-        return sum(self.sent) / (len(self.sent) * self.full_nbytes)
+        return sum(self.sent) / (len(self.sent) * max(self.full_nbytes))
 
     @property
     def send_bytes_per_s(self) -> float | None:
@@ -106,12 +103,20 @@ class Figures:
     @property
     def decode_slowdown(self) -> float | None:
         """Seconds of a decode step beside a transfer ÷ outside, with as many sequences."""
-        both = self.beside.keys() & self.outside.keys()
-        beside = sum(self.beside[active][1] for active in both)
-        steps = sum(self.beside[active][0] for active in both)
-        expected = sum(self.beside[a][0] * self.outside[a][1] / self.outside[a][0] for a in both)
-        enough = steps >= FEWEST_STEPS and sum(self.outside[a][0] for a in both) >= FEWEST_STEPS
-        return beside / expected if enough else None
+        beside, outside = _by_active(self.beside), _by_active(self.outside)
+        both = beside.keys() & outside.keys()
+        if min(sum(side[active][0] for active in both) for side in (beside, outside)) < FEWEST_STEPS:
+            return None
+        expected = sum(beside[a][0] * outside[a][1] / outside[a][0] for a in both)
+        return sum(beside[active][1] for active in both) / expected
+
+
+def _by_active(steps: Steps) -> dict[int, tuple[int, float]]:
+    found: dict[int, tuple[int, float]] = {}
+    for active, count, seconds in steps:
+        before = found.get(active, (0, 0.0))
+        found[active] = before[0] + count, before[1] + seconds
+    return found
 
 
 def read_figures(run_dir: Path, *, warm_up: int = WARM_UP, at_the_end: int = AT_THE_END) -> Figures:
@@ -120,7 +125,8 @@ def read_figures(run_dir: Path, *, warm_up: int = WARM_UP, at_the_end: int = AT_
 
 
 def figures(events: Sequence[Event], *, warm_up: int, at_the_end: int) -> Figures:
-    made = _made(events)
+    # Version → when the optimizer step that made it was over.
+    made = {event.version + 1: event.time for event in events if isinstance(event, OptimizerStepped)}
     first, last = warm_up + 1, max(made, default=0) - at_the_end
     if last < first:
         raise ValueError(f"{len(made)} versions were made, which leaves none between {warm_up} and {at_the_end}")
@@ -135,12 +141,12 @@ def figures(events: Sequence[Event], *, warm_up: int, at_the_end: int) -> Figure
                 seconds[phase, version] += event.seconds
                 if phase == "send":
                     sent[version] += event.nbytes
-                found.probe_difference = max(found.probe_difference, event.probe_difference or 0.0)
+                found.probe_differences += [event.probe_difference] if event.probe_difference else []
             case UpdateFinished(version=version) if first <= version <= last:
                 found.trainer_stall.append(event.trainer_stall_s - event.validation_stall_s)
                 found.rollout_stall.append(event.rollout_stall_s)
                 found.interrupted.append(event.interrupted)
-                found.full_nbytes = event.full_nbytes or found.full_nbytes
+                found.full_nbytes += [event.full_nbytes] if event.full_nbytes else []
                 found.changed += [event.changed] if event.changed is not None else []
             case TrainerBusy(what="step", span=(start, stop)) if made[first] <= start and stop <= end:
                 found.steps.append(stop - start)
@@ -152,15 +158,6 @@ def figures(events: Sequence[Event], *, warm_up: int, at_the_end: int) -> Figure
     _compare_decoding(found, events, (made[first], end))
     found.again = _prefilled_again(events, (made[first], end))
     return found
-
-
-def _made(events: Iterable[Event]) -> dict[int, float]:
-    """Version → when the optimizer step that made it was over."""
-    made: dict[int, float] = {}
-    for event in events:
-        if isinstance(event, OptimizerStepped):
-            made[event.version + 1] = event.time
-    return made
 
 
 def transfers(events: Iterable[Event]) -> list[Span]:
@@ -183,11 +180,11 @@ def _compare_decoding(found: Figures, events: Sequence[Event], window: Span) -> 
             continue
         busy = sum(stop - start for start, stop in event.busy)
         beside = sum(_overlap(span, transfer) for span in event.busy for transfer in during)
-        steps = {active: (count, total) for active, (count, total, _) in event.decode_steps.items()}
+        steps = [(active, count, total) for active, (count, total, _) in event.decode_steps.items()]
         if beside == 0:
-            _add_steps(found.outside, steps)
+            found.outside += steps
         elif beside >= BESIDE * busy:
-            _add_steps(found.beside, steps)
+            found.beside += steps
 
 
 def _prefilled_again(events: Iterable[Event], window: Span) -> list[tuple[int, float]]:
@@ -204,12 +201,6 @@ def _prefilled_again(events: Iterable[Event], window: Span) -> list[tuple[int, f
                     again.append((tokens // count, seconds / count))
                 cut = None
     return again
-
-
-def _add_steps(to: Steps, steps: Steps) -> None:
-    for active, (count, seconds) in steps.items():
-        before = to.get(active, (0, 0.0))
-        to[active] = (before[0] + count, before[1] + seconds)
 
 
 def _overlap(one: Span, other: Span) -> float:

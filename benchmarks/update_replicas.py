@@ -7,7 +7,6 @@ divides it over the processes that map it (``Pss``), the most that was seen.
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
@@ -16,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
+from benchmarks.runner import parser, turns
+from benchmarks.table import Ratio, report
 from benchmarks.update_runs import AT_THE_END, SIZES, WARM_UP, Kind, Model, make, update_run
 from headway.events import UpdateFinished, UpdatePhase
 from headway.reports.record.events_file import read_events
@@ -34,29 +35,32 @@ class Seen:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.update_replicas", description="Updates of 4 replicas.")
-    parser.add_argument("--models", default="1m,25m,100m", help="default: %(default)s")
-    parser.add_argument("--versions", type=int, default=6, help="measured in each run; default: %(default)s")
-    parser.add_argument("--rounds", type=int, default=2, help="of all runs, interleaved; default: %(default)s")
-    chosen = parser.parse_args(arguments)
-    print("| model | replicas | an update, s | ÷ one | copies, MB | ÷ one |")
-    print("|---|---:|---:|---:|---:|---:|")
+    chosen = parser(
+        "update_replicas",
+        "Updates of 4 replicas.",
+        models={"default": "1m,25m,100m", "help": "default: %(default)s"},
+        versions={"type": int, "default": 6, "help": "measured in each run; default: %(default)s"},
+        rounds={"type": int, "default": 2, "help": "of all runs, interleaved; default: %(default)s"},
+    ).parse_args(arguments)
+    rows = []
     with tempfile.TemporaryDirectory(prefix="headway-bench-") as scratch:
         for name in chosen.models.split(","):
             model = make(SIZES[name], Path(scratch) / name)
-            seen = {replicas: Seen() for replicas in REPLICAS}
-            for turn in range(chosen.rounds):
-                for replicas in REPLICAS:
-                    directory = Path(scratch) / f"{name}-{replicas}-{turn}"
-                    measure(seen[replicas], directory, model, SIZES[name].groups, replicas, chosen.versions)
-            one = seen[REPLICAS[0]]
+            seen = {str(replicas): Seen() for replicas in REPLICAS}
+            for number, (replicas, found) in enumerate(turns(seen, chosen.rounds)):
+                directory = Path(scratch) / f"{name}-{replicas}-{number}"
+                measure(found, directory, model, SIZES[name].groups, int(replicas), chosen.versions)
+            one = seen[str(REPLICAS[0])]
             for replicas, found in seen.items():
-                seconds, base = median(found.seconds), median(one.seconds)
-                print(
-                    f"| {name} | {replicas} | {seconds:.3f} | {seconds / base:.2f} | {found.nbytes / 1e6:,.1f} "
-                    f"| {found.nbytes / one.nbytes:.2f} |",
-                    flush=True,
-                )
+                seconds, copies = median(found.seconds), found.nbytes / 1e6
+                over = {"÷ one": Ratio(seconds / median(one.seconds))}
+                row = {"model": name, "replicas": replicas, "an update s": seconds, **over, "copies MB": copies}
+                rows.append({**row, "copies ÷ one": Ratio(found.nbytes / one.nbytes)})
+            report(
+                "update-replicas",
+                {"Updates by the number of replicas": rows},
+                show=name == chosen.models.split(",")[-1],
+            )
 
 
 def measure(seen: Seen, directory: Path, model: Model, groups: int, replicas: int, versions: int) -> None:
@@ -78,8 +82,6 @@ def measure(seen: Seen, directory: Path, model: Model, groups: int, replicas: in
                 gathering[version] = event.seconds
             case UpdateFinished(version=version) if WARM_UP < version <= WARM_UP + versions:
                 seen.seconds.append(gathering[version] + event.trainer_stall_s)
-            case _:
-                pass
 
 
 @contextmanager

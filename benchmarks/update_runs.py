@@ -5,19 +5,15 @@ SIZES × kinds() ─▶ settings over benchmarks/update.yaml ─▶ headway trai
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
 from pathlib import Path
-from types import MappingProxyType
 
 from safetensors import safe_open
 
+from benchmarks.runner import train
 from headway.config.doctor.doctor import diagnose
 from headway.config.loading import load
 from headway.config.sections.model_section import MakeModelConfig
@@ -31,10 +27,6 @@ WARM_UP = 2
 """Versions at the beginning that are not measured: memory is touched for the first time, connections are new."""
 AT_THE_END = 2
 """Versions that are not measured either: nothing more is admitted."""
-TIMEOUT_S = 900.0
-"""For one run."""
-STOP_S = 60.0
-"""For a run that was told to stop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,35 +42,19 @@ class Size:
     long_groups: int
     """Per version, where versions are long enough for an update to be a small part of them."""
 
-    def config(self) -> MakeModelConfig:
-        return MakeModelConfig(
-            hidden_size=self.hidden,
-            num_hidden_layers=self.layers,
-            num_attention_heads=self.heads,
-            num_key_value_heads=self.heads,
-            head_dim=self.hidden // self.heads,
-            intermediate_size=13 * self.hidden // 4,
-            max_position_embeddings=128,
-            vocabulary=VOCABULARY,
-        )
 
-
-SIZES: Mapping[str, Size] = MappingProxyType(
-    {
-        size.name: size
-        for size in (
-            Size("1m", hidden=128, heads=4, layers=5, groups=16, long_groups=128),
-            Size("25m", hidden=512, heads=8, layers=7, groups=4, long_groups=48),
-            Size("100m", hidden=1024, heads=16, layers=7, groups=4, long_groups=32),
-        )
-    }
-)
+SIZES = {
+    size.name: size
+    for size in (
+        Size("1m", hidden=128, heads=4, layers=5, groups=16, long_groups=128),
+        Size("25m", hidden=512, heads=8, layers=7, groups=4, long_groups=48),
+        Size("100m", hidden=1024, heads=16, layers=7, groups=4, long_groups=32),
+    )
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """One that was made."""
-
     folder: Path
     parameters: int
     """Tied ones once."""
@@ -90,7 +66,17 @@ class Model:
 
 
 def make(size: Size, folder: Path) -> Model:
-    make_model(size.config(), 0, folder)
+    config = MakeModelConfig(
+        hidden_size=size.hidden,
+        num_hidden_layers=size.layers,
+        num_attention_heads=size.heads,
+        num_key_value_heads=size.heads,
+        head_dim=size.hidden // size.heads,
+        intermediate_size=13 * size.hidden // 4,
+        max_position_embeddings=128,
+        vocabulary=VOCABULARY,
+    )
+    make_model(config, 0, folder)
     parameters = 0
     for file in folder.glob("*.safetensors"):
         with safe_open(file, "pt") as tensors:
@@ -170,59 +156,16 @@ def _is_permitted(kind: Kind) -> bool:
     return True
 
 
-class RunFailed(Exception):
-    """A run of training; the last lines that it printed."""
-
-
 def update_run(
     directory: Path, model: Model, kind: Kind, *, groups: int, versions: int, extra: Sequence[str] = ()
 ) -> Path:
-    """``versions`` of ``groups`` with ``kind``; the run's directory. Raises `RunFailed`."""
+    """Train ``versions`` of ``groups`` with ``kind``; returns the run's directory."""
     return train(
-        WORKLOAD,
         directory,
         f"model.path={model.folder}",
         f"actor.ppo_mini_batch_size={groups}",
         f"rollout.total_rollout_steps={groups * versions}",
         *kind.settings(),
         *extra,
+        recipe=WORKLOAD,
     )
-
-
-def train(config: Path, directory: Path, *settings: str) -> Path:
-    """One run. Raises `RunFailed`."""
-    command = [sys.executable, "-m", "headway", "train", str(config), *settings, f"run.dir={directory}"]
-    environment = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ}  # as Headway's own processes have it
-    process = subprocess.Popen(
-        command,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        raise RunFailed(f"not over after {TIMEOUT_S:g} s:\n{_stop(process)}") from None
-    except BaseException:
-        _stop(process)
-        raise
-    if process.returncode:
-        raise RunFailed(_last_lines(output))
-    return directory
-
-
-def _stop(process: subprocess.Popen[str]) -> str:
-    """End a run, by force if it does not end when asked; what it printed last."""
-    process.send_signal(signal.SIGINT)
-    try:
-        output, _ = process.communicate(timeout=STOP_S)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        output, _ = process.communicate()
-    return _last_lines(output)
-
-
-def _last_lines(output: str) -> str:
-    return "\n".join(output.strip().splitlines()[-6:])

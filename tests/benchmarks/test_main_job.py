@@ -22,7 +22,7 @@ def figures(rate: float, **changes: float) -> main_job.Figures:
 def test_the_recipe_makes_the_samples_and_steps_that_are_expected_of_every_contender() -> None:
     from headway.config.loading import load
 
-    config = load(main_job.RECIPE, [*main_job.COMMON, main_job.LENGTH]).config
+    config = load(main_job.DEMO, [*main_job.COMMON, main_job.LENGTH]).config
     assert config.rollout.n * main_job.GROUPS == main_job.SAMPLES
     assert main_job.GROUPS // config.actor.ppo_mini_batch_size == main_job.STEPS
 
@@ -56,7 +56,7 @@ def test_ratios_are_of_medians_against_the_plain_loop_and_trl() -> None:
 
 def test_without_trl_its_ratio_is_left_open() -> None:
     rows = main_job.table({"plain loop": [figures(100)], "on_policy": [figures(120)]})
-    assert [row["÷ TRL"] for row in rows] == ["—", "—"]
+    assert [row["÷ TRL"] for row in rows] == [None, None]
 
 
 @pytest.mark.parametrize("changes", [{"samples": 2047}, {"optimizer steps": 15}])

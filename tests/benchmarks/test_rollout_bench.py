@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import fmean
 
 import pytest
 
 from benchmarks import rollout, rollout_workload
-from benchmarks.rollout import Bench, interpreters
-from benchmarks.rollout_engines import Continuous, Engine, Generate, Native
-from benchmarks.rollout_process import TimedOut, Worker, WorkerFailed
-from benchmarks.rollout_tables import Measured, Results, markdown, write
-from benchmarks.rollout_update import BEHIND
-from benchmarks.rollout_update import markdown as update_markdown
-from benchmarks.rollout_worker import answer, check
+from benchmarks.rollout import Measured, interpreters, measure, told
+from benchmarks.rollout_engines import Continuous, Engine, Generate, Native, answer, check
+from benchmarks.rollout_update import BEHIND, table
 from benchmarks.rollout_workload import SIZES, Cell, Kind, Request, Setting, Size, cells, long_tailed, requests, work
+from benchmarks.runner import Failed, TimedOut, Worker
+from benchmarks.table import markdown
 
 TINY = Size("tiny", 40, 32, 1, heads=2, kv_heads=1, head_dim=16, intermediate=48, prefill_requests=2)
 CELL = Cell("1m", threads=1, concurrent=32, kind=Kind.RAGGED, tokens=64)
@@ -50,7 +49,7 @@ def test_the_requests_of_a_cell_are_the_same_wherever_they_are_made_and_fit_what
     cell: Cell,
 ) -> None:
     asked = requests(cell)
-    assert asked == requests(Cell.from_json(json.loads(json.dumps(cell.to_json()))))
+    assert asked == requests(Cell(**json.loads(json.dumps(asdict(cell)))))
     setting = Setting(cell.size, cell.threads, cell.concurrent, cell.tokens)
     assert all(len(one.prompt) + one.tokens <= setting.context for one in asked)
     assert all(0 < token < SIZES[cell.size].vocabulary for one in asked for token in one.prompt)
@@ -123,8 +122,8 @@ class Short:
 
 def test_a_run_in_which_an_answer_is_too_short_is_no_measurement() -> None:
     wanted = requests(CELL)[3].tokens
-    found = answer(Short(), CELL)
-    assert found == {"error": f"ValueError: answer 3 has {wanted - 1} tokens; {wanted} were wanted"}
+    with pytest.raises(ValueError, match=f"answer 3 has {wanted - 1} tokens; {wanted} were wanted"):
+        answer(Short(), CELL)
 
 
 def test_a_run_in_which_an_answer_is_missing_is_no_measurement() -> None:
@@ -135,53 +134,56 @@ def test_a_run_in_which_an_answer_is_missing_is_no_measurement() -> None:
 # ---------------------------------------------------------------------------------------------- the processes
 
 SCRIPT = """
-import json, sys, time
-print(json.dumps({"ready": 1}), flush=True)
-for line in sys.stdin:
-    kind = json.loads(line)["kind"]
-    if kind == "prefill":
+import sys, time
+from benchmarks.runner import serve
+
+def answer(question):
+    if question == "sleep":
         time.sleep(1000)
-    if kind == "uniform":
+    if question == "end":
         print("lost my way", file=sys.stderr)
         sys.exit(3)
-    answer = {"error": "too much"} if kind == "long-tailed" else {"tokens": 1, "seconds": 2, "cpu_seconds": 2}
-    print(json.dumps(answer), flush=True)
+    if question == "fail":
+        raise RuntimeError("too | much")
+    print("a library says hello")
+    return question
+
+serve(lambda: answer)
 """
 
 
 @pytest.fixture
-def worker(tmp_path: Path) -> Worker:
-    return Worker("fake", [sys.executable, "-c", SCRIPT], 1, tmp_path / "log")
+def worker(tmp_path: Path) -> Iterator[Worker]:
+    worker = Worker([sys.executable, "-c", SCRIPT], tmp_path / "log", {"PYTHONPATH": os.pathsep.join(sys.path)})
+    yield worker
+    worker.stop()
 
 
 def test_a_worker_that_does_not_answer_is_ended_and_loaded_again_for_the_next_question(worker: Worker) -> None:
-    assert worker.run(CELL, 60)["seconds"] == 2
-    with pytest.raises(TimedOut, match=r"within 0\.01 s"):
-        worker.run(replace(CELL, kind=Kind.PREFILL), 0.01)
-    assert worker.run(CELL, 60)["seconds"] == 2
-    worker.stop()
+    assert worker.ask(2, 60) == 2
+    with pytest.raises(TimedOut, match=r"over 0\.01 s"):
+        worker.ask("sleep", 0.01)
+    assert worker.ask([3], 60) == [3]
 
 
-def test_what_a_worker_says_about_a_failure_is_passed_on_and_it_goes_on(worker: Worker) -> None:
-    with pytest.raises(WorkerFailed, match="too much"):
-        worker.run(replace(CELL, kind=Kind.LONG_TAILED), 60)
-    assert worker.run(CELL, 60)["seconds"] == 2
-    worker.stop()
+def test_what_a_worker_says_about_a_failure_is_passed_on_in_a_line_and_it_goes_on(worker: Worker) -> None:
+    with pytest.raises(Failed, match="RuntimeError: too / much"):
+        worker.ask("fail", 60)
+    assert worker.ask(2, 60) == 2
 
 
 def test_of_a_worker_that_ends_its_last_words_are_told(worker: Worker) -> None:
-    with pytest.raises(WorkerFailed, match="lost my way"):
-        worker.run(replace(CELL, kind=Kind.UNIFORM), 60)
-    worker.stop()
+    with pytest.raises(Failed, match="lost my way"):
+        worker.ask("end", 60)
 
 
 def test_an_engine_that_cannot_be_loaded_is_not_tried_for_every_cell(tmp_path: Path) -> None:
     tries = tmp_path / "tries"
     script = f"open({str(tries)!r}, 'a').write('x'); print('{{\"error\": \"no such thing\"}}')"
-    worker = Worker("fake", [sys.executable, "-c", script], 1, tmp_path / "log")
+    worker = Worker([sys.executable, "-c", script], tmp_path / "log")
     for _ in range(2):
-        with pytest.raises(WorkerFailed, match="not loaded: no such thing"):
-            worker.run(CELL, 60)
+        with pytest.raises(Failed, match="not loaded: no such thing"):
+            worker.ask(2, 60)
     assert tries.read_text() == "x"
 
 
@@ -191,26 +193,21 @@ def test_an_engine_that_cannot_be_loaded_is_not_tried_for_every_cell(tmp_path: P
 class Scripted:
     """A worker whose runs take no time."""
 
-    def __init__(self, engine: str, asked: list[str], failure: WorkerFailed | None = None) -> None:
-        self.engine = engine
-        self._asked = asked
-        self._failure = failure
+    def __init__(self, engine: str, asked: list[str], failure: Failed | None = None) -> None:
+        self._engine, self._asked, self._failure = engine, asked, failure
 
-    def run(self, cell: Cell, timeout_s: float) -> dict[str, float]:
-        self._asked.append(self.engine)
+    def ask(self, cell: object, timeout_s: float) -> dict[str, float]:
+        self._asked.append(self._engine)
         if self._failure is not None:
             raise self._failure
         return {"tokens": 100, "seconds": 2, "cpu_seconds": 1}
 
 
-def bench(rounds: int, cell_s: float) -> Bench:
-    return Bench({}, rounds, cell_s, 5.0, Results())
-
-
 def test_engines_take_turns_and_one_that_timed_out_is_not_asked_again() -> None:
     asked: list[str] = []
-    workers = [Scripted("native", asked), Scripted("generate", asked, TimedOut("…")), Scripted("vllm", asked)]
-    measured = bench(3, 60).measure(CELL, workers)
+    failures = {"native": None, "generate": TimedOut("over 5 s"), "vllm": None}
+    workers = {engine: Scripted(engine, asked, failure) for engine, failure in failures.items()}
+    measured = measure(CELL, workers, 3, 60.0, 5.0)
     assert asked == ["native", "generate", "vllm", "native", "vllm", "native", "vllm"]
     assert measured.failures == {"generate": "over 5 s"}
     assert measured.rates == {"native": [50.0] * 3, "vllm": [50.0] * 3}
@@ -218,8 +215,9 @@ def test_engines_take_turns_and_one_that_timed_out_is_not_asked_again() -> None:
 
 def test_a_cell_without_time_left_has_one_round() -> None:
     asked: list[str] = []
-    measured = bench(3, 0.0).measure(CELL, [Scripted("native", asked), Scripted("vllm", asked)])
-    assert (asked, measured.rounds) == (["native", "vllm"], 1)
+    workers = {engine: Scripted(engine, asked) for engine in ("native", "vllm")}
+    assert measure(CELL, workers, 3, 0.0, 5.0).rounds == 1
+    assert asked == ["native", "vllm"]
 
 
 # ---------------------------------------------------------------------------------------------- the choice
@@ -228,8 +226,7 @@ def test_a_cell_without_time_left_has_one_round() -> None:
 def chosen(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> list[Cell]:
     """The cells of a command line, run by nobody."""
     found: list[Cell] = []
-    monkeypatch.setattr(Bench, "run", lambda self, wanted: found.extend(wanted))
-    monkeypatch.setattr(rollout, "write", lambda *args, **kwargs: "")
+    monkeypatch.setattr(rollout, "run", lambda wanted, *_: found.extend(wanted))
     rollout.main(arguments)
     return found
 
@@ -269,7 +266,6 @@ def test_without_an_environment_for_vllm_it_is_skipped_and_the_table_says_so(tmp
     pythons, notes = interpreters(["native", "vllm"], tmp_path / "none")
     assert pythons == {"native": Path(sys.executable)}
     assert any(note.startswith("vllm: skipped") for note in notes)
-    assert "vllm: skipped" in markdown(Results(notes=notes))
     there = interpreters(["native", "vllm"], Path(sys.executable))[0]
     assert set(there) == {"native", "vllm"}
 
@@ -287,60 +283,50 @@ def measured(cell: Cell = CELL, failures: dict[str, str] | None = None, **rates:
 
 def test_the_ratio_is_that_of_medians_against_the_best_other() -> None:
     found = measured(native=[90, 300, 310], generate=[100, 110, 500], vllm=[40, 150, 160])
-    assert found.best_other == ("vllm", 150)
+    assert found.best_other == 150
     assert found.ratio == 2.0
-    assert found.hit is False
-    assert measured(native=[450], vllm=[150]).hit is True
-    assert measured(replace(CELL, size="100m"), native=[300], vllm=[150]).hit is True
 
 
 def test_an_engine_that_failed_in_a_later_round_is_not_compared_with() -> None:
     found = measured(native=[300], vllm=[500], generate=[100], failures={"vllm": "over 90 s"})
-    assert found.best_other == ("generate", 100)
+    assert found.best_other == 100
     assert found.rate("vllm") is None
 
 
 def test_without_another_engine_there_is_no_ratio() -> None:
     found = measured(native=[300])
-    assert (found.best_other, found.ratio, found.hit) == (None, None, None)
+    assert (found.best_other, found.ratio) == (None, None)
 
 
-def test_the_table_shows_rates_time_outs_and_aims(tmp_path: Path) -> None:
-    slow = measured(
-        replace(CELL, concurrent=128),
-        native=[1000],
-        vllm=[200],
-        failures={"generate": "over 90 s", "vllm": "RuntimeError: no"},
-    )
+def test_the_table_shows_rates_time_outs_and_aims(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    failures = {"generate": "over 90 s", "vllm": "RuntimeError: no"}
+    slow = measured(replace(CELL, concurrent=128), native=[1000], vllm=[200], failures=failures)
     quick = measured(native=[1200], generate=[300], vllm=[400])
-    results = Results(["native", "generate", "vllm"], {"1m": 1_173_184}, [quick, slow])
-    text = write(results, tmp_path, show=True)
+    text = told([quick, slow], ["native", "generate", "vllm"], {"1m": 1_173_184}, ["a note"], show=False)
     lines = text.splitlines()
     assert "### 1m: 1,173,184 parameters" in lines
     assert "| ragged | 1 | 32 | 64 | 1,200 | 300 | 400 | 3.00× | 3.00× | 1 |" in lines
     assert "| ragged | 1 | 128 | 64 | 1,000 | over 90 s | failed | — | 3.00× | 1 |" in lines
     assert "| 1m | ragged | 3.00× | 3.00× | 3.00× | 1 of 1 |" in lines
-    assert f"- vLLM, {slow.cell.name}: RuntimeError: no" in lines
+    assert "- a note" in lines and f"- vLLM, {slow.cell.name}: RuntimeError: no" in lines
     assert "a core for 90% of its time" in text
-    written = json.loads((tmp_path / "rates.json").read_text())
+    written = json.loads(Path("build/bench/rollout.json").read_text())
     assert written["cells"][0]["ratio"] == 3.0
     assert written["cells"][0]["rates"]["vllm"] == [400.0]
-    assert (tmp_path / "rates.md").read_text() in text
+    assert Path("build/bench/rollout.md").read_text() == text
 
 
-def test_the_mean_of_ratios_is_geometric() -> None:
+def test_the_mean_of_ratios_is_geometric(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     prefill = replace(CELL, kind=Kind.PREFILL, tokens=1)
     found = [measured(prefill, native=[50], vllm=[100]), measured(prefill, native=[200], vllm=[100])]
-    assert "| 1m | prefill | — | 1.00× | 0.50× | — |" in markdown(Results(["native", "vllm"], {}, found)).splitlines()
+    lines = told(found, ["native", "vllm"], {}, [], show=False).splitlines()
+    assert "| 1m | prefill | — | 1.00× | 0.50× | — |" in lines
 
 
 def test_staging_beside_decoding_is_no_part_of_the_stall() -> None:
     update = {"pause": 0.001, "stage": 0.010, "activate": 0.002, "resume": 0.100}
-    rows = [
-        {"model": "1m", "threads": 1, "engine": "native", "staged": staged, "updates": [update]}
-        for staged in (BEHIND, "beside decoding")
-    ]
-    lines = update_markdown(rows, 1, ["- 3m: no"]).splitlines()
-    assert "| 1m | 1 | native | behind the pause | 1.0 | 10.0 | 2.0 | 100.0 | 113.0 |" in lines
-    assert "| 1m | 1 | native | beside decoding | 1.0 | 10.0 | 2.0 | 100.0 | 103.0 |" in lines
-    assert "- 3m: no" in lines
+    lines = markdown(table({"model": "1m"}, {BEHIND: [update], "beside decoding": [update]})).splitlines()
+    assert "| 1m | behind the pause | 1 | 10 | 2 | 100 | 113 |" in lines
+    assert "| 1m | beside decoding | 1 | 10 | 2 | 100 | 103 |" in lines

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import study_staleness
-from benchmarks.demo_runs import RECIPE
+from benchmarks.runner import DEMO
 from benchmarks.study_figure import THEME, draw, themed
 from benchmarks.study_runs import LOSSES, Kept, Result, Run, model_settings, read, runs
 from benchmarks.study_staleness import FULL, PAGE, QUICK, RATES, Study, conduct
@@ -49,7 +49,7 @@ def grid() -> list[Result]:
 
 @pytest.mark.parametrize("run", [r for r in FULL.runs if r.seed == 0] + list(QUICK.runs), ids=lambda run: run.name)
 def test_every_setting_of_a_run_is_permitted_and_has_an_effect(run: Run, tmp_path: Path) -> None:
-    loaded = load(RECIPE, [*model_settings(tmp_path), *run.settings()])
+    loaded = load(DEMO, [*model_settings(tmp_path), *run.settings()])
     diagnose(loaded)
     config = loaded.config
     assert config.groups_per_version == 16
@@ -59,7 +59,7 @@ def test_every_setting_of_a_run_is_permitted_and_has_an_effect(run: Run, tmp_pat
 
 
 def test_the_three_losses_differ_in_their_settings_alone() -> None:
-    loaded = {loss: load(RECIPE, [*model_settings(Path("m")), *replace(RUN, loss=loss).settings()]) for loss in LOSSES}
+    loaded = {loss: load(DEMO, [*model_settings(Path("m")), *replace(RUN, loss=loss).settings()]) for loss in LOSSES}
     naive, decoupled, truncated = (loaded[loss].config for loss in ("naive", "decoupled", "truncated_is"))
     assert naive.async_training.use_rollout_log_probs
     assert not decoupled.async_training.use_rollout_log_probs
@@ -70,7 +70,7 @@ def test_the_three_losses_differ_in_their_settings_alone() -> None:
 
 
 def test_a_version_has_several_optimizer_steps_because_after_one_the_losses_would_be_the_same() -> None:
-    config = load(RECIPE, [*model_settings(Path("m")), *RUN.settings()]).config
+    config = load(DEMO, [*model_settings(Path("m")), *RUN.settings()]).config
     assert config.groups_per_version // config.actor.ppo_mini_batch_size > 1
 
 

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import train, train_bench, train_workload
+from benchmarks import train, train_workload
 from benchmarks.gpu_checks.setting import Setting, one_rank_group
 from benchmarks.rollout_workload import Size
+from benchmarks.train import Measured, check, told
 from benchmarks.train_sides import Plain, distance, peak_bytes, side_of
-from benchmarks.train_tables import Measured, Results, write
 from benchmarks.train_workload import SIZES, Cell, Kind, Lengths, Work, cells, rows_of, work
 from headway.data.packing import Packing
 
@@ -98,13 +98,13 @@ def test_all_sides_compute_one_gradient_and_a_wrong_one_ends_the_benchmark(
     TINY.make(folder)
     with one_rank_group(Setting("cpu", tmp_path)):
         gradients = {kind: side_of(kind, folder, 1024).gradient(rows) for kind in Kind}
-    train_bench.check(TAILED, gradients)
+    check(TAILED, gradients)
     right = Plain._loss
     monkeypatch.setattr(Plain, "_loss", lambda self, rows, total: right(self, rows, total + 1))
     wrong = Plain(folder, 1024).gradient(rows)
     assert distance(wrong, gradients[Kind.PLAIN]) > 0
     with pytest.raises(SystemExit, match="shared rows is off by"):
-        train_bench.check(TAILED, {**gradients, Kind.SHARED: wrong})
+        check(TAILED, {**gradients, Kind.SHARED: wrong})
 
 
 def test_peak_memory_is_what_was_held_at_once_beyond_what_was_there() -> None:
@@ -133,15 +133,19 @@ def measured(cell: Cell, memory: int = 2_000_000, **seconds: float) -> Measured:
     return found
 
 
-def test_ratios_are_of_medians_and_stand_beside_what_arithmetic_allows(tmp_path: Path) -> None:
+def test_ratios_are_of_medians_and_stand_beside_what_arithmetic_allows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     good = measured(EVEN, plain=4.0, padded=4.0, packed=4.0, shared=2.5)
     bad = measured(TAILED, memory=3_000_000, plain=4.0, padded=4.0, packed=3.6, shared=3.6)
     assert good.ratio(Kind.SHARED) == pytest.approx(1.6)
     assert 1.6 < good.allowed(Kind.SHARED) < 16 / 9
     assert good.reached(Kind.SHARED) == pytest.approx(1.6 / good.allowed(Kind.SHARED))
-    text = write(Results(2, {"10m": 10_000_000}, [good, bad]), tmp_path)
+    text = told([good, bad], {"10m": 10_000_000}, 2, show=False)
+    assert Path("build/bench/train.md").read_text(encoding="utf-8") == text
     assert f"| 1.60× | {good.allowed(Kind.SHARED):.2f}× |" in text
     assert "1.15 × padded on long-tailed lengths: 0 of 1 cells, 1.11× to 1.11×" in text
-    assert "of what arithmetic allows: 1 of 2 cells" in text
+    assert "of what arithmetic allows: 1 of 2 cells, " in text
     assert "memory of shared ≤ that of padded: 1 of 2 cells, 1.00× to 1.50×" in text
     assert "mean over a cell: 1.00 to 1.00 of 2" in text

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.table import page
+from benchmarks.update import Results, Row, tables_of
 from benchmarks.update_figures import Figures, figures, transfers
 from benchmarks.update_raw import Raw
-from benchmarks.update_runs import Kind, kinds
-from benchmarks.update_tables import Long, Results, Row, markdown
+from benchmarks.update_runs import LONG, Kind, kinds
 from headway.events import (
     Event,
     OptimizerStepped,
@@ -151,12 +152,12 @@ def test_only_what_was_asked_for_is_run() -> None:
 def test_the_tables_have_every_row_the_aims_and_what_failed(found: Figures) -> None:
     raw = Raw(nbytes=50_000_000, broadcast_s=0.02, transport_s=0.025, memcpy_s=0.01)
     rows = [
-        Row("25m", Kind("broadcast"), [raw], found),
-        Row("25m", Kind("disk"), [raw], Figures(), "the disk is full"),
+        Row("25m", Kind("broadcast"), 4, [raw], found),
+        Row("25m", Kind("disk"), 4, [raw], failure="the disk is full"),
         Row("25m", Kind("shared_memory")),
     ]
-    text = markdown(Results({"25m": 25_000_000}, rows, [Long("25m", 8, found, None)]))
-    assert "| broadcast synchronous full | 1000 | 2000 |" in text
+    text = page(*tables_of(Results({"25m": 25_000_000}, rows, [Row("25m", LONG, 8, figures=found)])))
+    assert "| broadcast synchronous full | 1,000 | 2,000 |" in text
     assert "| disk synchronous full | failed |" in text and "the disk is full" in text
     assert "shared_memory" not in text
     assert "| the same without decoding and training beside it | 25m, synchronous | 80.0% | hit |" in text

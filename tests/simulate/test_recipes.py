@@ -10,8 +10,7 @@ import pytest
 
 from benchmarks import calibrate
 from benchmarks.calibrate import PartsMeter, misfit, pattern_search
-from benchmarks.predict import RECIPE as DEMO
-from benchmarks.predict import B, trainable_modes
+from benchmarks.predict import DEMO, B, trainable_modes
 from benchmarks.workload import PUBLISHED, Assumptions, Lengths, profile_of
 from headway.config.loading import load
 from headway.config.presets import PRESETS

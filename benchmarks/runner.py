@@ -1,0 +1,252 @@
+"""What all benchmarks share: their command lines, runs of training, processes that answer questions, and turns.
+
+Every process has `math_environment`, as Headway's own workers do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+DEMO = Path("recipes/demo.yaml")
+PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE"}
+"""Threads that wait do not spin, as in Headway's own processes."""
+RUN_S = 900.0
+"""Most seconds of a run of training."""
+STOP_S = 60.0
+"""Seconds for a run that was told to stop."""
+
+
+class Failed(SystemExit):
+    """A process has failed. Ends the benchmark with its last words, unless somebody catches it."""
+
+
+def parser(module: str, text: str | None, /, **options: dict[str, Any]) -> argparse.ArgumentParser:
+    """Return the parser of ``python -m benchmarks.MODULE``; ``some_name={…}`` is the option ``--some-name``."""
+    made = argparse.ArgumentParser(
+        prog=f"python -m benchmarks.{module}", description=text, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for name, given in options.items():
+        made.add_argument(f"--{name.replace('_', '-')}", **given)
+    return made
+
+
+def words(known: Iterable[str]) -> dict[str, Any]:
+    """Return an option whose value is a list such as ``a,b``, of names that are ``known``; all of them by default."""
+    names = [str(name) for name in known]
+
+    def read(text: str) -> list[str]:
+        if unknown := sorted(set(given := text.split(",")) - set(names)):
+            raise argparse.ArgumentTypeError(f"unknown {', '.join(unknown)}; known: {', '.join(names)}")
+        return given
+
+    return {"type": read, "default": names, "help": f"of {','.join(names)}"}
+
+
+def numbers(text: str) -> list[int]:
+    return [int(one) for one in text.split(",")]
+
+
+def say(text: str) -> None:
+    """Tell who waits how far it is; standard output is for the tables."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def turns(contenders: Mapping[str, T], rounds: int, seconds: float = float("inf")) -> Iterator[tuple[str, T]]:
+    """Yield every contender once a round, so that a machine that slows down slows all of them down.
+
+    After the first round there is none that would end later than ``seconds`` after the beginning.
+    """
+    start = time.monotonic()
+    for done in range(rounds):
+        spent = time.monotonic() - start
+        if done and spent + spent / done > seconds:
+            return
+        yield from contenders.items()
+
+
+# ------------------------------------------------------------------------------------------ runs of training
+
+
+def train(directory: Path, *settings: str, recipe: Path = DEMO) -> Path:
+    """Run ``headway train`` to its end in a process of its own; returns its run directory. Raises `Failed`."""
+    call(sys.executable, "-m", "headway", "train", str(recipe), *settings, f"run.dir={directory}")
+    return directory
+
+
+def warmed_up_model(scratch: Path, *settings: str) -> Path:
+    """Return the demo's model after warm-up; its run has to train something."""
+    train(scratch / "model-run", *settings, "rollout.total_rollout_steps=64")
+    return Path(shutil.copytree(scratch / "model-run" / "initial_model", scratch / "model"))
+
+
+def call(*command: str) -> str:
+    """Run ``command`` to its end and return what it printed. Raises `Failed`."""
+    process = subprocess.Popen(
+        command,
+        env={**PASSIVE, **os.environ},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=RUN_S)
+    except subprocess.TimeoutExpired:
+        raise Failed(f"{' '.join(command)}: not over after {RUN_S:g} s:\n{_stop(process)}") from None
+    except BaseException:
+        _stop(process)
+        raise
+    if process.returncode:
+        raise Failed(f"{' '.join(command)} failed:\n{_last_lines(output)}")
+    return output
+
+
+def _stop(process: subprocess.Popen[str]) -> str:
+    """End a process, by force if it does not end when asked; returns what it printed last."""
+    process.send_signal(signal.SIGINT)
+    try:
+        output, _ = process.communicate(timeout=STOP_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+    return _last_lines(output)
+
+
+def _last_lines(output: str) -> str:
+    return "\n".join(output.strip().splitlines()[-6:])
+
+
+# ------------------------------------------------------------------------------------------ processes that answer
+
+
+class TimedOut(Failed):
+    """No answer in time; the worker is gone."""
+
+
+class Worker:
+    """A process that answers questions, a line of JSON each. Started again by the next question after it has ended.
+
+    What else it prints goes to ``log``. One that has ended before its first answer, or has said why it cannot give
+    any, is not started again.
+    """
+
+    def __init__(self, command: Sequence[str], log: Path, environment: Mapping[str, str] = PASSIVE) -> None:
+        self._command, self._log, self._environment = command, log, environment
+        self._process: subprocess.Popen[str] | None = None
+        self._unusable: str | None = None
+
+    def start(self, timeout_s: float = 180.0) -> None:
+        """Start the process if there is none, and wait until it is ready. Raises `Failed`."""
+        if self._unusable is not None:
+            raise Failed(self._unusable)
+        if self._process is not None:
+            return
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        with self._log.open("w") as log:
+            self._process = subprocess.Popen(
+                self._command,
+                env={**os.environ, **self._environment},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                start_new_session=True,
+            )
+        try:
+            self.answer(timeout_s)
+        except Failed as error:
+            self.stop()
+            self._unusable = f"not loaded: {error}"
+            raise Failed(self._unusable) from None
+
+    def ask(self, question: Any, timeout_s: float) -> Any:
+        """Return the answer to ``question``. Raises `Failed`."""
+        self.tell(question)
+        return self.answer(timeout_s)
+
+    def tell(self, question: Any) -> None:
+        """Ask, and leave the answer to `answer`."""
+        self.start()
+        assert self._process is not None and self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(question) + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise self._ended() from None
+
+    def answer(self, timeout_s: float) -> Any:
+        assert self._process is not None and self._process.stdout is not None
+        if not select.select([self._process.stdout], [], [], timeout_s)[0]:
+            self.stop(by_force=True)
+            raise TimedOut(f"over {timeout_s:g} s")
+        line = self._process.stdout.readline()  # written at once: the rest of it is there
+        if not line:
+            raise self._ended()
+        said = json.loads(line)
+        if "error" in said:
+            raise Failed(said["error"])
+        return said["answer"]
+
+    def _ended(self) -> Failed:
+        self.stop()
+        lines = self._log.read_text(errors="replace").strip().splitlines() or ["nothing"]
+        return Failed(f"its process ended; the last that it printed: {lines[-1][:200]}")
+
+    def stop(self, *, by_force: bool = False) -> None:
+        """End the process, and all that it started."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        assert process.stdin is not None and process.stdout is not None
+        with suppress(BrokenPipeError):
+            process.stdin.close()
+        if not by_force:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(5.0)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+
+
+def serve(load: Callable[[], Callable[[Any], Any]]) -> None:
+    """Be a `Worker`'s process: ``load`` returns what answers a question. Ends with its input."""
+    # What libraries print goes to the log: the pipe is for answers alone.
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    print(json.dumps(_said(found := _tried(load))), file=answers)
+    for line in sys.stdin if callable(found) else ():
+        print(json.dumps(_said(_tried(lambda line=line: found(json.loads(line))))), file=answers)
+    answers.flush()
+    os._exit(0)  # threads of the libraries would keep the process
+
+
+def _tried(work: Callable[[], Any]) -> Any:
+    try:
+        return work()
+    except Exception as error:
+        traceback.print_exc()
+        return error
+
+
+def _said(found: Any) -> dict[str, Any]:
+    """Return ``found`` as a line of JSON has it; an error in one line, for a table."""
+    if isinstance(found, Exception):
+        text = " ".join(str(found).split()).replace("|", "/")
+        return {"error": f"{type(found).__name__}: {text[:200]}"}
+    return {"answer": None if callable(found) else found}
