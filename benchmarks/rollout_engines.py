@@ -53,7 +53,7 @@ class Engine(Protocol):
 
 
 def groups(requests: Sequence[Request], row: int = 0) -> list[GroupRequest]:
-    """Groups of one answer, as the native engine's keeper takes them; ``row``: of the first."""
+    """Groups of one answer, as an episode worker takes them; ``row``: of the first."""
     import numpy as np
 
     from headway.data.interfaces.episode_groups import GroupRequest
