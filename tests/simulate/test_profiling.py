@@ -368,7 +368,7 @@ def test_a_directory_without_a_run_is_named_with_what_it_lacks(tmp_path: Path, m
 
 
 def test_a_path_that_is_no_directory_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="nowhere is not a directory"):
+    with pytest.raises(ConfigError, match="nowhere, which does not exist"):
         profile_run(tmp_path / "nowhere")
 
 
