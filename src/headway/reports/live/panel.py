@@ -16,7 +16,7 @@ from rich.padding import Padding
 from rich.rule import Rule
 from rich.text import Text
 
-from headway.events import Event
+from headway.events import Event, RunStarted, ValidationFinished
 from headway.reports import human
 from headway.reports.metrics.group_tally import Whereabouts
 from headway.reports.metrics.run_metrics import RunMetrics
@@ -38,26 +38,18 @@ class StageLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    mode: str
-    seed: int
+    started: RunStarted
     elapsed_s: float
     trained: int
-    total: int | None
     eta_s: float | None
-    validation_rewards: tuple[float, ...]
-    """Mean rewards of the held-out problems, in order of versions."""
-    validated_version: int | None
-    problems: int | None
+    evaluations: tuple[ValidationFinished, ...]
+    """Results of validations, in order of versions."""
     rewards: tuple[float, ...]
     lag_mean: float | None
     lag_max: int | None
-    lag_bound: int | None
-    order: str
     trainer_idle: float | None
     rollouter_idle: float | None
     trainer_version: int
-    last_version: int | None
-    """The version that the run ends with, where its length is known."""
     served: tuple[tuple[str, int], ...]
     counts: dict[str, int]
     whereabouts: Whereabouts
@@ -97,28 +89,20 @@ class SnapshotTaker:
         finished = metrics.finished
         now = self._event_time + self._clock() - self._seen_at if finished is None else finished.time
         trained = metrics.tally.fates["trained"]
-        evaluations = list(metrics.evaluations)
         trainer_idle, rollouter_idle = metrics.idle_so_far()
         lag_mean, lag_max = metrics.lag_so_far()
         return Snapshot(
-            mode=started.mode,
-            seed=started.seed,
+            started=started,
             elapsed_s=now - started.time,
             trained=trained,
-            total=started.total_groups,
             eta_s=self._eta(now, trained, started.total_groups),
-            validation_rewards=tuple(event.accuracy for event in evaluations[-HISTORY:]),
-            validated_version=evaluations[-1].version if evaluations else None,
-            problems=evaluations[-1].problems if evaluations else None,
+            evaluations=tuple(metrics.evaluations)[-HISTORY:],
             rewards=tuple(self._rewards),
             lag_mean=lag_mean,
             lag_max=lag_max,
-            lag_bound=started.lag_bound,
-            order=started.order,
             trainer_idle=trainer_idle,
             rollouter_idle=rollouter_idle,
             trainer_version=metrics.version,
-            last_version=None if started.total_groups is None else started.total_groups // started.groups_per_version,
             served=tuple(sorted(metrics.served.items())),
             counts=metrics.tally.counts(),
             whereabouts=metrics.tally.whereabouts(),
@@ -180,19 +164,19 @@ def _body(snapshot: Snapshot, width: int) -> list[Text]:
 
 
 def _title(snapshot: Snapshot) -> RenderableType:
-    title = Text.assemble(("  Headway ", "bold"), (f"{snapshot.mode}, seed {snapshot.seed} ", QUIET))
+    title = Text.assemble(("  Headway ", "bold"), (f"{snapshot.started.mode}, seed {snapshot.started.seed} ", QUIET))
     return Rule(title, align="left", style=QUIET)
 
 
 def _progress(snapshot: Snapshot, width: int) -> RenderableType:
     done = human.count(snapshot.trained)
-    if snapshot.total is None:
+    if (total := snapshot.started.total_groups) is None:
         return _indented(Text.assemble((done, "bold"), f" groups trained in {human.duration(snapshot.elapsed_s)}"))
-    fraction = min(snapshot.trained / max(snapshot.total, 1), 1.0)
+    fraction = min(snapshot.trained / max(total, 1), 1.0)
     left = "" if snapshot.eta_s is None or snapshot.finished else f", {human.duration(snapshot.eta_s)} left"
     text = Text.assemble(
         (f" {human.share(fraction):>4}", "bold"),
-        (f"  {done}/{human.count(snapshot.total)} groups", ""),
+        (f"  {done}/{human.count(total)} groups", ""),
         (f"  {human.duration(snapshot.elapsed_s)}{left}", QUIET),
     )
     bar = _bar(fraction, max(width - text.cell_len, 10), ACCENT)
@@ -217,15 +201,15 @@ def _learning(snapshot: Snapshot, width: int) -> list[Row]:
 
 def _validation(snapshot: Snapshot, spark: int) -> Text:
     """Show the mean reward of the held-out problems: the first, the last, and the course between them."""
-    history = snapshot.validation_rewards
-    if not history:
+    if not snapshot.evaluations:
         return Text("not measured yet", style=QUIET)
+    history = [event.accuracy for event in snapshot.evaluations]
     text = Text(human.score(history[0]))
     if len(history) > 1:
         style = f"bold {GOOD}" if history[-1] > history[0] else "bold"
         text.append("  ▸  ", QUIET).append(human.score(history[-1]), style)
         text.append(f"  {human.sparkline(history, spark)}", ACCENT)
-    return text.append(f"  version {snapshot.validated_version}", QUIET)
+    return text.append(f"  version {snapshot.evaluations[-1].version}", QUIET)
 
 
 def _reward(snapshot: Snapshot, spark: int) -> Text:
@@ -289,16 +273,17 @@ def _flow(snapshot: Snapshot, width: int) -> list[Row]:
 
 
 def _lag(snapshot: Snapshot) -> Text:
-    bound = "none" if snapshot.lag_bound is None else str(snapshot.lag_bound)
+    bound = "none" if snapshot.started.lag_bound is None else str(snapshot.started.lag_bound)
     if snapshot.lag_mean is None:
-        return _pairs(("bound", bound)).append(f"  {snapshot.order}", QUIET)
+        return _pairs(("bound", bound)).append(f"  {snapshot.started.order}", QUIET)
     return _pairs(("mean", f"{snapshot.lag_mean:.2f}"), ("max", str(snapshot.lag_max)), ("bound", bound)).append(
-        f"  {snapshot.order}", QUIET
+        f"  {snapshot.started.order}", QUIET
     )
 
 
 def _versions(snapshot: Snapshot) -> Text:
-    of = "" if snapshot.last_version is None else f" of {snapshot.last_version}"
+    total, each = snapshot.started.total_groups, snapshot.started.groups_per_version
+    of = "" if total is None else f" of {total // each}"
     text = _pairs(("trainer", f"{snapshot.trainer_version}{of}"))
     served = sorted({version for _, version in snapshot.served})
     if not served:

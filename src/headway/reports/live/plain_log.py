@@ -93,8 +93,9 @@ class PlainView:
             if failed := row["episodes/failed_ratio"]:
                 parts.append(f"episodes failed {human.share(failed)}")
         if snapshot is not None:
-            total = "" if snapshot.total is None else f"/{human.count(snapshot.total)}"
-            parts.append(f"{human.count(snapshot.trained)}{total} groups")
+            total = snapshot.started.total_groups
+            of = "" if total is None else f"/{human.count(total)}"
+            parts.append(f"{human.count(snapshot.trained)}{of} groups")
             if filtered := snapshot.counts["filtered"]:
                 parts.append(f"{human.count(filtered)} filtered")
             if snapshot.eta_s is not None:

@@ -44,10 +44,10 @@ from headway.events import (
     ValidationFinished,
     WorkerDescribed,
 )
-from headway.reports.metrics.group_tally import GroupRecord, GroupTally, partial_span
+from headway.reports.metrics.group_tally import GroupTally
 from headway.reports.metrics.occupancy import Occupancy
 from headway.reports.metrics.run_sums import Evaluations, Pace, UpdateSums
-from headway.reports.metrics.version_row import EpisodeSums, VersionRow, is_of_program, mean_of, validation_values
+from headway.reports.metrics.version_row import EventSums, Mean, VersionRow, mean_of, validation_values
 
 KEPT_WARNINGS = 50
 
@@ -61,48 +61,15 @@ class RowSink(Protocol):
 
 
 @dataclass(slots=True)
-class ResponseLengths:
-    """Sum of the response lengths of whole groups, in tokens."""
-
-    tokens: int = 0
-    trajectories: int = 0
-
-    def add(self, group: GroupRecord, *, failed: bool = False) -> None:
-        """Add a group's episodes; with ``failed`` those that failed, too, but for a baseline."""
-        lengths = group.lengths + group.lost if failed else group.lengths
-        self.tokens += sum(lengths)
-        self.trajectories += len(lengths)
-
-    @property
-    def mean(self) -> float | None:
-        return self.tokens / self.trajectories if self.trajectories else None
-
-
-@dataclass(slots=True)
-class RunTotals:
+class RunTotals(EventSums):
     """Counts over the whole run."""
 
     fetches: int = 0
-    optimizer_steps: int = 0
-    skipped_steps: int = 0
-    trajectories: int = 0
-    """Finished trajectories, whatever became of their groups."""
-    partial: int = 0
-    """Finished trajectories with tokens of more than one version."""
-    max_partial_span: int = 0
     stale_trajectories: int = 0
     """Trained trajectories whose oldest token was sampled before the version that trained on them."""
-    generated_tokens: int = 0
-    prefilled_tokens: int = 0
-    preempted: int = 0
-    """Times that a replica parked an answer for want of memory."""
-    cached_tokens: int = 0
-    unpinned: int = 0
-    """Times that a replica gave up what it kept for the next turn of an open episode, for want of memory."""
-    episodes: EpisodeSums = field(default_factory=EpisodeSums)
-    """Sums over the episodes that programs made."""
-    trained: ResponseLengths = field(default_factory=ResponseLengths)
-    trainable: ResponseLengths = field(default_factory=ResponseLengths)
+    trained: Mean = field(default_factory=Mean)
+    """Lengths in tokens of the trained groups' episodes."""
+    trainable: Mean = field(default_factory=Mean)
     """Lengths of groups that have ended, trained or lost; filtered ones are left out of training on purpose."""
 
 
@@ -245,32 +212,24 @@ class RunMetrics:
     def _on_trajectory(self, event: TrajectoryFinished) -> None:
         self.tally.finish_trajectory(event)
         self._row(self.version).add_finished(event)
-        totals, span = self.totals, partial_span(event)
-        totals.trajectories += 1
-        totals.generated_tokens += event.tokens
-        totals.partial += span > 0
-        totals.max_partial_span = max(totals.max_partial_span, span)
-        if is_of_program(event):
-            totals.episodes.add(event)
+        self.totals.add_finished(event)
 
     def _on_activity(self, event: ReplicaActivity) -> None:
         self.occupancy.replica_active(event)
         self._row(self.version).add_activity(event)
-        totals = self.totals
-        totals.prefilled_tokens += event.prefilled_tokens
-        totals.cached_tokens += event.cached_tokens
-        totals.preempted += event.preempted
-        totals.unpinned += event.unpinned
+        self.totals.add_activity(event)
 
     def _on_settled(self, event: GroupSettled) -> None:
         group = self.tally.settle(event)
         if group is None:
             return
         if event.fate != "filtered":
-            self.totals.trainable.add(group, failed=True)
+            for tokens in group.lengths + group.lost:
+                self.totals.trainable.add(tokens)
         if event.fate != "trained":
             return
-        self.totals.trained.add(group)
+        for tokens in group.lengths:
+            self.totals.trained.add(tokens)
         self.totals.stale_trajectories += group.stale_trajectories()
         if event.lag is not None:
             self.lags[event.lag] += 1
@@ -285,10 +244,7 @@ class RunMetrics:
 
     def _on_step(self, event: OptimizerStepped) -> None:
         self._row(event.version).add_step(event)
-        if event.skipped:
-            self.totals.skipped_steps += 1
-        else:
-            self.totals.optimizer_steps += 1
+        self.totals.count_step(event)
         if self._last_step is None or event.time > self._last_step:
             self._last_step = event.time
             self.updates.stepped(event.time)
@@ -321,7 +277,7 @@ class RunMetrics:
 
     def _row(self, version: int) -> VersionRow:
         if version not in self._rows:
-            self._rows[version] = VersionRow(version)
+            self._rows[version] = VersionRow(version=version)
         return self._rows[version]
 
     def _close_rows(self, until: float | None, below: int | None) -> None:
@@ -434,6 +390,8 @@ class RunMetrics:
 
     def bias(self) -> dict[str, float | None]:
         """Mean lengths of the answers trained on and of all dispatched to training that have ended, and their ratio."""
-        trained, dispatched = self.totals.trained.mean, self.totals.trainable.mean
+        trained, dispatched = (
+            sums.mean if sums.count else None for sums in (self.totals.trained, self.totals.trainable)
+        )
         ratio = trained / dispatched if trained is not None and dispatched else None
         return {"trained_length_mean": trained, "dispatched_length_mean": dispatched, "length_ratio": ratio}

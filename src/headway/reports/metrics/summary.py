@@ -8,13 +8,14 @@ checkpoints that keeps the trainer from it, and both in turn blame the schedule.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from headway.events import WAITS_FOR_GROUPS, Span, ValidationFinished
 from headway.reports.human import share
 from headway.reports.metrics.run_metrics import RunMetrics
-from headway.reports.metrics.version_row import histogram, partial_values
+from headway.reports.metrics.version_row import histogram
 
 BALANCED_BELOW = 0.10
 """Share of the wall time below which waits are not worth a change."""
@@ -66,6 +67,58 @@ class TimeShares:
         return max(self.trainer_stalled - self.waited_for_validation - self.moving_weights, 0.0) if self.drains else 0.0
 
 
+SENTENCES = {
+    "balanced": ("Balanced: nothing held training or generation up for more than {worst} of the time; change nothing."),
+    "turns": (
+        "Training and generation took turns: the trainer waited for groups {generation} of the time and generation for "
+        "the trainer {training}; raise async_training.staleness_threshold so that they overlap."
+    ),
+    "update": (
+        "The parameter update was the bottleneck: it stalled the trainer {update} and generation {rollout_stalled} of "
+        "the time; update less often with a larger async_training.trigger_parameter_sync_step."
+    ),
+    "validation": (
+        "Validation was the bottleneck: updates waited for it {worst} of the time; validate less often with a larger "
+        "rollout.test_freq, or on fewer held-out problems."
+    ),
+    "reward": (
+        "The reward was the bottleneck: the trainer waited for it {worst} of the time while nothing decoded; raise "
+        "reward.workers, or make the reward function faster."
+    ),
+    "saving": (
+        "Saving checkpoints was the bottleneck: the trainer did that {saving} of the time, and did not train; save "
+        "less often with a larger trainer.save_freq."
+    ),
+    "filter": (
+        "The filter was the bottleneck: the trainer waited for groups {generation} of the time, and {filtered} of "
+        "those that were generated were filtered, as all their answers got the same reward; take prompts of another "
+        "difficulty or a larger rollout.n, and see whether the reward has collapsed, before giving generation more "
+        "devices."
+    ),
+    "training": (
+        "Training was the bottleneck: generation waited for the trainer {training} of the time; give the trainer more "
+        "devices, or take some from the rollout role{devices}."
+    ),
+    "draining": (
+        "{waited}, most of it until answers in flight had finished before an update; set "
+        "async_training.on_update=interrupt, or raise async_training.trigger_parameter_sync_step."
+    ),
+    "environments": (
+        "{waited} while only {slots} of its slots were filled, as episodes were in their environments "
+        "{in_environments} of their time; raise async_training.staleness_threshold so that more of them are in flight, or "
+        "make the environments' steps faster."
+    ),
+    "slots": (
+        "{waited} while only {slots} of its slots were filled; raise async_training.staleness_threshold so that more "
+        "groups are in flight, or give the rollout role more devices{devices}."
+    ),
+    "generation": (
+        "{waited}; give the rollout role more devices, or raise rollout.max_concurrent where memory allows{devices}."
+    ),
+}
+"""Bottleneck → the sentence on it. The last four are on generation."""
+
+
 def bottleneck(shares: TimeShares) -> str:
     """The sentence on the bottleneck: which side it was, for what share of the time, and what to change."""
     update = max(shares.trainer_stalled - shares.waited_for_validation - shares.draining, 0.0)
@@ -82,118 +135,40 @@ def bottleneck(shares: TimeShares) -> str:
         "training": training,
     }
     worst = max(losses, key=losses.__getitem__)
+    of_one_process = " (now both share one process: cluster.backend=ray gives each its own)"
+    return SENTENCES[_name(worst, losses, shares)].format(
+        worst=share(losses[worst]),
+        waited=f"Generation was the bottleneck: the trainer waited for groups {share(generation)} of the time",
+        generation=share(generation),
+        training=share(training),
+        update=share(update),
+        rollout_stalled=share(shares.rollout_stalled),
+        saving=share(shares.saving),
+        slots=share(shares.slot_utilization),
+        in_environments=share(shares.in_environments),
+        filtered=share(shares.filtered),
+        devices=of_one_process if shares.one_process else "",
+    )
+
+
+def _name(worst: str, losses: Mapping[str, float], shares: TimeShares) -> str:
+    """Return the key of the sentence, by what lost the most time and what explains it."""
     if losses[worst] < BALANCED_BELOW:
-        return _balanced(losses[worst])
+        return "balanced"
     if worst == "training" and shares.saving > shares.trained:
-        worst = "saving"
-    turns = worst in ("generation", "training") and min(generation, training) >= TURNS_ABOVE
+        return "saving"
+    generation = losses["generation"]
+    turns = worst in ("generation", "training") and min(generation, losses["training"]) >= TURNS_ABOVE
     mostly_filtered = shares.filtered >= MOSTLY_FILTERED and shares.draining <= 0.5 * generation
     if mostly_filtered and (worst == "generation" or turns):
-        return _filter_was(generation, shares.filtered)
-    if turns:
-        return _turns(generation, training)
-    match worst:
-        case "update":
-            return _update(update, shares.rollout_stalled)
-        case "validation":
-            return _validation(shares.waited_for_validation)
-        case "reward":
-            return _reward(shares.waited_for_reward)
-        case "saving":
-            return _saving(shares.saving)
-        case "generation":
-            return _generation(generation, shares)
-        case _:
-            return _training(training, shares)
-
-
-def _balanced(waited: float) -> str:
-    return (
-        f"Balanced: nothing held training or generation up for more than {share(waited)} of the time; change nothing."
-    )
-
-
-def _turns(generation: float, training: float) -> str:
-    return (
-        f"Training and generation took turns: the trainer waited for groups {share(generation)} of the time and "
-        f"generation for the trainer {share(training)}; raise async_training.staleness_threshold so that they overlap."
-    )
-
-
-def _update(trainer: float, rollouts: float) -> str:
-    return (
-        f"The parameter update was the bottleneck: it stalled the trainer {share(trainer)} and generation "
-        f"{share(rollouts)} of the time; update less often with a larger async_training.trigger_parameter_sync_step."
-    )
-
-
-def _validation(waited: float) -> str:
-    return (
-        f"Validation was the bottleneck: updates waited for it {share(waited)} of the time; validate less often with a "
-        "larger rollout.test_freq, or on fewer held-out problems."
-    )
-
-
-def _reward(waited: float) -> str:
-    return (
-        f"The reward was the bottleneck: the trainer waited for it {share(waited)} of the time while nothing decoded; "
-        "raise reward.workers, or make the reward function faster."
-    )
-
-
-def _saving(saved: float) -> str:
-    return (
-        f"Saving checkpoints was the bottleneck: the trainer did that {share(saved)} of the time, and did not train; "
-        "save less often with a larger trainer.save_freq."
-    )
-
-
-def _generation(waited: float, shares: TimeShares) -> str:
-    who = f"Generation was the bottleneck: the trainer waited for groups {share(waited)} of the time"
-    slots = shares.slot_utilization
-    if shares.draining > 0.5 * waited:
-        return (
-            f"{who}, most of it until answers in flight had finished before an update; set "
-            "async_training.on_update=interrupt, or raise async_training.trigger_parameter_sync_step."
-        )
-    if slots is not None and slots < SLOTS_EMPTY_BELOW and shares.in_environments >= MOSTLY_IN_ENVIRONMENTS:
-        return (
-            f"{who} while only {share(slots)} of its slots were filled, as episodes were in their environments "
-            f"{share(shares.in_environments)} of their time; raise async_training.staleness_threshold so that more of "
-            "them are in flight, or make the environments' steps faster."
-        )
-    if slots is not None and slots < SLOTS_EMPTY_BELOW:
-        return (
-            f"{who} while only {share(slots)} of its slots were filled; raise "
-            "async_training.staleness_threshold so that more groups are in flight, or give the rollout role more "
-            f"devices{_devices(shares)}."
-        )
-    return (
-        f"{who}; give the rollout role more devices, or raise rollout.max_concurrent where memory allows"
-        f"{_devices(shares)}."
-    )
-
-
-def _filter_was(waited: float, filtered: float) -> str:
-    """Say that the filter was the bottleneck: however fast answers are generated, few of them train."""
-    return (
-        f"The filter was the bottleneck: the trainer waited for groups {share(waited)} of the time, and "
-        f"{share(filtered)} of those that were generated were filtered, as all their answers got the same reward; take "
-        "prompts of another difficulty or a larger rollout.n, and see whether the reward has collapsed, before giving "
-        "generation more devices."
-    )
-
-
-def _training(waited: float, shares: TimeShares) -> str:
-    return (
-        f"Training was the bottleneck: generation waited for the trainer {share(waited)} of the time; give the trainer "
-        f"more devices, or take some from the rollout role{_devices(shares)}."
-    )
-
-
-def _devices(shares: TimeShares) -> str:
-    """Return the remark that advice about devices needs where both sides share one process; else ""."""
-    return " (now both share one process: cluster.backend=ray gives each its own)" if shares.one_process else ""
+        return "filter"
+    if turns or worst != "generation":
+        return "turns" if turns else worst
+    if shares.draining > 0.5 * generation:
+        return "draining"
+    if shares.slot_utilization is None or shares.slot_utilization >= SLOTS_EMPTY_BELOW:
+        return "generation"
+    return "environments" if shares.in_environments >= MOSTLY_IN_ENVIRONMENTS else "slots"
 
 
 NOTHING_TRAINED = "Nothing was trained, so there is no bottleneck to name."
@@ -224,13 +199,13 @@ def summary(metrics: RunMetrics) -> dict[str, Any]:
             finished.groups if finished else None, finished.episodes if finished else None
         ),
         "left_out": metrics.left_out,
-        "trajectories": totals.trajectories,
+        "trajectories": totals.finished,
         "agents": totals.episodes.values(),
         "preempted": totals.preempted,
         "unpinned": totals.unpinned,
         "tokens": {
             "generated": totals.generated_tokens,
-            "trained": totals.trained.tokens,
+            "trained": totals.trained.total,
             "prefilled": totals.prefilled_tokens,
             "cached": totals.cached_tokens,
         },
@@ -239,7 +214,7 @@ def summary(metrics: RunMetrics) -> dict[str, Any]:
         "trainer/idle_ratio": occupancy.trainer_idle(window) if window else None,
         "rollouter/idle_ratio": occupancy.rollouter_idle(window) if window else None,
         "rollouter/slot_utilization": occupancy.slot_utilization(window) if window else None,
-        "partial": partial_values(totals.partial, totals.trajectories, totals.max_partial_span),
+        "partial": totals.partial_values(),
         "stale": {"samples_processed": metrics.stale_groups, "trajectory_processed": totals.stale_trajectories},
         "param_update": _param_update(metrics),
         "validation": {
@@ -351,8 +326,8 @@ def _throughput(metrics: RunMetrics) -> dict[str, float | None]:
     wall, totals = _seconds(metrics.window), metrics.totals
     counts = {
         "samples_per_s": metrics.tally.fates["trained"],
-        "trajectories_per_s": totals.trained.trajectories,
-        "trained_tokens_per_s": totals.trained.tokens,
+        "trajectories_per_s": totals.trained.count,
+        "trained_tokens_per_s": totals.trained.total,
         "generated_tokens_per_s": totals.generated_tokens,
     }
     return {name: count / wall if wall else None for name, count in counts.items()}

@@ -40,9 +40,17 @@ def is_of_program(event: TrajectoryFinished) -> bool:
 
 @dataclass(slots=True)
 class Mean:
-    """Sum, count and maximum of numbers."""
+    """Sum, count and maximum of numbers.
 
-    total: float = 0.0
+    Example:
+        >>> lengths = Mean()
+        >>> for tokens in (3, 8, 4):
+        ...     lengths.add(tokens)
+        >>> lengths.total, lengths.mean, lengths.most
+        (15, 5.0, 8)
+    """
+
+    total: float = 0
     count: int = 0
     most: float = 0.0
 
@@ -180,7 +188,56 @@ class PhaseTimes:
 
 
 @dataclass(slots=True)
-class VersionRow:
+class EventSums:
+    """Sums over what happened in a part of the run: while one version was the trainer's, or in all of it."""
+
+    finished: int = 0
+    """Finished trajectories, whatever became of their groups."""
+    generated_tokens: int = 0
+    partial: int = 0
+    """Finished trajectories with tokens of more than one version."""
+    max_partial_span: int = 0
+    episodes: EpisodeSums = field(default_factory=EpisodeSums)
+    """Episodes of programs that finished."""
+    prefilled_tokens: int = 0
+    cached_tokens: int = 0
+    preempted: int = 0
+    """Times that a replica parked an answer for want of memory."""
+    unpinned: int = 0
+    """Times that a replica gave up what it kept for the next turn of an open episode, for want of memory."""
+    optimizer_steps: int = 0
+    skipped_steps: int = 0
+
+    def add_finished(self, event: TrajectoryFinished) -> None:
+        span = partial_span(event)
+        self.finished += 1
+        self.generated_tokens += event.tokens
+        self.partial += span > 0
+        self.max_partial_span = max(self.max_partial_span, span)
+        if is_of_program(event):
+            self.episodes.add(event)
+
+    def add_activity(self, event: ReplicaActivity) -> None:
+        self.prefilled_tokens += event.prefilled_tokens
+        self.cached_tokens += event.cached_tokens
+        self.preempted += event.preempted
+        self.unpinned += event.unpinned
+
+    def count_step(self, event: OptimizerStepped) -> None:
+        self.optimizer_steps += not event.skipped
+        self.skipped_steps += event.skipped
+
+    def partial_values(self, prefix: str = "") -> dict[str, Any]:
+        """Figures on the finished trajectories whose tokens carry more than one version."""
+        return {
+            f"{prefix}total_partial_num": self.partial,
+            f"{prefix}partial_ratio": self.partial / self.finished if self.finished else 0.0,
+            f"{prefix}max_partial_span": self.max_partial_span,
+        }
+
+
+@dataclass(slots=True, kw_only=True)
+class VersionRow(EventSums):
     """Accumulates the metrics of one version: groups trained at it, what finished meanwhile, the update after it.
 
     ``values()`` has only what happened: no key without a measurement.
@@ -201,22 +258,11 @@ class VersionRow:
     token_lags: Counter[int] = field(default_factory=Counter)
     trained_trajectories: int = 0
     trained_tokens: int = 0
-    finished: int = 0
-    generated_tokens: int = 0
-    partial: int = 0
-    max_partial_span: int = 0
-    episodes: EpisodeSums = field(default_factory=EpisodeSums)
-    """Episodes of programs that finished meanwhile."""
-    prefilled_tokens: int = 0
-    cached_tokens: int = 0
-    unpinned: int = 0
     actor: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     rows: int = 0
     """Rows of trajectories that optimizer steps were made on, with repetition."""
     stepped_trajectories: int = 0
     """Trajectories of these rows, with repetition."""
-    optimizer_steps: int = 0
-    skipped_steps: int = 0
     phases: PhaseTimes = field(default_factory=PhaseTimes)
     update: UpdateFinished | None = None
     validation: ValidationFinished | None = None
@@ -246,25 +292,10 @@ class VersionRow:
             self.lag_in_flight.append(group.newest - min(group.oldest))
             self.lag_in_queue.append(group.taken_at - group.newest)
 
-    def add_finished(self, event: TrajectoryFinished) -> None:
-        span = partial_span(event)
-        self.finished += 1
-        self.generated_tokens += event.tokens
-        self.partial += span > 0
-        self.max_partial_span = max(self.max_partial_span, span)
-        if is_of_program(event):
-            self.episodes.add(event)
-
-    def add_activity(self, event: ReplicaActivity) -> None:
-        self.prefilled_tokens += event.prefilled_tokens
-        self.cached_tokens += event.cached_tokens
-        self.unpinned += event.unpinned
-
     def add_step(self, event: OptimizerStepped) -> None:
+        self.count_step(event)
         if event.skipped:
-            self.skipped_steps += 1
             return
-        self.optimizer_steps += 1
         self.token_lags.update(event.token_lag)
         if event.rows:
             self.rows += event.rows
@@ -284,7 +315,7 @@ class VersionRow:
             **self._learning(),
             **(self._sources() if by_source else {}),
             **self._staleness(),
-            **partial_values(self.partial, self.finished, self.max_partial_span, prefix="fully_async/partial/"),
+            **self.partial_values("fully_async/partial/"),
             **self.episodes.values(),
             **self._prefixes(),
             **self._update(),
@@ -370,15 +401,6 @@ def validation_values(event: ValidationFinished) -> dict[str, Any]:
         "validation/failed_episodes": event.failed_episodes,
         **{f"validation/source/{name}/accuracy": accuracy for name, accuracy in event.by_source.items()},
         **{f"validation/reward/{name}/mean": mean for name, mean in event.parts.items()},
-    }
-
-
-def partial_values(partial: int, finished: int, max_span: int, prefix: str = "") -> dict[str, Any]:
-    """Figures on the finished trajectories whose tokens carry more than one version."""
-    return {
-        f"{prefix}total_partial_num": partial,
-        f"{prefix}partial_ratio": partial / finished if finished else 0.0,
-        f"{prefix}max_partial_span": max_span,
     }
 
 

@@ -233,6 +233,22 @@ class Overlapping:
         self._starts.append(start)
         self._ends.append(end)
 
+    def __bool__(self) -> bool:
+        return bool(self._starts)
+
+    def stretches(self) -> list[tuple[Span, int]]:
+        """The union of the spans, each of its intervals with the most spans that overlap in it."""
+        found: list[tuple[Span, int]] = []
+        since, most = 0.0, 0
+        for time, level in zip(*self.levels(), strict=True):
+            if level and not most:
+                since = time
+            most = max(most, int(level)) if level else most
+            if not level and most:
+                found.append(((since, time), most))
+                most = 0
+        return found
+
     def levels(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Return times, ascending, and the number of spans from each of them until the next one."""
         times = np.concatenate([np.frombuffer(self._starts), np.frombuffer(self._ends)])
@@ -249,9 +265,9 @@ class Counters:
 
     slots: int = 0
     _generated: Overlapping = field(default_factory=Overlapping)
-    _in_steps: Overlapping = field(default_factory=Overlapping)
+    in_steps: Overlapping = field(default_factory=Overlapping)
     _in_turns: Overlapping = field(default_factory=Overlapping)
-    _waiting: Overlapping = field(default_factory=Overlapping)
+    waiting: Overlapping = field(default_factory=Overlapping)
     _queued: set[int] = field(default_factory=set)
     _queue: list[tuple[float, float]] = field(default_factory=list)
     _lags: list[tuple[float, float]] = field(default_factory=list)
@@ -277,11 +293,11 @@ class Counters:
         if not event.steps:
             self._generated.add(event.started, event.finished)
         for start, end in event.steps:
-            self._in_steps.add(start, end)
+            self.in_steps.add(start, end)
         for (_, start), (end, _) in pairwise(event.steps):
             self._in_turns.add(start, end)
         for start, end in event.waits:
-            self._waiting.add(start, end)
+            self.waiting.add(start, end)
 
     def all(self) -> tuple[Counter, ...]:
         """The counters that have at least one point."""
@@ -289,8 +305,8 @@ class Counters:
         found = (
             generating,
             Counter("episodes at the policy", *self._in_turns.levels()),
-            Counter("episodes in environments", *self._in_steps.levels()),
-            Counter("episodes not begun", *self._waiting.levels()),
+            Counter("episodes in environments", *self.in_steps.levels()),
+            Counter("episodes not begun", *self.waiting.levels()),
             _counter("groups in the queue", self._queue),
             _counter("largest lag trained", self._lags),
         )

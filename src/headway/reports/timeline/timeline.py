@@ -41,7 +41,6 @@ from headway.events import (
     Span,
     StageChanged,
     TrainerBusy,
-    TrajectoryFinished,
     UpdateFinished,
     UpdatePhase,
     UpdateSuperseded,
@@ -58,11 +57,11 @@ from headway.reports.timeline.worker_lanes import (
     REPLICAS,
     TRAINER,
     AdmissionLanes,
-    Environments,
     Replicas,
     StageLog,
     TrainerLanes,
     UpdateLanes,
+    environment_lanes,
     stage_lanes,
 )
 
@@ -181,7 +180,6 @@ class TimelineBuilder:
     stages: dict[str, StageLog] = field(default_factory=dict)
     trainer: TrainerLanes = field(default_factory=TrainerLanes)
     replicas: Replicas = field(default_factory=Replicas)
-    environments: Environments = field(default_factory=Environments)
     admission: AdmissionLanes = field(default_factory=AdmissionLanes)
     updates: UpdateLanes = field(default_factory=UpdateLanes)
     counters: Counters = field(default_factory=Counters)
@@ -260,8 +258,6 @@ class TimelineBuilder:
                 self.replicas.work(event)
             case ReplicaHalted():
                 self.replicas.halt(event)
-            case TrajectoryFinished():
-                self.environments.finish(event)
             case UpdatePhase():
                 self.updates.phase(event)
             case UpdateFinished():
@@ -298,6 +294,10 @@ class TimelineBuilder:
         if mark.kind is not MarkKind.DISCARDED or self.discards <= KEPT_DISCARDS:
             self.marks.append(mark)
 
+    def _in_steps(self) -> list[Span]:
+        """Spans in which any episode was in a step of its program, as a union."""
+        return [span for span, _ in self.counters.in_steps.stretches()]
+
     def _stage(self, name: str) -> StageLog:
         return self.stages.get(name) or StageLog(name)
 
@@ -306,7 +306,7 @@ class TimelineBuilder:
     def _lanes(self, life: Span) -> Iterator[Lane]:
         yield self._trainer_lane(life)
         yield from self._replica_lanes(life)
-        yield from self.environments.lanes(life)
+        yield from environment_lanes(self.counters, life)
         yield from self.updates.lanes()
         yield from self._lease_lanes(life)
         yield from self._run_lanes()
@@ -323,12 +323,12 @@ class TimelineBuilder:
             self.updates,
             leases=self.leases,
             scoring=intersection(nothing_decodes, self._stage("Reward").when(PROCESSING)),
-            in_steps=intersection(nothing_decodes, self.environments.busy()),
+            in_steps=intersection(nothing_decodes, self._in_steps()),
             drains=started is not None and started.on_update == "drain",
         )
 
     def _replica_lanes(self, life: Span) -> Iterator[Lane]:
-        in_steps = self.environments.busy()
+        in_steps = self._in_steps()
         claims = self.admission.no_requests(self._stage("PromptLoader"), self._stage("Generate"), in_steps)
         for name in self.replicas.names:
             yield self.replicas.lane(name, life, claims, self.updates)
