@@ -105,8 +105,8 @@ SENTENCES = {
     ),
     "environments": (
         "{waited} while only {slots} of its slots were filled, as episodes were in their environments "
-        "{in_environments} of their time; raise async_training.staleness_threshold so that more of them are in flight, or "
-        "make the environments' steps faster."
+        "{in_environments} of their time; raise async_training.staleness_threshold so that more of them are in flight, "
+        "or make the environments' steps faster."
     ),
     "slots": (
         "{waited} while only {slots} of its slots were filled; raise async_training.staleness_threshold so that more "
