@@ -1,4 +1,4 @@
-"""``make wheelhouse``: what an image that has torch and transformers lacks for ``cluster.backend=inline``, as wheels.
+"""``make wheelhouse``: what an image that has torch lacks for ``cluster.backend=inline``, as wheels.
 
     pyproject.toml: dependencies ─▶ pip download, pinned by constraints.txt ─▶ what the wheels require ─▶ …
 
@@ -31,11 +31,10 @@ IN_THE_IMAGE = frozenset(
     {
         "torch",
         *("filelock", "fsspec", "jinja2", "mpmath", "networkx", "setuptools", "sympy"),
-        "transformers",
         *("huggingface-hub", "numpy", "packaging", "pyyaml", "regex", "safetensors", "tokenizers", "tqdm"),
     }
 )
-"""torch, transformers and what these require."""
+"""torch, and what any transformers beside it requires. transformers itself travels: images have older ones."""
 NOT_IMPORTED: Mapping[str, str] = MappingProxyType(
     {
         "ray": "cluster.backend=ray only",
@@ -137,7 +136,7 @@ def summary(wheels: Sequence[Path], folder: Path, python_version: str) -> str:
 {len(sizes)} wheels for Python {python_version}, {total:.1f} MB (at most {LIMIT_MB:g}), in {folder}
 the largest: {listed}
 
-With torch 2.11 or later and transformers 5.17 or later, in this folder, without a network:
+With torch 2.11 or later, in this folder, without a network:
     python -m pip install --no-index --no-deps --target /tmp/site {folder}/*.whl
     export PYTHONPATH=/tmp/site:src
     python -m benchmarks.gpu

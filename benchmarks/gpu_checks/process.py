@@ -22,6 +22,7 @@ ENVIRONMENT: Mapping[str, str] = {
     "MKL_CBWR": "AUTO,STRICT",
     "OMP_WAIT_POLICY": "PASSIVE",
     "TOKENIZERS_PARALLELISM": "false",
+    "TORCH_CUDNN_SDPA_DEPRIORITIZED": "1",
 }
 """Variables of a check's process: those of Headway's own, and never a look at the network."""
 LAST_CHARACTERS = 300

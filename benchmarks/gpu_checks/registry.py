@@ -20,8 +20,8 @@ CHECKS: Mapping[str, Check] = MappingProxyType(
     {
         "logprobs": Check("engine:logprobs", "the engine's log-probs are the trainer's", 90),
         "decoding": Check("engine:decoding", "decoding, prefill, CUDA graphs: the same tokens", 90),
-        "training": Check("training:training", "gradient and step are the CPU's", 60),
-        "packing": Check("packing:gradients", "packed rows, shared prompts: the gradient of single rows", 60),
+        "training": Check("training:training", "gradient and step are the CPU's", 90),
+        "packing": Check("packing:gradients", "packed rows, shared prompts: the gradient of single rows", 120),
         "fsdp": Check("training:fsdp", "FSDP2 on all GPUs", 90),
         "transports": Check("transports:transports", "every transport, onto the device", 60),
         "broadcast": Check("transports:broadcast", "broadcast between two processes", 90),

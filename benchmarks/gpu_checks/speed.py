@@ -90,6 +90,8 @@ def training_speed(setting: Setting) -> Passed:
         "headway": headway_step(setting, folder, rows, budget),
         "plain": _plain_step(setting, folder, rows, budget),
     }
+    if setting.on_gpu:
+        contenders["headway, compiled layers"] = headway_step(setting, folder, rows, budget, compiled=True)
     peak, name = peak_tflops(setting)
     tokens = sum(len(row.input_ids) for row in rows)
     figures: dict[str, Any] = {"device": name, "peak_tflops": peak, "tokens": tokens, "micro_batch_tokens": budget}
@@ -127,12 +129,18 @@ def measured(setting: Setting, make: Callable[[], Once]) -> tuple[float, float |
 
 
 def headway_step(
-    setting: Setting, folder: Path, rows: Sequence[CollatedRow], budget: int, packing: Layout = "shared"
+    setting: Setting,
+    folder: Path,
+    rows: Sequence[CollatedRow],
+    budget: int,
+    packing: Layout = "shared",
+    *,
+    compiled: bool = False,
 ) -> Callable[[], Once]:
     def make() -> Once:
         config = Config(
             actor=ActorConfig(ppo_max_token_len_per_gpu=budget),
-            model=ModelConfig(enable_gradient_checkpointing=False, packing=packing),
+            model=ModelConfig(enable_gradient_checkpointing=False, packing=packing, compile=compiled),
         )
         device = torch.device(setting.device)
         engine = FsdpEngine(

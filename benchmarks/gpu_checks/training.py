@@ -68,15 +68,18 @@ def training(setting: Setting) -> Passed:
     expected = reference(folder, rows)
     lines, figures = [], {}
     with one_rank_group(setting):
-        for dtype in ("float32", "bfloat16"):
+        for dtype, compiled in (("float32", False), ("bfloat16", False), ("bfloat16", True))[
+            : 3 if setting.on_gpu else 2
+        ]:
             limit = tolerance(setting, folder, rows, expected, dtype)
-            found = compare(engine_of(setting, folder, dtype), rows, expected, dtype, limit)
+            found = compare(engine_of(setting, folder, dtype, compiled=compiled), rows, expected, dtype, limit)
+            way = f"{dtype}, compiled layers" if compiled else dtype
             lines.append(
-                f"{dtype}: gradient off by {found['gradient']:.2g} of its norm (limit {limit:.2g}), loss by "
+                f"{way}: gradient off by {found['gradient']:.2g} of its norm (limit {limit:.2g}), loss by "
                 f"{found['loss']:.2g}"
                 + (f", AdamW's step by {found['step']:.2g} (limit {STEP_TOLERANCE:g})" if "step" in found else "")
             )
-            figures[dtype] = found
+            figures[way] = found
     return Passed(lines, figures)
 
 
@@ -202,7 +205,13 @@ def worst(found: Weights, expected: Weights) -> str:
 
 
 def engine_of(
-    setting: Setting, folder: Path, dtype: str, *, offload: bool = False, packing: Layout = "shared"
+    setting: Setting,
+    folder: Path,
+    dtype: str,
+    *,
+    offload: bool = False,
+    packing: Layout = "shared",
+    compiled: bool = False,
 ) -> FsdpEngine:
     actor = ActorConfig(
         ppo_max_token_len_per_gpu=MICRO_BATCH_TOKENS,
@@ -210,7 +219,7 @@ def engine_of(
         optim=OptimConfig(lr=LR, weight_decay=0.0),
         fsdp_config=FsdpConfig(param_offload=offload),
     )
-    config = Config(actor=actor, model=ModelConfig(dtype=dtype, packing=packing))
+    config = Config(actor=actor, model=ModelConfig(dtype=dtype, packing=packing, compile=compiled))
     device = torch.device(setting.device)
     return FsdpEngine(
         model_path=str(folder),

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
+from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
 from transformers import BloomConfig, BloomForCausalLM
 
@@ -33,6 +34,7 @@ from headway.engines.train.fsdp.engine import FsdpEngine
 from headway.engines.train.fsdp.objective import NOTHING_APART, Objective
 from headway.engines.train.fsdp.policy_copies import LogProbCopy, ReferenceEngine
 from headway.engines.weights.weight_layout import build_manifest
+from headway.models.attention import packed_layout
 from headway.models.attention.packed_attention import NAME
 from headway.models.pretrained import load_model
 from tests.engines.train.rows import VOCABULARY, plain_loss, response_logprobs
@@ -245,6 +247,38 @@ def test_half_precision_has_about_the_gradient_of_padded_rows(one_rank: None, mo
     for one, other in zip(own, logprobs, strict=True):
         np.testing.assert_allclose(one, other, atol=0.05)
     assert_close(grads, expected, 0.1)
+
+
+def test_all_layers_attend_by_the_same_parts(
+    one_rank: None, model_path: ModelPath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FSDP2 copies what it knows how to look into among a layer's arguments, and each copy would make its own."""
+    made: list[int] = []
+    items = packed_layout._items
+    monkeypatch.setattr(packed_layout, "_items", lambda *of: made.append(1) or items(*of))
+    engine, rows = built(model_path(), configured("shared")), fetch(3)
+    made.clear()  # opening the model tries its attention
+    engine.forward_logprobs(rows)
+    assert len(made) == len(engine._packing(rows)) < len(engine._policy.decoder_layers())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", [False, True])
+def test_compiled_layers_have_the_same_gradient_and_are_compiled_once_for_all_lengths(
+    one_rank: None, model_path: ModelPath, monkeypatch: pytest.MonkeyPatch, recompute: bool
+) -> None:
+    """Slow, as torch's compiler is imported and traces. The graphs run as they are, without its kernels."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    torch._dynamo.reset()
+    counters.clear()
+    rows = fetch(8)
+    expected, metrics, logprobs = look(model_path(), configured("shared", 60), [rows])
+    config = configured("shared", 60, compile=True, enable_gradient_checkpointing=recompute)
+    grads, found, own = look(model_path(), config, [rows])
+    assert_close(grads, expected)
+    assert found == pytest.approx(metrics, rel=1e-4, abs=1e-6)
+    assert_same_numbers(own, logprobs)
+    assert 0 < counters["stats"]["unique_graphs"] <= 8  # with a gradient and without
 
 
 # ---------------------------------------------------------------------------------------------- the other roles

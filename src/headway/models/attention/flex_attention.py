@@ -42,6 +42,8 @@ def flex(
     scores at once.
     """
     mask = block_mask(layout, window, compiled=compiled)
+    # TRITON: left to itself torch takes its kernel for decoding where a line is short (under 128 tokens). That one has
+    # no configuration for float32, and is one more variant to compile.
     out, aux = _kernel(flex_attention, compiled)(
         query,
         key,
@@ -51,6 +53,7 @@ def flex(
         scale=scale,
         enable_gqa=query.shape[1] != key.shape[1],
         return_aux=AuxRequest(lse=True),
+        kernel_options={"BACKEND": "TRITON"} if compiled else None,
     )
     if sinks is not None:
         share = torch.sigmoid(aux.lse - sinks.to(aux.lse.dtype)[:, None])

@@ -31,6 +31,7 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
+@torch.compiler.disable  # what it does depends on the layout: compiled layers (model.compile) end before it
 def packed_attention(
     module: nn.Module,
     query: Float[Tensor, "1 H L D"],

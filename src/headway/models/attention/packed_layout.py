@@ -16,7 +16,7 @@ Shape suffixes: L tokens of the line, S segments, B items of a part, Q queries a
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum, auto
 from itertools import pairwise
 from typing import Any
@@ -101,26 +101,28 @@ class AttentionPart:
     """How gradients of keys are added up; None where ``keys`` has each place once, in a slice."""
 
 
-@dataclass(eq=False, slots=True)
 class PackedLayout:
     """Layout of one packed line of L tokens."""
 
-    segments: Segments
-    positions: Places
-    """Position of each token in its rows, [L]."""
-    device: torch.device
-    windows: dict[int | None, list[AttentionPart]] = field(default_factory=dict)
-    """The parts that were made so far, by the window of the layers that asked for them."""
-    masks: dict[int | None, Any] = field(default_factory=dict)
-    """The masks that FlexAttention was given so far, by the window."""
-    ranks: SequenceRanks | None = None
-    """Ranks that divide the line; None where each has all of it."""
+    # Not a dataclass: FSDP2 copies every dataclass, list and dict among a layer's arguments, to cast the tensors in it,
+    # and each layer then made the parts, and on GPUs the masks, of its own copy again (4% of a step on an H200).
+    __slots__ = ("device", "masks", "positions", "ranks", "segments", "windows")
+
+    def __init__(
+        self, segments: Segments, positions: Places, device: torch.device, ranks: SequenceRanks | None = None
+    ) -> None:
+        """``positions``: of each token in its rows, [L]. ``ranks``: those that divide the line, if any do."""
+        self.segments, self.positions, self.device, self.ranks = segments, positions, device, ranks
+        self.windows: dict[int | None, list[AttentionPart]] = {}
+        """The parts that were made so far, by the window of the layers that asked for them."""
+        self.masks: dict[int | None, Any] = {}
+        """The masks that FlexAttention was given so far, by the window."""
 
     @classmethod
     def of(cls, trees: Sequence[Tree], device: torch.device, ranks: SequenceRanks | None = None) -> PackedLayout:
         """Make the layout of a line of ``trees``, one behind the other."""
         positions = np.concatenate([tree.positions for tree in trees])
-        return cls(Segments.join([tree.segments for tree in trees]), positions, device, ranks=ranks)
+        return cls(Segments.join([tree.segments for tree in trees]), positions, device, ranks)
 
     def parts(self, window: int | None) -> list[AttentionPart]:
         """Parts of attention under a sliding ``window``: a token sees those less than so many positions before it.

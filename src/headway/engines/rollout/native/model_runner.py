@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from headway.data.interfaces.generation import SamplingParams
-from headway.devices import GraphRecorder
+from headway.devices import GraphRecorder, kind_of
 from headway.engines.rollout.native.kv_cache import ROOM_STEP, KvGeometry, SlotCache, enough
 from headway.engines.rollout.native.model import cuda_graphs
 from headway.engines.rollout.native.model.policy_forward import PolicyForward
@@ -137,6 +137,7 @@ class ModelRunner:
         """
         self._forward = forward
         self.device, self._dtype = model.device, model.dtype
+        self._pins = kind_of(self.device).pins_host_memory
         self._max_context = max_context
         self._window = Windows.of(model.config, max_context).size
         self._least_rows = 1
@@ -345,7 +346,10 @@ class ModelRunner:
         """One token per row of ``logits`` [A, V]: tokens [A] and their log-probs [A]. See `BatchSampling.of`."""
         sampling = BatchSampling.of(rows, logits.shape[1], self.device, written, seen)
         tokens, logprobs = sample(logits, sampling, self._to_device(uniforms))
-        return tokens.cpu().numpy(), logprobs.cpu().numpy()
+        if self.device.type == "cpu":
+            return tokens.numpy(), logprobs.numpy()
+        both = torch.stack([tokens.double(), logprobs.double()]).cpu().numpy()  # each copy would wait for the device
+        return both[0].astype(np.int64), both[1].astype(np.float32)
 
     def _blocks(
         self, lengths: NDArray[np.int64], on_device: torch.Tensor, room: int, prompts: Sequence[SharedPrompt]
@@ -379,4 +383,7 @@ class ModelRunner:
         return min(-(-positions // SPAN_STEP) * SPAN_STEP, most)
 
     def _to_device(self, array: NDArray[np.generic]) -> torch.Tensor:
-        return torch.from_numpy(array).to(self.device)
+        values = torch.from_numpy(array)
+        if self._pins:  # a copy from memory that is not page-locked waits for the device
+            return values.pin_memory().to(self.device, non_blocking=True)
+        return values.to(self.device)

@@ -15,9 +15,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from headway.data.interfaces.generation import SamplingParams
+
+BLOCK = 256
+"""Tokens of the vocabulary that `inverse_cdf_in_blocks` sums at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,16 +169,32 @@ def _filtered(logits: torch.Tensor, top_k: torch.Tensor | None, top_p: torch.Ten
 def inverse_cdf(logprobs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     """[A] the first token whose cumulative probability exceeds ``uniform``; never one of probability zero.
 
-    The cumulative sum is taken in float64 and scaled by its own end, so that it cannot stop short of the uniform. A
-    parallel scan, on GPUs, may still differ in the last bit between neighbours and land on a token of probability
-    zero; the most likely token stands in there.
+    The cumulative sum is taken in float64 and scaled by its own end, so that it cannot stop short of the uniform.
     """
     probs = logprobs.exp()
+    if probs.device.type != "cpu":
+        return inverse_cdf_in_blocks(probs, uniform)
     cumulative = probs.cumsum(-1, dtype=torch.float64)
     threshold = (uniform * cumulative[:, -1]).unsqueeze(1)
     tokens = torch.searchsorted(cumulative, threshold, right=True).clamp_(max=logprobs.shape[1] - 1)
-    if probs.device.type == "cpu":
-        return tokens.squeeze(1)
+    return tokens.squeeze(1)
+
+
+def inverse_cdf_in_blocks(probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """Compute `inverse_cdf` of probabilities [A, V] on a GPU: find the block of the vocabulary first, then the token.
+
+    A scan over the whole vocabulary has one thread block per row: 290 µs of a 2.4 ms step on an H200. The two sums may
+    differ in the last bit and land on a token of probability zero; the most likely token stands in there.
+    """
+    blocks = F.pad(probs, (0, -probs.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
+    sums = blocks.sum(-1, dtype=torch.float64)
+    ends = sums.cumsum(-1)
+    threshold = (uniform * ends[:, -1]).unsqueeze(1)
+    block = torch.searchsorted(ends, threshold, right=True).clamp_(max=sums.shape[1] - 1)
+    rest = threshold - (ends - sums).gather(1, block)
+    within = blocks.gather(1, block.unsqueeze(2).expand(-1, 1, BLOCK)).squeeze(1).cumsum(-1, dtype=torch.float64)
+    place = torch.searchsorted(within, rest, right=True).clamp_(max=BLOCK - 1)
+    tokens = (block * BLOCK + place).clamp_(max=probs.shape[1] - 1)
     possible = probs.gather(1, tokens) > 0
     return torch.where(possible, tokens, probs.argmax(-1, keepdim=True)).squeeze(1)
 

@@ -60,6 +60,7 @@ class TrainMesh:
         fsdp, rest = divmod(ranks, parallel.replicate * parallel.tp)
         if rest or fsdp % parallel.cp:
             raise ValueError(f"{ranks} ranks do not make a mesh of {parallel}")
+        torch.empty(0, device=device)  # the device is in use now, or torch would guess which one is meant, and warn
         init = partial(init_device_mesh, device.type)
         dense = init((1, parallel.replicate, fsdp, parallel.tp), mesh_dim_names=("pp", REPLICATE, FSDP, TP))
         experts = dense

@@ -129,6 +129,14 @@ class ShardedModule(nn.Module):
         for layer in self.decoder_layers():
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
 
+    def compile_layers(self) -> None:
+        """Compile the layers' forward passes, for lines of any length: one layer's kernels serve all.
+
+        Like `recompute_activations`, which comes after it, inside FSDP's hooks.
+        """
+        for layer in self.decoder_layers():
+            layer.forward = torch.compile(layer.forward, dynamic=True)
+
 
 class PolicyModule(ShardedModule):
     """A Hugging Face causal LM, ``lm``, that returns log-probs of given tokens under ``temperature``."""

@@ -86,6 +86,8 @@ def sharded(wrap: Wrap[M], model_path: str, config: Config, mesh: TrainMesh, dty
     reshard(module)
     if mesh.sequence is not None and module.padded is not None:
         raise undivided(model_path, mesh.parallel.cp, module.padded)
+    if config.model.compile:
+        module.compile_layers()
     if config.model.enable_gradient_checkpointing:
         module.recompute_activations()
     return module
