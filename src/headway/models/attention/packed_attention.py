@@ -31,7 +31,6 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-@torch.compiler.disable  # what it does depends on the layout: compiled layers (model.compile) end before it
 def packed_attention(
     module: nn.Module,
     query: Float[Tensor, "1 H L D"],
@@ -95,7 +94,8 @@ def _attend(
     return line
 
 
-ALL_ATTENTION_FUNCTIONS.register(NAME, packed_attention)
+# Compiled layers (model.compile) call it as it is: what it does depends on the layout.
+ALL_ATTENTION_FUNCTIONS.register(NAME, torch.compiler.disable(packed_attention))
 
 
 # ------------------------------------------------------------------------------------------ parts
