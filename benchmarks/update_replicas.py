@@ -23,7 +23,7 @@ from headway.reports.record.events_file import read_events
 
 REPLICAS = (1, 4)
 COPY = "memfd:headway-weights"
-"""What the kernel calls memory of `headway.engines.weights.shared_bytes`."""
+"""What the kernel calls memory of `headway.engines.weights.incoming_version`."""
 EVERY_S = 1.0
 
 

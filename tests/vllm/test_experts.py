@@ -15,7 +15,7 @@ from headway.data.interfaces.rollout import OnUpdate
 from headway.data.interfaces.steps import StepContext
 from headway.engines.rollout.vllm import VllmEngine
 from headway.engines.weights.outgoing_version import Staged
-from headway.engines.weights.safetensors_files import write_files
+from headway.engines.weights.transports.disk import write_files
 from headway.models.probe import probe_rows, probe_vector
 from tests.contract.harness import CONTEXT, endless, make_calls
 from tests.engines.train.rows import random_rows

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.engines.weights.delta import BLOCK_UNITS, Delta, apply, encode
+from headway.engines.weights.buckets import BLOCK_UNITS, Delta, apply, encode
 from headway.errors import UpdateFailed
 
 BLOCK_BYTES = 2 * BLOCK_UNITS

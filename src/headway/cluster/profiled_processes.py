@@ -2,11 +2,172 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+import gzip
+import io
+import os
+import re
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
 
 from headway.cluster.proxy import proxy
 from headway.cluster.worker_group import PartOf, Worker
-from headway.engines.profiler import ProcessProfile
+from headway.devices import kind_here
+from headway.errors import RunError, boundary
+
+COMPRESSION = 3
+"""Level of gzip: a trace becomes a fifteenth of its size, in a third of the time of the best one."""
+CHUNK_BYTES = 4 * 2**20
+HEAD_BYTES = 2**16
+"""Bytes of a trace in which its base is found, before the first event."""
+BASE = re.compile(rb'"baseTimeNanoseconds": (\d+)')
+TIMES = re.compile(rb'("ts": )(\d+(?:\.\d+)?)')
+"""Times in a Chrome trace as Kineto writes it, in microseconds since its base, which is in Unix time."""
+PROCESS_NAMES = re.compile(rb'("name": "process_name",[^}]*?"args": \{\s*"name": ")[^"]*(")')
+THREAD_NAMES = re.compile(rb'("name": ")thread (\d+) \([^"]*\)(")')
+SILENT = "99"
+"""Level of Kineto's log at which it says nothing: it would do so on the driver's terminal, within the run's view."""
+
+
+class ProcessProfile:
+    """Profile of the process that this is in, by torch's profiler: what its threads compute, on the CPU and on its GPU.
+
+        start ─▶ Kineto, on all threads ─▶ stop ─▶ take: Chrome trace ─▶ times of the run's timeline, names ─▶ gzip
+
+    Without a profile nothing is installed, and nothing costs anything. With one, results stay the same to the bit: only
+    times change. ``name``: the worker's, for messages.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._turn = threading.Lock()
+        """Held while the profiler begins, ends or writes."""
+        self._profiler: Any = None
+        self._running = False
+
+    async def start(self) -> None:
+        """Record from now on what all threads compute, as `Profiled.start` does.
+
+        Begins on the event loop's thread, which takes milliseconds, and longer where a GPU is profiled the first time:
+        the profiler complains of any other thread than the one that has imported torch.
+        """
+        with self._alone("start"):
+            self._start()
+
+    async def stop(self) -> None:
+        """Record no more. Does nothing where nothing is recorded.
+
+        The process stands still meanwhile, also its other threads: torch holds the interpreter, for some microseconds
+        for each operation that was recorded.
+        """
+        await asyncio.to_thread(self._stop)
+
+    async def take(self, origin: float, name: str) -> bytes:
+        """Return what was recorded, as `Profiled.take` does, and forget it. Raises `RunError` where nothing was.
+
+        ``name`` is what the process is called in the trace.
+        """
+        return await asyncio.to_thread(self._take, origin, name)
+
+    def _start(self) -> None:
+        os.environ.setdefault("KINETO_LOG_LEVEL", SILENT)
+
+        # `torch.profiler` is this one and a schedule, and takes seconds to import.
+        from torch._C._profiler import _ExperimentalConfig
+        from torch.autograd.profiler import profile
+
+        if self._running:  # for a window that its driver has given up
+            self._running = False
+            self._profiler.__exit__(None, None, None)
+        self._profiler = profile(
+            use_device=kind_here().profiled_as,
+            # Threads that compute were there before: torch would look at this thread, and at those that it starts, and
+            # crash where another thread ends what this one began. A trace alone takes a third of the time to end.
+            experimental_config=_ExperimentalConfig(profile_all_threads=True, trace_only=True),
+        )
+        self._profiler.__enter__()
+        self._running = True
+
+    def _stop(self) -> None:
+        with self._alone("stop"):
+            if self._running:
+                self._running = False
+                self._profiler.__exit__(None, None, None)
+
+    def _take(self, origin: float, name: str) -> bytes:
+        with self._alone("write its trace"):
+            profiler, self._profiler = self._profiler, None
+            if profiler is None or self._running:
+                raise RunError(f"the profiler of {self.name} has recorded nothing")
+            with tempfile.TemporaryDirectory(prefix="headway-profile-") as folder:
+                path = Path(folder) / "trace.json"
+                profiler.export_chrome_trace(str(path))
+                del profiler
+                with path.open("rb") as trace:
+                    return compressed(trace, origin, name, _thread_names())
+
+    @contextmanager
+    def _alone(self, doing: str) -> Iterator[None]:
+        """Use the profiler, exclusively. Raises `RunError` if it is busy or fails."""
+        if not self._turn.acquire(blocking=False):
+            raise RunError(f"the profiler of {self.name} cannot {doing}: it is still busy with what it did before")
+        try:
+            with boundary(f"the profiler of {self.name} cannot {doing}", RunError):
+                yield
+        finally:
+            self._turn.release()
+
+
+def compressed(trace: BinaryIO, origin: float, name: str, threads: dict[int, str]) -> bytes:
+    """Return a trace as Kineto writes it in gzip, with times since ``origin``, which is in Unix seconds.
+
+    ``name`` is what the process is called in it, ``threads`` what threads are called, by the system's ids. The trace is
+    read in pieces, and may be far larger than memory would be as objects.
+
+    Raises `RunError` where the trace is cut off: a disk that is full does not fail to be written by Kineto.
+    """
+    head = trace.read(HEAD_BYTES)
+    if (base := BASE.search(head)) is None:
+        raise RunError(f"the trace of {name} is none that Kineto wrote: it does not say what its times refer to")
+    shift = (int(base[1]) - round(origin * 1e9)) / 1e3
+    process = name.encode()
+    packed, end = io.BytesIO(), b""
+    with gzip.GzipFile(fileobj=packed, mode="wb", compresslevel=COMPRESSION, mtime=0) as out:
+        for piece in _pieces(head.replace(base[0], b'"baseTimeNanoseconds": 0'), trace):
+            placed = TIMES.sub(lambda found: b"%s%.3f" % (found[1], float(found[2]) + shift), piece)
+            if b'_name"' in placed:
+                placed = PROCESS_NAMES.sub(lambda found: found[1] + process + found[2], placed)
+                placed = THREAD_NAMES.sub(lambda found: _named(found, threads), placed)
+            out.write(placed)
+            end = placed.rstrip()[-1:] or end
+    if end != b"}":
+        raise RunError(f"the trace of {name} is cut off: the disk of {tempfile.gettempdir()} has no room for it")
+    return packed.getvalue()
+
+
+def _pieces(head: bytes, rest: BinaryIO) -> Iterator[bytes]:
+    """Yield ``head`` and the rest of a file in pieces of whole lines; the last one may be cut off, or empty."""
+    while more := rest.read(CHUNK_BYTES):
+        head += more
+        end = head.rfind(b"\n") + 1
+        yield head[:end]
+        head = head[end:]
+    yield head
+
+
+def _named(found: re.Match[bytes], threads: dict[int, str]) -> bytes:
+    """Return a thread's name in a trace: Python's, where it has one, and the system's id."""
+    name = threads.get(int(found[2]))
+    return found[0] if name is None else found[1] + f"{name} ({found[2].decode()})".encode() + found[3]
+
+
+def _thread_names() -> dict[int, str]:
+    """Return what Python calls the threads of this process, by the system's ids."""
+    return {thread.native_id: thread.name for thread in threading.enumerate() if thread.native_id is not None}
 
 
 class ProfiledProcess:

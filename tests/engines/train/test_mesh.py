@@ -33,7 +33,7 @@ from headway.engines.train.fsdp.policy_copies import LogProbCopy, ReferenceEngin
 from headway.engines.train.fsdp.weight_gather import gather_everywhere, given_parts
 from headway.engines.weights.outgoing_version import Stream
 from headway.engines.weights.protocols import IncomingWeights
-from headway.engines.weights.safetensors_files import INDEX, write_files
+from headway.engines.weights.transports.disk import INDEX, write_files
 from headway.engines.weights.weight_layout import Manifest
 from headway.errors import ModelError
 from headway.models.pretrained import load_model

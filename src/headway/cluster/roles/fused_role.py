@@ -9,10 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 from headway.cluster.hardware import Hardware
+from headway.cluster.profiled_processes import ProcessProfile
 from headway.cluster.roles.actor_role import ActorRole
 from headway.cluster.roles.rollout_role import RolloutRole
 from headway.config.transport_facts import WITHIN_PROCESS
-from headway.engines.profiler import ProcessProfile
 from headway.engines.weights.transports.links import TransportAddress, make_link
 
 WITHIN = "within"

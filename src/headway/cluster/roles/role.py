@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from headway.cluster.hardware import Hardware, hardware_here
 from headway.cluster.machine.batch_cache import BatchCache
+from headway.cluster.profiled_processes import ProcessProfile
 from headway.cluster.roles.file_probe import FileProbe
 from headway.config.schema import Config
 from headway.config.sizing.timeouts import Timeouts, model_nbytes
 from headway.data.collate import CollatedRow
 from headway.data.types import Handle, Sample
 from headway.devices import kind_of
-from headway.engines.profiler import ProcessProfile
 from headway.engines.weights.transports.links import Address, EndContext
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class Role:
 
     def memory_domain(self) -> str:
         """Name the processes with which this one can share memory."""
-        from headway.engines.weights.shared_bytes import memory_domain
+        from headway.engines.weights.incoming_version import memory_domain
 
         return memory_domain()
 

@@ -66,7 +66,7 @@ class ReceiveReport:
     found on the receiver's machine."""
     checksum: int
     path: str | None = None
-    """Path at which other receivers of the machine find the version (`headway.engines.weights.shared_bytes`); None
+    """Path at which other receivers of the machine find the version (`headway.engines.weights.incoming_version`); None
     where it lies in no memory that could be shared."""
 
 

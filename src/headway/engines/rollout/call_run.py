@@ -1,4 +1,4 @@
-"""One call of the policy while it is being answered, and the randomness of its tokens.
+"""One call of the policy while it is being answered, the randomness of its tokens, and the inbox of its client.
 
 CallRun:  waiting ─▶ decoding ─▶ finished
              ▲          │
@@ -12,7 +12,10 @@ generator whose state starts at that key (Steele, Lea & Flood, "Fast splittable 
 
 from __future__ import annotations
 
+import asyncio
 import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,7 +23,7 @@ from numpy.typing import NDArray
 
 from headway.data.interfaces.generation import FinishedCall, GenerateRequest, Priority, SamplingParams
 from headway.data.types import FinishReason, SampledTokens, TrajectoryId, version_spans
-from headway.errors import DataError, NonFinite
+from headway.errors import ClientGone, DataError, HeadwayError, NonFinite, RunError
 
 _GAMMA = 0x9E3779B97F4A7C15
 _MIX1, _MIX2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -188,3 +191,70 @@ def not_finite(name: str, version: int) -> NonFinite:
         else "look at the weights that it started from, and at rollout.dtype"
     )
     return NonFinite(f"rollout engine {name}: the model's logits are not finite under version {version}; {why}")
+
+
+@dataclass(slots=True, eq=False)
+class CallInbox:
+    """The inbox of one client: batches of its finished calls, or the engine's end.
+
+    Made and read on the client's event loop, ``loop``; filled through it, from another thread.
+    """
+
+    client: str
+    loop: asyncio.AbstractEventLoop
+    batches: asyncio.Queue[Sequence[FinishedCall] | HeadwayError] = field(default_factory=asyncio.Queue)
+
+    async def next(self) -> Sequence[FinishedCall]:
+        """All calls that are done by now, one at least. Raises what the engine ended with, once they are returned."""
+        done: list[FinishedCall] = []
+        while not done or not self.batches.empty():
+            batch = await self.batches.get()
+            if isinstance(batch, HeadwayError):
+                if not done:
+                    raise batch
+                self.batches.put_nowait(batch)  # the last thing in the inbox, for the next time
+                break
+            done += batch
+        return done
+
+
+class Inboxes:
+    """The inboxes of one engine, by client. Each is there from the client's first word until it leaves."""
+
+    def __init__(self, engine: str) -> None:
+        self._engine = engine
+        self._of: dict[str, CallInbox] = {}
+        self._read: set[str] = set()
+
+    def __len__(self) -> int:
+        return len(self._of)
+
+    def of(self, client: str) -> CallInbox:
+        """The inbox of ``client``; a new one, on the running loop, where it has none."""
+        inbox = self._of.get(client)
+        if inbox is None:
+            inbox = self._of[client] = CallInbox(client, asyncio.get_running_loop())
+        return inbox
+
+    def end(self, client: str) -> CallInbox | None:
+        """Remove the inbox of ``client``, which is gone, and return it, if any; its reader gets an error."""
+        inbox = self._of.pop(client, None)
+        if inbox is not None:
+            inbox.batches.put_nowait(ClientGone(f"rollout engine {self._engine}: {client!r} is gone"))
+        return inbox
+
+    @contextmanager
+    def reading(self, client: str) -> Iterator[CallInbox]:
+        """Context in which the inbox of ``client`` is read; there is none behind it.
+
+        Raises `RunError` where it is read already: each batch comes once.
+        """
+        if client in self._read:
+            raise RunError(f"rollout engine {self._engine}: finished({client!r}) is iterated over already")
+        inbox = self.of(client)
+        self._read.add(client)
+        try:
+            yield inbox
+        finally:
+            self._read.discard(client)
+            self._of.pop(client, None)

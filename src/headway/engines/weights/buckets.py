@@ -7,6 +7,19 @@ A bucket is a one-dimensional uint8 tensor. Extra memory: on each rank that send
 ``schedule: overlapped`` or ``encoding: delta`` a copy of its share in host memory (`Staged`); on a machine that serves
 one complete copy in host memory (`BackBuffer`: ``rollout.enable_dual_buffer``), or on each replica one bucket of each
 sender's (`InPlace`).
+
+Lossless changes between two versions of the same bytes, as bit patterns of any dtype.
+
+Bytes are compared as *units* of 16 bits, in blocks of 65,536 units. A bfloat16 element is one unit, a float32 element
+two; an odd last byte is a unit of its own, as if a zero followed. Numbers are little-endian, and there are no gaps:
+
+    payload   │ count 0 │ count 1 │ … │ block 0 │ block 1 │ …     counts: uint32 each, the units that differ
+    block     │ where │ values │                                  values: count × uint16, the new units
+    where     count × uint16, the places of these units in the block, ascending; or, where that is shorter,
+              one bit per unit of the block, lowest bit first, padded to a multiple of 16 bits
+
+A changed unit takes four bytes, or less where more than one in sixteen changed; every block takes four more. Blocks are
+worked on one at a time, within the processor's cache, so there is never an index of a whole bucket.
 """
 
 from __future__ import annotations
@@ -14,7 +27,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from headway.engines.weights.weight_layout import Manifest, TensorSlot, slots_in
@@ -145,3 +161,155 @@ def _overlaps(
             within = room[first - low : stop - low]
             yield from _overlaps(within, first - index * row, shape[1:], start[1:], values[index - start[0]])
         index += max(block, 1)
+
+
+BLOCK_UNITS = 65_536
+"""Number of units in a block: as many as a uint16 tells apart."""
+
+_UNIT = np.dtype("<u2")
+_COUNT = np.dtype("<u4")
+_BLOCK_BYTES = BLOCK_UNITS * _UNIT.itemsize
+
+_Bytes = npt.NDArray[np.uint8]
+_Units = npt.NDArray[np.uint16]
+_Places = npt.NDArray[np.intp]
+_SizeT = TypeVar("_SizeT", int, npt.NDArray[np.int64])
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """The changes that make the new version of some bytes from the old one."""
+
+    payload: torch.Tensor | None
+    """The encoded changes, [m] uint8 on the CPU; None where they would not be smaller than the bytes themselves."""
+    changed: int
+    """Number of 16-bit units that differ."""
+
+
+def encode(old: torch.Tensor, new: torch.Tensor) -> Delta:
+    """Encode ``new`` as a delta from ``old``, both [n] uint8; ``new`` may be on a device, and is copied to the host.
+
+    Memory besides that copy: the payload, an eighth of it to grow into, and 1 MiB. A payload that is then too large was
+    n · 17/16 bytes at the most. Raises ValueError for lengths that differ.
+    """
+    if old.shape != new.shape:
+        raise ValueError(f"old has shape {tuple(old.shape)}, new has {tuple(new.shape)}; a delta needs equal lengths")
+    before, after = old.numpy(), new.cpu().numpy()
+    counts = np.zeros(_block_count(after.size), _COUNT)
+    payload = bytearray(counts.nbytes)
+    for index in range(counts.size):
+        units = _units(after, index)
+        differs = units != _units(before, index)
+        places = np.flatnonzero(differs)
+        counts[index] = places.size
+        payload.extend(_where(differs, places))
+        payload.extend(units[places].data)
+    changed = int(counts.sum(dtype=np.int64))
+    if len(payload) >= after.size:
+        return Delta(None, changed)
+    payload[: counts.nbytes] = counts.tobytes()
+    return Delta(torch.frombuffer(payload, dtype=torch.uint8), changed)
+
+
+def apply(payload: torch.Tensor, target: torch.Tensor) -> None:
+    """Turn the old version in ``target`` [n] into the new one, in place; ``payload`` [m]; both uint8, on the CPU.
+
+    Memory: 1 MiB, and n / 1000 at the most. Raises `UpdateFailed`, with ``target`` untouched, for a payload that
+    `encode` cannot have made for n bytes. Values that were altered, and a target that holds something else than the
+    old version, are not seen here: the checksum of the payload and the digests of the result are for those.
+    """
+    delta, data = payload.numpy(), target.numpy()
+    for block in _changed_blocks(delta, data.size):
+        block.check()
+    for block in _changed_blocks(delta, data.size):
+        units = _units(data, block.index)
+        units[block.places()] = block.values
+        start = block.index * _BLOCK_BYTES
+        if start + units.nbytes > data.size:  # with an odd last byte, these units are a padded copy
+            data[start:] = units.view(np.uint8)[:-1]
+
+
+@dataclass(frozen=True, slots=True)
+class _DeltaBlock:
+    """One block of a payload, with at least one change."""
+
+    index: int
+    size: int
+    """Number of units in the block, changed or not."""
+    where: _Units
+    values: _Units
+
+    def check(self) -> None:
+        """Raise `UpdateFailed` unless there is one place in the block for each value."""
+        if self._as_bits:
+            bits = self._bits()
+            if np.count_nonzero(bits) != self.values.size or np.any(bits[self.size :]):
+                raise _malformed(
+                    f"the bits of block {self.index} are not those of {self.values.size} of {self.size} units"
+                )
+        elif self.where[-1] >= self.size or np.any(self.where[1:] <= self.where[:-1]):
+            raise _malformed(f"the places in block {self.index} do not ascend within its {self.size} units")
+
+    def places(self) -> _Places:
+        """Indices of the units that change. Call it only after the block has been checked."""
+        return np.flatnonzero(self._bits()) if self._as_bits else self.where.astype(np.intp)
+
+    @property
+    def _as_bits(self) -> bool:
+        return self.where.size < self.values.size
+
+    def _bits(self) -> npt.NDArray[np.bool_]:
+        # As booleans: numpy searches those several times as fast as bytes.
+        return np.unpackbits(self.where.view(np.uint8), bitorder="little").view(np.bool_)
+
+
+def _changed_blocks(payload: _Bytes, nbytes: int) -> Iterator[_DeltaBlock]:
+    """The blocks with changes in a delta to ``nbytes`` bytes. That its counts add up is checked before the first."""
+    blocks = _block_count(nbytes)
+    header = blocks * _COUNT.itemsize
+    if payload.size < header:
+        raise _malformed(f"it has {payload.size} bytes, and the counts of {blocks} blocks take {header}")
+    counts = payload[:header].view(_COUNT).astype(np.int64)
+    sizes = np.full(blocks, BLOCK_UNITS)
+    sizes[-1:] = -(-nbytes // _UNIT.itemsize) - (blocks - 1) * BLOCK_UNITS
+    if np.any(counts > sizes):
+        first = np.argmax(counts > sizes)
+        raise _malformed(f"{counts[first]} changes in block {first}, which has {sizes[first]} units")
+    wheres = np.minimum(counts, _bitmask_units(sizes))
+    stops = np.cumsum(wheres + counts)
+    total = header + int(stops[-1:].sum()) * _UNIT.itemsize
+    if payload.size != total:
+        raise _malformed(f"it has {payload.size} bytes, and its counts add up to {total}")
+    body = payload[header:].view(_UNIT)
+    for index in np.flatnonzero(counts):
+        stop, count = stops[index], counts[index]
+        middle = stop - count
+        yield _DeltaBlock(int(index), int(sizes[index]), body[middle - wheres[index] : middle], body[middle:stop])
+
+
+def _where(differs: npt.NDArray[np.bool_], places: _Places) -> bytes:
+    if places.size <= _bitmask_units(differs.size):
+        return places.astype(_UNIT).tobytes()
+    bits = np.packbits(differs, bitorder="little").tobytes()
+    return bits.ljust(_bitmask_units(differs.size) * _UNIT.itemsize, b"\0")
+
+
+def _units(data: _Bytes, index: int) -> _Units:
+    """The units of block ``index``: a view, or a padded copy where the last byte is an odd one."""
+    block = data[index * _BLOCK_BYTES : (index + 1) * _BLOCK_BYTES]
+    if block.size % _UNIT.itemsize:
+        block = np.append(block, np.uint8(0))
+    return block.view(_UNIT)
+
+
+def _block_count(nbytes: int) -> int:
+    return -(-nbytes // _BLOCK_BYTES)
+
+
+def _bitmask_units(size: _SizeT) -> _SizeT:
+    """Number of units that a bitmask of ``size`` units takes."""
+    return (size + 15) // 16
+
+
+def _malformed(what: str) -> UpdateFailed:
+    return UpdateFailed(f"a delta is malformed: {what}; the version has to be sent whole")

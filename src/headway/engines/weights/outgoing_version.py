@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from headway.engines.weights.delta import encode
+from headway.engines.weights.buckets import encode
 from headway.engines.weights.protocols import Chunk, Header, OutgoingWeights
 from headway.engines.weights.weight_layout import Manifest, RunningDigests, buckets, digest
 from headway.errors import UpdateFailed

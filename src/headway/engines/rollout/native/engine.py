@@ -34,7 +34,7 @@ from headway.data.interfaces.rollout import Capabilities, EngineStats, OnUpdate,
 from headway.data.interfaces.weights import ReceiveReport
 from headway.data.types import TrajectoryId
 from headway.devices import kind_of
-from headway.engines.rollout.inboxes import CallInbox, Inboxes
+from headway.engines.rollout.call_run import CallInbox, Inboxes
 from headway.engines.rollout.native.native_core import EngineCore, Finished
 from headway.engines.weights.protocols import IncomingWeights
 from headway.engines.weights.served_weights import WeightUpdates, cannot_stage, nothing_to_activate, outcome

@@ -29,8 +29,8 @@ from headway.data.interfaces.generation import FinishedCall, GenerateRequest
 from headway.data.interfaces.rollout import Capabilities, EngineStats, OnUpdate, Paused
 from headway.data.interfaces.weights import ReceiveReport
 from headway.data.types import TrajectoryId
+from headway.engines.rollout.call_run import CallInbox, Inboxes
 from headway.engines.rollout.engine_activity import VllmActivity
-from headway.engines.rollout.inboxes import CallInbox, Inboxes
 from headway.engines.rollout.vllm.launch import (
     VllmSettings,
     check_manifest,

@@ -43,7 +43,7 @@ from headway.engines.train.fsdp.sharding import sharded_policy
 from headway.engines.train.fsdp.weight_gather import gather, gather_everywhere, given_parts
 from headway.engines.weights.buckets import Parts
 from headway.engines.weights.outgoing_version import Window
-from headway.engines.weights.safetensors_files import write_files
+from headway.engines.weights.transports.disk import write_files
 from headway.engines.weights.weight_layout import Manifest, build_manifest
 from headway.models.model_export import replaced_when_complete
 from headway.models.pretrained import compute_dtype
