@@ -26,7 +26,18 @@ class Mode(StrEnum):
 
 
 class Scheduler:
-    """The waiting queues and the pause state."""
+    """The waiting queues and the pause state.
+
+    Example:
+        >>> scheduler = Scheduler()
+        >>> scheduler.pause(OnUpdate.DRAIN)  # what decodes may finish, nothing else starts
+        >>> scheduler.mode.value
+        'draining'
+        >>> scheduler.drained()
+        >>> scheduler.resume()
+        >>> scheduler.mode.value
+        'running'
+    """
 
     def __init__(self) -> None:
         self.mode = Mode.RUNNING

@@ -40,6 +40,14 @@ class SharedBytes:
 
     The memory has no name in any file system, so nothing of it outlives the processes that map it, however they end.
     The stamp behind the bytes says which version they are: a reader sees by it that they were written over meanwhile.
+
+    Example:
+        >>> mine = SharedBytes.reserve(2)
+        >>> theirs = SharedBytes.at(str(mine.path), 2)  # in another process
+        >>> mine.flat[:] = 7
+        >>> mine.stamp = 3
+        >>> theirs.flat.tolist(), theirs.stamp
+        ([7, 7], 3)
     """
 
     def __init__(self, file: FileIO, nbytes: int) -> None:

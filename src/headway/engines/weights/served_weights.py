@@ -224,6 +224,16 @@ class SideStream:
 
     Work of one stream runs in order: buckets on the default stream would queue behind decoding steps, and steps behind
     buckets.
+
+    Example:
+        >>> weight = torch.ones(3)
+        >>> memory = WeightMemory([weight])
+        >>> memory.move_out()
+        >>> memory.nbytes
+        0
+        >>> memory.restore()
+        >>> weight
+        tensor([1., 1., 1.])
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -144,7 +144,16 @@ def combined(digests: Sequence[int]) -> int:
 
 
 class RunningDigests:
-    """Computes the digest of each tensor of a layout as its bytes pass by, in order."""
+    """Computes the digest of each tensor of a layout as its bytes pass by, in order.
+
+    Example:
+        >>> import torch
+        >>> digests = RunningDigests(Manifest((TensorSlot("w", (4,), "uint8", 0, 4),)))
+        >>> digests.add(0, torch.zeros(3, dtype=torch.uint8))
+        >>> digests.add(3, torch.ones(1, dtype=torch.uint8))
+        >>> digests.finished() == (digest(torch.tensor([0, 0, 0, 1], dtype=torch.uint8)),)
+        True
+    """
 
     def __init__(self, manifest: Manifest) -> None:
         self._manifest = manifest

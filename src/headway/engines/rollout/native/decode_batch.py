@@ -22,7 +22,7 @@ from headway.engines.rollout.engine_activity import DecodeStep
 from headway.engines.rollout.native.model.step_layout import SharedPrompts
 from headway.engines.rollout.native.model_runner import HostContext, ModelRunner
 from headway.engines.rollout.native.sampler import SeenTokens, completed, window
-from headway.engines.rollout.native.step_admission import Prefixes, Share, Siblings, StepAdmission
+from headway.engines.rollout.native.step_admission import Prefixes, Siblings, StepAdmission
 
 
 class DecodeRows:
@@ -213,7 +213,7 @@ class DecodeBatch:
             find=self.prefixes.find,
         )
 
-    def run(self, starting: Sequence[CallRun], admission: StepAdmission, step: DecodeStep) -> torch.Tensor:
+    def run(self, admission: StepAdmission, step: DecodeStep) -> torch.Tensor:
         """One forward pass over all rows and the contexts of the calls that start, which get the next rows.
 
         Returns the logits [A, V] of all rows, those that start last.
@@ -228,11 +228,11 @@ class DecodeBatch:
         decoded, prefilled = self._runner.step(tokens, lengths, contexts, prompts)
         lengths += 1
         logits = [decoded] if decoding else []
-        if starting:
-            self.reserve(decoding + len(starting), admission.positions)
+        if admission.starting:
+            self.reserve(decoding + len(admission.starting), admission.positions)
             for share, result in zip(missing, prefilled, strict=True):
                 share.prefilled = result
-            logits.append(self._start(starting, admission.shares, step))
+            logits.append(self._start(admission, step))
         step.active, step.cached = self.active, self.rows.cached
         return logits[0] if len(logits) == 1 else torch.cat(logits)
 
@@ -279,18 +279,18 @@ class DecodeBatch:
             self._seen.move(moved, row)
         return run
 
-    def _start(self, starting: Sequence[CallRun], shares: Sequence[Share], step: DecodeStep) -> torch.Tensor:
+    def _start(self, admission: StepAdmission, step: DecodeStep) -> torch.Tensor:
         """Give the calls that start the next rows, their contexts in the cache; logits [S, V] of their next tokens."""
         first = self.active
-        for row, run in enumerate(starting, first):
+        for row, run in enumerate(admission.starting, first):
             self.rows.add(run)
             self._prompts.add(row, run)
             sampling = run.call.sampling
             if sampling.repetition_penalty != 1:
                 self._seen.add(row, run.context)
             self._looks_for_text = self._looks_for_text or bool(sampling.stop)
-        logits: list[torch.Tensor | None] = [None] * len(starting)
-        for share in shares:
+        logits: list[torch.Tensor | None] = [None] * len(admission.starting)
+        for share in admission.shares:
             prefilled = share.prefilled
             assert prefilled is not None
             step.prefilled += share.missing

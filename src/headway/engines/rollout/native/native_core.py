@@ -23,10 +23,11 @@ from headway.data.interfaces.rollout import EngineStats, OnUpdate, Paused
 from headway.data.types import FinishReason, TrajectoryId
 from headway.devices import GraphRecorder
 from headway.engines.rollout.call_run import CallRun, not_finite
-from headway.engines.rollout.engine_activity import NativeActivity
+from headway.engines.rollout.engine_activity import DecodeStep, NativeActivity
 from headway.engines.rollout.native.decode_batch import DecodeBatch
 from headway.engines.rollout.native.model.fused_forward import best_forward
 from headway.engines.rollout.native.model_runner import ModelRunner
+from headway.engines.rollout.native.step_admission import StepAdmission
 from headway.engines.rollout.native.supported_models import prepare_model
 from headway.engines.rollout.scheduler import Mode, OpenCalls, Scheduler
 from headway.engines.weights.served_weights import ServedWeights
@@ -220,31 +221,37 @@ class EngineCore:
         return self._scheduler.mode is Mode.DRAINING
 
     def step(self) -> list[Finished]:
-        """Start what fits, sample one token for every active row, and return the calls that this finished."""
+        """Schedule, run, postprocess: one token for every row. Returns the calls that this finished."""
         self.weights.state.check("decode")
         with self._activity.step() as step:
-            step.preempted = self._preempt()
-            admission = self._batch.admission()
-            starting = self._scheduler.take(self._batch.rows.slots - self._batch.active, admission)
-            logits = self._batch.run(starting, admission, step)
-            finished = self._postprocess(starting, logits)
+            admission = self._schedule(step)
+            logits = self._batch.run(admission, step)
+            finished = self._postprocess(admission, logits)
         self._settle()
         return finished
 
-    def _postprocess(self, starting: Sequence[CallRun], logits: torch.Tensor) -> list[Finished]:
+    def _schedule(self, step: DecodeStep) -> StepAdmission:
+        """Make room for the rows that decode, then take waiting calls as far as slots, memory and the budget allow."""
+        step.preempted = self._preempt()
+        admission = self._batch.admission()
+        self._scheduler.take(self._batch.rows.slots - self._batch.active, admission)
+        return admission
+
+    def _postprocess(self, admission: StepAdmission, logits: torch.Tensor) -> list[Finished]:
         """Sample a token for every row, and take out the rows that it ends."""
         if not self._batch.sample(logits, self.version):
             raise not_finite(self._name, self.version)
         now = self._clock()
-        for run in starting:
+        for run in admission.starting:
             run.begin(now, self.version)
+        # `ended` has the last row first: a row that is taken out is filled by the last one, which must not end later.
         return [self._finish(self._batch.take_out(row), reason, now) for row, reason in self._batch.ended()]
 
     def _preempt(self) -> int:
         """Make room for every row's next token; where there is not enough, the rows that came last are parked.
 
-        Those of validation only when no others are left. All keep what they wrote, and are the first to go on. Returns
-        how many were parked.
+        Rows of validation are parked last. A parked call keeps what it wrote, and is the first to resume. Returns how
+        many were parked.
         """
         batch = self._batch
         before = batch.active

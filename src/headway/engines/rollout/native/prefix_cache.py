@@ -95,7 +95,16 @@ class BlockCopy:
 
 
 class PrefixCache:
-    """The tree of blocks. Numbers of blocks are below `limit`, the lowest free one is taken first."""
+    """The tree of blocks. Numbers of blocks are below `limit`, the lowest free one is taken first.
+
+    Example:
+        >>> cache, episode = PrefixCache(limit=8), TrajectoryId(0, 0, 0, 0)
+        >>> cache.begin(episode, holder="client")
+        >>> [(copy.block, copy.start, copy.stop) for copy in cache.store(np.arange(40), episode, shared=40)]
+        [(0, 0, 32), (1, 32, 40)]
+        >>> cache.find(np.arange(36), episode)
+        Found(blocks=(0, 1), length=36, shared=36)
+    """
 
     def __init__(self, limit: int = 0) -> None:
         self.limit = limit

@@ -200,7 +200,17 @@ def inverse_cdf_in_blocks(probs: torch.Tensor, uniform: torch.Tensor) -> torch.T
 
 
 class SeenTokens:
-    """A row of flags per slot, made when the first trajectory comes that has a penalty."""
+    """The tokens that each decoding row has, in its prompt or its answer: what a repetition penalty is about.
+
+    The flags, a row per slot, are made when the first trajectory comes that has a penalty.
+
+    Example:
+        >>> seen = SeenTokens(slots=2, vocabulary=4, device=torch.device("cpu"))
+        >>> seen.add(0, np.array([1, 3]))
+        >>> seen.record([0], np.array([2]))
+        >>> seen.of(active=1)
+        tensor([[False,  True,  True,  True]])
+    """
 
     def __init__(self, slots: int, vocabulary: int, device: torch.device) -> None:
         self._shape = (slots, vocabulary)

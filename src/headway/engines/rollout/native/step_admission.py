@@ -236,10 +236,11 @@ class StepAdmission:
         self._fits = fits
         self._kept, self._find = kept, find
         self._prefilled = 0
-        self._started = 0
         self._fresh: dict[bytes, Share] = {}
+        self.starting: list[CallRun] = []
+        """The calls that were admitted."""
         self.shares: list[Share] = []
-        """The calls that were admitted, by context."""
+        """The same, by context."""
         self.positions = longest + 1
         """Number of positions of the longest row, its next token included."""
 
@@ -253,17 +254,17 @@ class StepAdmission:
             kept = self._kept(run) if found.shared == found.length else None
             share = Share(run.context, found, kept)
         tokens = self._prefilled + (0 if joins else share.missing)
-        if self._started and tokens > self._budget:
+        if self.starting and tokens > self._budget:
             return False
         positions = max(self.positions, len(share.ids) + 1)
-        if not self._fits(self._rows + self._started + 1, positions):
+        if not self._fits(self._rows + len(self.starting) + 1, positions):
             return False
         if not joins:
             self.shares.append(share)
             if run.fresh:
                 self._fresh[context_key(run)] = share
         share.runs.append(run)
-        share.places.append(self._started)
+        share.places.append(len(self.starting))
         self._prefilled, self.positions = tokens, positions
-        self._started += 1
+        self.starting.append(run)
         return True

@@ -58,6 +58,18 @@ class ProximalWeights:
                                    └─ the copy takes the policy's place for a forward pass
 
     While the copy is in place, a second copy holds the present weights.
+
+    Example:
+        >>> policy = nn.Linear(1, 1, bias=False)
+        >>> proximal = ProximalWeights(policy, keeps_copy=True)
+        >>> with proximal.restored(version=3):
+        ...     start = policy.weight.item()
+        >>> proximal.stepping(version=3)
+        >>> nn.init.zeros_(policy.weight).item()  # an optimizer step
+        0.0
+        >>> with proximal.restored(version=3):
+        ...     policy.weight.item() == start
+        True
     """
 
     def __init__(self, module: nn.Module, *, keeps_copy: bool) -> None:
