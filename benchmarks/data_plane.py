@@ -33,7 +33,7 @@ from headway.cluster.worker_plan import ClusterPlan, WorkerSpec
 from headway.config.schema import Config
 from headway.config.sizing.device_groups import node_shares
 from headway.data.assignment import Cost
-from headway.data.interfaces.steps import StepContext
+from headway.data.interfaces.training import StepContext
 from headway.data.types import ColumnName, FinishReason, Group, Prompt, RowAt, Sample, Trajectory
 from headway.pipeline.admission.fetches import Fetch, outcomes, samples_of
 from headway.pipeline.stages.actor_train import COLUMNS

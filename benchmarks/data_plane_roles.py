@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from headway.cluster.machine.token_files import TokenFile, TokenFiles, TokenPlace
 from headway.cluster.roles.role import Role
 from headway.cluster.worker_group import Collect, Dispatch, register
-from headway.data.interfaces.steps import StepContext, StepReport
+from headway.data.interfaces.training import StepContext, StepReport
 from headway.data.types import GroupTokens, Outcomes, RowTokens, Sample, SampledTokens
 
 

@@ -34,7 +34,7 @@ from headway.agents.episodes.program_episode import Hosting, Programs, Turn
 from headway.agents.interface.program_chat import Chat, Tally
 from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart, TurnAnswer, TurnRequest, said
 from headway.data.interfaces.episode_groups import GroupRequest
-from headway.data.interfaces.generation import FinishedCall, GenerateRequest, SamplingParams
+from headway.data.interfaces.rollout import FinishedCall, GenerateRequest, SamplingParams
 from headway.data.types import FinishReason, Prompt, SampledTokens, TrajectoryId
 from headway.errors import RunError
 from headway.planner.simulation.virtual_clock import run_virtual

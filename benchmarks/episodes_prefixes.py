@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.rollout_workload import SIZES
-from headway.data.interfaces.generation import FinishedCall, GenerateRequest, SamplingParams
+from headway.data.interfaces.rollout import FinishedCall, GenerateRequest, SamplingParams
 from headway.data.types import TrajectoryId
 
 TURNS, EPISODES = 10, 8

@@ -131,7 +131,7 @@ def train(folder: str, tokens: int) -> Measured:
 
     import torch
 
-    from headway.data.interfaces.steps import StepContext
+    from headway.data.interfaces.training import StepContext
     from headway.engines.train.fsdp.device_mesh import TrainMesh
     from headway.engines.train.fsdp.engine import FsdpEngine
 
@@ -169,7 +169,7 @@ def refer(folder: str, tokens: int) -> Measured:
 
 def rows(count: int, tokens: int) -> list[Any]:
     """Rows of random tokens, each of which fills a micro-batch."""
-    from headway.data.collate import CollatedRow
+    from headway.data.packing import CollatedRow
 
     rng, answer = np.random.default_rng(0), tokens - 1
     return [

@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from headway.cluster.hardware import available_cores
 from headway.config.loading import load
-from headway.data.collate import token_budget_batches
+from headway.data.packing import token_budget_batches
 from headway.data.sources import build_sources
 from headway.data.tasks import make_task
 from headway.data.types import Prompt

@@ -57,7 +57,7 @@ def groups(requests: Sequence[Request], row: int = 0) -> list[GroupRequest]:
     import numpy as np
 
     from headway.data.interfaces.episode_groups import GroupRequest
-    from headway.data.interfaces.generation import SamplingParams
+    from headway.data.interfaces.rollout import SamplingParams
     from headway.data.types import Prompt
 
     return [

@@ -26,7 +26,7 @@ from benchmarks.table import Ratio, Rows, Share, report
 from benchmarks.train_workload import BUDGET, SIZES, Cell, Kind, Lengths, cells, rows_of, work
 from headway.cluster.hardware import available_cores
 from headway.cluster.machine.worker_setup import math_environment
-from headway.data.collate import CollatedRow
+from headway.data.packing import CollatedRow
 
 if TYPE_CHECKING:
     import torch

@@ -21,8 +21,8 @@ from headway.config.schema import Config
 from headway.config.sections.learning import ActorConfig
 from headway.config.sections.model_section import ModelConfig
 from headway.config.sections.parallel import ParallelConfig
-from headway.data.collate import CollatedRow, token_budget_batches
-from headway.data.interfaces.steps import StepContext
+from headway.data.interfaces.training import StepContext
+from headway.data.packing import CollatedRow, token_budget_batches
 from headway.engines.train.fsdp.device_mesh import TrainMesh
 from headway.engines.train.fsdp.engine import FsdpEngine
 from headway.models.pretrained import load_model

@@ -21,7 +21,7 @@ import numpy as np
 
 from benchmarks.rollout_workload import SIZES as ROLLOUT_SIZES
 from benchmarks.rollout_workload import Size, long_tailed
-from headway.data.collate import CollatedRow, token_budget_batches
+from headway.data.packing import CollatedRow, token_budget_batches
 from headway.data.types import TrajectoryId
 
 LENGTH = 128

@@ -24,7 +24,7 @@ TABLE = Path(__file__).with_name("public_interface.txt")
 MODULES = (
     *("headway", "headway.errors", "headway.data.tasks", "headway.data.gym", "headway.algorithms.registry"),
     *(f"headway.algorithms.{name}" for name in ("advantages", "losses", "corrections", "aggregation", "kl")),
-    *sorted(new for new in MOVED.values() if new.startswith("headway.data.interfaces.")),
+    *sorted({new for new in MOVED.values() if new.startswith("headway.data.interfaces.")}),
 )
 TAUGHT = ("Problem", "Task")
 """Names that a module has from another one, and that docs import from it."""
@@ -66,6 +66,7 @@ def in_a_fresh_process(code: str, *options: str) -> str:
         ("from headway.rewards.request import ScoreRequest", "headway.agents.rewards.score_request"),
         ("from headway.interfaces.rollout import RolloutEngine", "headway.data.interfaces.rollout"),
         ("from headway.interfaces.calls import Call", "Call is now GenerateRequest"),
+        ("from headway.data.interfaces.generation import GenerateRequest", "headway.data.interfaces.rollout"),
         ("from headway.weights.protocols import Parcel", "Parcel is now StoredVersion"),
         ("from headway.user_code import pickled_beside", "headway.runtime.user_code"),
         ("from headway.interfaces.keeper import Keeper", "Keeper is now EpisodeWorkerProtocol"),

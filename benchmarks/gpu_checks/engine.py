@@ -16,10 +16,9 @@ from headway.config.schema import Config, RolloutConfig
 from headway.config.sections.learning import ActorConfig
 from headway.config.sections.model_section import ModelConfig
 from headway.config.sections.parallel import ParallelConfig
-from headway.data.collate import CollatedRow
 from headway.data.interfaces.episode_groups import GroupRequest
-from headway.data.interfaces.generation import GenerateRequest
-from headway.data.interfaces.rollout import OnUpdate
+from headway.data.interfaces.rollout import GenerateRequest, OnUpdate
+from headway.data.packing import CollatedRow
 from headway.data.types import GroupTokens, RowTokens
 from headway.devices import Compute, GraphRecorder
 from headway.engines.rollout.native.native_core import EngineCore

@@ -12,9 +12,9 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config, Qwen3Config
 
 from benchmarks.gpu_checks.setting import Setting
-from headway.data.collate import CollatedRow
 from headway.data.interfaces.episode_groups import GroupRequest
-from headway.data.interfaces.generation import SamplingParams
+from headway.data.interfaces.rollout import SamplingParams
+from headway.data.packing import CollatedRow
 from headway.data.types import GroupTokens, Prompt
 from headway.engines.weights.buckets import pack, whole
 from headway.engines.weights.outgoing_version import Window

@@ -31,7 +31,7 @@ from benchmarks.gpu_checks.training import (
 )
 from benchmarks.rollout_workload import Size, long_tailed
 from benchmarks.train_workload import Kind, work
-from headway.data.collate import CollatedRow
+from headway.data.packing import CollatedRow
 from headway.data.types import TrajectoryId
 
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)[::-1]

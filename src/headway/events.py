@@ -433,7 +433,7 @@ class PromptsLeftOut(Event):
     count: int
     max_tokens: int
     reason: str = "too_long"
-    """A `headway.data.left_out.Reason`; ``too_long``: prompts of more than ``max_tokens``."""
+    """A `headway.data.tokenize.Reason`; ``too_long``: prompts of more than ``max_tokens``."""
     why: str = ""
     """What is wrong with one of them; empty where they are too long."""
 

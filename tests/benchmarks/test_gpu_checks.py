@@ -16,8 +16,8 @@ from benchmarks.gpu_checks import demo, engine, packing, serving, speed, trainin
 from benchmarks.gpu_checks.models import HALF_BILLION
 from benchmarks.gpu_checks.setting import CheckFailed, Passed, Setting
 from headway.config.transport_facts import TRANSPORTS
-from headway.data.interfaces.steps import StepReport
-from headway.data.trees import Segments
+from headway.data.interfaces.training import StepReport
+from headway.data.packing import Segments
 from headway.devices import Compute
 from headway.engines.rollout.native import model_runner
 from headway.engines.rollout.native.kv_cache import SlotCache

@@ -12,9 +12,8 @@ from numpy.typing import NDArray
 from headway.cluster.backend import Workers
 from headway.config.schema import Config
 from headway.data.interfaces.episode_groups import FinishedGroup, GroupRequest
-from headway.data.interfaces.generation import SamplingParams
-from headway.data.interfaces.rollout import OnUpdate
-from headway.data.interfaces.steps import StepContext
+from headway.data.interfaces.rollout import OnUpdate, SamplingParams
+from headway.data.interfaces.training import StepContext
 from headway.data.interfaces.weights import ReceiveReport, SendReport
 from headway.data.types import Outcomes, Prompt, Sample
 

@@ -29,10 +29,10 @@ from headway.cluster.worker_plan import ClusterPlan, plan_cluster
 from headway.config.schema import Config
 from headway.config.sections.parallel import ParallelConfig
 from headway.config.sizing.placement import ACTOR, CRITIC, LOGP, REF, ROLLOUT, resolve_placement
-from headway.data.collate import CollatedRow
 from headway.data.interfaces.rollout import OnUpdate
-from headway.data.interfaces.steps import StepContext, StepReport
+from headway.data.interfaces.training import StepContext, StepReport
 from headway.data.interfaces.weights import ReceiveReport, SendReport
+from headway.data.packing import CollatedRow
 from headway.data.types import Column, GroupTokens, Outcomes, RowTokens, Sample, TrajectoryId
 from headway.engines.train.batch_advantages import FetchAdvantages
 from headway.engines.train.fsdp.critic_engine import FsdpCritic

@@ -32,7 +32,7 @@ from headway.cluster.remote_episode_worker import RemoteEpisodeWorker
 from headway.cluster.roles.episode_worker_role import EpisodeWorkerRole
 from headway.config.schema import Config
 from headway.data.interfaces.episode_groups import FinishedGroup
-from headway.data.interfaces.generation import Priority
+from headway.data.interfaces.rollout import Priority
 from headway.data.types import GroupTokens, RowTokens, TurnSpan
 from headway.errors import RunError
 from tests.cluster.fakes import group_tokens

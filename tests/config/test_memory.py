@@ -28,8 +28,7 @@ from headway.config.sections.parallel import ParallelConfig
 from headway.config.sizing.model_shape import ModelShape
 from headway.config.sizing.process_memory import Mesh, TrainingStep, activations, critic, trainer
 from headway.config.sizing.run_memory import made, processes
-from headway.data.collate import CollatedRow
-from headway.data.packing import Packing
+from headway.data.packing import CollatedRow, Packing
 from headway.engines.train.fsdp.micro_batches import collate
 from headway.engines.train.fsdp.policy import PolicyModule
 from headway.models.attention.packed_attention import NAME

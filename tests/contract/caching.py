@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from headway.data.interfaces.generation import GenerateRequest
-from headway.data.interfaces.rollout import OnUpdate
+from headway.data.interfaces.rollout import GenerateRequest, OnUpdate
 from tests.contract.harness import (
     BLOCK,
     VOCABULARY,

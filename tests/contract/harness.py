@@ -20,8 +20,14 @@ import pytest
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from headway.data.interfaces.generation import FinishedCall, GenerateRequest, Priority, SamplingParams
-from headway.data.interfaces.rollout import Capabilities, OnUpdate
+from headway.data.interfaces.rollout import (
+    Capabilities,
+    FinishedCall,
+    GenerateRequest,
+    OnUpdate,
+    Priority,
+    SamplingParams,
+)
 from headway.data.interfaces.rollout import RolloutEngine as Engine
 from headway.data.types import FinishReason, SampledTokens, TrajectoryId
 from headway.models.made_model import EOS, PAD

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from headway.data.interfaces.generation import Priority
-from headway.data.interfaces.rollout import OnUpdate
+from headway.data.interfaces.rollout import OnUpdate, Priority
 from headway.errors import RunError
 from tests.contract.harness import (
     Answer,

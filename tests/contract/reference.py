@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import DynamicCache, PreTrainedModel
 
-from headway.data.interfaces.generation import SamplingParams
+from headway.data.interfaces.rollout import SamplingParams
 from tests.contract.harness import Answer, Replica, text_of
 
 Ids = tuple[int, ...]

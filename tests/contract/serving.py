@@ -9,8 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from headway.data.interfaces.generation import GenerateRequest, Priority
-from headway.data.interfaces.rollout import OnUpdate
+from headway.data.interfaces.rollout import GenerateRequest, OnUpdate, Priority
 from headway.data.types import FinishReason
 from headway.errors import ClientGone, DataError, RunError
 from tests.contract.harness import (

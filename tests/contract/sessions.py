@@ -6,8 +6,7 @@ import asyncio
 
 import numpy as np
 
-from headway.data.interfaces.generation import GenerateRequest
-from headway.data.interfaces.rollout import OnUpdate
+from headway.data.interfaces.rollout import GenerateRequest, OnUpdate
 from tests.contract.harness import (
     Answer,
     Feature,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from headway.data.collate import CollatedRow, row_of, with_columns
+from headway.data.packing import CollatedRow, row_of, with_columns
 from headway.data.types import Handle, Sample
 
 

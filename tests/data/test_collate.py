@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.data.collate import CollatedRow, by_episode, token_budget_batches
+from headway.data.packing import CollatedRow, by_episode, token_budget_batches
 from headway.data.types import GroupTokens, RowTokens, Sample, TrajectoryId, TurnSpan
 from tests.data.resolving import resolve
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from headway.data.draws import drawn_problems, place_of_group, share_of
+from headway.data.mixing import drawn_problems, place_of_group, share_of
 
 
 def drawn(seed: int, share: float, groups: int = 20_000) -> set[int]:
@@ -25,7 +25,7 @@ def test_a_smaller_share_draws_some_of_the_same_groups() -> None:
 
 
 def test_the_seed_and_the_number_alone_decide_in_every_process() -> None:
-    code = "from headway.data.draws import *\n"
+    code = "from headway.data.mixing import *\n"
     code += "print([place_of_group(7, n) for n in range(5)], *drawn_problems(7, range(9), 3))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     problems = " ".join(map(str, drawn_problems(7, range(9), 3)))

@@ -13,8 +13,7 @@ import pytest
 
 from headway.config.schema import Config
 from headway.data.files import Columns, Record
-from headway.data.hub import read_dataset
-from headway.data.saved import is_plain
+from headway.data.hub import is_plain, read_dataset
 from headway.data.sources import build_sources
 from headway.errors import ConfigError, DataError
 

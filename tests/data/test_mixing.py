@@ -15,9 +15,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from headway.data.files import Record
-from headway.data.left_out import LeftOut, Reason, total
 from headway.data.mixing import Mixture, SourceShare, generator, quotas
 from headway.data.sources import RowSource
+from headway.data.tokenize import LeftOut, Reason, total
 from headway.errors import DataError
 
 

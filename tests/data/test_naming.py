@@ -11,7 +11,7 @@ import pytest
 from headway.api.eval.evaluation_settings import _meaning
 from headway.api.init.data_summary import source_of
 from headway.api.python_settings import settings_given
-from headway.data.naming import settings_named
+from headway.data.rows import settings_named
 from headway.errors import DataError
 
 

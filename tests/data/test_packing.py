@@ -9,9 +9,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.data.collate import CollatedRow, by_episode, token_budget_batches
-from headway.data.packing import Pack, Packing, first_fit
-from headway.data.trees import grow
+from headway.data.packing import CollatedRow, Pack, Packing, by_episode, first_fit, grow, token_budget_batches
 from headway.data.types import TrajectoryId
 
 

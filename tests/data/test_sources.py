@@ -16,10 +16,8 @@ from tokenizers import processors
 
 from headway.config.schema import Config
 from headway.data.files import Record
-from headway.data.left_out import LeftOut, Reason
-from headway.data.row_checks import check_rows
-from headway.data.sources import RowSource, build_sources, read_rows
-from headway.data.tokenize import PromptTokenizer
+from headway.data.sources import RowSource, build_sources, check_rows, read_rows
+from headway.data.tokenize import LeftOut, PromptTokenizer, Reason
 from headway.data.types import Prompt
 from headway.errors import ConfigError, DataError
 from tests.data.conftest import CHAT_TEMPLATE

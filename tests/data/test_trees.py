@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from headway.data.trees import LEAST_SHARED, Segments, grow
+from headway.data.packing import LEAST_SHARED, Segments, grow
 from tests.data.trees import rows_and_prompt, seen_by_parents, seen_by_rows
 
 Rows = list[NDArray[np.int32]]

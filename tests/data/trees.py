@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from headway.data.trees import Segments
+from headway.data.packing import Segments
 
 Seen = NDArray[np.bool_]
 """Mask [Q, K]: True where token Q sees token K."""

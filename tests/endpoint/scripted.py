@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from headway.agents.chat.chat_template import ChatRenderer
 from headway.agents.episodes.episode_limits import EpisodeLimits
-from headway.data.interfaces.generation import FinishedCall, GenerateRequest
+from headway.data.interfaces.rollout import FinishedCall, GenerateRequest
 from headway.data.types import FinishReason, RowTokens, SampledTokens, Trajectory
 from tests.endpoint.served import Agent, served
 from tests.episodes.conftest import renderer_of

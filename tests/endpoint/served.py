@@ -16,7 +16,7 @@ from headway.agents.episodes.program_episode import Hosting, Turn
 from headway.agents.episodes.program_workers import texts_of
 from headway.agents.interface.program_messages import Access, EpisodeEnd, EpisodeStart
 from headway.data.interfaces.episode_groups import FinishedGroup
-from headway.data.interfaces.generation import SamplingParams
+from headway.data.interfaces.rollout import SamplingParams
 from headway.data.types import Trajectory
 from tests.episodes.program_episodes import RENDERER, Here, Policy, check_trained_tokens, request
 

@@ -14,7 +14,7 @@ from headway.agents.endpoint.dialect import Dialect
 from headway.agents.endpoint.responses import Responses
 from headway.agents.endpoint.turns import MadeTurn, TurnNote
 from headway.agents.interface.program_messages import Access, TurnAnswer, TurnRequest, calls_made
-from headway.data.interfaces.generation import SamplingParams
+from headway.data.interfaces.rollout import SamplingParams
 from headway.data.types import SampledTokens
 from tests.endpoint.served import endpoint as serving
 from tests.endpoint.test_dialects import anthropic_client, client

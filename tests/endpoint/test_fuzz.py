@@ -21,7 +21,7 @@ from headway.agents.episodes.episode_worker import local_episode_worker
 from headway.agents.episodes.program_episode import Hosting, Turn
 from headway.agents.interface.program_messages import Access, EpisodeEnd, EpisodeStart
 from headway.data.interfaces.episode_groups import FinishedGroup
-from headway.data.interfaces.generation import GenerateRequest
+from headway.data.interfaces.rollout import GenerateRequest
 from tests.endpoint.scripted import ADD, ADD_PARAMETERS, Made, Scripted, calling
 from tests.endpoint.served import endpoint
 from tests.episodes.program_episodes import RENDERER, Here, request

@@ -15,7 +15,7 @@ from headway.agents.endpoint.dialect import Dialect, RequestRefused, TextCodec, 
 from headway.agents.endpoint.responses import Responses
 from headway.agents.endpoint.turns import TurnNote
 from headway.agents.interface.program_messages import Access
-from headway.data.interfaces.generation import SamplingParams
+from headway.data.interfaces.rollout import SamplingParams
 from tests.endpoint.scripted import ADD, ADD_PARAMETERS, calling, made
 from tests.endpoint.test_dialects import anthropic_client, client
 from tests.episodes.conftest import renderer_of

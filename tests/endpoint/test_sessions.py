@@ -9,7 +9,7 @@ import pytest
 from headway.agents.endpoint.sessions import AgentSession
 from headway.agents.endpoint.turns import MadeTurn, TurnNote
 from headway.agents.interface.program_messages import TurnAnswer, TurnRequest, said
-from headway.data.interfaces.generation import SamplingParams
+from headway.data.interfaces.rollout import SamplingParams
 from headway.data.types import SampledTokens
 
 ASK = TurnRequest([said("user", "begin")])

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from headway.data.collate import CollatedRow
+from headway.data.packing import CollatedRow
 from headway.engines.rollout.native.model.policy_forward import ModuleForward
 from headway.engines.train.fsdp.micro_batches import collate
 from headway.engines.train.fsdp.policy import PolicyModule

@@ -14,7 +14,7 @@ from headway.agents.episodes.episode_worker import EpisodeWorker, local_episode_
 from headway.agents.episodes.program_episode import Hosting, Turn
 from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart, Message, TurnRequest, said
 from headway.data.interfaces.episode_groups import FinishedGroup, GroupRequest
-from headway.data.interfaces.generation import FinishedCall, GenerateRequest, SamplingParams
+from headway.data.interfaces.rollout import FinishedCall, GenerateRequest, SamplingParams
 from headway.data.types import FinishReason, Prompt, RowTokens, SampledTokens, TrajectoryId
 from headway.errors import EpisodeOver, RunnerLost
 from headway.planner.simulation.virtual_clock import run_virtual

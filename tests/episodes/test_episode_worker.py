@@ -11,7 +11,7 @@ import pytest
 
 from headway.agents.episodes.episode_worker import EpisodeWorker
 from headway.data.interfaces.episode_groups import FinishedGroup, GroupRequest
-from headway.data.interfaces.generation import FinishedCall, GenerateRequest, Priority, SamplingParams
+from headway.data.interfaces.rollout import FinishedCall, GenerateRequest, Priority, SamplingParams
 from headway.data.types import FinishReason, Prompt, SampledTokens, TrajectoryId
 from headway.errors import DataError, RunError, WorkerDied
 from headway.planner.simulation.virtual_clock import run_virtual

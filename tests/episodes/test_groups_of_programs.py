@@ -11,7 +11,7 @@ import pytest
 from headway.agents.episodes.episode_worker import EpisodeWorker, local_episode_worker
 from headway.agents.episodes.program_episode import Turn
 from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart
-from headway.data.interfaces.generation import FinishedCall, GenerateRequest, Priority
+from headway.data.interfaces.rollout import FinishedCall, GenerateRequest, Priority
 from headway.data.types import FinishReason, SampledTokens
 from headway.errors import DataError, RunError
 from headway.planner.simulation.virtual_clock import run_virtual

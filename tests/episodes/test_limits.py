@@ -15,7 +15,7 @@ from headway.agents.episodes.episode_worker import EpisodeWorker, local_episode_
 from headway.agents.episodes.program_episode import Turn
 from headway.agents.interface.program_chat import Chat, Tally
 from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart, TurnRequest, said
-from headway.data.interfaces.generation import GenerateRequest, SamplingParams
+from headway.data.interfaces.rollout import GenerateRequest, SamplingParams
 from headway.data.types import FinishReason
 from headway.errors import EpisodeOver
 from headway.planner.simulation.virtual_clock import run_virtual

@@ -15,7 +15,7 @@ from headway.agents.episodes.program_episode import Turn
 from headway.agents.episodes.token_tree import Transcript, state_key
 from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart, Message, TurnRequest, said, tool_result
 from headway.data.interfaces.episode_groups import FinishedGroup
-from headway.data.interfaces.generation import FinishedCall
+from headway.data.interfaces.rollout import FinishedCall
 from headway.data.types import FinishReason, GroupTokens, RowTokens, SampledTokens
 from tests.episodes.conftest import renderer_of
 from tests.episodes.program_episodes import Here, made

@@ -18,9 +18,9 @@ from headway.agents.episodes.token_tree import call_key
 from headway.config.loading import load
 from headway.config.sections.parallel import ParallelConfig
 from headway.config.sizing.placement import concurrent
-from headway.data.collate import CollatedRow
-from headway.data.interfaces.generation import GenerateRequest, SamplingParams
-from headway.data.interfaces.steps import StepContext
+from headway.data.interfaces.rollout import GenerateRequest, SamplingParams
+from headway.data.interfaces.training import StepContext
+from headway.data.packing import CollatedRow
 from headway.data.sources import build_sources
 from headway.data.types import Outcomes, Prompt, SampledTokens, TurnSpan
 from headway.engines.rollout.native.engine import NativeEngine

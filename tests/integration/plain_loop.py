@@ -18,8 +18,8 @@ from headway.config.loading import load
 from headway.config.sections.parallel import ParallelConfig
 from headway.config.sizing.placement import concurrent
 from headway.data.interfaces.episode_groups import GroupRequest
-from headway.data.interfaces.generation import SamplingParams
-from headway.data.interfaces.steps import StepContext
+from headway.data.interfaces.rollout import SamplingParams
+from headway.data.interfaces.training import StepContext
 from headway.data.sources import build_sources
 from headway.data.types import Group
 from headway.engines.rollout.native.engine import NativeEngine

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headway.data.collate import CollatedRow
-from headway.data.interfaces.steps import StepContext, StepReport
+from headway.data.interfaces.training import StepContext, StepReport
+from headway.data.packing import CollatedRow
 from headway.data.types import Outcomes
 from headway.engines.train.batch_advantages import FetchAdvantages
 from headway.engines.train.fsdp import FsdpEngine

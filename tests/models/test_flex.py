@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from headway.data.trees import Tree, grow
+from headway.data.packing import Tree, grow
 from headway.models.attention.flex_attention import block_mask, flex
 from headway.models.attention.packed_attention import packed_attention
 from headway.models.attention.packed_layout import PackedLayout

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from headway.data.trees import Tree, grow
+from headway.data.packing import Tree, grow
 from headway.models.attention.packable import use_packed_attention
 from headway.models.attention.packed_attention import NAME
 from headway.models.attention.packed_layout import PackedLayout

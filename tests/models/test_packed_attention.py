@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from headway.data.trees import Tree, grow
+from headway.data.packing import Tree, grow
 from headway.models.attention import packed_layout as layouts
 from headway.models.attention.packed_attention import packed_attention
 from headway.models.attention.packed_layout import AttentionKind, PackedLayout

@@ -21,7 +21,7 @@ from headway.agents.episodes.program_workers import limits_of
 from headway.agents.episodes.token_tree import Transcript, call_key
 from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart, Message, TurnAnswer, TurnRequest, said
 from headway.config.schema import Config
-from headway.data.interfaces.generation import FinishedCall, GenerateRequest
+from headway.data.interfaces.rollout import FinishedCall, GenerateRequest
 from headway.data.types import FinishReason, RowTokens, SampledTokens, TrajectoryId
 from headway.planner.profiles.job_profile import ProgramProfile, RecordedNumber
 from headway.planner.simulation.simulated_programs import NO_TROUBLES, SimulatedPrograms, Troubles

@@ -19,10 +19,8 @@ from numpy.typing import NDArray
 from headway.agents.episodes.episode_worker import EpisodeWorker
 from headway.agents.episodes.program_episode import Hosting
 from headway.agents.episodes.request_dispatcher import CallEngine
-from headway.data.interfaces.episode_groups import FinishedGroup, GroupRequest
-from headway.data.interfaces.generation import FinishedCall, GenerateRequest, Priority
-from headway.data.interfaces.rewards import Scores
-from headway.data.interfaces.rollout import EngineStats, OnUpdate, Paused
+from headway.data.interfaces.episode_groups import FinishedGroup, GroupRequest, Scores
+from headway.data.interfaces.rollout import EngineStats, FinishedCall, GenerateRequest, OnUpdate, Paused, Priority
 from headway.data.interfaces.weights import ReceiveReport
 from headway.data.types import Prompt, TrajectoryId
 from headway.errors import HeadwayError, RunError, ScoringFailed, UpdateFailed, WorkerDied

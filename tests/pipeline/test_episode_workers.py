@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 
 from headway.data.interfaces.episode_groups import GroupRequest
-from headway.data.interfaces.generation import SamplingParams
+from headway.data.interfaces.rollout import SamplingParams
 from headway.errors import HeadwayError, WorkerDied
 from headway.events import EpisodeWorkerLost, Event, GroupSettled, Note, ReplicaActivity, TrajectoryFinished
 from headway.pipeline.admission.pipeline_state import RunState

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.data.interfaces.steps import StepReport
+from headway.data.interfaces.training import StepReport
 from headway.errors import NothingToTrain
 from headway.events import (
     CheckpointSaved,

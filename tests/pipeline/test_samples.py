@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headway.data.draws import drawn_problems, place_of_group, share_of
-from headway.data.interfaces.rewards import Scores
-from headway.data.interfaces.steps import StepContext, StepReport, TrainedRow
+from headway.data.interfaces.episode_groups import Scores
+from headway.data.interfaces.training import StepContext, StepReport, TrainedRow
+from headway.data.mixing import drawn_problems, place_of_group, share_of
 from headway.data.types import Conversation, Group, Sample, TrajectoryId
 from headway.events import FetchTaken, GroupAdmitted, GroupRewarded, GroupSettled, RunFinished, ValidationFinished
 from headway.pipeline.admission.ledger import Fate

@@ -11,7 +11,7 @@ import pytest
 
 from headway.agents.episodes.program_episode import EpisodeLimits, Hosting
 from headway.config.schema import Config
-from headway.data.interfaces.rewards import Scores
+from headway.data.interfaces.episode_groups import Scores
 from headway.data.types import Prompt, TrajectoryId
 from headway.errors import WorkerDied
 from headway.events import GroupSettled, OptimizerStepped, UpdateFinished, ValidationFinished

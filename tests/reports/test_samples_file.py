@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from headway.config.schema import Config
-from headway.data.draws import place_of_group
+from headway.data.mixing import place_of_group
 from headway.errors import DataError, UserError
 from headway.events import GroupSettled, Note
 from headway.pipeline.admission.sample_collector import SampleOutlet

@@ -22,7 +22,7 @@ from headway.agents.rewards import reward_workers as runners_module
 from headway.agents.rewards.reward_workers import RewardRunners
 from headway.agents.rewards.scorers import RewardPart, RewardSpec
 from headway.config.schema import TaskConfig
-from headway.data.interfaces.rewards import Scores
+from headway.data.interfaces.episode_groups import Scores
 from headway.data.tasks import make_task
 from headway.data.types import Prompt
 from headway.errors import ConfigError, ScoringFailed, UserCodeError, WorkerDied

@@ -18,7 +18,7 @@ from headway.agents.rewards.scorers import MOST_NAMES, RewardPart, RewardSpec, m
 from headway.config.doctor.doctor import diagnose
 from headway.config.loading import dump, load
 from headway.config.schema import Config
-from headway.data.interfaces.rewards import Scores, means_of_parts
+from headway.data.interfaces.episode_groups import Scores, means_of_parts
 from headway.errors import ConfigError, ScoringFailed, UserCodeError
 
 REQUEST = ScoreRequest("2+2=", ["4", "<think></think><answer>4</answer>", "five"], "4", "sums", {"kind": "math"})

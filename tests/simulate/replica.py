@@ -7,8 +7,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from itertools import count
 
-from headway.data.interfaces.generation import FinishedCall, GenerateRequest, Priority, SamplingParams
-from headway.data.interfaces.rollout import OnUpdate
+from headway.data.interfaces.rollout import FinishedCall, GenerateRequest, OnUpdate, Priority, SamplingParams
 from headway.data.interfaces.weights import ReceiveReport
 from headway.data.types import TrajectoryId
 from headway.planner.profiles.job_profile import RolloutProfile

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from headway.data.interfaces.rollout import OnUpdate
-from headway.data.interfaces.steps import StepContext
+from headway.data.interfaces.training import StepContext
 from headway.events import Event, OptimizerStepped
 from headway.planner.profiles.costs import TrainCost
 from headway.planner.profiles.job_profile import RolloutProfile, UpdateProfile

@@ -15,7 +15,7 @@ from headway.agents.episodes.episode_worker import local_episode_worker
 from headway.agents.episodes.program_episode import Hosting
 from headway.agents.interface.program_messages import TurnRequest
 from headway.data.interfaces.episode_groups import GroupRequest
-from headway.data.interfaces.generation import FinishedCall, SamplingParams
+from headway.data.interfaces.rollout import FinishedCall, SamplingParams
 from headway.data.types import FinishReason, Prompt, RowAt, Trajectory
 from headway.events import ReplicaActivity, TrajectoryFinished
 from headway.planner.grid import setting_of, split_of

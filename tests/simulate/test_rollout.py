@@ -8,8 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from headway.data.interfaces.generation import Priority
-from headway.data.interfaces.rollout import OnUpdate
+from headway.data.interfaces.rollout import OnUpdate, Priority
 from headway.data.types import FinishReason, TrajectoryId
 from headway.planner.simulation.processor_sharing import SharedContext, SimulatedCall
 from headway.planner.simulation.simulated_rollout import SimulatedRollout

@@ -6,8 +6,7 @@ import asyncio
 
 import pytest
 
-from headway.data.interfaces.generation import Priority
-from headway.data.interfaces.rollout import OnUpdate
+from headway.data.interfaces.rollout import OnUpdate, Priority
 from headway.data.interfaces.weights import ReceiveReport
 from headway.data.types import FinishReason
 from headway.errors import RunError, UpdateFailed

@@ -13,8 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.data.interfaces.generation import FinishedCall, GenerateRequest, Priority
-from headway.data.interfaces.rollout import EngineStats, OnUpdate
+from headway.data.interfaces.rollout import EngineStats, FinishedCall, GenerateRequest, OnUpdate, Priority
 from headway.data.types import FinishReason
 from headway.events import Span
 from headway.planner.profiles.lengths import lengths_id

@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from headway.data.interfaces.steps import StepContext
-from headway.data.interfaces.training import OverlappingTrainEngine
+from headway.data.interfaces.training import OverlappingTrainEngine, StepContext
 from headway.data.interfaces.weights import GatherReport, SendReport
 from headway.data.types import Sample, TrajectoryId
 from headway.errors import RunError

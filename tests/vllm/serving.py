@@ -12,8 +12,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from headway.data.interfaces.generation import GenerateRequest
-from headway.data.interfaces.rollout import OnUpdate, Paused
+from headway.data.interfaces.rollout import GenerateRequest, OnUpdate, Paused
 from headway.engines.rollout.vllm import VllmEngine
 from headway.models.made_model import character_tokenizer
 from headway.models.probe import PROBE_PREFILL, probe_sequences

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from headway.data.interfaces.generation import FinishedCall
-from headway.data.interfaces.rollout import OnUpdate
+from headway.data.interfaces.rollout import FinishedCall, OnUpdate
 from headway.engines.rollout.engine_activity import VllmActivity
 from headway.engines.rollout.vllm.vllm_core import VllmCore
 from headway.engines.weights.receiver_state import ReceiverState

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from headway.data.collate import CollatedRow
 from headway.data.interfaces.rollout import OnUpdate
-from headway.data.interfaces.steps import StepContext
+from headway.data.interfaces.training import StepContext
+from headway.data.packing import CollatedRow
 from headway.engines.rollout.vllm import VllmEngine
 from headway.engines.weights.outgoing_version import Staged
 from headway.engines.weights.transports.disk import write_files

@@ -18,7 +18,7 @@ from headway.api.run_handle import Run
 from headway.api.subprocess_client import carry_out_apart
 from headway.api.table import Table, table
 from headway.api.training import Function
-from headway.data.left_out import Counts
+from headway.data.tokenize import Counts
 from headway.errors import ConfigError
 from headway.reports import human
 

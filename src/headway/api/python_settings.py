@@ -13,8 +13,7 @@ from typing import Any
 
 from headway.config.aliases import moved_keys, translate
 from headway.config.layers import Layer, flatten, overlay
-from headway.data.naming import settings_named
-from headway.data.rows import TRAIN_SPLIT
+from headway.data.rows import TRAIN_SPLIT, settings_named
 from headway.errors import ConfigError, shown
 
 IN_PYTHON = "in Python"

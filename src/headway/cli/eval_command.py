@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from headway.api.eval.evaluation_settings import EvaluationJob
     from headway.api.eval.figures import Estimate, Figures, Solved
     from headway.api.eval.scored_answers import Questions
-    from headway.data.left_out import Counts
+    from headway.data.tokenize import Counts
 
 MOST_CHARACTERS = 300
 """Maximum length in characters of a prompt or response in the table, of which the end is shown."""
@@ -173,7 +173,7 @@ def print_figures(
 ) -> None:
     """Print the evaluation's figures and how they were measured, then by source where there are several."""
     from headway.api.eval.figures import by_source, figures
-    from headway.data.left_out import bad_rows, reasons_told, total
+    from headway.data.tokenize import bad_rows, reasons_told, total
     from headway.reports import human
 
     config, every = job.config, figures(solved, ks, threshold)

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 from headway.cluster.worker_group import Peer
-from headway.data.interfaces.generation import FinishedCall, GenerateRequest
+from headway.data.interfaces.rollout import FinishedCall, GenerateRequest
 from headway.data.types import TrajectoryId
 
 BETWEEN_BATCHES_S = 0.01

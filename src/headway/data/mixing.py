@@ -6,6 +6,9 @@ An epoch is N draws: as many as there are rows. Without weights each row is draw
 quota qᵢ = N·wᵢ/Σw, rounded by largest remainder to a sum of N. Its rows come in *passes*, each of which is all of its
 rows once; epoch e takes the draws e·qᵢ … (e+1)·qᵢ − 1 of that stream. So no row of a part comes again before all others
 of the part did, and an epoch follows from (seed, epoch) alone: what was drawn before need not be known.
+
+Which groups and held-out problems leave a sample of what was said is drawn by pure functions of the run's seed: a
+resumed run draws the same.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from headway.errors import DataError
@@ -120,3 +124,26 @@ class Mixture:
         if self.parts[0].weight is None:
             return np.arange(self.rows)
         return np.argsort(np.concatenate([(np.arange(quota) + 0.5) / quota for quota in self.quotas]), kind="stable")
+
+
+def share_of(samples: int, groups_per_version: int) -> float:
+    """Return the share of groups to draw, in [0, 1], by which ``samples`` of each version's groups are expected."""
+    return min(1.0, samples / groups_per_version)
+
+
+def place_of_group(seed: int, number: int) -> float:
+    """Return the place of group ``number`` in [0, 1). Places are spread evenly; a group is drawn below the share."""
+    return _place(f"{seed} group {number}")
+
+
+def drawn_problems(seed: int, rows: Sequence[int], samples: int) -> frozenset[int]:
+    """Return the indices of the held-out problems to show at each validation, ``samples`` of them or all there are.
+
+    ``rows``: the problems' rows in the data, by which they are drawn.
+    """
+    first = sorted(range(len(rows)), key=lambda index: (_place(f"{seed} problem {rows[index]}"), index))
+    return frozenset(first[:samples])
+
+
+def _place(what: str) -> float:
+    return (xxhash.xxh3_64_intdigest(what.encode()) >> 11) / 2**53

@@ -2,11 +2,13 @@
 
 files, datasets ─▶ one source after the other ─┬─▶ training records   (and how they are mixed: `SourceShare`)
 task            ─▶ problems, made on demand   ─┴─▶ held-out records
+
+`settings_named` says what one text means: a task, a file, a saved folder, or a dataset.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain, islice
 from pathlib import Path
@@ -14,14 +16,13 @@ from typing import TYPE_CHECKING, Any, overload
 
 import xxhash
 
-from headway.data.files import Columns, Record, Row, file_rows, read_records
-from headway.data.hub import dataset_rows, read_dataset
-from headway.data.left_out import LeftOut, Reason
+from headway.data.files import ARCHIVES, Columns, Record, Row, file_rows, read_records
+from headway.data.hub import dataset_rows, is_saved, read_dataset, splits_of
 from headway.data.mixing import SPLIT_KEY, SourceShare, generator
 from headway.data.problems import Problem
-from headway.data.saved import is_saved
-from headway.data.tasks import split_task
-from headway.errors import ConfigError, DataError
+from headway.data.tasks import is_task, split_task
+from headway.data.tokenize import LeftOut, Reason
+from headway.errors import ConfigError, DataError, boundary
 
 if TYPE_CHECKING:
     from headway.config.schema import Config, DataConfig, SourceConfig
@@ -258,3 +259,33 @@ class _TaskRecords(Sequence[Record]):
 
 def _record(problem: Problem, source: str) -> Record:
     return Record(problem.prompt, problem.answer, source, problem.extra)
+
+
+FILE_ENDINGS = (".jsonl", ".csv", ".parquet")
+"""Endings of the files that can be read."""
+OTHER_ENDINGS = (*ARCHIVES, ".json", ".txt", ".tsv", ".xls", ".xlsx", ".arrow", ".yaml", ".yml", ".py")
+"""Endings of files that cannot be read, which are no part of a dataset's name."""
+
+
+def settings_named(data: str, *splits: str) -> Mapping[str, Any]:
+    """Return the one setting that ``data`` stands for: ``data.task.name``, or ``data.train``, a file's name or a
+    mapping with the dataset and its split.
+
+    ``splits``: those wanted of a dataset, the best first. Of a saved folder the first that is there is named, else the
+    only one, else none; of a dataset on the hub the first. Raises `DataError` for a damaged folder.
+    """
+    if is_task(data):
+        return {"data.task.name": data}
+    path = Path(data).expanduser()
+    if path.is_dir():
+        with boundary(f"{data} cannot be read as a dataset", DataError):
+            there = splits_of(path) if is_saved(path) else []
+        return _dataset(data, next((one for one in splits if one in there), there[0] if len(there) == 1 else None))
+    is_file = path.exists() or path.suffix.lower() in (*FILE_ENDINGS, *OTHER_ENDINGS)
+    if is_file or data.startswith((".", "/", "~")) or data.count("/") > 1 or not data.strip():
+        return {"data.train": data}
+    return _dataset(data, splits[0])
+
+
+def _dataset(name: str, split: str | None) -> Mapping[str, Any]:
+    return {"data.train": {"dataset": name} | ({} if split is None else {"split": split})}

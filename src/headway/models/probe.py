@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.data.collate import CollatedRow
+from headway.data.packing import CollatedRow
 
 PROBE_SEQUENCES = 4
 PROBE_PREFILL = 4

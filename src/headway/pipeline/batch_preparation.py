@@ -13,8 +13,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
-from headway.data.interfaces.advantages import AdvantageFn
-from headway.data.interfaces.training import LogProbEngine, ProximalEngine
+from headway.data.interfaces.training import AdvantageFn, LogProbEngine, ProximalEngine
 from headway.data.types import ColumnName
 from headway.pipeline.admission.fetches import Fetch, outcomes
 from headway.pipeline.critic_turns import Critic

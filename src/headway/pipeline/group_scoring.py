@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from headway.data.interfaces.rewards import RewardFn, Scores
+from headway.data.interfaces.episode_groups import RewardFn, Scores
 from headway.data.types import Prompt, Trajectory, conversations_of
 from headway.errors import ScoringFailed
 from headway.pipeline.admission.pipeline_state import now

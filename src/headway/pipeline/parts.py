@@ -7,12 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from headway.config.sizing.timeouts import Timeouts
-from headway.data.interfaces.advantages import AdvantageFn
-from headway.data.interfaces.episode_groups import EpisodeWorkerProtocol
-from headway.data.interfaces.prompts import PromptSource
-from headway.data.interfaces.rewards import RewardFn
+from headway.data.interfaces.episode_groups import EpisodeWorkerProtocol, PromptSource, RewardFn
 from headway.data.interfaces.rollout import RolloutEngine
-from headway.data.interfaces.training import CriticEngine, LogProbEngine, ProximalEngine, TrainEngine
+from headway.data.interfaces.training import AdvantageFn, CriticEngine, LogProbEngine, ProximalEngine, TrainEngine
 from headway.data.interfaces.weights import PolicyReceiver
 from headway.data.types import Prompt
 from headway.pipeline.admission.sample_collector import SampleOutlet

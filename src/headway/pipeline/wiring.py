@@ -17,11 +17,9 @@ from typing import Any
 from headway.config.algorithm_checks import GROUP_RELATIVE, min_episodes
 from headway.config.schema import Config
 from headway.config.sizing.timeouts import Timeouts
-from headway.data.draws import share_of
-from headway.data.interfaces.episode_groups import EpisodeWorkerProtocol
-from headway.data.interfaces.generation import SamplingParams
-from headway.data.interfaces.prompts import PromptSource
-from headway.data.interfaces.rollout import OnUpdate, RolloutEngine
+from headway.data.interfaces.episode_groups import EpisodeWorkerProtocol, PromptSource
+from headway.data.interfaces.rollout import OnUpdate, RolloutEngine, SamplingParams
+from headway.data.mixing import share_of
 from headway.data.types import Group
 from headway.events import WAITS_FOR_GROUPS, Emit, Observer, fan_out
 from headway.pipeline.admission.fetches import Fetch, Fetches, FetchSource

@@ -10,12 +10,22 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-_SAME_NAME = ("advantages", "profiling", "prompts", "rewards", "rollout", "steps", "training", "weights")
+_INTERFACES = {
+    "episode_groups": ("keeper", "prompts", "rewards"),
+    "rollout": ("calls", "generation", "rollout"),
+    "training": ("advantages", "profiling", "steps", "training"),
+    "weights": ("weights",),
+}
+"""Module of `headway.data.interfaces` → names that its parts had there or in ``headway.interfaces``."""
 MOVED = {
     "headway.interfaces": "headway.data.interfaces",
-    "headway.interfaces.calls": "headway.data.interfaces.generation",
-    "headway.interfaces.keeper": "headway.data.interfaces.episode_groups",
-    **{f"headway.interfaces.{name}": f"headway.data.interfaces.{name}" for name in _SAME_NAME},
+    **{
+        f"{package}.{name}": f"headway.data.interfaces.{module}"
+        for module, names in _INTERFACES.items()
+        for name in names
+        for package in ("headway.interfaces", "headway.data.interfaces")
+        if (package, name) != ("headway.data.interfaces", module)
+    },
     "headway.programs.chat": "headway.agents.interface.program_chat",
     "headway.rewards.request": "headway.agents.rewards.score_request",
     "headway.weights.protocols": "headway.engines.weights.protocols",
@@ -30,7 +40,7 @@ RENAMED = {
     "Parcel": "StoredVersion",
 }
 """Old name of a class in those modules → its name now."""
-PARENTS = {name.rpartition(".")[0] for name in MOVED} - {"headway", *MOVED}
+PARENTS = {"headway.programs", "headway.rewards", "headway.weights"}
 
 
 class MovedModules(MetaPathFinder, Loader):

@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from headway.data.interfaces.episode_groups import FinishedGroup, GroupRequest
-from headway.data.interfaces.generation import FinishedCall, GenerateRequest, Priority, SamplingParams
+from headway.data.interfaces.rollout import FinishedCall, GenerateRequest, Priority, SamplingParams
 from headway.data.types import GroupTokens, Prompt, RowAt, RowTokens, Trajectory
 from headway.engines.rollout.native.native_core import EngineCore, Finished
 from headway.models.weight_files import file_tensors

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.data.interfaces.episode_groups import GroupRequest
-from headway.data.interfaces.generation import Priority, SamplingParams
+from headway.data.interfaces.rollout import Priority, SamplingParams
 from headway.data.types import FinishReason, Prompt
 from headway.engines.rollout.native.model_runner import BLOCK_COST, blocks_of
 from headway.errors import DataError, NonFinite

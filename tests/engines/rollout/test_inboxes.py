@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from headway.data.interfaces.generation import FinishedCall
+from headway.data.interfaces.rollout import FinishedCall
 from headway.data.types import FinishReason
 from headway.engines.rollout.call_run import CallInbox
 from headway.errors import RunError

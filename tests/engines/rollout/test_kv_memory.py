@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.data.interfaces.episode_groups import FinishedGroup
-from headway.data.interfaces.generation import Priority
-from headway.data.interfaces.rollout import OnUpdate
+from headway.data.interfaces.rollout import OnUpdate, Priority
 from headway.engines.rollout.native.kv_cache import ROOM_STEP, KvGeometry, SlotCache
 from headway.errors import ConfigError
 from tests.engines.rollout.support import AskedCore, assert_logprobs, make_core, make_model, make_request

@@ -14,8 +14,7 @@ import torch
 
 from headway.agents.episodes.episode_worker import local_episode_worker
 from headway.data.interfaces.episode_groups import GroupRequest
-from headway.data.interfaces.generation import Priority
-from headway.data.interfaces.rollout import OnUpdate
+from headway.data.interfaces.rollout import OnUpdate, Priority
 from headway.data.types import FinishReason, TrajectoryId
 from headway.engines.weights.incoming_version import BackBuffer
 from headway.engines.weights.protocols import IncomingWeights

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from headway.data.interfaces.episode_groups import FinishedGroup
-from headway.data.interfaces.generation import Priority
-from headway.data.interfaces.rollout import OnUpdate
+from headway.data.interfaces.rollout import OnUpdate, Priority
 from headway.data.types import FinishReason
 from headway.errors import RunError
 from tests.engines.rollout.support import (

@@ -6,8 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.data.interfaces.generation import SamplingParams
-from headway.data.interfaces.rollout import OnUpdate
+from headway.data.interfaces.rollout import OnUpdate, SamplingParams
 from headway.data.types import TrajectoryId
 from headway.engines.rollout.call_run import check_sampling, trajectory_key, uniforms
 from headway.engines.rollout.native.sampler import (

@@ -12,8 +12,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from headway.data.interfaces.generation import FinishedCall, GenerateRequest, Priority, SamplingParams
-from headway.data.interfaces.rollout import OnUpdate
+from headway.data.interfaces.rollout import FinishedCall, GenerateRequest, OnUpdate, Priority, SamplingParams
 from headway.data.types import FinishReason, TrajectoryId
 from headway.engines.rollout.native.model.fused_forward import FusedForward
 from headway.engines.rollout.native.model.policy_forward import ModuleForward

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.data.collate import CollatedRow
+from headway.data.packing import CollatedRow
 from headway.data.types import Outcomes, TrajectoryId, TurnSpan
 
 GROUPS = (4, 4, 9, 4, 9, 2)

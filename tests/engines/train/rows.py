@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from headway.config.schema import Config
-from headway.data.collate import CollatedRow
+from headway.data.packing import CollatedRow
 
 VOCABULARY = 18
 

@@ -19,8 +19,8 @@ from headway.config.schema import Config
 from headway.config.sections.learning import ActorConfig, CriticConfig, OptimConfig
 from headway.config.sections.model_section import ModelConfig
 from headway.config.sections.parallel import ParallelConfig
-from headway.data.collate import CollatedRow
-from headway.data.interfaces.steps import StepContext
+from headway.data.interfaces.training import StepContext
+from headway.data.packing import CollatedRow
 from headway.engines.train.fsdp.critic_engine import FsdpCritic
 from headway.engines.train.fsdp.device_mesh import TrainMesh
 from headway.engines.train.fsdp.engine import FsdpEngine

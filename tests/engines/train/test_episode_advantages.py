@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from headway.algorithms.advantages import ADVANTAGES
 from headway.algorithms.scores import episode_scores
 from headway.config.sections.learning import AlgorithmConfig
-from headway.data.collate import CollatedRow
+from headway.data.packing import CollatedRow
 from headway.data.types import Outcomes
 from headway.engines.train.batch_advantages import FetchAdvantages
 from headway.errors import RunError

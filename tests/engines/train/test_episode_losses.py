@@ -18,9 +18,8 @@ from headway.config.schema import Config
 from headway.config.sections.learning import ActorConfig, AlgorithmConfig
 from headway.config.sections.losses import LOSSES
 from headway.config.sections.parallel import ParallelConfig
-from headway.data.collate import CollatedRow
-from headway.data.interfaces.steps import StepContext, StepReport
-from headway.data.packing import Pack, Packing
+from headway.data.interfaces.training import StepContext, StepReport
+from headway.data.packing import CollatedRow, Pack, Packing
 from headway.engines.train.fsdp.collectives import as_metrics, count, merge
 from headway.engines.train.fsdp.device_mesh import TrainMesh
 from headway.engines.train.fsdp.engine import FsdpEngine

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from headway.data.collate import CollatedRow
 from headway.data.interfaces.episode_groups import GroupRequest
 from headway.data.interfaces.rollout import OnUpdate
-from headway.data.interfaces.steps import StepContext
+from headway.data.interfaces.training import StepContext
+from headway.data.packing import CollatedRow
 from headway.engines.rollout.native import NativeEngine
 from headway.engines.weights.outgoing_version import Staged
 from headway.models.pretrained import load_model

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.config.sections.learning import AlgorithmConfig
-from headway.data.collate import CollatedRow
+from headway.data.packing import CollatedRow
 from headway.data.types import Outcomes, TrajectoryId
 from headway.engines.train.batch_advantages import FetchAdvantages
 from headway.errors import ConfigError, RunError, UserCodeError

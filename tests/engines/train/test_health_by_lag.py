@@ -15,8 +15,8 @@ import torch.distributed as dist
 from headway.config.schema import AsyncTrainingConfig, Config, RolloutConfig
 from headway.config.sections.learning import ActorConfig, AlgorithmConfig, RolloutCorrectionConfig
 from headway.config.sections.parallel import ParallelConfig
-from headway.data.collate import CollatedRow
-from headway.data.interfaces.steps import StepContext, StepReport
+from headway.data.interfaces.training import StepContext, StepReport
+from headway.data.packing import CollatedRow
 from headway.engines.train.fsdp.device_mesh import TrainMesh
 from headway.engines.train.fsdp.engine import FsdpEngine
 from headway.models.pretrained import load_model

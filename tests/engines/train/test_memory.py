@@ -17,8 +17,8 @@ from headway.config.schema import Config
 from headway.config.sections.parallel import ParallelConfig
 from headway.config.sizing.model_shape import FLOAT, ModelShape
 from headway.config.sizing.process_memory import Mesh, TrainingStep, trainer
-from headway.data.collate import CollatedRow
-from headway.data.interfaces.steps import StepContext
+from headway.data.interfaces.training import StepContext
+from headway.data.packing import CollatedRow
 from headway.engines.train.fsdp.device_mesh import TrainMesh
 from headway.engines.train.fsdp.engine import FsdpEngine
 from headway.engines.train.fsdp.shard_boxes import local

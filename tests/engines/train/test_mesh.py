@@ -22,8 +22,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from headway.config.schema import Config
 from headway.config.sections.learning import ActorConfig, OptimConfig
 from headway.config.sections.parallel import ParallelConfig
-from headway.data.collate import CollatedRow
-from headway.data.interfaces.steps import StepContext
+from headway.data.interfaces.training import StepContext
+from headway.data.packing import CollatedRow
 from headway.data.types import ColumnName
 from headway.engines.train.fsdp import policy as modules
 from headway.engines.train.fsdp.critic_engine import FsdpCritic

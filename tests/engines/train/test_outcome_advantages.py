@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from headway.algorithms.advantages import ADVANTAGES, looks_at_tokens
 from headway.config.sections.learning import AlgorithmConfig
-from headway.data.collate import CollatedRow, spread
+from headway.data.packing import CollatedRow, spread
 from headway.data.types import Outcomes
 from headway.engines.train.batch_advantages import FetchAdvantages
 from headway.errors import ConfigError, RunError

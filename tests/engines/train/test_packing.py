@@ -24,9 +24,8 @@ from headway.config.sections.learning import ActorConfig, AlgorithmConfig, Criti
 from headway.config.sections.losses import LOSSES
 from headway.config.sections.model_section import ModelConfig
 from headway.config.sections.parallel import ParallelConfig
-from headway.data.collate import CollatedRow
-from headway.data.interfaces.steps import StepContext
-from headway.data.packing import Packing
+from headway.data.interfaces.training import StepContext
+from headway.data.packing import CollatedRow, Packing
 from headway.data.types import TrajectoryId
 from headway.engines.train.fsdp.critic_engine import FsdpCritic
 from headway.engines.train.fsdp.device_mesh import TrainMesh

@@ -23,8 +23,8 @@ from headway.config.schema import AsyncTrainingConfig, Config, RolloutConfig
 from headway.config.sections.learning import ActorConfig, AlgorithmConfig, OptimConfig, RolloutCorrectionConfig
 from headway.config.sections.losses import PpoClip
 from headway.config.sections.parallel import ParallelConfig
-from headway.data.collate import CollatedRow
-from headway.data.interfaces.steps import StepContext
+from headway.data.interfaces.training import StepContext
+from headway.data.packing import CollatedRow
 from headway.engines.train.fsdp.collectives import count
 from headway.engines.train.fsdp.device_mesh import TrainMesh
 from headway.engines.train.fsdp.engine import FsdpEngine

@@ -17,8 +17,8 @@ from headway.config.schema import AsyncTrainingConfig, Config
 from headway.config.sections.learning import ActorConfig, OptimConfig
 from headway.config.sections.model_section import ModelConfig
 from headway.config.sections.parallel import ParallelConfig
-from headway.data.collate import CollatedRow
-from headway.data.interfaces.steps import StepContext
+from headway.data.interfaces.training import StepContext
+from headway.data.packing import CollatedRow
 from headway.engines.train.fsdp.device_mesh import TrainMesh
 from headway.engines.train.fsdp.engine import FsdpEngine
 from headway.engines.train.fsdp.policy_copies import ProximalWeights

@@ -24,7 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from headway.agents.endpoint.turns import MadeTurn
 from headway.agents.interface.program_messages import Message, ToolSchema, TurnRequest, too_much_ends
-from headway.data.interfaces.generation import SamplingParams
+from headway.data.interfaces.rollout import SamplingParams
 from headway.errors import HeadwayError, cut, shown
 
 

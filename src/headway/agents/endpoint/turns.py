@@ -19,7 +19,7 @@ from enum import StrEnum
 from typing import Protocol
 
 from headway.agents.interface.program_messages import Access, TurnAnswer, TurnRequest
-from headway.data.interfaces.generation import SamplingParams
+from headway.data.interfaces.rollout import SamplingParams
 from headway.data.types import SampledTokens
 from headway.errors import ConfigError
 

@@ -22,7 +22,7 @@ from headway.agents.episodes.episode_limits import EpisodeLimits, EpisodeTime, P
 from headway.agents.episodes.episode_tokens import EpisodeTokens, Prompted
 from headway.agents.episodes.request_dispatcher import Affinity, PendingRequest, RequestDispatcher
 from headway.agents.interface.program_messages import EpisodeEnd, Message, TurnRequest
-from headway.data.interfaces.generation import FinishedCall, Priority, SamplingParams
+from headway.data.interfaces.rollout import FinishedCall, Priority, SamplingParams
 from headway.data.types import Conversation, FinishReason, RowAt, RowTokens, SampledTokens, TrajectoryId
 from headway.errors import EpisodeOver, HeadwayError, ProgramFailed, UserCodeError, WorkerDied, boundary
 from headway.runtime.task_groups import failure_ignored

@@ -22,7 +22,7 @@ from headway.agents.chat.tool_call_formats import HARMONY_MARK, harmony
 from headway.agents.chat.tool_calls import AUTO, ToolParser, choose_parser
 from headway.agents.episodes.token_tree import TokenRow, Transcript, call_key, state_key
 from headway.agents.interface.program_messages import TurnAnswer, TurnRequest, said
-from headway.data.interfaces.generation import FinishedCall
+from headway.data.interfaces.rollout import FinishedCall
 from headway.data.thoughts import opened_thought
 from headway.data.types import FinishReason, RowAt, RowTokens
 from headway.errors import RunError

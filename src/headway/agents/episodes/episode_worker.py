@@ -27,7 +27,7 @@ from headway.agents.episodes.request_dispatcher import (
     nothing_sampled,
 )
 from headway.data.interfaces.episode_groups import FinishedGroup, GroupRequest
-from headway.data.interfaces.generation import FinishedCall, Priority, SamplingParams
+from headway.data.interfaces.rollout import FinishedCall, Priority, SamplingParams
 from headway.data.types import (
     FinishReason,
     GroupTokens,

@@ -25,7 +25,7 @@ from headway.agents.episodes.episode_limits import EpisodeClock, EpisodeLimits, 
 from headway.agents.episodes.episode_tokens import EpisodeTokens, spans_of
 from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart, TurnAnswer, TurnRequest
 from headway.data.interfaces.episode_groups import GroupRequest
-from headway.data.interfaces.generation import FinishedCall, Priority, SamplingParams
+from headway.data.interfaces.rollout import FinishedCall, Priority, SamplingParams
 from headway.data.tokenize import template_kwargs
 from headway.data.types import FinishReason, RowAt, RowTokens, Trajectory, TrajectoryId
 from headway.errors import (

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.data.interfaces.generation import FinishedCall, GenerateRequest, Priority, SamplingParams
+from headway.data.interfaces.rollout import FinishedCall, GenerateRequest, Priority, SamplingParams
 from headway.data.types import FinishReason, TrajectoryId
 from headway.errors import DataError, HeadwayError, RunError, WorkerDied, boundary
 from headway.runtime.task_groups import concurrently, end
@@ -206,7 +206,7 @@ class PendingRequest:
     key: int = 0
     goes_on: bool = False
     together: int = 1
-    """See `headway.data.interfaces.generation.GenerateRequest`."""
+    """See `headway.data.interfaces.rollout.GenerateRequest`."""
     replica: str = ""
     """The replica that has the call, or had it; empty before."""
     number: int = 0

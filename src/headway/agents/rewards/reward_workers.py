@@ -21,7 +21,7 @@ import numpy as np
 
 from headway.agents.rewards.score_request import ScoreRequest
 from headway.agents.rewards.scorers import RewardSpec
-from headway.data.interfaces.rewards import Scores
+from headway.data.interfaces.episode_groups import Scores
 from headway.errors import RunnerLost, ScoringFailed, ScoringTimedOut, UserCodeFailed
 from headway.runtime.workers.worker_pool import Runners
 
@@ -114,7 +114,7 @@ class RewardRunners:
     ) -> Scores:
         """The rewards, and what each part of them gave.
 
-        ``conversations``: see `headway.data.interfaces.rewards.RewardFn.score`.
+        ``conversations``: see `headway.data.interfaces.episode_groups.RewardFn.score`.
 
         Raises `ScoringFailed` with a short reason when every try failed: ``exception: ValueError: …``,
         ``timeout after 10 s``, ``returned nan for response 3, …``, ``worker ended with exit code 1``. Where there are

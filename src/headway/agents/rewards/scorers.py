@@ -27,7 +27,7 @@ import numpy as np
 from headway.agents.rewards.built_in import BUILT_IN, Rule, make_rule
 from headway.agents.rewards.score_request import ScoreRequest
 from headway.agents.rewards.user_function import FurtherNumbers, UserFunction, plain
-from headway.data.interfaces.rewards import Scores
+from headway.data.interfaces.episode_groups import Scores
 from headway.data.tasks import make_task
 from headway.errors import ConfigError, HeadwayError, ScoringFailed, cut, raised_by, writable
 from headway.runtime.sandbox.sandbox_limits import SandboxSpec

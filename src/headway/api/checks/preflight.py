@@ -41,9 +41,8 @@ from headway.config.doctor.machine_advice import check_vllm_installed
 from headway.config.schema import Config
 from headway.config.sections.sandbox_section import CODE
 from headway.data.files import Record
-from headway.data.row_checks import check_rows
 from headway.data.rows import by_source
-from headway.data.sources import DataBundle, Rows, build_sources, read_rows
+from headway.data.sources import DataBundle, Rows, build_sources, check_rows, read_rows
 from headway.devices import chosen
 from headway.errors import ConfigError, DataError, ModelError, ScoringFailed, UserCodeError, WorkerDied, boundary, shown
 from headway.models.logits import is_known

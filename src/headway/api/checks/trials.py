@@ -38,7 +38,7 @@ from headway.api.checks.preflight import (
 from headway.config.schema import Config
 from headway.data.files import Record
 from headway.data.interfaces.episode_groups import GroupRequest
-from headway.data.interfaces.generation import FinishedCall, GenerateRequest
+from headway.data.interfaces.rollout import FinishedCall, GenerateRequest
 from headway.data.rows import by_source
 from headway.data.sources import DataBundle, Rows
 from headway.data.types import Outcomes, Prompt, TrajectoryId
@@ -271,7 +271,7 @@ def _try_algorithm(config: Config) -> None:
 
     from headway.algorithms.corrections import CORRECTIONS, CorrectionParams
     from headway.algorithms.losses import POLICY_LOSSES, LossInputs, PolicyLossParams
-    from headway.data.collate import CollatedRow
+    from headway.data.packing import CollatedRow
     from headway.engines.train.batch_advantages import FetchAdvantages
 
     algorithm, own = config.algorithm, set(_own_functions(config))

@@ -27,9 +27,9 @@ from headway.config.sections.model_section import ModelConfig
 from headway.config.sections.rollout_section import RolloutConfig
 from headway.config.settings_without_effect import without_effect
 from headway.config.sizing.placement import needs_critic
-from headway.data.naming import FILE_ENDINGS, settings_named
+from headway.data.hub import is_saved, splits_of
 from headway.data.problems import REASONING_GYM
-from headway.data.saved import is_saved, splits_of
+from headway.data.rows import FILE_ENDINGS, settings_named
 from headway.data.tasks import TASKS, is_task
 from headway.errors import ConfigError, ModelError, UserError
 from headway.reports.checkpoint_folders import Checkpoints, version_of

@@ -9,7 +9,7 @@ from statistics import fmean, stdev
 
 import numpy as np
 
-from headway.data.interfaces.rewards import means_of_parts
+from headway.data.interfaces.episode_groups import means_of_parts
 
 
 @dataclass(frozen=True, slots=True)

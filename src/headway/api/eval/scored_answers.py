@@ -22,9 +22,8 @@ from headway.agents.rewards.scorers import RewardSpec
 from headway.api.eval.evaluation_settings import EvaluationJob
 from headway.api.eval.figures import ScoredAnswer, Solved
 from headway.data.interfaces.episode_groups import FinishedGroup, GroupRequest
-from headway.data.interfaces.generation import Priority, SamplingParams
-from headway.data.interfaces.rollout import RolloutEngine
-from headway.data.left_out import Counts
+from headway.data.interfaces.rollout import Priority, RolloutEngine, SamplingParams
+from headway.data.tokenize import Counts
 from headway.data.types import FinishReason, Prompt, Trajectory, conversations_of
 from headway.errors import DataError, ScoringFailed
 from headway.pipeline.admission.nothing_to_train import EPISODE_FAILED

@@ -14,11 +14,9 @@ from headway.api.init.reward_choice import Kind, RewardChoice, reward_for
 from headway.config.layers import flatten, lies_in, nest
 from headway.config.schema import Config, SourceConfig
 from headway.data.files import Record
-from headway.data.left_out import LeftOut
-from headway.data.naming import settings_named
-from headway.data.rows import TRAIN_SPLIT, first_rows, read_rows
+from headway.data.rows import TRAIN_SPLIT, first_rows, read_rows, settings_named
 from headway.data.tasks import TASKS
-from headway.data.tokenize import PromptTokenizer
+from headway.data.tokenize import LeftOut, PromptTokenizer
 from headway.errors import ConfigError, DataError, shown
 
 if TYPE_CHECKING:

@@ -23,8 +23,8 @@ from headway.api.run.interrupts import Interrupts
 from headway.api.run.run_control import RunControl
 from headway.config.schema import Config
 from headway.config.sizing.placement import CRITIC, LOGP, REF, needs_critic, needs_greedy_baseline
-from headway.data.left_out import LeftOutRows
 from headway.data.sources import Rows, build_sources
+from headway.data.tokenize import LeftOutRows
 from headway.errors import HeadwayError, RunError, StallError, boundary, said_by
 from headway.events import Note, PromptsLeftOut, WorkerDescribed
 from headway.pipeline.admission.sample_collector import SampleOutlet

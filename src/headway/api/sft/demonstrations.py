@@ -15,7 +15,7 @@ from headway.agents.chat.chat_messages import plain_messages
 from headway.agents.chat.chat_template import ChatRenderer
 from headway.agents.episodes.episode_tokens import Chats
 from headway.agents.interface.program_messages import Message, ToolSchema, TurnRequest
-from headway.data.interfaces.generation import FinishedCall
+from headway.data.interfaces.rollout import FinishedCall
 from headway.data.types import FinishReason, RowTokens, SampledTokens
 from headway.errors import ConfigError, DataError, UserCodeError
 

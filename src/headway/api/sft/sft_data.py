@@ -21,9 +21,8 @@ from headway.api.sft.demonstrations import demonstrated
 from headway.config.schema import Config, TaskConfig
 from headway.config.sections.model_section import GiveUpConfig, WarmupConfig
 from headway.data.files import Messages, Record, Row, checked_prompt, read_chat, without_nulls
-from headway.data.left_out import LeftOut, LeftOutRows, Reason
 from headway.data.tasks import COLLISION_TRIES, make_task
-from headway.data.tokenize import PromptTokenizer, template_kwargs, tools_of
+from headway.data.tokenize import LeftOut, LeftOutRows, PromptTokenizer, Reason, template_kwargs, tools_of
 from headway.data.types import RowTokens, SampledTokens
 from headway.errors import DataError, UserCodeError, boundary, shown
 from headway.runtime.user_code import load_function

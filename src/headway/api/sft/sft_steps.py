@@ -15,7 +15,7 @@ from headway.cluster.machine.token_files import carried
 from headway.config.schema import Config, PlacementConfig
 from headway.config.sections.learning import AlgorithmConfig, OptimConfig
 from headway.config.sections.losses import Gpg
-from headway.data.interfaces.steps import StepContext, StepReport, TokenLoss
+from headway.data.interfaces.training import StepContext, StepReport, TokenLoss
 from headway.data.types import ColumnName, GroupTokens, Sample, TrajectoryId
 
 

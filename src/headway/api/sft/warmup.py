@@ -27,7 +27,7 @@ from headway.config.sections.learning import OptimConfig
 from headway.config.sections.model_section import WarmupConfig
 from headway.config.sections.parallel import ParallelConfig
 from headway.data.interfaces.episode_groups import GroupRequest
-from headway.data.interfaces.generation import SamplingParams
+from headway.data.interfaces.rollout import SamplingParams
 from headway.data.tasks import make_task
 from headway.data.types import Prompt
 from headway.engines.rollout.native.engine import NativeEngine

@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 from headway.cluster.machine.token_files import TokenFile, TokenPart
-from headway.data.collate import CollatedRow, row_of, with_columns
+from headway.data.packing import CollatedRow, row_of, with_columns
 from headway.data.types import Handle, Sample
 
 Fetch = Callable[[Sequence[Handle[Any]]], list[Any]]

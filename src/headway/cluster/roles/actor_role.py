@@ -14,7 +14,7 @@ from headway.cluster.roles.critic_role import WithCritic
 from headway.cluster.roles.weight_send_role import Send, Sent, SentWeights, WeightSendRole
 from headway.cluster.worker_group import Collect, Dispatch, register
 from headway.config.transport_facts import TRANSPORTS, transport_of
-from headway.data.interfaces.steps import StepContext, StepReport, TokenLoss
+from headway.data.interfaces.training import StepContext, StepReport, TokenLoss
 from headway.data.interfaces.weights import GatherReport
 from headway.data.types import ColumnName, Outcomes, Sample
 from headway.devices import kind_of

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from headway.cluster.roles.role import Role
 from headway.cluster.worker_group import Collect, Dispatch, register
-from headway.data.interfaces.steps import StepReport
+from headway.data.interfaces.training import StepReport
 from headway.data.types import Sample
 from headway.engines.weights.transports.links import Address
 from headway.errors import RunError

@@ -17,7 +17,7 @@ from headway.cluster.replica_calls import ReplicaCalls
 from headway.cluster.roles.role import Role
 from headway.cluster.worker_group import Dispatch, register
 from headway.data.interfaces.episode_groups import FinishedGroup, GroupRequest
-from headway.data.interfaces.generation import Priority
+from headway.data.interfaces.rollout import Priority
 from headway.errors import HeadwayError
 from headway.models.tokenizer import load_tokenizer, torch_hidden
 

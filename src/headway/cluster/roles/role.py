@@ -13,7 +13,7 @@ from headway.cluster.profiled_processes import ProcessProfile
 from headway.cluster.roles.file_probe import FileProbe
 from headway.config.schema import Config
 from headway.config.sizing.timeouts import Timeouts, model_nbytes
-from headway.data.collate import CollatedRow
+from headway.data.packing import CollatedRow
 from headway.data.types import Handle, Sample
 from headway.devices import kind_of
 from headway.engines.weights.transports.links import Address, EndContext

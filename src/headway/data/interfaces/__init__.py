@@ -8,14 +8,8 @@
 Everything the pipeline calls is asynchronous and returns plain data. Implementations raise the errors of
 `headway.errors`; an implementation that lives in another process raises `WorkerDied` when that process ends.
 
-- `prompts`: where prompts come from
-- `generation`: calls of the policy, and how their tokens are sampled
-- `rollout`: replicas, which serve calls
-- `episode_groups`: groups of episodes, and who makes them of calls
-- `rewards`: scores of responses
-- `advantages`: advantages of a fetch's samples
-- `steps`: an optimizer step's place in the run, and its report
-- `training`: the trainer, the critic, and engines that recompute log-probs
+- `rollout`: calls of the policy, how their tokens are sampled, and the replicas which serve them
+- `episode_groups`: prompts, groups of episodes and who makes them of calls, scores of responses
+- `training`: the trainer, the critic, advantages, an optimizer step's place in the run and its report
 - `weights`: a version's way from the trainer to copies of the policy
-- `profiling`: profiles of the run's processes
 """

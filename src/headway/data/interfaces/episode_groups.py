@@ -1,14 +1,17 @@
-"""Groups of episodes, and the episode workers that make them of calls to replicas."""
+"""Prompts, groups of episodes, the workers that make them of calls to replicas, and scores of responses."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any, Protocol
 
-from headway.data.interfaces.generation import Priority, SamplingParams
-from headway.data.interfaces.rollout import RolloutEngine
-from headway.data.types import GroupTokens, Handle, Prompt, Trajectory
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.data.interfaces.rollout import Priority, RolloutEngine, SamplingParams
+from headway.data.types import Conversation, GroupTokens, Handle, Prompt, Trajectory
 from headway.errors import HeadwayError
 from headway.runtime.pickling import pickled_by_fields
 
@@ -94,3 +97,71 @@ class EpisodeWorkerProtocol(Protocol):
         """Yield a replica's name and why it failed, for each replica that ended or refused a call's transport."""
 
     async def close(self) -> None: ...
+
+
+@pickled_by_fields
+@dataclass(frozen=True, slots=True, eq=False)
+class Scores:
+    """Scores of one group's n responses, in order."""
+
+    rewards: NDArray[np.float32]
+    """Rewards [n], all finite: Σ weight · value over the parts that apply to the response."""
+    parts: Mapping[str, list[float | None]] = field(default_factory=dict)
+    """Values [n] that each part gave, by its name, before its weight, and further numbers that parts told, by theirs.
+    None: the part does not apply to the response, or told nothing of it."""
+
+
+def means_of_parts(groups: Iterable[Mapping[str, Sequence[float | None]]]) -> dict[str, float]:
+    """Means of what the parts of a reward gave to groups, where they apply; empty unless there are several."""
+    found: dict[str, list[float]] = {}
+    for parts in groups:
+        for name, values in parts.items():
+            found.setdefault(name, []).extend(value for value in values if value is not None)
+    return {name: fmean(given) for name, given in found.items() if given} if len(found) > 1 else {}
+
+
+class RewardFn(Protocol):
+    """Reward function that scores responses in other processes.
+
+    scores = await reward.score(prompt, ["4", "5"])
+    scores.rewards                      # array([1., 0.], dtype=float32)
+    await reward.close()
+    """
+
+    async def score(
+        self, prompt: Prompt, responses: Sequence[str], conversations: Sequence[Conversation] | None = None
+    ) -> Scores:
+        """Return the rewards of the responses, and what each part of the reward gave.
+
+        ``conversations``: those whose last answers the responses are, where a program made these.
+
+        Raises `ScoringFailed` after the retry budget: an exception, a time-out, or a value that is not a finite number.
+        """
+
+    async def close(self) -> None: ...
+
+
+class PromptSource(Protocol):
+    """Source of prompts in a seeded order, epoch after epoch; its position can be saved and restored.
+
+    A cursor leads back to what came after it, and each prompt is found by its place:
+
+        first, cursor = source.next(), source.state()
+        second = source.next()
+        source.restore(cursor)
+        assert source.next() == second == source.find(second.epoch, second.row)
+    """
+
+    def next(self) -> Prompt | None:
+        """Return the next prompt, or None when all epochs are over (never None if epochs are unlimited)."""
+
+    def again(self, prompt: Prompt) -> Prompt:
+        """Return the prompt of the same row as a new attempt, with its own random numbers."""
+
+    def state(self) -> dict[str, Any]:
+        """Return the cursor: JSON values that `restore` takes."""
+
+    def find(self, epoch: int, row: int) -> Prompt | None:
+        """Return the prompt that was handed out in ``epoch`` for ``row``; None where the data do not have it now."""
+
+    def restore(self, state: Mapping[str, Any]) -> None: ...

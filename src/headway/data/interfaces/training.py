@@ -1,14 +1,111 @@
-"""Engines that compute with samples: trainer, critic, and those that recompute log-probs."""
+"""Engines that compute with samples (trainer, critic, log-probs); their advantages, steps and profiles."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from headway.data.interfaces.steps import StepContext, StepReport, TokenLoss
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.data.assignment import GroupId
 from headway.data.interfaces.weights import GatherReport, SendReport
-from headway.data.types import Column, Sample
+from headway.data.types import AnyColumn, Column, Outcomes, Sample, TrajectoryId
+
+
+@dataclass(frozen=True, slots=True)
+class StepContext:
+    """Position of an optimizer step in the run."""
+
+    version: int = 0
+    """Version of the trainer. Optimizer steps that it made since then are not a version yet."""
+    progress: float = 0.0
+    """Share of this version's optimizer steps that were made before this one: in [0, 1)."""
+    clip_scale: float = 1.0
+    """Width of the trust region, as a multiple of the configured one."""
+    shown: frozenset[GroupId] = frozenset()
+    """Groups of the mini-batch whose rows the report has, as the step saw them."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TrainedRow:
+    """One row as an optimizer step saw it. All arrays are [T], of its response tokens.
+
+    What a step costs does not depend on it: the log-probs are those of the step's own forward pass.
+    """
+
+    episode: TrajectoryId
+    prompt_ids: NDArray[np.int32]
+    """Token ids of the row's prompt, [P]."""
+    ids: NDArray[np.int32]
+    mask: NDArray[np.bool_]
+    """True where the loss counts the token."""
+    versions: NDArray[np.int32]
+    """Version that sampled each token; -1 where none did."""
+    behaviour: NDArray[np.float32]
+    """Log-probs (nats) under the policy that sampled the tokens, as the engine gave them."""
+    logprobs: NDArray[np.float32]
+    """Log-probs (nats) under the trainer's policy, before the step."""
+    entropy: NDArray[np.float32]
+    """Entropies (nats) of the trainer's policy at each token."""
+    columns: Mapping[str, NDArray[np.float32]]
+    """Columns that came with the row, by name."""
+    cut: int = 0
+    """Number of tokens that were left out in the middle of a long response; T counts those that are here."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """Report on one optimizer step. ``skipped`` when loss or gradient norm was not finite: weights are unchanged."""
+
+    skipped: bool
+    metrics: dict[str, float]
+    shown: tuple[TrainedRow, ...] = ()
+    """Rows of the groups that `StepContext.shown` names, those of an episode in order."""
+
+    def joined(self, others: Sequence[StepReport]) -> StepReport:
+        """Merge the reports of all ranks: their metrics agree, their rows differ."""
+        return replace(self, shown=tuple(row for report in (self, *others) for row in report.shown))
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLoss:
+    """Negative log-likelihood of some tokens."""
+
+    nats: float
+    """Sum over the tokens."""
+    tokens: int
+
+    def joined(self, others: Sequence[TokenLoss]) -> TokenLoss:
+        """Return the loss of the tokens of all ranks."""
+        everything = (self, *others)
+        return TokenLoss(sum(one.nats for one in everything), sum(one.tokens for one in everything))
+
+
+class Profiled(Protocol):
+    """A process of the run whose work can be profiled.
+
+    await process.start()                   # whatever it computes from now on is recorded, on all of its threads
+    await process.stop()
+    trace = await process.take(origin)      # a Chrome trace, compressed
+    """
+
+    name: str
+    """Names of the workers in the process, joined by ``_``."""
+
+    async def start(self) -> None:
+        """Record from now on. Raises `RunError` where that is impossible."""
+
+    async def stop(self) -> None:
+        """Record no more. What was recorded is kept for `take`. The process may stand still for seconds meanwhile."""
+
+    async def take(self, origin: float) -> bytes:
+        """Return what was recorded as a Chrome trace in gzip, and forget it.
+
+        Its times are microseconds since ``origin``, which is in Unix seconds.
+        """
 
 
 class FetchEngine(Protocol):
@@ -139,3 +236,14 @@ class CriticEngine(FetchEngine, Protocol):
         """Save a complete checkpoint: model, optimizer, schedule. Atomic, by a rename."""
 
     async def load(self, path: Path) -> None: ...
+
+
+class AdvantageFn(Protocol):
+    """Function that computes the advantages of one fetch, once, where the fetch's tokens are."""
+
+    async def __call__(self, samples: Sequence[Sample], outcomes: Outcomes) -> Mapping[str, Sequence[AnyColumn]]:
+        """Return ``advantages`` and, where there is a critic, ``returns``: for each sample a [T] float32 column, or the
+        one number that all its tokens share.
+
+        Raises `RunError`, naming a trajectory, for a reward or an advantage that is not finite.
+        """

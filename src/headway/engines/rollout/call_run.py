@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.data.interfaces.generation import FinishedCall, GenerateRequest, Priority, SamplingParams
+from headway.data.interfaces.rollout import FinishedCall, GenerateRequest, Priority, SamplingParams
 from headway.data.types import FinishReason, SampledTokens, TrajectoryId, version_spans
 from headway.errors import ClientGone, DataError, HeadwayError, NonFinite, RunError
 
@@ -39,7 +39,7 @@ def _mix(z: int) -> int:
 def trajectory_key(seed: int, trajectory: TrajectoryId, call: int = 0) -> int:
     """The 64-bit key of the uniforms of one call of a trajectory. Injective in each field while the others are fixed.
 
-    ``call``: `headway.data.interfaces.generation.GenerateRequest.key`, of which 64 bits count. Calls of key 0 take the
+    ``call``: `headway.data.interfaces.rollout.GenerateRequest.key`, of which 64 bits count. Calls of key 0 take the
     trajectory's own key.
     """
     key = _mix((seed + _GAMMA) & _MASK)

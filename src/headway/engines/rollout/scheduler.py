@@ -13,8 +13,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from enum import StrEnum
 
-from headway.data.interfaces.generation import GenerateRequest, Priority
-from headway.data.interfaces.rollout import OnUpdate
+from headway.data.interfaces.rollout import GenerateRequest, OnUpdate, Priority
 from headway.engines.rollout.call_run import CallRun
 from headway.errors import DataError
 

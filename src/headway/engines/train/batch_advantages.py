@@ -29,7 +29,7 @@ from headway.algorithms.advantages import (
 )
 from headway.algorithms.kl import kl_in_reward
 from headway.config.sections.learning import AlgorithmConfig
-from headway.data.collate import CollatedRow
+from headway.data.packing import CollatedRow
 from headway.data.types import ColumnName, Outcomes
 from headway.errors import ConfigError, RunError
 

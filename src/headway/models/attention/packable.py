@@ -20,7 +20,7 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from headway.data.trees import Ids, Tree, grow
+from headway.data.packing import Ids, Tree, grow
 from headway.errors import ModelError, boundary, said_by
 from headway.models.attention.packed_attention import NAME
 from headway.models.attention.packed_layout import PackedLayout

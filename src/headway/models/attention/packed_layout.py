@@ -1,7 +1,7 @@
 """Attention mask of packed lines, and the parts in which attention computes it.
 
-A line's segments stand behind each other as `headway.data.trees` says. Attention takes them in parts, each of which is
-a batch of queries with keys of their own:
+A line's segments stand behind each other as `headway.data.packing` says. Attention takes them in parts, each of
+which is a batch of queries with keys of their own:
 
     causal   a segment's tokens among themselves, or those of a whole row: what another row has, too, is dropped there
     view     a segment's tokens, or a piece of them, and the keys of their whole path, under a mask
@@ -27,7 +27,7 @@ from jaxtyping import Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headway.data.trees import Places, Segments, Tree
+from headway.data.packing import Places, Segments, Tree
 from headway.models.attention.ulysses import SequenceRanks
 
 COPY = 8

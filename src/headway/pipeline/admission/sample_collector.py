@@ -18,9 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.data.assignment import GroupId
-from headway.data.draws import drawn_problems, place_of_group
-from headway.data.interfaces.rewards import Scores
-from headway.data.interfaces.steps import TrainedRow
+from headway.data.interfaces.episode_groups import Scores
+from headway.data.interfaces.training import TrainedRow
+from headway.data.mixing import drawn_problems, place_of_group
 from headway.data.types import Group, Prompt, Trajectory
 from headway.errors import cut, writable_json
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headway.data.interfaces.steps import StepReport
+from headway.data.interfaces.training import StepReport
 from headway.errors import NonFinite
 
 

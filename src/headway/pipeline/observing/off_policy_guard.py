@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from headway.data.interfaces.steps import StepReport
+from headway.data.interfaces.training import StepReport
 from headway.events import GuardActed, Note
 from headway.pipeline.admission.pipeline_state import RunState, now
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from headway.data.interfaces.profiling import Profiled
+from headway.data.interfaces.training import Profiled
 from headway.errors import ConfigError, HeadwayError, RunError, UserError, said_by
 from headway.events import Emit, Event, Note, ProfileTaken, RunFinished, RunStarted, VersionReached
 from headway.pipeline.admission.pipeline_state import now

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
-from headway.data.interfaces.prompts import PromptSource
+from headway.data.interfaces.episode_groups import PromptSource
 from headway.data.types import Prompt
 from headway.errors import DataError
 from headway.pipeline.admission.fetches import Fetches

@@ -19,8 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headway.data.assignment import GroupId
-from headway.data.interfaces.steps import StepContext, StepReport
-from headway.data.interfaces.training import TrainEngine
+from headway.data.interfaces.training import StepContext, StepReport, TrainEngine
 from headway.data.types import ColumnName, Group, Trajectory
 from headway.events import WAITS_FOR_GROUPS, FetchTaken, OptimizerStepped, TrainerBusy
 from headway.pipeline.admission.fetches import Fetch, FetchSource, samples_of

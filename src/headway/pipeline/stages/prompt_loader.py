@@ -12,9 +12,8 @@ from collections.abc import AsyncGenerator
 from dataclasses import replace
 
 from headway.config.schema import Admission
-from headway.data.interfaces.episode_groups import GroupRequest
-from headway.data.interfaces.generation import SamplingParams
-from headway.data.interfaces.prompts import PromptSource
+from headway.data.interfaces.episode_groups import GroupRequest, PromptSource
+from headway.data.interfaces.rollout import SamplingParams
 from headway.data.types import Prompt
 from headway.pipeline.admission.pipeline_state import RunState
 from headway.pipeline.admission.staleness import wave_size

@@ -20,9 +20,8 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from functools import partial
 
-from headway.data.interfaces.episode_groups import FinishedGroup, GroupRequest
-from headway.data.interfaces.generation import Priority, SamplingParams
-from headway.data.interfaces.rewards import Scores, means_of_parts
+from headway.data.interfaces.episode_groups import FinishedGroup, GroupRequest, Scores, means_of_parts
+from headway.data.interfaces.rollout import Priority, SamplingParams
 from headway.data.types import Prompt, Trajectory
 from headway.errors import ScoringFailed, WorkerDied
 from headway.events import Note, ValidationFinished

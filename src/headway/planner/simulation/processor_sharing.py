@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from headway.data.interfaces.generation import FinishedCall, GenerateRequest, Priority
+from headway.data.interfaces.rollout import FinishedCall, GenerateRequest, Priority
 from headway.data.types import FinishReason
 from headway.events import DecodeSteps, PrefillSteps, Span, add_prefill
 from headway.planner.profiles.costs import DecodeCost

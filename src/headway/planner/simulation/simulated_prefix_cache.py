@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from headway.data.interfaces.generation import GenerateRequest
+from headway.data.interfaces.rollout import GenerateRequest
 from headway.data.types import TrajectoryId
 from headway.planner.simulation.processor_sharing import SharedContext, SimulatedCall
 

@@ -22,7 +22,7 @@ import numpy as np
 
 from headway.agents.episodes.program_episode import Turn
 from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart, Message, TurnAnswer, TurnRequest
-from headway.data.interfaces.rewards import Scores
+from headway.data.interfaces.episode_groups import Scores
 from headway.data.types import Conversation, Prompt
 from headway.errors import EpisodeOver, HeadwayError, ProgramAway, ProgramFailed, RunnerLost
 from headway.planner.profiles.job_profile import NumberProfile, ProgramProfile, RewardProfile, draw

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from headway.agents.episodes.episode_tokens import Prompted
 from headway.agents.interface.program_messages import Message, TurnAnswer, TurnRequest, said
-from headway.data.interfaces.generation import FinishedCall
+from headway.data.interfaces.rollout import FinishedCall
 from headway.data.types import Column, ColumnName, FinishReason, Outcomes, Prompt, RowAt, Sample, TrajectoryId
 from headway.planner.profiles.lengths import FilterSampler, LengthSampler
 

@@ -17,8 +17,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
-from headway.data.interfaces.generation import FinishedCall, GenerateRequest
-from headway.data.interfaces.rollout import EngineStats, OnUpdate
+from headway.data.interfaces.rollout import EngineStats, FinishedCall, GenerateRequest, OnUpdate
 from headway.data.types import FinishReason, TrajectoryId
 from headway.errors import DataError
 from headway.planner.profiles.costs import Contention, decode_cost

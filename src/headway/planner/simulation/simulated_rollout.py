@@ -12,8 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from headway.data.interfaces.generation import FinishedCall, GenerateRequest
-from headway.data.interfaces.rollout import Capabilities, EngineStats, OnUpdate, Paused
+from headway.data.interfaces.rollout import Capabilities, EngineStats, FinishedCall, GenerateRequest, OnUpdate, Paused
 from headway.data.interfaces.weights import ReceiveReport
 from headway.data.types import TrajectoryId
 from headway.errors import ClientGone, RunError, UpdateFailed

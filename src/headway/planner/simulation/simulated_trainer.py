@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headway.data.interfaces.steps import StepContext, StepReport
+from headway.data.interfaces.training import StepContext, StepReport
 from headway.data.interfaces.weights import GatherReport, ReceiveReport, SendReport
 from headway.data.types import Column, Sample
 from headway.errors import RunError

@@ -22,7 +22,7 @@ from statistics import fmean
 from typing import Any
 
 from headway.config.schema import Config
-from headway.data.draws import place_of_group, share_of
+from headway.data.mixing import place_of_group, share_of
 from headway.errors import DataError, writable_json
 from headway.reports.record.events_file import JsonLines
 from headway.reports.record.file_access import Tail, draft_of

@@ -29,8 +29,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from headway.config.sizing.timeouts import close_s
-from headway.data.interfaces.generation import FinishedCall, GenerateRequest
-from headway.data.interfaces.rollout import Capabilities, EngineStats, OnUpdate, Paused
+from headway.data.interfaces.rollout import Capabilities, EngineStats, FinishedCall, GenerateRequest, OnUpdate, Paused
 from headway.data.interfaces.weights import ReceiveReport
 from headway.data.types import TrajectoryId
 from headway.devices import kind_of

@@ -27,7 +27,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from headway.data.interfaces.generation import SamplingParams
+from headway.data.interfaces.rollout import SamplingParams
 from headway.devices import GraphRecorder, kind_of
 from headway.engines.rollout.native.kv_cache import ROOM_STEP, KvGeometry, SlotCache, enough
 from headway.engines.rollout.native.model import cuda_graphs

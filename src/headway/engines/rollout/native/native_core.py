@@ -18,8 +18,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from headway.data.interfaces.generation import FinishedCall, GenerateRequest
-from headway.data.interfaces.rollout import EngineStats, OnUpdate, Paused
+from headway.data.interfaces.rollout import EngineStats, FinishedCall, GenerateRequest, OnUpdate, Paused
 from headway.data.types import FinishReason, TrajectoryId
 from headway.devices import GraphRecorder
 from headway.engines.rollout.call_run import CallRun, not_finite

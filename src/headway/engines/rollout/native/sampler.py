@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
-from headway.data.interfaces.generation import SamplingParams
+from headway.data.interfaces.rollout import SamplingParams
 
 BLOCK = 256
 """Tokens of the vocabulary that `inverse_cdf_in_blocks` sums at once."""

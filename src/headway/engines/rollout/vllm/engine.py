@@ -25,8 +25,7 @@ from numpy.typing import NDArray
 
 from headway.config.doctor.machine_advice import check_vllm_installed
 from headway.config.sizing.timeouts import close_s, model_nbytes
-from headway.data.interfaces.generation import FinishedCall, GenerateRequest
-from headway.data.interfaces.rollout import Capabilities, EngineStats, OnUpdate, Paused
+from headway.data.interfaces.rollout import Capabilities, EngineStats, FinishedCall, GenerateRequest, OnUpdate, Paused
 from headway.data.interfaces.weights import ReceiveReport
 from headway.data.types import TrajectoryId
 from headway.engines.rollout.call_run import CallInbox, Inboxes

@@ -25,8 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.data.interfaces.generation import FinishedCall, GenerateRequest
-from headway.data.interfaces.rollout import EngineStats, OnUpdate, Paused
+from headway.data.interfaces.rollout import EngineStats, FinishedCall, GenerateRequest, OnUpdate, Paused
 from headway.data.types import FinishReason, SampledTokens
 from headway.engines.rollout.call_run import CallRun, not_finite
 from headway.engines.rollout.engine_activity import VllmActivity

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from headway.algorithms import health
-from headway.data.collate import CollatedRow, by_episode
+from headway.data.packing import CollatedRow, by_episode
 from headway.data.types import TrajectoryId
 from headway.errors import HeadwayError, RunError, said_by
 

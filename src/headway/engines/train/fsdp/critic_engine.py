@@ -12,9 +12,8 @@ from numpy.typing import NDArray
 from headway.algorithms.aggregation import token_weights
 from headway.algorithms.values import value_loss
 from headway.config.schema import Config
-from headway.data.collate import CollatedRow
-from headway.data.interfaces.steps import StepReport
-from headway.data.trees import Tree
+from headway.data.interfaces.training import StepReport
+from headway.data.packing import CollatedRow, Tree
 from headway.data.types import ColumnName
 from headway.engines.train.fsdp.collectives import BatchTotals, Sums
 from headway.engines.train.fsdp.device_mesh import TrainMesh

@@ -28,9 +28,8 @@ from transformers.dynamic_module_utils import custom_object_save
 
 from headway.config.schema import Config
 from headway.data.assignment import GroupId
-from headway.data.collate import CollatedRow
-from headway.data.interfaces.steps import StepContext, StepReport, TrainedRow
-from headway.data.trees import Tree
+from headway.data.interfaces.training import StepContext, StepReport, TrainedRow
+from headway.data.packing import CollatedRow, Tree
 from headway.engines.train.fsdp import objective
 from headway.engines.train.fsdp.collectives import BatchTotals, Sums, on_rank_zero, reduce_numbers
 from headway.engines.train.fsdp.device_mesh import TrainMesh

@@ -20,10 +20,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from headway.config.sections.learning import OptimConfig
-from headway.data.collate import CollatedRow
-from headway.data.interfaces.steps import StepReport
-from headway.data.packing import Packing
-from headway.data.trees import Tree
+from headway.data.interfaces.training import StepReport
+from headway.data.packing import CollatedRow, Packing, Tree
 from headway.engines.train.fsdp.checkpoint import load_checkpoint, save_checkpoint
 from headway.engines.train.fsdp.collectives import (
     BatchTotals,

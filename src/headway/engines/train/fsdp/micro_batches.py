@@ -23,8 +23,7 @@ from jaxtyping import Float, Int, Shaped
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headway.data.collate import CollatedRow
-from headway.data.trees import Tree, grow
+from headway.data.packing import CollatedRow, Tree, grow
 from headway.data.types import ColumnName
 from headway.models.attention.packed_layout import PackedLayout
 from headway.models.attention.ulysses import SequenceRanks

@@ -32,8 +32,8 @@ from headway.algorithms.kl import kl_penalty
 from headway.algorithms.losses import POLICY_LOSSES, LossInputs, PolicyLossParams, log_ratio
 from headway.config.schema import Config
 from headway.config.sections.learning import ActorConfig, CorrectionConfig, RolloutCorrectionConfig
-from headway.data.collate import CollatedRow, by_episode
-from headway.data.interfaces.steps import StepContext
+from headway.data.interfaces.training import StepContext
+from headway.data.packing import CollatedRow, by_episode
 from headway.data.types import ColumnName, TrajectoryId
 from headway.engines.train.fsdp.collectives import HEALTH, BatchTotals, Sums
 from headway.engines.train.fsdp.micro_batches import required_column, response_aligned

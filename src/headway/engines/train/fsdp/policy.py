@@ -32,8 +32,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from headway.config.schema import Config
-from headway.data.collate import CollatedRow
-from headway.data.packing import Pack, Packing
+from headway.data.packing import CollatedRow, Pack, Packing
 from headway.engines.train.fsdp.collectives import reduce_numbers
 from headway.engines.train.fsdp.device_mesh import TrainMesh
 from headway.engines.train.fsdp.micro_batches import MicroBatch, collate, filler_row

@@ -17,8 +17,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from headway.config.schema import Config
-from headway.data.collate import CollatedRow
 from headway.data.interfaces.weights import ReceiveReport
+from headway.data.packing import CollatedRow
 from headway.engines.train.fsdp.device_mesh import TrainMesh
 from headway.engines.train.fsdp.policy import forward_sharded
 from headway.engines.train.fsdp.shard_boxes import local
