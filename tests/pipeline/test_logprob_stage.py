@@ -112,7 +112,7 @@ def test_time_in_which_the_trainer_computes_is_no_time_in_which_it_waits_for_gro
     wall = metrics.window[1] - metrics.window[0]
     idle = metrics.occupancy.trainer_idle(metrics.window)
     assert idle is not None
-    assert metrics.occupancy.trainer_waited(metrics.window) <= idle * wall + ROUNDING
+    assert metrics.occupancy.trainer_waits.within(metrics.window) <= idle * wall + ROUNDING
     if mode != "overlapped":  # there it also waits for logp to load each version
         assert summary(metrics)["bottleneck"].startswith("Training was the bottleneck")
 

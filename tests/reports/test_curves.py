@@ -59,8 +59,8 @@ def test_a_version_without_a_row_takes_no_place_and_a_row_without_time_takes_the
 
 def test_a_chart_without_data_is_not_there_and_a_value_that_is_no_number_is_no_point() -> None:
     log = log_of(row(0, **{"actor/entropy": math.nan, "lag/mean": 0.5, "lag/max": None, "lag/histogram": {"0": 1}}))
-    assert [chart.kind.name for chart in log.charts()] == ["lag"]
-    assert [curve.name for curve in log.charts()[0].curves] == ["mean"]
+    (chart,) = to_json(log)["charts"]
+    assert (chart["name"], [curve["name"] for curve in chart["curves"]]) == ("lag", ["mean"])
 
 
 def test_sources_have_a_curve_each_and_parts_of_the_reward_a_chart_of_their_own() -> None:
@@ -70,8 +70,8 @@ def test_sources_have_a_curve_each_and_parts_of_the_reward_a_chart_of_their_own(
         "reward/source/a/b/mean": 0.6,
         "reward/exact/mean": 1.0,
     }
-    charts = log_of(row(0, **rewards, **{"reward/generated_mean": 0.1})).charts()
-    assert [(chart.kind.name, [curve.name for curve in chart.curves]) for chart in charts] == [
+    charts = to_json(log_of(row(0, **rewards, **{"reward/generated_mean": 0.1})))["charts"]
+    assert [(chart["name"], [curve["name"] for curve in chart["curves"]]) for chart in charts] == [
         ("reward", ["all", "maths", "a/b"]),
         ("reward by part", ["exact"]),
     ]
@@ -79,8 +79,8 @@ def test_sources_have_a_curve_each_and_parts_of_the_reward_a_chart_of_their_own(
 
 def test_more_sources_than_a_chart_can_show_are_counted() -> None:
     log = log_of(row(0, **{"reward/mean": 0.5}, **{f"reward/source/{i}/mean": 0.5 for i in range(40)}))
-    (chart,) = log.charts()
-    assert (len(chart.curves), chart.left_out) == (MOST_CURVES, 41 - MOST_CURVES)
+    (chart,) = to_json(log)["charts"]
+    assert (len(chart["curves"]), chart["left_out"]) == (MOST_CURVES, 41 - MOST_CURVES)
 
 
 @given(st.lists(st.floats(-9, 9), min_size=1, max_size=400), st.integers(4, 50))

@@ -489,7 +489,7 @@ def test_a_killed_run_keeps_the_dense_events_of_its_version_and_a_resume_undoes_
     for event in [*first, *undone]:
         file.on_event(event)
     file._lines.flush()  # and killed: what a second has passed over is in the files
-    file._look_beside(0)
+    file._look_beside(wait=True)
     with segments(tmp_path, ".jsonl")[-1].open("a") as half:
         half.write('{"kind": "group.adm')
     assert list(read_events(path)) == [*first, *undone]

@@ -24,6 +24,7 @@ from headway.reports.report import _timeline, report
 from headway.reports.report_manager import Reports, open_reports
 from headway.reports.run_directory import RunDirectory
 from headway.reports.timeline.lanes import clipped
+from headway.reports.timeline.run_history import CurveLog, to_json
 from headway.reports.timeline.timeline import Lane, Timeline, build_timeline
 from headway.reports.watch.follower import Follower
 from tests.pipeline.scenario import Scenario
@@ -101,7 +102,7 @@ def test_figures_and_curves_of_a_large_run_are_those_of_all_its_events(run: Path
     found = read_runs([without_early_segments(copy(run, tmp_path / "late"))])[0]
     assert found.figures == replayed.figures
     assert found.figures["groups"]["trained"] > 0
-    assert found.curves.charts() == replayed.curves.charts()
+    assert to_json(found.curves) == to_json(replayed.curves)
 
 
 @pytest.mark.usefixtures("few_drawn")
@@ -183,10 +184,10 @@ def of_old_modules(state: bytes) -> bytes:
 def test_a_state_that_does_not_fit_is_passed_over(run: Path, tmp_path: Path, spoil: Any) -> None:
     directory = RunDirectory(copy(run, tmp_path))
     record = look_through(directory.events)
-    assert newest(directory, record).line > 0
+    assert newest(directory, record, CurveLog()).line > 0
     for path in (directory.path / "events").glob("*.state"):
         path.write_bytes(spoil(path.read_bytes()))
-    assert newest(directory, record).line == 0
+    assert newest(directory, record, CurveLog()).line == 0
 
 
 def test_states_of_checkpoints_and_the_newest_ones_are_kept_and_undone_ones_go(run: Path, tmp_path: Path) -> None:
@@ -228,6 +229,22 @@ def test_a_state_is_written_while_the_run_goes_on(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.usefixtures("small_segments")
+def test_a_slow_disk_costs_states_and_no_time_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    may, kept = threading.Event(), list[int]()
+
+    def slow(run: RunDirectory, state: bytes, version: int, *_: Any) -> None:
+        assert may.wait(20)
+        kept.append(version)
+
+    monkeypatch.setattr("headway.reports.report_manager.save", slow)
+    monkeypatch.setattr("headway.reports.report_manager.MOST_STATES", 2)
+    reports, _ = _emitted(tmp_path / "run", simulated_events("async_partial", 5))
+    may.set()
+    reports.close()
+    assert 0 < len(kept) <= 2
+
+
+@pytest.mark.usefixtures("small_segments")
 @pytest.mark.parametrize("step", ["pickled", "save"])
 def test_a_state_that_cannot_be_kept_does_not_end_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
@@ -254,4 +271,4 @@ def test_open_groups_keep_no_events_that_each_state_would_copy() -> None:
 def test_a_state_needs_all_rows_that_it_has_counted(run: Path, tmp_path: Path) -> None:
     directory = RunDirectory(copy(run, tmp_path))
     directory.metrics.write_text("")
-    assert newest(directory, look_through(directory.events)).line == 0
+    assert newest(directory, look_through(directory.events), CurveLog()).line == 0

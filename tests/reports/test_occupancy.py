@@ -5,7 +5,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.events import (
-    FetchTaken,
     ReplicaActivity,
     ReplicaJoined,
     ReplicaLost,
@@ -38,14 +37,14 @@ def active(replica: str, *spans: Span, slot_seconds: float = 0.0, time: float | 
 def test_the_trainer_is_busy_in_forward_step_and_gather_counted_once_where_they_overlap() -> None:
     occupancy = Occupancy()
     for what, span in (("forward", (0.0, 2.0)), ("step", (1.0, 4.0)), ("gather", (6.0, 7.0)), ("save", (7.0, 10.0))):
-        occupancy.trainer_busy(busy(what, span))
+        occupancy.trainer.report(busy(what, span))
     assert occupancy.trainer_idle((0.0, 10.0)) == pytest.approx(0.5)
 
 
 def test_idle_time_is_measured_inside_the_window_only() -> None:
     occupancy = Occupancy()
-    occupancy.trainer_busy(busy("step", (0.0, 5.0)))
-    occupancy.trainer_busy(busy("step", (9.0, 20.0)))
+    occupancy.trainer.report(busy("step", (0.0, 5.0)))
+    occupancy.trainer.report(busy("step", (9.0, 20.0)))
     assert occupancy.trainer_idle((4.0, 10.0)) == pytest.approx(4 / 6)
 
 
@@ -117,7 +116,7 @@ def test_a_report_that_straddles_the_windows_edge_counts_by_the_part_inside() ->
 def test_the_trainers_idle_ratio_is_a_share(work: list[tuple[str, Span]], window: Span) -> None:
     occupancy = Occupancy()
     for what, span in work:
-        occupancy.trainer_busy(busy(what, span))
+        occupancy.trainer.report(busy(what, span))
     ratio = occupancy.trainer_idle(window)
     assert ratio is not None
     assert 0 <= ratio <= 1
@@ -142,7 +141,7 @@ def test_the_order_in_which_spans_arrive_does_not_matter(work: list[Span], rng: 
     for order in (work, shuffled):
         occupancy = Occupancy()
         for span in order:
-            occupancy.trainer_busy(busy("step", span))
+            occupancy.trainer.report(busy("step", span))
         ratios.append(occupancy.trainer_idle(window))
     assert ratios[0] == pytest.approx(ratios[1])
 
@@ -180,11 +179,11 @@ def test_the_reward_is_waited_for_only_while_nothing_decodes() -> None:
     occupancy = Occupancy()
     occupancy.declare({"a": 1})
     occupancy.replica_active(active("a", (0.0, 4.0)))
-    occupancy.fetch_taken(FetchTaken(time=10.0, fetch=0, version=0, numbers=[0], waited=(0.0, 10.0)))
+    occupancy.trainer_waits.add((0.0, 10.0))
     occupancy.stage_changed(stage(3.0, "Reward", "processing"))
     occupancy.stage_changed(stage(9.0, "Reward", "waiting_input", "Rollout"))
     assert occupancy.waited_for_reward((0.0, 10.0)) == pytest.approx(5.0)
-    assert occupancy.trainer_waited((0.0, 10.0)) == pytest.approx(10.0)
+    assert occupancy.trainer_waits.within((0.0, 10.0)) == pytest.approx(10.0)
 
 
 def test_a_replica_that_is_back_after_a_resume_has_nothing_to_tell_of_the_time_that_it_was_gone() -> None:

@@ -62,7 +62,7 @@ def killed(folder: Path, at: float) -> tuple[Path, dict[str, Any]]:
     """What a kill leaves, the last line half written; and the driver's state of the last checkpoint."""
     reports = open_reports(SCENARIO.config, folder / "before", quiet())
     run = observed(SCENARIO, reports, at)
-    reports._events._look_beside(0)  # a kill may come earlier; this one finds all segments sealed, every time
+    reports._events._look_beside(wait=True)  # a kill may come earlier; this one finds all segments sealed, every time
     left = Path(shutil.copytree(folder / "before", folder / "run"))
     reports.close()
     with (left / "events.jsonl").open("a") as file:

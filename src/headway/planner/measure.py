@@ -115,7 +115,7 @@ class StepMeter:
         self._handlers: dict[type[Event], Callable[[Any], None]] = {
             TrajectoryFinished: self._trajectory,
             OptimizerStepped: self._step,
-            TrainerBusy: self._occupancy.trainer_busy,
+            TrainerBusy: self._occupancy.trainer.report,
             ReplicaActivity: self._occupancy.replica_active,
             FetchTaken: self._fetch,
             UpdateFinished: self._update,

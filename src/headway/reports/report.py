@@ -167,10 +167,7 @@ def metrics_of(run: Path, sink: RowSink) -> RunMetrics:
     """Return the metrics of the run in directory ``run``; ``sink`` gets the rows. Raises `ConfigError` as `report`."""
     path = events_file_of(run)
     with _readable(run):
-        state = newest(RunDirectory(run), look_through(path))
-    for row in state.rows:
-        sink.on_row(row)
-    state.metrics.sinks = [sink]
+        state = newest(RunDirectory(run), look_through(path), sink)
     for event in events_of(run, after=state.line):
         state.metrics.on_event(event)
     return state.metrics

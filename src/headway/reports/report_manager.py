@@ -51,7 +51,7 @@ from headway.reports.run_directory import RunDirectory, RunLock
 from headway.reports.samples.samples_file import SamplesFile, Thinning, later, write_surviving
 from headway.reports.terminal import stdout_console
 from headway.reports.trackers.tracker_client import Say
-from headway.reports.trackers.tracker_set import Trackers, open_trackers
+from headway.reports.trackers.tracker_set import open_trackers
 
 Lock = AbstractContextManager[Any]
 
@@ -59,27 +59,11 @@ MANY = (TrajectoryFinished, StageChanged, GroupAdmitted, GroupRewarded, GroupSet
 """Events that come with every group. They wait a moment for others: handled in between the run's own work, each of them
 finds none of the reports' code in the core's cache."""
 MOST_WAITING = 512
+MOST_STATES = 8
+"""Most states of the metrics that wait for the disk."""
 WITHOUT_STATE = "no state of the metrics was kept: reports and a resume of this run read more events, and take longer"
 WAIT_S = 0.25
 """Seconds on the events' clock after whose end the next event has those that wait handled."""
-
-
-class MetricsFile:
-    """Row sink that writes ``metrics.jsonl``."""
-
-    def __init__(self, lines: JsonLines) -> None:
-        self._lines = lines
-
-    @property
-    def whole(self) -> bool:
-        """True if every row so far is in the file."""
-        return self._lines.whole
-
-    def on_row(self, row: dict[str, Any]) -> None:
-        self._lines.write(row)
-
-    def close(self) -> None:
-        self._lines.close()
 
 
 @dataclass(slots=True)
@@ -109,32 +93,39 @@ class Reports:
 
     def __init__(
         self,
+        config: Config,
         directory: RunDirectory,
-        console: Console,
-        metrics: RunMetrics,
-        view: ConsoleView,
-        events: EventsFile,
-        sinks: list[RowSink],
-        trackers: Trackers,
-        lock: Lock,
         run_lock: RunLock,
+        console: Console,
+        metrics: RunMetrics | None = None,
+        *,
         clock: RunClock | None = None,
-        samples: SamplesFile | None = None,
+        purge_step: int | None = None,
     ) -> None:
+        """Open every report in a run's directory, whose ``run_lock`` is held; the reports release it.
+
+        A run that is resumed has ``metrics`` of what it goes on from, a ``clock`` of its own, and ``purge_step``, the
+        first version whose figures are undone.
+        """
         self.directory = directory
         self._console = console
-        self._metrics = metrics
-        self._view = view
-        self._events = events
-        # Metrics before the view, so that what is shown includes the event that caused it to be shown.
-        self._log = EventLog(directory.path)
-        self._observers: list[Observer] = [events, metrics, view, self._log]
-        self._sinks = sinks
-        self._trackers = trackers
-        self._lock = lock
         self._run_lock = run_lock
         self._clock = clock
-        self._samples = samples
+        self._metrics = metrics = metrics or RunMetrics()
+        self._lock = lock = threading.RLock()  # a signal may deliver an event in the middle of another one
+        self._view = view = _open_view(config, console, SnapshotTaker(metrics), lock)
+        rows = JsonLines(directory.metrics, view.warn)
+        say = Say(warn=_locked(lock, view.warn), note=_locked(lock, view.note), phase=_locked(lock, view.phase))
+        self._trackers = open_trackers(config, directory, say, undone_from=purge_step)
+        self._sinks: list[RowSink] = [rows, self._trackers, view]
+        metrics.sinks = self._sinks
+        self._events = EventsFile(directory.events, view.warn)
+        self._samples: SamplesFile | None = None
+        if config.reports.samples:
+            self._samples = SamplesFile(directory.samples, Thinning.of(config), view.warn)
+        self._log = EventLog(directory.path)
+        # Metrics before the view, so that what is shown includes the event that caused it to be shown.
+        self._observers: list[Observer] = [self._events, metrics, view, self._log]
         self._waiting: deque[Event] = deque()
         """Events that no report has seen yet, in order."""
         self._closed = False
@@ -163,7 +154,12 @@ class Reports:
                 self._keep_state(event, lines)
 
     def _keep_state(self, event: VersionReached, lines: int) -> None:
-        """Keep the metrics' state for readers. Only its copy is made here; it is written beside the run."""
+        """Keep the metrics' state for readers. Only its copy is made here; it is written beside the run.
+
+        None is kept while a slow disk is behind: the run never waits for it.
+        """
+        if self._events.waiting(WITHOUT_STATE) >= MOST_STATES:
+            return
         try:
             state = pickled(self._metrics)
         except Exception as cause:  # no fault of the run's
@@ -286,35 +282,7 @@ def open_reports(config: Config, run_dir: Path, console: Console | None = None) 
     directory = RunDirectory.create(run_dir, config)
     lock = RunLock(directory.lock)
     lock.take()
-    return open_all(config, directory, lock, RunMetrics(), console or stdout_console())
-
-
-def open_all(
-    config: Config,
-    directory: RunDirectory,
-    run_lock: RunLock,
-    metrics: RunMetrics,
-    console: Console,
-    *,
-    clock: RunClock | None = None,
-    purge_step: int | None = None,
-) -> Reports:
-    """Open every report in a run's directory, whose ``run_lock`` is held; the reports release it.
-
-    A run that is resumed has ``metrics`` of what it goes on from, a ``clock`` of its own, and ``purge_step``, the first
-    version whose figures are undone.
-    """
-    sinks: list[RowSink] = []
-    metrics.sinks = sinks
-    lock = threading.RLock()  # a signal may deliver an event in the middle of another one
-    view = _open_view(config, console, SnapshotTaker(metrics), lock)
-    sinks.append(MetricsFile(JsonLines(directory.metrics, view.warn)))
-    say = Say(warn=_locked(lock, view.warn), note=_locked(lock, view.note), phase=_locked(lock, view.phase))
-    trackers = open_trackers(config, directory, say, undone_from=purge_step)
-    sinks += [trackers, view]
-    events_file = EventsFile(directory.events, view.warn)
-    samples = SamplesFile(directory.samples, Thinning.of(config), view.warn) if config.reports.samples else None
-    return Reports(directory, console, metrics, view, events_file, sinks, trackers, lock, run_lock, clock, samples)
+    return Reports(config, directory, lock, console or stdout_console())
 
 
 def _locked(lock: Lock, tell: Callable[[str], None]) -> Callable[[str], None]:
@@ -378,7 +346,7 @@ def reopen_reports(
     if samples.exists():
         samples.replace(directory.samples)
     directory.summary.unlink(missing_ok=True)  # it tells of an end that is none any more
-    reports = open_all(config, directory, lock, metrics, console, clock=RunClock(boundary), purge_step=last + 1)
+    reports = Reports(config, directory, lock, console, metrics, clock=RunClock(boundary), purge_step=last + 1)
     reports.emit(RunResumed(time=boundary, version=version, times=resumed))
     return reports
 
@@ -389,14 +357,11 @@ def _told(directory: RunDirectory, version: int, rows: Path, console: Console) -
     The record's rows are written to ``rows``. Raises `DataError` and `UserError`.
     """
     rows.unlink(missing_ok=True)
-    kept = _SurvivingRows(JsonLines(rows, lambda _: None))
-    state = newest(directory, look_through(directory.events), version)
+    kept = _SurvivingRows(rows, lambda _: None)
+    state = newest(directory, look_through(directory.events), kept, version)
     if not state.line and segments_of(directory.events):
         console.print("no state of the metrics fits this version and this Headway: all events are read again")
-    for row in state.rows:
-        kept.on_row(row)
     metrics, boundary = state.metrics, state.time
-    metrics.sinks = [kept]
     for event in read_events(directory.events, until=version, after=state.line):
         metrics.on_event(event)
         boundary = event.time
@@ -424,7 +389,7 @@ def _surviving_samples(directory: RunDirectory, draft: Path, version: int, bound
         ) from cause
 
 
-class _SurvivingRows(MetricsFile):
+class _SurvivingRows(JsonLines):
     """Row sink for the rows of a record that survived."""
 
     last = -1

@@ -14,14 +14,14 @@ import json
 import pickle
 import zlib
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from headway.reports.checkpoint_folders import Checkpoints
-from headway.reports.metrics.run_metrics import RunMetrics
+from headway.reports.metrics.run_metrics import RowSink, RunMetrics
 from headway.reports.record.dense_events import folder_of
 from headway.reports.record.events_file import SurvivingRecord
 from headway.reports.run_directory import RunDirectory
@@ -49,14 +49,11 @@ UNREADABLE = (
 class MetricsState:
     """A run's metrics at a boundary; by default before its first event."""
 
-    metrics: RunMetrics = field(default_factory=RunMetrics)
-    """Without sinks."""
+    metrics: RunMetrics
     line: int = 0
     """Number of lines of ``events.jsonl`` up to the boundary, which is the last of them."""
     time: float = 0.0
     """Time of the boundary on the event clock."""
-    rows: tuple[dict[str, Any], ...] = ()
-    """The rows of metrics that were handed out until then."""
 
 
 def pickled(metrics: RunMetrics) -> bytes:
@@ -83,15 +80,18 @@ def save(run: RunDirectory, state: bytes, version: int, line: int, time: float) 
         path.unlink(missing_ok=True)
 
 
-def newest(run: RunDirectory, record: SurvivingRecord, until: int | None = None) -> MetricsState:
-    """Return the newest usable state of the surviving history, at most at the boundary of ``until``."""
+def newest(run: RunDirectory, record: SurvivingRecord, sink: RowSink, until: int | None = None) -> MetricsState:
+    """Return the newest usable state of the surviving history, at most at the boundary of ``until``.
+
+    ``sink`` gets the rows of metrics that were handed out until then, and those to come.
+    """
     for path in _states(run):
         version = int(path.stem)
         if version in record.boundaries and (until is None or version <= until):
             with suppress(*UNREADABLE):
-                if (state := _load(run, path, record.boundaries[version] + 1)) is not None:
+                if (state := _load(run, path, record.boundaries[version] + 1, sink)) is not None:
                     return state
-    return MetricsState()
+    return MetricsState(RunMetrics([sink]))
 
 
 def _states(run: RunDirectory) -> list[Path]:
@@ -99,7 +99,7 @@ def _states(run: RunDirectory) -> list[Path]:
     return sorted(folder_of(run.events).glob(f"*[0-9]{SUFFIX}"), key=lambda path: -int(path.stem))
 
 
-def _load(run: RunDirectory, path: Path, line: int) -> MetricsState | None:
+def _load(run: RunDirectory, path: Path, line: int, sink: RowSink) -> MetricsState | None:
     header, _, state = path.read_bytes().partition(b"\n")
     told = json.loads(header)
     if told["code"] != _code() or told["line"] != line:
@@ -107,7 +107,12 @@ def _load(run: RunDirectory, path: Path, line: int) -> MetricsState | None:
     metrics = _Unpickler(io.BytesIO(zlib.decompress(state))).load()
     with run.metrics.open("rb") as file:
         rows = tuple(json.loads(text) for text, _ in zip(file, range(metrics.rows), strict=False))
-    return MetricsState(metrics, line, told["time"], rows) if len(rows) == metrics.rows else None
+    if len(rows) != metrics.rows:
+        return None
+    for row in rows:
+        sink.on_row(row)
+    metrics.sinks = [sink]
+    return MetricsState(metrics, line, told["time"])
 
 
 class _Unpickler(pickle.Unpickler):

@@ -22,8 +22,6 @@ from dataclasses import dataclass, field
 from math import inf
 
 from headway.events import (
-    CheckpointSaved,
-    FetchTaken,
     ReplicaActivity,
     ReplicaJoined,
     ReplicaLost,
@@ -135,9 +133,11 @@ class Occupancy:
     def __init__(self) -> None:
         self.replicas: dict[str, ReplicaTime] = {}
         self.stages: dict[str, StageView] = {}
-        self._trainer = TrainerTime()
-        self._trainer_waits = IntervalUnion()
-        self._saves = IntervalUnion()
+        self.trainer = TrainerTime()
+        self.trainer_waits = IntervalUnion()
+        """Waits of the trainer for groups."""
+        self.saves = IntervalUnion()
+        """Spans in which checkpoints were saved."""
         self._stage_waits: dict[tuple[str, str], IntervalUnion] = {}
         self._stage_work: dict[str, IntervalUnion] = {}
         self._origin = self._summed_until = -inf
@@ -171,7 +171,7 @@ class Occupancy:
         self._summed_until = until
 
     def _unions(self) -> Iterator[IntervalUnion]:
-        yield from (self._trainer.busy, self._trainer_waits, self._saves)
+        yield from (self.trainer.busy, self.trainer_waits, self.saves)
         yield from self._stage_waits.values()
         yield from self._stage_work.values()
 
@@ -202,15 +202,6 @@ class Occupancy:
         if (replica := self.replicas.get(event.replica)) is not None:
             replica.lost = event.time
 
-    def trainer_busy(self, event: TrainerBusy) -> None:
-        self._trainer.report(event)
-
-    def fetch_taken(self, event: FetchTaken) -> None:
-        self._trainer_waits.add(event.waited)
-
-    def checkpoint_saved(self, event: CheckpointSaved) -> None:
-        self._saves.add(event.span)
-
     def replica_active(self, event: ReplicaActivity) -> None:
         replica = self.replicas.setdefault(event.replica, self._replica(0))
         replica.last_report = max(replica.last_report, event.time)
@@ -222,7 +213,7 @@ class Occupancy:
 
     def stage_changed(self, event: StageChanged) -> None:
         if event.stage == TRAINER_STAGE:
-            self._trainer.stage_changed(event)
+            self.trainer.stage_changed(event)
         before = self.stages.get(event.stage)
         since = event.time
         if before is not None:
@@ -244,12 +235,7 @@ class Occupancy:
     def trainer_idle(self, window: Span) -> float | None:
         """Share of ``window`` outside any forward, optimizer step or gather; None for an empty window."""
         wall = window[1] - window[0]
-        return None if wall <= 0 else 1.0 - self._trainer.busy.within(window) / wall
-
-    @property
-    def trainer_known_until(self) -> float:
-        """The instant up to which the trainer's work is known; infinite while none is under way."""
-        return self._trainer.known_until
+        return None if wall <= 0 else 1.0 - self.trainer.busy.within(window) / wall
 
     def trainer_saved(self, window: Span) -> float:
         """Seconds of ``window`` in which a checkpoint was saved and the trainer computed nothing."""
@@ -257,7 +243,7 @@ class Occupancy:
         return summed + self._saved_within(self._rest_of(window))
 
     def _saved_within(self, window: Span) -> float:
-        return length(intersection(self._saves.spans, complement(self._trainer.busy.spans, window)))
+        return length(intersection(self.saves.spans, complement(self.trainer.busy.spans, window)))
 
     def _begins_in_sum(self, window: Span) -> bool:
         return window[0] < self._summed_until
@@ -285,7 +271,7 @@ class Occupancy:
         return (summed + self._idle_while_saving_within(self._rest_of(window))) / present
 
     def _idle_while_saving_within(self, window: Span) -> float:
-        saves = intersection(self._saves.spans, [window])
+        saves = intersection(self.saves.spans, [window])
         return sum(
             replica.seconds(span) - replica.busy_seconds(span) for replica in self.replicas.values() for span in saves
         )
@@ -301,10 +287,6 @@ class Occupancy:
         """The instant up to which every replica's activity is known; infinite when all are lost."""
         return min((replica.reported_until for replica in self.replicas.values()), default=None)
 
-    def trainer_waited(self, window: Span) -> float:
-        """Seconds of ``window`` in which the trainer waited for groups."""
-        return self._trainer_waits.within(window)
-
     def waited_for_reward(self, window: Span) -> float:
         """Seconds of ``window`` in which the trainer waited for groups, nothing decoded and a reward was computed."""
         summed = self._summed.waited_for_reward if self._begins_in_sum(window) else 0.0
@@ -316,7 +298,7 @@ class Occupancy:
         all_idle = [window]
         for replica in self.replicas.values():
             all_idle = intersection(all_idle, complement(replica.busy.spans, window))
-        return length(intersection(intersection(all_idle, self._trainer_waits.spans), rewarding.spans))
+        return length(intersection(intersection(all_idle, self.trainer_waits.spans), rewarding.spans))
 
     def stage_waits(self, window: Span) -> dict[str, dict[str, float]]:
         """Seconds of ``window`` that each stage waited, by whom it waited for."""

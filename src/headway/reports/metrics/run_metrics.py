@@ -152,10 +152,10 @@ class RunMetrics:
                 self.occupancy.lose(event)
                 self.served.pop(event.replica, None)
             case TrainerBusy():
-                self.occupancy.trainer_busy(event)
+                self.occupancy.trainer.report(event)
                 self._hand_out_known()
             case CheckpointSaved():
-                self.occupancy.checkpoint_saved(event)
+                self.occupancy.saves.add(event.span)
             case WorkerDescribed():
                 self.workers[event.worker] = event
             case FetchTaken():
@@ -237,7 +237,7 @@ class RunMetrics:
 
     def _on_fetch(self, event: FetchTaken) -> None:
         self.tally.take(event)
-        self.occupancy.fetch_taken(event)
+        self.occupancy.trainer_waits.add(event.waited)
         if event.numbers:
             self.totals.fetches += 1
             self.pace.took(event.time, len(event.numbers), self.started.groups_per_version if self.started else 1)
@@ -296,7 +296,7 @@ class RunMetrics:
 
     def _hand_out_known(self) -> None:
         """Hand out closed rows, in order, whose windows the trainer's events cover completely."""
-        known, before = self.occupancy.trainer_known_until, len(self._closed)
+        known, before = self.occupancy.trainer.known_until, len(self._closed)
         while self._closed and ((window := self._closed[0].window) is None or window[1] <= known):
             self._hand_out(self._closed.popleft())
         if len(self._closed) < before:
@@ -306,7 +306,7 @@ class RunMetrics:
         """Let the occupancy sum up all time within which no later row, and not the run's window, begins or ends."""
         if self._last_step is not None:
             waiting = (row.window[0] for row in self._closed if row.window is not None)
-            known = self.occupancy.trainer_known_until
+            known = self.occupancy.trainer.known_until
             self.occupancy.sum_up(min(self._row_opened, self._rollouter_cut, self._last_step, known, *waiting))
 
     def _hand_out_all(self) -> None:

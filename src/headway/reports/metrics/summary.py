@@ -239,7 +239,7 @@ def time_shares(metrics: RunMetrics) -> TimeShares | None:
     occupancy = metrics.occupancy
     stalls = metrics.updates.before_last_step  # the last update comes after the last step, outside the wall time
     in_vain = _waited_in_vain(metrics, window[1])
-    waited = occupancy.trainer_waited(window) + in_vain
+    waited = occupancy.trainer_waits.within(window) + in_vain
     if in_vain and metrics.finished is not None:
         window = (window[0], metrics.finished.time)
     wall = _seconds(window)

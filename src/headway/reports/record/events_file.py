@@ -44,8 +44,6 @@ from headway.reports.record.file_access import cut_off_half_line
 FLUSH_EVERY_S = 1.0
 KEPT_BYTES = 64 * 2**20
 """Most bytes of lines that are kept while a disk refuses them: minutes of a large run."""
-MOST_BESIDE = 8
-"""Most pieces of work that may wait for the thread beside a run's loop; with more, the run waits for it."""
 DENSE_PREFIXES = line_prefixes(DENSE)
 """Beginnings of lines of records in which dense events are among the others."""
 AT_ONCE = (VersionReached, RunResumed)
@@ -98,6 +96,9 @@ class JsonLines:
         self._waiting += to_json_line(row).encode() + b"\n"
         if at_once or time.monotonic() - self._flushed >= FLUSH_EVERY_S:
             self.flush()
+
+    def on_row(self, row: dict[str, Any]) -> None:
+        self.write(row)
 
     def flush(self) -> None:
         """Write what waits, or try to; give up where too much does."""
@@ -243,14 +244,19 @@ class EventsFile:
     def _seal(self, path: Path) -> None:
         self.beside(partial(seal, path), f"{path} stays as it is, which takes more room")
 
+    def waiting(self, failed: str) -> int:
+        """Number of pieces of work with these words that the thread has yet to do."""
+        self._look_beside()
+        return sum(words == failed for _, words in self._beside)
+
     def beside(self, work: Callable[[], None], failed: str) -> None:
         """Have ``work`` done in a thread, after what was given to it before; where it fails, see `fail`."""
         self._beside.append((self._thread.submit(work), failed))
-        self._look_beside(MOST_BESIDE)
+        self._look_beside()
 
-    def _look_beside(self, most: int) -> None:
-        """Report failures of the thread's work, and wait until at most so many pieces of it are left."""
-        while self._beside and (len(self._beside) > most or self._beside[0][0].done()):
+    def _look_beside(self, *, wait: bool = False) -> None:
+        """Report failures of the thread's work that is done; of all of it with ``wait``."""
+        while self._beside and (wait or self._beside[0][0].done()):
             work, failed = self._beside[0]
             if (cause := work.exception()) is not None:
                 self.fail(failed, cause)
@@ -266,7 +272,7 @@ class EventsFile:
         self._lines.flush()
         self._end_segment()
         self._lines.close()
-        self._look_beside(0)
+        self._look_beside(wait=True)
         self._thread.shutdown()
 
     def _without_the_rest(self) -> str:

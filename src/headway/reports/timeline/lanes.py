@@ -128,7 +128,7 @@ def lay_out(work: Iterable[LaneSpan], claims: Sequence[Iterable[LaneSpan]], life
     placed: list[LaneSpan] = []
     free = complement([], life)
     for layer in (work, *claims):
-        fitting = _fit(layer, free)
+        fitting = clipped(layer, free)
         if fitting:
             placed += fitting
             gaps = complement((span.span for span in placed), life)
@@ -168,10 +168,6 @@ def side_by_side(group: str, name: str, spans: Iterable[LaneSpan]) -> list[Lane]
 
 def clipped(spans: Iterable[LaneSpan], free: Sequence[Span]) -> list[LaneSpan]:
     """The parts of ``spans`` that lie in ``free``, a union; where two overlap the one that starts first goes first."""
-    return _fit(spans, free)
-
-
-def _fit(spans: Iterable[LaneSpan], free: Sequence[Span]) -> list[LaneSpan]:
     fitting: list[LaneSpan] = []
     reached = float("-inf")
     first = 0

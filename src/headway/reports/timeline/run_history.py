@@ -1,6 +1,6 @@
 """Curves of how a run learns, and one line for each of its groups: what pages show beside the timeline.
 
-rows of metrics ─▶ `CurveLog` (a row sink) ─▶ `charts`: at most `MOST_POINTS` points a curve ─▶ `to_json`
+rows of metrics ─▶ `CurveLog` (a row sink) ─▶ `to_json`: charts with at most `MOST_POINTS` points a curve
                                            └▶ `points`: every value of one metric, with its place on each axis
 events of groups ─▶ `GroupLog` ─▶ lines: the newest groups, and those whose samples are kept
 """
@@ -96,25 +96,6 @@ class CurvePoint:
     tokens: float
 
 
-@dataclass(frozen=True, slots=True)
-class Curve:
-    """One curve: ``values[i]`` belongs to the entry ``places[i]`` of its chart's table of places."""
-
-    name: str
-    metric: str
-    places: tuple[int, ...]
-    values: tuple[float, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Chart:
-    """Curves with one y axis. ``left_out``: number of curves beyond `MOST_CURVES`."""
-
-    kind: ChartKind
-    curves: tuple[Curve, ...]
-    left_out: int
-
-
 class CurveLog:
     """Row sink that keeps of every version what is drawn of it. A second row of a version adds to its first."""
 
@@ -187,28 +168,19 @@ class CurveLog:
         """All values of a metric, by version, with their places."""
         kind = self._kind(metric)
         places = self.places(entered=kind is not None and kind.entered)
-        where, values = self._series(metric)
+        where, values = self.series(metric)
         return [(places[place], value) for place, value in zip(where, values, strict=True)]
 
-    def charts(self, most: int = MOST_POINTS) -> list[Chart]:
-        """The charts that have data, in the order of `KINDS`, with at most ``most`` points a curve."""
-        return [chart for kind in KINDS if (chart := self._chart(kind, most)) is not None]
-
-    def _chart(self, kind: ChartKind, most: int) -> Chart | None:
+    def metrics_of(self, kind: ChartKind) -> list[tuple[str, str]]:
+        """The metrics that a chart of ``kind`` draws and that have data, each with its curve's name."""
         named = [(metric, name) for metric, name in kind.metrics if metric in self._values]
         if kind.family is not None:
             head, tail = kind.family
             of_family = [name for name in self._values if self._kind(name) is kind and name not in _PLAIN]
             named += [(metric, metric.removeprefix(head).removesuffix(tail)) for metric in of_family]
-        curves = [self._curve(metric, name, most) for metric, name in named[:MOST_CURVES]]
-        return Chart(kind, tuple(curves), max(len(named) - MOST_CURVES, 0)) if curves else None
+        return named
 
-    def _curve(self, metric: str, name: str, most: int) -> Curve:
-        places, values = self._series(metric)
-        kept = thinned(values, most)
-        return Curve(name, metric, tuple(places[i] for i in kept), tuple(values[i] for i in kept))
-
-    def _series(self, metric: str) -> tuple[list[int], list[float]]:
+    def series(self, metric: str) -> tuple[list[int], list[float]]:
         """Return a metric's places, as indices of `places`, and its values there."""
         column = self._values.get(metric, array("d"))
         order = sorted(self._index.items())
@@ -237,47 +209,40 @@ def thinned(values: Sequence[float], most: int) -> list[int]:
 
 
 def to_json(log: CurveLog, most: int = MOST_POINTS) -> dict[str, Any]:
-    """The charts as the page's script reads them: ``tables`` of places, and curves as indices into one of them.
+    """The charts that have data as the page's script reads them, in the order of `KINDS`.
 
-    ``i`` is absent where a curve has a value at every place of its table, in order.
+    ``tables`` has places, and curves with at most ``most`` points are indices into one of them. ``i`` is absent where a
+    curve has a value at every place of its table, in order. ``left_out``: number of curves beyond `MOST_CURVES`.
     """
-    charts = log.charts(most)
     tables: dict[str, dict[str, list[float]]] = {}
-    index: dict[str, dict[int, int]] = {}
-    for name, entered in (("trained", False), ("entered", True)):
-        used = sorted(
-            {place for chart in charts if chart.kind.entered is entered for c in chart.curves for place in c.places}
-        )
+    charts: dict[str, dict[str, Any]] = {}
+    for table, entered in (("trained", False), ("entered", True)):
+        curves: list[tuple[dict[str, Any], list[int]]] = []
+        for kind in (kind for kind in KINDS if kind.entered is entered):
+            metrics, drawn = log.metrics_of(kind), len(curves)
+            for metric, name in metrics[:MOST_CURVES]:
+                where, values = log.series(metric)
+                kept = thinned(values, most)
+                y = [float(f"{values[place]:.{DIGITS}g}") for place in kept]
+                curves.append(({"name": name, "metric": metric, "table": table, "y": y}, [where[at] for at in kept]))
+            if metrics:
+                left_out = max(len(metrics) - MOST_CURVES, 0)
+                chart = {"name": kind.name, "unit": kind.unit, "left_out": left_out}
+                charts[kind.name] = chart | {"curves": [curve for curve, _ in curves[drawn:]]}
+        used = sorted({place for _, where in curves for place in where})
+        index = {place: new for new, place in enumerate(used)}
+        for curve, where in curves:
+            if len(where) < len(used):
+                curve["i"] = [index[place] for place in where]
         if used:
-            places = log.places(entered=entered)
-            index[name] = {place: new for new, place in enumerate(used)}
-            tables[name] = _table([places[place] for place in used])
-    return {"tables": tables, "charts": [_packed(chart, index) for chart in charts]}
-
-
-def _table(places: Sequence[CurvePoint]) -> dict[str, list[float]]:
-    return {
-        "version": [place.version for place in places],
-        "seconds": [round(place.seconds, 3) for place in places],
-        "tokens": [round(place.tokens) for place in places],
-    }
-
-
-def _packed(chart: Chart, index: dict[str, dict[int, int]]) -> dict[str, Any]:
-    table = "entered" if chart.kind.entered else "trained"
-    return {
-        "name": chart.kind.name,
-        "unit": chart.kind.unit,
-        "left_out": chart.left_out,
-        "curves": [_packed_curve(curve, table, index[table]) for curve in chart.curves],
-    }
-
-
-def _packed_curve(curve: Curve, table: str, index: dict[int, int]) -> dict[str, Any]:
-    packed: dict[str, Any] = {"name": curve.name, "metric": curve.metric, "table": table}
-    if len(curve.places) < len(index):
-        packed["i"] = [index[place] for place in curve.places]
-    return packed | {"y": [float(f"{value:.{DIGITS}g}") for value in curve.values]}
+            all_places = log.places(entered=entered)
+            places = [all_places[place] for place in used]
+            tables[table] = {
+                "version": [place.version for place in places],
+                "seconds": [round(place.seconds, 3) for place in places],
+                "tokens": [round(place.tokens) for place in places],
+            }
+    return {"tables": tables, "charts": [charts[kind.name] for kind in KINDS if kind.name in charts]}
 
 
 def _kind_of(name: str) -> ChartKind | None:
@@ -301,12 +266,6 @@ def point_at(points: Sequence[tuple[CurvePoint, float]], axis: str, at: float) -
     places = [getattr(place, axis) for place, _ in points]
     found = bisect_left(places, math.nextafter(at, math.inf)) - 1
     return points[found] if found >= 0 else None
-
-
-def last_place(log: CurveLog) -> CurvePoint | None:
-    """The place that the run has reached; None where it has no row."""
-    places = log.places()
-    return places[-1] if places else None
 
 
 MOST_GROUPS = 4_000

@@ -262,12 +262,10 @@ class Follower:
     def _begin_late(self, read: _Read) -> None:
         """Begin at the newest saved metrics of a large run, and read only the events of the versions after them."""
         events, builder = self._directory.events, read.builder
-        drawn, state = newest_versions(events, read.record), newest(self._directory, read.record)
+        drawn, state = newest_versions(events, read.record), newest(self._directory, read.record, builder.curves)
         if drawn is None or not state.line:
             return
-        for row in state.rows:
-            builder.curves.on_row(row)
-        builder.metrics, builder.metrics.sinks = state.metrics, [builder.curves]
+        builder.metrics = state.metrics
         draw(events, drawn, builder, state.line)
         with events.open("rb") as file:
             read.events.offset = sum(len(next(file)) for _ in range(state.line))
