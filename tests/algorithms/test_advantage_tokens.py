@@ -20,7 +20,7 @@ from headway.algorithms.advantages import (
     reinforce_plus_plus_baseline,
     remax,
 )
-from headway.algorithms.advantages.tokens import sums_ahead, whiten
+from headway.algorithms.advantages.groups import sums_ahead, whiten
 from headway.errors import ConfigError, RunError
 
 PER_TOKEN = ["reinforce_plus_plus", "remax", "gae"]

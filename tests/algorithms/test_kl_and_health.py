@@ -12,9 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.algorithms.filters import has_variance
 from headway.algorithms.health import health, merge_sums, ratio_sums
 from headway.algorithms.kl import KINDS, kl_in_reward, kl_penalty
+from headway.algorithms.scores import has_variance
 from headway.errors import ConfigError
 
 LOGITS = torch.tensor([0.3, -1.2, 0.8, 0.1], dtype=torch.float64)
@@ -190,5 +190,5 @@ def test_a_group_has_variance_when_two_rewards_differ(rewards: list[float], expe
 
 
 def test_filters_and_registries_load_without_torch() -> None:
-    code = "import sys, headway.algorithms.filters, headway.algorithms.registry; sys.exit('torch' in sys.modules)"
+    code = "import sys, headway.algorithms.scores, headway.algorithms.registry; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, env={"PYTHONPATH": ":".join(sys.path)})

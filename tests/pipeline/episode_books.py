@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from headway.algorithms.filters import has_variance
+from headway.algorithms.scores import has_variance
 from headway.config.algorithm_checks import min_episodes
 from headway.data.types import RowTokens, TrajectoryId
 from headway.errors import EpisodeOver, NothingToTrain, ScoringFailed, UpdateFailed, WorkerDied

@@ -3,7 +3,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from headway.algorithms.filters import has_variance
+from headway.algorithms.scores import has_variance
 from headway.data.types import Prompt, TrajectoryId
 from headway.planner.profiles.job_profile import RewardProfile
 from headway.planner.simulation.simulated_programs import SimulatedReward

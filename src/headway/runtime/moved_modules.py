@@ -17,6 +17,7 @@ _INTERFACES = {
     "weights": ("weights",),
 }
 """Module of `headway.data.interfaces` → names that its parts had there or in ``headway.interfaces``."""
+_CORRECTIONS = ("base", "build", "sequence_mask")
 MOVED = {
     "headway.interfaces": "headway.data.interfaces",
     **{
@@ -26,6 +27,11 @@ MOVED = {
         for package in ("headway.interfaces", "headway.data.interfaces")
         if (package, name) != ("headway.data.interfaces", module)
     },
+    **{f"headway.algorithms.corrections.{name}": "headway.algorithms.corrections.ratio" for name in _CORRECTIONS},
+    "headway.algorithms.losses.soft": "headway.algorithms.losses.clipped",
+    "headway.algorithms.advantages.tokens": "headway.algorithms.advantages.groups",
+    "headway.algorithms.filters": "headway.algorithms.scores",
+    "headway.algorithms.overlong": "headway.algorithms.scores",
     "headway.programs.chat": "headway.agents.interface.program_chat",
     "headway.rewards.request": "headway.agents.rewards.score_request",
     "headway.weights.protocols": "headway.engines.weights.protocols",

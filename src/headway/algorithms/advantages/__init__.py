@@ -1,19 +1,16 @@
 """Advantages: from rewards to how much better each trajectory, or token, was than expected.
 
     inputs           what an estimator gets and returns; the registry
-    groups, tokens   sums within groups, along tokens, over a fetch
-    group_relative   grpo, dr_grpo, rloo, opo, maxrl
-    pass_at_k        grpo_passk, pass_at_k
-    reinforce        reinforce_plus_plus, reinforce_plus_plus_baseline, remax
+    groups           sums within groups, along tokens, over a fetch
+    group_relative   grpo, dr_grpo, rloo, opo, maxrl, grpo_passk, pass_at_k
+    reinforce        reinforce_plus_plus, reinforce_plus_plus_baseline, remax, gae
     gigpo            gigpo
-    gae              gae
 
 Importing the package enters them all into `ADVANTAGES`.
 """
 
-from headway.algorithms.advantages.gae import gae
 from headway.algorithms.advantages.gigpo import gigpo
-from headway.algorithms.advantages.group_relative import STD_EPS, dr_grpo, grpo, maxrl, opo, rloo
+from headway.algorithms.advantages.group_relative import STD_EPS, dr_grpo, grpo, grpo_passk, maxrl, opo, pass_at_k, rloo
 from headway.algorithms.advantages.inputs import (
     ADVANTAGES,
     AdvantageEstimator,
@@ -25,8 +22,7 @@ from headway.algorithms.advantages.inputs import (
     looks_at_tokens,
     per_token,
 )
-from headway.algorithms.advantages.pass_at_k import grpo_passk, pass_at_k
-from headway.algorithms.advantages.reinforce import reinforce_plus_plus, reinforce_plus_plus_baseline, remax
+from headway.algorithms.advantages.reinforce import gae, reinforce_plus_plus, reinforce_plus_plus_baseline, remax
 
 __all__ = [
     "ADVANTAGES",

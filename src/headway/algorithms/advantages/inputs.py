@@ -22,7 +22,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from headway.algorithms.advantages.tokens import Closed, check_share
+from headway.algorithms.advantages.groups import Closed, check_share
 from headway.algorithms.registry import Registry
 from headway.errors import ConfigError, RunError
 

@@ -6,19 +6,25 @@ The normaliser of the loss stays the number of tokens before any rejection. Shap
 
 | file | what |
 |---|---|
-| `ratio` | ``truncate``, ``mask``, ``reject``, ``veto``, each at a level and within bounds |
-| `sequence_mask` | ``off_policy_sequence_mask`` |
-| `product` | several as one |
-| `build` | one by name, its parameters checked |
+| `ratio` | ``truncate``, ``mask``, ``reject``, ``veto``, ``off_policy_sequence_mask``; several as one; one by name |
 | `prox` | π_prox by log-linear interpolation between versions |
 """
 
-from headway.algorithms.corrections.base import CORRECTIONS, Correction, CorrectionParams, Level
-from headway.algorithms.corrections.build import build_correction
-from headway.algorithms.corrections.product import product
 from headway.algorithms.corrections.prox import log_linear_prox
-from headway.algorithms.corrections.ratio import Action, RatioCorrection, from_params, ratio_at, truncate
-from headway.algorithms.corrections.sequence_mask import off_policy_sequence_mask
+from headway.algorithms.corrections.ratio import (
+    CORRECTIONS,
+    Action,
+    Correction,
+    CorrectionParams,
+    Level,
+    RatioCorrection,
+    build_correction,
+    from_params,
+    off_policy_sequence_mask,
+    product,
+    ratio_at,
+    truncate,
+)
 
 __all__ = [
     "CORRECTIONS",

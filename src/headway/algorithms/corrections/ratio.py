@@ -1,4 +1,4 @@
-"""Corrections by the ratio itself: a level, an action, two bounds.
+"""Corrections: by the ratio itself (a level, an action, two bounds), of whole sequences, and products of several.
 
     π_prox/π_behav ─▶ ratio at a level ─▶ action within [lower, upper] ─▶ · veto ─▶ weight
 
@@ -15,6 +15,7 @@ Shape suffixes as in `losses`.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -22,9 +23,41 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from headway.algorithms.corrections.base import CORRECTIONS, CorrectionParams, Level
 from headway.algorithms.losses import MAX_LOG_RATIO, LossInputs, anywhere_in_sequence, log_ratio, sequence_sum
+from headway.algorithms.losses.base import cleaned_advantages, per_token_results, sequence_mean
+from headway.algorithms.registry import Registry
 from headway.errors import ConfigError
+
+Level = Literal["token", "sequence", "geometric"]
+"""The ratio that a bound is for: each token's own; the product over the answer; its geometric mean over the answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class CorrectionParams:
+    """The parameters of a correction. All bounds are on π_prox/π_behav, never on its inverse."""
+
+    bound: float | None = None
+    """Largest ratio that counts (in full, for ``truncate``; at all, for ``mask``, ``reject`` and ``veto``)."""
+    lower: float | None = None
+    """Smallest ratio that counts; None: no lower bound."""
+    level: Level = "token"
+    veto: float | None = None
+    """The bound of a veto, beside any other action: an answer with a token whose ratio is below this is rejected
+    whole."""
+    delta: float | None = None
+    """Largest mean of log(π_behav/π_θ) of an answer, in nats per token, for ``off_policy_sequence_mask``."""
+
+
+Correction = Callable[[LossInputs, CorrectionParams], tuple[Tensor, dict[str, Tensor]]]
+"""Function that returns weights [N, T] ≥ 0 and metrics [N, T] by name, without gradient. Masked values do not count."""
+
+CORRECTIONS: Registry[Correction] = Registry(
+    "correction",
+    "algorithm.rollout_correction.name",
+    expected="the weight of each token, shaped [N, T] as inputs.logprobs, and a dictionary of metrics like that",
+    fits=per_token_results,
+)
+
 
 Action = Literal["truncate", "mask", "reject", "veto"]
 
@@ -185,3 +218,93 @@ def veto(inputs: LossInputs, params: CorrectionParams) -> tuple[Float[Tensor, "N
 def from_params(action: Action, params: CorrectionParams) -> RatioCorrection:
     """Make the correction that an action and the parameters mean. Raises `ConfigError` as `RatioCorrection` does."""
     return RatioCorrection(action=action, level=params.level, upper=params.bound, lower=params.lower, veto=params.veto)
+
+
+@CORRECTIONS.register("off_policy_sequence_mask")
+@torch.no_grad()
+def off_policy_sequence_mask(
+    inputs: LossInputs, params: CorrectionParams
+) -> tuple[Float[Tensor, "N T"], dict[str, Tensor]]:
+    """Mask answers: w = 0 where A < 0 and the mean over the answer of log(π_behav/π_θ) is above ``delta``, else 1.
+
+    The mean is the k1 estimate of KL(π_behav‖π_θ), over the answer's valid tokens, in nats per token, and uses the
+    *current* policy: it is computed anew at every step. A good answer is kept however old it is. An answer is an
+    episode, with all its rows.
+
+    Metrics: ``correction/weight`` is w, ``correction/rejected`` is 1 where it is 0.
+
+    Source: DeepSeek-V3.2, DeepSeek-AI 2025, arXiv:2512.02556, section 3.1, "Off-Policy Sequence Masking". The paper
+    gives no value of δ; TRL suggests to begin with 0.5.
+
+    Raises:
+        ConfigError: no ``delta``, or one that is not a positive number.
+    """
+    delta = check_delta(params.delta)
+    drift_NT = -log_ratio(inputs.logprobs.detach(), inputs.behaviour_logprobs, inputs.mask)
+    negative_NT = cleaned_advantages(inputs, drift_NT) < 0
+    rejected_NT = negative_NT & (sequence_mean(drift_NT, inputs.mask, inputs.episodes) > delta)
+    weights_NT = torch.ones_like(drift_NT).masked_fill(rejected_NT, 0.0)
+    return weights_NT, {"correction/weight": weights_NT, "correction/rejected": rejected_NT.to(weights_NT.dtype)}
+
+
+def check_delta(delta: float | None) -> float:
+    """Return ``delta``. Raises `ConfigError` where it is no positive finite number."""
+    if delta is None or not (math.isfinite(delta) and delta > 0):
+        raise ConfigError(f"correction off_policy_sequence_mask needs a positive delta, not {delta} (try 0.5)")
+    return delta
+
+
+def product(corrections: Sequence[tuple[Correction, CorrectionParams]]) -> Correction:
+    """Combine corrections by the product of their weights: a token that one of them rejects is rejected.
+
+    Metrics of the same name are 1 where any of them is; ``correction/weight`` is the product.
+
+    Raises:
+        ConfigError: fewer than two corrections, or more than one that supplies the ratio itself (truncate, mask).
+    """
+    if len(corrections) < 2:
+        raise ConfigError(f"a product of corrections takes at least two, not {len(corrections)}")
+    if sum(map(_weighs, (correction for correction, _ in corrections))) > 1:
+        raise ConfigError("two corrections that weigh by the ratio (truncate, mask) would square it; keep one of them")
+
+    def combined(inputs: LossInputs, params: CorrectionParams) -> tuple[Float[Tensor, "N T"], dict[str, Tensor]]:
+        weights, metrics = corrections[0][0](inputs, corrections[0][1])
+        for correction, own in corrections[1:]:
+            more_weights, more = correction(inputs, own)
+            weights = weights * more_weights
+            metrics = metrics | {n: torch.maximum(metrics[n], v) if n in metrics else v for n, v in more.items()}
+        return weights, metrics | {"correction/weight": weights}
+
+    return combined
+
+
+def _weighs(correction: Correction) -> bool:
+    if isinstance(correction, RatioCorrection):
+        return correction.action in ("truncate", "mask")
+    return correction in (truncate, mask)
+
+
+SEQUENCE_MASK = "off_policy_sequence_mask"
+
+
+def build_correction(name: str, params: CorrectionParams) -> Correction:
+    """Build the correction ``name``: a registered one or ``file.py:function``, after a check of its parameters.
+
+    A function of the user's own gets all parameters, unchecked.
+
+    Raises:
+        ConfigError: unknown name; parameters that make no sense, or that the named correction does not look at.
+        UserCodeError: the user's file does not import or lacks the function.
+    """
+    correction = CORRECTIONS.get(name)
+    if name in get_args(Action):
+        if params.delta is not None:
+            raise ConfigError(f"correction {name}: delta has no effect, it belongs to {SEQUENCE_MASK}")
+        from_params(name, params)  # type: ignore[arg-type]  # one of Action's names
+    elif name == SEQUENCE_MASK:
+        check_delta(params.delta)
+        unused = [field for field in ("bound", "lower", "veto") if getattr(params, field) is not None]
+        unused += ["level"] if params.level != "token" else []
+        if unused:
+            raise ConfigError(f"correction {name}: {', '.join(unused)} has no effect, it is bounded by delta alone")
+    return correction

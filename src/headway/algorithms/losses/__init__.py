@@ -4,10 +4,9 @@
 
 | file | losses |
 |---|---|
-| `clipped` | ``ppo_clip`` (with clip-higher; decoupled with a correction), ``dual_clip``, ``t_ppo`` |
+| `clipped` | ``ppo_clip`` (with clip-higher; decoupled with a correction), ``dual_clip``, ``t_ppo``, ``sapo`` |
 | `sequence` | ``gspo``, ``gmpo`` |
 | `policy_gradient` | ``gpg``, ``cispo``, ``truncated_is``, ``dppo_tv``, ``dppo_kl`` |
-| `soft` | ``sapo`` |
 | `covariance` | ``clip_cov``, ``kl_cov`` |
 """
 
@@ -22,11 +21,10 @@ from headway.algorithms.losses.base import (
     sequence_mean,
     sequence_sum,
 )
-from headway.algorithms.losses.clipped import dual_clip, ppo_clip, t_ppo
+from headway.algorithms.losses.clipped import dual_clip, ppo_clip, sapo, t_ppo
 from headway.algorithms.losses.covariance import clip_cov, kl_cov
 from headway.algorithms.losses.policy_gradient import cispo, dppo_kl, dppo_tv, gpg, truncated_is
 from headway.algorithms.losses.sequence import gmpo, gspo
-from headway.algorithms.losses.soft import sapo
 
 __all__ = [
     "MAX_LOG_RATIO",

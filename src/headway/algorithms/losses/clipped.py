@@ -1,4 +1,7 @@
-"""PPO's clipped loss and what is built on it: clip-higher, dual clip, truncated PPO. Shape suffixes as in `base`."""
+"""PPO's clipped loss and what is built on it (clip-higher, dual clip, truncated PPO), and SAPO's smooth gate.
+
+Shape suffixes as in `base`.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from headway.algorithms.losses.base import (
     cleaned_advantages,
     log_ratio,
 )
-from headway.config.sections.losses import DualClip, PolicyLossConfig, TPpo
+from headway.config.sections.losses import DualClip, PolicyLossConfig, Sapo, TPpo
 from headway.errors import ConfigError
 
 
@@ -98,3 +101,25 @@ def _last_of_unfinished(inputs: LossInputs, count: int) -> Bool[Tensor, "N T"]:
     last_M = torch.ones_like(label_M, dtype=torch.bool)
     last_M[:-count] = label_M[count:] != label_M[:-count]
     return torch.zeros_like(inputs.mask).masked_scatter(inputs.mask, last_M) & ~inputs.finished[:, None]
+
+
+@POLICY_LOSSES.register("sapo")
+def sapo(inputs: LossInputs, params: PolicyLossParams[Sapo]) -> tuple[Float[Tensor, "N T"], dict[str, Tensor]]:
+    """Loss −(4/τ)·σ(τ·(u − 1))·A with u = π_θ/π_old, τ = ``tau_pos`` where A > 0 and ``tau_neg`` elsewhere.
+
+    The gate's slope is 1 at u = 1 and fades on both sides: the gradient is that of PPO near the old policy, and never
+    jumps. Constant 2A/τ in the value at u = 1.
+
+    Aggregation: ``seq-mean-token-mean``.
+
+    Metrics: ``gate`` is the slope 4·σ·(1 − σ), the share of the unclipped gradient that is left; ``approx_kl`` as for
+    `ppo_clip`.
+
+    Source: SAPO, Gao et al. 2025, arXiv:2511.20347, section 3.
+    """
+    log_ratio_NT = log_ratio(inputs.logprobs, inputs.old_logprobs, inputs.mask)
+    advantages_NT = cleaned_advantages(inputs, log_ratio_NT)
+    tau_NT = torch.full_like(advantages_NT, params.own.tau_neg).masked_fill(advantages_NT > 0, params.own.tau_pos)
+    gate_NT = torch.sigmoid(tau_NT * (log_ratio_NT.exp() - 1.0))
+    slope_NT = (4.0 * gate_NT * (1.0 - gate_NT)).detach().masked_fill(~inputs.mask, 0.0)
+    return -(4.0 / tau_NT) * gate_NT * advantages_NT, {"gate": slope_NT, "approx_kl": approx_kl(log_ratio_NT)}

@@ -338,7 +338,7 @@ def _optimizer_steps(config: Config, rows: int) -> int:
 
 
 def _group_filter(config: Config) -> GroupFilter | None:
-    from headway.algorithms.filters import has_variance
+    from headway.algorithms.scores import has_variance
 
     if not config.algorithm.filter_groups.enable:
         return None
@@ -350,7 +350,7 @@ def _group_filter(config: Config) -> GroupFilter | None:
 
 
 def _shaping(config: Config) -> Shaping | None:
-    from headway.algorithms.overlong import soft_overlong_penalty
+    from headway.algorithms.scores import soft_overlong_penalty
 
     overlong, limit = config.reward.overlong_buffer, config.data.max_response_length
     if not overlong.enable:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from headway.agents.episodes.episode_worker import EpisodeWorker
 from headway.agents.episodes.program_episode import Hosting
 from headway.agents.episodes.program_workers import limits_of
-from headway.algorithms.filters import has_variance
+from headway.algorithms.scores import has_variance
 from headway.config.layers import nest
 from headway.config.presets import preset
 from headway.config.schema import Config
