@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.main_job import COMMON
-from benchmarks.runner import DEMO, parser
+from benchmarks.runner import DEMO, cpu_seconds, parser
 from benchmarks.table import report
-from headway.cluster.machine.child_processes import descendants
 from headway.config.loading import load
+from headway.runtime.process_tree import descendants
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -68,15 +68,6 @@ def _role(pid: int) -> str:
         return "runners"
     of_worker = output.endswith(".log") and "/run/logs/" in output and "/ray/" not in output
     return Path(output).stem if of_worker else "ray"
-
-
-def cpu_seconds(pid: int) -> float:
-    """Return what a process has computed so far; 0 of one that has ended."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return 0.0
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 if __name__ == "__main__":

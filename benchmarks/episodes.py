@@ -10,31 +10,42 @@ Figures of the first part are of a busy machine where others compute: throughput
 
 from __future__ import annotations
 
-import argparse
+import asyncio
 import os
+import tempfile
+import time
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
-from benchmarks.episodes_asleep import Measured, Workload, really, virtually
-from benchmarks.episodes_endpoint import Load
-from benchmarks.episodes_endpoint import measure as latencies
-from benchmarks.episodes_endpoint import measure_bare as bare_latencies
-from benchmarks.episodes_prefixes import measure
+import numpy as np
+
+from benchmarks.episodes_asleep import Workload, really, virtually
+from benchmarks.episodes_endpoint import Load, measure, measure_bare
+from benchmarks.rollout_workload import SIZES
+from benchmarks.runner import parser
 from benchmarks.table import report
+from headway.data.interfaces.rollout import FinishedCall, GenerateRequest, SamplingParams
+from headway.data.types import TrajectoryId
 from headway.engines.rollout.native.prefix_cache import BLOCK
 
-QUICK = Workload(chains=200, episodes=1, turns=4)
+TURNS, EPISODES = 10, 8
+PROMPT, SAMPLED, ADDED = 48, 40, 40
+"""Tokens of a prompt, of a turn, and of what the environment says to it."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.episodes", description="What episodes cost.")
-    parser.add_argument("--only", choices=("asleep", "prefixes", "endpoint"), help="one part; default: all")
-    parser.add_argument("--quick", action="store_true", help="200 episodes of 4 turns, in half a minute")
-    parser.add_argument("--chains", type=int, help=f"episodes at once; default: {Workload().chains}")
-    parser.add_argument("--runners", type=int, default=2, help="processes of the program; default: %(default)s")
-    chosen = parser.parse_args(arguments)
+    chosen = parser(
+        "episodes",
+        "What episodes cost.",
+        only={"choices": ("asleep", "prefixes", "endpoint"), "help": "one part; default: all"},
+        quick={"action": "store_true", "help": "200 episodes of 4 turns, in half a minute"},
+        chains={"type": int, "default": Workload().chains, "help": "episodes at once; default: %(default)s"},
+        runners={"type": int, "default": 2, "help": "processes of the program; default: %(default)s"},
+    ).parse_args(arguments)
     if chosen.only in (None, "asleep"):
-        workload = QUICK if chosen.quick else Workload(chains=chosen.chains or Workload().chains)
-        asleep(workload, chosen.runners)
+        quick = Workload(chains=200, episodes=1, turns=4)
+        asleep(quick if chosen.quick else Workload(chains=chosen.chains), chosen.runners)
     if chosen.only in (None, "prefixes"):
         prefixes()
     if chosen.only in (None, "endpoint"):
@@ -45,65 +56,82 @@ def asleep(workload: Workload, runners: int) -> None:
     """Measure and report episodes that sleep."""
     busy = os.getloadavg()[0]
     virtual, real = virtually(workload), really(workload, runners)
-    rows = [_row("virtual clock", virtual, virtual), _row(f"{runners} runners", real, virtual)]
+    rows = [virtual.row("virtual clock", virtual), real.row(f"{runners} runners", virtual)]
     notes = [
         f"{workload.chains} at once, {workload.chains * workload.episodes} in all, {workload.turns} turns each; "
         f"load of the machine before: {busy:.1f}",
         "throughput: episodes per second until 95% of them are over, over the virtual clock's; aim: 0.95",
-        "CPU of a turn: episode worker, driver and sleeping engine share a process; aim but for rendering: 1 ms + 0.2",
+        "CPU of a turn: episode worker, driver and the sleeping engine share a process; aim beside rendering: 1 ms + "
+        "0.2 ms",
     ]
     report("episodes-asleep", {"Episodes whose engine and steps sleep": rows}, notes)
 
 
-def _row(name: str, measured: Measured, virtual: Measured) -> dict[str, str | float]:
-    turns = max(1, measured.turns)
-    own_s = measured.cpu_s - measured.rendering_s
-    return {
-        "run": name,
-        "turns": measured.turns,
-        "95% over s": measured.most_s,
-        "all over s": measured.wall_s,
-        "throughput": virtual.most_s / measured.most_s,
-        "CPU of a turn ms": own_s / turns * 1e3,
-        "rendering ms": measured.rendering_s / turns * 1e3,
-        "runners ms": measured.runners_s / turns * 1e3,
-    }
-
-
 def prefixes() -> None:
     """Measure and report ten turns of a growing context."""
-    rows: list[dict[str, str | float]] = []
-    for name, cached in (("cache", True), ("no cache", False)):
-        run = measure(cached=cached)
-        rows.append(
-            {
-                "run": name,
-                "prefilled": run.tokens,
-                "new": run.fewest,
-                "contexts": run.contexts,
-                "over new + a block a turn": run.tokens / (run.fewest + BLOCK * run.turns),
-                "wall s": run.wall_s,
-            }
-        )
-    report("episodes-prefixes", {"Ten turns on the native engine (1m)": rows}, [f"a block: {BLOCK} tokens; aim: 1.1"])
+    with tempfile.TemporaryDirectory(prefix="headway-bench-") as folder:
+        SIZES["1m"].make(Path(folder))
+        ways = {"cache": True, "no cache": False}
+        rows = [{"run": name, **asyncio.run(_turns(Path(folder), cached))} for name, cached in ways.items()]
+    notes = [f"a block: {BLOCK} tokens; aim: 1.1"]
+    report("episodes-prefixes", {"Ten turns on the native engine (1m)": rows}, notes)
+
+
+async def _turns(folder: Path, cached: bool) -> dict[str, Any]:
+    """Without ``cached`` no turn says that its episode goes on."""
+    import torch
+
+    from headway.engines.rollout.native import NativeEngine
+    from headway.models.pretrained import load_model
+
+    torch.set_num_threads(1)
+    engine = NativeEngine(
+        load_model(folder, dtype=torch.float32),
+        name="bench",
+        seed=0,
+        slots=EPISODES,
+        max_context=PROMPT + TURNS * (SAMPLED + ADDED),
+        max_batched_tokens=2048,
+        kv_cache_bytes=1 << 30,
+        decode=lambda ids: "",
+    )
+    generator = np.random.default_rng(0)
+
+    def said(tokens: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+        return generator.integers(1, SIZES["1m"].vocabulary, tokens, dtype=np.int32)
+
+    contexts, read, sampling = {k: said(PROMPT) for k in range(EPISODES)}, 0, SamplingParams(SAMPLED)
+    try:
+        batches = aiter(engine.finished("bench"))
+        await engine.stats()
+        start = time.perf_counter()
+        for turn in range(TURNS):
+            read += sum(map(len, contexts.values()))
+            calls = [
+                GenerateRequest(turn * EPISODES + k, TrajectoryId(0, k, 0, 0), ids, sampling, turn, goes_on=cached)
+                for k, ids in contexts.items()
+            ]
+            await engine.submit("bench", calls)
+            done: list[FinishedCall] = []
+            while len(done) < EPISODES:
+                done += await anext(batches)
+            for call in done:
+                assert call.tokens is not None
+                k = call.number % EPISODES
+                contexts[k] = np.concatenate([contexts[k], call.tokens.ids, said(ADDED)])
+        wall_s, prefilled = time.perf_counter() - start, (await engine.stats()).prefilled_tokens
+    finally:
+        await engine.close()
+    new = EPISODES * (PROMPT + (TURNS - 1) * ADDED)
+    over = prefilled / (new + BLOCK * TURNS * EPISODES)
+    return {"prefilled": prefilled, "new": new, "contexts": read, "over new + a block a turn": over, "wall s": wall_s}
 
 
 def endpoint(load: Load) -> None:
     """Measure and report calls over HTTP."""
     busy = os.getloadavg()[0]
-    bare, found = bare_latencies(load), latencies(load)
-    rows = [
-        {
-            "run": name,
-            "calls": len(found.ms),
-            "failed": found.failed,
-            "median ms": found.median,
-            "99% ms": found.p99,
-            "longest ms": max(found.ms),
-            "CPU of the server's process": found.server_cpu_s / found.wall_s,
-        }
-        for name, found in (("a server that only answers", bare), ("the endpoint", found))
-    ]
+    found = {"a server that only answers": measure_bare(load), "the endpoint": measure(load)}
+    rows = [{"run": name, **figures} for name, figures in found.items()]
     notes = [
         f"{load.episodes} episodes open, {load.calls_per_s:g} calls/s, an engine that takes no time; load of the "
         f"machine before: {busy:.1f}",

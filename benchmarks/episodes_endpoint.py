@@ -5,36 +5,25 @@
 An agent goes on with its conversation for some turns, then begins it anew. Of a call everything is counted from when
 its time has come until its answer is read: the client, HTTP, rendering, the episode worker, and waiting for any of
 them. The same calls of a server that answers them all alike, in the same process, are what client and HTTP take of
-that.
+that. The agents' process is ``python -m benchmarks.episodes_endpoint``.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import multiprocessing
 import random
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from statistics import median, quantiles
 from typing import Any
 
 import aiohttp
-import numpy as np
-from aiohttp import web
 
-from benchmarks.episodes_asleep import SAID, SleepingEngine, chats
-from headway.agents.endpoint.dialect import TextCodec
-from headway.agents.endpoint.endpoint_server import DIALECTS, Endpoint
-from headway.agents.episodes.episode_limits import EpisodeLimits
-from headway.agents.episodes.episode_worker import local_episode_worker
-from headway.agents.episodes.program_episode import Hosting, Turn
-from headway.agents.interface.program_messages import Access, EpisodeEnd, EpisodeStart
-from headway.data.interfaces.episode_groups import GroupRequest
-from headway.data.interfaces.rollout import SamplingParams
-from headway.data.types import Prompt
+from benchmarks.runner import Worker, serve
+from benchmarks.table import OUT
 
 TURNS = 10
 """Turns of a conversation."""
@@ -51,30 +40,12 @@ class Load:
     seconds: float = 30.0
 
 
-@dataclass(slots=True)
-class Latencies:
-    """Milliseconds from when a call's time had come until its answer was read."""
-
-    ms: list[float]
-    failed: int
-    server_cpu_s: float = 0.0
-    wall_s: float = 0.0
-
-    @property
-    def median(self) -> float:
-        return median(self.ms)
-
-    @property
-    def p99(self) -> float:
-        return quantiles(self.ms, n=100)[98]
-
-
-def measure(load: Load) -> Latencies:
+def measure(load: Load) -> dict[str, Any]:
     """Open the episodes, and have a process of their agents call."""
     return asyncio.run(_serve(load))
 
 
-def measure_bare(load: Load) -> Latencies:
+def measure_bare(load: Load) -> dict[str, Any]:
     """Have the same process call a server that does nothing but answer."""
     return asyncio.run(_serve_bare(load))
 
@@ -83,15 +54,15 @@ class _Agents:
     """Programs whose agents are in another process: they begin, and end when all is over."""
 
     def __init__(self, episodes: int) -> None:
-        self.open: list[Access] = []
-        self.all_open = asyncio.Event()
-        self.over = asyncio.Event()
+        self.open: list[Any] = []
+        self.all_open, self.over = asyncio.Event(), asyncio.Event()
         self._episodes = episodes
 
     async def start(self) -> None: ...
 
-    async def run(self, job: EpisodeStart, on_ask: Turn, *, on_begin: Callable[[], object] | None = None) -> EpisodeEnd:
-        assert job.access is not None
+    async def run(self, job: Any, on_ask: object, *, on_begin: Callable[[], object] | None = None) -> Any:
+        from headway.agents.interface.program_messages import EpisodeEnd
+
         self.open.append(job.access)
         if len(self.open) == self._episodes:
             self.all_open.set()
@@ -101,20 +72,25 @@ class _Agents:
     async def close(self) -> None: ...
 
 
-async def _serve(load: Load) -> Latencies:
-    made = chats()
-    answer = [*made.renderer.encode(SAID).tolist(), min(made.renderer.end_ids)]
-    texts = TextCodec(
-        lambda text: made.renderer.encode(text).tolist(), lambda ids: str(made.renderer.tokenizer.decode(ids))
-    )
-    agents = _Agents(load.episodes)
-    hosting = Hosting(
-        agents,
-        made.record,
-        EpisodeLimits(max_length=10**9, max_turns=10**9, step_timeout_s=3600, episode_timeout_s=3600),
-        stop_ids=tuple(made.renderer.end_ids),
-        endpoint=Endpoint(DIALECTS, texts),
-    )
+async def _serve(load: Load) -> dict[str, Any]:
+    import numpy as np
+
+    from benchmarks.episodes_asleep import SleepingEngine, chats
+    from headway.agents.endpoint.dialect import TextCodec
+    from headway.agents.endpoint.endpoint_server import DIALECTS, Endpoint
+    from headway.agents.episodes.episode_limits import EpisodeLimits
+    from headway.agents.episodes.episode_worker import local_episode_worker
+    from headway.agents.episodes.program_episode import Hosting
+    from headway.data.interfaces.episode_groups import GroupRequest
+    from headway.data.interfaces.rollout import SamplingParams
+    from headway.data.types import Prompt
+
+    (made, answer), agents = chats(), _Agents(load.episodes)
+    renderer = made.renderer
+    texts = TextCodec(lambda text: renderer.encode(text).tolist(), lambda ids: str(renderer.tokenizer.decode(ids)))
+    limits = EpisodeLimits(max_length=10**9, max_turns=10**9, step_timeout_s=3600, episode_timeout_s=3600)
+    stop_ids, endpoint = tuple(renderer.end_ids), Endpoint(DIALECTS, texts)
+    hosting = Hosting(agents, made.record, limits, stop_ids=stop_ids, endpoint=endpoint)
     await hosting.start()
     async with local_episode_worker(SleepingEngine(lambda call: 0.0, answer), hosting=hosting) as worker:
         prompts = [Prompt(0, row, 0, "bench", "", np.zeros(1, np.int32), messages=[]) for row in range(load.episodes)]
@@ -122,13 +98,17 @@ async def _serve(load: Load) -> Latencies:
         groups = asyncio.create_task(_drained(worker.generate(requests)))
         await agents.all_open.wait()
         try:
-            return await _called(agents.open, load)
+            return await _called(agents.open[0].base_url, [access.api_key for access in agents.open], load)
         finally:
             agents.over.set()
             await groups
 
 
-async def _serve_bare(load: Load) -> Latencies:
+async def _serve_bare(load: Load) -> dict[str, Any]:
+    from aiohttp import web
+
+    from benchmarks.episodes_asleep import SAID
+
     said = {"choices": [{"index": 0, "message": {"role": "assistant", "content": SAID}, "finish_reason": "stop"}]}
 
     async def answer(request: web.Request) -> web.Response:
@@ -141,25 +121,24 @@ async def _serve_bare(load: Load) -> Latencies:
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0, backlog=1024).start()
     try:
-        port = runner.addresses[0][1]
-        return await _called([Access(f"http://127.0.0.1:{port}/v1", "none")] * load.episodes, load)
+        return await _called(f"http://127.0.0.1:{runner.addresses[0][1]}/v1", ["none"] * load.episodes, load)
     finally:
         await runner.cleanup()
 
 
-async def _called(agents: list[Access], load: Load) -> Latencies:
-    """Have a process of ``agents`` call."""
-    here, there = multiprocessing.Pipe()
-    client = multiprocessing.get_context("spawn").Process(target=_call, args=(there, agents, load))
-    client.start()
+async def _called(url: str, keys: list[str], load: Load) -> dict[str, Any]:
+    """Have a process of agents with ``keys`` call; returns the table's columns."""
+    client = Worker([sys.executable, "-m", "benchmarks.episodes_endpoint"], OUT / "episodes-agents.log")
+    question = {"url": url, "keys": keys, "calls_per_s": load.calls_per_s}
     try:
-        await asyncio.to_thread(here.recv)  # warm
+        await asyncio.to_thread(client.ask, {**question, "seconds": WARM_UP_S}, 60.0)
         cpu, wall = time.process_time(), time.perf_counter()
-        ms, failed = await asyncio.to_thread(here.recv)
-        return Latencies(ms, failed, time.process_time() - cpu, time.perf_counter() - wall)
+        ms, failed = await asyncio.to_thread(client.ask, {**question, "seconds": load.seconds}, load.seconds + 60.0)
+        server = (time.process_time() - cpu) / (time.perf_counter() - wall)
     finally:
-        client.terminate()
-        await asyncio.to_thread(client.join)
+        await asyncio.to_thread(client.stop)
+    times = {"median ms": median(ms), "99% ms": quantiles(ms, n=100)[98], "longest ms": max(ms)}
+    return {"calls": len(ms), "failed": failed, **times, "CPU of the server's process": server}
 
 
 async def _drained(groups: Any) -> None:
@@ -167,44 +146,51 @@ async def _drained(groups: Any) -> None:
         pass
 
 
-def _call(told: Connection, agents: list[Access], load: Load) -> None:
-    asyncio.run(_calls(told, agents, load))
+# ------------------------------------------------------------------------------------------ the agents' process
 
 
-async def _calls(told: Connection, agents: list[Access], load: Load) -> None:
-    draws = random.Random(0)
-    free = list(range(len(agents)))
-    messages: list[list[dict[str, str]]] = [[] for _ in agents]
-    ms: list[float] = []
-    failed = 0
-    url = f"{agents[0].base_url}/chat/completions"
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+class _Caller:
+    """Agents that call. Their conversations and connections last from one question to the next."""
 
-        async def one(n: int, due: float, counts: bool) -> None:
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._draws = random.Random(0)
+        self._chats: list[list[dict[str, str]]] = []
+        self._session: aiohttp.ClientSession | None = None
+
+    def __call__(self, question: dict[str, Any]) -> tuple[list[float], int]:
+        return self._loop.run_until_complete(self._during(**question))
+
+    async def _during(self, url: str, keys: list[str], calls_per_s: float, seconds: float) -> tuple[list[float], int]:
+        """Milliseconds of each call, and how many failed."""
+        if self._session is None:
+            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+            self._chats = [[] for _ in keys]
+        session, free, ms, failed = self._session, list(range(len(keys))), list[float](), 0
+
+        async def one(n: int, due: float) -> None:
             nonlocal failed
-            chat = messages[n]
+            chat = self._chats[n]
             chat.append({"role": "user", "content": QUESTION})
             body = json.dumps({"model": "policy", "messages": chat})
-            headers = {"Authorization": f"Bearer {agents[n].api_key}", "Content-Type": "application/json"}
-            async with session.post(url, data=body, headers=headers) as response:
+            headers = {"Authorization": f"Bearer {keys[n]}", "Content-Type": "application/json"}
+            async with session.post(f"{url}/chat/completions", data=body, headers=headers) as response:
                 answer = await response.json()
                 failed += response.status != 200
-            if counts:
-                ms.append((time.perf_counter() - due) * 1e3)
+            ms.append((time.perf_counter() - due) * 1e3)
             chat.append(answer["choices"][0]["message"])
             if len(chat) >= 2 * TURNS:
                 chat.clear()
             free.append(n)
 
-        async def during(seconds: float, counts: bool) -> None:
-            due = time.perf_counter()
-            end = due + seconds
-            async with asyncio.TaskGroup() as tasks:
-                while (due := due + draws.expovariate(load.calls_per_s)) < end:
-                    await asyncio.sleep(max(0.0, due - time.perf_counter()))
-                    tasks.create_task(one(free.pop(draws.randrange(len(free))), due, counts))
+        due = time.perf_counter()
+        end = due + seconds
+        async with asyncio.TaskGroup() as tasks:
+            while (due := due + self._draws.expovariate(calls_per_s)) < end:
+                await asyncio.sleep(max(0.0, due - time.perf_counter()))
+                tasks.create_task(one(free.pop(self._draws.randrange(len(free))), due))
+        return ms, failed
 
-        await during(WARM_UP_S, False)
-        told.send(None)
-        await during(load.seconds, True)
-    told.send((ms, failed))
+
+if __name__ == "__main__":
+    serve(_Caller)

@@ -23,9 +23,9 @@ from typing import Any
 
 from benchmarks.runner import DEMO, parser, say
 from benchmarks.table import markdown
-from headway.cluster.machine.child_processes import descendants
 from headway.events import GroupAdmitted, GroupSettled, RunResumed, RunStarted
 from headway.reports.record.events_file import read_events
+from headway.runtime.process_tree import descendants
 
 STRAGGLERS_S = 20.0
 """What a killed process started may take to notice it."""

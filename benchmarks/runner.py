@@ -79,6 +79,15 @@ def turns(contenders: Mapping[str, T], rounds: int, seconds: float = float("inf"
         yield from contenders.items()
 
 
+def cpu_seconds(pid: int) -> float:
+    """Return what a process has computed so far; 0 of one that has ended."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 # ------------------------------------------------------------------------------------------ runs of training
 
 
