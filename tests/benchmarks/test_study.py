@@ -12,20 +12,37 @@ import pytest
 from benchmarks import study_staleness
 from benchmarks.runner import DEMO
 from benchmarks.study_figure import THEME, draw, themed
-from benchmarks.study_runs import LOSSES, Kept, Result, Run, model_settings, read, runs
-from benchmarks.study_staleness import FULL, PAGE, QUICK, RATES, Study, conduct
-from benchmarks.study_tables import accuracy_table, by_cell, health_table, lag_range, time_table, write_into
+from benchmarks.study_staleness import (
+    FULL,
+    LOSSES,
+    PAGE,
+    QUICK,
+    RATES,
+    START,
+    Result,
+    Run,
+    accuracy_table,
+    by_cell,
+    conduct,
+    health_table,
+    lag_range,
+    read,
+    runs,
+    time_table,
+    write_into,
+)
+from benchmarks.table import markdown
 from headway.config.doctor.doctor import diagnose
 from headway.config.loading import load
 
-RUN = Run("naive", eta=4, lr=2e-4, seed=0)
+RUN = Run("naive PPO", eta=4, lr=2e-4, seed=0)
 
 
 def result(run: Run = RUN, *, final: float = 0.9, lag: float = 3.5, seconds: float = 20.0) -> Result:
     return Result(
         run=run,
-        updates=(0, 16, 48, 64),
-        accuracy=(0.5, 0.7, 0.8, final),
+        updates=[0, 16, 48, 64],
+        accuracy=[0.5, 0.7, 0.8, final],
         lag_mean=lag,
         lag_max=run.eta,
         ess_mean=0.9,
@@ -47,9 +64,9 @@ def grid() -> list[Result]:
 # ---------------------------------------------------------------------------------------------- the runs
 
 
-@pytest.mark.parametrize("run", [r for r in FULL.runs if r.seed == 0] + list(QUICK.runs), ids=lambda run: run.name)
+@pytest.mark.parametrize("run", [r for r in FULL if r.seed == 0] + list(QUICK), ids=lambda run: run.name)
 def test_every_setting_of_a_run_is_permitted_and_has_an_effect(run: Run, tmp_path: Path) -> None:
-    loaded = load(DEMO, [*model_settings(tmp_path), *run.settings()])
+    loaded = load(DEMO, [f"model.path={tmp_path}", *START, *run.settings()])
     diagnose(loaded)
     config = loaded.config
     assert config.groups_per_version == 16
@@ -59,8 +76,8 @@ def test_every_setting_of_a_run_is_permitted_and_has_an_effect(run: Run, tmp_pat
 
 
 def test_the_three_losses_differ_in_their_settings_alone() -> None:
-    loaded = {loss: load(DEMO, [*model_settings(Path("m")), *replace(RUN, loss=loss).settings()]) for loss in LOSSES}
-    naive, decoupled, truncated = (loaded[loss].config for loss in ("naive", "decoupled", "truncated_is"))
+    loaded = {loss: load(DEMO, ["model.path=m", *START, *replace(RUN, loss=loss).settings()]) for loss in LOSSES}
+    naive, decoupled, truncated = (loaded[loss].config for loss in LOSSES)
     assert naive.async_training.use_rollout_log_probs
     assert not decoupled.async_training.use_rollout_log_probs
     assert (naive.algorithm.policy_loss.loss_mode, naive.algorithm.rollout_correction.name) == ("ppo_clip", None)
@@ -70,13 +87,13 @@ def test_the_three_losses_differ_in_their_settings_alone() -> None:
 
 
 def test_a_version_has_several_optimizer_steps_because_after_one_the_losses_would_be_the_same() -> None:
-    config = load(DEMO, [*model_settings(Path("m")), *RUN.settings()]).config
+    config = load(DEMO, ["model.path=m", *START, *RUN.settings()]).config
     assert config.groups_per_version // config.actor.ppo_mini_batch_size > 1
 
 
 def test_every_run_of_a_study_has_a_name_of_its_own_and_seeds_come_one_after_the_other() -> None:
-    assert len({run.name for run in FULL.runs}) == len(FULL.runs)
-    order = [(RATES.index(run.lr), run.seed) for run in FULL.runs]
+    assert len({run.name for run in FULL}) == len(FULL)
+    order = [(RATES.index(run.lr), run.seed) for run in FULL]
     assert order == sorted(order), "a study that was stopped has whole rates, and whole seeds"
 
 
@@ -98,8 +115,8 @@ def test_a_result_is_read_from_the_runs_summary_and_metrics(tmp_path: Path) -> N
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert read(RUN, tmp_path, 12.0) == Result(
         run=RUN,
-        updates=(0, 16),
-        accuracy=(0.5, 0.75),
+        updates=[0, 16],
+        accuracy=[0.5, 0.75],
         lag_mean=1.5,
         lag_max=2,
         ess_mean=0.75,
@@ -119,41 +136,38 @@ def test_the_area_is_the_mean_of_the_piecewise_linear_curve() -> None:
 
 def test_accuracy_at_half_is_the_last_one_within_the_first_half() -> None:
     assert result().half == 0.7
-    assert replace(result(), updates=(0, 16, 32, 64)).half == 0.8
-
-
-def test_a_kept_result_comes_back_as_it_was(tmp_path: Path) -> None:
-    kept = Kept(tmp_path / "study", "model")
-    assert kept.get(RUN) is None
-    kept.put(result())
-    assert kept.get(RUN) == result()
-
-
-def test_a_result_of_other_settings_or_another_model_does_not_count(tmp_path: Path) -> None:
-    Kept(tmp_path, "model").put(result())
-    assert Kept(tmp_path, "another model").get(RUN) is None
-    longer = replace(RUN, versions=RUN.versions + 1)
-    assert longer.name == RUN.name
-    assert Kept(tmp_path, "model").get(longer) is None
+    assert replace(result(), updates=[0, 16, 32, 64]).half == 0.8
 
 
 def test_a_study_that_goes_on_runs_only_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"weights")
     ran: list[Run] = []
 
-    def execute(run: Run, model: Path, directory: Path) -> Result:
+    def execute(run: Run, model: Path) -> Result:
         if len(ran) == 2 and run not in ran:
             raise KeyboardInterrupt
         ran.append(run)
         return result(run)
 
     monkeypatch.setattr(study_staleness, "execute", execute)
-    study = Study(FULL.runs[:4], tmp_path / "kept", tmp_path / "figure.svg", None)
     with pytest.raises(KeyboardInterrupt):
-        conduct(study, tmp_path)
-    monkeypatch.setattr(study_staleness, "execute", lambda run, model, directory: ran.append(run) or result(run))
-    assert [r.run for r in conduct(study, tmp_path)] == list(study.runs)
-    assert ran == list(study.runs)
+        conduct(FULL[:4], tmp_path, tmp_path / "kept")
+    monkeypatch.setattr(study_staleness, "execute", lambda run, model: ran.append(run) or result(run))
+    assert conduct(FULL[:4], tmp_path, tmp_path / "kept") == [result(run) for run in FULL[:4]]
+    assert ran == list(FULL[:4])
+
+
+def test_a_result_of_other_settings_or_another_model_does_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[Run] = []
+    monkeypatch.setattr(study_staleness, "execute", lambda run, model: ran.append(run) or result(run))
+    longer = replace(RUN, versions=RUN.versions + 1)
+    assert longer.name == RUN.name
+    for weights, run in ((b"one", RUN), (b"one", longer), (b"another", longer), (b"another", longer)):
+        (tmp_path / "model.safetensors").write_bytes(weights)
+        conduct([run], tmp_path, tmp_path)
+    assert ran == [RUN, longer, longer]
 
 
 # ---------------------------------------------------------------------------------------------- tables, page, figure
@@ -162,10 +176,10 @@ def test_a_study_that_goes_on_runs_only_what_is_missing(tmp_path: Path, monkeypa
 def test_seeds_are_put_together_by_rate_η_and_loss() -> None:
     cells = by_cell(reversed(grid()))
     assert list(cells)[:4] == [
-        (1e-4, 0, "naive"),
-        (1e-4, 0, "decoupled"),
-        (1e-4, 0, "truncated_is"),
-        (1e-4, 4, "naive"),
+        (1e-4, 0, "naive PPO"),
+        (1e-4, 0, "decoupled PPO"),
+        (1e-4, 0, "truncated IS"),
+        (1e-4, 4, "naive PPO"),
     ]
     assert all([r.run.seed for r in same] == [0, 1] for same in cells.values())
 
@@ -177,14 +191,14 @@ def test_the_range_of_lags_is_one_number_where_the_runs_agree() -> None:
 
 def test_the_accuracy_table_has_each_seed_and_their_mean() -> None:
     first, second = result(final=0.7), result(replace(RUN, seed=1), final=0.9)
-    row = accuracy_table([second, first]).splitlines()[-1]
+    row = markdown(accuracy_table([second, first])).splitlines()[-1]
     area = (first.area + second.area) / 2
     assert row == f"| 0.0002 | 4 | naive PPO | 3.50 | 4 | 0.700 0.900 | **0.800** | 0.700 | {area:.3f} |"
 
 
 def test_the_health_table_has_means_and_the_worst_of_all_seeds() -> None:
     worse = replace(result(replace(RUN, seed=1)), ess_mean=0.7, ess_min=0.1, kl_mean=0.03, kl_max=0.5, skipped_steps=2)
-    row = health_table([result(), worse]).splitlines()[-1]
+    row = markdown(health_table([result(), worse])).splitlines()[-1]
     assert row == "| 0.0002 | 4 | naive PPO | 0.800 | 0.100 | 0.0200 | 0.500 | 5.0% | 2 |"
 
 
@@ -215,10 +229,10 @@ def test_a_page_without_a_blocks_marks_is_left_alone(tmp_path: Path) -> None:
 def test_the_studys_page_has_a_place_for_every_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = tmp_path / "page.md"
     page.write_text(PAGE.read_text(encoding="utf-8"), encoding="utf-8")
-    study = Study(tuple(runs((0, 4), (1e-4,), (0,))), tmp_path, tmp_path / "figure.svg", page)
-    monkeypatch.setattr(study_staleness, "FULL", study)
+    monkeypatch.setattr(study_staleness, "PAGE", page)
+    monkeypatch.setattr(study_staleness, "FIGURE", tmp_path / "figure.svg")
     monkeypatch.setattr(study_staleness, "model", lambda: tmp_path)
-    monkeypatch.setattr(study_staleness, "conduct", lambda study, model: [result(run) for run in study.runs])
+    monkeypatch.setattr(study_staleness, "conduct", lambda runs, model, kept: [result(run) for run in runs])
     study_staleness.main([])
     text = page.read_text(encoding="utf-8")
     assert all(header in text for header in ("| final, by seed |", "| ESS, mean |", "minutes for one seed"))
@@ -228,7 +242,7 @@ def test_the_figure_names_each_panels_measured_lag_and_every_loss(tmp_path: Path
     draw(grid(), tmp_path / "figure.svg")
     words = [e.text or "" for e in ElementTree.parse(tmp_path / "figure.svg").iter() if e.tag.endswith("}text")]
     assert words.count("η = 0: mean lag 0.00") == words.count("η = 4: mean lag 3.60") == 2
-    assert {loss.title for loss in LOSSES.values()} <= set(words)
+    assert set(LOSSES) <= set(words)
 
 
 def test_the_same_results_give_the_same_figure(tmp_path: Path) -> None:
