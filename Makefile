@@ -22,6 +22,7 @@
 # make bench-update   what updates of the weights cost, about 25 minutes   (ARGS="--models 1m --only broadcast")
 # make bench-rollout  generation against its peers, about 30 minutes  (ARGS="--quick", "--full", "--update --models 1m")
 # make bench-episodes what episodes of several turns cost, about 3 minutes   (ARGS="--quick", "--only prefixes")
+# make ways     files and calls that a group, a weight tensor and a tool-calling turn pass, in half a minute
 # make study-staleness     what stale data costs, by loss, about 17 minutes        (ARGS="--quick" for two minutes)
 # make docs     docs/configuration.md, from the schema
 # make site     the pages with their search and the reference of Python, into build/site: open build/site/index.html
@@ -59,7 +60,7 @@ TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PYT
 ENVIRONMENTS := vllm agents verifiers frameworks trackers
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-gpu wheelhouse test-slow test-all environments vllm-env test-vllm agents-env test-agents verifiers-env test-verifiers frameworks-env test-frameworks trackers-env test-trackers lint types layers pytest bench trl-env bench-trl bench-train bench-memory bench-update bench-rollout bench-episodes study-staleness docs site site-env format clean
+.PHONY: help setup demo test test-gpu wheelhouse test-slow test-all environments vllm-env test-vllm agents-env test-agents verifiers-env test-verifiers frameworks-env test-frameworks trackers-env test-trackers lint types layers pytest bench trl-env bench-trl bench-train bench-memory bench-update bench-rollout bench-episodes ways study-staleness docs site site-env format clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -229,6 +230,9 @@ bench-rollout: setup
 
 bench-episodes: setup
 	$(BIN)/python -m benchmarks.episodes $(ARGS)
+
+ways: setup
+	$(BIN)/python -m benchmarks.ways $(ARGS)
 
 study-staleness: setup
 	$(BIN)/python -m benchmarks.study_staleness $(ARGS)

@@ -183,7 +183,7 @@ class Elsewhere:
     async def close(self) -> None: ...
 
 
-def chats() -> tuple[Chats, list[int]]:
+def chats(template: str = TEMPLATE, said: str = SAID) -> tuple[Chats, list[int]]:
     """Chats of a tokenizer of bytes, in the format of ChatML, and the tokens of every answer."""
     special = ["<|im_start|>", "<|im_end|>"]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -192,9 +192,9 @@ def chats() -> tuple[Chats, list[int]]:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(special)
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", chat_template=TEMPLATE)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", chat_template=template)
     renderer = ChatRenderer(fast, {})
-    return Chats(renderer), [*renderer.encode(SAID).tolist(), min(renderer.end_ids)]
+    return Chats(renderer), [*renderer.encode(said).tolist(), min(renderer.end_ids)]
 
 
 async def play(workload: Workload, programs: Any) -> Measured:

@@ -17,6 +17,16 @@ T = TypeVar("T")
 class Channel(Generic[T]):
     """Queue of items, first in, first out. ``get`` gives None once the producer closed and all is taken; ``send`` gives
     False once the consumer closed.
+
+    Example:
+        >>> async def hand_over():
+        ...     channel = Channel("from Generate to Reward")
+        ...     await channel.send("group 0")
+        ...     channel.close()
+        ...     return await channel.get(), await channel.get()
+        >>> import asyncio
+        >>> asyncio.run(hand_over())
+        ('group 0', None)
     """
 
     def __init__(self, name: str) -> None:

@@ -29,7 +29,17 @@ class Signal:
 
 
 class Gate:
-    """Gate that its owner opens and shuts, and others wait for."""
+    """Gate that its owner opens and shuts, and others wait for.
+
+    Example:
+        >>> async def pass_through(gate):
+        ...     gate.set(False)
+        ...     asyncio.get_running_loop().call_soon(gate.set, True)
+        ...     await gate.until_open()
+        ...     return gate.is_open
+        >>> asyncio.run(pass_through(Gate()))
+        True
+    """
 
     def __init__(self) -> None:
         self.is_open = True

@@ -85,7 +85,15 @@ class OpenWork:
 
 
 class Progress:
-    """Progress of one worker. Written by the threads that work, read by one that does not."""
+    """Progress of one worker. Written by the threads that work, read by one that does not.
+
+    Example:
+        >>> progress = Progress(clock=iter([0.0, 5.0, 12.0]).__next__)
+        >>> with progress.working("train_step"):
+        ...     progress.advance("micro-batch 3 of 8")
+        ...     progress.heartbeat().doing
+        'train_step for 12 s (micro-batch 3 of 8), no progress for 7 s'
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

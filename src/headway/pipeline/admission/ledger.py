@@ -24,6 +24,17 @@ class Ledger:
     """Record of admitted groups: each is open until it is settled, once. Holds the prompts of the open ones.
 
     A second account has the groups' episodes: each has the fate of its group, or failed before.
+
+    Example:
+        >>> ledger = Ledger(episodes=2)
+        >>> number = ledger.admit("the prompt")
+        >>> ledger.settle(number, Fate.TRAINED)
+        >>> ledger.counts()["trained"], ledger.episode_counts()["trained"], ledger.open_numbers
+        (1, 2, [])
+        >>> ledger.settle(number, Fate.DROPPED)
+        Traceback (most recent call last):
+        ...
+        headway.errors.LedgerImbalance: group 0 cannot end as dropped: it is not open (admitted: 1)
     """
 
     def __init__(self, episodes: int = 1) -> None:

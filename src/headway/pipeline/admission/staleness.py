@@ -41,7 +41,20 @@ def lag_bound(eta: Fraction, groups_per_version: int, window: int | None, max_la
 
 @dataclass(slots=True)
 class Staleness:
-    """Counters behind the inequality that admits groups. Pure bookkeeping, which knows neither stages nor engines."""
+    """Counters behind the inequality that admits groups. Pure bookkeeping, which knows neither stages nor engines.
+
+    Example:
+        >>> staleness = Staleness(Fraction(1), groups_per_version=4, window=1, total=None, loaded={"rollout-0": 0})
+        >>> staleness.room, staleness.bound  # one version ahead
+        (8, 1)
+        >>> for _ in range(8):
+        ...     staleness.admit()
+        >>> staleness.room
+        0
+        >>> staleness.load("rollout-0", 1)
+        >>> staleness.room
+        4
+    """
 
     eta: Fraction
     groups_per_version: int

@@ -1,0 +1,21 @@
+"""The trace of a way through the files."""
+
+import numpy as np
+
+from benchmarks.ways import is_of_a_group, traced
+from headway.data.types import Prompt, RowAt, RowTokens, SampledTokens
+
+
+def test_a_way_has_the_functions_that_get_or_give_something_of_it_and_the_data_classes_that_hold_it() -> None:
+    prompt = Prompt(0, 3, 0, "", "", np.arange(3, dtype=np.int32))
+    with traced(is_of_a_group) as way:
+        prompt.trajectory_id(0)
+        row = RowTokens.answer(prompt.token_ids, SampledTokens.nothing())
+        RowAt(0, len(row.prompt_ids), len(row.ids)).index.bit_length()
+    called = [name for name in way.functions if not name.endswith("__init__")]
+    assert called == [
+        "data/types.py:Prompt.trajectory_id",
+        "data/types.py:SampledTokens.nothing",
+        "data/types.py:RowTokens.answer",
+    ]
+    assert (way.requests, way.results) == ({"Prompt", "TrajectoryId"}, {"SampledTokens", "RowTokens"})
