@@ -22,7 +22,7 @@ from headway.agents.episodes.episode_limits import EpisodeLimits, EpisodeTime, P
 from headway.agents.episodes.episode_tokens import EpisodeTokens, Prompted
 from headway.agents.episodes.request_dispatcher import Affinity, PendingRequest, RequestDispatcher
 from headway.agents.interface.program_messages import EpisodeEnd, Message, TurnRequest
-from headway.data.interfaces.rollout import FinishedCall, Priority, SamplingParams
+from headway.data.interfaces.rollout import FinishedCall, GenerateRequest, Priority, SamplingParams
 from headway.data.types import Conversation, FinishReason, RowAt, RowTokens, SampledTokens, TrajectoryId
 from headway.errors import EpisodeOver, HeadwayError, ProgramFailed, UserCodeError, WorkerDied, boundary
 from headway.runtime.task_groups import failure_ignored
@@ -84,16 +84,12 @@ class CallLog:
         logged = self._log.get(prompted.key)
         if logged is None:
             logged = _Logged(failure_ignored(asyncio.get_running_loop().create_future()))
+            sampling, key = self._ended_by(max_tokens, stop, stop_token_ids), prompted.key if self._log else 0
             logged.asked = PendingRequest(
-                self.id,
-                prompted.ids,
-                self._ended_by(max_tokens, stop, stop_token_ids),
+                GenerateRequest(0, self.id, prompted.ids, sampling, key, self._priority, goes_on=True),
                 self._home,
                 done=partial(self._finished, logged),
                 failed=partial(self._refused, logged),
-                priority=self._priority,
-                key=prompted.key if self._log else 0,
-                goes_on=True,
             )
             self._log[prompted.key] = logged
             self._calls.ask(logged.asked)

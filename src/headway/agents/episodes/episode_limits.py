@@ -15,88 +15,82 @@ from dataclasses import dataclass
 from headway.events import Span
 
 
+@dataclass(slots=True, eq=False)
 class Deadline:
-    """A callback that comes when its seconds are over, unless it is cancelled."""
+    """A callback that comes when its time is reached on a clock, unless it is cancelled."""
 
-    def __init__(self, clock: EpisodeClock, seconds: float, callback: Callable[[], object]) -> None:
-        self._clock = clock
-        self._left = seconds
-        self._callback = callback
-        self._timer: asyncio.TimerHandle | None = None
-
-    def run(self) -> None:
-        """Count the seconds that are left, from now on."""
-        self._timer = asyncio.get_running_loop().call_later(self._left, self._over)
-
-    def hold(self, now: float) -> None:
-        """Stop counting, at ``now`` on the loop's clock."""
-        if self._timer is not None:
-            self._left = max(0.0, self._timer.when() - now)
-            self._timer.cancel()
-            self._timer = None
-
-    def cancel(self) -> None:
-        """Forget the deadline. One that is over, or was cancelled, stays so."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        self._clock.forget(self)
-
-    def _over(self) -> None:
-        self._timer = None
-        self._clock.forget(self)
-        self._callback()
+    due: float
+    """Time on the clock."""
+    callback: Callable[[], object]
+    timer: asyncio.TimerHandle | None = None
 
 
 class EpisodeClock:
-    """The clock of an episode worker's episodes. It runs from the start; `stop` and `go_on` hold all deadlines and let
-    them run.
+    """The clock of a worker's episodes. It runs from the start; `stop` and `go_on` hold all deadlines and let them run.
 
-    clock = Clock()
-    step = clock.deadline(60, on_timeout)
-    clock.stop()            # the trainer has the devices
-    clock.go_on()           # the step has as many seconds left as before
-    step.cancel()
+    Example:
+        >>> async def late() -> list[str]:
+        ...     clock, said = EpisodeClock(), []
+        ...     clock.deadline(0.01, lambda: said.append("late"))
+        ...     clock.stop()                    # the trainer has the devices
+        ...     await asyncio.sleep(0.05)
+        ...     before = [*said]
+        ...     clock.go_on()                   # the deadline has as many seconds left as before
+        ...     await asyncio.sleep(0.05)
+        ...     return [*before, "then", *said]
+        >>> asyncio.run(late())
+        ['then', 'late']
     """
 
     def __init__(self) -> None:
         self._deadlines: dict[Deadline, None] = {}
-        self._running = True
         self._stood = 0.0
         """Seconds for which the clock stood still before."""
-        self._stopped = 0.0
-        """Time on the loop's clock of the last stop."""
+        self._stopped: float | None = None
+        """Time on the loop's clock of the last stop; None while the clock runs."""
 
     def time(self) -> float:
         """Seconds on this clock, which stands still between `stop` and `go_on`."""
-        return (asyncio.get_running_loop().time() if self._running else self._stopped) - self._stood
+        now = asyncio.get_running_loop().time() if self._stopped is None else self._stopped
+        return now - self._stood
 
     def deadline(self, seconds: float, callback: Callable[[], object]) -> Deadline:
         """Make a deadline that calls ``callback`` on the loop in ``seconds`` of this clock."""
-        deadline = Deadline(self, seconds, callback)
+        deadline = Deadline(self.time() + seconds, callback)
         self._deadlines[deadline] = None
-        if self._running:
-            deadline.run()
+        self._run(deadline)
         return deadline
 
-    def forget(self, deadline: Deadline) -> None:
-        """Keep ``deadline`` no more."""
+    def cancel(self, deadline: Deadline) -> None:
+        """Forget a deadline. One that is over, or was cancelled, stays so."""
         self._deadlines.pop(deadline, None)
+        if deadline.timer is not None:
+            deadline.timer.cancel()
 
     def stop(self) -> None:
         """Let time stand still. A clock that stands still stays so."""
-        if self._running:
-            self._running, self._stopped = False, asyncio.get_running_loop().time()
+        if self._stopped is None:
+            self._stopped = asyncio.get_running_loop().time()
             for deadline in self._deadlines:
-                deadline.hold(self._stopped)
+                if deadline.timer is not None:
+                    deadline.timer.cancel()
 
     def go_on(self) -> None:
         """Let time run again."""
-        if not self._running:
-            self._running = True
+        if self._stopped is not None:
             self._stood += asyncio.get_running_loop().time() - self._stopped
+            self._stopped = None
             for deadline in self._deadlines:
-                deadline.run()
+                self._run(deadline)
+
+    def _run(self, deadline: Deadline) -> None:
+        if self._stopped is None:
+            loop = asyncio.get_running_loop()
+            deadline.timer = loop.call_at(deadline.due + self._stood, self._over, deadline)
+
+    def _over(self, deadline: Deadline) -> None:
+        self._deadlines.pop(deadline, None)
+        deadline.callback()
 
 
 MOST_STEPS = 32
@@ -189,7 +183,7 @@ class EpisodeTime:
     def close(self) -> None:
         """Forget the episode's limit."""
         if self._whole is not None:
-            self._whole.cancel()
+            self.clock.cancel(self._whole)
 
     def _end(self) -> None:
         self.is_over = True
@@ -222,7 +216,7 @@ class ProgramSteps:
         """End the step, if one is under way."""
         if self._deadline is None:
             return
-        self._deadline.cancel()
+        self._time.clock.cancel(self._deadline)
         self._deadline = None
         spent = self._time.clock.time() - self._began
         self._time.environment_s += spent

@@ -27,7 +27,7 @@ from headway.agents.episodes.request_dispatcher import (
     nothing_sampled,
 )
 from headway.data.interfaces.episode_groups import FinishedGroup, GroupRequest
-from headway.data.interfaces.rollout import FinishedCall, Priority, SamplingParams
+from headway.data.interfaces.rollout import FinishedCall, GenerateRequest, Priority, SamplingParams
 from headway.data.types import (
     FinishReason,
     GroupTokens,
@@ -218,16 +218,15 @@ class EpisodeWorker:
 
     def _ask(self, group: _OpenGroup, k: int) -> None:
         """Make episode ``k`` by the program of one turn: one call."""
-        request = group.request
+        prompt, priority, n = group.request.prompt, group.request.priority, group.request.episodes
+        call = GenerateRequest(
+            0, prompt.trajectory_id(k), prompt.token_ids, group.sampling(k), priority=priority, together=n
+        )
         group.calls[k] = asked = PendingRequest(
-            request.prompt.trajectory_id(k),
-            request.prompt.token_ids,
-            group.sampling(k),
+            call,
             group.home,
             done=lambda asked, finished: self._on_finished(group, k, asked, finished),
             failed=lambda asked, error: self._on_failed(group, error),
-            priority=request.priority,
-            together=request.episodes,
         )
         self._calls.ask(asked)
 
@@ -298,7 +297,7 @@ class EpisodeWorker:
         for group in whole:
             try:
                 with boundary(f"{self.name}, group {group.request.number}", RunError):
-                    finished = _of_programs(group) if group.done else _of_answers(group, self._decode)
+                    finished = _whole(group, self._decode)
             except HeadwayError as error:
                 group.inbox.put_nowait(error)
             else:
@@ -310,7 +309,7 @@ class EpisodeWorker:
         for group in [group for group in groups if not group.aborted and group in self._groups]:
             group.aborted = True
             for asked in self._calls.abort(list(group.calls.values())):
-                self._on_finished(group, asked.trajectory.k, asked, nothing_sampled())
+                self._on_finished(group, asked.request.trajectory.k, asked, nothing_sampled())
             for k, (episode, task) in list(group.programs.items()):
                 task.cancel()
                 del group.programs[k]
@@ -334,49 +333,39 @@ def _trains(group: _OpenGroup) -> bool:
     return group.request.priority is Priority.TRAINING
 
 
-def _of_answers(group: _OpenGroup, decode: Callable[[Sequence[int]], str] | None) -> FinishedGroup:
-    """Put the episodes of one turn together, in order of k: once for the whole group, so that an answer that comes
-    alone costs no more than a look."""
+def _answer(group: _OpenGroup, k: int, decode: Callable[[Sequence[int]], str] | None) -> MadeEpisode:
+    """The episode of one turn that is answer ``k``."""
     prompt_ids = group.request.prompt.token_ids
+    asked, finished = group.answers[k]
+    tokens, length = finished.tokens, finished.length
+    ids = [] if tokens is None or decode is None else tokens.ids.tolist()
+    if ids and ids[-1] in group.sampling(k).stop_token_ids:
+        ids.pop()
+    trajectory = Trajectory(
+        id=asked.request.trajectory,
+        replica=asked.replica,
+        text="" if decode is None or not ids else decode(ids),
+        prompt_length=len(prompt_ids),
+        length=length,
+        finish_reason=finished.finish_reason,
+        version_spans=finished.version_spans,
+        started=finished.started,
+        finished=finished.finished,
+        rows=(RowAt(0, len(prompt_ids), length),) if length else (),
+    )
+    return MadeEpisode(trajectory, [RowTokens.answer(prompt_ids, tokens)] if length and tokens is not None else [])
+
+
+def _whole(group: _OpenGroup, decode: Callable[[Sequence[int]], str] | None) -> FinishedGroup:
+    """Put the episodes of ``group`` together, in order of k, and number their rows.
+
+    Answers are read here, all at once, so that one that comes alone costs no more than a look.
+    """
     trajectories: list[Trajectory] = []
     rows: list[RowTokens] = []
     count, simulated = 0, False
     for k in range(group.request.episodes):
-        asked, finished = group.answers[k]
-        tokens, length = finished.tokens, finished.length
-        ids = [] if tokens is None or decode is None else tokens.ids.tolist()
-        if ids and ids[-1] in group.sampling(k).stop_token_ids:
-            ids.pop()
-        trajectories.append(
-            Trajectory(
-                id=asked.trajectory,
-                replica=asked.replica,
-                text="" if decode is None or not ids else decode(ids),
-                prompt_length=len(prompt_ids),
-                length=length,
-                finish_reason=finished.finish_reason,
-                version_spans=finished.version_spans,
-                started=finished.started,
-                finished=finished.finished,
-                rows=(RowAt(count, len(prompt_ids), length),) if length else (),
-            )
-        )
-        if length:
-            count += 1
-            if tokens is None:
-                simulated = True
-            else:
-                rows.append(RowTokens.answer(prompt_ids, tokens))
-    return FinishedGroup(group.request.number, tuple(trajectories), None if simulated else GroupTokens(tuple(rows)))
-
-
-def _of_programs(group: _OpenGroup) -> FinishedGroup:
-    """Put the episodes of ``group`` together, in order of k, and number their rows."""
-    trajectories: list[Trajectory] = []
-    rows: list[RowTokens] = []
-    count, simulated = 0, False
-    for k in range(group.request.episodes):
-        made = group.done[k]
+        made = group.done[k] if group.done else _answer(group, k, decode)
         simulated |= len(made.rows) < len(made.trajectory.rows)
         numbered = tuple(replace(at, index=count + n) for n, at in enumerate(made.trajectory.rows))
         trajectories.append(replace(made.trajectory, rows=numbered) if count else made.trajectory)

@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
-from headway.data.interfaces.rollout import FinishedCall, GenerateRequest, Priority, SamplingParams
+from headway.data.interfaces.rollout import FinishedCall, GenerateRequest
 from headway.data.types import FinishReason, TrajectoryId
 from headway.errors import DataError, HeadwayError, RunError, WorkerDied, boundary
 from headway.runtime.task_groups import concurrently, end
@@ -194,19 +191,13 @@ class Affinity:
 class PendingRequest:
     """One call of the policy, from when it is wanted until its result is there."""
 
-    trajectory: TrajectoryId
-    input_ids: NDArray[np.int32]
-    sampling: SamplingParams
+    request: GenerateRequest
+    """What a replica is asked for; its number is chosen when it is sent."""
     home: Affinity
     done: Callable[[PendingRequest, FinishedCall], None]
     """Called with the result, that of an aborted call too."""
     failed: Callable[[PendingRequest, HeadwayError], None]
     """Called instead where an engine does not take the call, or the one replica for it is gone."""
-    priority: Priority = Priority.TRAINING
-    key: int = 0
-    goes_on: bool = False
-    together: int = 1
-    """See `headway.data.interfaces.rollout.GenerateRequest`."""
     replica: str = ""
     """The replica that has the call, or had it; empty before."""
     number: int = 0
@@ -248,17 +239,7 @@ class RequestDispatcher:
         self._asked += 1
         asked.number, asked.replica = self._asked, replica
         self._open[asked.number] = asked
-        call = GenerateRequest(
-            number=asked.number,
-            trajectory=asked.trajectory,
-            input_ids=asked.input_ids,
-            sampling=asked.sampling,
-            key=asked.key,
-            priority=asked.priority,
-            goes_on=asked.goes_on,
-            together=asked.together,
-        )
-        self._lines[replica].submit(call)
+        self._lines[replica].submit(replace(asked.request, number=asked.number))
 
     def abort(self, calls: Iterable[PendingRequest]) -> list[PendingRequest]:
         """End calls as they are: what replicas have of them comes back. Returns those that no replica has: they end
