@@ -58,7 +58,7 @@ class EpisodeBooks(Books):
         assert event.finished <= event.time
         if event.finish_reason == "aborted":
             return
-        last, limits = self.programs.last(self._id(event.number, event.k)), self.run.pipeline.config.rollout
+        last, limits = self.programs.last(self._id(event.number, event.k)), self.run.pipeline.config.agent
         assert event.turns == len(last.answers) <= limits.max_turns
         spans, ids = event.version_spans, last.ids
         ends = [start for start, _ in spans[1:]] + [event.tokens] * bool(spans)

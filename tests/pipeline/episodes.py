@@ -180,13 +180,13 @@ class EpisodeCase:
     runners: int
     drain: str
     limits: Mapping[str, Any]
-    """Values of the section ``rollout``."""
+    """Values of the section ``agent``."""
     max_length: int
     """Most tokens of a conversation."""
 
     def scenario(self) -> Scenario:
         scenario, told = self.case.scenario(), list[Token]()
-        scenario.sections["rollout"] = {"program": "game.py:play", **self.limits}
+        scenario.sections["agent"] = {"program": "game.py:play", **self.limits}
         scenario.sections["reports"] = {"activity_interval_s": 100.0}
         scenario.sections["data"] = {"max_prompt_length": 8, "max_response_length": self.max_length - 8}
         if self.case.on_update == "drain":
