@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import re
 from base64 import b64encode
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from hashlib import sha256
 from html import escape
 from importlib.resources import files
@@ -119,28 +119,16 @@ def _one_for_each_kind(short: list[LaneSpan]) -> Iterator[LaneSpan]:
         start = end
 
 
-class _Strings:
-    """Table of strings that stores each one once."""
-
-    def __init__(self) -> None:
-        self.places: dict[str, int] = {}
-
-    def place(self, text: str) -> int:
-        return self.places.setdefault(text, len(self.places))
-
-
-@dataclass(frozen=True, slots=True)
-class _Microseconds:
-    """Conversion of times to whole microseconds since ``origin``."""
-
-    origin: float
-
-    def __call__(self, time: float) -> int:
-        return round((time - self.origin) * 1e6)
+Clock = Callable[[float], int]
+"""Conversion of times to whole microseconds since the run's first event."""
 
 
 def page_data(timeline: Timeline, lanes: Sequence[Lane], resolution: float) -> dict[str, Any]:
-    strings, clock = _Strings(), _Microseconds(timeline.window[0])
+    strings = dict[str, int]()
+
+    def clock(time: float) -> int:
+        return round((time - timeline.window[0]) * 1e6)
+
     used = {span.kind for lane in lanes for span in lane.spans}
     kinds = [kind for kind in SpanKind if kind in used]
     thinned = [counter.thinned((timeline.window[1] - timeline.window[0]) / MAX_POINTS) for counter in timeline.counters]
@@ -165,12 +153,12 @@ def page_data(timeline: Timeline, lanes: Sequence[Lane], resolution: float) -> d
             }
             for counter in thinned
         ],
-        "strings": list(strings.places),
+        "strings": list(strings),
     }
 
 
 def _packed(
-    lane: Lane, timeline: Timeline, clock: _Microseconds, strings: _Strings, kinds: list[SpanKind]
+    lane: Lane, timeline: Timeline, clock: Clock, strings: dict[str, int], kinds: list[SpanKind]
 ) -> dict[str, Any]:
     """Pack a lane. ``spans`` holds four integers a span: time since the last one's end, length, kind, label."""
     spans: list[int] = []
@@ -180,7 +168,12 @@ def _packed(
         if end > start:
             # The reason is told where it says more than the label.
             reason = "" if span.reason is None or span.reason in span.label else f" ({span.reason})"
-            spans += (start - reached, end - start, kinds.index(span.kind), strings.place(span.label + reason))
+            spans += (
+                start - reached,
+                end - start,
+                kinds.index(span.kind),
+                strings.setdefault(span.label + reason, len(strings)),
+            )
             reached = end
     busy = busy_share(lane, timeline)
     return {"group": lane.group, "name": lane.name, "annotates": lane.annotates, "busy": busy, "spans": spans}
@@ -194,8 +187,10 @@ def busy_share(lane: Lane, timeline: Timeline) -> float | None:
     return max(1.0 - lane.idle_seconds(window) / told, 0.0)
 
 
-def _marks(timeline: Timeline, kind: MarkKind, clock: _Microseconds, strings: _Strings) -> dict[str, Any]:
-    points = [[clock(mark.time), strings.place(mark.label)] for mark in timeline.marks if mark.kind is kind]
+def _marks(timeline: Timeline, kind: MarkKind, clock: Clock, strings: dict[str, int]) -> dict[str, Any]:
+    points = [
+        [clock(mark.time), strings.setdefault(mark.label, len(strings))] for mark in timeline.marks if mark.kind is kind
+    ]
     return {"kind": kind, "name": ROWS.get(kind, kind), "row": kind in ROWS, "points": points}
 
 

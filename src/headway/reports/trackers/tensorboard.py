@@ -29,12 +29,9 @@ class TensorBoardFile:
     A failure is reported once and ends the writing: no method raises. A sample that is no text costs that sample alone.
     """
 
-    entry = remedy = ""
-
     def __init__(self, directory: Path, report: Callable[[str], None], setting: TrackerSetting | None = None) -> None:
         """Open a file. Earlier files lose their points of the version ``setting.undone_from`` and of later ones."""
         self._directory = directory
-        self.where = str(directory)
         self._report = report
         self._records: _Records | None = None
         self._version = 0
@@ -64,9 +61,6 @@ class TensorBoardFile:
     def on_summary(self, summary: dict[str, Any]) -> None:
         if (records := self._records) is not None:
             self._attempt(lambda: records.add_text(self._version, "summary", _as_code(summary)))
-
-    def on_model(self, folder: Path) -> None:
-        """Do nothing: TensorBoard has no artifacts."""
 
     def close(self, status: str = "") -> None:
         if (records := self._records) is not None:

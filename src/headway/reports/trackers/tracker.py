@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from headway.errors import RunError, cut, said_by
 
@@ -162,8 +162,8 @@ class NotKept(RunError):
     """Error of a tracker that found that it lost what it had taken: it is made anew, and told all of it again."""
 
 
-class Tracker(Protocol):
-    """Writer of one run into one tool.
+class Tracker:
+    """Writer of one run into one tool. By default each call does nothing.
 
         tracker = MlflowTracker(setting)                 a new entry, or the one of ``setting.entry``
         tracker.on_settings(setting.config)              once, after the entry is there
@@ -181,15 +181,16 @@ class Tracker(Protocol):
     A row's version may be lower than that of the row before: a validation that ended late has a row of its own.
     """
 
-    entry: str
+    entry = ""
     """Id by which a resumed run finds its entry again; empty where a tracker has none."""
-    where: str
+    where = ""
     """Place to look at the run: a URL, or a folder with the command that shows it."""
-    remedy: str
+    remedy = ""
     """Command that sends what the tracker has taken and not delivered; empty for the usual one."""
 
-    samples: HeldSamples
-    """Samples that wait here; empty where a tracker sends them at once, or takes none."""
+    def __init__(self) -> None:
+        self.samples = HeldSamples()
+        """Samples that wait here; empty where a tracker sends them at once, or takes none."""
 
     def on_settings(self, config: dict[str, Any]) -> None:
         """Take the run's settings by dotted key. Rows come whether or not they were taken."""

@@ -158,20 +158,8 @@ class Host:
                 self._name, TrackerSetting(**{**value, "folder": Path(value["folder"])})
             )
             return {"entry": tracker.entry, "where": tracker.where, "remedy": tracker.remedy}
-        if (tracker_ := self._tracker) is None:
-            return {}
-        match call:
-            case "on_settings":
-                tracker_.on_settings(value)
-            case "on_row":
-                tracker_.on_row(value)
-            case "on_sample":
-                tracker_.on_sample(value)
-            case "on_summary":
-                tracker_.on_summary(value)
-            case "on_model":
-                tracker_.on_model(Path(value))
-            case "close":
+        if (made := self._tracker) is not None:
+            if call == "close":
                 self._tracker = None
-                tracker_.close(value)
+            getattr(made, call)(Path(value) if call == "on_model" else value)
         return {}

@@ -19,7 +19,6 @@ from typing import Any
 from headway.errors import said_by
 from headway.reports.trackers.tracker import (
     COLUMNS,
-    HeldSamples,
     NotKept,
     Tracker,
     TrackerSetting,
@@ -30,10 +29,11 @@ from headway.reports.trackers.tracker import (
 )
 
 
-class WandbTracker:
+class WandbTracker(Tracker):
     """Tracker for W&B: a run, with a table of samples for each version."""
 
     def __init__(self, setting: TrackerSetting) -> None:
+        super().__init__()
         import wandb
 
         self._wandb = wandb
@@ -47,7 +47,6 @@ class WandbTracker:
         )
         self._run.define_metric("version", hidden=True)
         self._run.define_metric("*", step_metric="version")
-        self.samples = HeldSamples()
         files = Path(self._run.dir).parent
         self.entry: str = self._run.id
         self.remedy = f"wandb sync {files}"
@@ -97,10 +96,11 @@ AT_ONCE = 100
 STATUS = {"completed": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
 
 
-class MlflowTracker:
+class MlflowTracker(Tracker):
     """Tracker for MLflow: a run of an experiment, with a file of samples for each version."""
 
     def __init__(self, setting: TrackerSetting) -> None:
+        super().__init__()
         from mlflow import MlflowClient
         from mlflow.entities import Metric, Param, RunTag
 
@@ -112,8 +112,6 @@ class MlflowTracker:
         else:
             run = self._create(setting)  # from here on nothing may fail: who asked would make another run
         self.entry: str = run.info.run_id
-        self.remedy = ""
-        self.samples = HeldSamples()
         uri = str(self._client.tracking_uri)
         shown = f"{uri}/#/experiments/{run.info.experiment_id}/runs/{self.entry}"
         self.where = shown if uri.startswith("http") else f"run {self.entry} in {uri}"
@@ -191,14 +189,16 @@ LOST = ("could not be persisted", "may be dropped")
 """Words of the warnings with which trackio says that what it took is lost."""
 
 
-class TrackioTracker:
-    """Tracker for trackio: a run with a name that no other of its project has, by which it is found again.
+class TrackioTracker(Tracker):
+    """Tracker for trackio: a run with a name that no other of its project has, by which it is found again. It takes the
+    settings when a run begins.
 
     trackio writes in a thread, and only warns where that fails, once for each kind: the first of its warnings is raised
     by the next call, as `NotKept` where it says that something is lost.
     """
 
     def __init__(self, setting: TrackerSetting) -> None:
+        super().__init__()
         import trackio
 
         self._trackio = trackio
@@ -209,13 +209,8 @@ class TrackioTracker:
         self._run = trackio.init(
             project=setting.project, name=self.entry, config=setting.config, resume=resume, embed=False
         )
-        self.remedy = ""
         self.where = f"trackio show --project {setting.project}"
         self._newest = 0
-        self.samples = HeldSamples()
-
-    def on_settings(self, config: dict[str, Any]) -> None:
-        """Do nothing: trackio takes the settings when a run begins."""
 
     def on_row(self, row: dict[str, Any]) -> None:
         self._raise_trouble()
@@ -264,10 +259,11 @@ def _free_name(trackio: Any, setting: TrackerSetting) -> str:
 PREFIX = "headway_"
 
 
-class PrometheusTracker:
-    """Exporter of the run's figures. Its only label is ``run``, the run's name."""
+class PrometheusTracker(Tracker):
+    """Exporter of the run's figures, and of nothing else. Its only label is ``run``, the run's name."""
 
     def __init__(self, setting: TrackerSetting) -> None:
+        super().__init__()
         from prometheus_client import CollectorRegistry, Gauge, start_http_server
 
         self._gauge = Gauge
@@ -275,7 +271,6 @@ class PrometheusTracker:
         self._gauges: dict[str, Any] = {}
         self._run = setting.name
         self._newest = -1
-        self.samples = HeldSamples()
         try:
             self._server, self._thread = start_http_server(
                 setting.prometheus_port, addr=setting.prometheus_host, registry=self._registry
@@ -283,26 +278,13 @@ class PrometheusTracker:
         except OSError as cause:
             place = f"{setting.prometheus_host}:{setting.prometheus_port}"
             raise OSError(f"cannot listen on {place} ({cause.strerror or cause})") from cause
-        self.entry = self.remedy = ""
         self.where = f"http://{setting.prometheus_host}:{self._server.server_port}/metrics"
-
-    def on_settings(self, config: dict[str, Any]) -> None:
-        """Do nothing: Prometheus has no texts."""
 
     def on_row(self, row: dict[str, Any]) -> None:
         self._newest = max(self._newest, row["version"])
         self._set("version", "version of the newest row", self._newest)
         for name, value in scalars(row).items():
             self._set(name, f"{name} of the newest version that has it", value)
-
-    def on_sample(self, sample: dict[str, Any]) -> None:
-        """Do nothing: Prometheus has no texts."""
-
-    def on_summary(self, summary: dict[str, Any]) -> None:
-        """Do nothing: the port closes with the run, before anybody could scrape it."""
-
-    def on_model(self, folder: Path) -> None:
-        """Do nothing: Prometheus has no artifacts."""
 
     def close(self, status: str) -> None:
         self._server.shutdown()
@@ -331,27 +313,16 @@ ADDRESSES: Mapping[str, tuple[str, ...]] = {
 """Variables that say where a tracker is, which is named where it does not answer."""
 
 
+TRACKERS: Mapping[str, Callable[[TrackerSetting], Tracker]] = {
+    "wandb": WandbTracker,
+    "mlflow": MlflowTracker,
+    "trackio": TrackioTracker,
+    "prometheus": PrometheusTracker,
+}
+
+
 def make_tracker(name: str, setting: TrackerSetting) -> Tracker:
     """Make the tracker ``name``, which imports its package. Raises `ValueError` for a name that is not known."""
-    return _class(name)(setting)
-
-
-def _class(name: str) -> Callable[[TrackerSetting], Tracker]:
-    match name:
-        case "wandb":
-            from headway.reports.trackers.tracker_tools import WandbTracker
-
-            return WandbTracker
-        case "mlflow":
-            from headway.reports.trackers.tracker_tools import MlflowTracker
-
-            return MlflowTracker
-        case "trackio":
-            from headway.reports.trackers.tracker_tools import TrackioTracker
-
-            return TrackioTracker
-        case "prometheus":
-            from headway.reports.trackers.tracker_tools import PrometheusTracker
-
-            return PrometheusTracker
-    raise ValueError(f"no tracker {name!r}; there are tensorboard, {', '.join(PACKAGES)}")
+    if name not in TRACKERS:
+        raise ValueError(f"no tracker {name!r}; there are tensorboard, {', '.join(PACKAGES)}")
+    return TRACKERS[name](setting)
