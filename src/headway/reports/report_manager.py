@@ -22,20 +22,10 @@ from typing import Any
 
 from rich.console import Console
 
+from headway import events
 from headway.config.schema import Config
 from headway.errors import UserError
-from headway.events import (
-    Event,
-    GroupAdmitted,
-    GroupRewarded,
-    GroupSettled,
-    Observer,
-    RunResumed,
-    RunStarted,
-    StageChanged,
-    TrajectoryFinished,
-    VersionReached,
-)
+from headway.events import Event, Observer
 from headway.reports.checkpoint_folders import Checkpoints
 from headway.reports.live.console_view import ConsoleView, FinishedFiles, report_end
 from headway.reports.live.live_view import Cell, LiveView
@@ -55,7 +45,7 @@ from headway.reports.trackers.tracker_set import open_trackers
 
 Lock = AbstractContextManager[Any]
 
-MANY = (TrajectoryFinished, StageChanged, GroupAdmitted, GroupRewarded, GroupSettled)
+MANY = (events.TrajectoryFinished, events.StageChanged, events.GroupAdmitted, events.GroupRewarded, events.GroupSettled)
 """Events that come with every group. They wait a moment for others: handled in between the run's own work, each of them
 finds none of the reports' code in the core's cache."""
 MOST_WAITING = 512
@@ -74,7 +64,7 @@ class RunClock:
     _ahead: float | None = None
 
     def read(self, event: Event) -> Event:
-        if isinstance(event, RunStarted):
+        if isinstance(event, events.RunStarted):
             self._ahead = self.boundary - event.time
         return event.later(self.boundary - event.time if self._ahead is None else self._ahead)
 
@@ -138,7 +128,7 @@ class Reports:
             late = event.time - waiting[0].time >= WAIT_S
             if late or len(waiting) >= MOST_WAITING or not isinstance(event, MANY):
                 self._hand_on()
-            if isinstance(event, RunStarted):
+            if isinstance(event, events.RunStarted):
                 self._trackers.start()
 
     def _hand_on(self) -> None:
@@ -150,10 +140,10 @@ class Reports:
             for observer in self._observers:
                 observer.on_event(event)
             lines = self._events.lines
-            if isinstance(event, VersionReached) and lines is not None and self._events.told == event.version:
+            if isinstance(event, events.VersionReached) and lines is not None and self._events.told == event.version:
                 self._keep_state(event, lines)
 
-    def _keep_state(self, event: VersionReached, lines: int) -> None:
+    def _keep_state(self, event: events.VersionReached, lines: int) -> None:
         """Keep the metrics' state for readers. Only its copy is made here; it is written beside the run.
 
         None is kept while a slow disk is behind: the run never waits for it.
@@ -347,7 +337,7 @@ def reopen_reports(
         samples.replace(directory.samples)
     directory.summary.unlink(missing_ok=True)  # it tells of an end that is none any more
     reports = Reports(config, directory, lock, console, metrics, clock=RunClock(boundary), purge_step=last + 1)
-    reports.emit(RunResumed(time=boundary, version=version, times=resumed))
+    reports.emit(events.RunResumed(time=boundary, version=version, times=resumed))
     return reports
 
 

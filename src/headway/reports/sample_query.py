@@ -13,23 +13,22 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from headway import events
 from headway.errors import ConfigError, DataError
-from headway.events import (
-    Event,
-    FetchTaken,
-    GroupAdmitted,
-    GroupRewarded,
-    GroupSettled,
-    RunStarted,
-    TrajectoryFinished,
-)
+from headway.events import Event
 from headway.reports.metrics.group_tally import FATES, IN_FLIGHT
 from headway.reports.report import events_file_of, events_of, not_yet
 from headway.reports.run_directory import RunDirectory
 from headway.reports.samples.samples_file import mean_of, read_samples
 from headway.reports.terminal import visible
 
-OF_A_GROUP = (GroupAdmitted, TrajectoryFinished, GroupRewarded, FetchTaken, GroupSettled)
+OF_A_GROUP = (
+    events.GroupAdmitted,
+    events.TrajectoryFinished,
+    events.GroupRewarded,
+    events.FetchTaken,
+    events.GroupSettled,
+)
 ALL_FATES = (*FATES, IN_FLIGHT)
 
 Sample = dict[str, Any]
@@ -51,11 +50,11 @@ class Listed:
 class GroupHistory:
     """Account of a group by its run's record, which has all but what was said."""
 
-    admitted: GroupAdmitted
-    episodes: list[TrajectoryFinished] = field(default_factory=list)
-    rewarded: GroupRewarded | None = None
-    taken: FetchTaken | None = None
-    settled: GroupSettled | None = None
+    admitted: events.GroupAdmitted
+    episodes: list[events.TrajectoryFinished] = field(default_factory=list)
+    rewarded: events.GroupRewarded | None = None
+    taken: events.FetchTaken | None = None
+    settled: events.GroupSettled | None = None
     kept: str = ""
     """One sentence: why there is no text, and how there would be."""
 
@@ -67,12 +66,12 @@ class GroupHistory:
         return replace(self, episodes=[one for one in self.episodes if one.k == k])
 
     def to_json(self) -> dict[str, Any]:
-        events = [self.admitted, *self.episodes, self.rewarded, self.taken, self.settled]
+        told = [self.admitted, *self.episodes, self.rewarded, self.taken, self.settled]
         return {
             "group": self.admitted.number,
             "sample": None,
             "why": self.kept,
-            "events": [event.to_json() for event in events if event is not None],
+            "events": [event.to_json() for event in told if event is not None],
         }
 
 
@@ -189,15 +188,15 @@ def _story(run: Path, number: int, damaged: list[int]) -> GroupHistory:
     story: GroupHistory | None = None
     for event in events_of(run, OF_A_GROUP, number):
         match event:
-            case GroupAdmitted(number=n) if n == number:
+            case events.GroupAdmitted(number=n) if n == number:
                 story = GroupHistory(event)
-            case TrajectoryFinished(number=n) if n == number and story is not None:
+            case events.TrajectoryFinished(number=n) if n == number and story is not None:
                 story.episodes.append(event)
-            case GroupRewarded(number=n) if n == number and story is not None:
+            case events.GroupRewarded(number=n) if n == number and story is not None:
                 story.rewarded = event
-            case FetchTaken() if number in event.numbers and story is not None:
+            case events.FetchTaken() if number in event.numbers and story is not None:
                 story.taken = event
-            case GroupSettled(number=n) if n == number and story is not None:
+            case events.GroupSettled(number=n) if n == number and story is not None:
                 story.settled = event
     if story is None:
         raise ConfigError(_never_admitted(run, number))
@@ -250,7 +249,7 @@ def _last_admitted(run: Path) -> int | None:
     empty = True
     for event in _starts_and_admissions(run):
         empty = False
-        if isinstance(event, GroupAdmitted):
+        if isinstance(event, events.GroupAdmitted):
             last = event.number
     if empty:  # an empty record has a message of its own
         next(events_of(run), None)
@@ -258,7 +257,7 @@ def _last_admitted(run: Path) -> int | None:
 
 
 def _starts_and_admissions(run: Path) -> Iterator[Event]:
-    return events_of(run, (RunStarted, GroupAdmitted))
+    return events_of(run, (events.RunStarted, events.GroupAdmitted))
 
 
 def _drawn_per_version(run: Path) -> int | None:

@@ -15,21 +15,8 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from headway.events import (
-    CheckpointSaved,
-    EpisodeWorkerLost,
-    Event,
-    Note,
-    PromptsLeftOut,
-    ReplicaJoined,
-    ReplicaLost,
-    RunFinished,
-    RunResumed,
-    RunStarted,
-    UpdateRetried,
-    ValidationFinished,
-    VersionReached,
-)
+from headway import events
+from headway.events import Event
 from headway.reports import human
 from headway.reports.live.panel import SnapshotTaker
 from headway.runtime.logs import DriverLog
@@ -57,21 +44,21 @@ class PlainView:
     def on_event(self, event: Event) -> None:
         self._snapshots.on_event(event)
         match event:
-            case RunStarted():
+            case events.RunStarted():
                 self._line(started_line(event))
-            case ValidationFinished():
+            case events.ValidationFinished():
                 self._line(validation_line(event))
-            case PromptsLeftOut():
+            case events.PromptsLeftOut():
                 self._line(left_out_line(event))
-            case ReplicaLost() | EpisodeWorkerLost():
+            case events.ReplicaLost() | events.EpisodeWorkerLost():
                 self._line(f"warning: {lost_line(event)}")
-            case Note():
+            case events.Note():
                 self._line(event.text if event.level == "info" else f"{event.level}: {event.text}")
-            case RunResumed():
+            case events.RunResumed():
                 self._told_below = event.version
-            case RunFinished(status="failed"):
+            case events.RunFinished(status="failed"):
                 self._line(f"failed at version {event.version}")  # why is said once, by the error that ends the command
-            case RunFinished():
+            case events.RunFinished():
                 self._line(f"{event.status}" + (f": {event.reason}" if event.reason else ""))
 
     def on_row(self, row: dict[str, Any]) -> None:
@@ -107,7 +94,7 @@ class PlainView:
         self._console.print(Text(f"{stamp}  {text}"), soft_wrap=True)
 
 
-def started_line(event: RunStarted) -> str:
+def started_line(event: events.RunStarted) -> str:
     total = "" if event.total_groups is None else f" of {human.count(event.total_groups)}"
     bound = "no bound on lag" if event.lag_bound is None else f"lag at most {event.lag_bound}"
     return (
@@ -116,15 +103,15 @@ def started_line(event: RunStarted) -> str:
     )
 
 
-def lost_line(event: ReplicaLost | EpisodeWorkerLost) -> str:
+def lost_line(event: events.ReplicaLost | events.EpisodeWorkerLost) -> str:
     match event:
-        case ReplicaLost():
+        case events.ReplicaLost():
             return f"{event.replica} is lost, what it was generating runs again elsewhere: {event.reason}"
-        case EpisodeWorkerLost():
+        case events.EpisodeWorkerLost():
             return f"{event.worker} is lost, the groups that it had not handed on are made again: {event.reason}"
 
 
-def left_out_line(event: PromptsLeftOut) -> str:
+def left_out_line(event: events.PromptsLeftOut) -> str:
     if event.reason != "too_long":
         rows = "row was" if event.count == 1 else "rows were"
         why = f": {event.why}" if event.why else ""
@@ -136,7 +123,7 @@ def left_out_line(event: PromptsLeftOut) -> str:
     )
 
 
-def validation_line(event: ValidationFinished) -> str:
+def validation_line(event: events.ValidationFinished) -> str:
     failed = f", {human.count(event.failed)} failed" if event.failed else ""
     if event.failed_episodes:
         failed += f", failed episodes not counted: {human.count(event.failed_episodes)}"
@@ -150,8 +137,15 @@ def validation_line(event: ValidationFinished) -> str:
 
 
 logger = logging.getLogger(__name__)
-WARNINGS = (ReplicaLost, EpisodeWorkerLost, UpdateRetried)
-TOLD = (RunStarted, RunResumed, VersionReached, CheckpointSaved, ReplicaJoined, RunFinished)
+WARNINGS = (events.ReplicaLost, events.EpisodeWorkerLost, events.UpdateRetried)
+TOLD = (
+    events.RunStarted,
+    events.RunResumed,
+    events.VersionReached,
+    events.CheckpointSaved,
+    events.ReplicaJoined,
+    events.RunFinished,
+)
 
 
 class EventLog:
@@ -162,9 +156,9 @@ class EventLog:
 
     def on_event(self, event: Event) -> None:
         match event:
-            case Note(level=level, text=text):
+            case events.Note(level=level, text=text):
                 logger.log(logging.INFO if level == "info" else logging.WARNING, text)
-            case RunFinished(status="failed"):
+            case events.RunFinished(status="failed"):
                 logger.error("%s", event)
             case _ if isinstance(event, WARNINGS):
                 logger.warning("%s", event)

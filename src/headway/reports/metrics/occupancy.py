@@ -21,14 +21,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import inf
 
-from headway.events import (
-    ReplicaActivity,
-    ReplicaJoined,
-    ReplicaLost,
-    Span,
-    StageChanged,
-    TrainerBusy,
-)
+from headway import events
+from headway.events import Span
 from headway.reports.metrics.intervals import IntervalUnion, Spread, complement, intersection, length
 
 TRAINER_STAGE = "ActorTrain"
@@ -89,10 +83,10 @@ class TrainerTime:
     known_until: float = inf
     """Time up to which the trainer's work is known: infinite while it computes nothing."""
 
-    def stage_changed(self, event: StageChanged) -> None:
+    def stage_changed(self, event: events.StageChanged) -> None:
         self.known_until = event.time if event.state in ("processing", "waiting_output") else inf
 
-    def report(self, event: TrainerBusy) -> None:
+    def report(self, event: events.TrainerBusy) -> None:
         if event.what in TRAINER_WORK:
             self.busy.add(event.span)
         if self.known_until < inf:
@@ -194,15 +188,15 @@ class Occupancy:
                 replica.lost, replica.last_report = inf, max(replica.last_report, time)
             replica.slots = count
 
-    def join(self, event: ReplicaJoined) -> None:
+    def join(self, event: events.ReplicaJoined) -> None:
         self.replicas[event.replica] = self._replica(event.slots, joined=event.time)
 
-    def lose(self, event: ReplicaLost) -> None:
+    def lose(self, event: events.ReplicaLost) -> None:
         """Note the time of a replica's loss. A replica that never joined is ignored."""
         if (replica := self.replicas.get(event.replica)) is not None:
             replica.lost = event.time
 
-    def replica_active(self, event: ReplicaActivity) -> None:
+    def replica_active(self, event: events.ReplicaActivity) -> None:
         replica = self.replicas.setdefault(event.replica, self._replica(0))
         replica.last_report = max(replica.last_report, event.time)
         for span in event.busy:
@@ -211,7 +205,7 @@ class Occupancy:
             start, end = min(s for s, _ in event.busy), max(e for _, e in event.busy)
             replica.slot_time.add((start, end), event.slot_seconds)
 
-    def stage_changed(self, event: StageChanged) -> None:
+    def stage_changed(self, event: events.StageChanged) -> None:
         if event.stage == TRAINER_STAGE:
             self.trainer.stage_changed(event)
         before = self.stages.get(event.stage)

@@ -17,33 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from headway.events import (
-    CheckpointSaved,
-    CriticStepped,
-    Event,
-    FetchTaken,
-    GroupAdmitted,
-    GroupRewarded,
-    GroupSettled,
-    LeaseChanged,
-    Note,
-    OptimizerStepped,
-    PromptsLeftOut,
-    ReplicaActivity,
-    ReplicaJoined,
-    ReplicaLost,
-    RunFinished,
-    RunResumed,
-    RunStarted,
-    Span,
-    StageChanged,
-    TrainerBusy,
-    TrajectoryFinished,
-    UpdateFinished,
-    UpdatePhase,
-    ValidationFinished,
-    WorkerDescribed,
-)
+from headway import events
+from headway.events import Event, Span
 from headway.reports.metrics.group_tally import GroupTally
 from headway.reports.metrics.occupancy import Occupancy
 from headway.reports.metrics.run_sums import Evaluations, Pace, UpdateSums
@@ -87,11 +62,11 @@ class RunMetrics:
     def __init__(self, sinks: Sequence[RowSink] = ()) -> None:
         self.tally = GroupTally()
         self.occupancy = Occupancy()
-        self.started: RunStarted | None = None
+        self.started: events.RunStarted | None = None
         """The run's start event, updated when the run is resumed; None before it."""
         self.first: float | None = None
         """Time of the first event; None before it."""
-        self.finished: RunFinished | None = None
+        self.finished: events.RunFinished | None = None
         self.resumed = 0
         """Number of times that the run was resumed."""
         self.version = 0
@@ -103,7 +78,7 @@ class RunMetrics:
         self.left_out: dict[str, dict[str, dict[str, int]]] = {}
         """Part (training or held-out) → source → reason → number of rows that were left out."""
         self.warnings: list[str] = []
-        self.workers: dict[str, WorkerDescribed] = {}
+        self.workers: dict[str, events.WorkerDescribed] = {}
         """Descriptions of the workers, by name."""
         self.totals = RunTotals()
         self.pace = Pace()
@@ -131,59 +106,59 @@ class RunMetrics:
         if self.first is None:
             self.first = event.time
         match event:
-            case StageChanged():
+            case events.StageChanged():
                 self.occupancy.stage_changed(event)
                 self._hand_out_known()
-            case TrajectoryFinished():
+            case events.TrajectoryFinished():
                 self._on_trajectory(event)
-            case GroupAdmitted():
+            case events.GroupAdmitted():
                 self._on_admitted(event)
-            case GroupRewarded():
+            case events.GroupRewarded():
                 self.tally.reward(event)
                 self._row(self.version).generated_rewards += event.rewards
-            case GroupSettled():
+            case events.GroupSettled():
                 self._on_settled(event)
-            case ReplicaActivity():
+            case events.ReplicaActivity():
                 self._on_activity(event)
-            case ReplicaJoined():
+            case events.ReplicaJoined():
                 self.occupancy.join(event)
                 self.served[event.replica] = event.version
-            case ReplicaLost():
+            case events.ReplicaLost():
                 self.occupancy.lose(event)
                 self.served.pop(event.replica, None)
-            case TrainerBusy():
+            case events.TrainerBusy():
                 self.occupancy.trainer.report(event)
                 self._hand_out_known()
-            case CheckpointSaved():
+            case events.CheckpointSaved():
                 self.occupancy.saves.add(event.span)
-            case WorkerDescribed():
+            case events.WorkerDescribed():
                 self.workers[event.worker] = event
-            case FetchTaken():
+            case events.FetchTaken():
                 self._on_fetch(event)
-            case OptimizerStepped():
+            case events.OptimizerStepped():
                 self._on_step(event)
-            case CriticStepped():
+            case events.CriticStepped():
                 self._row(max(event.version, self._closed_below)).add_critic_step(event)
-            case UpdatePhase():
+            case events.UpdatePhase():
                 self._on_phase(event)
-            case UpdateFinished():
+            case events.UpdateFinished():
                 self._on_update(event)
-            case LeaseChanged():
+            case events.LeaseChanged():
                 self.lease_validation_s += event.validation_s
-            case ValidationFinished():
+            case events.ValidationFinished():
                 self._on_validation(event)
-            case RunStarted():
+            case events.RunStarted():
                 self._on_started(event)
-            case RunResumed():
+            case events.RunResumed():
                 self.resumed, self.version = event.times, max(self.version, event.version)
-            case RunFinished():
+            case events.RunFinished():
                 self.finished = event
                 self._close_rows(event.time, below=None)
                 self._hand_out_all()
-            case PromptsLeftOut():
+            case events.PromptsLeftOut():
                 of_source = self.left_out.setdefault(event.part, {}).setdefault(event.source, {})
                 of_source[event.reason] = event.count
-            case Note(level="warning") if len(self.warnings) < KEPT_WARNINGS:
+            case events.Note(level="warning") if len(self.warnings) < KEPT_WARNINGS:
                 self.warnings.append(event.text)
 
     def close(self) -> None:
@@ -191,7 +166,7 @@ class RunMetrics:
         self._close_rows(self._last_step, below=None)
         self._hand_out_all()
 
-    def _on_started(self, event: RunStarted) -> None:
+    def _on_started(self, event: events.RunStarted) -> None:
         """Note a start, first or resumed: workers are new, and have the initial model until the first update."""
         self.tally.start(event)
         if self.started is None:
@@ -202,24 +177,24 @@ class RunMetrics:
         self.started = event
         self.served = dict.fromkeys(event.slots, 0)
 
-    def _on_admitted(self, event: GroupAdmitted) -> None:
+    def _on_admitted(self, event: events.GroupAdmitted) -> None:
         self.tally.admit(event)
         if self._first_admission is None:
             self._first_admission = self._row_opened = self._rollouter_cut = event.time
             self.pace.begin(event.time)
             self.occupancy.begin(event.time)
 
-    def _on_trajectory(self, event: TrajectoryFinished) -> None:
+    def _on_trajectory(self, event: events.TrajectoryFinished) -> None:
         self.tally.finish_trajectory(event)
         self._row(self.version).add_finished(event)
         self.totals.add_finished(event)
 
-    def _on_activity(self, event: ReplicaActivity) -> None:
+    def _on_activity(self, event: events.ReplicaActivity) -> None:
         self.occupancy.replica_active(event)
         self._row(self.version).add_activity(event)
         self.totals.add_activity(event)
 
-    def _on_settled(self, event: GroupSettled) -> None:
+    def _on_settled(self, event: events.GroupSettled) -> None:
         group = self.tally.settle(event)
         if group is None:
             return
@@ -235,27 +210,27 @@ class RunMetrics:
             self.lags[event.lag] += 1
         self._row(self.version if group.taken_at is None else group.taken_at).add_trained(group, event.lag)
 
-    def _on_fetch(self, event: FetchTaken) -> None:
+    def _on_fetch(self, event: events.FetchTaken) -> None:
         self.tally.take(event)
         self.occupancy.trainer_waits.add(event.waited)
         if event.numbers:
             self.totals.fetches += 1
             self.pace.took(event.time, len(event.numbers), self.started.groups_per_version if self.started else 1)
 
-    def _on_step(self, event: OptimizerStepped) -> None:
+    def _on_step(self, event: events.OptimizerStepped) -> None:
         self._row(event.version).add_step(event)
         self.totals.count_step(event)
         if self._last_step is None or event.time > self._last_step:
             self._last_step = event.time
             self.updates.stepped(event.time)
 
-    def _on_phase(self, event: UpdatePhase) -> None:
+    def _on_phase(self, event: events.UpdatePhase) -> None:
         # A probe on shared devices may come when its update's row is closed: it then counts in the next one.
         self._row(max(event.version - 1, self._closed_below)).phases.add(event)
         if event.phase == "load" and event.where in self.served:
             self.served[event.where] = event.version
 
-    def _on_update(self, event: UpdateFinished) -> None:
+    def _on_update(self, event: events.UpdateFinished) -> None:
         self.version = max(self.version, event.version)
         row = self._row(event.version - 1)
         row.update = event
@@ -264,7 +239,7 @@ class RunMetrics:
         self._close_rows(event.time, below=event.version)
         self._hand_out_known()
 
-    def _on_validation(self, event: ValidationFinished) -> None:
+    def _on_validation(self, event: events.ValidationFinished) -> None:
         """Take a validation's scores. If its version's row was closed meanwhile, they become a row of their own."""
         self.evaluations.add(event)
         if event.version < self._closed_below:

@@ -12,15 +12,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
-from headway.events import (
-    CriticStepped,
-    OptimizerStepped,
-    ReplicaActivity,
-    TrajectoryFinished,
-    UpdateFinished,
-    UpdatePhase,
-    ValidationFinished,
-)
+from headway import events
 from headway.reports.metrics.group_tally import GroupRecord, partial_span
 
 ENVIRONMENT_S = "environment_s"
@@ -33,7 +25,7 @@ MOST_OWN = 100
 """Most names of a program's own numbers that are reported: each is a series, and a program may invent any number."""
 
 
-def is_of_program(event: TrajectoryFinished) -> bool:
+def is_of_program(event: events.TrajectoryFinished) -> bool:
     """Tell whether a program made the episode. False for an aborted one, which does not show it."""
     return ENVIRONMENT_S in event.metrics
 
@@ -103,7 +95,7 @@ class EpisodeSums:
         """Share of the episodes' time in which their programs worked; None where it is unknown."""
         return min(self.environment_s.total / self.seconds, 1.0) if self.seconds > 0 else None
 
-    def add(self, event: TrajectoryFinished) -> None:
+    def add(self, event: events.TrajectoryFinished) -> None:
         """Add an episode for which `is_of_program` holds."""
         numbers = event.metrics
         self.turns.add(event.turns)
@@ -169,7 +161,7 @@ class PhaseTimes:
     probe_difference: float | None = None
     """The largest difference of log-probs over the receivers' probes, in nats; None where nothing was compared."""
 
-    def add(self, event: UpdatePhase) -> None:
+    def add(self, event: events.UpdatePhase) -> None:
         self.seconds[event.phase, event.where] += event.seconds
         if event.phase == "send":
             self.sent_nbytes = max(event.nbytes, self.sent_nbytes or 0)
@@ -208,7 +200,7 @@ class EventSums:
     optimizer_steps: int = 0
     skipped_steps: int = 0
 
-    def add_finished(self, event: TrajectoryFinished) -> None:
+    def add_finished(self, event: events.TrajectoryFinished) -> None:
         span = partial_span(event)
         self.finished += 1
         self.generated_tokens += event.tokens
@@ -217,13 +209,13 @@ class EventSums:
         if is_of_program(event):
             self.episodes.add(event)
 
-    def add_activity(self, event: ReplicaActivity) -> None:
+    def add_activity(self, event: events.ReplicaActivity) -> None:
         self.prefilled_tokens += event.prefilled_tokens
         self.cached_tokens += event.cached_tokens
         self.preempted += event.preempted
         self.unpinned += event.unpinned
 
-    def count_step(self, event: OptimizerStepped) -> None:
+    def count_step(self, event: events.OptimizerStepped) -> None:
         self.optimizer_steps += not event.skipped
         self.skipped_steps += event.skipped
 
@@ -264,8 +256,8 @@ class VersionRow(EventSums):
     stepped_trajectories: int = 0
     """Trajectories of these rows, with repetition."""
     phases: PhaseTimes = field(default_factory=PhaseTimes)
-    update: UpdateFinished | None = None
-    validation: ValidationFinished | None = None
+    update: events.UpdateFinished | None = None
+    validation: events.ValidationFinished | None = None
 
     @property
     def is_empty(self) -> bool:
@@ -292,7 +284,7 @@ class VersionRow(EventSums):
             self.lag_in_flight.append(group.newest - min(group.oldest))
             self.lag_in_queue.append(group.taken_at - group.newest)
 
-    def add_step(self, event: OptimizerStepped) -> None:
+    def add_step(self, event: events.OptimizerStepped) -> None:
         self.count_step(event)
         if event.skipped:
             return
@@ -303,7 +295,7 @@ class VersionRow(EventSums):
         for name, value in event.metrics.items():
             self.actor[name if "/" in name else f"actor/{name}"].append(float(value))
 
-    def add_critic_step(self, event: CriticStepped) -> None:
+    def add_critic_step(self, event: events.CriticStepped) -> None:
         if not event.skipped:
             for name, value in event.metrics.items():
                 self.actor[f"critic/{name}"].append(float(value))
@@ -381,7 +373,7 @@ class VersionRow(EventSums):
         }
 
 
-def _sent(phases: PhaseTimes, update: UpdateFinished) -> dict[str, Any]:
+def _sent(phases: PhaseTimes, update: events.UpdateFinished) -> dict[str, Any]:
     """Figures of an update: bytes sent, share saved, share changed, difference of probes, as far as they are known."""
     sent, full = phases.sent_nbytes, update.full_nbytes
     values = {
@@ -393,7 +385,7 @@ def _sent(phases: PhaseTimes, update: UpdateFinished) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def validation_values(event: ValidationFinished) -> dict[str, Any]:
+def validation_values(event: events.ValidationFinished) -> dict[str, Any]:
     return {
         "validation/accuracy": event.accuracy,
         "validation/mean_tokens": event.mean_tokens,

@@ -15,15 +15,8 @@ from dataclasses import dataclass, field
 from itertools import accumulate, chain
 from typing import Any
 
-from headway.events import (
-    Event,
-    FetchTaken,
-    GroupAdmitted,
-    GroupRewarded,
-    GroupSettled,
-    TrajectoryFinished,
-    UpdateFinished,
-)
+from headway import events
+from headway.events import Event
 from headway.reports.metrics.group_tally import IN_FLIGHT
 from headway.reports.metrics.run_metrics import RunMetrics
 from headway.reports.samples.samples_file import Sample, mean_of
@@ -314,25 +307,25 @@ class GroupLog:
 
     def on_event(self, event: Event) -> None:
         match event:
-            case GroupAdmitted():
+            case events.GroupAdmitted():
                 self._admit(event)
-            case TrajectoryFinished(baseline=False, failure=None):
+            case events.TrajectoryFinished(baseline=False, failure=None):
                 if (line := self._changed(event.number)) is not None:
                     line.tokens += event.tokens
                     line.answers += 1
-            case GroupRewarded(rewards=[_, *_] as rewards):
+            case events.GroupRewarded(rewards=[_, *_] as rewards):
                 if (line := self._changed(event.number)) is not None:
                     line.reward = sum(rewards) / len(rewards)
-            case FetchTaken():
+            case events.FetchTaken():
                 for number in event.numbers:
                     if (line := self._changed(number)) is not None:
                         line.version = event.version
-            case GroupSettled():
+            case events.GroupSettled():
                 self._settle(event)
-            case UpdateFinished():
+            case events.UpdateFinished():
                 self.version = max(self.version, event.version)
 
-    def _admit(self, event: GroupAdmitted) -> None:
+    def _admit(self, event: events.GroupAdmitted) -> None:
         self._lines[event.number] = GroupLine(event.number, event.source, self.version)
         self._changed(event.number)
         if len(self._lines) > self.most:
@@ -340,7 +333,7 @@ class GroupLog:
         if len(self._kept) > self.most:
             del self._kept[next(iter(self._kept))]
 
-    def _settle(self, event: GroupSettled) -> None:
+    def _settle(self, event: events.GroupSettled) -> None:
         if (line := self._changed(event.number)) is not None:
             line.fate, line.reason, line.lag = event.fate, event.reason, event.lag
             if event.fate != "trained":

@@ -21,31 +21,8 @@ from enum import StrEnum
 from math import inf
 from typing import Any
 
-from headway.events import (
-    CheckpointSaved,
-    EpisodeWorkerLost,
-    Event,
-    FetchTaken,
-    GroupAdmitted,
-    GroupSettled,
-    LeaseChanged,
-    Note,
-    ProfileTaken,
-    ReplicaActivity,
-    ReplicaHalted,
-    ReplicaJoined,
-    ReplicaLost,
-    RunFinished,
-    RunResumed,
-    RunStarted,
-    Span,
-    StageChanged,
-    TrainerBusy,
-    UpdateFinished,
-    UpdatePhase,
-    UpdateSuperseded,
-    ValidationFinished,
-)
+from headway import events
+from headway.events import Event, Span
 from headway.reports.human import score
 from headway.reports.metrics.intervals import complement, intersection
 from headway.reports.metrics.run_metrics import RunMetrics
@@ -140,14 +117,14 @@ class IdleReason:
 
 
 def build_timeline(
-    events: Iterable[Event], *, simulated: bool = False, sampled: Container[int] = frozenset()
+    history: Iterable[Event], *, simulated: bool = False, sampled: Container[int] = frozenset()
 ) -> Timeline:
     """Build the timeline of a run from its events, in the order in which they happened.
 
     ``simulated``: nothing was computed, so that rewards mean nothing. ``sampled``: numbers of groups to keep.
     """
     builder = TimelineBuilder(simulated=simulated, groups=GroupLog(sampled))
-    for event in events:
+    for event in history:
         builder.on_event(event)
     return builder.build()
 
@@ -183,7 +160,7 @@ class TimelineBuilder:
     admission: AdmissionLanes = field(default_factory=AdmissionLanes)
     updates: UpdateLanes = field(default_factory=UpdateLanes)
     counters: Counters = field(default_factory=Counters)
-    leases: list[LeaseChanged] = field(default_factory=list)
+    leases: list[events.LeaseChanged] = field(default_factory=list)
     validations: list[LaneSpan] = field(default_factory=list)
     saves: list[LaneSpan] = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
@@ -248,40 +225,40 @@ class TimelineBuilder:
 
     def _record(self, event: Event) -> None:
         match event:
-            case StageChanged():
+            case events.StageChanged():
                 self.stages.setdefault(event.stage, StageLog(event.stage)).change(event)
-            case TrainerBusy():
+            case events.TrainerBusy():
                 self.trainer.work(event)
-            case FetchTaken():
+            case events.FetchTaken():
                 self.trainer.take(event)
-            case ReplicaActivity():
+            case events.ReplicaActivity():
                 self.replicas.work(event)
-            case ReplicaHalted():
+            case events.ReplicaHalted():
                 self.replicas.halt(event)
-            case UpdatePhase():
+            case events.UpdatePhase():
                 self.updates.phase(event)
-            case UpdateFinished():
+            case events.UpdateFinished():
                 self.updates.finished.append(event)
-            case LeaseChanged():
+            case events.LeaseChanged():
                 self.leases.append(event)
-            case GroupAdmitted():
+            case events.GroupAdmitted():
                 self.admission.admit(event)
-            case RunStarted():
+            case events.RunStarted():
                 self.admission.total = event.total_groups
                 self.updates.start(event)
                 self.replicas.declare(event.slots)
                 self.counters.slots = sum(event.slots.values())
-            case ReplicaJoined():
+            case events.ReplicaJoined():
                 self.updates.join(event)
                 self.replicas.declare([event.replica])
                 self.counters.slots += event.slots
-            case ReplicaLost():
+            case events.ReplicaLost():
                 self.updates.lose(event)
-            case ValidationFinished():
+            case events.ValidationFinished():
                 reward = "" if self.simulated else f"mean reward {score(event.accuracy)} on "
                 label = f"validates v{event.version}: {reward}{event.problems} problems"
                 self.validations.append(LaneSpan(*event.span, SpanKind.VALIDATE, label))
-            case CheckpointSaved():
+            case events.CheckpointSaved():
                 self.trainer.save(event)
                 self.saves.append(LaneSpan(*event.span, SpanKind.CHECKPOINT, f"saves v{event.version} to {event.path}"))
 
@@ -375,32 +352,32 @@ def _within(timeline: Timeline, window: Span) -> Timeline:
 
 def _mark_of(event: Event) -> Mark | None:
     match event:
-        case UpdateFinished():
+        case events.UpdateFinished():
             return Mark(event.time, MarkKind.UPDATE, f"v{event.version}")
-        case UpdateSuperseded():
+        case events.UpdateSuperseded():
             return Mark(
                 event.time, MarkKind.SUPERSEDED, f"{event.replica} never gets v{event.version}: newer was ready"
             )
-        case GroupSettled(fate="filtered" | "dropped" | "failed"):
+        case events.GroupSettled(fate="filtered" | "dropped" | "failed"):
             why = f": {event.reason}" if event.reason else ""
             return Mark(event.time, MarkKind.DISCARDED, f"group {event.number} {event.fate}{why}")
-        case ReplicaJoined():
+        case events.ReplicaJoined():
             return Mark(event.time, MarkKind.JOINED, f"{event.replica} joins with v{event.version}")
-        case ReplicaLost():
+        case events.ReplicaLost():
             return Mark(event.time, MarkKind.LOST, f"{event.replica} is lost: {event.reason}")
-        case EpisodeWorkerLost():
+        case events.EpisodeWorkerLost():
             return Mark(event.time, MarkKind.LOST, f"{event.worker} is lost: {event.reason}")
-        case ProfileTaken():
+        case events.ProfileTaken():
             until = f", to v{event.version + event.versions - 1}" if event.versions > 1 else ""
             seconds = event.span[1] - event.span[0]
             what = f"a profile of {seconds:.1f} s begins with v{event.version}{until}"
             traces = event.files[0] if len(event.files) == 1 else f"{len(event.files)} traces"
             return Mark(event.span[0], MarkKind.NOTE, f"{what}: {traces} in {event.folder}")
-        case Note():
+        case events.Note():
             return Mark(event.time, MarkKind.WARNING if event.level == "warning" else MarkKind.NOTE, event.text)
-        case RunResumed():
+        case events.RunResumed():
             return Mark(event.time, MarkKind.NOTE, f"resumed from the checkpoint of v{event.version}")
-        case RunFinished():
+        case events.RunFinished():
             why = f": {event.reason}" if event.reason else ""
             return Mark(event.time, MarkKind.FINISHED, f"the run {event.status}{why}")
     return None

@@ -17,23 +17,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from headway.events import (
-    WAITS_FOR_GROUPS,
-    CheckpointSaved,
-    FetchTaken,
-    GroupAdmitted,
-    LeaseChanged,
-    ReplicaActivity,
-    ReplicaHalted,
-    ReplicaJoined,
-    ReplicaLost,
-    RunStarted,
-    Span,
-    StageChanged,
-    TrainerBusy,
-    UpdateFinished,
-    UpdatePhase,
-)
+from headway import events
+from headway.events import Span
 from headway.reports.human import number
 from headway.reports.metrics.intervals import complement, intersection, union
 from headway.reports.metrics.occupancy import TRAINER_WORK
@@ -80,7 +65,7 @@ class StageLog:
     _since: float = 0.0
     _active: int = 0
 
-    def change(self, event: StageChanged) -> None:
+    def change(self, event: events.StageChanged) -> None:
         # Items are in processing; one that waits to be handed on is not, whatever the others do.
         works = event.state == PROCESSING or event.active - (event.state == WAITING_OUTPUT) > 0
         state = PROCESSING if works else event.state
@@ -135,27 +120,27 @@ KINDS = {"gather": SpanKind.GATHER, "load": SpanKind.LOAD}
 class UpdateLanes:
     """Accumulates the phases of updates, and which version each replica served when."""
 
-    finished: list[UpdateFinished] = field(default_factory=list)
+    finished: list[events.UpdateFinished] = field(default_factory=list)
     served: dict[str, list[tuple[float, int | None]]] = field(default_factory=dict)
     """Replica → (time, version that it served from then on; None from its loss on)."""
-    _phases: dict[str, dict[int, list[UpdatePhase]]] = field(default_factory=lambda: defaultdict(dict))
+    _phases: dict[str, dict[int, list[events.UpdatePhase]]] = field(default_factory=lambda: defaultdict(dict))
 
-    def start(self, event: RunStarted) -> None:
+    def start(self, event: events.RunStarted) -> None:
         """Note a start, first or resumed: all replicas are new, and have the initial model until the next update."""
         for replica, points in self.served.items():
             points.append((event.time, 0 if replica in event.slots else None))
         for replica in event.slots:
             self.served.setdefault(replica, [(event.time, 0)])
 
-    def phase(self, event: UpdatePhase) -> None:
+    def phase(self, event: events.UpdatePhase) -> None:
         self._phases[event.where].setdefault(event.version, []).append(event)
         if event.phase == "load" and event.where in self.served:
             self.served[event.where].append((event.time, event.version))
 
-    def join(self, event: ReplicaJoined) -> None:
+    def join(self, event: events.ReplicaJoined) -> None:
         self.served[event.replica] = [(event.time, event.version)]
 
-    def lose(self, event: ReplicaLost) -> None:
+    def lose(self, event: events.ReplicaLost) -> None:
         if event.replica in self.served:
             self.served[event.replica].append((event.time, None))
 
@@ -203,7 +188,7 @@ class UpdateLanes:
         return next((v for time, v in self.served.get(replica, []) if time >= around and v is not None), None)
 
 
-def _placed(phases: list[UpdatePhase]) -> list[LaneSpan]:
+def _placed(phases: list[events.UpdatePhase]) -> list[LaneSpan]:
     placed: list[LaneSpan] = []
     next_phase, next_start = len(PHASES), float("inf")
     for event in reversed(phases):
@@ -249,7 +234,7 @@ TRAINER_KINDS = {
     "critic": SpanKind.FORWARD,
     "gather": SpanKind.GATHER,
 }
-GROUPS_AWAITED = f"waits for {WAITS_FOR_GROUPS}"
+GROUPS_AWAITED = f"waits for {events.WAITS_FOR_GROUPS}"
 SCORES_AWAITED = "waits for groups: rewards are being computed, and nothing decodes"
 STEPS_AWAITED = "waits for groups: episodes are in their environments, and nothing decodes"
 UPDATE_AWAITED = "waits for the parameter update"
@@ -277,16 +262,16 @@ class TrainerLanes:
     _waits: list[Span] = field(default_factory=list)
     _fetch: int | None = None
 
-    def take(self, event: FetchTaken) -> None:
+    def take(self, event: events.FetchTaken) -> None:
         self._fetch = event.fetch
         self._waits.append(event.waited)
 
-    def work(self, event: TrainerBusy) -> None:
+    def work(self, event: events.TrainerBusy) -> None:
         if event.what in TRAINER_WORK:
             fetch = "" if self._fetch is None or event.what == "gather" else f", fetch {self._fetch}"
             self._work.append(LaneSpan(*event.span, TRAINER_KINDS[event.what], f"{event.what} v{event.version}{fetch}"))
 
-    def save(self, event: CheckpointSaved) -> None:
+    def save(self, event: events.CheckpointSaved) -> None:
         self._saves.append(idle(event.span, SAVES, f"saves the checkpoint of v{event.version}", SpanKind.CHECKPOINT))
 
     def lane(
@@ -295,7 +280,7 @@ class TrainerLanes:
         stage: StageLog,
         updates: UpdateLanes,
         *,
-        leases: Iterable[LeaseChanged],
+        leases: Iterable[events.LeaseChanged],
         scoring: Iterable[Span],
         in_steps: Iterable[Span],
         drains: bool,
@@ -334,7 +319,7 @@ def _update_claims(stage: StageLog, updates: UpdateLanes, drains: bool) -> list[
     ]
 
 
-def _validation_wait(event: UpdateFinished, updates: UpdateLanes) -> LaneSpan:
+def _validation_wait(event: events.UpdateFinished, updates: UpdateLanes) -> LaneSpan:
     """Claim for the wait for a validation, which comes right after the transfer, before any replica is halted."""
     start = updates.transferred(event.version)
     start = event.time - event.trainer_stall_s if start is None else start
@@ -350,16 +335,16 @@ class Replicas:
 
     names: list[str] = field(default_factory=list)
     _busy: dict[str, list[Span]] = field(default_factory=lambda: defaultdict(list))
-    _halts: dict[str, list[ReplicaHalted]] = field(default_factory=lambda: defaultdict(list))
+    _halts: dict[str, list[events.ReplicaHalted]] = field(default_factory=lambda: defaultdict(list))
 
     def declare(self, names: Iterable[str]) -> None:
         self.names += [name for name in names if name not in self.names]
 
-    def work(self, event: ReplicaActivity) -> None:
+    def work(self, event: events.ReplicaActivity) -> None:
         self.declare([event.replica])
         self._busy[event.replica] += event.busy
 
-    def halt(self, event: ReplicaHalted) -> None:
+    def halt(self, event: events.ReplicaHalted) -> None:
         self._halts[event.replica].append(event)
 
     def busy(self) -> list[Span]:
@@ -382,7 +367,7 @@ class AdmissionLanes:
     _complete: list[Span] = field(default_factory=list)
     _since: float | None = None
 
-    def admit(self, event: GroupAdmitted) -> None:
+    def admit(self, event: events.GroupAdmitted) -> None:
         """Note an admission. A discarded group is replaced, so the last admission may come more than once."""
         self.close(event.time)
         if self.total is not None and event.admitted - event.discarded >= self.total:
@@ -417,7 +402,7 @@ def _with_steps(spans: Sequence[Span], reason: str, in_steps: Sequence[Span]) ->
     return [[idle(span, f"{reason}, and {IN_ENVIRONMENTS}") for span in both], [idle(span, reason) for span in spans]]
 
 
-def _halt(event: ReplicaHalted, updates: UpdateLanes) -> LaneSpan:
+def _halt(event: events.ReplicaHalted, updates: UpdateLanes) -> LaneSpan:
     reason = HALTED.get(event.reason, f"halted: {event.reason}")
     version = updates.loading(event.replica, event.span[0]) if event.reason == "load" else None
     label = reason if version is None else f"halted: loads v{version}"
