@@ -189,7 +189,7 @@ def turn(folder: Path) -> Way:
     from headway.agents.episodes.program_episode import Hosting
     from headway.agents.interface.program_messages import said
     from headway.data.interfaces.episode_groups import GroupRequest
-    from headway.data.interfaces.generation import SamplingParams
+    from headway.data.interfaces.rollout import SamplingParams
     from headway.data.types import Prompt
     from headway.runtime.workers.worker_pool import Runners
 

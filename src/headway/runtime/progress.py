@@ -88,7 +88,7 @@ class Progress:
     """Progress of one worker. Written by the threads that work, read by one that does not.
 
     Example:
-        >>> progress = Progress(clock=iter([0.0, 5.0, 12.0]).__next__)
+        >>> progress = Progress(clock=iter([0.0, 0.0, 5.0, 12.0]).__next__)
         >>> with progress.working("train_step"):
         ...     progress.advance("micro-batch 3 of 8")
         ...     progress.heartbeat().doing
