@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 import headway
-from headway.api.run_handle import Run
-from headway.api.table import Table, table
+from headway.api.run_handle import Run, Table, table
 from headway.config.loading import dump
 from headway.config.schema import Config
 from headway.errors import DataError, UserError

@@ -9,7 +9,7 @@ import pytest
 import headway
 from headway.api import training
 from headway.api.function_files import Functions
-from headway.api.run_settings import load_resumed
+from headway.api.python_settings import load_resumed
 from headway.config.layers import Layer
 from headway.config.loading import LoadedConfig, dump, load
 from headway.errors import UserCodeError

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from headway.api.control_socket import Answer, Message, listening
-from headway.api.run.run_control import RunControl
+from headway.api.control_socket import Answer, Message, RunControl, listening
 from headway.cli import cli
 from headway.reports.run_directory import RunDirectory
 

@@ -18,7 +18,7 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headway.api.eval.figures import figures
-from headway.api.eval.progress_bar import Tenths
+from headway.api.eval.scored_answers import Tenths
 from headway.cli.answers_file import AnswersFile
 from headway.cli.eval_command import _print_by_source
 from headway.cluster.machine.child_processes import descendants

@@ -8,7 +8,7 @@ from headway.agents.chat.chat_template import ChatRenderer
 from headway.agents.episodes.episode_tokens import Chats
 from headway.agents.interface.program_messages import calls_made, said, tool_result
 from headway.agents.interface.tool import make_tool
-from headway.api.sft.demonstrations import demonstrated
+from headway.api.sft.sft_data import demonstrated
 from headway.config.sections.model_section import MakeModelConfig
 from headway.errors import ConfigError, DataError, UserCodeError
 from headway.models.made_model import make_tokenizer

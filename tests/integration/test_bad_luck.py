@@ -20,7 +20,7 @@ import typer
 
 from headway.api.run import train
 from headway.api.run import training_run as app_run
-from headway.api.run.interrupts import Interrupts
+from headway.api.run.training_run import Interrupts
 from headway.cli.common import errors_as_messages
 from headway.cli.train_command import load_checked
 from headway.cluster.machine.child_processes import descendants

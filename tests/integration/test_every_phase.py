@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-import headway.api.run.interrupts
+import headway.api.run.training_run
 from headway.cluster.inline_cluster import InlineWorker
 from headway.cluster.machine.child_processes import descendants
 from headway.cluster.on_ray.ray_peer import RayPeer
@@ -152,7 +152,7 @@ def test_ctrl_c_twice_in_any_phase_leaves_at_once(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """Takes seconds: a whole run until the phase, which user code may hold up."""
-    phase, note = PHASES[name], headway.api.run.interrupts.note
+    phase, note = PHASES[name], headway.api.run.training_run.note
 
     def again(reports: Reports, text: str) -> None:
         note(reports, text)
@@ -160,7 +160,7 @@ def test_ctrl_c_twice_in_any_phase_leaves_at_once(
             interrupt()
 
     at(phase, monkeypatch, interrupt)
-    monkeypatch.setattr("headway.api.run.interrupts.note", again)
+    monkeypatch.setattr("headway.api.run.training_run.note", again)
     settings = ("cluster.backend=inline", "rollout.total_rollout_steps=32", *phase.overrides)
     done = headway_train(recipe, tmp_path / "run", *settings)
     assert done.exit_code == 130, done.stderr

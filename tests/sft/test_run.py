@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from headway.api.run_settings import load_checked
+from headway.api.python_settings import load_checked
 from headway.api.sft.sft_run import SftReports, check, sft
 from headway.config.layers import flatten, lies_in
 from headway.config.loading import LoadedConfig, load

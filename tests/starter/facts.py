@@ -6,12 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.memory_choices import MODELS
-from headway.api.init.available_devices import Machine
-from headway.api.init.choices import Choice
-from headway.api.init.data_summary import DataFacts, TextLengths
-from headway.api.init.model_summary import ModelFacts, shape_of
+from headway.api.init.data_summary import DataFacts, RewardChoice, TextLengths
+from headway.api.init.memory_choices import Choice
+from headway.api.init.model_summary import Machine, ModelFacts, shape_of
 from headway.api.init.recipe_builder import choose
-from headway.api.init.reward_choice import RewardChoice
 
 GB = 1_000_000_000
 

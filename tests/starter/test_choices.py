@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from benchmarks.memory_choices import MODELS
-from headway.api.init.available_devices import Machine, look_here
 from headway.api.init.data_summary import TextLengths
 from headway.api.init.memory_choices import config_of, taken
-from headway.api.init.recipe_text import render
+from headway.api.init.model_summary import Machine, look_here
+from headway.api.init.recipe_builder import render
 from headway.config.doctor.doctor import diagnose
 from headway.config.loading import LoadedConfig
 from headway.config.sizing.memory_fitting import room
@@ -61,7 +61,7 @@ def test_what_is_chosen_fits_by_the_arithmetic_of_the_whole_run(name: str, on: M
 
 def test_episodes_of_several_turns_have_room_for_all_of_them() -> None:
     single = values(choices(model("1 B"), gpus(8)))["data.max_response_length"]
-    episodes = values(choices(model("1 B"), gpus(8), rollout__environment="f.py:make", rollout__max_turns=5))
+    episodes = values(choices(model("1 B"), gpus(8), agent__environment="f.py:make", agent__max_turns=5))
     assert (single, episodes["data.max_response_length"]) == (1024, 2560)  # 1024 + 4 · (256 + 128)
 
 
@@ -237,7 +237,7 @@ def test_with_vllm_the_trainer_is_checked_against_memory() -> None:
 
 
 def test_gpus_that_nobody_knows_of_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headway.api.init.available_devices.listed_here", lambda: None)
+    monkeypatch.setattr("headway.api.init.model_summary.listed_here", lambda: None)
     with pytest.raises(ConfigError, match="how many GPUs this machine has is not known; give --gpus N"):
         look_here(None, None)
     assert not look_here(2, None).here

@@ -11,8 +11,7 @@ import pytest
 from headway.agents.rewards.built_in import make_rule
 from headway.agents.rewards.score_request import ScoreRequest
 from headway.api.init.columns import answer_column, prompt_column
-from headway.api.init.data_summary import CHARACTERS_OF_A_TOKEN, MOST_MEASURED, look_at_data
-from headway.api.init.reward_choice import reward_for
+from headway.api.init.data_summary import CHARACTERS_OF_A_TOKEN, MOST_MEASURED, look_at_data, reward_for
 from headway.errors import DataError
 from tests.starter.facts import model
 

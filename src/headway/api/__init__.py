@@ -1,6 +1,6 @@
 """The interface for Python: training, runs, evaluations and plans, from a script or a notebook (docs/python.md).
 
-train, evaluate ─▶ settings ─▶ functions ─▶ subprocess_client ══▶ subprocess_main ─▶ `headway.api.run`, as in the CLI
+train, evaluate ─▶ settings ─▶ functions ─▶ subprocess_client ══▶ serve ─▶ `headway.api.run`, as in the CLI
                                by value         └── pages, the result or the error ◀──┘
 """
 

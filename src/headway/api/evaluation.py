@@ -12,12 +12,10 @@ from typing import TYPE_CHECKING, Any
 from headway.api.eval.evaluation_settings import EvaluationJob, settle
 from headway.api.eval.figures import Figures, Solved, by_source, figures, usual_ks
 from headway.api.function_files import Functions
-from headway.api.notebook import cell_output
 from headway.api.python_settings import layer, settings_given
-from headway.api.run_handle import Run
+from headway.api.run_handle import Run, Table, table
 from headway.api.subprocess_client import carry_out_apart
-from headway.api.table import Table, table
-from headway.api.training import Function
+from headway.api.training import Function, cell_output
 from headway.data.tokenize import Counts
 from headway.errors import ConfigError
 from headway.reports import human
@@ -155,7 +153,7 @@ class Asking:
     def carry_out(self, console: Console | None) -> tuple[list[Solved], Counts]:
         from rich.console import Console
 
-        from headway.api.eval.evaluation_run import carry_out
+        from headway.api.eval.scored_answers import carry_out
 
         shown = console or Console(stderr=True, markup=False, highlight=False)
         questions, solved = carry_out(self.job, self.limit, shown)

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from headway.api.run_handle import Run
+from headway.api.run_handle import Run, Table, table
 from headway.api.subprocess_client import carry_out_apart
-from headway.api.table import Table, table
 from headway.errors import ConfigError
 from headway.reports.live.live_view import html
 

@@ -7,14 +7,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from fractions import Fraction
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any
 
+from headway.cluster.hardware import available_cores
 from headway.config.aliases import moved_keys, translate
+from headway.config.doctor.doctor import diagnose
+from headway.config.doctor.machine_advice import machine_notes
 from headway.config.layers import Layer, flatten, overlay
+from headway.config.loading import LoadedConfig, load
+from headway.config.schema import Config
 from headway.data.rows import TRAIN_SPLIT, settings_named
+from headway.devices import listed_here
 from headway.errors import ConfigError, shown
+from headway.reports.run_directory import RunDirectory
 
 IN_PYTHON = "in Python"
 """Origin of the settings, for messages."""
@@ -101,3 +109,43 @@ def _plain(value: Any, key: str) -> Any:
     if hasattr(value, "item") and getattr(value, "size", 0) == 1:  # a number of numpy's
         return _plain(value.item(), key)
     raise ConfigError(f"{key}: got {shown(value)}, expected a number, text, a list, a mapping, or a function")
+
+
+def load_checked(path: Path | None, overrides: Sequence[str] | Layer = (), *, supervised: bool = False) -> LoadedConfig:
+    """Return the configuration as the doctor passed it, with its notes, for ``headway sft`` if ``supervised``.
+
+    Raises `ConfigError` for anything wrong.
+    """
+    if path is not None and "=" in str(path) and not path.exists():
+        raise ConfigError(f"expected CONFIG, a YAML file, before the settings, but the first argument is {path}")
+    loaded = load(path, overrides)
+    if loaded.config.data.accept_changes:
+        raise ConfigError("data.accept_changes: it has no effect on a new run; it is for --resume RUN")
+    return _diagnosed(loaded, supervised)
+
+
+def load_resumed(
+    run: Path, overrides: Sequence[str] | Layer = (), *, supervised: bool = False
+) -> tuple[Config, LoadedConfig]:
+    """Return the configuration of the run in the directory ``run`` so far, and the checked one that holds from now on.
+
+    ``supervised``: it is a run of ``headway sft``.
+
+    Raises:
+        UserError: there is no run.
+        ConfigError: a setting is wrong.
+    """
+    directory = RunDirectory.existing_sft(run) if supervised else RunDirectory.existing(run)
+    # The run wrote its file itself: a setting without effect after a change is no mistake of the user's.
+    loaded = load(directory.config, overrides)
+    loaded = _diagnosed(replace(loaded, user_keys=loaded.typed_keys), supervised)
+    return load(directory.config).config, loaded
+
+
+def _diagnosed(loaded: LoadedConfig, supervised: bool) -> LoadedConfig:
+    notes = diagnose(loaded, supervised=supervised)
+    return replace(loaded, notes=notes if supervised else [*notes, *notes_on_this_machine(loaded.config)])
+
+
+def notes_on_this_machine(config: Config) -> list[str]:
+    return list(machine_notes(config, cores=available_cores(), gpus=listed_here()))

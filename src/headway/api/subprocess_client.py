@@ -4,24 +4,31 @@ earlier runs.
     caller ── job ──▶ process        ──▶ pages of a cell, then the result or the error
     Ctrl-C ── SIGINT ──▶             the process is in a group of its own: a terminal sends it nothing by itself
     the caller's end ── end of file ──▶ as SIGTERM: a run finishes its version and saves
+
+`serve` is the process's end: one job, whose result or error is its last message.
 """
 
 from __future__ import annotations
 
+import os
+import pickle
 import queue
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import IO, TYPE_CHECKING, Any, Protocol
 
-from headway.errors import RunError, WorkerDied, said_by
+from headway.errors import HeadwayError, RunError, WorkerDied, said_by
+from headway.reports.live.live_view import Cell
 from headway.runtime.child_python import IMPORTS_AS_HERE, python_command
+from headway.runtime.signals import terminations_as_interrupts
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -33,7 +40,7 @@ MOST_SHOWN = 2_000
 
 BOOT = (
     "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL); "
-    f"{IMPORTS_AS_HERE}from headway.api.subprocess_main import serve; serve(int(sys.argv[1]))"
+    f"{IMPORTS_AS_HERE}from headway.api.subprocess_client import serve; serve(int(sys.argv[1]))"
 )
 """What the process runs. Until `serve` has begun, Ctrl-C ends it without a word."""
 
@@ -151,3 +158,65 @@ def _end_of(process: subprocess.Popen[bytes], printed: IO[bytes]) -> str:
     last = printed.read().decode(errors="replace")[-MOST_SHOWN:].strip()
     how = f"signal {-process.returncode}" if (process.returncode or 0) < 0 else f"exit code {process.returncode}"
     return f"the run's process ended without a word ({how})" + (f". It printed:\n{last}" if last else "")
+
+
+def serve(descriptor: int) -> None:
+    """Carry out the job that comes over the connection with this ``descriptor``."""
+    os.set_inheritable(descriptor, False)
+    connection = Connection(descriptor)
+    told = _SubprocessOutput(connection)
+    try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        with terminations_as_interrupts():
+            job, in_a_cell = connection.recv()
+            _end_with_the_caller(connection)
+            cell = Cell(lambda page: told.send(Page(page))) if in_a_cell else None
+            try:
+                result = job.carry_out(cell)
+            finally:
+                if cell is not None:
+                    cell.close()
+        told.send(("returned", result))
+    except BaseException as error:
+        told.send(("raised", _sendable(error)))
+    sys.stdout.flush()
+
+
+class _SubprocessOutput:
+    """Thread-safe messages to the caller. Sends nothing once the caller is gone."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._lock = threading.Lock()
+
+    def send(self, message: Any) -> None:
+        with self._lock, suppress(OSError):
+            self._connection.send(message)
+
+
+def _end_with_the_caller(connection: Connection) -> None:
+    """Have the job end as SIGTERM ends it when the caller's process has ended: it says nothing further until then."""
+
+    def wait() -> None:
+        with suppress(EOFError, OSError):
+            connection.recv()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=wait, name="headway-caller", daemon=True).start()
+
+
+def _sendable(error: BaseException) -> BaseException:
+    """Return ``error``, or one that says the same and can be read where only Headway and Python are known.
+
+    One that is not Headway's says where it was raised.
+    """
+    if not isinstance(error, HeadwayError | KeyboardInterrupt):
+        error.add_note("".join(traceback.format_exception(error)))
+    if type(error).__module__.partition(".")[0] in ("headway", "builtins"):
+        with suppress(Exception):
+            pickle.loads(pickle.dumps(error))
+            return error
+    sendable = RunError(said_by(error))
+    for note in getattr(error, "__notes__", ()):
+        sendable.add_note(note)
+    return sendable

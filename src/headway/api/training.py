@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from html import unescape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headway.api.function_files import Functions
-from headway.api.notebook import cell_output
-from headway.api.python_settings import layer, settings_given
+from headway.api.python_settings import layer, load_checked, load_resumed, settings_given
 from headway.api.run_handle import LEFT_AT_ONCE, Run, load
-from headway.api.run_settings import load_checked, load_resumed
 from headway.api.subprocess_client import carry_out_apart
 from headway.config.loading import LoadedConfig
 from headway.config.schema import Config
@@ -196,3 +197,26 @@ def _written(functions: Functions, directory: RunDirectory) -> Iterator[Path]:
     finally:
         if not directory.config.exists():
             shutil.rmtree(code, ignore_errors=True)
+
+
+def cell_output() -> Callable[[str], None] | None:
+    """Return a function that shows a page of HTML, each in the place of the one before; None outside of notebooks.
+
+    IPython is asked only where it is running. In a terminal it has no cells.
+    """
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    if getattr(shell, "kernel", None) is None:
+        return None
+    from IPython.display import display
+
+    handle: Any = None
+
+    def show(page: str) -> None:
+        nonlocal handle
+        bundle = {"text/html": page, "text/plain": unescape(re.sub(r"<[^>]*>", "", page))}
+        if handle is None:
+            handle = display(bundle, raw=True, display_id=True)
+        else:
+            handle.update(bundle, raw=True)
+
+    return show

@@ -2,7 +2,7 @@
 
     headway ctl RUN COMMAND …  ─▶  RUN/control.sock  ─▶  the process that trains the run
 
-A further command is one function here, and one entry in `headway.api.run.run_control`.
+A further command is one function here, and one entry in `headway.api.control_socket`.
 """
 
 from __future__ import annotations

@@ -148,7 +148,7 @@ def _solve(job: EvaluationJob, limit: int | None, output: Path | None) -> tuple[
     """Answer the questions. Returns them, their answers, and whether ``output`` has all of the answers."""
     from rich.console import Console
 
-    from headway.api.eval.evaluation_run import carry_out
+    from headway.api.eval.scored_answers import carry_out
 
     console = Console(stderr=True, markup=False, highlight=False)
     if output is None:

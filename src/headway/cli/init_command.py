@@ -16,10 +16,9 @@ from headway.cli.output_files import check_writable, writing
 from headway.errors import ConfigError, DataError, ModelError, boundary
 
 if TYPE_CHECKING:
-    from headway.api.init.available_devices import Machine
-    from headway.api.init.choices import Choice
     from headway.api.init.data_summary import DataFacts
-    from headway.api.init.model_summary import ModelFacts
+    from headway.api.init.memory_choices import Choice
+    from headway.api.init.model_summary import Machine, ModelFacts
 
 WIDTH = 80
 
@@ -64,12 +63,10 @@ def init(
         check_writable("--output", path, read_here)  # no model and no data is YAML
         given, function = _given(model, data, overrides or [], reward)
 
-        from headway.api.init.available_devices import look_here
         from headway.api.init.data_summary import look_at_data
         from headway.api.init.memory_choices import taken
-        from headway.api.init.model_summary import look_at_model
-        from headway.api.init.recipe_builder import choose
-        from headway.api.init.recipe_text import render
+        from headway.api.init.model_summary import look_at_model, look_here
+        from headway.api.init.recipe_builder import choose, render
         from headway.cli.memory_table import size
 
         machine = look_here(gpus, gpu_gb)
@@ -178,7 +175,7 @@ def _say(
     from rich.console import Console
     from rich.table import Table
 
-    from headway.api.init.recipe_text import scalar
+    from headway.api.init.recipe_builder import scalar
 
     table = Table.grid(padding=(0, 2))
     for wraps in (False, False, True):

@@ -28,7 +28,7 @@ def sft(
 ) -> None:
     """Fine-tune model.path on the conversations in data.train: [CONFIG] [a.b=c …], or --resume RUN [a.b=c …]."""
     with errors_as_messages(debug):
-        from headway.api.run_settings import load_checked, load_resumed
+        from headway.api.python_settings import load_checked, load_resumed
         from headway.config.loading import dump
         from headway.config.resume_changes import check_changes
 

@@ -74,7 +74,7 @@ def _train(config: Path, overrides: list[str], dry_run: bool, static: bool) -> N
 
 
 def _resume(run: Path, overrides: list[str], dry_run: bool, static: bool) -> None:
-    from headway.api.run_settings import load_resumed
+    from headway.api.python_settings import load_resumed
     from headway.config.resume_changes import check_changes
 
     if files := [override for override in overrides if "=" not in override]:
@@ -109,7 +109,7 @@ def doctor(config: ConfigFile, overrides: Overrides = None, debug: Debug = False
 
 def load_checked(path: Path, overrides: list[str]) -> LoadedConfig:
     """Return the configuration as the doctor passed it, with its notes. Raises `ConfigError` for anything wrong."""
-    from headway.api.run_settings import load_checked
+    from headway.api.python_settings import load_checked
 
     try:
         return load_checked(path, overrides)

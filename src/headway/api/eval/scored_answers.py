@@ -1,17 +1,23 @@
-"""Prompts to scored answers, by the tokenizing, the engine and the reward processes of training.
+"""Evaluation: prompts to scored answers, by the tokenizing, the engine and the reward processes of training.
 
 prompts ─▶ engine, all at once ─▶ a finished group ─▶ reward, beside what still decodes ─▶ Solved, in order of prompts
+
+Progress is a bar on a terminal, else lines, or one line in a notebook's cell.
 """
 
 from __future__ import annotations
 
+import asyncio
+import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, aclosing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, aclosing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
+
+from rich.text import Text
 
 from headway.agents.chat.chat_template import answer_decoder
 from headway.agents.episodes.episode_worker import local_episode_worker
@@ -21,6 +27,8 @@ from headway.agents.rewards.reward_workers import RewardRunners
 from headway.agents.rewards.scorers import RewardSpec
 from headway.api.eval.evaluation_settings import EvaluationJob
 from headway.api.eval.figures import ScoredAnswer, Solved
+from headway.cluster.hardware import available_cores
+from headway.cluster.machine.worker_setup import math_environment
 from headway.data.interfaces.episode_groups import FinishedGroup, GroupRequest
 from headway.data.interfaces.rollout import Priority, RolloutEngine, SamplingParams
 from headway.data.tokenize import Counts
@@ -28,11 +36,16 @@ from headway.data.types import FinishReason, Prompt, Trajectory, conversations_o
 from headway.errors import DataError, ScoringFailed
 from headway.pipeline.admission.nothing_to_train import EPISODE_FAILED
 from headway.pipeline.group_scoring import own_scores
+from headway.reports.live.live_view import Cell
 from headway.runtime.task_groups import Tasks, failing_as_one
 
 if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress
     from transformers import PreTrainedTokenizerBase
 
+    from headway.api.eval.evaluation_settings import EvaluationJob
+    from headway.api.eval.figures import Solved
     from headway.config.schema import Config
 
 FROM_A_RECIPE = "lower the lengths, or take them from the recipe that the model is trained by: --config RECIPE"
@@ -225,3 +238,128 @@ async def _scored(reward: RewardRunners | None, prompt: Prompt, finished: Finish
 
     answers = tuple(answer(k, t) for k, t in enumerate(trajectories))
     return Solved(prompt.row, prompt.source, prompt.text, prompt.answer, answers, prompt.question, failure)
+
+
+def carry_out(
+    job: EvaluationJob,
+    limit: int | None,
+    console: Console,
+    *,
+    ready: Callable[[], object] = lambda: None,
+    solved: Callable[[Solved], object] = lambda _: None,
+) -> tuple[Questions, list[Solved]]:
+    """Answer the first ``limit`` questions of ``job`` (None: all); notes and progress are shown on ``console``.
+
+    ``ready`` is called when decoding begins, ``solved`` with each question in order. Returns the questions and their
+    answers. Raises what `headway.api.eval.scored_answers.read_questions` and `solve` do.
+    """
+    for variable, value in math_environment(job.config.rollout.threads or available_cores()).items():
+        os.environ.setdefault(variable, value)  # before torch is imported: the math libraries read these once
+    from headway.api.eval.scored_answers import read_questions, solve
+
+    for note in job.notes:
+        console.print(f"note: {note}", soft_wrap=True)
+    if job.newer is not None:
+        console.print(
+            f"warning: the checkpoint of version {job.newer} is newer than the model, which is version {job.version}. "
+            "A run exports its model when it ends; `headway train --resume RUN` goes on with one that was cut short",
+            soft_wrap=True,
+        )
+    questions = read_questions(job, limit)
+    for note in questions.notes:
+        console.print(f"note: {note}", soft_wrap=True)
+    with progress(console, len(questions.prompts)) as shown:
+
+        def begin() -> None:
+            ready()
+            shown.start()
+
+        def one_more(problem: Solved) -> None:
+            solved(problem)
+            shown.advance()
+
+        return questions, asyncio.run(solve(job.config, questions, begin, one_more))
+
+
+FEWEST_FOR_A_LINE = 10
+"""Minimum number of problems between two lines of progress."""
+
+
+class ProgressDisplay(Protocol):
+    """Shows how many problems are answered."""
+
+    def start(self) -> None:
+        """Show that answering begins."""
+
+    def advance(self) -> None:
+        """Show that one more problem is answered."""
+
+
+class Tenths:
+    """Progress as plain lines, where no terminal is attached: at the start, each tenth of the problems, and the end.
+
+    Lines come at least `FEWEST_FOR_A_LINE` problems apart.
+    """
+
+    def __init__(self, console: Console, total: int) -> None:
+        self._console, self._total, self._done = console, total, 0
+        self._every = max(FEWEST_FOR_A_LINE, -(-total // 10))
+
+    def start(self) -> None:
+        self._console.print(f"answering {self._total} problems", soft_wrap=True)
+
+    def advance(self) -> None:
+        self._done += 1
+        if self._done % self._every == 0 or self._done == self._total:
+            self._console.print(f"{self._done} of {self._total} problems", soft_wrap=True)
+
+
+class Bar:
+    """Progress as a bar on a terminal, which is removed at the end."""
+
+    def __init__(self, progress: Progress, total: int) -> None:
+        self._progress, self._total = progress, total
+        self._task = progress.add_task("loading the model", total=None)
+
+    def start(self) -> None:
+        self._progress.update(self._task, description="answering", total=self._total)
+
+    def advance(self) -> None:
+        self._progress.advance(self._task)
+
+
+class NotebookProgress:
+    """Progress as one line of a notebook's cell."""
+
+    def __init__(self, cell: Cell, total: int) -> None:
+        self._cell, self._total, self._done = cell, total, 0
+
+    def start(self) -> None:
+        self._cell.show(Text(f"{self._done} of {self._total} problems answered"))
+
+    def advance(self) -> None:
+        self._done += 1
+        self.start()
+
+
+@contextmanager
+def progress(console: Console, total: int) -> Iterator[ProgressDisplay]:
+    """Show on ``console`` how many of ``total`` problems are answered, as long as the block lasts."""
+    if isinstance(console, Cell):
+        yield NotebookProgress(console, total)
+        return
+    if not console.is_terminal:
+        yield Tenths(console, total)
+        return
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as bar:
+        yield Bar(bar, total)

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
-from headway.api.init.available_devices import Machine
-from headway.api.init.model_summary import ModelFacts
+from headway.api.init.model_summary import Machine, ModelFacts
 from headway.config.presets import preset
 from headway.config.sections.parallel import expert_problems, model_problems, plan_problems
 from headway.config.sizing.memory_fitting import PER_MACHINE, SIZES, Fit, Split, fits, replicas, room

@@ -6,11 +6,11 @@ The layout was chosen for training; here the run as it is configured is added up
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from headway.api.init.available_devices import Machine
-from headway.api.init.choices import GIVEN, Choice
-from headway.api.init.model_summary import ModelFacts
+from headway.api.init.model_summary import Machine, ModelFacts
 from headway.config.layers import Layer
 from headway.config.loading import load
 from headway.config.schema import Config
@@ -19,6 +19,40 @@ from headway.config.sizing.model_shape import FLOAT
 from headway.config.sizing.process_memory import MemoryItem
 from headway.config.sizing.run_memory import GIB, OF_REPLICA, REPLICA, RunProcess, processes
 from headway.errors import ConfigError
+
+GIVEN = "as given"
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A setting, and why it has its value."""
+
+    key: str
+    value: Any
+    reason: str = ""
+    main: bool = False
+    """True where people who have not read the file should see it, too."""
+
+
+class Choices:
+    """Choices in the making: those that the user has made stand."""
+
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        self._given = given
+        self._made: dict[str, Choice] = {}
+
+    def add(self, key: str, value: Any, reason: str = "", *, main: bool = False) -> Any:
+        """Choose ``value``, unless ``key`` is given; returns what counts."""
+        if key in self._given:
+            value, reason = self._given[key], GIVEN
+        self._made[key] = Choice(key, value, reason, main)
+        return value
+
+    def finished(self) -> list[Choice]:
+        """Return all choices, with what was given and not asked for."""
+        others = [Choice(key, value, GIVEN) for key, value in self._given.items() if key not in self._made]
+        return [*self._made.values(), *others]
+
 
 CACHE = "rollout.kv_cache_gib"
 KEYS_AND_VALUES, GENERATION = "keys and values", "generation"

@@ -8,7 +8,6 @@ preflight ─▶ reports ─▶ model (the user's, or made and warmed up) ─▶
 A run that is resumed finds its reports and its model, and loads a checkpoint between workers and Pipeline.
 """
 
-from headway.api.run.new_run import train
-from headway.api.run.resumed_run import resume
+from headway.api.run.new_run import resume, train
 
 __all__ = ["resume", "train"]

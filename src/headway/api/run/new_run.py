@@ -1,31 +1,40 @@
-"""Beginning of a run by ``headway train``, with the user's model or with one that is made."""
+"""Beginning of a run by ``headway train``, and its resumption from its newest checkpoint, in its own directory."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rich.console import Console
+
 from headway.agents.adapters.program_loader import load_toolbox
 from headway.agents.episodes.program_workers import chats_of, program_spec
 from headway.api.checks.preflight import check_inputs, check_model
-from headway.api.run.interrupts import note
-from headway.api.run.run_execution import carry_out, set_math_environment
-from headway.api.run.training_run import WARMING, StartingModel
+from headway.api.run.run_execution import carry_out, set_math_environment, when_saved
+from headway.api.run.training_run import WARMING, ResumeStart, StartingModel, is_of_the_end, note
 from headway.cluster.machine.worker_setup import importing
 from headway.config.loading import LoadedConfig
+from headway.config.resume_changes import check_changes
 from headway.config.schema import Config
 from headway.config.sections.model_section import WarmupConfig
-from headway.data.sources import Rows, build_sources
+from headway.config.sizing.placement import needs_critic
+from headway.data.sources import DataBundle, Rows, build_sources
 from headway.data.tokenize import PromptTokenizer
 from headway.data.types import Prompt
-from headway.errors import UserError
-from headway.reports.report_manager import Reports, open_reports
-from headway.reports.run_directory import Occupied, RunDirectory, free_names
+from headway.engines.train.state_file import read_state
+from headway.errors import ConfigError, UserError
+from headway.pipeline.recovery.driver_state import Taken, balance
+from headway.pipeline.run import Status
+from headway.reports.checkpoint_folders import Checkpoints
+from headway.reports.record.events_file import SurvivingRecord, look_through
+from headway.reports.report_manager import Reports, open_reports, reopen_reports
+from headway.reports.run_directory import Occupied, RunDirectory, RunLock, free_names
 from headway.reports.trackers.tracker_checks import check_trackers
+from headway.runtime.user_code import names_a_file
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -139,3 +148,138 @@ def _teaching(
     prompts = PromptTokenizer(tokenizer, data.chat_template, data.max_prompt_length, kwargs=data.chat_template_kwargs)
     examples = solutions(tokenizer, prompts, data.task, warmup, held_out, seed)
     return examples, WarmupEvaluation(tokenizer, data.task, val, seed, data.max_response_length, go_on)
+
+
+def resume(path: Path, before: Config, loaded: LoadedConfig, console: Console | None = None) -> int:
+    """Run ``headway train --resume``: resume the run in the directory ``path`` from its newest checkpoint.
+
+    All checks that need no workers come before any change to the run: `reopen_reports` comes last.
+    ``before`` is its configuration so far, ``loaded`` the one that holds from now on. It is shown on ``console``, or
+    where this process prints. Returns the exit code.
+
+    Raises:
+        UserError: there is no run, no checkpoint of it, or nothing left to do; another process trains it; the record
+            tells of another checkpoint.
+        ModelError: the checkpoint is damaged.
+        ConfigError: a setting is changed that the checkpoint rules out.
+        DataError: the data are not those of the checkpoint, or the record is damaged.
+    """
+    config = loaded.config
+    set_math_environment(config)
+    directory = RunDirectory.existing(path)
+    lock = RunLock(directory.lock)
+    lock.take()
+    try:
+        checkpoints = Checkpoints(directory.checkpoints)
+        record = look_through(directory.events)
+        version = _newest(directory, checkpoints, record, before)
+        taken: Taken = read_state(checkpoints.actor(version))["extra"]
+        cursor = taken["source"]
+        changes = check_changes(before, config, version, epochs_begun=cursor["epoch"] + (cursor["position"] > 0))
+        longer = _is_longer(before, config, version)
+        if record.ended == Status.COMPLETED and is_of_the_end(directory, [version]) and not longer:
+            total, epochs = config.rollout.total_rollout_steps, config.data.epochs or 1
+            length = f"rollout.total_rollout_steps={2 * total}" if total is not None else f"data.epochs={2 * epochs}"
+            raise UserError(
+                f"{path}: this run is complete, at version {version}; there is nothing to resume. To train it longer "
+                f"give a new length, like {length}"
+            )
+        if taken["data_ended"] and longer:
+            raise ConfigError(
+                f"data.epochs: the run ended where its data did, within version {version}: it has trained "
+                f"{taken['consumed']} groups, which is no multiple of {config.groups_per_version} per version. "
+                "It cannot be made longer; start another one with model.path set to its model folder"
+            )
+        if needs_critic(config):
+            read_state(checkpoints.critic(version))
+        check_trackers(config)
+        with _relative_paths_explained(config):
+            rows = check_inputs(config)
+            data = check_model(config, rows) or _data(config, rows, directory.initial_model)
+        data.train.restore(cursor)
+        _check_accepted(config, data)
+        reports = reopen_reports(config, directory, lock, version, balance(taken), console)
+    except BaseException:
+        lock.release()
+        raise
+    note(reports, f"resuming from the checkpoint of version {version}")
+    for text in data.notes:
+        note(reports, text)
+    for key, (then, now) in changes.items():
+        note(reports, f"changed: {key}={now!r}, was {then!r}")
+    for change in data.train.changes:
+        note(reports, f"data changed: {change}")
+    model = config.model.path or str(directory.initial_model)
+    return carry_out(loaded, rows, reports, lambda: StartingModel(model), ResumeStart(version))
+
+
+def _check_accepted(config: Config, data: DataBundle) -> None:
+    if config.data.accept_changes and not data.train.changes:
+        raise ConfigError("data.accept_changes: the data are those of the checkpoint; drop it")
+
+
+def _newest(directory: RunDirectory, checkpoints: Checkpoints, record: SurvivingRecord, config: Config) -> int:
+    """Return the version to resume: that of the newest complete checkpoint that the record mentions."""
+    newest = checkpoints.newest(record.boundaries, with_critic=needs_critic(config))
+    if newest is not None:
+        return newest
+    path = directory.path
+    if found := checkpoints.complete(with_critic=needs_critic(config)):
+        raise UserError(
+            f"{path}: {directory.events.name} does not tell of any checkpoint that is there ({found}); a run cannot be "
+            "resumed without its record"
+        )
+    oftener = "" if config.trainer.save_freq == 1 else " trainer.save_freq=1"
+    raise UserError(
+        f"{path}: there is no complete checkpoint to resume from; {when_saved(config)}. Start over "
+        f"with: headway train {directory.config} run.dir=ANOTHER{oftener}"
+    )
+
+
+def _data(config: Config, rows: Rows, model: Path) -> DataBundle:
+    """Load the data of a run whose model was made in its directory."""
+    from headway.models.tokenizer import load_tokenizer
+
+    if not model.is_dir():
+        raise UserError(f"{model}: the model that this run was begun with is not there any more")
+    return build_sources(config, load_tokenizer(str(model)), rows)
+
+
+@contextmanager
+def _relative_paths_explained(config: Config) -> Iterator[None]:
+    """Add a note to an error over a missing relative path in the block: relative to which directory such paths are."""
+    try:
+        yield
+    except UserError as error:
+        for path in _paths(config):
+            expanded = Path(path).expanduser()
+            named = path in str(error) or str(expanded.resolve()) in str(error)
+            if named and not expanded.is_absolute() and not expanded.exists():
+                error.add_note(
+                    "Relative paths are those of the directory where the run was begun: give the command in that "
+                    f"directory, or put {path} here"
+                )
+                break
+        raise
+
+
+def _paths(config: Config) -> list[str]:
+    """Return the paths of data, model and the user's own code as they are spelled; names on the hub are among them."""
+    algorithm, task = config.algorithm, config.data.task
+    functions = [
+        *(one.function for one in config.reward.all),
+        task.name if task is not None else "",
+        algorithm.policy_loss.loss_mode,
+        algorithm.adv_estimator,
+        *(one.name or "" for one in algorithm.rollout_correction.all),
+    ]
+    files = [spec.rpartition(":")[0] for spec in functions if names_a_file(spec)]
+    sources = [source.label for source in (*config.data.train_sources, *config.data.held_out_sources)]
+    return [*sources, *files, *([] if config.model.path is None else [config.model.path])]
+
+
+def _is_longer(before: Config, config: Config, version: int) -> bool:
+    total = config.rollout.total_rollout_steps
+    if total is not None:
+        return total > version * config.groups_per_version
+    return (config.data.epochs or 0) > (before.data.epochs or 0)

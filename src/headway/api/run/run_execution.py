@@ -9,8 +9,7 @@ import shlex
 import time
 from collections.abc import Callable
 
-from headway.api.run.interrupts import note
-from headway.api.run.training_run import ResumeStart, StartingModel, TrainingRun, is_of_the_end
+from headway.api.run.training_run import ResumeStart, StartingModel, TrainingRun, is_of_the_end, note
 from headway.cluster.hardware import available_cores
 from headway.cluster.machine.worker_setup import math_environment
 from headway.config.loading import LoadedConfig

@@ -1,16 +1,20 @@
-"""A training run: wires data, reward, workers and pipeline together, and exports the trained model."""
+"""A training run: wires data, reward, workers and pipeline together, and exports the trained model.
+
+`Interrupts` takes Ctrl-C, SIGTERM and SIGHUP for a run; outside of its event loop `headway.runtime.signals` does.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import signal
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from math import ceil
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,9 +22,7 @@ from numpy.typing import NDArray
 from headway.agents.episodes.program_workers import variables
 from headway.agents.rewards.reward_workers import HOPELESS, RewardRunners
 from headway.agents.rewards.scorers import RewardSpec
-from headway.api.control_socket import listening
-from headway.api.run.interrupts import Interrupts
-from headway.api.run.run_control import RunControl
+from headway.api.control_socket import RunControl, listening
 from headway.config.schema import Config
 from headway.config.sizing.placement import CRITIC, LOGP, REF, needs_critic, needs_greedy_baseline
 from headway.data.sources import Rows, build_sources
@@ -36,12 +38,76 @@ from headway.pipeline.stages.reward import GroupFilter, Shaping
 from headway.reports.checkpoint_folders import Checkpoints, Retention, version_of, write_version
 from headway.reports.report_manager import Reports
 from headway.reports.run_directory import RunDirectory
+from headway.runtime.signals import Repeats, interrupting_signals
 from headway.runtime.task_groups import end, failure_ignored
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from headway.cluster.backend import Workers
+
+
+def note(reports: Reports, text: str) -> None:
+    reports.emit(Note(time=time.monotonic(), level="info", text=text))
+
+
+class Interrupts:
+    """Handling of Ctrl-C, SIGTERM and SIGHUP, as long as there is anything to close.
+
+    While the pipeline runs, the first signal asks it to finish its version; any other leaves at once. What is open is
+    then closed, which takes a few seconds; nothing disturbs that, so that no process is left behind. A run in another
+    thread than the main one gets no signals: Python handles them in the main thread alone.
+    """
+
+    def __init__(self, reports: Reports) -> None:
+        self._reports = reports
+        self._pipeline: Pipeline | None = None
+        self._task: asyncio.Task[Any] | None = None
+        """Task of the run; None once it leaves."""
+        self._told = False
+        """True once the user was informed that the workers are being ended; further signals print nothing."""
+        self._before: dict[int, Any] = {}
+        """Handlers that the signals had before."""
+        self._repeats = Repeats()
+
+    def __enter__(self) -> Interrupts:
+        self._task, loop = asyncio.current_task(), asyncio.get_running_loop()
+        for number in interrupting_signals():
+            self._before[number] = signal.getsignal(number)
+            loop.add_signal_handler(number, self._on_signal, number)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, before in self._before.items():
+            asyncio.get_running_loop().remove_signal_handler(number)  # this call leaves SIGTERM to the system
+            signal.signal(number, before)
+
+    @contextmanager
+    def asking(self, pipeline: Pipeline) -> Iterator[None]:
+        """Let the first interrupt before the end of the block ask ``pipeline`` to stop."""
+        self._pipeline = pipeline
+        try:
+            yield
+        finally:
+            self._pipeline = None
+
+    def leave_undisturbed(self) -> None:
+        self._task = None
+
+    def _on_signal(self, number: int) -> None:
+        if self._repeats.is_one(number):
+            return
+        if self._task is None:
+            if not self._told:
+                note(self._reports, "ending the workers, which takes a few seconds")
+            self._told = True
+        elif self._pipeline is not None:
+            note(self._reports, "stopping after this version; press Ctrl-C again to leave at once")
+            self._pipeline.request_stop()
+            self._pipeline = None
+        else:
+            self._task.cancel()
+            self._task = None
 
 
 STARTING = "starting workers"

@@ -26,7 +26,7 @@ from rich.console import Console
 from headway.agents.chat.chat_template import ChatRenderer
 from headway.agents.episodes.episode_tokens import Chats
 from headway.api.sft.sft_data import Example, SftExamples
-from headway.api.sft.sft_steps import SftSteps, trainer_of
+from headway.api.sft.warmup import SftSteps, trainer_of
 from headway.cluster.machine.file_work import while_ranks_move
 from headway.config.loading import LoadedConfig
 from headway.config.schema import Config
