@@ -12,17 +12,11 @@ from typer.testing import CliRunner
 
 from headway.cli import cli
 from headway.reports.watch import watch_server
+from tests.cli.test_bad_input import _table
 from tests.reports.stories import story, written
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "errors.md"
-SECTION = "A run that is watched, compared or asked"
-
-
-def rows() -> dict[str, tuple[str, int]]:
-    """Input → message and exit code, as the document's section has them."""
-    section = DOCUMENT.read_text(encoding="utf-8").partition(f"\n## {SECTION}\n")[2].partition("\n## ")[0]
-    lines = [line.strip("|").split(" | ") for line in section.splitlines() if line.startswith("| ")]
-    return {cells[0].strip(): (cells[1].strip("` "), int(cells[3])) for cells in lines if cells[3].strip().isdigit()}
+ROWS = _table("A run that is watched, compared or asked")
+"""Input → message and exit code, as the document's section has them."""
 
 
 def damage(folder: Path) -> None:
@@ -60,7 +54,7 @@ CASES: dict[str, tuple[str, Callable[[Path], None]]] = {
 
 
 def test_the_document_lists_the_cases_and_nothing_else() -> None:
-    assert set(rows()) == set(CASES)
+    assert set(ROWS) == set(CASES)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -76,7 +70,7 @@ def test_each_ends_in_the_message_that_the_document_has(
     with socket.create_server(("127.0.0.1", 0)) as taken:
         typed = command.replace("PORT", str(taken.getsockname()[1])).split()
         done = CliRunner().invoke(cli, typed)
-    message, code = rows()[name]
-    pattern = ".*".join(re.escape(part) for part in message.split("…"))
-    assert (done.exit_code, done.stdout) == (code, ""), done.stderr
+    row = ROWS[name]
+    pattern = ".*".join(re.escape(part) for part in row.message.split("…"))
+    assert (done.exit_code, done.stdout) == (row.exit_code, ""), done.stderr
     assert re.fullmatch(f"error: {pattern}\n", done.stderr), done.stderr
