@@ -150,7 +150,24 @@ def own_storages(model: nn.Module) -> None:
 
 
 class WeightMemory:
-    """The distinct storages behind some tensors, each of which is resizable."""
+    """The memory behind the served weights: on the device, kept on the host, or given up.
+
+        there ──move_out──▶ kept  (a copy on the host) ──restore──▶ there
+          └───────drop────▶ gone ──allocate─────────────────────────▶ there, its values unspecified
+
+    Whole storages change their size in place, so that every view of them (projections that share one packed matrix, the
+    forward pass's own references, tied weights) is right again as soon as the memory is.
+
+    Example:
+        >>> weight = torch.ones(3)
+        >>> memory = WeightMemory([weight])
+        >>> memory.move_out()
+        >>> memory.nbytes
+        0
+        >>> memory.restore()
+        >>> weight
+        tensor([1., 1., 1.])
+    """
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         storages = {(s := tensor.untyped_storage()).data_ptr(): s for tensor in tensors if tensor.numel()}
@@ -224,16 +241,6 @@ class SideStream:
 
     Work of one stream runs in order: buckets on the default stream would queue behind decoding steps, and steps behind
     buckets.
-
-    Example:
-        >>> weight = torch.ones(3)
-        >>> memory = WeightMemory([weight])
-        >>> memory.move_out()
-        >>> memory.nbytes
-        0
-        >>> memory.restore()
-        >>> weight
-        tensor([1., 1., 1.])
     """
 
     def __init__(self, device: torch.device) -> None:
