@@ -9,8 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from headway.cluster.roles.weight_receive_role import Left
-from headway.cluster.roles.weight_send_role import Send, Sent, SentWeights
+from headway.cluster.roles.weight_roles import Left, Send, Sent, SentWeights
 from headway.cluster.weight_sync.weight_sync import ExchangeSettings, WeightSync, exchange_settings
 from headway.cluster.worker_group import Worker, WorkerGroup
 from headway.config.schema import Config

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from headway.cluster.roles import weight_receive_role
-from headway.cluster.roles.weight_receive_role import WeightInbox
+from headway.cluster.roles import weight_roles
+from headway.cluster.roles.weight_roles import WeightInbox
 from headway.engines.weights.incoming_version import BackBuffer
 from headway.engines.weights.outgoing_version import Stream
 from headway.engines.weights.protocols import HostCopy, StoredVersion, WeightSink
@@ -45,7 +45,7 @@ async def test_a_meeting_that_hangs_holds_no_later_one_up_and_takes_no_place_whe
             assert goes_on.wait(10)
         return ends[link.transport]
 
-    monkeypatch.setattr(weight_receive_role, "open_receiver", open_receiver)
+    monkeypatch.setattr(weight_roles, "open_receiver", open_receiver)
     box = WeightInbox("rollout-0")
     first = asyncio.create_task(box.connect([Link("first", Path())], EndContext()))
     assert await asyncio.to_thread(began.wait, 10)
@@ -95,7 +95,7 @@ async def opened(
         ends.append(Handing(shares[len(ends)], together, failures[len(ends)]))
         return ends[-1]
 
-    monkeypatch.setattr(weight_receive_role, "open_receiver", open_receiver)
+    monkeypatch.setattr(weight_roles, "open_receiver", open_receiver)
     box = WeightInbox("rollout-0")
     await box.connect([Link(str(number), Path()) for number in range(3)], EndContext())
     return box, ends
@@ -152,7 +152,7 @@ async def test_of_links_one_of_which_cannot_be_opened_none_stays_open(monkeypatc
         ends.append(End(link))
         return ends[-1]
 
-    monkeypatch.setattr(weight_receive_role, "open_receiver", open_receiver)
+    monkeypatch.setattr(weight_roles, "open_receiver", open_receiver)
     with pytest.raises(UpdateFailed, match="nobody came"):
         await WeightInbox("rollout-0").connect([Link(str(number), Path()) for number in range(3)], EndContext())
     assert [end.closed for end in ends] == [True, True]

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from headway.cluster.roles.weight_send_role import Send, Sent, WeightSendRole
+from headway.cluster.roles.weight_roles import Send, Sent, WeightSendRole
 from headway.config.schema import Config
 from headway.config.transport_facts import TRANSPORTS
 from headway.data.interfaces.episode_groups import FinishedGroup

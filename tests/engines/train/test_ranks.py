@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from headway.cluster.roles.weight_send_role import Send, WeightSendRole
+from headway.cluster.roles.weight_roles import Send, WeightSendRole
 from headway.config.schema import Config
 from headway.config.sections.learning import ActorConfig, OptimConfig
 from headway.config.sections.parallel import ParallelConfig

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.cluster.roles.critic_role import WithCritic
-from headway.cluster.roles.weight_send_role import Send, Sent, SentWeights, WeightSendRole
+from headway.cluster.roles.weight_roles import Send, Sent, SentWeights, WeightSendRole
 from headway.cluster.worker_group import Collect, Dispatch, register
 from headway.config.transport_facts import TRANSPORTS, transport_of
 from headway.data.interfaces.training import StepContext, StepReport, TokenLoss

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.cluster.roles.role import Role
-from headway.cluster.roles.weight_receive_role import Left, WeightInbox
+from headway.cluster.roles.weight_roles import Left, WeightInbox
 from headway.cluster.worker_group import Collect, Dispatch, register
 from headway.data.interfaces.weights import ReceiveReport
 from headway.data.types import Sample

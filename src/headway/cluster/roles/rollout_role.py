@@ -8,7 +8,7 @@ from typing import Any
 
 from headway.cluster.roles.engine_registry import ReplicaSpec, start_engine
 from headway.cluster.roles.role import Role
-from headway.cluster.roles.weight_receive_role import Left, WeightInbox
+from headway.cluster.roles.weight_roles import Left, WeightInbox
 from headway.cluster.worker_group import Dispatch, register
 from headway.data.interfaces.rollout import Capabilities, RolloutEngine
 from headway.data.interfaces.weights import ReceiveReport

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from headway.cluster.roles.fused_role import WITHIN
-from headway.cluster.roles.weight_send_role import Send, SentWeights
+from headway.cluster.roles.weight_roles import Send, SentWeights
 from headway.cluster.worker_group import Worker, WorkerGroup
 from headway.data.interfaces.weights import GatherReport, ReceiveReport, SendReport
 from headway.errors import UpdateFailed

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from headway.cluster.roles.weight_send_role import Send, Sent, SentWeights
+from headway.cluster.roles.weight_roles import Send, Sent, SentWeights
 from headway.cluster.weight_sync.host_weights import HostWeights
 from headway.cluster.worker_group import Worker, WorkerGroup
 from headway.config.schema import Config
