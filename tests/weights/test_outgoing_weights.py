@@ -83,7 +83,7 @@ def test_the_share_of_changed_units_is_reported_and_buckets_that_changed_too_muc
     assert copy.gather(1, windows(before, manifest)).changed is None
     gathered = copy.gather(2, windows(after, manifest))
     assert gathered.changed == (256 + 16) / 512
-    assert gathered.nbytes == manifest.nbytes and gathered.seconds > 0
+    assert gathered.nbytes == manifest.nbytes and gathered.gather_s > 0
     assert [chunk.header.base for chunk in copy.outgoing(2, to=1)] == [-1, 1]
 
 

@@ -233,18 +233,19 @@ class WeightSendRole:
             if route.staged is not None:
                 gathered = route.staged.gather(version, windows)
                 sent = self._send(version, send, route.staged.outgoing(version, to=send.base), share)
-                return replace(sent, report=replace(sent.report, gather_s=gathered.seconds, changed=gathered.changed))
+                return replace(sent, report=replace(sent.report, gather_s=gathered.gather_s, changed=gathered.changed))
             stream = Stream(share, windows)
             sent = self._send(version, send, stream, share)
             # Gathering took place between two buckets that were sent: its time is taken off.
             send_s = sent.report.send_s - stream.gather_s
             return replace(sent, report=replace(sent.report, gather_s=stream.gather_s, send_s=send_s))
         finally:
+            # Drawing is collective: where this rank fails, the others would wait in the next bucket's reduction.
             deque(windows, maxlen=0)
 
     def gather(self, version: int, gather: Gather) -> GatherReport:
         """Gather this rank's share of the weights into its copies."""
-        seconds, nbytes, changed = 0.0, 0, None
+        total = GatherReport(0.0, 0)
         for route in self._routes.values():
             windows = gather(route.manifest, self._bucket_bytes)
             if route.staged is None:
@@ -254,8 +255,9 @@ class WeightSendRole:
                 gathered = route.staged.gather(version, windows)
             finally:
                 deque(windows, maxlen=0)
-            seconds, nbytes, changed = seconds + gathered.seconds, nbytes + gathered.nbytes, gathered.changed
-        return GatherReport(seconds, nbytes, changed)
+            gather_s, nbytes = total.gather_s + gathered.gather_s, total.nbytes + gathered.nbytes
+            total = GatherReport(gather_s, nbytes, gathered.changed)
+        return total
 
     async def send_gathered(self, version: int, send: Send) -> Sent:
         """Send the copy of this rank's share, on another thread than the caller's."""

@@ -214,6 +214,7 @@ class BackBuffer(Intake):
         report = arriving.receive(receive)
         assert self._memory is not None
         if arriving.copy is None:
+            # Only now, with all bytes checked: whoever maps the memory trusts the stamp.
             self._memory.stamp = version
             self._holds = version
         return replace(report, path=str(self._memory.path))
@@ -237,6 +238,7 @@ class BackBuffer(Intake):
             if self._memory is None or not self._owns:
                 self._map(SharedBytes.reserve(self.manifest.nbytes), owns=True)
             assert self._memory is not None
+            # Before the first byte is written: another process that maps this memory would take it for the old version.
             self._memory.stamp = NOTHING
             return self._memory.flat
 
@@ -251,7 +253,7 @@ class BackBuffer(Intake):
             )
 
     def _map(self, memory: SharedBytes, *, owns: bool) -> None:
-        if self._unpin is not None:
+        if self._unpin is not None:  # before the old memory is let go: pages cannot be unlocked once they are unmapped
             self._unpin()
         self._memory, self._owns = memory, owns
         self._unpin = None if self._pin is None else finalize(self, self._pin(memory.flat))

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
+from headway.data.interfaces.weights import GatherReport
 from headway.engines.weights.buckets import encode
 from headway.engines.weights.protocols import Chunk, Header, OutgoingWeights
 from headway.engines.weights.weight_layout import Manifest, RunningDigests, buckets, digest
@@ -55,16 +56,6 @@ class Stream:
         self.gather_s += time.perf_counter() - began
 
 
-@dataclass(frozen=True, slots=True)
-class Gathered:
-    """The cost of making a complete copy."""
-
-    seconds: float
-    nbytes: int
-    changed: float | None
-    """Share of the 16-bit units that differ from the version before; None where that was not asked for."""
-
-
 class Staged:
     """A copy of a rank's share of one version in host memory: ``manifest.nbytes``, and what a delta to it takes.
 
@@ -85,11 +76,11 @@ class Staged:
         self._base: int | None = None
         """The version that the deltas were computed against."""
         self._digests: tuple[int, ...] = ()
-        self._gathered: Gathered | None = None
+        self._gathered: GatherReport | None = None
         self.version: int | None = None
         """The version in the copy; None before the first, and when gathering it failed half-way."""
 
-    def gather(self, version: int, windows: Iterable[Window]) -> Gathered:
+    def gather(self, version: int, windows: Iterable[Window]) -> GatherReport:
         """Overwrite the copy with ``version``, whose ``windows`` are this object's own buckets, in order.
 
         Raises `UpdateFailed` for other windows; after any error the copy holds no version.
@@ -99,6 +90,7 @@ class Staged:
             return self._gathered
         started = time.perf_counter()
         self._base = self.version if self._with_delta else None
+        # No version until all of it is there: gathering may fail half-way, and half a version must not be sent.
         self.version, self._deltas = None, {}
         running, changed = RunningDigests(self._manifest), 0
         for index, (offset, data) in enumerate(windows):
@@ -113,7 +105,7 @@ class Staged:
         self._digests = running.finished()
         self.version = version
         share = None if self._base is None else changed / max(1, -(-self._manifest.nbytes // 2))
-        self._gathered = Gathered(time.perf_counter() - started, self._manifest.nbytes, share)
+        self._gathered = GatherReport(time.perf_counter() - started, self._manifest.nbytes, share)
         return self._gathered
 
     def outgoing(self, version: int, *, to: int | None) -> OutgoingWeights:

@@ -1,4 +1,4 @@
-"""What a receiver of weights holds of a version, and which version it serves: one state machine, for every engine."""
+"""State of a receiver of weights: the version that arrives, and the version that is served. Every engine has one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from headway.errors import RunError, UpdateFailed
 
 
 class Held(StrEnum):
-    """How far the version has come that a receiver was told of last."""
+    """Progress of the newest version at a receiver."""
 
     ABSENT = "absent"
     """Nothing of it is here, or nothing any more."""
@@ -26,14 +26,14 @@ class Held(StrEnum):
 
 
 class ReceiverState:
-    """What a receiver holds of the version that it was told of last, and which version it serves. Thread-safe.
+    """State machine of a receiver: its newest version, and the version that it serves. Thread-safe.
 
         LOADED ─begin─▶ ARRIVING ─complete─▶ COMPLETE ─begin_load─▶ LOADING ─loaded─▶ LOADED ─begin─▶ …
                            │                    ▲                      │
                            └─fail─▶ ABSENT      └──────fail_load───────┘
                                     GIVEN_UP, where a part was written over the served weights
 
-    One version at a time: whatever does not wait for the one that arrives, or is loaded, is refused.
+    One version at a time: while one arrives, or is loaded, a call that begins another is refused.
 
     Example:
         >>> state = ReceiverState("replica 0")

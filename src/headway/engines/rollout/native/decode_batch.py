@@ -226,9 +226,12 @@ class DecodeBatch:
         tokens, lengths = self.rows.tokens[:decoding], self.rows.lengths[:decoding]
         prompts = self._prompts.of(decoding) if self._runner.shares else ()
         decoded, prefilled = self._runner.step(tokens, lengths, contexts, prompts)
+        # In place, since `lengths` is a view of the rows' own, and after the step, which stores each row's token at the
+        # length from before it.
         lengths += 1
         logits = [decoded] if decoding else []
         if admission.starting:
+            # After the contexts were gathered: making room may take the blocks in which they were found.
             self.reserve(decoding + len(admission.starting), admission.positions)
             for share, result in zip(missing, prefilled, strict=True):
                 share.prefilled = result
@@ -263,6 +266,7 @@ class DecodeBatch:
 
     def take_out(self, row: int) -> CallRun:
         """Free the row of a finished call; its context is kept if its episode may call again."""
+        # Read before the row is freed: the last row is copied into its place, over the keys and values.
         ending = self.prefixes.ending(self.rows.runs[row], row, self.rows.context)
         run = self.remove(row)
         if ending is not None:

@@ -320,7 +320,7 @@ class NativeEngine:
         self._check_alive()
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[T] = loop.create_future()
-        if not self._put(Command(run, answerable, loop, answer)):
+        if not self._put(Command(run, answerable, loop, answer)):  # it ended since the check: nothing would answer
             self._check_alive()
         return await answer
 
@@ -419,6 +419,7 @@ class NativeEngine:
         """Refuse further commands, and tell everyone who still waits."""
         with self._over:
             self._ended = error
+        # From here on nothing is posted, so that what is read now is all that there will be.
         unread = []
         while not self._commands.empty():
             if (command := self._commands.get_nowait()) is not None:

@@ -139,6 +139,7 @@ class SlotCache:
         order = range(len(lengths)) if needed < room else reversed(range(len(lengths)))
         for row in order:
             length = int(lengths[row])
+            # By way of a copy: a row's old and new place may overlap.
             self._rows[:, row, :, :length] = before[:, row, :, :length].clone()
 
     def addresses(self, lengths: torch.Tensor) -> torch.Tensor:

@@ -183,7 +183,7 @@ class EngineCore:
     def wake(self) -> None:
         """Take the memory again: the weights', with what was kept of them, and the KV cache's."""
         if self._asleep:
-            self.weights.memory.restore()
+            self.weights.memory.restore()  # before the runner's, which derives copies from the weights
             self._runner.restore()
             self._asleep = False
 

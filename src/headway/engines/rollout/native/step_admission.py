@@ -150,6 +150,7 @@ class Prefixes:
 
     def store(self, run: CallRun, ending: FinishedContext, rows: int) -> None:
         """Keep what a call that has ended had in its row, beside ``rows`` rows."""
+        # First give up the blocks that rows have grown into: new ones must not be taken from there.
         self._limit(self._cache.blocks_beside(rows))
         copies = self._tree.store(ending.ids, run.call.trajectory, ending.shared)
         self._cache.store(copies, ending.kv)

@@ -186,7 +186,7 @@ class FsdpEngine:
 
         The report has those of ``rows`` that ``context`` wants shown, with the numbers of the step's forward pass.
         """
-        self._at_version.stepping(context.version)
+        self._at_version.stepping(context.version)  # first: a step that fails may have moved the weights already
         whole = self._objective.looks_at_sequences
         shown = SampledRows(rows, context.shown)
         part = partial(self._part, context, apart=self._apart(rows) if whole else NOTHING_APART, shown=shown)

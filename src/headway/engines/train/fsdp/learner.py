@@ -188,6 +188,7 @@ class Learner:
         if not parts:
             raise ValueError("a training step needs rows on one rank at least")
         grads = self._local_grads()
+        # Squares in float64: each shard that several ranks hold is counted by all of them and divided by their number.
         squares = torch.stack(torch._foreach_norm(list(grads.values()))).double().square()
         there = torch.tensor([copies(self._parameters[name]) for name in grads], device=squares.device)
         grad_square = (squares / there).sum().to(self._mesh.device)

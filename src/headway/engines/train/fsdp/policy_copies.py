@@ -100,7 +100,7 @@ class ProximalWeights:
                 f"log-probs under the policy at the start of version {version} were asked for after its first "
                 "optimizer step, and nobody had asked before it; ask at the version's first fetch"
             )
-        now = self._snapshot()
+        now = self._snapshot()  # before the write: the present weights are nowhere else
         self._write(self._copy)
         try:
             yield

@@ -52,6 +52,7 @@ def gather(parts: Parts, manifest: Manifest, bucket_bytes: int, mesh: TrainMesh)
                 continue
             start, bucket = window
             if len(members) > 1:
+                # Collective: every rank takes part in every share, in the same order, also in those that others send.
                 dist.reduce(bucket.view(_WORD), dst=members[index], group=mesh.copy)
             data = bucket[: share.stop - start]
             if index == place:

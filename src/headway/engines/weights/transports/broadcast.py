@@ -99,7 +99,7 @@ class BroadcastSender(_Member):
                 self._header(version, _MessageKind.BUCKET, *_numbers(chunk.header))
                 self._group.broadcast(payload)
             count += 1
-        digests = weights.digests
+        digests = weights.digests  # outside the context below: an error of the weights is not one of the group
         with self._sending(version, count, "the end"):
             self._header(version, _MessageKind.END, count, len(digests))
             if digests:

@@ -18,7 +18,6 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -130,36 +129,34 @@ KEPT = 2
 """Number of versions that are kept: the newest, and the one that receivers may still be reading."""
 
 
-@dataclass(frozen=True, slots=True)
-class DiskLink:
-    directory: Path
-    manifest: Manifest
+Link = tuple[Path, Manifest]
+"""The directory for files of one dtype, and the layout of the weights in them."""
 
 
-def make_link(meeting: TransportAddress) -> DiskLink:
+def make_link(meeting: TransportAddress) -> Link:
     if meeting.directory is None:
         raise needs("disk", "a directory")
     dtypes = sorted({slot.dtype for slot in meeting.manifest.slots})
-    return DiskLink(meeting.directory / "-".join(dtypes), meeting.manifest)
+    return meeting.directory / "-".join(dtypes), meeting.manifest
 
 
-def open_sender(link: DiskLink, here: EndContext) -> DiskSender:
-    return DiskSender(link)
+def open_sender(link: Link, here: EndContext) -> DiskSender:
+    return DiskSender(*link)
 
 
-def open_receiver(link: DiskLink, name: str, here: EndContext) -> DiskReceiver:
+def open_receiver(link: Link, name: str, here: EndContext) -> DiskReceiver:
     return DiskReceiver(name)
 
 
 class DiskSender:
     """The trainer's end of the disk transport (`WeightSender`). On disk: two sets of weights, three while writing."""
 
-    def __init__(self, link: DiskLink) -> None:
-        self._directory = link.directory
-        self._manifest = link.manifest
+    def __init__(self, directory: Path, manifest: Manifest) -> None:
+        self._directory = directory
+        self._manifest = manifest
         # What an earlier sender has left here is older than whatever comes now.
-        self._written = sorted(link.directory.glob("version_*.safetensors"), key=lambda path: path.stat().st_mtime_ns)
-        for partial in link.directory.glob("version_*.partial"):
+        self._written = sorted(directory.glob("version_*.safetensors"), key=lambda path: path.stat().st_mtime_ns)
+        for partial in directory.glob("version_*.partial"):
             with suppress(OSError):  # whoever writes under this name finds out why
                 partial.unlink(missing_ok=True)
 
@@ -251,6 +248,7 @@ class _File:
             self._file.flush()
             os.fsync(self._file.fileno())
             self._file.close()
+            # After the sync: a machine that goes down in between must not leave a file of this name without its data.
             self._partial.rename(self._path)
 
     def discard(self) -> None:

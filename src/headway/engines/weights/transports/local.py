@@ -25,8 +25,8 @@ def make_link(meeting: TransportAddress) -> LocalExchange:
     return LocalExchange(meeting.receivers, meeting.timeout_s)
 
 
-def open_sender(link: LocalExchange, here: EndContext) -> LocalSender:
-    return LocalSender(link)
+def open_sender(link: LocalExchange, here: EndContext) -> LocalExchange:
+    return link
 
 
 def open_receiver(link: LocalExchange, name: str, here: EndContext) -> LocalReceiver:
@@ -50,8 +50,9 @@ class _LocalVersion:
 
 
 class LocalExchange:
-    """The exchange at which the sender and the named receivers of one process meet. Good for any number of updates, one
-    at a time.
+    """The exchange at which the sender and the named receivers of one process meet. It is the sender's end.
+
+    Good for any number of updates, one at a time.
     """
 
     def __init__(self, receivers: Sequence[str], timeout_s: float) -> None:
@@ -177,21 +178,6 @@ class LocalExchange:
             raise UpdateFailed(f"{who()} when an end was closed")
         if not in_time:
             raise UpdateFailed(f"{who()} for longer than {self._timeout_s:g} s")
-
-
-class LocalSender:
-    """The trainer's end of a `LocalExchange` (`WeightSender`)."""
-
-    def __init__(self, exchange: LocalExchange) -> None:
-        self._exchange = exchange
-
-    def send(self, version: int, weights: OutgoingWeights) -> StoredVersion | None:
-        self._exchange.send(version, weights)
-        return None
-
-    def close(self) -> None:
-        """Close the exchange: every end that still waits fails at once."""
-        self._exchange.close()
 
 
 class LocalReceiver:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,20 +11,15 @@ from headway.engines.weights.transports.links import EndContext, TransportAddres
 from headway.errors import UpdateFailed, boundary
 
 
-@dataclass(frozen=True, slots=True)
-class ObjectStoreLink:
-    """A link without data: the object store is there for both ends, which need to know nothing else."""
+def make_link(meeting: TransportAddress) -> None:
+    """Make a link without data: both ends reach the object store and need to know nothing else."""
 
 
-def make_link(meeting: TransportAddress) -> ObjectStoreLink:
-    return ObjectStoreLink()
-
-
-def open_sender(link: ObjectStoreLink, here: EndContext) -> ObjectStoreSender:
+def open_sender(link: None, here: EndContext) -> ObjectStoreSender:
     return ObjectStoreSender(here)
 
 
-def open_receiver(link: ObjectStoreLink, name: str, here: EndContext) -> ObjectStoreReceiver:
+def open_receiver(link: None, name: str, here: EndContext) -> ObjectStoreReceiver:
     return ObjectStoreReceiver(here, name)
 
 

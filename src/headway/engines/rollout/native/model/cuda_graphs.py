@@ -81,6 +81,7 @@ class DecodeGraphs:
         if recorded is None:
             return self._record(shape, tokens, lengths)[:wanted]
         self._recorded.move_to_end(shape)
+        # Into the tensors that the graph has recorded: it reads their addresses, whatever Python calls them.
         recorded.tokens[:] = tokens
         recorded.lengths[:] = lengths
         recorded.replay()
@@ -111,7 +112,7 @@ class DecodeGraphs:
 
         try:
             replay = self._recorder.record(compute)
-            written.zero_()
+            written.zero_()  # so that a replay that computes nothing does not pass with what recording left there
             replay()
         except RuntimeError as cause:
             self._give_up(f"a step of {rows} rows could not be recorded: {said_by(cause.__context__ or cause)}")

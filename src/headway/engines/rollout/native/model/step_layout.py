@@ -1,4 +1,4 @@
-"""What one step computes, and who attends to whom: rows that decode, contexts to prefill, prompts, windows, masks.
+"""The layout of a step: rows that decode, contexts to prefill, shared prompts, attention windows and masks.
 
 Shape suffixes: A decoding rows, C contexts.
 """
