@@ -6,25 +6,31 @@
                      build/bench/sensitivity.json ◀── --sensitivity (refits) ─┘
 
 Only the three published rows of `benchmarks.workload` are fitted to. Training follows from them directly; generation is
-fitted by simulating ``colocate_sync`` on as many devices.
+fitted by simulating ``colocate_sync`` on as many devices. What is predicted are asynchronous rows against colocated
+synchronous training, and how much each assumption moves them.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
+import numpy as np
 import yaml
 
-from benchmarks import predictions
-from benchmarks.table import report
+from benchmarks.runner import parser
+from benchmarks.table import Share, report
 from benchmarks.workload import PUBLISHED, Assumptions, Lengths, Parts, profile_of
 from headway.events import Event, LeaseChanged, TrainerBusy
-from headway.planner.profiles.job_profile import LognormalLengths
+from headway.planner import planner
+from headway.planner.grid import PlanSetting, setting_of, split_of
+from headway.planner.plan_rows import PlanRow
+from headway.planner.profiles.job_profile import LognormalLengths, Profile, TrainPoint
 from headway.planner.profiles.profile_files import dump_profile, load_profile
 from headway.planner.simulation.simulated_run import Simulation, config_for
 
@@ -34,6 +40,8 @@ STEP, FINEST = 0.2, 0.05
 """Of the search, in logarithms. The published steps are far from being known as well as the finest."""
 VERSIONS = 4
 """Simulated per number of devices and guess."""
+ETAS = (0.1, 0.3, 0.5)
+RUNS_AHEAD, STREAMS, BASELINE = ("async_stale", "async_partial"), "stream_off_policy", "colocate_sync"
 HEADER = """\
 # Published: seconds of a colocated synchronous step (generation, old log-probs, update), 28K-token answers.
 #   32 GPUs 790.10 (357.41, 107.71, 313.81)    64 GPUs 365.28 (150.72, 70.26, 133.41)
@@ -59,20 +67,23 @@ ASSUMPTIONS = [
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.calibrate", description="Fit, unless told otherwise.")
-    choice = parser.add_mutually_exclusive_group()
+    options = parser("calibrate", "Fit, unless told otherwise.")
+    choice = options.add_mutually_exclusive_group()
     choice.add_argument("--predict", action="store_true", help="predict asynchronous rows with the fitted profile")
     choice.add_argument("--sensitivity", action="store_true", help="refit under other assumptions, and predict again")
-    chosen = parser.parse_args(arguments)
+    chosen = options.parse_args(arguments)
     if chosen.predict:
-        predictions.predict(load_profile(RECIPE))
+        predict(load_profile(RECIPE))
     elif chosen.sensitivity:
-        predictions.sensitivity(calibrate, shipped())
+        sensitivity()
     else:
         lengths = calibrate(Assumptions())
         RECIPE.write_text(recipe(lengths))
         show(Assumptions(), lengths)
         print(f"fitted mean={lengths.mean:.0f} sigma={lengths.sigma:.2f}; written to {RECIPE}")
+
+
+# ------------------------------------------------------------------------------------------ the fit
 
 
 def recipe(lengths: Lengths) -> str:
@@ -111,16 +122,15 @@ def misfit(steps: Mapping[int, Parts]) -> float:
 
 def simulated(assumptions: Assumptions, lengths: Lengths, versions: int) -> dict[int, Parts]:
     """The published rows, as `colocate_sync` simulates them: mean parts of so many versions."""
-    return {devices: _simulated_on(devices, assumptions, lengths, versions) for devices in PUBLISHED}
-
-
-def _simulated_on(devices: int, assumptions: Assumptions, lengths: Lengths, versions: int) -> Parts:
-    profile = profile_of(assumptions, lengths, assumptions.lengths_on(devices, lengths))
-    replicas = devices // assumptions.tensor_parallel
-    config = config_for(profile, "colocate_sync", train_devices=devices, replicas=replicas, versions=versions)
-    meter = PartsMeter()
-    Simulation(profile, config, observers=(meter,)).run()
-    return meter.parts()
+    found = {}
+    for devices in PUBLISHED:
+        profile = profile_of(assumptions, lengths, assumptions.lengths_on(devices, lengths))
+        replicas = devices // assumptions.tensor_parallel
+        config = config_for(profile, BASELINE, train_devices=devices, replicas=replicas, versions=versions)
+        meter = PartsMeter()
+        Simulation(profile, config, observers=(meter,)).run()
+        found[devices] = meter.parts()
+    return found
 
 
 class PartsMeter:
@@ -179,11 +189,128 @@ def show(assumptions: Assumptions, lengths: Lengths) -> None:
     """Fitted against published, in seconds."""
     rows = []
     for devices, fitted in simulated(assumptions, lengths, versions=4 * VERSIONS).items():
-        published = PUBLISHED[devices]
         for part in ("total", "generation", "old_log_prob", "update", "rest"):
-            was, is_ = getattr(published, part), getattr(fitted, part)
-            rows.append({"GPUs": str(devices), "part": part, "published": was, "fitted": is_, "error": is_ / was - 1})
+            was, is_ = getattr(PUBLISHED[devices], part), getattr(fitted, part)
+            error = Share(is_ / was - 1)
+            rows.append({"GPUs": str(devices), "part": part, "published": was, "fitted": is_, "error": error})
     report("calibration", {"Colocated synchronous steps, in seconds": rows})
+
+
+# ------------------------------------------------------------------------------------------ predictions
+
+
+def predict(profile: Profile) -> None:
+    """Predict the baseline on all devices, and each asynchronous row on two equal halves."""
+    rows = []
+    for devices, published in PUBLISHED.items():
+        job = profile.model_copy(update={"devices": devices})
+        baseline = setting_of(job, BASELINE, split_of(job, BASELINE, devices, devices))
+        ahead = [_halved(job, mode, eta) for mode in RUNS_AHEAD for eta in ETAS]
+        for row in _planned(job, [baseline, _halved(job, STREAMS), *ahead]):
+            measured = row.measured
+            rows.append(
+                {
+                    "preset": row.setting.preset,
+                    "split": str(row.setting.split),
+                    "eta": float(row.setting.eta),
+                    "step_s": row.step_s,
+                    "samples/s": row.samples_per_s,
+                    "speedup": row.speedup,
+                    "over published": published.total / row.step_s,
+                    "trainer idle": measured.trainer_idle,
+                    "rollouter idle": measured.rollouter_idle,
+                    "slots used": measured.slot_utilization,
+                    "waited_s": measured.trainer_waited_s,
+                    "lag mean": measured.lag_mean,
+                    "lag max": measured.lag_max,
+                }
+            )
+    report("predictions", {"Predicted seconds per B = 512 groups (require_batches 4, trigger 4)": rows})
+
+
+def _planned(job: Profile, settings: list[PlanSetting]) -> Sequence[PlanRow]:
+    return planner.plan(job, settings=settings, budget_s=math.inf).rows
+
+
+def _halved(job: Profile, mode: str, eta: float | None = None) -> PlanSetting:
+    half = job.devices // 2
+    return setting_of(job, mode, split_of(job, mode, half, half), eta=eta)
+
+
+def sensitivity() -> None:
+    """Refit under each variation that matters to the fit, and predict."""
+    rows = []
+    for name, (assumptions, fitted) in _variations().items():
+        lengths = shipped() if fitted is None else calibrate(assumptions, versions=2, **fitted)
+        rows.append(_varied(name, profile_of(assumptions, lengths), lengths))
+        print(rows[-1], flush=True)
+    # Training on 16 devices takes 2^this times as long as on 32.
+    for name, exponent in {
+        "16 train in 1.66 × the time of 32": 0.73,
+        "16 train in 2.35 × the time of 32": 1.23,
+    }.items():
+        rows.append(_varied(name, _with_fewer_devices(profile_of(Assumptions(), shipped()), exponent), shipped()))
+    report("sensitivity", {"Speed-up over the published step": rows})
+
+
+def _varied(name: str, profile: Profile, lengths: Lengths) -> dict[str, Any]:
+    found: dict[str, Any] = {"assumed": name, "mean": lengths.mean, "sigma": lengths.sigma}
+    for mode, eta in ((RUNS_AHEAD[-1], max(ETAS)), (STREAMS, None)):
+        for devices, published in PUBLISHED.items():
+            job = profile.model_copy(update={"devices": devices})
+            (row,) = _planned(job, [_halved(job, mode, eta)])
+            found[f"{mode} {row.setting.split}"] = published.total / row.step_s
+    return found
+
+
+def _with_fewer_devices(profile: Profile, exponent: float) -> Profile:
+    least, longer = profile.train.points[0], 2**exponent
+    times = {name: getattr(least, name) * longer for name in ("token_s", "forward_token_s")}
+    half = TrainPoint(devices=least.devices // 2, **times)
+    train = profile.train.model_copy(update={"points": [half, *profile.train.points]})
+    return profile.model_copy(update={"train": train})
+
+
+def _variations() -> dict[str, tuple[Assumptions, dict[str, float] | None]]:
+    """What else is assumed, and how that is fitted; None: it changes nothing of the fit."""
+    refitted: Mapping[str, dict[str, Any]] = {
+        "2 devices a replica": {"tensor_parallel": 2},
+        "8 devices a replica": {"tensor_parallel": 8},
+        "128 slots": {"slots": 128},
+        "512 slots": {"slots": 512},
+        "1.2 TB/s": {"bandwidth": 1.2e12},
+        "3 TB/s": {"bandwidth": 3e12},
+        "a decode step's overhead 4 ms": {"overhead_s": 4e-3},
+        "an engine computes like the trainer": {"compute_share": 1.0},
+        "a prompt's answers share 0.2": {"within_group": 0.2},
+        "a prompt's answers share 0.8": {"within_group": 0.8},
+        "prompts of 600 tokens": {"prompt_tokens": 600},
+        "the answers on 64 10% shorter": {"longer": {64: 0.9}},
+        "the answers on 64 10% longer": {"longer": {64: 1.1}},
+        "training takes a/devices + b": {"train": _smooth()},
+    }
+    priced: Mapping[str, dict[str, Any]] = {
+        "an update takes nothing": {"update_s": 0.0},
+        "an update takes 11 s": {"update_s": 11.0},
+        "old log-probs in all rows": {"recompute_old_log_probs": "always"},
+    }
+    return {
+        "as shipped": (Assumptions(), None),
+        "sigma 1": (Assumptions(), {"sigma": 1.0}),
+        **{name: (Assumptions(**changes), {}) for name, changes in refitted.items()},
+        **{name: (Assumptions(**changes), None) for name, changes in priced.items()},
+    }
+
+
+def _smooth() -> dict[int, Parts]:
+    """Published training seconds, smoothed: a/devices + b, least squares of relative errors."""
+    smoothed = dict(PUBLISHED)
+    for part in ("update", "old_log_prob"):
+        known = np.array([getattr(parts, part) for parts in PUBLISHED.values()])
+        terms = np.array([[1 / devices, 1.0] for devices in PUBLISHED]) / known[:, None]
+        a, b = np.linalg.lstsq(terms, np.ones(len(known)), rcond=None)[0]
+        smoothed = {devices: replace(was, **{part: float(a / devices + b)}) for devices, was in smoothed.items()}
+    return smoothed
 
 
 if __name__ == "__main__":

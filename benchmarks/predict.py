@@ -10,18 +10,16 @@ are left out of both sides, by the planner's own meter.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
 from statistics import median
-from typing import Any
 
-from benchmarks.runner import DEMO, train, warmed_up_model
-from benchmarks.table import report
+from benchmarks.runner import DEMO, parser, say, train, warmed_up_model
+from benchmarks.table import Rows, Share, report
 from headway.config.doctor.doctor import diagnose
 from headway.config.loading import load
 from headway.config.presets import PRESETS
@@ -33,7 +31,6 @@ from headway.planner.measure import Measurement, StepMeter, fill_versions, measu
 from headway.planner.measurement.run_profiler import profile_run
 from headway.reports.record.events_file import read_events
 
-PROFILED = "on_policy"
 MINI_BATCH, MINI_BATCHES = 16, 4
 B = MINI_BATCH * MINI_BATCHES
 SPLIT = DeviceSplit(train_devices=1, rollout_devices=1, replicas=1, shared=False)
@@ -45,6 +42,8 @@ COMMON = (
     "data.task.val_size=16",
     "cluster.start_timeout_s=300",
 )
+Pair = tuple[Measurement, Measurement]
+"""What was measured of a mode in a round, and what was predicted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +51,13 @@ class Mode:
     """A mode on the demo's split, with B groups a version."""
 
     setting: PlanSetting
+
+    @classmethod
+    def of(cls, name: str) -> Mode:
+        values = PRESETS[name]
+        trigger = values["async_training.trigger_parameter_sync_step"]
+        eta = exact_fraction(values["async_training.staleness_threshold"])
+        return cls(PlanSetting(name, SPLIT, eta, trigger, require_batches=MINI_BATCHES // trigger))
 
     @property
     def name(self) -> str:
@@ -66,66 +72,62 @@ class Mode:
             *COMMON,
         )
 
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.predict", description="Predicted against measured.")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--versions", type=int, default=16, help=f"of each run; a version is {B} groups")
-    parser.add_argument("--profiled", default=PROFILED, help="the mode whose run is profiled; default: %(default)s")
-    chosen = parser.parse_args(arguments)
-    modes = trainable_modes(first=chosen.profiled)
-    if chosen.versions < (fewest := max(map(_fewest_versions, modes))):
-        parser.error(f"--versions: got {chosen.versions}, expected at least {fewest}, so that two can be measured")
-    with tempfile.TemporaryDirectory(prefix="headway-bench-") as scratch:
-        model = warmed_up_model(Path(scratch), *COMMON)
-        rounds = [
-            _Round(Path(scratch) / str(number), model, chosen.versions, modes).run() for number in range(chosen.rounds)
-        ]
-    title = f"Seconds per B = {B} groups, predicted from {chosen.profiled}; medians of {chosen.rounds} rounds"
-    report("predict", {title: _rows(rounds)})
-
-
-@dataclass(frozen=True, slots=True)
-class Compared:
-    """One mode in one round."""
-
-    mode: str
-    measured: Measurement
-    predicted: Measurement
+    @property
+    def at_the_end(self) -> int:
+        """Versions that are left out: at its end a run admits less and less."""
+        return 1 + ceil(self.setting.eta)
 
     @property
-    def error(self) -> float:
-        return self.predicted.step_s / self.measured.step_s - 1
+    def fewest_versions(self) -> int:
+        """Of a run of which two versions can be measured."""
+        return fill_versions(self.setting.eta) + 2 + self.at_the_end
+
+    def passes(self) -> bool:
+        """Whether the doctor permits it."""
+        try:
+            diagnose(load(DEMO, [*self.settings, f"rollout.total_rollout_steps={B}"]))
+        except ConfigError:
+            return False
+        return True
+
+    def metered(self, events: Iterable[Event], versions: int) -> Measurement | None:
+        """The planner's meter on the events of a run of so many versions."""
+        never = {"stop": lambda: None, "out_of_time": lambda versions: False}
+        meter = StepMeter(eta=self.setting.eta, steps_per_version=MINI_BATCHES, **never)
+        for event in _until_version(events, versions - self.at_the_end):
+            meter.on_event(event)
+        return meter.measurement()
 
 
-@dataclass(frozen=True, slots=True)
-class _Round:
-    directory: Path
-    model: Path
-    versions: int
-    modes: Sequence[Mode]
-
-    def run(self) -> list[Compared]:
-        """The first mode is profiled."""
-        first, *others = self.modes
-        profile = profile_run(self._run(first))
-        compared = []
-        for mode in (first, *others):
-            directory = self._directory(mode) if mode is first else self._run(mode)
-            measured = _metered(read_events(directory / "events.jsonl"), mode.setting, self.versions)
-            predicted = measure(profile, mode.setting)
-            if measured is None or predicted is None:
-                sys.exit(f"{mode.name}: {self.versions} versions are too few to measure; give more (--versions)")
-            compared.append(Compared(mode.name, measured, predicted))
-        return compared
-
-    def _directory(self, mode: Mode) -> Path:
-        return self.directory / mode.name
-
-    def _run(self, mode: Mode) -> Path:
-        print(f"running {mode.name}", file=sys.stderr)
-        settings = (*mode.settings, f"model.path={self.model}", f"rollout.total_rollout_steps={self.versions * B}")
-        return train(self._directory(mode), *settings)
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parser(
+        "predict",
+        "Predicted against measured.",
+        rounds={"type": int, "default": 3},
+        versions={"type": int, "default": 16, "help": f"of each run; a version is {B} groups"},
+        profiled={"default": "on_policy", "help": "the mode whose run is profiled; default: %(default)s"},
+    )
+    chosen = options.parse_args(arguments)
+    modes = trainable_modes(first=chosen.profiled)
+    if chosen.versions < (fewest := max(mode.fewest_versions for mode in modes)):
+        options.error(f"--versions: got {chosen.versions}, expected at least {fewest}, so that two can be measured")
+    found: dict[str, list[Pair]] = {mode.name: [] for mode in modes}
+    with tempfile.TemporaryDirectory(prefix="headway-bench-") as scratch:
+        model = warmed_up_model(Path(scratch), *COMMON)
+        for number in range(chosen.rounds):
+            profile = None
+            for mode in modes:
+                say(f"round {number + 1}: running {mode.name}")
+                settings = (*mode.settings, f"model.path={model}", f"rollout.total_rollout_steps={chosen.versions * B}")
+                run = train(Path(scratch) / str(number) / mode.name, *settings)
+                profile = profile or profile_run(run)
+                measured = mode.metered(read_events(run / "events.jsonl"), chosen.versions)
+                predicted = measure(profile, mode.setting)
+                if measured is None or predicted is None:
+                    sys.exit(f"{mode.name}: {chosen.versions} versions are too few to measure; give more (--versions)")
+                found[mode.name].append((measured, predicted))
+    title = f"Seconds per B = {B} groups, predicted from {chosen.profiled}; medians of {chosen.rounds} rounds"
+    report("predict", {title: table(found)})
 
 
 def trainable_modes(*, first: str) -> list[Mode]:
@@ -134,81 +136,36 @@ def trainable_modes(*, first: str) -> list[Mode]:
     Raises:
         SystemExit: ``first`` is none of them.
     """
-    split = (name for name, values in PRESETS.items() if values["placement.kind"] == "split")
-    trainable = [mode for mode in map(_mode, split) if _passes(mode)]
+    split = (Mode.of(name) for name, values in PRESETS.items() if values["placement.kind"] == "split")
+    trainable = [mode for mode in split if mode.passes()]
     if first not in (names := [mode.name for mode in trainable]):
         sys.exit(f"{first} cannot be profiled here; choose one of {', '.join(names)}")
     return sorted(trainable, key=lambda mode: mode.name != first)
 
 
-def _mode(name: str) -> Mode:
-    values = PRESETS[name]
-    trigger = values["async_training.trigger_parameter_sync_step"]
-    eta = exact_fraction(values["async_training.staleness_threshold"])
-    return Mode(PlanSetting(name, SPLIT, eta, trigger, require_batches=MINI_BATCHES // trigger))
-
-
-def _passes(mode: Mode) -> bool:
-    try:
-        diagnose(load(DEMO, [*mode.settings, f"rollout.total_rollout_steps={B}"]))
-    except ConfigError:
-        return False
-    return True
-
-
-def _metered(events: Iterable[Event], setting: PlanSetting, versions: int) -> Measurement | None:
-    """The planner's meter on a run's events. At its end a run admits less and less: the last versions are left out."""
-    last = versions - _at_the_end(setting)
-    meter = StepMeter(
-        eta=setting.eta, steps_per_version=MINI_BATCHES, stop=lambda: None, out_of_time=lambda versions: False
-    )
-    for event in _until_version(events, last):
-        meter.on_event(event)
-    return meter.measurement()
-
-
-def _at_the_end(setting: PlanSetting) -> int:
-    return 1 + ceil(setting.eta)
-
-
-def _fewest_versions(mode: Mode) -> int:
-    return fill_versions(mode.setting.eta) + 2 + _at_the_end(mode.setting)
-
-
 def _until_version(events: Iterable[Event], version: int) -> Iterator[Event]:
     steps = 0
     for event in events:
-        if isinstance(event, OptimizerStepped):
-            steps += 1
-            if steps > version * MINI_BATCHES:
-                continue
-        yield event
+        steps += isinstance(event, OptimizerStepped)
+        if not (isinstance(event, OptimizerStepped) and steps > version * MINI_BATCHES):
+            yield event
 
 
-def _rows(rounds: Sequence[Sequence[Compared]]) -> list[dict[str, Any]]:
+def table(found: dict[str, list[Pair]]) -> Rows:
     rows = []
-    for same in zip(*rounds, strict=True):
-
-        def middle(value: Callable[[Compared], float], same: Sequence[Compared] = same) -> float:
-            return median(map(value, same))
-
-        rows.append(
-            {
-                "mode": same[0].mode,
-                "measured s": middle(lambda c: c.measured.step_s),
-                "predicted s": middle(lambda c: c.predicted.step_s),
-                "error": middle(lambda c: c.error),
-                "least error": min(c.error for c in same),
-                "largest error": max(c.error for c in same),
-                "train idle": middle(lambda c: c.measured.trainer_idle),
-                "predicted": middle(lambda c: c.predicted.trainer_idle),
-                "rollout idle": middle(lambda c: c.measured.rollouter_idle),
-                "predicted ": middle(lambda c: c.predicted.rollouter_idle),
-                "lag": middle(lambda c: c.measured.lag_mean),
-                "predicted  ": middle(lambda c: c.predicted.lag_mean),
-            }
-        )
+    for name, same in found.items():
+        errors = [Share(predicted.step_s / measured.step_s - 1) for measured, predicted in same]
+        row = {"mode": name}
+        for title, figure in (("s", "step_s"), ("train idle", "trainer_idle"), ("rollout idle", "rollouter_idle")):
+            row |= _both(title, figure, same)
+        row |= {"error": Share(median(errors)), "least error": min(errors), "largest error": max(errors)}
+        rows.append(row | _both("lag", "lag_mean", same))
     return rows
+
+
+def _both(title: str, figure: str, same: Sequence[Pair]) -> dict[str, float]:
+    sides = zip(("measured", "predicted"), zip(*same, strict=True), strict=True)
+    return {f"{title} {side}": median(getattr(one, figure) for one in ones) for side, ones in sides}
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
 from headway.planner.grid import mean_length
 from headway.planner.profiles.job_profile import (
@@ -42,13 +41,11 @@ class Parts:
         return self.total - self.generation - self.old_log_prob - self.update
 
 
-PUBLISHED: Mapping[int, Parts] = MappingProxyType(
-    {
-        32: Parts(790.10, 357.41, 107.71, 313.81),
-        64: Parts(365.28, 150.72, 70.26, 133.41),
-        128: Parts(356.30, 177.85, 53.92, 113.81),
-    }
-)
+PUBLISHED: Mapping[int, Parts] = {
+    32: Parts(790.10, 357.41, 107.71, 313.81),
+    64: Parts(365.28, 150.72, 70.26, 133.41),
+    128: Parts(356.30, 177.85, 53.92, 113.81),
+}
 """By number of GPUs: Qwen2.5-Math-7B, DAPO, 512 prompts × 16 answers a step, mini-batches of 32 prompts."""
 BATCH = BatchProfile(groups_per_version=512, ppo_mini_batch_size=32, n=16)
 LONGEST = 28_672
@@ -103,13 +100,24 @@ class Assumptions:
 def profile_of(assumptions: Assumptions, lengths: Lengths, response: LognormalLengths | None = None) -> Profile:
     """The workload's profile; ``response`` are other answers than its own, at the same costs."""
     points = [_train_point(assumptions, lengths, devices) for devices in sorted(assumptions.train)]
+    tensor_parallel, slots = assumptions.tensor_parallel, assumptions.slots
+    # Few devices forward most efficiently: with more, what does not scale counts.
+    compute_s = assumptions.compute_share * points[0].forward_token_s * points[0].devices / tensor_parallel
+    bytes_per_s = tensor_parallel * assumptions.bandwidth
+    fixed_s = assumptions.overhead_s + WEIGHT_BYTES / bytes_per_s
     return Profile(
         name="Qwen2.5-Math-7B, DAPO",
         devices=max(PUBLISHED),
         batch=BATCH,
         prompt=ConstantLengths(kind="constant", tokens=assumptions.prompt_tokens),
         response=response or assumptions.lengths_on(0, lengths),
-        rollout=_rollout(assumptions, points),
+        rollout=RolloutProfile(
+            devices=tensor_parallel,
+            slots=slots,
+            decode=[(1, _rounded(fixed_s + compute_s)), (slots, _rounded(fixed_s + slots * compute_s))],
+            kv_token_s=_rounded(CACHE_BYTES / bytes_per_s),
+            prefill_token_s=_rounded(compute_s),
+        ),
         train=TrainProfile.model_validate(
             {"points": points, "min_devices": 8, "recompute_old_log_probs": assumptions.recompute_old_log_probs}
         ),
@@ -126,21 +134,6 @@ def _train_point(assumptions: Assumptions, lengths: Lengths, devices: int) -> Tr
         devices=devices,
         token_s=_rounded(parts.update / tokens),
         forward_token_s=_rounded(parts.old_log_prob / tokens),
-    )
-
-
-def _rollout(assumptions: Assumptions, points: list[TrainPoint]) -> RolloutProfile:
-    tensor_parallel, slots = assumptions.tensor_parallel, assumptions.slots
-    # Few devices forward most efficiently: with more, what does not scale counts.
-    compute_s = assumptions.compute_share * points[0].forward_token_s * points[0].devices / tensor_parallel
-    bytes_per_s = tensor_parallel * assumptions.bandwidth
-    fixed_s = assumptions.overhead_s + WEIGHT_BYTES / bytes_per_s
-    return RolloutProfile(
-        devices=tensor_parallel,
-        slots=slots,
-        decode=[(1, _rounded(fixed_s + compute_s)), (slots, _rounded(fixed_s + slots * compute_s))],
-        kv_token_s=_rounded(CACHE_BYTES / bytes_per_s),
-        prefill_token_s=_rounded(compute_s),
     )
 
 
