@@ -139,8 +139,7 @@ def train(folder: str, tokens: int) -> Measured:
     mesh = TrainMesh.make(config.actor.parallel, torch.device("cpu"))
     gauge = Gauge()
     engine = gauge.phase(
-        "opened",
-        lambda: FsdpEngine(model_path=folder, config=config, total_optimizer_steps=10, mesh=mesh),
+        "opened", lambda: FsdpEngine(model_path=folder, config=config, total_optimizer_steps=10, mesh=mesh)
     )
     context = StepContext()
     engine.train_step(rows(1, 16), context)  # makes the moments

@@ -40,13 +40,7 @@ def _paid_by(reward: str) -> str:
 
 PATIENTS: Mapping[str, tuple[str, ...]] = {
     GOOD: (),
-    "entropy": (
-        "mode=on_policy",
-        _paid_by("agreement"),
-        UNFILTERED,
-        "actor.optim.lr=5e-4",
-        "actor.ppo_epochs=3",
-    ),
+    "entropy": ("mode=on_policy", _paid_by("agreement"), UNFILTERED, "actor.optim.lr=5e-4", "actor.ppo_epochs=3"),
     "stale": (
         "async_training.trigger_parameter_sync_step=1",
         "async_training.staleness_threshold=8",
@@ -60,12 +54,7 @@ PATIENTS: Mapping[str, tuple[str, ...]] = {
     ),
     "reward": (_paid_by("letters"), UNFILTERED),
 }
-TITLES = {
-    GOOD: "the demo as it is",
-    "entropy": "collapsed entropy",
-    "stale": "stale data",
-    "reward": "a broken reward",
-}
+TITLES = {GOOD: "the demo as it is", "entropy": "collapsed entropy", "stale": "stale data", "reward": "a broken reward"}
 SOLVED = "reward/task/mean"
 PANELS = {
     "reward/generated_mean": "reward of all answers",

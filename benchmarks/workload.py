@@ -131,9 +131,7 @@ def _train_point(assumptions: Assumptions, lengths: Lengths, devices: int) -> Tr
     tokens = BATCH.groups_per_version * BATCH.n * (assumptions.prompt_tokens + mean_length(response))
     parts = assumptions.train[devices]
     return TrainPoint(
-        devices=devices,
-        token_s=_rounded(parts.update / tokens),
-        forward_token_s=_rounded(parts.old_log_prob / tokens),
+        devices=devices, token_s=_rounded(parts.update / tokens), forward_token_s=_rounded(parts.old_log_prob / tokens)
     )
 
 

@@ -18,7 +18,7 @@ from headway.config.sections.parallel import ParallelConfig
 from headway.config.sizing.model_shape import FLOAT, ModelShape
 
 CPU_ELEMENTS = 16_777_216
-"""Number of logits in a chunk on a CPU: 64 MiB in float32. More is no faster there (`benchmarks.chunks`)."""
+"""Number of logits in a chunk on a CPU: 64 MiB in float32. More is no faster there."""
 GPU_SHARE = 32
 """Divisor of a GPU's memory that a chunk's logits may take; about three such matrices are held at once."""
 MOST_TOKENS = 4096
