@@ -65,6 +65,13 @@ class IntervalUnion:
 
     Of the time before the last `sum_up` only a sum is kept. A window that begins in that time has all of the sum, so
     windows should begin at the origin or after that time.
+
+    Example:
+        >>> busy = IntervalUnion()
+        >>> for span in ((0.0, 2.0), (1.0, 3.0), (5.0, 6.0)):
+        ...     busy.add(span)
+        >>> busy.spans, busy.within((2.0, 10.0))
+        ([(0.0, 3.0), (5.0, 6.0)], 2.0)
     """
 
     def __init__(self, origin: float = -inf) -> None:

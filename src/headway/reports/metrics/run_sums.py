@@ -21,7 +21,15 @@ validations between fetches."""
 
 
 class Pace:
-    """The pace of a run: its last marks of (event clock in seconds, groups taken into fetches until then)."""
+    """The pace of a run: its last marks of (event clock in seconds, groups taken into fetches until then).
+
+    Example:
+        >>> pace = Pace()
+        >>> pace.begin(0.0)
+        >>> pace.took(10.0, groups=8, per_version=8)
+        >>> pace.seconds_left(10.0, total=24)  # two more fetches, and the training of the last one
+        30.0
+    """
 
     def __init__(self) -> None:
         self._marks: deque[tuple[float, int]] = deque()

@@ -367,9 +367,14 @@ class EventReader:
     """Reads the surviving history of a run, in order, from ``events.jsonl`` and its segments.
 
     Example:
-        reader = EventReader(run / "events.jsonl", kinds=[GroupAdmitted], number=7)
-        admitted = list(reader.read())
-        reader.record.boundaries          # version → its line, from the few lines that are not dense
+        >>> from tempfile import TemporaryDirectory
+        >>> line = '{"kind": "version.reached", "time": 2.5, "version": 0, "groups": {}, "episodes": {}}'
+        >>> with TemporaryDirectory() as run:
+        ...     path = Path(run) / "events.jsonl"
+        ...     _ = path.write_text(line + "\\n")
+        ...     reader = EventReader(path, kinds=[VersionReached])
+        ...     print([event.time for event in reader.read()], reader.record.boundaries)
+        [2.5] {0: 0}
     """
 
     def __init__(

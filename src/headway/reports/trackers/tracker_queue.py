@@ -44,6 +44,16 @@ class RunEnd:
 class TrackerQueue:
     """Bounded queue between the run and the thread that sends. Methods may be called from any thread, none waits but
     `wait`, and none holds its lock while it reads the file.
+
+    Example:
+        >>> queue = TrackerQueue(Path("metrics.jsonl"))
+        >>> queue.put_row({"version": 0, "reward/mean": 0.5})
+        >>> message = queue.first()  # stays until it is `sent`
+        >>> message.call, queue.left()
+        ('on_row', ['1 of 1 rows'])
+        >>> queue.sent(message)
+        >>> queue.left()
+        []
     """
 
     def __init__(self, metrics: Path, *, rows: int = 0, sent: int = 0) -> None:
