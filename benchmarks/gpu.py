@@ -1,6 +1,6 @@
 """``python -m benchmarks.gpu``: what works on this machine's GPUs and how fast, in eight minutes, without a network.
 
-    registry.CHECKS ─▶ a process each, one after the other ─▶ answers ─▶ one table, build/bench/gpu.json
+    registry.CHECKS ─▶ a process each ─▶ answers ─▶ one table, build/bench/gpu.json
 
 A check that fails, crashes or hangs never stops the next. The exit code is 0 when nothing failed, 1 when a check failed
 or could not be made in time, 2 when there is no GPU: then nothing is run or written. ``--device cpu --small`` runs the
@@ -10,25 +10,31 @@ same checks without a GPU, as the tests do; their figures say nothing about spee
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import tempfile
 import time
+import tomllib
 from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
+from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import PackageNotFoundError, version
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_checks.process import answer_of, command
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from benchmarks.gpu_checks.process import ROOT, answer_of, command
 from benchmarks.gpu_checks.registry import CHECKS
 from benchmarks.gpu_checks.setting import Setting
+from benchmarks.wheelhouse import NOT_IMPORTED
 
 MINUTES = 8.0
 LEAST_S = 5.0
 """A check is not begun with less time than that."""
-NEEDED = (
-    *("torch", "transformers", "numpy", "safetensors", "jaxtyping", "math_verify", "omegaconf", "pydantic"),
-    *("rich", "tensorboard", "typer", "xxhash"),
-)
+TOGETHER = 4
+"""Checks that are made at once on a GPU, where they measure nothing."""
 NO_GPU = 2
 MARKS = {"passed": "green", "failed": "bold red", "skipped": "yellow", "not run": "bold red"}
 
@@ -57,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def why_not(device: str) -> str | None:
     """Why nothing can be run here, and what to do; None if it can."""
-    if missing := [name for name in NEEDED if find_spec(name) is None]:
+    if missing := lacking():
         return (
             f"this Python lacks {', '.join(missing)}; with a network: make setup; without: make wheelhouse "
             "PYTHON_VERSION=3.12 on a machine that has one, which says how to go on"
@@ -72,28 +78,50 @@ def why_not(device: str) -> str | None:
     return None
 
 
+def lacking() -> list[str]:
+    """Packages of pyproject.toml that this Python does not have, or only in another release."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    missing = []
+    for required in map(Requirement, project["dependencies"]):
+        if canonicalize_name(required.name) in NOT_IMPORTED:
+            continue
+        try:
+            there = version(required.name)
+        except PackageNotFoundError:
+            missing.append(required.name)
+        else:
+            if not required.specifier.contains(there, prereleases=True):
+                missing.append(f"{required} (it has {there})")
+    return missing
+
+
 def run(names: Sequence[str], setting: Setting, seconds: float) -> list[Answer]:
-    """Make the checks one after the other, each within its limit and all within ``seconds``."""
+    """Make the checks, each within its limit and all within ``seconds``; on a GPU some at once."""
     from benchmarks.table import OUT
 
     logs = (OUT / "gpu").absolute()
     logs.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + seconds
-    answers: list[Answer] = []
-    for number, name in enumerate(names, 1):
+
+    def made(number: int, name: str) -> Answer:
         check, left = CHECKS[name], deadline - time.monotonic()
         if left < LEAST_S:
-            said: Answer = {
-                "outcome": "not run",
-                "lines": [f"the {seconds:g} s for everything were over"],
-                "seconds": 0.0,
-            }
+            over = f"the {seconds:g} s for everything were over"
+            said: Answer = {"outcome": "not run", "lines": [over], "seconds": 0.0}
         else:
             print(f"[{number} of {len(names)}, {left:.0f} s left] {check.title}", file=sys.stderr, flush=True)
             answer = setting.scratch / f"{name}.json"
             said = answer_of(command(name, setting, answer), answer, logs / f"{name}.log", min(check.limit_s, left))
-        answers.append({"name": name, "title": check.title, "figures": {}, **said})
-        print(f"    {said['outcome']}, {said['seconds']:.0f} s", file=sys.stderr, flush=True)
+        said = {"name": name, "title": check.title, "figures": {}, **said}
+        (logs / f"{name}.json").write_text(json.dumps(said), encoding="utf-8")  # what is known stays, should this end
+        print(f"    {name} {said['outcome']}, {said['seconds']:.0f} s", file=sys.stderr, flush=True)
+        return said
+
+    answers: list[Answer] = []
+    numbered = list(enumerate(names, 1))
+    for alone, checks in groupby(numbered, key=lambda one: CHECKS[one[1]].alone):
+        with ThreadPoolExecutor(1 if alone or not setting.on_gpu else TOGETHER) as pool:
+            answers += pool.map(lambda one: made(*one), list(checks))
     return answers
 
 

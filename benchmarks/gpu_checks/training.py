@@ -64,22 +64,28 @@ class Reference:
 
 def training(setting: Setting) -> Passed:
     """One mini-batch's gradient and optimizer step on the device against the CPU."""
+    return in_each_dtype(setting, ("float32", "bfloat16"))
+
+
+def compiled(setting: Setting) -> Passed:
+    """`training` with layers that are compiled (``model.compile``)."""
+    return in_each_dtype(setting, ("bfloat16",), compiled=True)
+
+
+def in_each_dtype(setting: Setting, dtypes: Sequence[str], *, compiled: bool = False) -> Passed:
     folder, rows = peaked_model(setting), random_rows(setting)
     expected = reference(folder, rows)
     lines, figures = [], {}
     with one_rank_group(setting):
-        for dtype, compiled in (("float32", False), ("bfloat16", False), ("bfloat16", True))[
-            : 3 if setting.on_gpu else 2
-        ]:
+        for dtype in dtypes:
             limit = tolerance(setting, folder, rows, expected, dtype)
             found = compare(engine_of(setting, folder, dtype, compiled=compiled), rows, expected, dtype, limit)
-            way = f"{dtype}, compiled layers" if compiled else dtype
             lines.append(
-                f"{way}: gradient off by {found['gradient']:.2g} of its norm (limit {limit:.2g}), loss by "
+                f"{dtype}: gradient off by {found['gradient']:.2g} of its norm (limit {limit:.2g}), loss by "
                 f"{found['loss']:.2g}"
                 + (f", AdamW's step by {found['step']:.2g} (limit {STEP_TOLERANCE:g})" if "step" in found else "")
             )
-            figures[way] = found
+            figures[dtype] = found
     return Passed(lines, figures)
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import select
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +165,19 @@ def test_all_checks_share_the_time_and_what_is_left_out_for_want_of_it_is_no_suc
     assert gpu.report(answers, Setting("cpu", tmp_path)) == 1
 
 
+def test_checks_that_measure_nothing_are_made_at_once_on_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    together = [name for name in CHECKS if not CHECKS[name].alone][: gpu.TOGETHER]
+    all_there = threading.Barrier(len(together), timeout=20)
+
+    def answer(*_: object) -> dict[str, Any]:
+        all_there.wait()
+        return GOOD
+
+    monkeypatch.setattr(gpu, "answer_of", answer)
+    answers = gpu.run(together, Setting("cuda", tmp_path), 60.0)
+    assert [one["name"] for one in answers if one["outcome"] == "passed"] == together
+
+
 def test_the_limits_leave_room_for_a_hang_of_any_check_but_the_last_two() -> None:
     assert all(check.limit_s <= gpu.MINUTES * 60 / 3 for check in CHECKS.values())
 
@@ -180,11 +196,21 @@ def test_without_a_gpu_nothing_is_run_or_written_and_the_exit_code_is_2(
     assert not table.OUT.exists()
 
 
-def test_a_python_without_headways_packages_is_told_of_the_wheelhouse(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = gpu.find_spec
-    monkeypatch.setattr(gpu, "find_spec", lambda name: None if name in ("omegaconf", "pydantic") else right(name))
-    assert "lacks omegaconf, pydantic; " in (gpu.why_not("cuda") or "")
-    assert "make wheelhouse" in (gpu.why_not("cuda") or "")
+def test_a_python_without_headways_packages_or_with_old_ones_is_told_of_the_wheelhouse(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    right = gpu.version
+
+    def version(name: str) -> str:
+        if name in ("omegaconf", "pydantic"):
+            raise PackageNotFoundError(name)
+        return "5.17.0" if name == "transformers" else right(name)
+
+    assert gpu.lacking() == []
+    monkeypatch.setattr(gpu, "version", version)
+    said = gpu.why_not("cuda") or ""
+    assert re.search(r"lacks omegaconf, pydantic, transformers>=5\.\d+ \(it has 5\.17\.0\); ", said)
+    assert "make wheelhouse" in said
 
 
 def test_the_command_itself_imports_nothing_of_headway_before_it_knows_that_it_can_be_run() -> None:
@@ -199,7 +225,7 @@ def test_the_command_itself_imports_nothing_of_headway_before_it_knows_that_it_c
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_every_check_passes_in_its_cpu_form_from_the_command_line(tmp_path: Path) -> None:
-    """Over 5 s: thirteen processes that import torch, one of which is a whole run of the demo."""
+    """Over 5 s: fourteen processes that import torch, one of which is a whole run of the demo."""
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--small"],
         cwd=ROOT,

@@ -69,8 +69,8 @@ def sharded(wrap: Wrap[M], model_path: str, config: Config, mesh: TrainMesh, dty
     lm = on_all_ranks(load)
     lm.config.distributed_config = None
     module = wrapped.pop()
-    if not _offloads(config, mesh):
-        module.to(mesh.device)
+    # transformers puts what it reads for a mesh onto the mesh's device, and FSDP wants offloaded shards on the host.
+    module.to("cpu" if _offloads(config, mesh) else mesh.device)
     for part in module.modules():  # buffers compute on the device, wherever the weights wait
         for name, buffer in part.named_buffers(recurse=False):
             part._buffers[name] = buffer.to(mesh.device)
