@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.agents.episodes.token_tree import NO_VERSION, TokenRow, Transcript, call_key
+from headway.agents.episodes.token_tree import NO_VERSION, TokenRow, TokenTree, call_key
 from headway.data.types import SampledTokens
 
 
@@ -23,7 +23,7 @@ def trained(row: TokenRow) -> list[int]:
 
 
 def test_turns_that_go_on_make_one_row():
-    transcript = Transcript()
+    transcript = TokenTree()
     assert not transcript.add([1, 2], sampled([3, 4], version=5))
     assert transcript.add([1, 2, 3, 4, 9, 9], sampled([6], start=7, version=6))
     [row] = transcript.rows()
@@ -42,7 +42,7 @@ def test_turns_that_go_on_make_one_row():
 
 
 def test_a_turn_whose_context_was_changed_forks_and_what_it_shares_is_trained_in_the_first_row():
-    transcript = Transcript()
+    transcript = TokenTree()
     transcript.add([1, 2], sampled([3, 4]))
     transcript.add([1, 2, 3, 4, 9], sampled([5]))
     assert not transcript.add([1, 2, 3, 4, 8], sampled([6]))
@@ -55,7 +55,7 @@ def test_a_turn_whose_context_was_changed_forks_and_what_it_shares_is_trained_in
 
 
 def test_the_same_context_twice_makes_two_rows_that_both_train_what_they_sampled():
-    transcript = Transcript()
+    transcript = TokenTree()
     transcript.add([1], sampled([2, 3]))
     transcript.add([1], sampled([2, 3], start=10))
     rows = transcript.rows()
@@ -66,7 +66,7 @@ def test_the_same_context_twice_makes_two_rows_that_both_train_what_they_sampled
 
 
 def test_the_longest_of_two_rows_that_a_context_begins_with_goes_on():
-    transcript = Transcript()
+    transcript = TokenTree()
     transcript.add([1], sampled([2]))
     transcript.add([1], sampled([2, 3]))
     assert transcript.add([1, 2, 3, 4], sampled([5]))
@@ -74,7 +74,7 @@ def test_the_longest_of_two_rows_that_a_context_begins_with_goes_on():
 
 
 def test_conversations_in_parallel_are_rows_of_their_own_and_go_on_independently():
-    transcript = Transcript()
+    transcript = TokenTree()
     transcript.add([1, 7], sampled([2]))
     transcript.add([5, 7], sampled([3]))
     assert transcript.add([5, 7, 3, 8], sampled([4]))
@@ -86,7 +86,7 @@ def test_conversations_in_parallel_are_rows_of_their_own_and_go_on_independently
 
 
 def test_a_context_that_is_cut_short_forks_inside_of_what_was_sampled():
-    transcript = Transcript()
+    transcript = TokenTree()
     transcript.add([1], sampled([2, 3, 4]))
     assert not transcript.add([1, 2], sampled([9]))
     assert [(row.ids.tolist(), trained(row)) for row in transcript.rows()] == [
@@ -96,7 +96,7 @@ def test_a_context_that_is_cut_short_forks_inside_of_what_was_sampled():
 
 
 def test_a_turn_in_which_nothing_was_sampled_makes_no_row_and_can_be_made_again():
-    transcript = Transcript()
+    transcript = TokenTree()
     transcript.add([1, 2], SampledTokens.nothing())
     assert transcript.rows() == []
     assert transcript.add([1, 2], sampled([3]))
@@ -106,7 +106,7 @@ def test_a_turn_in_which_nothing_was_sampled_makes_no_row_and_can_be_made_again(
 def test_arrays_of_different_lengths_are_refused():
     tokens = SampledTokens(np.zeros(2, np.int32), np.zeros(1, np.float32), np.zeros(2, np.int32))
     with pytest.raises(ValueError, match="2 sampled ids, 1 log-probs and 2 versions"):
-        Transcript().add([1], tokens)
+        TokenTree().add([1], tokens)
 
 
 def keys_of(context, number):
@@ -135,7 +135,7 @@ plans = st.lists(st.tuples(st.integers(0, 20), st.booleans(), st.integers(0, 10)
 
 def play(plan):
     """A transcript made by ``plan``, and its turns as (context, sampled)."""
-    transcript, turns, paths = Transcript(), [], [[]]
+    transcript, turns, paths = TokenTree(), [], [[]]
     for which, whole, cut, tail, continuation in plan:
         path = paths[which % len(paths)]
         context = [*(path if whole else path[:cut]), *tail]
@@ -172,7 +172,7 @@ def test_every_sampled_token_is_trained_once_unchanged_in_order_and_nothing_else
 
 @given(plans)
 def test_a_turn_continues_a_row_exactly_if_its_context_begins_with_all_of_it(plan):
-    transcript, turns = Transcript(), play(plan)[1]
+    transcript, turns = TokenTree(), play(plan)[1]
     rows: list[list[int]] = []
     for context, continuation in turns:
         fitting = [row for row in rows if context[: len(row)] == row]
@@ -200,7 +200,7 @@ def test_a_fork_shares_with_its_parent_as_many_tokens_as_with_any_row_before_it(
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=8), ids, st.data())
 def test_a_continuation_that_is_split_over_calls_gives_the_same_row(continuation, prompt, data):
     cut = data.draw(st.integers(0, len(continuation)))
-    whole, parts = Transcript(), Transcript()
+    whole, parts = TokenTree(), TokenTree()
     tokens = sampled(continuation)
     whole.add(prompt, tokens)
     parts.add(prompt, SampledTokens(tokens.ids[:cut], tokens.logprobs[:cut], tokens.versions[:cut]))

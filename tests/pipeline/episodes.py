@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from hypothesis import strategies as st
 
-from headway.agents.episodes.episode_tokens import Prompted, row_tokens
+from headway.agents.episodes.episode_tokens import TurnContext, row_tokens
 from headway.agents.episodes.program_episode import Hosting, Turn
 from headway.agents.episodes.program_workers import limits_of
-from headway.agents.episodes.token_tree import Transcript, call_key
+from headway.agents.episodes.token_tree import TokenTree, call_key
 from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart, Message, TurnAnswer, TurnRequest, said
 from headway.config.schema import Config
 from headway.data.interfaces.rollout import FinishedCall, GenerateRequest
@@ -80,13 +80,13 @@ class IdRecord:
     """A record of real ids: a transcript, whose messages are turned into ids by what they say."""
 
     def __init__(self) -> None:
-        self._transcript = Transcript()
+        self._transcript = TokenTree()
 
-    async def prompt(self, request: TurnRequest, taken: Container[int] = ()) -> Prompted:
+    async def prompt(self, request: TurnRequest, taken: Container[int] = ()) -> TurnContext:
         ids = context_of(request)
-        return Prompted(ids, call_key(ids, taken))
+        return TurnContext(ids, call_key(ids, taken))
 
-    def answered(self, prompted: Prompted, request: TurnRequest, finished: FinishedCall, number: int) -> TurnAnswer:
+    def answered(self, prompted: TurnContext, request: TurnRequest, finished: FinishedCall, number: int) -> TurnAnswer:
         assert finished.tokens is not None
         self._transcript.add(prompted.ids, finished.tokens, number)
         reason = "stop" if finished.finish_reason is FinishReason.STOP else "length"

@@ -127,7 +127,7 @@ class ToolLoop(EnvironmentProgram[OpenToolbox]):
         return await environment.end()
 
 
-class Instances:
+class EnvironmentPool:
     """Environments of one kind, made once and reset often. One whose episode failed or was cancelled is not reused."""
 
     def __init__(self, make: Callable[[], Any], who: str) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
-from headway.agents.adapters.environment_loop import EnvironmentProgram, Instances, Step
+from headway.agents.adapters.environment_loop import EnvironmentPool, EnvironmentProgram, Step
 from headway.agents.interface.program_chat import Chat
 from headway.agents.interface.program_messages import EpisodeStart, ProgramDescription, TurnAnswer, said, with_text
 from headway.agents.interface.user_calls import are_coroutines, number
@@ -26,7 +26,7 @@ class GymProgram(EnvironmentProgram[Any]):
     The reward of a step is that of the turn before it.
     """
 
-    def __init__(self, instances: Instances, who: str, kind: Any) -> None:
+    def __init__(self, instances: EnvironmentPool, who: str, kind: Any) -> None:
         self._instances, self.who = instances, who
         check_reset(kind, who)
         self.is_async = are_coroutines(kind.reset, kind.step)

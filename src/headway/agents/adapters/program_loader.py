@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from headway.agents.adapters.custom_program import EXPECTED, OwnProgram
-from headway.agents.adapters.environment_loop import Instances, ToolLoop
+from headway.agents.adapters.environment_loop import EnvironmentPool, ToolLoop
 from headway.agents.adapters.gymnasium import GymProgram
 from headway.agents.adapters.http_agents import AgentProgram, CommandProgram
 from headway.agents.adapters.openenv import OpenEnvProgram
@@ -39,7 +39,7 @@ from headway.agents.adapters.verl_tools import is_tool_object, load_tool_config,
 from headway.agents.interface.program_chat import Ask, Chat, Tally
 from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart, ProgramDescription, SentMessages
 from headway.agents.interface.tool import Tool, Toolbox, ToolSource, make_tool
-from headway.agents.interface.user_calls import Insisted, failing, seed_generators
+from headway.agents.interface.user_calls import AskedTooOften, failing, seed_generators
 from headway.agents.tools.mcp_connection import McpServerSpec
 from headway.agents.tools.mcp_servers import McpServer
 from headway.errors import EpisodeOver, HeadwayError, ProgramAway, ProgramFailed, UserCodeError, cut, shown
@@ -118,7 +118,7 @@ class LoadedProgram:
                     tally.give(end.turn_rewards, self.shown)
         except EpisodeOver:
             end = EpisodeEnd()
-        except Insisted as insisted:
+        except AskedTooOften as insisted:
             print(f"{start.name}: {insisted}; it was left there", file=sys.stderr)
             end = EpisodeEnd()
         except ProgramFailed:
@@ -285,14 +285,14 @@ def _environment(spec: ProgramSpec, found: Any) -> Program:
         _refuse_tools(spec)
         return SkyrlProgram(found, who, spec.params, spec.max_turns)
     check_call(who, found, (), params=spec.params)
-    instances = Instances(partial(found, **spec.params), who)
+    instances = EnvironmentPool(partial(found, **spec.params), who)
     if inspect.isclass(found):
         return _recognised(spec, instances, found, found)
     with instances.one() as environment:
         return _recognised(spec, instances, type(environment), environment)
 
 
-def _recognised(spec: ProgramSpec, instances: Instances, kind: type, environment: Any) -> Program:
+def _recognised(spec: ProgramSpec, instances: EnvironmentPool, kind: type, environment: Any) -> Program:
     """The program of an environment's class; ``environment`` is one of it, or the class again."""
     match _form_of(kind, environment, bool(_given_tools(spec))):
         case "TRL":

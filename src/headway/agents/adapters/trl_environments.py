@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from headway.agents.adapters.environment_loop import EnvironmentProgram, Instances, Step, call_tools
+from headway.agents.adapters.environment_loop import EnvironmentPool, EnvironmentProgram, Step, call_tools
 from headway.agents.interface.program_chat import Chat
 from headway.agents.interface.program_messages import (
     EpisodeEnd,
@@ -40,7 +40,7 @@ class _TrlEpisode:
 class TrlProgram(EnvironmentProgram[_TrlEpisode]):
     """An environment in the form of TRL. Its reward is ``get_reward()``, else its attribute ``reward`` if any."""
 
-    def __init__(self, instances: Instances, who: str, kind: type, tools: Toolbox) -> None:
+    def __init__(self, instances: EnvironmentPool, who: str, kind: type, tools: Toolbox) -> None:
         self._instances, self.who, self._tools = instances, who, tools
         self._schemas: dict[str, dict[str, Any]] = {}
         own = [getattr(kind, name) for name in (*tool_names(kind), "reset", "get_reward") if hasattr(kind, name)]

@@ -95,7 +95,7 @@ def without_reasoning(message: Mapping[str, Any]) -> Message:
 
 
 @dataclass(frozen=True, slots=True)
-class Marked:
+class MarkedAnswer:
     """A copy of an answer with marks."""
 
     message: Message
@@ -110,7 +110,7 @@ class Marked:
         return ((self.text,) if self.text is not None else ()) + self.calls
 
 
-def marked(message: Message, index: int) -> Marked:
+def marked(message: Message, index: int) -> MarkedAnswer:
     """Mark an answer, the plain message at ``index`` of its chat."""
     content, calls = message.get("content", ""), message.get("tool_calls", [])
     copy, text = dict(message), None
@@ -120,7 +120,7 @@ def marked(message: Message, index: int) -> Marked:
     arguments = tuple(f"{MARK}{index}n{n}z" for n in range(1, len(calls) + 1))
     if calls:
         copy["tool_calls"] = [_calling(call, {"x": mark}) for call, mark in zip(calls, arguments, strict=True)]
-    return Marked(copy, text, arguments)
+    return MarkedAnswer(copy, text, arguments)
 
 
 def _plain(message: Mapping[str, Any]) -> Message:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.agents.chat.chat_messages import MARK, Marked, reasoning_of
+from headway.agents.chat.chat_messages import MARK, MarkedAnswer, reasoning_of
 from headway.agents.interface.program_messages import Message, ToolSchema, calls_made, said, tool_result
 from headway.errors import ConfigError, DataError, boundary, cut, writable
 from headway.models.tokenizer import eos_ids, text_of
@@ -186,7 +186,7 @@ class ChatRenderer:
             return None
         return answer.partition(self._turn_end)[0] if self._turn_end_id is not None else answer
 
-    def tail(self, start: int, chat: str, answer: Message, marks: Marked) -> str | None:
+    def tail(self, start: int, chat: str, answer: Message, marks: MarkedAnswer) -> str | None:
         """The part of a rendered ``chat`` after an answer; None where what stands at ``start`` is not the answer.
 
         Args:

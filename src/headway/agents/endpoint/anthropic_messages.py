@@ -13,11 +13,12 @@ from pydantic import Field
 
 from headway.agents.endpoint.dialect import (
     Body,
+    Dialect,
+    ParsedRequest,
     Positive,
     RequestRefused,
     Setting,
     TextCodec,
-    Wanted,
     call,
     ends,
     event,
@@ -64,17 +65,17 @@ class _MessagesBody(Body):
     compaction: Any = None
 
 
-class Messages:
-    """`headway.agents.endpoint.dialect.Dialect` of messages."""
+class Messages(Dialect):
+    """The dialect of messages."""
 
     path = "/v1/messages"
-    counts: str | None = "/v1/messages/count_tokens"
+    counts = "/v1/messages/count_tokens"
 
     def error(self, status: int, code: str, message: str) -> dict[str, Any]:
         details = {"details": {"error_code": code}} if code == _UNTHREADED else {}
         return {"type": "error", "error": {"type": _ERRORS.get(status, "api_error"), "message": message, **details}}
 
-    def read(self, body: bytes, texts: TextCodec) -> Wanted:
+    def read(self, body: bytes, texts: TextCodec) -> ParsedRequest:
         asked = read_body(_MessagesBody, body)
         if asked.thread is not None:
             raise RequestRefused(
@@ -109,9 +110,9 @@ class Messages:
             asked.max_tokens,
             **ends(asked.stop_sequences),
         )
-        return Wanted(request, asked.model, bool(asked.stream), sampling, asked, texts)
+        return ParsedRequest(request, asked.model, bool(asked.stream), sampling, asked, texts)
 
-    def answer(self, wanted: Wanted, turn: MadeTurn, id: str) -> dict[str, Any]:
+    def answer(self, wanted: ParsedRequest, turn: MadeTurn, id: str) -> dict[str, Any]:
         return {
             **_head(wanted, id),
             "content": _blocks(turn),
@@ -119,7 +120,7 @@ class Messages:
             "usage": {"input_tokens": turn.prompt_tokens, "output_tokens": len(turn.sampled.ids)},
         }
 
-    def events(self, wanted: Wanted, turn: MadeTurn, id: str) -> Iterator[bytes]:
+    def events(self, wanted: ParsedRequest, turn: MadeTurn, id: str) -> Iterator[bytes]:
         begun = {"input_tokens": turn.prompt_tokens, "output_tokens": 1}
         head = {**_head(wanted, id), "content": [], "stop_reason": None, "stop_sequence": None, "usage": begun}
         yield _event("message_start", message=head)
@@ -194,7 +195,7 @@ def _tools(tools: Sequence[dict[str, Any]] | None) -> list[ToolSchema] | None:
 # ------------------------------------------------------------------------------------------------- answers
 
 
-def _head(wanted: Wanted, id: str) -> dict[str, Any]:
+def _head(wanted: ParsedRequest, id: str) -> dict[str, Any]:
     return {"id": f"msg-{id}", "type": "message", "role": "assistant", "model": wanted.model or "policy"}
 
 
@@ -214,7 +215,7 @@ def _blocks(turn: MadeTurn) -> list[dict[str, Any]]:
     return blocks
 
 
-def _stop(wanted: Wanted, turn: MadeTurn) -> dict[str, Any]:
+def _stop(wanted: ParsedRequest, turn: MadeTurn) -> dict[str, Any]:
     """Why the turn ended."""
     if turn.answer.message.get("tool_calls"):
         return {"stop_reason": "tool_use", "stop_sequence": None}

@@ -13,26 +13,24 @@ from typing import Any
 from pydantic import Field
 
 from headway.agents.endpoint.dialect import (
-    DONE,
     Body,
+    Dialect,
+    ParsedRequest,
     Positive,
     Setting,
     TextCodec,
     TokenId,
-    Wanted,
     call,
     ends,
-    event,
     function_tools,
     name_of,
     named,
-    openai_error,
+    openai_events,
     read_body,
     role_of,
     text_of,
     token_logprobs,
     usage,
-    with_usage,
     wrong,
 )
 from headway.agents.endpoint.turns import MadeTurn
@@ -64,14 +62,12 @@ class _ChatBody(Body):
     continue_final_message: bool | None = None
 
 
-class ChatCompletions:
-    """`headway.agents.endpoint.dialect.Dialect` of chat completions."""
+class ChatCompletions(Dialect):
+    """The dialect of chat completions."""
 
     path = "/v1/chat/completions"
-    counts: str | None = None
-    error = staticmethod(openai_error)
 
-    def read(self, body: bytes, texts: TextCodec) -> Wanted:
+    def read(self, body: bytes, texts: TextCodec) -> ParsedRequest:
         chat = read_body(_ChatBody, body)
         if chat.functions:
             raise wrong("functions", chat.functions, "tools, the form that followed it")
@@ -91,9 +87,9 @@ class ChatCompletions:
             chat.max_completion_tokens or chat.max_tokens,
             **ends(chat.stop, chat.stop_token_ids),
         )
-        return Wanted(request, chat.model, bool(chat.stream), sampling, chat, texts)
+        return ParsedRequest(request, chat.model, bool(chat.stream), sampling, chat, texts)
 
-    def answer(self, wanted: Wanted, turn: MadeTurn, id: str) -> dict[str, Any]:
+    def answer(self, wanted: ParsedRequest, turn: MadeTurn, id: str) -> dict[str, Any]:
         return {
             **_head(wanted, id, "chat.completion"),
             "choices": [
@@ -107,22 +103,21 @@ class ChatCompletions:
             "usage": usage(turn),
         }
 
-    def events(self, wanted: Wanted, turn: MadeTurn, id: str) -> Iterator[bytes]:
+    def events(self, wanted: ParsedRequest, turn: MadeTurn, id: str) -> Iterator[bytes]:
         head = _head(wanted, id, "chat.completion.chunk")
         message = _openai_message(turn.answer.with_reasoning_apart)
         calls = message.pop("tool_calls", [])
         deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
         deltas += [{name: message[name]} for name in ("reasoning_content", "content") if message.get(name)]
         deltas += [{"tool_calls": [{"index": n, **call}]} for n, call in enumerate(calls)]
+        choices = []
         for n, delta in enumerate([*deltas, {}]):
             last = n == len(deltas)
             choice = {"index": 0, "delta": delta, "finish_reason": _finish_reason(turn) if last else None}
             if last and wanted.body.logprobs:
                 choice["logprobs"] = _logprobs(wanted, turn)
-            yield event({**head, "choices": [choice]})
-        if with_usage(wanted.body.stream_options):
-            yield event({**head, "choices": [], "usage": usage(turn)})
-        yield DONE
+            choices.append(choice)
+        return openai_events(head, choices, wanted, turn)
 
 
 def _message(message: dict[str, Any], where: str) -> Message:
@@ -178,9 +173,9 @@ def _finish_reason(turn: MadeTurn) -> str:
     return "tool_calls" if turn.answer.message.get("tool_calls") else turn.answer.finish_reason
 
 
-def _logprobs(wanted: Wanted, turn: MadeTurn) -> dict[str, Any]:
+def _logprobs(wanted: ParsedRequest, turn: MadeTurn) -> dict[str, Any]:
     return {"content": token_logprobs(wanted, turn), "refusal": None}
 
 
-def _head(wanted: Wanted, id: str, kind: str) -> dict[str, Any]:
+def _head(wanted: ParsedRequest, id: str, kind: str) -> dict[str, Any]:
     return {"id": f"chatcmpl-{id}", "object": kind, "created": int(time.time()), "model": wanted.model or "policy"}

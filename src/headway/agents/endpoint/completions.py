@@ -17,21 +17,19 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from headway.agents.endpoint.dialect import (
-    DONE,
     Body,
+    Dialect,
+    ParsedRequest,
     Positive,
     Setting,
     TextCodec,
     TokenId,
-    Wanted,
     alternatives,
     ends,
-    event,
-    openai_error,
+    openai_events,
     read_body,
     token_logprobs,
     usage,
-    with_usage,
     wrong,
 )
 from headway.agents.endpoint.turns import MadeTurn
@@ -51,14 +49,12 @@ class _Completion(Body):
     response_format: Setting = None
 
 
-class Completions:
-    """`headway.agents.endpoint.dialect.Dialect` of completions."""
+class Completions(Dialect):
+    """The dialect of completions."""
 
     path = "/v1/completions"
-    counts: str | None = None
-    error = staticmethod(openai_error)
 
-    def read(self, body: bytes, texts: TextCodec) -> Wanted:
+    def read(self, body: bytes, texts: TextCodec) -> ParsedRequest:
         asked = read_body(_Completion, body)
         if asked.echo:
             raise wrong("echo", True, "false: an answer is what the policy sampled; put the prompt before it yourself")
@@ -71,21 +67,18 @@ class Completions:
             **ends(asked.stop, asked.stop_token_ids),
         )
         sampling = asked.sampling() | alternatives("logprobs", asked.logprobs)
-        return Wanted(request, asked.model, bool(asked.stream), sampling, asked, texts)
+        return ParsedRequest(request, asked.model, bool(asked.stream), sampling, asked, texts)
 
-    def answer(self, wanted: Wanted, turn: MadeTurn, id: str) -> dict[str, Any]:
+    def answer(self, wanted: ParsedRequest, turn: MadeTurn, id: str) -> dict[str, Any]:
         return {
             **_head(wanted, id),
             "choices": [_choice(wanted, turn, turn.answer.text, turn.answer.finish_reason)],
             "usage": usage(turn),
         }
 
-    def events(self, wanted: Wanted, turn: MadeTurn, id: str) -> Iterator[bytes]:
-        head = _head(wanted, id)
-        yield event({**head, "choices": [_choice(wanted, turn, turn.answer.text, turn.answer.finish_reason)]})
-        if with_usage(wanted.body.stream_options):
-            yield event({**head, "choices": [], "usage": usage(turn)})
-        yield DONE
+    def events(self, wanted: ParsedRequest, turn: MadeTurn, id: str) -> Iterator[bytes]:
+        choice = _choice(wanted, turn, turn.answer.text, turn.answer.finish_reason)
+        return openai_events(_head(wanted, id), [choice], wanted, turn)
 
 
 def _one_prompt(
@@ -99,7 +92,7 @@ def _one_prompt(
     return tuple(texts.encode(prompt) if isinstance(prompt, str) else prompt)  # type: ignore[arg-type]
 
 
-def _choice(wanted: Wanted, turn: MadeTurn, text: str, finish_reason: str) -> dict[str, Any]:
+def _choice(wanted: ParsedRequest, turn: MadeTurn, text: str, finish_reason: str) -> dict[str, Any]:
     choice: dict[str, Any] = {"index": 0, "text": text, "logprobs": None, "finish_reason": finish_reason}
     if wanted.body.logprobs is not None:
         tokens = token_logprobs(wanted, turn)
@@ -115,7 +108,7 @@ def _choice(wanted: Wanted, turn: MadeTurn, text: str, finish_reason: str) -> di
     return choice
 
 
-def _head(wanted: Wanted, id: str) -> dict[str, Any]:
+def _head(wanted: ParsedRequest, id: str) -> dict[str, Any]:
     model = wanted.model or "policy"
     return {"id": f"cmpl-{id}", "object": "text_completion", "created": int(time.time()), "model": model}
 
@@ -141,14 +134,12 @@ class _GenerateBody(BaseModel):
     content_parts: Any = None
 
 
-class TokenGenerate:
-    """`headway.agents.endpoint.dialect.Dialect` of turns by token ids."""
+class TokenGenerate(Dialect):
+    """The dialect of turns by token ids."""
 
     path = "/inference/v1/generate"
-    counts: str | None = None
-    error = staticmethod(openai_error)
 
-    def read(self, body: bytes, texts: TextCodec) -> Wanted:
+    def read(self, body: bytes, texts: TextCodec) -> ParsedRequest:
         asked = read_body(_GenerateBody, body)
         for name in ("features", "content_parts"):
             if getattr(asked, name):
@@ -161,22 +152,20 @@ class TokenGenerate:
             token_ids=tuple(asked.token_ids),
             **ends(params.stop, params.stop_token_ids),
         )
-        return Wanted(request, asked.model, bool(asked.stream), sampling, asked, texts)
+        return ParsedRequest(request, asked.model, bool(asked.stream), sampling, asked, texts)
 
-    def answer(self, wanted: Wanted, turn: MadeTurn, id: str) -> dict[str, Any]:
+    def answer(self, wanted: ParsedRequest, turn: MadeTurn, id: str) -> dict[str, Any]:
         answer = {"request_id": _request_id(wanted, id), "choices": [_token_choice(wanted, turn)], "usage": usage(turn)}
         if wanted.body.return_token_ids:
             answer["prompt_token_ids"] = wanted.body.token_ids
         return answer
 
-    def events(self, wanted: Wanted, turn: MadeTurn, id: str) -> Iterator[bytes]:
-        yield event({"request_id": _request_id(wanted, id), "choices": [_token_choice(wanted, turn)]})
-        if with_usage(wanted.body.stream_options):
-            yield event({"request_id": _request_id(wanted, id), "choices": [], "usage": usage(turn)})
-        yield DONE
+    def events(self, wanted: ParsedRequest, turn: MadeTurn, id: str) -> Iterator[bytes]:
+        head = {"request_id": _request_id(wanted, id)}
+        return openai_events(head, [_token_choice(wanted, turn)], wanted, turn)
 
 
-def _token_choice(wanted: Wanted, turn: MadeTurn) -> dict[str, Any]:
+def _token_choice(wanted: ParsedRequest, turn: MadeTurn) -> dict[str, Any]:
     ids = turn.sampled.ids.tolist()
     choice = {"index": 0, "token_ids": ids, "logprobs": None, "finish_reason": turn.answer.finish_reason}
     if wanted.body.sampling_params.logprobs is not None:
@@ -188,5 +177,5 @@ def _token_choice(wanted: Wanted, turn: MadeTurn) -> dict[str, Any]:
     return choice
 
 
-def _request_id(wanted: Wanted, id: str) -> str:
+def _request_id(wanted: ParsedRequest, id: str) -> str:
     return wanted.body.request_id or f"gen-{id}"

@@ -15,10 +15,11 @@ the same in any dialect. The run's sampling holds, since training reckons with i
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Annotated, Any, Protocol, TypedDict, TypeVar
+from typing import Annotated, Any, TypedDict, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -50,7 +51,7 @@ class TextCodec:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class ParsedRequest:
     """A request, read."""
 
     request: TurnRequest
@@ -64,29 +65,29 @@ class Wanted:
     texts: TextCodec
 
 
-class Dialect(Protocol):
+class Dialect(ABC):
     """One form of requests and answers."""
 
     path: str
     """Path of its requests: ``/v1/chat/completions``."""
-    counts: str | None
+    counts: str | None = None
     """Path at which only the tokens of a request are counted, if there is one."""
 
-    def read(self, body: bytes, texts: TextCodec) -> Wanted:
-        """Read a request's body.
+    @abstractmethod
+    def read(self, body: bytes, texts: TextCodec) -> ParsedRequest:
+        """Read a request's body. Raises `RequestRefused`, which says what was given, and what is expected."""
 
-        Raises:
-            Refused: it is none; says what was given, and what is expected.
-        """
-
-    def answer(self, wanted: Wanted, turn: MadeTurn, id: str) -> dict[str, Any]:
+    @abstractmethod
+    def answer(self, wanted: ParsedRequest, turn: MadeTurn, id: str) -> dict[str, Any]:
         """Make the answer's body. ``id`` names the turn among all of all episodes: put the dialect's prefix before."""
 
-    def events(self, wanted: Wanted, turn: MadeTurn, id: str) -> Iterator[bytes]:
+    @abstractmethod
+    def events(self, wanted: ParsedRequest, turn: MadeTurn, id: str) -> Iterator[bytes]:
         """Make the answer as server-sent events."""
 
     def error(self, status: int, code: str, message: str) -> dict[str, Any]:
-        """Make the body of an answer that is an error."""
+        """Make the body of an answer that is an error; here as OpenAI's clients read it."""
+        return openai_error(status, code, message)
 
 
 class _SamplingField:
@@ -198,10 +199,6 @@ def ends(stop: str | Sequence[str] | None, token_ids: Sequence[int] | None = Non
     return Ends(stop=strings, stop_token_ids=ids)
 
 
-DONE = b"data: [DONE]\n\n"
-"""The last event of OpenAI's and vLLM's streams."""
-
-
 def event(data: dict[str, Any], name: str | None = None) -> bytes:
     """Make a server-sent event."""
     head = f"event: {name}\n" if name is not None else ""
@@ -218,12 +215,18 @@ def usage(turn: MadeTurn) -> dict[str, int]:
     }
 
 
-def with_usage(options: dict[str, Any] | None) -> bool:
-    """Tell whether a stream ends with the numbers of tokens, from its request's ``stream_options``."""
-    return bool((options or {}).get("include_usage"))
+def openai_events(
+    head: dict[str, Any], choices: Iterable[dict[str, Any]], wanted: ParsedRequest, turn: MadeTurn
+) -> Iterator[bytes]:
+    """Make the stream of an answer as OpenAI and vLLM have it, with the numbers of tokens where they are asked for."""
+    for choice in choices:
+        yield event({**head, "choices": [choice]})
+    if (wanted.body.stream_options or {}).get("include_usage"):
+        yield event({**head, "choices": [], "usage": usage(turn)})
+    yield b"data: [DONE]\n\n"
 
 
-def token_logprobs(wanted: Wanted, turn: MadeTurn) -> list[dict[str, Any]]:
+def token_logprobs(wanted: ParsedRequest, turn: MadeTurn) -> list[dict[str, Any]]:
     """Log-probs (nats) of the sampled tokens under the policy that sampled them, by their texts."""
     content = []
     for id, logprob in zip(turn.sampled.ids.tolist(), turn.sampled.logprobs.tolist(), strict=True):

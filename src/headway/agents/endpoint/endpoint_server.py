@@ -27,7 +27,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from headway.agents.endpoint.anthropic_messages import Messages
 from headway.agents.endpoint.chat_completions import ChatCompletions
 from headway.agents.endpoint.completions import Completions, TokenGenerate
-from headway.agents.endpoint.dialect import Dialect, RequestRefused, TextCodec, Wanted, differences, openai_error
+from headway.agents.endpoint.dialect import Dialect, ParsedRequest, RequestRefused, TextCodec, differences, openai_error
 from headway.agents.endpoint.responses import Responses
 from headway.agents.endpoint.sessions import OVER, AgentSession
 from headway.agents.endpoint.turns import MadeTurn, TurnNote, Turns, cannot_listen
@@ -64,7 +64,7 @@ _FORMS: web.AppKey[dict[str, ErrorForm]] = web.AppKey("forms")
 
 
 class Endpoint:
-    """`headway.agents.endpoint.turns.Doors` over HTTP, on the running event loop.
+    """The HTTP server at which agents ask for turns, on the running event loop.
 
     Args:
         dialects: forms of requests that are understood.
@@ -146,7 +146,7 @@ class Endpoint:
 
     @contextmanager
     def open(self, turns: Turns) -> Iterator[Access]:
-        """See `headway.agents.endpoint.turns.Doors.open`."""
+        """Answer requests with a key of their own by ``turns``, for as long as the context lasts."""
         key = f"hw-{secrets.token_urlsafe(24)}"
         access = Access(self.base_url, key, self._models[0], self._tokenizer)
         session = self._sessions[key] = AgentSession(turns, access.tag)
@@ -233,7 +233,7 @@ class Endpoint:
             self._told.add(said)
             logger.warning("%s", said)
 
-    def _check(self, wanted: Wanted, turns: Turns) -> None:
+    def _check(self, wanted: ParsedRequest, turns: Turns) -> None:
         """Check the model and the sampling that are asked for."""
         self._check_model(wanted)
         if turns.trains and (differ := differences(wanted.sampling, turns.sampling)):
@@ -246,7 +246,7 @@ class Endpoint:
                 )
             turns.note(TurnNote.OVERRIDDEN, said)
 
-    def _check_model(self, wanted: Wanted) -> None:
+    def _check_model(self, wanted: ParsedRequest) -> None:
         if wanted.model is not None and wanted.model not in self._models:
             raise RequestRefused(404, "model_not_found", self._no_model(wanted.model))
 
@@ -314,7 +314,7 @@ async def _body(request: web.Request) -> bytes:
 
 
 async def _stream(
-    request: web.Request, dialect: Dialect, wanted: Wanted, turn: MadeTurn, id: str
+    request: web.Request, dialect: Dialect, wanted: ParsedRequest, turn: MadeTurn, id: str
 ) -> web.StreamResponse:
     response = web.StreamResponse(
         headers={"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}

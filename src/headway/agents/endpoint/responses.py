@@ -14,16 +14,16 @@ from typing import Any
 
 from headway.agents.endpoint.dialect import (
     Body,
+    Dialect,
+    ParsedRequest,
     Positive,
     Setting,
     TextCodec,
-    Wanted,
     call,
     event,
     function_tools,
     name_of,
     named,
-    openai_error,
     read_body,
     role_of,
     text_of,
@@ -55,14 +55,13 @@ class _ResponsesBody(Body):
     background: bool | None = None
 
 
-class Responses:
-    """`headway.agents.endpoint.dialect.Dialect` of responses."""
+class Responses(Dialect):
+    """The dialect of responses."""
 
     path = "/v1/responses"
-    counts: str | None = "/v1/responses/input_tokens"
-    error = staticmethod(openai_error)
+    counts = "/v1/responses/input_tokens"
 
-    def read(self, body: bytes, texts: TextCodec) -> Wanted:
+    def read(self, body: bytes, texts: TextCodec) -> ParsedRequest:
         asked = read_body(_ResponsesBody, body)
         for name in ("previous_response_id", "conversation", "prompt", "background"):
             if (given := getattr(asked, name)) not in (None, False):
@@ -80,12 +79,12 @@ class Responses:
         messages = [said("system", asked.instructions)] if asked.instructions else []
         messages += [said("user", asked.input)] if isinstance(asked.input, str) else _messages(asked.input)
         request = TurnRequest(named(messages), None if asked.tool_choice == "none" else tools, asked.max_output_tokens)
-        return Wanted(request, asked.model, bool(asked.stream), sampling, asked, texts)
+        return ParsedRequest(request, asked.model, bool(asked.stream), sampling, asked, texts)
 
-    def answer(self, wanted: Wanted, turn: MadeTurn, id: str) -> dict[str, Any]:
+    def answer(self, wanted: ParsedRequest, turn: MadeTurn, id: str) -> dict[str, Any]:
         return _response(wanted, turn, id, int(time.time()), _items(wanted, turn, id))
 
-    def events(self, wanted: Wanted, turn: MadeTurn, id: str) -> Iterator[bytes]:
+    def events(self, wanted: ParsedRequest, turn: MadeTurn, id: str) -> Iterator[bytes]:
         created = int(time.time())
         items = _items(wanted, turn, id)
         begun = _response(wanted, turn, id, created, None)
@@ -163,7 +162,7 @@ def _tools(tools: Sequence[dict[str, Any]] | None) -> list[ToolSchema] | None:
 # ------------------------------------------------------------------------------------------------- answers
 
 
-def _items(wanted: Wanted, turn: MadeTurn, id: str) -> list[dict[str, Any]]:
+def _items(wanted: ParsedRequest, turn: MadeTurn, id: str) -> list[dict[str, Any]]:
     """The output of a turn."""
     message = turn.answer.with_reasoning_apart
     calls = message.get("tool_calls", [])
@@ -193,7 +192,7 @@ def _items(wanted: Wanted, turn: MadeTurn, id: str) -> list[dict[str, Any]]:
 
 
 def _response(
-    wanted: Wanted, turn: MadeTurn, id: str, created: int, items: list[dict[str, Any]] | None
+    wanted: ParsedRequest, turn: MadeTurn, id: str, created: int, items: list[dict[str, Any]] | None
 ) -> dict[str, Any]:
     """The response with ``items``, or as it is when it begins."""
     asked: _ResponsesBody = wanted.body

@@ -13,12 +13,11 @@ with endpoint.open(Echo()) as access:                       # access.base_url, a
 from __future__ import annotations
 
 import asyncio
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
-from headway.agents.interface.program_messages import Access, TurnAnswer, TurnRequest
+from headway.agents.interface.program_messages import TurnAnswer, TurnRequest
 from headway.data.interfaces.rollout import SamplingParams
 from headway.data.types import SampledTokens
 from headway.errors import ConfigError
@@ -76,18 +75,6 @@ class Turns(Protocol):
 
     def note(self, kind: TurnNote, reason: str) -> None:
         """Count what an agent did not get, and why."""
-
-
-class Doors(Protocol):
-    """The endpoint, as episodes and their episode worker see it."""
-
-    async def start(self) -> None:
-        """Listen. Raises `ConfigError` where the address cannot be had."""
-
-    def open(self, turns: Turns) -> AbstractContextManager[Access]:
-        """Answer requests with a key of their own by ``turns``, for as long as the context lasts."""
-
-    async def close(self) -> None: ...
 
 
 def cannot_listen(host: str, port: int, cause: Exception) -> ConfigError:

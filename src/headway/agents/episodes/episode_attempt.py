@@ -19,7 +19,7 @@ from functools import partial
 
 from headway.agents.endpoint.turns import MadeTurn, TurnNote
 from headway.agents.episodes.episode_limits import EpisodeLimits, EpisodeTime, ProgramSteps
-from headway.agents.episodes.episode_tokens import EpisodeTokens, Prompted
+from headway.agents.episodes.episode_tokens import EpisodeTokens, TurnContext
 from headway.agents.episodes.request_dispatcher import Affinity, PendingRequest, RequestDispatcher
 from headway.agents.interface.program_messages import EpisodeEnd, Message, TurnRequest
 from headway.data.interfaces.rollout import FinishedCall, GenerateRequest, Priority, SamplingParams
@@ -29,7 +29,7 @@ from headway.runtime.task_groups import failure_ignored
 
 
 @dataclass(slots=True, eq=False)
-class _Logged:
+class _LoggedCall:
     """A call that some attempt of the program has made."""
 
     result: asyncio.Future[FinishedCall]
@@ -64,7 +64,7 @@ class CallLog:
         self._home = home
         self._on_aborted = on_aborted
         self._on_failed = on_failed
-        self._log: dict[int, _Logged] = {}
+        self._log: dict[int, _LoggedCall] = {}
         """Calls by their keys."""
         self._replicas: dict[str, None] = {}
         """Replicas that may keep a prefix of this episode."""
@@ -75,7 +75,7 @@ class CallLog:
         return next(reversed(self._replicas), "")
 
     def call(
-        self, prompted: Prompted, max_tokens: int, stop: tuple[str, ...] = (), stop_token_ids: tuple[int, ...] = ()
+        self, prompted: TurnContext, max_tokens: int, stop: tuple[str, ...] = (), stop_token_ids: tuple[int, ...] = ()
     ) -> asyncio.Future[FinishedCall]:
         """Call the policy, or return the logged call. Cancelling the wait does not cancel the call.
 
@@ -83,7 +83,7 @@ class CallLog:
         """
         logged = self._log.get(prompted.key)
         if logged is None:
-            logged = _Logged(failure_ignored(asyncio.get_running_loop().create_future()))
+            logged = _LoggedCall(failure_ignored(asyncio.get_running_loop().create_future()))
             sampling, key = self._ended_by(max_tokens, stop, stop_token_ids), prompted.key if self._log else 0
             logged.asked = PendingRequest(
                 GenerateRequest(0, self.id, prompted.ids, sampling, key, self._priority, goes_on=True),
@@ -114,7 +114,7 @@ class CallLog:
             stop_token_ids=tuple(dict.fromkeys((*own.stop_token_ids, *stop_token_ids))),
         )
 
-    def _refused(self, logged: _Logged, asked: PendingRequest, error: HeadwayError) -> None:
+    def _refused(self, logged: _LoggedCall, asked: PendingRequest, error: HeadwayError) -> None:
         """End a call that no engine takes: that is its episode's failure, unless the one replica for it is gone."""
         logged.asked = None
         if isinstance(error, WorkerDied):
@@ -122,7 +122,7 @@ class CallLog:
         elif not logged.result.done():
             logged.result.set_exception(error)
 
-    def _finished(self, logged: _Logged, asked: PendingRequest, finished: FinishedCall) -> None:
+    def _finished(self, logged: _LoggedCall, asked: PendingRequest, finished: FinishedCall) -> None:
         logged.asked = None
         self._replicas[asked.replica] = None
         if self._home.on is None:
@@ -135,7 +135,7 @@ class CallLog:
             logged.result.set_result(finished)
 
 
-class Try:
+class EpisodeAttempt:
     """`headway.agents.endpoint.turns.Turns`: one run of the program."""
 
     def __init__(
@@ -280,7 +280,7 @@ class Try:
             self._answered(request.messages, answer.message)
         return MadeTurn(number, answer, len(prompted.ids), finished.tokens or SampledTokens.nothing())
 
-    async def _asked(self, request: TurnRequest) -> tuple[Prompted, asyncio.Future[FinishedCall], int | None]:
+    async def _asked(self, request: TurnRequest) -> tuple[TurnContext, asyncio.Future[FinishedCall], int | None]:
         """The context of a turn, the result of its call, and the turn's own limit where the run has room for more.
 
         Raises `EpisodeOver` where a limit refuses the turn.

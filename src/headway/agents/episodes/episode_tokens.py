@@ -1,6 +1,6 @@
 """The record of one episode: what its turns are called with, and what was sampled.
 
-TurnRequest ─▶ Record.prompt ─▶ Prompted (ids, key) ─▶ a call ─▶ Record.answered ─▶ TurnAnswer
+TurnRequest ─▶ Record.prompt ─▶ TurnContext (ids, key) ─▶ a call ─▶ Record.answered ─▶ TurnAnswer
                                                                         └──▶ rows to train on, in the end
 """
 
@@ -20,7 +20,7 @@ from headway.agents.chat.conversations import ChatPrompt, Conversations, Draft
 from headway.agents.chat.template_checks import try_template
 from headway.agents.chat.tool_call_formats import HARMONY_MARK, harmony
 from headway.agents.chat.tool_calls import AUTO, ToolParser, choose_parser
-from headway.agents.episodes.token_tree import TokenRow, Transcript, call_key, state_key
+from headway.agents.episodes.token_tree import TokenRow, TokenTree, call_key, state_key
 from headway.agents.interface.program_messages import TurnAnswer, TurnRequest, said
 from headway.data.interfaces.rollout import FinishedCall
 from headway.data.thoughts import opened_thought
@@ -30,7 +30,7 @@ from headway.runtime.task_groups import off_loop
 
 
 @dataclass(frozen=True, slots=True)
-class Prompted:
+class TurnContext:
     """The context of one turn."""
 
     ids: NDArray[np.int32]
@@ -48,7 +48,7 @@ class Prompted:
 class EpisodeTokens(Protocol):
     """Tokens of one episode, as its worker uses them."""
 
-    async def prompt(self, request: TurnRequest, taken: Container[int] = ()) -> Prompted:
+    async def prompt(self, request: TurnRequest, taken: Container[int] = ()) -> TurnContext:
         """Make the context of the turn that ``request`` asks for. Nothing is stored.
 
         Long texts are encoded in a thread. What the context goes on with is what is there when this is called.
@@ -60,7 +60,7 @@ class EpisodeTokens(Protocol):
             HeadwayError: the messages are none, or the template refuses them.
         """
 
-    def answered(self, prompted: Prompted, request: TurnRequest, finished: FinishedCall, number: int) -> TurnAnswer:
+    def answered(self, prompted: TurnContext, request: TurnRequest, finished: FinishedCall, number: int) -> TurnAnswer:
         """Store the result of a call, the turn ``number`` of the episode, and read it for the program."""
 
     def rows(self) -> Sequence[RowTokens | RowAt]:
@@ -112,16 +112,16 @@ class ChatRecord:
     def __init__(self, run: Chats) -> None:
         self._run = run
         self._chats = Conversations(run.renderer)
-        self._transcript = Transcript()
+        self._transcript = TokenTree()
         self._calls = 0
         self._problems = 0
 
-    async def prompt(self, request: TurnRequest, taken: Container[int] = ()) -> Prompted:
+    async def prompt(self, request: TurnRequest, taken: Container[int] = ()) -> TurnContext:
         """See `EpisodeTokens.prompt`."""
         renderer = self._run.renderer
         if request.token_ids is not None:
             ids = renderer.checked(request.token_ids)
-            return Prompted(ids, call_key(ids, taken, request.ends))
+            return TurnContext(ids, call_key(ids, taken, request.ends))
         size = sum(len(text) for one in request.messages if isinstance(text := one.get("content"), str))
         draft = await off_loop(size, self.draft, request)
         return self.prompted(request, draft, await off_loop(len(draft.text), renderer.encode, draft.text), taken)
@@ -134,13 +134,13 @@ class ChatRecord:
 
     def prompted(
         self, request: TurnRequest, draft: Draft, ids: NDArray[np.int32], taken: Container[int] = ()
-    ) -> Prompted:
+    ) -> TurnContext:
         """The context of a turn, from the ids [N] of its draft's text."""
         chat = draft.prompt(ids)
         key = call_key(chat.ids, taken, request.ends)
-        return Prompted(chat.ids, key, chat, _state(request), opened_thought(draft.text))
+        return TurnContext(chat.ids, key, chat, _state(request), opened_thought(draft.text))
 
-    def answered(self, prompted: Prompted, request: TurnRequest, finished: FinishedCall, number: int) -> TurnAnswer:
+    def answered(self, prompted: TurnContext, request: TurnRequest, finished: FinishedCall, number: int) -> TurnAnswer:
         """See `EpisodeTokens.answered`."""
         chat, tokens = prompted.chat, finished.tokens
         if tokens is None:

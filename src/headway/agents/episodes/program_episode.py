@@ -14,13 +14,12 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, wait_exponential
 
-from headway.agents.endpoint.turns import Doors
-from headway.agents.episodes.episode_attempt import CallLog, Try
+from headway.agents.episodes.episode_attempt import CallLog, EpisodeAttempt
 from headway.agents.episodes.episode_limits import EpisodeClock, EpisodeLimits, EpisodeTime
 from headway.agents.episodes.episode_tokens import EpisodeTokens, spans_of
 from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart, TurnAnswer, TurnRequest
@@ -36,6 +35,9 @@ from headway.errors import (
     RunError,
     RunnerLost,
 )
+
+if TYPE_CHECKING:
+    from headway.agents.endpoint.endpoint_server import Endpoint  # the HTTP server takes a third of a second to import
 
 Turn = Callable[[TurnRequest], Awaitable[TurnAnswer]]
 
@@ -87,7 +89,7 @@ class Hosting:
     """Variables that the run gives to the chat template."""
     held_out_at_once: int | None = None
     """Most held-out episodes of an episode worker that are open at once; None for any number."""
-    endpoint: Doors | None = None
+    endpoint: Endpoint | None = None
     """The endpoint at which agents ask for turns; None where programs do so by their chat alone."""
 
     def sampling(self, asked: SamplingParams) -> SamplingParams:
@@ -172,7 +174,7 @@ class ProgramEpisode:
             self._log.close()
         return self._made(self._one, end, failure or self._failure_of(self._one, end))
 
-    def _failure_of(self, one: Try, end: EpisodeEnd) -> str | None:
+    def _failure_of(self, one: EpisodeAttempt, end: EpisodeEnd) -> str | None:
         """Why an episode has failed whose program ended; None if it has not."""
         if one.limit is not None and (one.limit not in self._limits.train_on or not one.calls):
             before = "" if self._again is None else f"; before, its program was run again: {self._again}"
@@ -206,8 +208,8 @@ class ProgramEpisode:
 
     # ------------------------------------------------------------------------------------- the program
 
-    def _try(self) -> Try:
-        return Try(
+    def _try(self) -> EpisodeAttempt:
+        return EpisodeAttempt(
             f"episode {tuple(self.id)}",
             self._log.sampling,
             self._hosting.record(*([of_row] if (of_row := template_kwargs({}, self._request.prompt.extra)) else [])),
@@ -218,7 +220,7 @@ class ProgramEpisode:
             keeps_conversation=self._hosting.keeps_conversations or self._request.shown,
         )
 
-    async def _run(self, one: Try) -> EpisodeEnd:
+    async def _run(self, one: EpisodeAttempt) -> EpisodeEnd:
         """Run the program once."""
 
         def begin() -> None:
@@ -245,7 +247,7 @@ class ProgramEpisode:
             )
             return await self._end_of(one, one.running)
 
-    async def _end_of(self, one: Try, running: asyncio.Task[EpisodeEnd]) -> EpisodeEnd:
+    async def _end_of(self, one: EpisodeAttempt, running: asyncio.Task[EpisodeEnd]) -> EpisodeEnd:
         try:
             end = await running
         except asyncio.CancelledError:
@@ -290,7 +292,7 @@ class ProgramEpisode:
 
     # ------------------------------------------------------------------------------------- the end
 
-    def _made(self, one: Try, end: EpisodeEnd, failure: str | None) -> MadeEpisode:
+    def _made(self, one: EpisodeAttempt, end: EpisodeEnd, failure: str | None) -> MadeEpisode:
         rows, turn_rewards = one.rows(end.turn_rewards, failed=failure is not None)
         places = tuple(_place(index, row) for index, row in enumerate(rows))
         last = one.calls[-1] if one.calls else None

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from headway.agents.adapters.program_loader import ProgramSpec
 from headway.agents.chat.chat_template import ChatRenderer
 from headway.agents.endpoint.dialect import TextCodec
-from headway.agents.endpoint.turns import Doors
 from headway.agents.episodes.episode_limits import EpisodeLimits
 from headway.agents.episodes.episode_tokens import Chats
 from headway.agents.episodes.program_episode import Hosting, Programs, Turn
@@ -33,6 +32,8 @@ from headway.runtime.workers.worker_pool import START_TIMEOUT_S, Runners
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from headway.agents.endpoint.endpoint_server import Endpoint
 
 
 CLOSE_S = 10.0
@@ -184,7 +185,7 @@ def chat_hosting(
     )
 
 
-def _endpoint(config: Config, renderer: ChatRenderer, node: str) -> Doors:
+def _endpoint(config: Config, renderer: ChatRenderer, node: str) -> Endpoint:
     """The endpoint of the agents of ``config``."""
     from headway.agents.endpoint.endpoint_server import (
         DIALECTS,  # here: the HTTP server takes a third of a second to import

@@ -7,7 +7,7 @@ A turn whose context begins, token by token, with everything that some row has c
 a row of its own. A token that rows share is trained in the first row that has it, and is context in all others; so each
 sampled token is trained exactly once, in the row that its turn continues or begins.
 
-    transcript = Transcript()
+    transcript = TokenTree()
     tokens = ...                                        # what the engine sampled after ``context``
     transcript.add(context, tokens)
     transcript.add(np.append(tail_after(context, tokens), more), further_tokens)
@@ -69,7 +69,7 @@ class _TreeNode:
 
 
 @dataclass(slots=True, eq=False)
-class _Growing:
+class _GrowingRow:
     """A row that later turns may continue."""
 
     end: _TreeNode
@@ -78,7 +78,7 @@ class _Growing:
     turns: list[tuple[TurnSpan, SampledTokens]] = field(default_factory=list)
 
 
-class Transcript:
+class TokenTree:
     """One episode's turns, as `headway.agents.episodes.token_tree` describes them.
 
     Not safe for threads. Rows are in the order in which their first turns were added.
@@ -86,7 +86,7 @@ class Transcript:
 
     def __init__(self) -> None:
         self._root = _TreeNode(np.empty(0, np.int32), None, 0)
-        self._rows: list[_Growing] = []
+        self._rows: list[_GrowingRow] = []
         self.turns = 0
         """Number of turns."""
 
@@ -125,7 +125,7 @@ class Transcript:
         else:
             known = 0
             index = len(self._rows)
-            row = _Growing(self._root, parent, shared)
+            row = _GrowingRow(self._root, parent, shared)
             self._rows.append(row)
         row.end = self._insert(np.concatenate([ids, np.asarray(tokens.ids, np.int32)]), index)
         row.end.ends.append(index)
@@ -176,7 +176,7 @@ class Transcript:
             node, depth = child, depth + common
         return node
 
-    def _row(self, number: int, growing: _Growing) -> TokenRow:
+    def _row(self, number: int, growing: _GrowingRow) -> TokenRow:
         ids = _path(growing.end)
         mask = np.zeros(len(ids), np.bool_)
         logprobs = np.zeros(len(ids), np.float32)

@@ -27,7 +27,7 @@ from headway.agents.interface.program_messages import (
     too_much_ends,
 )
 from headway.agents.interface.tool import NAME, Tool, ToolResult, make_tool
-from headway.agents.interface.user_calls import Insisted, awaited, is_in_a_loop, number
+from headway.agents.interface.user_calls import AskedTooOften, awaited, is_in_a_loop, number
 from headway.errors import EpisodeOver, ProgramFailed, shown
 from headway.runtime.task_groups import concurrently
 
@@ -229,7 +229,7 @@ class Chat:
     async def _refuse(self, over: EpisodeOver) -> None:
         self._tally.refusals += 1
         if self._tally.refusals > MOST_REFUSALS:
-            raise Insisted(f"{self._who} asked for {MOST_REFUSALS} turns after its episode was over")
+            raise AskedTooOften(f"{self._who} asked for {MOST_REFUSALS} turns after its episode was over")
         if is_in_a_loop():
             await asyncio.sleep(0)  # a program that asks again at once leaves others of its loop their turn
         raise EpisodeOver(over.limit)

@@ -61,7 +61,7 @@ def _loop(process: int) -> asyncio.AbstractEventLoop:
     return asyncio.new_event_loop()
 
 
-class Insisted(BaseException):
+class AskedTooOften(BaseException):
     """Ends a program that keeps asking after its episode is over. `except Exception` does not catch it."""
 
 
@@ -80,7 +80,7 @@ def failing(doing: str) -> Iterator[None]:
     """
     try:
         yield
-    except (KeyboardInterrupt, GeneratorExit, Insisted):
+    except (KeyboardInterrupt, GeneratorExit, AskedTooOften):
         raise
     # Some packages raise what is no Exception (func_timeout, panics of Rust), and sys.exit() ends no process of ours.
     except BaseException as cause:

@@ -142,34 +142,27 @@ class RewardSpec:
     def shown(self) -> str:
         return self.function
 
-    def load(self) -> HostedReward:
+    def load(self) -> Scorer:
         """Load the rewards, in the process that scores with them. Raises `ConfigError` or `UserCodeError`."""
-        return HostedReward(make_scorer(self))
+        return make_scorer(self)
 
 
 @dataclass(frozen=True, slots=True)
 class Scorer:
-    """The rewards of a run, loaded."""
+    """The rewards of a run, loaded: what a process that scores holds."""
 
     score: Callable[[ScoreRequest], Coroutine[Any, Any, Scores]]
     """Return the scores of a group. Awaits something only where `RewardSpec.shared` says so."""
     is_async: bool
     """All parts are asynchronous."""
 
-
-class HostedReward:
-    """Rewards, loaded: what a runner holds."""
-
-    def __init__(self, scorer: Scorer) -> None:
-        self._scorer = scorer
-
     def describe(self) -> bool:
         """Tell whether all parts are asynchronous, so that groups may share a process."""
-        return self._scorer.is_async
+        return self.is_async
 
     async def serve(self, job: ScoreRequest, ask: Ask) -> Scores:
         """Return the group's scores. Raises `ScoringFailed` with the reason."""
-        return await self._scorer.score(job)
+        return await self.score(job)
 
     async def close(self) -> None:
         """Close nothing: scorers hold nothing open."""

@@ -18,7 +18,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from headway.agents.episodes.episode_tokens import Prompted
+from headway.agents.episodes.episode_tokens import TurnContext
 from headway.agents.interface.program_messages import Message, TurnAnswer, TurnRequest, said
 from headway.data.interfaces.rollout import FinishedCall
 from headway.data.types import Column, ColumnName, FinishReason, Outcomes, Prompt, RowAt, Sample, TrajectoryId
@@ -144,7 +144,7 @@ class SimulatedRecord:
         """Key of the last turn of each row."""
         self._first: Path | None = None
 
-    async def prompt(self, request: TurnRequest, taken: Container[int] = ()) -> Prompted:
+    async def prompt(self, request: TurnRequest, taken: Container[int] = ()) -> TurnContext:
         """See `headway.agents.episodes.episode_tokens.EpisodeTokens.prompt`."""
         path: Path = tuple(map(_item, request.messages))
         if self._first is None:
@@ -153,9 +153,9 @@ class SimulatedRecord:
         lengths = [self._tokens(item) for item in path]
         answers = [place for place, item in enumerate(path) if isinstance(item, int)]
         known = answers[-1] + 1 if answers else _common(path, self._first)
-        return Prompted(same_ids(sum(lengths), sum(lengths[:known]) if self._turns else 0), key, path)
+        return TurnContext(same_ids(sum(lengths), sum(lengths[:known]) if self._turns else 0), key, path)
 
-    def answered(self, prompted: Prompted, request: TurnRequest, finished: FinishedCall, number: int) -> TurnAnswer:
+    def answered(self, prompted: TurnContext, request: TurnRequest, finished: FinishedCall, number: int) -> TurnAnswer:
         """See `headway.agents.episodes.episode_tokens.EpisodeTokens.answered`."""
         path: Path = prompted.chat
         context, row = len(prompted.ids), self._continued(path)
