@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 
 import headway
 from headway.cli import cli, common, main, output_files
-from headway.cli.stdout import replace_stdout
+from headway.cli.common import replace_stdout
 from headway.cli.train_command import device_range, summary
 from headway.config.loading import LoadedConfig, load
 from headway.errors import ConfigError, HeadwayError, WorkerDied

@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headway.api.eval.figures import figures
 from headway.api.eval.scored_answers import Tenths
-from headway.cli.answers_file import AnswersFile
 from headway.cli.eval_command import _print_by_source
+from headway.cli.output_files import AnswersFile
 from headway.cluster.machine.child_processes import descendants
 from headway.cluster.machine.worker_setup import math_environment
 from tests.cli.evaluations import LENGTH, SHORT, lines_of, said, write

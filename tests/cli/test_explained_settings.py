@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from headway.cli import cli
-from headway.cli.completion import complete_config, complete_key, complete_setting
+from headway.cli.common import complete_config, complete_key, complete_setting
 from headway.config.doctor.check_texts import checks_of
 from headway.config.recipes import home, recipes
 from headway.config.reference import parts

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from headway.cli import cli, memory_table
+from headway.cli import cli, train_command
 from headway.config.loading import load
 
 RECIPE = """
@@ -30,7 +30,7 @@ def recipe(tmp_path: Path) -> str:
 
 def test_the_table_has_eighty_columns_and_a_sum_for_each_kind_of_process(recipe: str) -> None:
     settings = ["trainer.n_gpus_per_node=4", "actor.use_kl_loss=true", "param_update.encoding=delta"]
-    lines = list(memory_table.memory_lines(load(Path(recipe), settings).config))
+    lines = list(train_command.memory_lines(load(Path(recipe), settings).config))
     table = [line for line in lines if not line.startswith(("note", "  *"))]
     assert max(map(len, table)) <= 80
     assert [line for line in lines if " × " in line] == [
@@ -55,12 +55,12 @@ def test_the_doctor_has_the_table_and_a_dry_run_one_line(recipe: str) -> None:
 
 def test_nothing_is_said_of_a_model_whose_sizes_are_not_known(recipe: str, tmp_path: Path) -> None:
     config = load(Path(recipe), [f"model.path={tmp_path}/nowhere", "model.make=null", "model.warmup=null"]).config
-    assert list(memory_table.memory_lines(config)) == []
-    assert memory_table.memory_in_short(config) is None
+    assert list(train_command.memory_lines(config)) == []
+    assert train_command.memory_in_short(config) is None
 
 
 def test_what_does_not_fit_the_machine_is_said(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headway.devices.memory_listed_here", lambda *, on_cpu: 1_000_000)
-    *_, note = memory_table.memory_lines(load(Path(recipe), []).config)
+    *_, note = train_command.memory_lines(load(Path(recipe), []).config)
     assert note.startswith("note: all processes together take up to ")
     assert note.endswith("this machine has 1.0 MB")

@@ -2,8 +2,9 @@
 
 headway COMMAND CONFIG [a.b=c ...] ─▶ load ─▶ diagnose ─▶ the command's own work
 
-    train_command.py  train, demo, doctor    plan_command.py     plan, profile, report
-    watch_command.py  watch, compare         any other command   its own NAME_command.py
+    train_command.py  train, demo, doctor         plan_command.py    plan, profile, report
+    watch_command.py  watch, compare, ctl, sync   init_command.py    init, import
+    config_command.py config, recipes             any other command  its own NAME_command.py
 """
 
 from __future__ import annotations
@@ -15,20 +16,15 @@ from typing import Annotated
 import typer
 
 import headway
-from headway.cli.common import EXIT_FAILED, TakesSettings, say
-from headway.cli.config_command import config
-from headway.cli.ctl_command import ctl
+from headway.cli.common import EXIT_FAILED, TakesSettings, replace_stdout, say
+from headway.cli.config_command import config, recipes
 from headway.cli.eval_command import evaluate
-from headway.cli.import_command import import_files
-from headway.cli.init_command import init
+from headway.cli.init_command import import_files, init
 from headway.cli.plan_command import plan, profile, report
-from headway.cli.recipes_command import recipes
 from headway.cli.sft_command import sft
 from headway.cli.show_command import show
-from headway.cli.stdout import replace_stdout
-from headway.cli.sync_command import sync
 from headway.cli.train_command import demo, doctor, train
-from headway.cli.watch_command import compare, watch
+from headway.cli.watch_command import compare, ctl, sync, watch
 from headway.errors import OutputRefused
 
 cli = typer.Typer(

@@ -1,21 +1,122 @@
-"""Parts that the commands share: options, and errors that end as one message."""
+"""Parts that the commands share: options, completion of recipes and settings, standard output, errors of one message.
+
+A refused write raises `OutputRefused`, which ends a command as every error does. A pipe whose reader has left is not an
+error: it raises `ReaderLeft`, and the command ends silently.
+"""
 
 from __future__ import annotations
 
 import difflib
+import io
+import os
+import shlex
+import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
-from headway.cli.completion import complete_setting
-from headway.cli.stdout import ReaderLeft
-from headway.errors import EXIT_INTERRUPTED, HeadwayError
+from headway.errors import EXIT_INTERRUPTED, HeadwayError, OutputRefused
 from headway.runtime.signals import terminations_as_interrupts
+
+
+class ReaderLeft(BrokenPipeError):
+    """Nobody reads standard output any more, as behind ``| head``."""
+
+
+class Stdout(io.TextIOWrapper):
+    def __init__(self, before: io.TextIOWrapper) -> None:
+        """Replace the stream ``before``. Characters that its encoding lacks are printed as question marks."""
+        super().__init__(
+            before.buffer,
+            encoding=before.encoding,
+            errors="replace",
+            line_buffering=before.line_buffering,
+            write_through=before.write_through,
+        )
+        self._before = before
+        """Stream that was replaced; referenced here because it would close the file when it is garbage-collected."""
+
+    def write(self, text: str) -> int:
+        if isinstance(text, str) and not text:  # click's probe, which takes any exception for "not a text file"
+            return 0
+        with self._refusing():
+            return super().write(text)
+
+    def flush(self) -> None:
+        with self._refusing():
+            super().flush()
+
+    @contextmanager
+    def _refusing(self) -> Iterator[None]:
+        try:
+            yield
+        except BrokenPipeError as cause:
+            self._go_nowhere()
+            raise ReaderLeft(*cause.args) from cause
+        except OSError as cause:
+            self._go_nowhere()
+            raise OutputRefused(
+                f"standard output cannot be written ({cause.strerror or cause}); send it to a place with room"
+            ) from cause
+
+    def _go_nowhere(self) -> None:
+        """Discard text that is still buffered; otherwise the interpreter, which flushes it last, would fail over it."""
+        with suppress(OSError):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            try:
+                os.dup2(nowhere, self.fileno())
+            finally:
+                os.close(nowhere)
+
+
+def replace_stdout() -> None:
+    """Make standard output a `Stdout` from now on."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout = Stdout(sys.stdout)
+
+
+def complete_config(incomplete: str) -> Iterator[str]:
+    """Yield recipes' names and YAML files, and folders on the way to some, that begin with ``incomplete``."""
+    from headway.config.recipes import recipes
+
+    typed, files = incomplete[: incomplete.rfind("/") + 1], list[str]()
+    with suppress(OSError, RuntimeError):  # no such folder, none that may be read, or no such user
+        here = [(one, one.is_dir()) for one in sorted(Path(typed or ".").expanduser().iterdir())]
+        files = [
+            f"{typed}{one.name}{'/' * is_folder}"
+            for one, is_folder in here
+            if is_folder or one.suffix in (".yaml", ".yml")
+        ]
+    yield from (one for one in chain(recipes(), files) if one.startswith(incomplete))
+
+
+def complete_setting(incomplete: str) -> Iterator[str]:
+    """Yield ``a.b=default`` for each key that begins with ``incomplete``; no value where the default is none, or
+    a shell would take it apart.
+    """
+    from headway.config.reference import REQUIRED, keys
+
+    none = (REQUIRED, "null")
+    written = (
+        f"{key.name}={'' if key.default in none or shlex.quote(key.default) != key.default else key.default}"
+        for key in keys()
+    )
+    yield from (one for one in written if one.startswith(incomplete) and "[]" not in one and ".NAME" not in one)
+
+
+def complete_key(incomplete: str) -> Iterator[str]:
+    """Yield each section and each key that begins with ``incomplete``."""
+    from headway.config.reference import parts
+
+    names = dict.fromkeys(chain.from_iterable((part.name, *(key.name for key in part.keys)) for part in parts()))
+    yield from (name for name in names if name and name.startswith(incomplete))
+
 
 EXIT_FAILED = 1
 

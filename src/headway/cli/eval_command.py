@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headway.cli.answers_file import AnswersFile
 from headway.cli.common import EXIT_FAILED, Debug, Overrides, errors_as_messages
-from headway.cli.output_files import check_writable, files_of_run
+from headway.cli.output_files import AnswersFile, check_writable, files_of_run
 from headway.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -1,11 +1,11 @@
-"""Command ``headway init``: a first recipe for a model and data."""
+"""Commands ``headway init`` and ``import``: a recipe for a model and data, or from files of other projects."""
 
 from __future__ import annotations
 
 import re
 import shlex
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from headway.api.init.data_summary import DataFacts
     from headway.api.init.memory_choices import Choice
     from headway.api.init.model_summary import Machine, ModelFacts
+    from headway.config.schema import Config
 
 WIDTH = 80
 
@@ -67,7 +68,7 @@ def init(
         from headway.api.init.memory_choices import taken
         from headway.api.init.model_summary import look_at_model, look_here
         from headway.api.init.recipe_builder import choose, render
-        from headway.cli.memory_table import size
+        from headway.cli.train_command import size
 
         machine = look_here(gpus, gpu_gb)
         with boundary(f"{model} cannot be read", ModelError):
@@ -115,7 +116,7 @@ def _given(model: str, data: str, overrides: Sequence[str], reward: str | None) 
     from headway.api.init.data_summary import source_of
     from headway.config.layers import Layer, lies_in, read_overrides
     from headway.config.loading import load, resolved
-    from headway.config.schema import PROGRAM, Config
+    from headway.config.schema import PROGRAM
 
     typed = read_overrides(overrides)
     with boundary(f"{data} cannot be read", DataError):
@@ -196,3 +197,54 @@ def _say(
     typer.echo("now:")
     for command in _next(path):
         typer.echo(f"  {command}")
+
+
+def import_files(
+    files: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="FILE...",
+            help="A shell script, a YAML, TOML or Python file, a command line in quotes, or - for standard input. "
+            "Of several, later ones lie on earlier ones.",
+            show_default=False,
+        ),
+    ],
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write the recipe there; default: print it.")
+    ] = None,
+    project: Annotated[
+        str | None,
+        typer.Option("--from", metavar="PROJECT", help="verl, trl, areal, prime-rl or openrlhf; default: by the keys."),
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Turn a file of verl, TRL, AReaL, prime-rl or OpenRLHF into a recipe, and say what became of each setting."""
+    with errors_as_messages(debug):
+        from headway.config.migration.migration_report import recipe, report
+        from headway.config.migration.settings_files import read
+        from headway.config.migration.translation import recognise, translate
+
+        sources = [read(file) for file in files]
+        found = translate(recognise(sources, project), sources)
+        found.open += lacking_here(found.config)
+        if output is None:
+            typer.echo(report(found), nl=False, err=True)
+            typer.echo(recipe(found, None), nl=False)
+            return
+        check_writable("--output", output, [Path(source.name) for source in sources])
+        with writing("--output", output):
+            output.write_text(recipe(found, str(output)), encoding="utf-8")
+        typer.echo(report(found), nl=False)
+        typer.echo(f"\nrecipe: {output}\nnow: headway doctor {output}")
+
+
+def lacking_here(config: Config) -> Iterator[str]:
+    """Yield what the doctor says of packages that the settings ask for, and that are not installed."""
+    from headway.config.doctor.machine_advice import check_vllm_installed
+    from headway.reports.trackers.tracker_checks import check_packages
+
+    for check in (lambda: check_packages(config), *([check_vllm_installed] if config.rollout.name == "vllm" else [])):
+        try:
+            check()
+        except ConfigError as error:
+            yield str(error)

@@ -1,20 +1,183 @@
-"""Commands ``headway train``, ``demo`` and ``doctor``: checking settings, and training with them."""
+"""Commands ``headway train``, ``demo`` and ``doctor``: checking settings, and training with them.
+
+The doctor shows the memory of each kind of process; it and ``--dry-run`` show which ranks are on one machine.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headway.cli.common import Debug, Overrides, Static, errors_as_messages
-from headway.cli.completion import complete_config
+from headway.cli.common import Debug, Overrides, Static, complete_config, errors_as_messages
+from headway.config.sections.parallel import ParallelConfig
+from headway.config.sizing.device_groups import NodeShare
+from headway.config.sizing.placement import ACTOR, CRITIC, LOGP, REF, ROLLOUT, Placement
 from headway.errors import ConfigError
 
 if TYPE_CHECKING:
     from headway.config.loading import LoadedConfig
     from headway.config.schema import Config
+    from headway.config.sizing.model_shape import ModelShape
+    from headway.config.sizing.run_memory import RunProcess
+
+WIDTH, COLUMN = 80, 12
+
+
+def memory_lines(config: Config) -> Iterator[str]:
+    """Yield the lines of the table, of 80 columns at most; none where the model's sizes are not known."""
+    found = _processes(config)
+    if found is None:
+        return
+    shape, processes, on_cpu = found
+    yield _row(f"memory, {_billions(shape)} parameters", "device", "host")
+    for process in processes:
+        yield _row(f"{process.name} × {process.count}")
+        memory, moment = process.memory, process.memory.busiest
+        for line in memory.lines:
+            when = " *" if line not in memory.held else ""
+            sizes = ("", size(line.nbytes)) if line.on_host else (size(line.nbytes), "")
+            yield _row(f"  {line.name}{when}", *sizes)
+        yield _row("  at most", size(memory.device), size(memory.host))
+        if moment is not None:
+            yield f"  * {moment}: the moment that takes most"
+    device = sum(process.count * process.memory.device for process in processes)
+    host = sum(process.count * process.memory.host for process in processes)
+    yield _row("all processes", size(device), size(host))
+    yield from _too_large(config, processes, on_cpu=on_cpu)
+
+
+def memory_in_short(config: Config) -> str | None:
+    """Return the table in one line; None where the model's sizes are not known."""
+    found = _processes(config)
+    if found is None:
+        return None
+    shape, processes, _ = found
+    parts = [f"{process.name} {size(process.memory.device)}" for process in processes]
+    return f"{_billions(shape)} parameters, at most {', '.join(parts)} (headway doctor has the table)"
+
+
+def _processes(config: Config) -> tuple[ModelShape, list[RunProcess], bool] | None:
+    from headway.config.sizing.run_memory import processes
+    from headway.devices import listed_here
+
+    shape = _shape(config)
+    if shape is None:
+        return None
+    asked = config.cluster.device
+    on_cpu = asked == "cpu" or (asked == "auto" and config.cluster.address is None and listed_here() == 0)
+    return shape, processes(config, shape, on_cpu=on_cpu, device_bytes=_device_bytes(config, on_cpu=on_cpu)), on_cpu
+
+
+def _shape(config: Config) -> ModelShape | None:
+    from headway.config.sizing.model_shape import ModelShape
+    from headway.config.sizing.run_memory import made
+    from headway.errors import ModelError
+    from headway.models.model_folder import find_folder, read_object
+
+    model = config.model
+    if model.path is None:
+        return None if model.make is None else ModelShape.of(made(model.make))
+    try:
+        folder = find_folder(model.path)
+        return None if folder is None else ModelShape.of(read_object(folder / "config.json"))
+    except ModelError:  # the checks of a run's inputs say what is wrong
+        return None
+
+
+def _device_bytes(config: Config, *, on_cpu: bool) -> int | None:
+    """Bytes of a device of the run; None where they are not known."""
+    from headway.devices import memory_listed_here
+
+    return None if config.cluster.address is not None else memory_listed_here(on_cpu=on_cpu)
+
+
+def _too_large(config: Config, processes: list[RunProcess], *, on_cpu: bool) -> Iterator[str]:
+    there = _device_bytes(config, on_cpu=on_cpu)
+    if there is None:
+        return
+    if on_cpu:
+        needed = sum(process.count * process.memory.device for process in processes)
+        if needed > there:
+            yield f"note: all processes together take up to {size(needed)}, and this machine has {size(there)}"
+        return
+    for process in processes:
+        if process.memory.device > there:
+            yield (
+                f"note: a {process.name} takes up to {size(process.memory.device)}, and a device here has "
+                f"{size(there)}; docs/training.md says what to lower"
+            )
+
+
+def _row(name: str, device: str = "", host: str = "") -> str:
+    return f"{name:<{WIDTH - 2 * COLUMN}}{device:>{COLUMN}}{host:>{COLUMN}}".rstrip()
+
+
+def _billions(shape: ModelShape) -> str:
+    number = shape.parameters
+    return f"{number / 1e9:.3g} B" if number >= 1e9 else f"{number / 1e6:.3g} M"
+
+
+def size(nbytes: int) -> str:
+    if not nbytes:
+        return "0"
+    return f"{nbytes / 1e9:,.1f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:,.1f} MB"
+
+
+MOST_ROWS = 8
+"""Most nodes that are drawn; of more, the first ones and the last one."""
+
+
+def nodes_drawn(placement: Placement, parallel: ParallelConfig) -> dict[str, str]:
+    """Return a line for each node of the run, by its name; none where there is one node and devices work alone.
+
+    Line i has node i of each role. A role's ranks in one line are on one machine, those in different lines on different
+    ones. The roles of a line share a machine where there is room for them.
+    """
+    count = max(share.node for share in placement.shares) + 1
+    if count == 1 and parallel.is_plain and placement.per_replica == 1:
+        return {}
+    rows = {
+        f"node {node}": ", ".join(
+            filter(None, (_share(placement, share, parallel) for share in placement.shares if share.node == node))
+        )
+        for node in range(count)
+    }
+    lines = {"nodes": f"{count}; a line is one machine, or several where one has no room for all"}
+    shown = list(rows.items())
+    if len(shown) > MOST_ROWS:
+        shown[MOST_ROWS - 2 : -1] = [("…", "")]
+    lines |= shown
+    across = [group for group in placement.groups(ACTOR, parallel.ep) if placement.straddles(group)]
+    if across:
+        lines["experts"] = f"ep {parallel.ep} is larger than a node: tokens travel between machines"
+    return lines
+
+
+def _share(placement: Placement, share: NodeShare, parallel: ParallelConfig) -> str:
+    """Return the roles of a share, with those that have the same devices joined by ``+``."""
+    drawn: dict[tuple[int, ...], list[str]] = {}
+    for role, devices in placement.devices.items():
+        here = share.only(devices).devices
+        if not here:
+            continue
+        first, last = devices.index(here[0]), devices.index(here[-1])
+        text = f"{role} {first}" if first == last else f"{role} {first}-{last}"
+        if role in (ACTOR, REF, LOGP, CRITIC) and parallel.inner > 1:
+            text += f" ({len(here) // parallel.inner} × {_inner(parallel)})"
+        elif role == ROLLOUT and placement.per_replica > 1:
+            text += f" ({len(here) // placement.per_replica} × tp {placement.per_replica})"
+        same = next((other for other in drawn if set(other) & set(here)), here)
+        drawn.setdefault(same, []).append(text)
+    return ", ".join(" + ".join(texts) for texts in drawn.values())
+
+
+def _inner(parallel: ParallelConfig) -> str:
+    return " · ".join(f"{name} {size}" for name, size in (("cp", parallel.cp), ("tp", parallel.tp)) if size > 1)
+
 
 A_CONFIG = "YAML file of settings, or the name of a recipe that comes with Headway, like demo."
 OptionalConfig = Annotated[Path | None, typer.Argument(metavar="CONFIG", help=A_CONFIG, autocompletion=complete_config)]
@@ -124,7 +287,7 @@ def load_checked(path: Path, overrides: list[str]) -> LoadedConfig:
 
 def print_resolved(loaded: LoadedConfig) -> None:
     """Print the configuration as a file that loads again: YAML, then the summary and the notes as comments."""
-    from headway.cli.memory_table import memory_in_short
+    from headway.cli.train_command import memory_in_short
     from headway.config.loading import dump
 
     typer.echo(dump(loaded.config))
@@ -141,7 +304,7 @@ def print_summary(loaded: LoadedConfig) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from headway.cli.memory_table import memory_lines
+    from headway.cli.train_command import memory_lines
 
     table = Table.grid(padding=(0, 2))
     for name, value in summary(loaded.config).items():
@@ -157,7 +320,7 @@ def print_summary(loaded: LoadedConfig) -> None:
 
 def summary(config: Config) -> dict[str, str]:
     """Return the summary of the settings, line by line: the numbers that follow from them, and who runs where."""
-    from headway.cli.node_drawing import nodes_drawn
+    from headway.cli.train_command import nodes_drawn
     from headway.config.sizing.placement import ROLLOUT, concurrent, resolve_placement
     from headway.pipeline.admission.staleness import admission_limit, lag_bound
 

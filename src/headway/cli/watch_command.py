@@ -1,15 +1,22 @@
-"""Commands ``headway watch`` and ``headway compare``: one live or ended run; several side by side."""
+"""Commands about runs: ``headway watch``, ``compare``, ``ctl`` (asks a live run for something) and ``sync`` (trackers).
+
+    headway ctl RUN COMMAND …  ─▶  RUN/control.sock  ─▶  the process that trains the run
+
+A further command of ``ctl`` is one function here, and one entry in `headway.api.control_socket`.
+"""
 
 from __future__ import annotations
 
+import json
+import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from headway.cli.common import Debug, errors_as_messages
+from headway.cli.common import EXIT_FAILED, Debug, errors_as_messages, say
 from headway.cli.output_files import check_outputs, files_of_run, writing
-from headway.errors import ConfigError
+from headway.errors import ConfigError, DataError, said_by
 
 
 def watch(
@@ -53,3 +60,100 @@ def compare(
         with writing("--html", path):
             write_page(found, path)
         typer.echo(f"\ncurves: {path}")
+
+
+ctl = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+
+
+@ctl.callback()
+def ask_of(
+    context: typer.Context,
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run that goes on, its run.dir.")],
+) -> None:
+    """Ask a run that goes on for something: headway ctl RUN COMMAND."""
+    context.obj = run
+
+
+@ctl.command()
+def profile(
+    context: typer.Context,
+    versions: Annotated[int, typer.Option("--versions", min=1, help="Versions to profile, from the next one on.")] = 1,
+    seconds: Annotated[
+        float, typer.Option("--seconds", min=1, help="Longest time of it, since traces grow by some 10 MB a second.")
+    ] = 30.0,
+    debug: Debug = False,
+) -> None:
+    """Profile trainer and engines with torch's profiler, from the next version on; traces are in RUN/profiles."""
+    with errors_as_messages(debug):
+        try:
+            _ask(context.obj, {"command": "profile", "versions": versions, "seconds": seconds})
+        except KeyboardInterrupt:
+            say("the run goes on with the profile all the same")
+            raise
+
+
+def _ask(run: Path, message: dict[str, Any]) -> None:
+    """Print what the run answers to ``message``, line by line."""
+    from headway.api.control_socket import ask
+    from headway.reports.run_directory import RunDirectory
+
+    for line in ask(RunDirectory.existing(run), message):
+        typer.echo(line)
+
+
+Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run's directory.")]
+Limit = Annotated[float, typer.Option("--limit", min=1.0, metavar="SECONDS", help="Seconds to wait for the trackers.")]
+
+
+def sync(run: Run, limit: Limit = 600.0, debug: Debug = False) -> None:
+    """Send W&B, MLflow and trackio what they lack of a run that is over."""
+    with errors_as_messages(debug):
+        from headway.config.loading import load
+        from headway.errors import UserError
+        from headway.reports.run_directory import RunDirectory, RunLock
+        from headway.reports.trackers.tracker_checks import check_trackers
+        from headway.reports.trackers.tracker_client import Say
+        from headway.reports.trackers.tracker_set import KEPT, open_lacking
+
+        directory = RunDirectory.existing(run)
+        config = load(directory.config, environment=os.environ).config
+        if not set(KEPT) & set(config.reports.trackers):
+            raise UserError(
+                f"{run}: reports.trackers names none of {', '.join(KEPT)}; name one in {directory.config}, and the run "
+                "is sent to it"
+            )
+        lock = RunLock(directory.lock)
+        lock.take()
+        warnings: list[str] = []
+        try:
+            trackers = open_lacking(config, directory, Say(warn=warnings.append, note=typer.echo, phase=typer.echo))
+            if not trackers.names:
+                typer.echo("nothing to send: the trackers have all of this run")
+                return
+            check_trackers(config, trackers.names)
+            summary = _summary(directory.summary)
+            trackers.start()
+            trackers.finish(summary, directory.model if directory.model.is_dir() else None, limit_s=limit)
+        finally:
+            lock.release()
+        for warning in warnings:
+            say(f"warning: {warning}")
+        if warnings:
+            raise typer.Exit(EXIT_FAILED)
+        typer.echo(f"sent to {', '.join(trackers.names)}")
+
+
+def _summary(path: Path) -> dict[str, Any]:
+    """Return a run's summary; nothing for a run that was killed, which has none. Raises `DataError`."""
+    try:
+        summary = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(summary, dict):
+            raise ValueError("it holds no object")
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as cause:
+        raise DataError(
+            f"{path} cannot be read ({said_by(cause)}); take it from a copy of the run, or remove it, to send the run "
+            "without it, as one that did not say how it ended"
+        ) from cause
+    return summary
