@@ -41,11 +41,11 @@ MODELS = {
 def table() -> Iterator[str]:
     """Yield the lines of the table, in Markdown."""
     yield (
-        "| model | devices | answers | placement | trains on | `actor.parallel` | recompute | offload "
+        "| model | devices | answers | placement | trains on | `actor.parallel` | saving "
         "| `ppo_max_token_len_per_gpu` | trainer GB | host GB "
         "| devices of a replica | whole answers at once |"
     )
-    yield "| --- | ---: | ---: | --- | ---: | --- | --- | --- | ---: | ---: | ---: | ---: | ---: |"
+    yield "| --- | ---: | ---: | --- | ---: | --- | --- | ---: | ---: | ---: | ---: | ---: |"
     for (name, config), devices, answer in product(MODELS.items(), DEVICES, ANSWERS):
         shape = ModelShape.of(config)
         assert shape is not None
@@ -61,21 +61,20 @@ def choose(shape: ModelShape, devices: int, context: int) -> Fit | None:
 
 def _cells(choice: Fit | None) -> list[str]:
     if choice is None:
-        return ["does not fit", *[""] * 9]
+        return ["does not fit", *[""] * 8]
     step, parallel = choice.step, choice.step.mesh.parallel
     sizes = {name: size for name, size in parallel.model_dump().items() if size > 1}
     ranks = step.mesh.ranks
     return [
         "shared" if choice.shared else "split",
         str(ranks),
-        ", ".join(f"{name} {size}" for name, size in sizes.items()) or "–",
-        "yes" if step.recompute else "–",
-        "yes" if step.offload else "–",
+        ", ".join(f"{name} {size}" for name, size in sizes.items()),
+        ", ".join(["recompute"] * step.recompute + ["offload"] * step.offload),
         str(step.tokens),
         f"{choice.memory.device / 1e9:.0f}",
         f"{choice.memory.host * min(ranks, PER_MACHINE) / 1e9:.0f}",
-        str(choice.replica) if choice.replica > 1 else "–",
-        str(choice.answers) if choice.answers else "no room",
+        str(choice.replica) if choice.replica > 1 else "",
+        str(choice.answers) if choice.answers else "none",
     ]
 
 
