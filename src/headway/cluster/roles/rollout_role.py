@@ -12,6 +12,7 @@ from headway.cluster.roles.weight_roles import Left, WeightInbox
 from headway.cluster.worker_group import Dispatch, register
 from headway.data.interfaces.rollout import Capabilities, RolloutEngine
 from headway.data.interfaces.weights import ReceiveReport
+from headway.devices import kind_of
 from headway.engines.weights.transports.links import Address, Link
 from headway.engines.weights.weight_layout import Manifest
 from headway.models.tokenizer import text_of
@@ -100,11 +101,7 @@ class RolloutRole(Role):
         Called before the engine takes memory, when the rank has done its part.
         """
         if self._shares_device:
-            import torch
-
-            from headway.engines.weights.served_weights import release_cached
-
-            release_cached(torch.device(self._device))
+            kind_of(self._device).release_cached()
 
     async def monotonic(self) -> float:
         """Return this machine's monotonic time in seconds, to be compared with the driver's."""

@@ -199,7 +199,7 @@ class FetchAdvantages:
             groups=torch.tensor(outcomes.groups),
             lengths=torch.tensor([len(mask) for mask in masks]),
             mask=None if all(mask.all() for mask in masks) else _padded(masks),
-            values=known("the critic's values", _values) if valued else None,
+            values=known("the critic's values", lambda row: row.columns[ColumnName.VALUES]) if valued else None,
             # Every answer was scored as it is, also one that was cut off: nothing comes after its last token.
             finished=None,
             baselines=torch.tensor(outcomes.baselines) if outcomes.baselines is not None else None,
@@ -216,8 +216,8 @@ class FetchAdvantages:
             inputs = replace(inputs, states=_padded(episodes.join(turn_states)))
         if not self._algorithm.use_kl_in_reward:
             return inputs
-        reference = known(ColumnName.REF_LOGPROBS, _ref_logprobs)
-        policy = known(ColumnName.PROX_LOGPROBS, _prox_logprobs)
+        reference = known(ColumnName.REF_LOGPROBS, lambda row: row.columns[ColumnName.REF_LOGPROBS])
+        policy = known(ColumnName.PROX_LOGPROBS, lambda row: row.columns.get(ColumnName.PROX_LOGPROBS, row.logprobs))
         rewards, _ = kl_in_reward(
             inputs.rewards_of_tokens(),
             policy,
@@ -245,18 +245,6 @@ def _rewards_of_turns(
             np.add.at(result_L, trained[last.clip(min=0)], np.asarray(of_turns, np.float64))
         placed.append(result_L)
     return placed
-
-
-def _values(row: CollatedRow) -> NDArray[np.float32]:
-    return row.columns[ColumnName.VALUES]
-
-
-def _ref_logprobs(row: CollatedRow) -> NDArray[np.float32]:
-    return row.columns[ColumnName.REF_LOGPROBS]
-
-
-def _prox_logprobs(row: CollatedRow) -> NDArray[np.float32]:
-    return row.columns.get(ColumnName.PROX_LOGPROBS, row.logprobs)
 
 
 def _padded(arrays: Sequence[NDArray[Any]]) -> torch.Tensor:

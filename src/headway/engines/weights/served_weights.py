@@ -16,7 +16,6 @@ from functools import partial
 from typing import TypeVar
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
 from headway.data.interfaces.weights import ReceiveReport
@@ -128,7 +127,7 @@ class ServedWeights:
             self.state.lose_served()
         elif self.device.type != "cpu":
             self.memory.move_out()
-        release_cached(self.device)
+        kind_of(self.device).release_cached()  # or the memory would be free for this process alone
 
 
 class _ThroughDevice(Tensors):
@@ -140,13 +139,6 @@ class _ThroughDevice(Tensors):
 
     def write(self, offset: int, data: torch.Tensor) -> None:
         super().write(offset, data.to(self._device))
-
-
-def own_storages(model: nn.Module) -> None:
-    """Move parameters out of memory that is not the process's own to resize: a weights file that is mapped."""
-    for parameter in model.parameters():
-        if not parameter.untyped_storage().resizable():
-            parameter.data = parameter.detach().clone()
 
 
 class WeightMemory:
@@ -216,11 +208,6 @@ class WeightMemory:
     def _release(self) -> None:
         for storage in self._storages:
             storage.resize_(0)
-
-
-def release_cached(device: torch.device) -> None:
-    """Return the allocator's unused memory to the device, for other processes."""
-    kind_of(device).release_cached()
 
 
 def _flat(storage: torch.UntypedStorage) -> torch.Tensor:

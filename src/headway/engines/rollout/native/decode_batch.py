@@ -20,7 +20,7 @@ from headway.data.types import FinishReason, SampledTokens
 from headway.engines.rollout.call_run import CallRun, uniforms
 from headway.engines.rollout.engine_activity import DecodeStep
 from headway.engines.rollout.native.model.step_layout import SharedPrompts
-from headway.engines.rollout.native.model_runner import HostContext, ModelRunner
+from headway.engines.rollout.native.model_runner import ModelRunner
 from headway.engines.rollout.native.sampler import SeenTokens, completed, window
 from headway.engines.rollout.native.step_admission import Prefixes, Siblings, StepAdmission
 
@@ -221,7 +221,8 @@ class DecodeBatch:
         decoding = self.active
         missing = [share for share in admission.shares if share.missing]
         contexts = [
-            HostContext(share.ids[share.found.length :], self.prefixes.gather(share.found)) for share in missing
+            self._runner.context(share.ids[share.found.length :], self.prefixes.gather(share.found))
+            for share in missing
         ]
         tokens, lengths = self.rows.tokens[:decoding], self.rows.lengths[:decoding]
         prompts = self._prompts.of(decoding) if self._runner.shares else ()

@@ -88,15 +88,6 @@ def blocks_of(spans: NDArray[np.int64]) -> list[tuple[int, int, int]]:
 
 
 @dataclass(frozen=True, slots=True)
-class HostContext:
-    """A context to prefill, on the host; see `PrefillContext`."""
-
-    ids: NDArray[np.int64]
-    """[T] the tokens that are not there yet, at least one."""
-    past: torch.Tensor | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class Prefilled:
     """The result of a prefill: enough to start any number of calls from its context."""
 
@@ -241,7 +232,7 @@ class ModelRunner:
         self,
         tokens: NDArray[np.int64],
         lengths: NDArray[np.int64],
-        contexts: Sequence[HostContext],
+        contexts: Sequence[PrefillContext],
         prompts: Sequence[SharedPrompt] = (),
     ) -> tuple[torch.Tensor, list[Prefilled]]:
         """One token for each of rows 0..A-1, ``tokens`` [A] at positions ``lengths`` [A], and all of ``contexts``.
@@ -259,8 +250,7 @@ class ModelRunner:
         rows = self._decoding(tokens, lengths, self.cache, prompts) if len(tokens) else None
         if rows is not None and not self._mixes:
             decoded, rows = self._forward.step(rows, (), self._least_rows)[0][: len(tokens)], None
-        given = [PrefillContext(self._to_device(context.ids), context.past) for context in contexts]
-        together = [given] if self._mixes and (given or rows is not None) else [[context] for context in given]
+        together = [contexts] if self._mixes and (contexts or rows is not None) else [[context] for context in contexts]
         for batch in together:
             logits, kv = self._forward.step(rows, batch, self._least_rows)
             if rows is not None:
@@ -269,6 +259,10 @@ class ModelRunner:
                 Prefilled(of, last, context.past) for of, last, context in zip(kv, logits, batch, strict=True)
             ]
         return decoded, prefilled
+
+    def context(self, ids: NDArray[np.int64], past: torch.Tensor | None = None) -> PrefillContext:
+        """Bring a context to the device: the tokens ``ids`` [T] to prefill, and keys and values of those before."""
+        return PrefillContext(self._to_device(ids), past)
 
     def fill(self, rows: range, prefilled: Prefilled) -> None:
         """Let each of ``rows`` hold the context that was prefilled."""
@@ -322,7 +316,7 @@ class ModelRunner:
         rows, length = ids.shape
         cache = self.cache.scratch(max(rows, self._least_rows), self._span(length, self.cache.context))
         nothing = np.zeros(0, np.int64)
-        _, prefilled = self.step(nothing, nothing, [HostContext(row[:given]) for row in ids])
+        _, prefilled = self.step(nothing, nothing, [self.context(row[:given]) for row in ids])
         for row, context in enumerate(prefilled):
             cache.fill(range(row, row + 1), context.kv)
         step = torch.stack([context.logits for context in prefilled])

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from headway.engines.weights.served_weights import own_storages
 from headway.errors import ModelError
 
 ALIBI = "biases of its attention (ALiBi), which its code makes from a mask of whole rows"
@@ -71,6 +70,9 @@ def prepare_model(model: PreTrainedModel, max_context: int) -> None:
         )
     model.eval()
     model.tie_weights()
-    own_storages(model)
+    for parameter in model.parameters():
+        # Memory of a weights file that is mapped is not this process's own: an engine that sleeps could not resize it.
+        if not parameter.untyped_storage().resizable():
+            parameter.data = parameter.detach().clone()
     if model.config._attn_implementation not in ("sdpa", "eager"):
         model.set_attn_implementation("sdpa")

@@ -85,10 +85,6 @@ def sampling_of(run: CallRun) -> Any:
     )
 
 
-def has_tokens(output: Any) -> bool:
-    return bool(output.outputs[0].token_ids)
-
-
 def written_of(output: Any, replica: str) -> SampledTokens:
     """The tokens of a last output, their log-probs, and the version that vLLM says sampled each of them.
 
@@ -343,7 +339,7 @@ class VllmCore:
             )
             async for output in outputs:
                 last = output
-                if run.started is None and has_tokens(output):
+                if run.started is None and output.outputs[0].token_ids:
                     run.begin(self._clock(), self._state.version)
                     run.cached = output.num_cached_tokens or 0
             reason = None if last is None else reason_of(last)

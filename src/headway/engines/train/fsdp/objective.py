@@ -151,26 +151,15 @@ class Objective:
         self._actor = actor
         own = config.async_training.use_rollout_log_probs
         self._log_linear = actor.prox_logp_method == "loglinear" and not own
-        self._recomputed = actor.prox_logp_method == "recompute" and not own
-        self._kl_in_reward = config.algorithm.use_kl_in_reward
+        self.needs_prox = actor.prox_logp_method == "recompute" and not own
+        """True where log π_prox is recomputed, and comes with each row."""
+        self.needs_ref = actor.use_kl_loss or config.algorithm.use_kl_in_reward
+        """True where the reference's log-probs come with each row."""
         self._corrections = _corrections(config.algorithm.rollout_correction)
         self._own_loss = names_user_code(config.algorithm.policy_loss.loss_mode)
         self._own_correction = any(names_user_code(str(one.name)) for one in config.algorithm.rollout_correction.all)
-        self._looks_at_sequences = config.algorithm.looks_at_sequences
-
-    @property
-    def needs_ref(self) -> bool:
-        return self._actor.use_kl_loss or self._kl_in_reward
-
-    @property
-    def looks_at_sequences(self) -> bool:
-        """Tell whether the loss, or a correction, looks at sequences: they then need their episodes whole."""
-        return self._looks_at_sequences
-
-    @property
-    def needs_prox(self) -> bool:
-        """Tell whether log π_prox is recomputed, and comes with each row."""
-        return self._recomputed
+        self.looks_at_sequences = config.algorithm.looks_at_sequences
+        """True where the loss, or a correction, looks at sequences: it then needs whole episodes."""
 
     def __call__(
         self,

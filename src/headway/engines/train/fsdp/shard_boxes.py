@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import product
+from itertools import accumulate, product
 from typing import Any
 
 import torch
@@ -25,37 +24,28 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from headway.engines.train.fsdp.device_mesh import EP, REPLICATE, TP
+from headway.engines.weights.buckets import Part
 
 Span = tuple[int, int]
 """First index of some neighbours in one dimension, and the index behind the last."""
 
 
-@dataclass(frozen=True, slots=True)
-class Box:
-    """Elements of a tensor that are neighbours in all of its dimensions."""
-
-    start: tuple[int, ...]
-    """Indices of the first one in the whole tensor."""
-    values: torch.Tensor
-    """The elements: a view of what the rank holds."""
-
-
-def boxes(tensor: torch.Tensor, part: torch.Tensor | None = None) -> list[Box]:
+def boxes(tensor: torch.Tensor, part: torch.Tensor | None = None) -> list[Part]:
     """Return what this rank holds of ``tensor``: boxes that cover it; all of a tensor that is not divided.
 
     ``part``: another tensor that lies as the rank's own part of ``tensor`` does, in place of that part.
     """
     if not isinstance(tensor, DTensor):
-        return [Box((0,) * tensor.ndim, tensor.detach() if part is None else part)]
+        return [Part((0,) * tensor.ndim, tensor.detach() if part is None else part)]
     own = local(tensor) if part is None else part
     spans = [_nonempty(of) for of in _spans(tuple(tensor.shape), tensor.device_mesh, tensor.placements)]
-    steps = [_ahead(of) for of in spans]
+    steps = [accumulate((stop - first for first, stop in of), initial=0) for of in spans]  # of the rank's elements
     found = []
-    for chosen in product(*(zip(of, ahead, strict=True) for of, ahead in zip(spans, steps, strict=True))):
+    for chosen in product(*(zip(of, ahead, strict=False) for of, ahead in zip(spans, steps, strict=True))):
         values = own
         for dim, ((first, stop), at) in enumerate(chosen):
             values = values.narrow(dim, at, stop - first)
-        found.append(Box(tuple(first for (first, _), _ in chosen), values))
+        found.append(Part(tuple(first for (first, _), _ in chosen), values))
     return found
 
 
@@ -133,14 +123,6 @@ def _chunk(spans: Sequence[Span], count: int, index: int | None = None) -> list[
 
 def _nonempty(spans: list[Span]) -> list[Span]:
     return [span for span in spans if span[0] < span[1]]
-
-
-def _ahead(spans: Sequence[Span]) -> list[int]:
-    """Number of the rank's elements before each span."""
-    ahead = [0]
-    for first, stop in spans:
-        ahead.append(ahead[-1] + stop - first)
-    return ahead[:-1]
 
 
 class Pieces(torch.Tensor):

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from headway.engines.train.fsdp.device_mesh import TrainMesh
-from headway.engines.train.fsdp.shard_boxes import Box, boxes, is_first
+from headway.engines.train.fsdp.shard_boxes import boxes, is_first
 from headway.engines.weights.buckets import Part, Parts, meetings, pack
 from headway.engines.weights.outgoing_version import Window
 from headway.engines.weights.weight_layout import ALIGNMENT, Manifest, buckets
@@ -139,7 +139,7 @@ def given_parts(parameters: Mapping[str, torch.Tensor], files: Sequence[FileTens
     return {file.name: parts[file.name] if gives[file.parameter] else [] for file in files}
 
 
-def _part(box: Box, file: FileTensor) -> Part | None:
+def _part(box: Part, file: FileTensor) -> Part | None:
     """The elements that a box of a parameter has of a file's tensor; None where it has none."""
     values, start = box.values, []
     for dim, first in enumerate(file.start):
