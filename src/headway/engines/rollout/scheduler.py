@@ -53,7 +53,7 @@ class Scheduler:
     def take(self, free: int, admits: Callable[[CallRun], bool] = lambda _: True) -> list[CallRun]:
         """Remove and return the next calls to start: at most ``free``, and until one is not admitted.
 
-        Nobody is passed over: where the next one has to wait, those behind it do, too.
+        No call overtakes another: where the next one has to wait, so do those behind it.
         """
         taken: list[CallRun] = []
         for queue in () if self.mode is Mode.PAUSED else self._queues.values():

@@ -3,8 +3,8 @@
     Outgoing ─▶ WeightSender ══ header, payload; header, payload; …; digests ══▶ WeightReceiver ─▶ WeightSink
 
 *Streamed* transports (``broadcast``, ``local``): both ends run at the same time. *Stored* ones (``object_store``,
-``shared_memory``, ``disk``): the sender leaves everything somewhere and returns a `StoredVersion`; whoever has it can
-receive, until the sender sends the next version.
+``shared_memory``, ``disk``): the sender stores everything and returns a `StoredVersion`, with which any receiver can
+read it, until the sender sends the next version.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class StoredVersion:
     version: int
     headers: tuple[Header, ...]
     contents: tuple[Any, ...]
-    """The place of each payload, in whatever way its transport says that: plain data, or handles."""
+    """The place of each payload, as its transport names it: plain data, or handles."""
     digests: tuple[int, ...]
 
 

@@ -96,7 +96,7 @@ class Manifest:
 def build_manifest(tensors: Iterable[tuple[str, tuple[int, ...], torch.dtype]]) -> Manifest:
     """Lay tensors out one behind the other, widest dtypes first, else in the order given.
 
-    Each tensor begins at a multiple of its own dtype's size: whatever lies before it has as wide a one, or a wider.
+    Each tensor begins at a multiple of its own dtype's size: the tensors before it are as wide, or wider.
     """
     slots: list[TensorSlot] = []
     offset = 0

@@ -125,8 +125,8 @@ class NativeEngine:
         slots: calls that decode at once.
         max_context: most tokens of context and continuation together.
         max_batched_tokens: prefilled in one step, unless one context alone is longer.
-        kv_cache_bytes: of what decodes and of contexts that go on later, together; where they are short, the latter
-            are prefilled again, and calls wait, or are parked and go on. Default: enough for ``slots`` of either kind.
+        kv_cache_bytes: for rows that decode and contexts kept for later calls, together. Where they are short, contexts
+            are prefilled again, and calls wait or are parked. Default: enough for ``slots`` of either kind.
         enforce_eager: on a GPU, decode without CUDA graphs (see `DecodeGraphs`).
         decode: token ids to text, to find stop strings; it gets the stop token too.
         receive: lets a version come in, blocking; a transport's end. Without it there are no updates.
@@ -226,7 +226,7 @@ class NativeEngine:
                 while True:
                     yield await inbox.next()
             finally:
-                # Nobody waits for it, and an engine that has ended does not care.
+                # Without an answer: the client is leaving, and an engine that has ended has nothing to drop.
                 self._put(Command(lambda: self._leave(inbox), always, inbox.loop, None))
 
     async def drop(self, client: str) -> None:
@@ -241,14 +241,14 @@ class NativeEngine:
         )
 
     async def resume(self) -> None:
-        """Go on. Raises `RunError` while asleep, and while no whole version is there and active."""
+        """Resume decoding. Raises `RunError` while asleep, and while no whole version is active."""
         await self._ask(self._core.resume)
 
     async def stage_weights(self, version: int) -> ReceiveReport:
         """Receive ``version``. Raises `UpdateFailed` if that fails, or while another version is received or loaded.
 
-        With a back buffer decoding goes on, and after an error the old version is served and nothing is staged. Without
-        one, the engine has to be paused or asleep, and after an error half-way it serves nothing until a version came.
+        With a back buffer the engine decodes meanwhile; after an error it serves the old version with nothing staged.
+        Without one it has to be paused or asleep; after an error half-way it serves nothing until a version has come.
         """
         if (updates := self._updates) is None:
             raise cannot_stage(self.name)

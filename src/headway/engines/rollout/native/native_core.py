@@ -78,7 +78,7 @@ class EngineCore:
         self._activity = NativeActivity(clock)
         self._calls = OpenCalls()
         self._in_place = True
-        """New weights find what goes on with the keys and values of old ones: nothing decodes at the end of a drain."""
+        """True where calls keep the keys and values of old weights under new ones: after a pause that keeps them."""
         self._asleep = False
         self.version = 0
 
@@ -122,7 +122,7 @@ class EngineCore:
         return Paused(interrupted)
 
     def resume(self) -> None:
-        """Go on. Raises `RunError` while asleep, and while there is no whole version to sample from."""
+        """Resume decoding. Raises `RunError` while asleep, and while there is no whole version to sample from."""
         if self._asleep:
             raise RunError(f"rollout engine {self._name} was told to resume while asleep; call wake() first")
         self.weights.state.check("resume")
@@ -138,10 +138,10 @@ class EngineCore:
             )
 
     def activate(self, version: int, load: Callable[[], None]) -> float:
-        """``load`` it into the model and stamp ``version`` on what is sampled from now on; seconds taken.
+        """Call ``load``, and stamp ``version`` on what is sampled from now on. Returns the seconds that it took.
 
-        Calls that are decoding go on with the keys and values that they have, and so do the further calls of their
-        episodes; after a drain or an interrupt there are none.
+        Calls that are decoding keep the keys and values that they have, and so do the further calls of their episodes.
+        After a drain or an interrupt there are none.
         """
         self._activity.stop()
         start = self._clock()

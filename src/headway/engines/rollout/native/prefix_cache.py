@@ -8,7 +8,7 @@ are compared, not only hashed: the cache is a tree, and a context a way down fro
 
 What is computed by decoding differs in its last bits from what a prefill computes for the same tokens. Blocks with
 sampled tokens, and all that follow them, are therefore found by their own episode alone, so that others that come by
-the same tokens change no bit of it. Whole blocks of prompts are everybody's.
+the same tokens change no bit of it. Whole blocks of prompts are shared by all episodes.
 
 Blocks of open episodes are pinned. Of the others, the least recently used goes first, from the end of its context. When
 all are pinned, those of episodes that decode at the moment lose their pins, for they have everything in a row; then the
@@ -42,7 +42,7 @@ class _CacheNode:
     owner: TrajectoryId | None
     """The one episode that finds it; None: all do."""
     given: int
-    """Leading tokens that were prefilled and follow what is everybody's: their bits are, too."""
+    """Leading tokens that were prefilled behind shared ones: any episode would compute the same bits."""
     block: int
     """Number of the block; -1 for a root, and for what is gone."""
     depth: int
@@ -78,7 +78,7 @@ class Found:
     length: int = 0
     """Tokens; the last block may count in part."""
     shared: int = 0
-    """Leading tokens whose bits are everybody's: no sampled token is among them."""
+    """Leading tokens whose bits all episodes share: no sampled token is among them."""
 
 
 NOTHING = Found()
@@ -155,7 +155,7 @@ class PrefixCache:
     def store(self, ids: Ids, trajectory: TrajectoryId, shared: int) -> list[BlockCopy]:
         """Keep the context ``ids`` [T] of an open episode; what has to be copied for that.
 
-        The first ``shared`` tokens were prefilled and follow what is everybody's. Keeps nothing for an episode that is
+        The first ``shared`` tokens were prefilled behind shared ones. Keeps nothing for an episode that is
         not open, and only a part where memory runs out and this is the youngest.
         """
         if (episode := self._episodes.get(trajectory)) is None:
@@ -166,9 +166,9 @@ class PrefixCache:
         while start < len(ids):
             chunk = ids[start : start + BLOCK]
             given = min(max(shared - start, 0), len(chunk))
-            everybodys = given == BLOCK
-            child = node.shared.get(_key(chunk)) if everybodys else None
-            if child is None and not everybodys:
+            is_shared = given == BLOCK
+            child = node.shared.get(_key(chunk)) if is_shared else None
+            if child is None and not is_shared:
                 child = self._extended(node, chunk, start, trajectory, copies)
             if child is None:
                 node.pins += 1  # it has to stay while room is made
@@ -177,9 +177,9 @@ class PrefixCache:
                 if block is None:
                     self._rest(node)
                     return copies
-                child = _CacheNode(node, chunk.copy(), None if everybodys else trajectory, given, block, node.depth + 1)
+                child = _CacheNode(node, chunk.copy(), None if is_shared else trajectory, given, block, node.depth + 1)
                 self._nodes[block] = child
-                if everybodys:
+                if is_shared:
                     node.shared[_key(chunk)] = child
                 else:
                     node.own.setdefault(trajectory, []).append(child)

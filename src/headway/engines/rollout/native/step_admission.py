@@ -51,7 +51,7 @@ class Siblings:
         """Tokens of the prefills that are kept, by context, the oldest first."""
 
     def expect(self, run: CallRun) -> None:
-        """A call will start from its own context."""
+        """Note that a call will start from its own context."""
         key = context_key(run)
         context = self._contexts.get(key)
         if context is None:
@@ -59,7 +59,7 @@ class Siblings:
         context.waiting += 1
 
     def started(self, run: CallRun) -> None:
-        """A call has started, or never will."""
+        """Note that a call has started, or never will."""
         key = context_key(run)
         context = self._contexts[key]
         context.waiting -= 1
@@ -100,7 +100,7 @@ class FinishedContext:
     kv: torch.Tensor
     """[layers, 2·kv_heads, T, head_dim]"""
     shared: int
-    """Leading tokens that are everybody's."""
+    """Leading tokens that all episodes share."""
 
 
 class Prefixes:
@@ -110,7 +110,7 @@ class Prefixes:
         self._cache = cache
         self._tree = PrefixCache()
         self._running: dict[CallRun, int] = {}
-        """Calls in rows whose contexts will be kept, and their leading tokens that are everybody's."""
+        """Calls in rows whose contexts will be kept, and the number of their leading tokens that all episodes share."""
 
     def __len__(self) -> int:
         """Blocks in use."""
@@ -118,11 +118,11 @@ class Prefixes:
 
     @property
     def lost(self) -> int:
-        """Times that an open episode lost what was kept for it, for want of memory."""
+        """Number of times that an open episode lost what was kept for it, for want of memory."""
         return self._tree.lost
 
     def find(self, run: CallRun) -> Found:
-        """Find the part of a call's context that is there; not its last token, whose logits are wanted."""
+        """Find the cached part of a call's context, at most up to its last token, whose logits are wanted."""
         return self._tree.find(run.context[:-1], run.call.trajectory) if len(self._tree) else NOTHING
 
     def gather(self, found: Found) -> torch.Tensor | None:
@@ -130,14 +130,14 @@ class Prefixes:
         return self._cache.gather(found.blocks, found.length) if found.length else None
 
     def begin(self, run: CallRun, shared: int) -> None:
-        """A call has got a row. The first ``shared`` tokens of its context are everybody's."""
+        """Note that a call has a row. All episodes share the first ``shared`` tokens of its context."""
         if run.call.goes_on:
             self._running[run] = shared
         if run.call.goes_on or self._tree.is_open(run.call.trajectory):
             self._tree.begin(run.call.trajectory, run.client)
 
     def end(self, run: CallRun) -> None:
-        """A call has lost its row."""
+        """Note that a call has lost its row."""
         self._running.pop(run, None)
         self._tree.end(run.call.trajectory)
 
@@ -193,7 +193,7 @@ class Share:
     found: Found
     """The part of it that the prefix cache has."""
     prefilled: Prefilled | None
-    """All of it, from a prefill of before, or of this step once that has run."""
+    """All of it: from an earlier prefill, or from this step once it has run."""
     runs: list[CallRun] = field(default_factory=list)
     places: list[int] = field(default_factory=list)
     """Places of ``runs`` among those that start in the step."""
@@ -206,7 +206,7 @@ class Share:
 
     @property
     def shared(self) -> int:
-        """Leading tokens whose keys and values will be everybody's; see `Found`."""
+        """Leading tokens whose keys and values all episodes will share; see `Found`."""
         return self.found.shared if self.found.shared < self.found.length else len(self.ids)
 
 

@@ -29,7 +29,7 @@ from vllm.sampling_params import SamplingParams  # type: ignore[import-not-found
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput  # type: ignore[import-not-found]
 
 NULL_BLOCK = 0
-"""The block that stands for none: it belongs to nobody, and nothing reads from it."""
+"""The block that stands for none: no request owns it, and nothing reads from it."""
 _serial = count()
 
 

@@ -8,7 +8,7 @@ vLLM's own pauses do the rest:
 
     drain        nothing new is started; when the last one has ended: pause_generation(keep, clear the cache)
     interrupt    pause_generation(keep, clear the cache): requests stay, keys and values are computed again on resume
-    keep         pause_generation(keep, leave the cache): requests go on in place
+    keep         pause_generation(keep, leave the cache): requests resume in place
 
 A version is stamped by vLLM's engine core on the outputs of each step, and changes between pause and resume only.
 """
@@ -163,7 +163,7 @@ class VllmCore:
         self._done: dict[str, list[FinishedCall]] = {}
         """Calls that have just been finished, by client: what vLLM tells in one turn of the loop is one step's."""
         self._turn = asyncio.Lock()
-        """Held while vLLM is told to pause, to load or to go on."""
+        """Held while vLLM is told to pause, to load or to resume."""
         self._moved = asyncio.Event()
         """Set, and replaced, when the scheduler's mode may have changed."""
 
@@ -213,7 +213,7 @@ class VllmCore:
         return Paused(sum(run.started is not None for run in self._running.values()) if cut else 0)
 
     async def resume(self) -> None:
-        """Go on. Raises `RunError` while asleep, and while there is no whole version to sample from."""
+        """Resume decoding. Raises `RunError` while asleep, and while there is no whole version to sample from."""
         self.check()
         async with self._alone():
             self._state.check("resume")
@@ -226,7 +226,7 @@ class VllmCore:
         """Load the staged ``version`` and stamp it on what is sampled from now on; seconds taken.
 
         ``load`` checks that it is there and calls its argument, blocking, on a thread of its own. Calls that are
-        decoding go on with the keys and values that they have. Raises `UpdateFailed`; the weights are then torn, if
+        decoding keep the keys and values that they have. Raises `UpdateFailed`; the weights are then torn, if
         vLLM was told to load them.
         """
         self.check()
@@ -391,7 +391,7 @@ class VllmCore:
         self._settle()
 
     def _end(self, error: HeadwayError) -> None:
-        """Tell everybody that the engine has ended."""
+        """Tell all clients that the engine has ended."""
         self._deliver()
         self._on_end(error)
         self._calls.clear()

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class VllmLink:
-    """Link to one vLLM: orders, answers, and its end, which reaches everybody who waits. Driven from its loop.
+    """Link to one vLLM: orders, answers, and its end, which every waiting caller hears of. Driven from its loop.
 
     Args:
         llm: an ``AsyncLLM`` of the running loop.
@@ -107,8 +107,8 @@ class VllmState:
         llm: an ``AsyncLLM`` of the running loop.
         link: sends it commands, and watches for its end.
         name: of the replica, in messages.
-        weights: the state of the weights that vLLM's workers hold, which whoever updates them changes.
-        on_halted: called when vLLM stands still or goes on.
+        weights: the state of the weights that vLLM's workers hold; `WeightUpdates` changes it.
+        on_halted: called when vLLM is paused or resumed.
         on_cleared: called when all keys and values are gone.
     """
 

@@ -112,7 +112,7 @@ def _no_room(folder: Path) -> str:
 def incomplete_part(folder: Path) -> str | None:
     """Return what is wrong with the first file that ``.metadata`` names and that is missing or too short.
 
-    None when all are whole. Raises whatever reading a damaged ``.metadata`` raises.
+    None when all are whole. Errors of reading a damaged ``.metadata`` pass through.
     """
     needed: dict[str, int] = {}
     for part in (FileSystemReader(folder).read_metadata().storage_data or {}).values():

@@ -101,7 +101,7 @@ def reduce_sums(sums: Sums, group: dist.ProcessGroup) -> Sums:
 def on_rank_zero(action: Callable[[], T]) -> T | None:
     """Run ``action`` on rank zero while the others wait for it. Returns its result there, None elsewhere.
 
-    What it raises is raised on every rank: otherwise the others would go on into a collective and wait there for ever.
+    What it raises is raised on every rank: otherwise the others would wait in the next collective for ever.
     """
     result: T | None = None
     outcome: list[Exception | None] = [None]

@@ -2,7 +2,7 @@
 
     on the rank that sends it   each rank writes what it has of the bucket among zeros; the sum of the bytes, of which
                                 one at most is not zero, is the bucket
-    on every rank               whoever has something of the bucket broadcasts that, packed; nothing travels twice
+    on every rank               each rank broadcasts what it has of the bucket, packed; nothing travels twice
 
 So a rank holds at most two buckets beside its shards, however large a tensor is.
 """

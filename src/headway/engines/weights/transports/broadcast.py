@@ -4,8 +4,8 @@
     at the end      header END ─▶ digests ─▶ all meet            (the sender returns when every receiver has everything)
     on the sender's own error     header GIVE_UP                 (receivers fail at once; the group stays good)
 
-When a collective fails, or a receiver gives up, both sides leave the group: whoever still waits is told by the broken
-connection, and the next update needs a link of another generation, which is a group on another prefix of the store.
+When a collective fails, or a receiver gives up, both sides leave the group: a member that still waits learns of it by
+the broken connection, and the next update needs a link of another generation: a group on another prefix of the store.
 """
 
 from __future__ import annotations

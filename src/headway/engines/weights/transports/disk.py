@@ -184,7 +184,7 @@ class DiskSender:
     def _keep(self, path: Path) -> None:
         self._written = [*(p for p in self._written if p != path), path]
         for old in self._written[:-KEPT]:
-            with suppress(OSError):  # the new version is there, whatever becomes of the old one
+            with suppress(OSError):  # the new version is there: an old file that stays costs only space
                 old.unlink(missing_ok=True)
         self._written = self._written[-KEPT:]
 

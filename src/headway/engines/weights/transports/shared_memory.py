@@ -1,6 +1,6 @@
 """Buckets through a file in memory that both ends map: for processes of one machine.
 
-The file lies in a directory of a memory file system, which whoever made the link removes. Its space is reserved as a
+The file lies in a directory of a memory file system, which the maker of the link removes. Its space is reserved as a
 whole before anything is written, so that a full file system is an error and not a fault.
 """
 
