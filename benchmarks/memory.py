@@ -13,22 +13,22 @@ back.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import os
-import shutil
 import socket
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from datetime import timedelta
 from multiprocessing import get_context
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from benchmarks.runner import parser
+from benchmarks.table import Ratio, Rows, report
 from headway.config.schema import Config
 from headway.config.sizing.model_shape import FLOAT, ModelShape
 from headway.config.sizing.process_memory import Mesh, ProcessMemory, TrainingStep, reference, trainer, update
@@ -46,24 +46,22 @@ Measured = dict[str, tuple[int, int]]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=64, help="tokens of a micro-batch on each rank")
-    parser.add_argument("--small", action="store_true", help="a model of 10 M parameters")
-    arguments = parser.parse_args()
+    chosen = parser(
+        "memory",
+        __doc__,
+        tokens={"type": int, "default": 64, "help": "tokens of a micro-batch on each rank"},
+        small={"action": "store_true", "help": "a model of 10 M parameters"},
+    ).parse_args()
     os.environ.update(MALLOC, OMP_NUM_THREADS="1", MKL_NUM_THREADS="1")
-    folder = Path(tempfile.mkdtemp(prefix="headway-memory-"))
-    try:
-        make_folder(folder, {**(SMALL if arguments.small else SIZES), "num_key_value_heads": 2})
-        shape = ModelShape.of(json.loads((folder / "config.json").read_text()))
+    with tempfile.TemporaryDirectory(prefix="headway-memory-") as folder:
+        make_folder(Path(folder), {**(SMALL if chosen.small else SIZES), "num_key_value_heads": 2})
+        shape = ModelShape.of(json.loads((Path(folder) / "config.json").read_text()))
         assert shape is not None
-        print(f"{shape.parameters / 1e6:,.0f} M parameters, {RANKS} ranks, {arguments.tokens} tokens in a micro-batch")
-        print(f"load of the machine: {os.getloadavg()[0]:.1f}")
-        trained = on_ranks(train, str(folder), arguments.tokens)
-        report(trained, expected_of_trainer(shape, arguments.tokens))
-        read = on_ranks(refer, str(folder), arguments.tokens)
-        report(read, {"reference, opened": (reference(shape, step_of(arguments.tokens, itemsize=2)).held[0].nbytes, 0)})
-    finally:
-        shutil.rmtree(folder)
+        rows = table(on_ranks(train, folder, chosen.tokens), expected_of_trainer(shape, chosen.tokens))
+        held = reference(shape, step_of(chosen.tokens, itemsize=2)).held[0].nbytes
+        rows = [*rows, *table(on_ranks(refer, folder, chosen.tokens), {"reference, opened": (held, 0)})]
+    title = f"{shape.parameters / 1e6:,.0f} M parameters, {RANKS} ranks, {chosen.tokens} tokens in a micro-batch"
+    report("memory", {title: rows}, [f"load of the machine: {os.getloadavg()[0]:.1f}"])
 
 
 def step_of(tokens: int, *, itemsize: int = FLOAT, recompute: bool = False) -> TrainingStep:
@@ -85,17 +83,17 @@ def expected_of_trainer(shape: ModelShape, tokens: int) -> dict[str, tuple[int, 
     }
 
 
-def report(ranks: list[Measured], expected: dict[str, tuple[int, int]]) -> None:
-    """Print a table of phases, summed over the ranks: measured, expected, and the first over the second."""
-    print("| phase | at its end, MB | expected | ratio | at most, MB | expected | ratio |")
-    print("| --- | ---: | ---: | ---: | ---: | ---: | ---: |")
+def table(ranks: Sequence[Measured], expected: Mapping[str, tuple[int, int]]) -> Rows:
+    """A line for each phase, summed over the ranks: measured, expected, and the first over the second."""
+    rows = []
     for phase in ranks[0]:
-        cells = [phase]
-        for at in (0, 1):
+        row: dict[str, Any] = {"phase": phase}
+        for at, title in enumerate(("at its end", "at most")):
             measured, wanted = sum(rank[phase][at] for rank in ranks), RANKS * expected.get(phase, (0, 0))[at]
-            ratio = f"{measured / wanted:.3f}" if wanted else ""
-            cells += [f"{measured / 1e6:,.0f}", f"{wanted / 1e6:,.0f}" if wanted else "", ratio]
-        print(f"| {' | '.join(cells)} |", flush=True)
+            row |= {f"{title} MB": measured / 1e6, f"expected {title}": wanted / 1e6 if wanted else None}
+            row[f"÷ expected {title}"] = Ratio(measured / wanted) if wanted else None
+        rows.append(row)
+    return rows
 
 
 # ------------------------------------------------------------------------------------------ a rank
@@ -141,11 +139,10 @@ def train(folder: str, tokens: int) -> Measured:
     engine = gauge.phase(
         "opened", lambda: FsdpEngine(model_path=folder, config=config, total_optimizer_steps=10, mesh=mesh)
     )
-    context = StepContext()
-    engine.train_step(rows(1, 16), context)  # makes the moments
-    gauge.phase("step", lambda: engine.train_step(rows(2, tokens), context))
+    engine.train_step(rows(1, 16), StepContext())  # makes the moments
+    gauge.phase("step", lambda: engine.train_step(rows(2, tokens), StepContext()))
     engine._policy.recompute_activations()
-    gauge.phase("step, recomputed", lambda: engine.train_step(rows(2, tokens), context))
+    gauge.phase("step, recomputed", lambda: engine.train_step(rows(2, tokens), StepContext()))
     manifest = engine.manifest(torch.float32, most_senders=RANKS)
     gauge.phase("gather", lambda: deque(engine.gather(manifest, BUCKET), maxlen=0))
     gauge.phase("export", lambda: engine.export(Path(folder) / "exported"))
@@ -189,33 +186,15 @@ def rows(count: int, tokens: int) -> list[Any]:
 
 def on_ranks(work: Callable[..., Measured], folder: str, tokens: int) -> list[Measured]:
     """Run ``work`` in a process for each rank; returns what they measured, in order."""
-    context = get_context("spawn")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    ends, processes = [], []
-    for rank in range(RANKS):
-        ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=_rank, args=(rank, port, work, folder, tokens, theirs))
-        process.start()
-        theirs.close()
-        ends.append(ours)
-        processes.append(process)
-    try:
-        results = []
-        for rank, end in enumerate(ends):
-            if not end.poll(PATIENCE_S):
-                raise TimeoutError(f"rank {rank} has measured nothing for {PATIENCE_S} s")
-            results.append(end.recv())
-        return results
-    finally:
-        for process in processes:
-            process.join(timeout=30)
-            if process.is_alive():
-                process.kill()
+    with ProcessPoolExecutor(RANKS, mp_context=get_context("spawn")) as pool:  # each waits for the others
+        ranks = [pool.submit(_rank, rank, port, work, folder, tokens) for rank in range(RANKS)]
+        return [rank.result(PATIENCE_S) for rank in ranks]
 
 
-def _rank(rank: int, port: int, work: Callable[..., Measured], folder: str, tokens: int, end: Connection) -> None:
+def _rank(rank: int, port: int, work: Callable[..., Measured], folder: str, tokens: int) -> Measured:
     import torch
     import torch.distributed as dist
 
@@ -226,9 +205,10 @@ def _rank(rank: int, port: int, work: Callable[..., Measured], folder: str, toke
     store = dist.TCPStore("127.0.0.1", port, RANKS, is_master=rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=PATIENCE_S))
     dist.all_reduce(torch.ones(2**20))
-    end.send(work(folder, tokens))
+    measured = work(folder, tokens)
     dist.barrier()
     dist.destroy_process_group()
+    return measured
 
 
 def make_folder(folder: Path, sizes: dict[str, int]) -> None:
