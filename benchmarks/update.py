@@ -66,6 +66,12 @@ class Row:
             return None
         return rate / median(raw.nbytes / raw.broadcast_s for raw in self.raws)
 
+    def raw(self) -> dict[str, Any]:
+        """What the JSON has of the row."""
+        measured = {**self.figures, "window_s": self.figures.window_s, "versions": self.figures.versions}
+        machine = [asdict(raw) for raw in self.raws]
+        return {"model": self.model, **asdict(self.kind), "machine": machine, **measured, "failure": self.failure}
+
 
 @dataclass(slots=True)
 class Results:
@@ -107,7 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             what = f"{row.model} {row.kind.name}"
             try:
                 found = job(Path(scratch) / f"run-{number}")
-                row.figures.add(found)
+                row.figures.extend(found)
                 what += f": {found.version_s:.2f} s a version; stalls: trainer {found.trainer_share:.1%}, rollout "
                 what += f"{found.rollout_share:.1%}; sent {found.sent_share:.1%}"
             except (Failed, HeadwayError, ValueError) as error:
@@ -115,7 +121,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 what += f": FAILED: {error}"
             say(f"[{number} of {len(jobs)}, {time.monotonic() - began:.0f} s] {what}")
             tables, notes = tables_of(results)
-            report("update", tables, notes, show=number == len(jobs), results=asdict(results))
+            raw = [row.raw() for row in (*results.rows, *results.long, *results.deltas)]
+            report("update", tables, notes, show=number == len(jobs), runs=raw)
 
 
 def _updates(row: Row, model: Model, pair: Pair, versions: int | None, directory: Path) -> Figures:
@@ -165,7 +172,10 @@ def tables_of(results: Results) -> tuple[dict[str, Rows], list[str]]:
     for name, parameters in results.parameters.items():
         rows = [row for row in results.rows if row.model == name and (row.raws or row.failure)]
         usual = [
-            s for row in rows if row.kind.schedule == "synchronous" and not row.kind.variant for s in row.figures.steps
+            s
+            for row in rows
+            if row.kind.schedule == "synchronous" and not row.kind.variant
+            for s in row.figures["steps"]
         ]
         tables[f"{name}: {parameters:,} parameters, {2 * parameters / 1e6:.1f} MB in bfloat16"] = _lines(rows, _phases)
         tables[f"{name}: stalls"] = _lines(rows, partial(_stalls, _middle(usual)))
@@ -195,9 +205,9 @@ def _lines(rows: Sequence[Row], cells: Callable[[Row], dict[str, Any]]) -> Rows:
 def _phases(row: Row) -> dict[str, Any]:
     figures, rate = row.figures, row.figures.send_bytes_per_s
     return {
-        **{f"{phase} ms": _ms(figures.phases[phase]) for phase in PHASES},
-        "sent MB": fmean(figures.sent) / 1e6,
-        "changed": _share(_middle(figures.changed)),
+        **{f"{phase} ms": _ms(figures, phase) for phase in PHASES},
+        "sent MB": fmean(figures["sent"]) / 1e6,
+        "changed": _share(figures.middle("changed")),
         "send GB/s": None if rate is None else rate / 1e9,
         "of raw broadcast": _share(row.send_share),
     }
@@ -207,12 +217,12 @@ def _stalls(usual: float | None, row: Row) -> dict[str, Any]:
     figures, slower = row.figures, row.figures.decode_slowdown
     return {
         "version s": figures.version_s,
-        "trainer stall ms": _ms(figures.trainer_stall),
+        "trainer stall ms": _ms(figures, "trainer_stall"),
         "of the trainer": Share(figures.trainer_share),
-        "rollout stall ms": _ms(figures.rollout_stall),
+        "rollout stall ms": _ms(figures, "rollout_stall"),
         "of the rollout": Share(figures.rollout_share),
         "decode step during transfer": None if slower is None else Ratio(slower),
-        "train step": Ratio(median(figures.steps) / usual) if figures.steps and usual else None,
+        "train step": Ratio(median(figures["steps"]) / usual) if figures["steps"] and usual else None,
     }
 
 
@@ -234,10 +244,10 @@ def _prefilled_again(row: Row) -> dict[str, Any]:
     return {
         "model": row.model,
         "update": f"{row.kind.schedule} {row.kind.on_update}",
-        "cut per update": fmean(figures.interrupted),
-        "tokens prefilled again": _middle([tokens for tokens, _ in figures.again]) or 0,
-        "ms": _ms([seconds for _, seconds in figures.again]) or 0,
-        "rollout stall ms": _ms(figures.rollout_stall),
+        "cut per update": fmean(figures["interrupted"]),
+        "tokens prefilled again": _middle([tokens for tokens, _ in figures["again"]]) or 0,
+        "ms": 1e3 * (_middle([seconds for _, seconds in figures["again"]]) or 0),
+        "rollout stall ms": _ms(figures, "rollout_stall"),
     }
 
 
@@ -247,10 +257,10 @@ def _long(row: Row) -> dict[str, Any]:
         "model": row.model,
         "groups per version": row.groups,
         "version s": figures.version_s,
-        "gather ms": _ms(figures.phases["gather"]),
-        "trainer stall ms": _ms(figures.trainer_stall),
+        "gather ms": _ms(figures, "gather"),
+        "trainer stall ms": _ms(figures, "trainer_stall"),
         "gather and stall, of gather": Ratio(_taken(figures)),
-        "rollout stall ms": _ms(figures.rollout_stall),
+        "rollout stall ms": _ms(figures, "rollout_stall"),
         "of the rollout": Share(figures.rollout_share),
     }
 
@@ -259,11 +269,11 @@ def _changed(row: Row) -> dict[str, Any]:
     figures = row.figures
     return {
         "model": row.model,
-        "updates": len(figures.sent),
-        "changed": Share(median(figures.changed)),
-        "most changed": Share(max(figures.changed)),
+        "updates": len(figures["sent"]),
+        "changed": Share(median(figures["changed"])),
+        "most changed": Share(max(figures["changed"])),
         "sent of full": Share(figures.sent_share),
-        "most sent": Share(max(figures.sent) / max(figures.full_nbytes)),
+        "most sent": Share(max(figures["sent"]) / max(figures["full"])),
     }
 
 
@@ -294,16 +304,16 @@ def _is_broadcast(kind: Kind) -> bool:
 
 def _taken(figures: Figures) -> float:
     """Time for which updates held the trainer ÷ their gathers'."""
-    gather = sum(figures.phases["gather"])
-    return (gather + sum(figures.trainer_stall)) / gather
+    gather = sum(figures["gather"])
+    return (gather + sum(figures["trainer_stall"])) / gather
 
 
 def _middle(values: Sequence[float]) -> float | None:
     return median(values) if values else None
 
 
-def _ms(seconds: Sequence[float]) -> float | None:
-    return 1e3 * median(seconds) if seconds else None
+def _ms(figures: Figures, name: str) -> float | None:
+    return 1e3 * median(figures[name]) if figures[name] else None
 
 
 def _share(value: float | None) -> Share | None:
