@@ -13,9 +13,9 @@ import argparse
 import asyncio
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -75,28 +75,30 @@ def _group(number: int, prompt_length: int, lengths: NDArray[np.int64], file: To
 
 async def _one_fetch(
     train: TrainGroup, ranks: WorkerGroup, fetch: Fetch, look: Callable[[], Awaitable[None]]
-) -> dict[str, float]:
+) -> Counter[str]:
     """Do what `ActorTrain` does with a fetch that has a reference; return the phases' seconds. ``look``: at its end."""
-    phases: dict[str, float] = {}
+    phases: Counter[str] = Counter()
+    at = time.perf_counter()
 
-    async def phase(name: str, doing: Awaitable[Any]) -> Any:
-        started = time.perf_counter()
-        result = await doing
-        phases[name] = phases.get(name, 0.0) + time.perf_counter() - started
-        return result
+    def over(name: str) -> None:
+        nonlocal at
+        at, before = time.perf_counter(), at
+        phases[name] += at - before  # type: ignore[assignment]
 
     size = len(fetch.groups) // MINI_BATCHES
     mini_batches = [fetch.groups[i : i + size] for i in range(0, len(fetch.groups), size)]
-    await phase("assignment", train.begin_fetch([samples_of(mini_batch) for mini_batch in mini_batches]))
-    reading = reference_of(ranks).forward_logprobs(fetch.samples())
-    fetch.add(ColumnName.REF_LOGPROBS, await phase("first pass over all rows: tokens are read", reading))
-    computing = train.advantages(fetch.samples((ColumnName.REF_LOGPROBS,)), outcomes(fetch.groups))
-    for name, columns in (await phase("advantages", computing)).items():
+    await train.begin_fetch([samples_of(mini_batch) for mini_batch in mini_batches])
+    over("assignment")
+    fetch.add(ColumnName.REF_LOGPROBS, await reference_of(ranks).forward_logprobs(fetch.samples()))
+    over("first pass over all rows: tokens are read")
+    computed = await train.advantages(fetch.samples((ColumnName.REF_LOGPROBS,)), outcomes(fetch.groups))
+    for name, columns in computed.items():
         fetch.add(name, columns)
+    over("advantages")
     for epoch in range(EPOCHS):
         for mini_batch in mini_batches:
-            step = train.train_step(samples_of(mini_batch, COLUMNS), StepContext())
-            await phase(f"epoch {epoch + 1}, {MINI_BATCHES} mini-batches", step)
+            await train.train_step(samples_of(mini_batch, COLUMNS), StepContext())
+        over(f"epoch {epoch + 1}, {MINI_BATCHES} mini-batches")
     await look()
     await train.end_fetch()
     return phases
