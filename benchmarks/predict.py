@@ -136,7 +136,7 @@ def trainable_modes(*, first: str) -> list[Mode]:
     Raises:
         SystemExit: ``first`` is none of them.
     """
-    split = (Mode.of(name) for name, values in PRESETS.items() if values["placement.kind"] == "split")
+    split = (Mode.of(name) for name, values in PRESETS.items() if values["cluster.placement"] == "split")
     trainable = [mode for mode in split if mode.passes()]
     if first not in (names := [mode.name for mode in trainable]):
         sys.exit(f"{first} cannot be profiled here; choose one of {', '.join(names)}")

@@ -112,7 +112,7 @@ class Kind:
         )
 
     def settings(self) -> tuple[str, ...]:
-        shared = ("placement.kind=shared",) if self.place == "shared" else ()
+        shared = ("cluster.placement=shared",) if self.place == "shared" else ()
         buffer = () if self.place == "shared" else (f"rollout.enable_dual_buffer={str(self.dual_buffer).lower()}",)
         return (
             f"param_update.transport={self.transport}",

@@ -113,7 +113,7 @@ class NothingToTrain(RunError):
 
 
 class StoppedByGuard(RunError):
-    """Error when data was too far off policy, and ``offpolicy.guard.action`` is ``stop``."""
+    """Error when data was too far off policy, and ``algorithm.guard.action`` is ``stop``."""
 
 
 class UpdateFailed(RunError):

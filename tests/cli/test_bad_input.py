@@ -369,7 +369,7 @@ CASES = {
     "a replica of several devices without vLLM": replica(2, 2, name="native"),
     "a replica larger than a machine": replica(4, 2),
     "a replica of several of the trainer's devices": replica(2, 1, "mode=colocate_sync"),
-    "vLLM told to take devices": setting("rollout.name=vllm", "rollout.vllm.engine_args={tensor_parallel_size: 2}"),
+    "vLLM told to take devices": setting("rollout.name=vllm", "rollout.engine_kwargs={tensor_parallel_size: 2}"),
     "a replica that does not divide the heads": replica(4, 4, num_attention_heads=6),
     "a replica that does not divide the heads of keys": replica(4, 4, num_attention_heads=12, num_key_value_heads=3),
     # data

@@ -49,7 +49,7 @@ KL = {"use_kl_loss": True}
         (
             {
                 "actor": KL,
-                "placement": {"kind": "shared"},
+                "cluster": {"placement": "shared"},
                 "trainer": {"nnodes": 2, "n_gpus_per_node": 4},
                 "rollout": {"nnodes": 2, "n_gpus_per_node": 2},
             },

@@ -21,7 +21,7 @@ from tests.cluster.one_version import one_version, tiny_config
         {"param_update": {"transport": "shared_memory", "encoding": "delta"}},
         {"param_update": {"transport": "disk"}},
         {"rollout": {"enable_dual_buffer": False}},
-        {"placement": {"kind": "shared"}},
+        {"cluster": {"placement": "shared"}},
     ],
     ids=str,
 )

@@ -70,7 +70,7 @@ def test_threads_divide_the_cores_of_the_node_that_a_worker_lands_on_and_are_nev
 def test_threads_that_the_user_sets_are_kept() -> None:
     planned = plan(trainer={"threads": 3}, rollout={"threads": 5})
     assert [s.threads for s in planned.workers if not s.beside] == [3, 5]
-    assert plan(trainer={"threads": 3}, placement={"kind": "shared"}).workers[0].threads == 3
+    assert plan(trainer={"threads": 3}, cluster={"placement": "shared"}).workers[0].threads == 3
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_threads_that_the_user_sets_are_kept() -> None:
         ({"trainer": {"nnodes": 3, "n_gpus_per_node": 2, "use_nodes_ratios": ("1/2", 0, 0, "1/2")}}, [3, 4]),
         (
             {
-                "placement": {"kind": "shared"},
+                "cluster": {"placement": "shared"},
                 "trainer": {"nnodes": 2, "n_gpus_per_node": 4},
                 "rollout": {"nnodes": 2, "n_gpus_per_node": 2},
             },
@@ -123,7 +123,7 @@ def test_a_reference_with_ranks_of_its_own_is_a_group_of_its_own() -> None:
 
 
 def test_on_shared_devices_actor_and_rollout_are_parts_of_one_worker() -> None:
-    planned = plan(placement={"kind": "shared"}, trainer={"n_gpus_per_node": 3}, rollout={"n_gpus_per_node": 2})
+    planned = plan(cluster={"placement": "shared"}, trainer={"n_gpus_per_node": 3}, rollout={"n_gpus_per_node": 2})
     assert [(s.name, s.role.__name__, s.device) for s in planned.workers] == [
         ("actor-0", "FusedRole", 0),
         ("actor-1", "FusedRole", 1),

@@ -135,7 +135,7 @@ async def another_episode_worker_makes_the_same_groups(workers: Workers, expecte
         {"param_update": {"transport": "object_store", "encoding": "delta"}},
         {"param_update": {"encoding": "delta"}},
         {"param_update": {"transport": "disk"}, "trainer": {"n_gpus_per_node": 2}},
-        {"placement": {"kind": "shared"}, "trainer": {"n_gpus_per_node": 2}, "rollout": {"n_gpus_per_node": 2}},
+        {"cluster": {"placement": "shared"}, "trainer": {"n_gpus_per_node": 2}, "rollout": {"n_gpus_per_node": 2}},
     ],
     ids=str,
 )

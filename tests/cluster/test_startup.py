@@ -232,7 +232,7 @@ def test_samples_are_balanced_by_the_width_that_the_models_configuration_tells(
 
 async def test_an_engine_that_cannot_sleep_cannot_share_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = PlannedCluster()
-    with pytest.raises(ConfigError, match=r"placement.kind=shared: the rollout engine of rollout-0 cannot give"):
+    with pytest.raises(ConfigError, match=r"cluster.placement=shared: the rollout engine of rollout-0 cannot give"):
         await start(cluster, monkeypatch, placement={"kind": "shared"})
     assert set(cluster.log) == {"reserved", "actor-0 killed", "episode-worker-0 killed", "stopped"}
 

@@ -188,3 +188,27 @@ def test_the_file_of_a_run_is_upgraded_without_a_word(tmp_path: Path) -> None:
 
 def test_verls_keys_of_its_agent_loops_are_still_verls() -> None:
     assert "verl's rollout.agent.num_workers has no counterpart" in refusal("rollout.agent.num_workers=8")
+
+
+def test_a_setting_that_is_no_more_is_refused_with_what_holds_and_dropped_from_the_file_of_a_run(
+    tmp_path: Path,
+) -> None:
+    assert refusal("data.prefetch=8", "sandbox.processes=8").startswith("data.prefetch is no setting any more: 64 ")
+    file = tmp_path / "config.yaml"
+    file.write_text("data: {train: a.jsonl, sources: [], prefetch: 8}\nsandbox: {cpu_s: 3}\nplacement: {kind: split}\n")
+    with pytest.raises(ConfigError, match=r"data\.prefetch is .*drop it\n.*sandbox\.cpu_s is no setting"):
+        load(file)
+    (tmp_path / "metrics.jsonl").touch()
+    loaded = load(file)
+    assert (loaded.config.data.train, loaded.config.cluster.placement, loaded.notes) == ("a.jsonl", "split", [])
+
+
+def test_sources_of_an_earlier_release_are_lists_of_the_new_keys(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(
+        "data: {sources: [a.jsonl, {path: b.jsonl}], val_sources: []}\noffpolicy: {guard: {min_ess: 0.5}}\n"
+    )
+    (tmp_path / "events.jsonl").touch()
+    config = load(file).config
+    assert [source.path for source in config.data.train_sources] == ["a.jsonl", "b.jsonl"]
+    assert config.data.val is None and config.algorithm.guard.min_ess == 0.5

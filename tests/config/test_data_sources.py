@@ -81,13 +81,19 @@ def test_a_later_layers_path_replaces_a_list(write: Write) -> None:
 @pytest.mark.parametrize(
     ("given", "complaint"),
     [
-        ("data.train=[{path: a.jsonl, dataset: x/y}]", "data.sources[0]: got {'path': 'a.jsonl', 'dataset': 'x/y'}"),
+        ("data.train=[{path: a.jsonl, dataset: x/y}]", "data.train[0]: got {'path': 'a.jsonl', 'dataset': 'x/y'}"),
         ("data.train=[{weight: 1}]", "expected exactly one of path (a file) and dataset (of Hugging Face)"),
         ("data.train=[{path: a.jsonl, split: test}]", "expected subset, split and revision beside a dataset alone"),
-        ("data.train=[{path: a.jsonl, weight: 0}]", "data.sources[0].weight: got 0"),
-        ("data.train=[{path: a.jsonl, weight: much}]", "data.sources[0].weight: got 'much', expected a number, like 1"),
-        ("data.train=[{path: a.jsonl, wieght: 1}]", "unknown key; did you mean data.sources.weight?"),
-        ("data.train=[3]", "data.sources[0]: got 3, expected a section"),
+        ("data.train=[{path: a.jsonl, weight: 0}]", "data.train[0].weight: got 0"),
+        (
+            "data.train=[{path: a.jsonl, weight: much}]",
+            "(on the command line), expected a number, like 1, 0.3 or 3/10",
+        ),
+        (
+            "data.train=[{path: a.jsonl, wieght: 1}]",
+            "unknown key (on the command line); did you mean data.train.w",
+        ),
+        ("data.train=[3]", "data.train[0]: got 3 (on the command line), expected a section"),
         ("data.train=[{path: a.jsonl, weight: 1}, b.jsonl]", "data.train: b.jsonl has no weight, and others have"),
         ("data.train=[{path: a.jsonl, weight: 1}]", "weight has no effect: a.jsonl is the only source; drop it"),
         ("data.val=[{path: a.jsonl, weight: 1}]", "data.val: weight has no effect"),
@@ -100,18 +106,9 @@ def test_sources_that_make_no_sense_are_refused_with_the_reason(own: Load, given
     assert complaint in str(refused.value)
 
 
-def test_two_ways_to_say_the_same_are_refused_together(own: Load) -> None:
-    with pytest.raises(
-        ConfigError, match="expected one of train and sources, which is what a list under train becomes"
-    ):
-        own("data.train=[a.jsonl]", "data.sources=[b.jsonl]")
-    with pytest.raises(ConfigError, match=r"data\.train and data\.sources are both given; give data\.train a list"):
-        diagnose(own("data.train=a.jsonl", "data.sources=[b.jsonl]"))
-
-
 def test_a_list_of_sources_and_a_task_are_one_too_many(minimal: Load, own: Load) -> None:
-    with pytest.raises(ConfigError, match=r"data\.train and data\.task are both given"):
-        diagnose(own("data.sources=[a.jsonl]", "data.task.name=sort"))
+    with pytest.raises(ConfigError, match=r"data\.train replaces data\.task, but both are given"):
+        own("data.train=[a.jsonl]", "data.task.name=sort")
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def test_what_passed_once_passes_again_from_its_dump(
     minimal: Load, tmp_path: Path, mode: str, overrides: tuple[str, ...]
 ) -> None:
     loaded = minimal(f"mode={mode}", *overrides)
-    if loaded.config.placement.kind == "shared" and loaded.config.trainer.use_nodes_ratios is not None:
+    if loaded.config.cluster.placement == "shared" and loaded.config.trainer.use_nodes_ratios is not None:
         pytest.skip("shares divide devices, and these modes share them")
     diagnose(loaded)
     (tmp_path / "config.yaml").write_text(dump(loaded.config))
@@ -77,7 +77,7 @@ def test_what_passed_once_passes_again_from_its_dump(
         (("param_update.transport=disk", "param_update.backend=gloo"), "transport=broadcast looks at it"),
         # what cannot progress, or contradicts itself
         (("mode=overlapped", "async_training.staleness_threshold=0"), "overlapped with η=0: nothing may be admitted"),
-        (("mode=overlapped", "placement.kind=shared"), "take turns on shared devices, so nothing overlaps"),
+        (("mode=overlapped", "cluster.placement=shared"), "take turns on shared devices, so nothing overlaps"),
         (("mode=colocate_async", "async_training.on_update=keep"), "an engine that sleeps frees the KV cache"),
         (
             ("mode=async_stale", "async_training.order=ready", "async_training.max_lag=0"),
@@ -109,15 +109,15 @@ def test_what_passed_once_passes_again_from_its_dump(
         ),
         (
             ("async_training.use_rollout_log_probs=false", "logp.nnodes=1", "mode=colocate_sync"),
-            "set logp.nnodes=0, or placement.kind=split",
+            "set logp.nnodes=0, or cluster.placement=split",
         ),
-        (("offpolicy.guard.action=stop",), "offpolicy.guard.min_ess is not given"),
+        (("algorithm.guard.action=stop",), "algorithm.guard.min_ess is not given"),
         (
-            ("offpolicy.guard.min_ess=0.5", "offpolicy.guard.action=lower_eta", "mode=on_policy"),
+            ("algorithm.guard.min_ess=0.5", "algorithm.guard.action=lower_eta", "mode=on_policy"),
             "there is no η to lower",
         ),
         (
-            ("offpolicy.guard.min_ess=0.5", "offpolicy.guard.action=tighten", "algorithm.policy_loss.loss_mode=gpg"),
+            ("algorithm.guard.min_ess=0.5", "algorithm.guard.action=tighten", "algorithm.policy_loss.loss_mode=gpg"),
             "has no clip range to tighten",
         ),
         (("reward.overlong_buffer.len=9",), "reward.overlong_buffer.enable is off"),

@@ -372,9 +372,9 @@ def test_names_with_dots_survive_files_layers_the_command_line_and_a_runs_own_fi
     reward = "reward: {function: f.py:score, params: {a.b: 1, c: {d.e: [{f.g: 2}]}}}\n"
     write(f"{reward}agent.env: {{A.B: x}}\n", "below.yaml")
     path = write("defaults: [below.yaml]\nreward: {params: {h.i: 3}}\n")
-    config = load(path, ["rollout.vllm.engine_args={x.y: 1}", 'reward.params={"a.b": 4}']).config
+    config = load(path, ["rollout.engine_kwargs={x.y: 1}", 'reward.params={"a.b": 4}']).config
     assert config.reward.params == {"a.b": 4, "c": {"d.e": [{"f.g": 2}]}, "h.i": 3}
-    assert config.agent.env == {"A.B": "x"} and config.rollout.vllm.engine_args == {"x.y": 1}
+    assert config.agent.env == {"A.B": "x"} and config.rollout.engine_kwargs == {"x.y": 1}
     assert load(write(dump(config), "own.yaml")).config == config
 
 

@@ -224,7 +224,7 @@ def test_processes_of_a_run_have_what_its_settings_ask_for() -> None:
     assert "weights of the reference" in [line.name for line in with_reference.held]
     own = {"actor": {"use_kl_loss": True}, "ref": {"nnodes": 1, "n_gpus_per_node": 2}}
     assert memory(own, "reference rank").held[0].nbytes == pytest.approx(shape.parameters, abs=8)
-    shared = memory({"placement": {"kind": "shared"}}, "trainer rank")
+    shared = memory({"cluster": {"placement": "shared"}}, "trainer rank")
     assert "generation" in shared.moments
 
 

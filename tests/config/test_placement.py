@@ -208,7 +208,7 @@ def test_by_shares_the_trainers_nodes_hold_all_but_a_critic_of_its_own() -> None
 
 
 def test_on_shared_devices_replicas_are_on_the_first_devices_of_as_many_of_the_trainers_nodes() -> None:
-    shared = {"placement": {"kind": "shared"}, "trainer": {"nnodes": 3, "n_gpus_per_node": 4}}
+    shared = {"cluster": {"placement": "shared"}, "trainer": {"nnodes": 3, "n_gpus_per_node": 4}}
     placed = resolve_placement(config(**shared, rollout={"nnodes": 2, "n_gpus_per_node": 2}))
     assert drawn(placed, ROLLOUT) == [("trainer", 0, (0, 1)), ("trainer", 1, (4, 5))]
     for nodes, each in ((4, 1), (1, 5)):

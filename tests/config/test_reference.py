@@ -40,9 +40,8 @@ def test_the_page_has_every_key_once() -> None:
         "model.warmup",
         "model.warmup.give_up",
         "data.task",
-        "agent.client",
     }  # null by default: values, too
-    lists = {"data.sources", "data.val_sources", "reward.functions", "algorithm.rollout_correction.also"}
+    lists = {"reward.functions", "algorithm.rollout_correction.also"}
     lists |= {"agent.mcp"}  # by names that the user gives
     assert sorted(named) == sorted([*known_keys(), *sections, *lists])
 

@@ -44,13 +44,13 @@ def test_everything_else_may_change_and_is_told(minimal: Load):
             "async_training.staleness_threshold=0.25",
             "rollout.total_rollout_steps=1280",
             "trainer.n_gpus_per_node=2",
-            "data.prefetch=1",
+            "data.max_bad_rows=0.5",
             "rollout.n=4",
         ).config,
         version=2,
     )
     assert changes["rollout.total_rollout_steps"] == (640, 1280)
-    assert changes.keys() >= {"actor.optim.lr", "data.prefetch", "trainer.n_gpus_per_node", "rollout.n"}
+    assert changes.keys() >= {"actor.optim.lr", "data.max_bad_rows", "trainer.n_gpus_per_node", "rollout.n"}
 
 
 def test_nothing_given_is_nothing_changed(minimal: Load):

@@ -134,7 +134,7 @@ def test_the_table_of_modes_has_each_modes_values_and_proved_bound(mode: str) ->
     config = mode_config(mode)
     settings = config.async_training
     window = {"fifo": 1, "window": B, "ready": None}[settings.order]
-    assert row[1] == config.placement.kind
+    assert row[1] == config.cluster.placement
     assert int(row[2]) == settings.trigger_parameter_sync_step * settings.require_batches
     assert Fraction(row[3]) == settings.staleness_threshold
     assert int(row[4]) == lag_bound(settings.staleness_threshold, B, window)

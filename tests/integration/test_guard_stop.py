@@ -1,4 +1,4 @@
-"""``offpolicy.guard.action=stop``: exit code, message, summary and record tell of the same end."""
+"""``algorithm.guard.action=stop``: exit code, message, summary and record tell of the same end."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.integration.support import make_job, run_here, summary
 from tests.tiers import mostly_slow
 
 GROUPS_PER_VERSION = 4
-OFF_POLICY = ("actor.ppo_epochs=2", "actor.optim.lr=0.1", "offpolicy.guard.min_ess=0.999")
+OFF_POLICY = ("actor.ppo_epochs=2", "actor.optim.lr=0.1", "algorithm.guard.min_ess=0.999")
 """The second epoch of a version is far from the policy that sampled it."""
 
 
@@ -23,11 +23,11 @@ def test_a_run_that_its_guard_stops_has_failed_and_goes_on_without_the_guard(tmp
     directory = RunDirectory(path)
     done = run_here(
         "train", str(recipe), "cluster.backend=inline", f"rollout.total_rollout_steps={versions * GROUPS_PER_VERSION}",
-        *OFF_POLICY, "offpolicy.guard.action=stop", f"run.dir={path}",
+        *OFF_POLICY, "algorithm.guard.action=stop", f"run.dir={path}",
     )  # fmt: skip
     assert done.exit_code == 1, done.output
     error, how = done.stderr.splitlines()
-    assert error.startswith("error: offpolicy.guard: the effective sample size of a step of version 0 is ")
+    assert error.startswith("error: algorithm.guard: the effective sample size of a step of version 0 is ")
     assert f"its model and a checkpoint are in {path}. Lower async_training.staleness_threshold" in error
     resume = f"headway train --resume {shlex.quote(str(path))} a.b=c"
     assert how == f"The newest checkpoint is that of version 1; go on from it with: {resume}"
@@ -39,6 +39,6 @@ def test_a_run_that_its_guard_stops_has_failed_and_goes_on_without_the_guard(tmp
     assert told["reason"] == f"StoppedByGuard: {error.removeprefix('error: ')}"
     assert look_through(directory.events).ended == "failed"
 
-    rest = run_here("train", "--resume", str(path), "offpolicy.guard.action=warn")
+    rest = run_here("train", "--resume", str(path), "algorithm.guard.action=warn")
     assert rest.exit_code == 0, rest.output
     assert (summary(path)["status"], summary(path)["version"]) == ("completed", versions)

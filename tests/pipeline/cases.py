@@ -176,14 +176,16 @@ class Case:
             },
             sections={
                 "run": {"seed": self.seed, "stop_timeout_s": 1e6},
-                "placement": {"kind": "shared" if self.shared else "split"},
                 "param_update": {
                     "schedule": "overlapped" if self.overlapped else "synchronous",
                     "timeout_s": self.update_timeout_s,
                 },
                 "actor": {"ppo_epochs": self.ppo_epochs},
                 "trainer": {"save_freq": self.save_freq, "max_nonfinite_steps": 1000},
-                "cluster": {"stall_timeout_s": self.stall_timeout_s},
+                "cluster": {
+                    "stall_timeout_s": self.stall_timeout_s,
+                    "placement": "shared" if self.shared else "split",
+                },
             },
             mini_batch=self.mini_batch,
             n=self.n,

@@ -174,7 +174,7 @@ def check_episodes(run: Run) -> EpisodeBooks:
     check_updates(run)
     check_superseding(run)
     check_validations(run)
-    if run.scenario.config.placement.kind == "shared":
+    if run.scenario.config.cluster.placement == "shared":
         check_lease(run)
     check_tries(run)
     check_drains(run)

@@ -87,7 +87,7 @@ def check_everything_ahead(run: Run) -> Run:
         check_activity(run, replica)
     check_superseding(run)
     check_validations(run)
-    if run.scenario.config.placement.kind == "shared":
+    if run.scenario.config.cluster.placement == "shared":
         decodes = [span for event in run.of(ReplicaActivity) for span in event.busy]
         assert not any(overlap(busy.span, span) for busy in run.of(TrainerBusy) for span in decodes)
     return run

@@ -49,7 +49,7 @@ def check_machines(run: Run) -> None:
     check_updates(run)
     check_superseding(run)
     check_validations(run)
-    if run.scenario.config.placement.kind == "shared":
+    if run.scenario.config.cluster.placement == "shared":
         check_lease(run)
     else:
         assert run.of(LeaseChanged) == []

@@ -49,7 +49,7 @@ sizes = st.lists(st.sampled_from([0.1, 0.4999, 0.5, 0.9]), min_size=1, max_size=
 
 def guarded(action: str, ess: Callable[[int], float | None], mode: str = "async_partial", **more: Any) -> Scenario:
     scenario = Scenario(mode, **more)
-    scenario.sections["offpolicy"] = {"guard": {"min_ess": LEAST, "action": action}}
+    scenario.sections["algorithm"] = {"guard": {"min_ess": LEAST, "action": action}}
     scenario.trainer["ess"] = ess
     return scenario
 
@@ -107,7 +107,7 @@ def test_the_least_size_itself_is_enough(action: str):
 def test_it_warns_once_for_each_version_with_a_step_below(ess: Sequence[float]):
     notes = [event for event in Alone("warn").sees(*ess).events if isinstance(event, Note)]
     assert len(notes) == len({step // 5 for step, size in enumerate(ess) if size < LEAST})
-    assert all(note.level == "warning" and "offpolicy.guard.min_ess=0.5" in note.text for note in notes)
+    assert all(note.level == "warning" and "algorithm.guard.min_ess=0.5" in note.text for note in notes)
 
 
 def test_a_run_that_is_warned_goes_on_as_before():
@@ -272,7 +272,7 @@ def test_room_that_a_raised_eta_makes_is_used_at_once():
 
 def random_sizes(case: Case) -> Scenario:
     scenario = case.scenario()
-    scenario.sections["offpolicy"] = {"guard": {"min_ess": LEAST, "action": "lower_eta"}}
+    scenario.sections["algorithm"] = {"guard": {"min_ess": LEAST, "action": "lower_eta"}}
     low = case.seed % 4 / 3
     scenario.trainer["ess"] = lambda step: 0.25 if random.Random(f"{case.seed} {step}").random() < low else 0.75
     return scenario
@@ -310,7 +310,7 @@ def test_the_run_stops_after_the_version_with_a_checkpoint_and_says_why(mode: st
     check_machines(run)
     check_figures(run)
     assert run.error is None and run.status is Status.INTERRUPTED
-    why = "offpolicy.guard: the effective sample size of a step of version 2 is 0.1, below offpolicy.guard.min_ess=0.5"
+    why = "algorithm.guard: the effective sample size of a step of version 2 is 0.1, below algorithm.guard.min_ess=0.5"
     assert run.pipeline.stop_reason == why
     finished = run.of(RunFinished)[0]
     assert (finished.status, finished.reason, finished.version) == ("interrupted", why, 3)

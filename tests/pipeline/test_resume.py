@@ -263,7 +263,7 @@ def test_the_guard_keeps_what_it_lowered():
     state["guard"]["clip_scale"] = 0.25
 
     def guarded(action: str) -> Run:
-        guard = {"offpolicy": {"guard": {"min_ess": 0.5, "action": action}}}
+        guard = {"algorithm": {"guard": {"min_ess": 0.5, "action": action}}}
         return resumed(replace(scenario, sections={**SAVES, **guard}), state)
 
     lowered = guarded("lower_eta").pipeline

@@ -15,7 +15,7 @@ from tests.simulate.jobs import RICH, Recorder, profile
 @cache
 def simulated_events(mode: str, versions: int = 5) -> tuple[Event, ...]:
     """Four replicas, or eight that share the trainer's devices, validation and a filter included."""
-    shared = preset(mode)["placement.kind"] == "shared"
+    shared = preset(mode)["cluster.placement"] == "shared"
     job = profile(RICH)
     config = config_for(
         job,

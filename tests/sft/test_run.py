@@ -202,7 +202,6 @@ def test_it_says_what_it_needs(model: Path, tmp_path: Path) -> None:
         ("rollout.n=4", r"rollout\.n has no effect: headway sft does not read it; drop it"),
         ("reports.project=own", r"reports\.project has no effect: reports\.trackers does not name"),
         ("trainer.n_gpus_per_node=2", r"cluster\.backend=inline has one process, so one training rank"),
-        ("data.sources=[b.jsonl]", r"data\.train and data\.sources are both given"),
     ],
 )
 def test_its_settings_are_checked_as_those_of_training_are(tmp_path: Path, given: str, message: str) -> None:

@@ -43,7 +43,7 @@ UPDATE = {
 
 
 def is_shared(mode: str) -> bool:
-    return PRESETS[mode]["placement.kind"] == "shared"
+    return PRESETS[mode]["cluster.placement"] == "shared"
 
 
 def config(job: Profile, mode: str, *, versions: int = 4, **settings: Any) -> Config:

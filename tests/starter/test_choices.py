@@ -54,7 +54,7 @@ def test_what_is_chosen_fits_by_the_arithmetic_of_the_whole_run(name: str, on: M
     assert len(lines) <= 60
     assert max(map(len, lines)) <= 110
     devices = config.trainer.nnodes * config.trainer.n_gpus_per_node
-    if config.placement.kind == "split":
+    if config.cluster.placement == "split":
         devices += config.rollout.nnodes * config.rollout.n_gpus_per_node
     assert devices == on.gpus
 
@@ -198,8 +198,8 @@ def test_gpus_that_are_no_whole_machines_are_not_left_idle() -> None:
 def test_a_given_placement_needs_no_mode() -> None:
     tiny = model("1 B", config={"num_hidden_layers": 1})
     for on in (CPU, gpus(8)):
-        made = values(choices(tiny, on, placement__kind="shared"))
-        assert (made["mode"], made["placement.kind"]) == ("colocate_async", "shared")
+        made = values(choices(tiny, on, cluster__placement="shared"))
+        assert (made["mode"], made["cluster.placement"]) == ("colocate_async", "shared")
         assert made["trainer.n_gpus_per_node"] == made["rollout.n_gpus_per_node"] == max(1, on.gpus)
 
 

@@ -151,7 +151,7 @@ def test_of_what_was_aborted_behind_an_interrupt_vllm_never_tells(told: Told) ->
 
 
 def test_without_vllms_details_tokens_are_counted_and_steps_are_not(told: Told) -> None:
-    """As with ``rollout.vllm.engine_args.enable_logging_iteration_details: false``."""
+    """As with ``rollout.engine_kwargs.enable_logging_iteration_details: false``."""
     told.activity.running(1)
     prompt = SimpleNamespace(computed=3, cached_tokens=0, total=3)
     told.activity.step(

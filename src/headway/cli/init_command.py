@@ -125,10 +125,8 @@ def _given(model: str, data: str, overrides: Sequence[str], reward: str | None) 
     for key in given:
         if lies_in(key, "model.path", "model.make", "model.warmup"):
             raise ConfigError(f"{key}: MODEL says which model is trained; drop it")
-        if (
-            key in ("data.train", "data.train.dataset", "data.train.path", "data.task.name")
-            or lies_in(key, "data.sources")
-            or ("data.train" in source and lies_in(key, "data.train"))
+        if key in ("data.train", "data.train.dataset", "data.train.path", "data.task.name") or (
+            "data.train" in source and lies_in(key, "data.train")
         ):
             raise ConfigError(f"{key}: DATA says what is read; drop it")
         if lies_in(key, "reward.functions"):

@@ -290,7 +290,7 @@ def _with_absolute_files(config: Config) -> Config:
 
 def _weights_bytes(config: Config, model_path: str) -> int:
     """Return the bytes of a version in the object store; 0 where versions go another way, or no folder is there."""
-    shared = config.placement.kind == "shared"
+    shared = config.cluster.placement == "shared"
     transport = transport_of(config.param_update.transport, backend=config.cluster.backend, shared=shared)
     if TRANSPORTS[transport].leaves != "objects":
         return 0

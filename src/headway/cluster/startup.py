@@ -379,7 +379,7 @@ class Startup:
 
     def _directory(self, stack: AsyncExitStack) -> Path | None:
         """Return the directory where a transport that uses files leaves them. One in memory is removed at the end."""
-        update, shared = self._config.param_update, self._config.placement.kind == "shared"
+        update, shared = self._config.param_update, self._config.cluster.placement == "shared"
         transport = transport_of(update.transport, backend=self._config.cluster.backend, shared=shared)
         match TRANSPORTS[transport].leaves:
             case "files":
@@ -400,7 +400,7 @@ class Startup:
         return TokenPlace(self._cluster.address, stack.enter_context(token_directory(self._config)))
 
     def _sight(self, directory: Path | None) -> SharedFilesystem:
-        update, shared = self._config.param_update, self._config.placement.kind == "shared"
+        update, shared = self._config.param_update, self._config.cluster.placement == "shared"
         transport = transport_of(update.transport, backend=self._config.cluster.backend, shared=shared)
         files = SharedFiles(self._run_dir, self._model_path, transport, directory)
         return SharedFilesystem(files, FileProbe(self._cluster.address))
@@ -435,10 +435,10 @@ class Startup:
                 f"async_training.on_update={asked}: the rollout engine of {name} cannot do that; it can do {known}. "
                 "Set async_training.on_update (or mode) to one that it can do"
             )
-        if self._config.placement.kind == "shared" and not capabilities.sleep:
+        if self._config.cluster.placement == "shared" and not capabilities.sleep:
             raise ConfigError(
-                f"placement.kind=shared: the rollout engine of {name} cannot give its device back to the trainer; set "
-                "placement.kind=split (or another mode)"
+                f"cluster.placement=shared: the rollout engine of {name} cannot give its device back to the trainer; "
+                "set cluster.placement=split (or another mode)"
             )
 
     async def _wait(self, what: str, answer: Coroutine[Any, Any, T]) -> T:

@@ -132,13 +132,13 @@ def idle_role_keys(config: Config) -> Iterator[Idle]:
         yield "algorithm.policy_loss.ignore_last", "algorithm.overlong_filtering masks answers that were cut off whole"
     if needs_critic(config) and config.critic.optim.lr_scheduler_type == "constant":
         yield "critic.optim.min_lr_ratio", "critic.optim.lr_scheduler_type is constant"
-    guard, eta = config.offpolicy.guard, config.async_training.staleness_threshold
+    guard, eta = config.algorithm.guard, config.async_training.staleness_threshold
     if guard.min_ess is None:
-        yield "offpolicy.guard.action", "offpolicy.guard.min_ess is not given"
+        yield "algorithm.guard.action", "algorithm.guard.min_ess is not given"
     elif guard.action == "tighten" and not loss.clips:
-        yield "offpolicy.guard.action", f"algorithm.policy_loss.loss_mode={loss.loss_mode} has no clip range to tighten"
+        yield "algorithm.guard.action", f"algorithm.policy_loss.loss_mode={loss.loss_mode} has no clip range to tighten"
     elif guard.action == "lower_eta" and floor(eta * config.groups_per_version) < 1:
-        yield "offpolicy.guard.action", "nothing runs ahead (η·B < 1), so there is no η to lower"
+        yield "algorithm.guard.action", "nothing runs ahead (η·B < 1), so there is no η to lower"
 
 
 def algorithm_problems(config: Config) -> Iterator[str]:

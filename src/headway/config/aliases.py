@@ -24,9 +24,10 @@ SANDBOX = "sandbox"
 
 _OF_AGENTS = (
     "tools mcp environment program endpoint_host endpoint_port params tool_parser environment_processes stall_s "
-    "max_turns max_turn_tokens val_max_concurrent step_timeout_s episode_timeout_s train_on_limit min_episodes "
+    "max_turns max_turn_tokens step_timeout_s episode_timeout_s train_on_limit min_episodes "
     "episode_retries env"
 )
+_SOURCES = {"data.sources": "data.train", "data.val_sources": "data.val"}
 MOVED: Mapping[str, str] = {
     **{f"rollout.{name}": f"agent.{name}" for name in _OF_AGENTS.split()},
     "rollout.agent": "agent.client",
@@ -35,9 +36,25 @@ MOVED: Mapping[str, str] = {
     "rollout.agent_sampling": "agent.sampling",
     "rollout.agent_models": "agent.models",
     "rollout.runners": "agent.workers",
+    "rollout.vllm.engine_args": "rollout.engine_kwargs",
+    "placement.kind": "cluster.placement",
+    "offpolicy.guard": "algorithm.guard",
+    "offpolicy.guard.min_ess": "algorithm.guard.min_ess",
+    "offpolicy.guard.action": "algorithm.guard.action",
+    **_SOURCES,
 }
 """Keys of earlier releases → what they are called now. Both names work for one release."""
-_MOVED_MAPPINGS = ("rollout.mcp", "rollout.params", "rollout.env")
+GONE: Mapping[str, str] = {
+    "data.prefetch": "64 prompts are tokenised ahead",
+    "rollout.val_max_concurrent": "twice as many held-out episodes are open as a replica decodes at once",
+    "sandbox.cpu_s": "a call has as many seconds of processor time as of sandbox.wall_s, and 10 at least",
+    "sandbox.processes": "a call has at most 32 processes and threads",
+    "sandbox.output_kib": "a call prints at most 64 KiB",
+    "sandbox.scratch_mib": "a call writes at most 64 MiB",
+    "model.warmup.give_up.answer": "the teacher writes ? instead of an answer that it gives up",
+}
+"""Keys of earlier releases that are no settings any more → what holds instead."""
+_MOVED_MAPPINGS = ("rollout.mcp", "rollout.params", "rollout.env", "rollout.vllm.engine_args")
 
 
 def canonical_key(key: str) -> str:
@@ -65,15 +82,25 @@ def moved_keys(keys: Iterable[str], where: str) -> list[str]:
     return [f"{where}: {told}; the old name works in this release only"]
 
 
-def translate(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Translate one flat layer into Headway's own keys.
+def translate(values: Mapping[str, Any], *, of_a_run: bool = False) -> dict[str, Any]:
+    """Translate one flat layer into Headway's own keys. ``of_a_run``: drop keys of earlier releases that are `GONE`.
 
     Raises:
-        ConfigError: a key that Headway accepts at one value has another; two spellings of one setting disagree.
+        ConfigError: a key that Headway accepts at one value has another; two spellings of one setting disagree; a key
+            is `GONE`.
     """
+    gone = [key for spelled in values if (key := _without_prefixes(spelled)) in GONE]
+    if gone and not of_a_run:
+        raise ConfigError("\n".join(f"{key} is no setting any more: {GONE[key]}; drop it" for key in gone))
     result: dict[str, Any] = {}
     for spelled, given in values.items():
         key, value = canonical_key(spelled), given
+        if key in gone:
+            continue
+        if _without_prefixes(spelled) in _SOURCES and not given:  # as in every file of a run with one file of prompts
+            if key in values:
+                continue
+            value = None
         if key in FIXED:
             _accept_fixed(key, value)
             continue

@@ -176,8 +176,9 @@ def _read(path: Path, including: tuple[Path, ...]) -> Iterator[Layer]:
             raise ConfigError(f"{path}: {key} and {clash} cannot both be given; drop one of them")
         flat[key] = value
     try:
-        notes = () if _is_a_runs(path) else tuple(moved_keys(flat, f"in {path}"))
-        yield Layer(f"in {path}", translate(flat), path, notes)
+        own = _is_a_runs(path)
+        notes = () if own else tuple(moved_keys(flat, f"in {path}"))
+        yield Layer(f"in {path}", translate(flat, of_a_run=own), path, notes)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
 

@@ -28,7 +28,7 @@ def _preset(
 ) -> Values:
     return MappingProxyType(
         {
-            "placement.kind": placement,
+            "cluster.placement": placement,
             "async_training.trigger_parameter_sync_step": trigger,
             "async_training.require_batches": 1,
             "async_training.staleness_threshold": eta,

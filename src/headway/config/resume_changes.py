@@ -31,7 +31,7 @@ RULES = (
     _Rule(
         ("data",),
         "the checkpoint knows prompts by their place in these data",
-        free=("data.epochs", "data.prefetch", "data.max_response_length", "data.max_bad_rows"),
+        free=("data.epochs", "data.max_response_length", "data.max_bad_rows"),
     ),
     _Rule(
         (
@@ -45,7 +45,7 @@ RULES = (
 )
 
 
-SOURCES_OF_DATA = ("data.train", "data.sources", "data.val", "data.val_sources", "data.prompt_key", "data.answer_key")
+SOURCES_OF_DATA = ("data.train", "data.val", "data.prompt_key", "data.answer_key")
 """Keys that may change, too, with ``data.accept_changes``."""
 
 

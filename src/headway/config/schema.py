@@ -18,10 +18,12 @@ from typing import Annotated, Any, Literal
 from pydantic import (
     AfterValidator,
     BeforeValidator,
+    Discriminator,
     Field,
     PlainSerializer,
     PrivateAttr,
     SerializerFunctionWrapHandler,
+    Tag,
     field_validator,
     model_serializer,
     model_validator,
@@ -33,7 +35,6 @@ from headway.config.sections.learning import (
     AlgorithmConfig,
     CriticConfig,
     LogpConfig,
-    OffpolicyConfig,
     RefConfig,
 )
 from headway.config.sections.model_section import ModelConfig
@@ -50,6 +51,7 @@ from headway.config.sections.section import (
     exact_fraction,
     on_or_off,
     shortest_spelling,
+    text_or,
 )
 from headway.config.sections.sft_section import SftConfig
 from headway.config.transport_facts import known_transport
@@ -144,6 +146,18 @@ def _path_or_section(value: Any) -> Any:
 
 
 Sources = tuple[Annotated[SourceConfig, BeforeValidator(_path_or_section)], ...]
+FileOrSources = Annotated[
+    Annotated[
+        Annotated[str, Tag("text")] | Annotated[Sources, Tag("list")], Discriminator(text_or("list", list | tuple))
+    ]
+    | None,
+    BeforeValidator(lambda value: [value] if isinstance(value, Mapping) else value or None),
+]
+"""Prompts: one file, by its path, or sources with keys of their own. An empty list is none."""
+
+
+def _sources(given: str | Sources | None) -> Sources:
+    return (SourceConfig(path=given),) if isinstance(given, str) else given or ()
 
 
 NO_VARIABLES = frozenset(
@@ -157,17 +171,11 @@ NO_VARIABLES = frozenset(
 class DataConfig(Section):
     """Prompts, ground truths and lengths (docs/data.md)."""
 
-    train: str | None = None
-    """A JSONL, CSV or Parquet file of training prompts, or a folder that ``save_to_disk`` wrote. Replaces ``task``.
-    Several files, or a dataset: see ``sources``."""
-    val: str | None = None
-    """A JSONL, CSV or Parquet file of held-out prompts, or like ``train`` several. Default: ``val_size`` rows split off
-    ``train`` by seed."""
-    sources: Sources = ()
-    """Sources of training prompts; also set by ``train`` when it is given a source's keys or a list of sources. Mixed
-    by weight, where they have weights."""
-    val_sources: Sources = ()
-    """Sources of held-out prompts; also set by ``val``."""
+    train: FileOrSources = None
+    """A JSONL, CSV or Parquet file of training prompts, or a folder that ``save_to_disk`` wrote; or a source with the
+    keys below, or a list of them, mixed by weight where they have weights. Replaces ``task``."""
+    val: FileOrSources = None
+    """Held-out prompts, in the forms of ``train``. Default: ``val_size`` rows split off ``train`` by seed."""
     task: TaskConfig | None = None
     """A procedural task instead of files."""
     prompt_key: str = "prompt"
@@ -198,8 +206,6 @@ class DataConfig(Section):
     """Shuffle every epoch, by ``run.seed``."""
     epochs: Positive | None = None
     """Length of the run in passes over the data; the alternative to ``rollout.total_rollout_steps``."""
-    prefetch: NonNegative = 64
-    """Number of prompts tokenised ahead of admission."""
 
     @property
     def label(self) -> str:
@@ -212,12 +218,12 @@ class DataConfig(Section):
     @property
     def train_sources(self) -> tuple[SourceConfig, ...]:
         """Sources of training prompts; empty with a task."""
-        return self.sources if self.train is None else (SourceConfig(path=self.train),)
+        return _sources(self.train)
 
     @property
     def held_out_sources(self) -> tuple[SourceConfig, ...]:
         """Sources of held-out prompts; empty where held-out rows are split off."""
-        return self.val_sources if self.val is None else (SourceConfig(path=self.val),)
+        return _sources(self.val)
 
     @field_validator("chat_template_kwargs")
     @classmethod
@@ -225,20 +231,6 @@ class DataConfig(Section):
         if taken := sorted(NO_VARIABLES & values.keys()):
             raise ValueError(f"expected variables of the chat template alone; {taken[0]} is set by Headway")
         return values
-
-    @model_validator(mode="before")
-    @classmethod
-    def _lists_are_sources(cls, values: Any) -> Any:
-        if not isinstance(values, Mapping):
-            return values
-        result = dict(values)
-        for key, sources in (("train", "sources"), ("val", "val_sources")):
-            given = result.get(key)
-            if isinstance(given, Mapping | list | tuple):
-                if result.get(sources):
-                    raise ValueError(f"expected one of {key} and {sources}, which is what a list under {key} becomes")
-                result[key], result[sources] = None, [given] if isinstance(given, Mapping) else given
-        return result
 
 
 class OverlongBufferConfig(Section):
@@ -390,13 +382,6 @@ class ParamUpdateConfig(Section):
     is late is left out, and others take over its calls; the run ends when it was the last."""
 
 
-class PlacementConfig(Section):
-    """Placement of training and generation."""
-
-    kind: Literal["split", "shared"] = "split"
-    """Training and generation on devices of their own (``split``), or taking turns on the same ones (``shared``)."""
-
-
 class TrainerConfig(Section):
     """Training ranks and checkpoints."""
 
@@ -428,6 +413,8 @@ class ClusterConfig(Section):
     """The cluster's backend; ``inline`` runs every role in one process: debugging, tests, notebooks."""
     address: str | None = None
     """A Ray cluster to join; default: start one here and stop it at the end."""
+    placement: Literal["split", "shared"] = "split"
+    """Training and generation on devices of their own (``split``), or taking turns on the same ones (``shared``)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of the workers; ``auto`` is ``cuda`` where there are GPUs."""
     start_timeout_s: float = Field(120.0, gt=0)
@@ -501,10 +488,8 @@ class Config(Section):
     logp: LogpConfig = LogpConfig()
     critic: CriticConfig = CriticConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
-    offpolicy: OffpolicyConfig = OffpolicyConfig()
     async_training: AsyncTrainingConfig = AsyncTrainingConfig()
     param_update: ParamUpdateConfig = ParamUpdateConfig()
-    placement: PlacementConfig = PlacementConfig()
     trainer: TrainerConfig = TrainerConfig()
     cluster: ClusterConfig = ClusterConfig()
     reports: ReportsConfig = ReportsConfig()

@@ -15,7 +15,7 @@ from headway.config.aliases import canonical_key
 from headway.config.layers import lies_in
 from headway.config.migration_tables.common_names import USUAL
 from headway.config.schema import Config
-from headway.config.sections.section import Section, sections_in, told_apart_by
+from headway.config.sections.section import Section, sections_in, told_apart_by, types_in
 from headway.errors import shown
 
 SIMILARITY = 0.75
@@ -70,10 +70,11 @@ def known_keys(section: type[Section] = Config, prefix: str = "") -> Iterator[st
 
     A key that several alternatives of a union have comes once.
     """
-    for key, inner in _keys_of(section).items():
-        if not inner:
+    for name, field in section.model_fields.items():
+        key, inner, named = field.alias or name, sections_in(field.annotation), get_origin(field.annotation) is dict
+        if not inner or (str in types_in(field.annotation) and not named):
             yield f"{prefix}{key}"
-        inside = f"{prefix}{key}.NAME." if key in _by_name(section) else f"{prefix}{key}."
+        inside = f"{prefix}{key}.NAME." if named else f"{prefix}{key}."
         yield from dict.fromkeys(chain(*(known_keys(alternative, inside) for alternative in inner)))
 
 

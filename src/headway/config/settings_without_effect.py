@@ -30,8 +30,6 @@ READ_BY_SFT = (
     "model.trust_remote_code",
     "data.train",
     "data.val",
-    "data.sources",
-    "data.val_sources",
     "data.prompt_key",
     "data.val_size",
     "data.chat_template",
@@ -143,9 +141,6 @@ def _data(config: Config) -> Iterator[Idle]:
         sources = [*data.train_sources, *data.held_out_sources]
         if sources and all(getattr(source, key) is not None for source in sources):
             yield f"data.{key}", "every source has its own"
-    for key in ("sources", "val_sources"):
-        if not getattr(data, key):
-            yield f"data.{key}", "it names no source"
 
 
 def _engine(config: Config) -> Iterator[Idle]:
@@ -153,15 +148,15 @@ def _engine(config: Config) -> Iterator[Idle]:
         for key in ("enable_dual_buffer", "param_update_consume_bucket_size_mb"):
             yield f"rollout.{key}", "vLLM receives into a copy in host memory, and loads it in its own way"
     else:
-        yield "rollout.vllm.engine_args", f"rollout.name is {config.rollout.name}"
+        yield "rollout.engine_kwargs", f"rollout.name is {config.rollout.name}"
     if config.rollout.tensor_model_parallel_size == 1:
         return  # says what is so
     if config.rollout.name != "vllm":
         yield "rollout.tensor_model_parallel_size", f"the {config.rollout.name} engine computes on one device"
-    if config.placement.kind == "shared":
+    if config.cluster.placement == "shared":
         yield (
             "rollout.tensor_model_parallel_size",
-            "with placement.kind=shared a replica has the device of one training rank, which the model has to fit",
+            "with cluster.placement=shared a replica has the device of one training rank, which the model has to fit",
         )
 
 
@@ -214,7 +209,7 @@ def _algorithm(config: Config) -> Iterator[Idle]:
 
 
 def _update(config: Config) -> Iterator[Idle]:
-    shared = config.placement.kind == "shared"
+    shared = config.cluster.placement == "shared"
     chosen = transport_of(config.param_update.transport, backend=config.cluster.backend, shared=shared)
     for key in dict.fromkeys(key for facts in TRANSPORTS.values() for key in facts.keys):
         users = [name for name, facts in TRANSPORTS.items() if key in facts.keys]
@@ -223,7 +218,7 @@ def _update(config: Config) -> Iterator[Idle]:
     if shared:
         yield (
             "rollout.enable_dual_buffer",
-            "with placement.kind=shared nothing decodes while weights arrive, so they are written in place",
+            "with cluster.placement=shared nothing decodes while weights arrive, so they are written in place",
         )
 
 
@@ -244,7 +239,7 @@ def _asynchrony(config: Config) -> Iterator[Idle]:
             "async_training.staleness_threshold",
             f"η·B < 1 lets no group run ahead (η = {float(eta):g}, B = {b}); raise η or B, or set η to 0",
         )
-    takes_turns = config.placement.kind == "shared" and settings.trigger_parameter_sync_step > 1
+    takes_turns = config.cluster.placement == "shared" and settings.trigger_parameter_sync_step > 1
     ahead = ("max_lag", "on_overdue", "fill_queue")
     for key in ahead if takes_turns else ("on_update", "partial_rollout", *ahead):
         yield f"async_training.{key}", "nothing runs ahead (η·B < 1), so nothing is in flight when weights arrive"
@@ -264,7 +259,9 @@ def _devices(config: Config) -> Iterator[Idle]:
     if config.critic.nnodes == 0:
         yield "critic.n_gpus_per_node", "critic.nnodes=0 puts the critic on the trainer's ranks"
     if config.cluster.backend == "inline":
-        if not config.trainer.use_nodes_ratios and (config.rollout.replicas == 1 or config.placement.kind == "shared"):
+        if not config.trainer.use_nodes_ratios and (
+            config.rollout.replicas == 1 or config.cluster.placement == "shared"
+        ):
             yield "cluster.max_replica_restarts", "in one process the run ends with its only replica"
         yield "cluster.address", "cluster.backend=inline uses no Ray cluster"
 

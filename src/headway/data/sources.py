@@ -330,7 +330,6 @@ def build_sources(config: Config, tokenizer: PreTrainedTokenizerBase, rows: Rows
         seed=config.run.seed,
         shuffle=data.shuffle,
         epochs=data.epochs,
-        prefetch=data.prefetch,
         row_numbers=split.train_rows,
         stride=len(split.train) + len(split.val),
         parts=split.parts,

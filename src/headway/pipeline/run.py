@@ -98,8 +98,8 @@ class Pipeline:
 
         Raises `ValueError` when a replica of that name was there before, or devices are shared: those are all taken.
         """
-        if self.config.placement.kind == "shared":
-            raise ValueError("placement.kind=shared: every device is in use, a replica cannot join")
+        if self.config.cluster.placement == "shared":
+            raise ValueError("cluster.placement=shared: every device is in use, a replica cannot join")
         self._wiring.supervision.join(replica)
 
     def request_stop(self) -> None:

@@ -110,7 +110,7 @@ def wire(config: Config, parts: Parts, observers: Sequence[Observer], checkpoint
         state.request_stop(reason)
         scoring.stop()
 
-    guard_settings = config.offpolicy.guard
+    guard_settings = config.algorithm.guard
     guard = Guard(GuardSettings(guard_settings.min_ess, guard_settings.action), state, stop)
     critic = _critic(config, parts, emit)
     lowers_eta = guard_settings.action == "lower_eta"
@@ -146,7 +146,7 @@ def wire(config: Config, parts: Parts, observers: Sequence[Observer], checkpoint
     ]
     columns, source, follows = _columns(parts, state, fleet, fetches, critic)
     to_critic = None if critic is None or parts.critic_inside_fetch else Channel[Fetch]("fetches for the critic")
-    shared = config.placement.kind == "shared"
+    shared = config.cluster.placement == "shared"
     turn = asyncio.Lock()
     actor = ActorTrain(
         state,

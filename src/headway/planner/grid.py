@@ -167,7 +167,7 @@ def setting_of(
     values = preset(mode)
     if split.shared is not _is_shared(values):
         raise ConfigError(
-            f"{mode}: got the split {split}, but its placement.kind is {values['placement.kind']}: expected "
+            f"{mode}: got the split {split}, but its cluster.placement is {values['cluster.placement']}: expected "
             f"{'all devices for both' if _is_shared(values) else 'devices of their own for training and generation'}"
         )
     mini_batches = profile.batch.groups_per_version // profile.batch.ppo_mini_batch_size
@@ -259,7 +259,7 @@ def _etas(profile: Profile, setting: PlanSetting) -> list[Fraction]:
 
 
 def _is_shared(values: Values) -> bool:
-    return bool(values["placement.kind"] == "shared")
+    return bool(values["cluster.placement"] == "shared")
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,7 +79,11 @@ def baseline_preset() -> str:
     return next(
         mode
         for mode, values in PRESETS.items()
-        if (values["placement.kind"], values["async_training.staleness_threshold"], values["async_training.admission"])
+        if (
+            values["cluster.placement"],
+            values["async_training.staleness_threshold"],
+            values["async_training.admission"],
+        )
         == ("shared", 0, "batch")
     )
 
@@ -100,7 +104,7 @@ def to_json(row: PlanRow) -> dict[str, Any]:
     return {
         "preset": setting.preset,
         "split": f"{setting.split.train_devices}:{setting.split.rollout_devices}",
-        "placement": setting.values["placement.kind"],
+        "placement": setting.values["cluster.placement"],
         "train_devices": setting.split.train_devices,
         "rollout_devices": setting.split.rollout_devices,
         "replicas": setting.split.replicas,

@@ -223,7 +223,7 @@ def chats_of(config: Config, tokenizer: PreTrainedTokenizerBase) -> Chats:
 
 def held_out_at_once(config: Config) -> int:
     """Most held-out episodes that are open at once on each machine with replicas."""
-    for_each = config.agent.val_max_concurrent or 2 * concurrent(config)
+    for_each = 2 * concurrent(config)
     return -(-for_each * len(resolve_placement(config).replicas) // max(1, config.rollout.nnodes))
 
 

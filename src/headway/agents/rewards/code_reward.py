@@ -66,7 +66,8 @@ def code(
 
     def passes(test: Test, answer: str, end: float, wrong: bool = False) -> bool:
         left = min(timeout_s, end - time.monotonic())
-        return left > 0 and _passes(runs, test, answer, replace(sandbox.limits, wall_s=left), wrong)
+        limits = replace(sandbox.limits, wall_s=left, cpu_s=max(sandbox.limits.cpu_s, left))
+        return left > 0 and _passes(runs, test, answer, limits, wrong)
 
     def passed_by_none(tests: Sequence[Test]) -> str:
         """Name an answer without a solution that passes all ``tests``; empty for none. Each row is tried once."""

@@ -101,7 +101,7 @@ class RewardSpec:
     def of(cls, config: Config) -> RewardSpec:
         """Return the rewards that ``config`` asks for."""
         data, task = config.data, config.data.task
-        keys = (data.answer_key, *(source.answer_key for source in (*data.sources, *data.val_sources)))
+        keys = (data.answer_key, *(source.answer_key for source in (*data.train_sources, *data.held_out_sources)))
         return cls(
             parts=tuple(
                 RewardPart(

@@ -203,7 +203,7 @@ def go_offline_without_a_hub(config: Config) -> None:
 
     Call it before the libraries are imported: they read this setting once.
     """
-    datasets = any(source.dataset is not None for source in config.data.sources + config.data.val_sources)
+    datasets = any(source.dataset is not None for source in config.data.train_sources + config.data.held_out_sources)
     model = config.model.path is not None and find_folder(config.model.path) is None
     if not (datasets or model) or urllib.request.getproxies():
         return

@@ -37,8 +37,8 @@ from headway.reports.run_directory import RunDirectory
 
 DATA_FILES = "a .jsonl, .csv or .parquet file, or a dataset by folder or name on the hub"
 SAID_OTHERWISE = {"model.path": "MODEL", "rollout.n": "--n", "rollout.temperature": "--temperature"}
-OF_A_FILE = ("data.train", "data.sources", "data.val", "data.val_sources", "data.val_size", "data.task")
-OF_A_TASK = ("data.train", "data.sources", "data.val", "data.val_sources", "data.val_size", "data.task.name")
+OF_A_FILE = ("data.train", "data.val", "data.val_size", "data.task")
+OF_A_TASK = ("data.train", "data.val", "data.val_size", "data.task.name")
 """Settings that DATA determines where it names a task."""
 OF_THE_ENGINE = (
     "name",
@@ -70,7 +70,7 @@ MEANINGFUL = (
     "cluster.device",
 )
 """Settings, and whole sections, that change an evaluation, except those in `IDLE`."""
-IDLE = ("data.epochs", "data.shuffle", "data.prefetch", "reward.overlong_buffer")
+IDLE = ("data.epochs", "data.shuffle", "reward.overlong_buffer")
 """Settings within `MEANINGFUL` that belong to training alone."""
 NEVER_S = 1e9
 """Seconds of a limit on stalls that is never reached: nothing watches an evaluation."""
@@ -199,7 +199,7 @@ def _meaning(data: str | None) -> list[str]:
     """Translate DATA into settings that replace earlier data."""
     if data is None:
         return []
-    nothing_else = ["data.sources=[]", "data.val=null", "data.val_sources=[]"]
+    nothing_else = ["data.val=null"]
     ((key, source),) = settings_named(data, "test", "validation").items()
     if key != "data.train":
         return [*nothing_else, f"{key}={json.dumps(source)}", "data.train=null"]

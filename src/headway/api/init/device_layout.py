@@ -67,7 +67,7 @@ def layout_of(model: ModelFacts, machine: Machine, context: int, given: Mapping[
         ConfigError: no layout fits; says how many devices would do.
     """
     mode = given.get("mode")
-    kind = given.get("placement.kind", None if mode is None else preset(mode)["placement.kind"])
+    kind = given.get("cluster.placement", None if mode is None else preset(mode)["cluster.placement"])
     shared = None if kind is None else kind == "shared"
     if machine.on_cpu:
         return _on_cpu(machine, context, mode, shared=bool(shared))

@@ -50,7 +50,7 @@ def carry_out(
                 raise StoppedByGuard(
                     f"{run.stop_reason}. The run ended after that version: its model and a checkpoint are in "
                     f"{directory.path}. Lower async_training.staleness_threshold or actor.optim.lr, add a correction "
-                    "(docs/algorithms/corrections.md), or set offpolicy.guard.action to what goes on"
+                    "(docs/algorithms/corrections.md), or set algorithm.guard.action to what goes on"
                 )
             resumable = status is Status.INTERRUPTED and bool(_saved(directory, config))
             reports.report_end(directory.model, resumable=resumable)

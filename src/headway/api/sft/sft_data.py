@@ -263,7 +263,7 @@ def solutions(
 def _solution(answer: str, give_up: GiveUpConfig | None, rng: random.Random) -> str:
     """Return the solution that the model is to learn: the answer or, for a long one, sometimes that it gives up."""
     if give_up is not None and len(answer) > give_up.above and rng.random() < give_up.rate:
-        return give_up.answer
+        return "?"
     return answer
 
 

@@ -27,7 +27,7 @@ from headway.agents.episodes.episode_worker import local_episode_worker
 from headway.api.sft.sft_data import Example
 from headway.cluster.backend import TrainerRanks, start_trainer
 from headway.cluster.machine.token_files import carried
-from headway.config.schema import Config, PlacementConfig, TaskConfig
+from headway.config.schema import Config, TaskConfig
 from headway.config.sections.learning import AlgorithmConfig, OptimConfig
 from headway.config.sections.losses import Gpg
 from headway.config.sections.model_section import WarmupConfig
@@ -130,7 +130,7 @@ def _supervised(config: Config, optim: OptimConfig) -> Config:
             "algorithm": AlgorithmConfig(policy_loss=Gpg()),
             "rollout": config.rollout.model_copy(update={"temperature": 1.0}),
             "async_training": config.async_training.model_copy(update=on_policy),
-            "placement": PlacementConfig(kind="split"),
+            "cluster": config.cluster.model_copy(update={"placement": "split"}),
         }
     )
 

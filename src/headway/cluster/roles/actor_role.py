@@ -89,7 +89,7 @@ class ActorRole(WithCritic):
         import torch
 
         config = self._config
-        shared = config.placement.kind == "shared"
+        shared = config.cluster.placement == "shared"
         transport = transport_of(config.param_update.transport, backend=config.cluster.backend, shared=shared)
         # Kernels of several communicators, beside those that decode, would wait for each other on a receiver's device.
         between_devices = through_devices(config, self._device)

@@ -65,7 +65,7 @@ async def start_native(replica: ReplicaSpec) -> Any:
     return NativeEngine(
         model,
         decode=replica.decode,
-        dual_buffer=config.rollout.enable_dual_buffer and config.placement.kind == "split",
+        dual_buffer=config.rollout.enable_dual_buffer and config.cluster.placement == "split",
         kv_cache_bytes=None if config.rollout.kv_cache_gib is None else int(config.rollout.kv_cache_gib * 2**30),
         consume_bucket_bytes=bucket_bytes(config.rollout.param_update_consume_bucket_size_mb),
         **replica.common,
@@ -81,9 +81,9 @@ async def start_vllm(replica: ReplicaSpec) -> Any:
         dtype=replica.dtype,
         kv_cache_gib=config.rollout.kv_cache_gib,
         trust_remote_code=config.model.trust_remote_code,
-        sleep=config.placement.kind == "shared",
+        sleep=config.cluster.placement == "shared",
         tensor_parallel=config.rollout.tensor_model_parallel_size,
-        options=config.rollout.vllm.engine_args,
+        options=config.rollout.engine_kwargs,
         **replica.common,
     )
     try:

@@ -127,16 +127,13 @@ def _data(config: Config) -> Iterator[str]:
     data = config.data
     if data.train_sources and data.task is not None:
         yield "data: data.train and data.task are both given; set one of them to null"
-    for key, sources in (("train", "sources"), ("val", "val_sources")):
-        if getattr(data, key) is not None and getattr(data, sources):
-            yield f"data: data.{key} and data.{sources} are both given; give data.{key} a list of all sources"
-    weighted = [source.weight is not None for source in data.sources]
+    weighted = [source.weight is not None for source in data.train_sources]
     if any(weighted) and not all(weighted):
-        without = ", ".join(source.label for source in data.sources if source.weight is None)
+        without = ", ".join(source.label for source in data.train_sources if source.weight is None)
         yield f"data.train: {without} has no weight, and others have; give every source one, or none"
     elif weighted == [True]:
-        yield f"data.train: weight has no effect: {data.sources[0].label} is the only source; drop it"
-    if any(source.weight is not None for source in data.val_sources):
+        yield f"data.train: weight has no effect: {data.train_sources[0].label} is the only source; drop it"
+    if any(source.weight is not None for source in data.held_out_sources):
         yield "data.val: weight has no effect: every held-out prompt is asked at each validation; drop it"
 
 
@@ -220,7 +217,7 @@ def _asynchrony(config: Config) -> Iterator[str]:
     eta, overlapped, shared = (
         settings.staleness_threshold,
         config.param_update.schedule == "overlapped",
-        config.placement.kind == "shared",
+        config.cluster.placement == "shared",
     )
     needed = floor(1 + eta - Fraction(1, b))
     if settings.max_lag is not None and settings.on_overdue == "wait" and settings.max_lag < needed:
@@ -237,13 +234,13 @@ def _asynchrony(config: Config) -> Iterator[str]:
         )
     if overlapped and shared:
         yield (
-            "param_update.schedule=overlapped with placement.kind=shared: training and generation take turns on shared "
-            "devices, so nothing overlaps; set one of them to its other value"
+            "param_update.schedule=overlapped with cluster.placement=shared: training and generation take turns on "
+            "shared devices, so nothing overlaps; set one of them to its other value"
         )
     if shared and settings.on_update == "keep":
         yield (
-            "async_training.on_update=keep with placement.kind=shared: an engine that sleeps frees the KV cache that "
-            "keep would go on with; set on_update to interrupt or drain"
+            "async_training.on_update=keep with cluster.placement=shared: an engine that sleeps frees the KV cache "
+            "that keep would go on with; set on_update to interrupt or drain"
         )
 
 
@@ -268,15 +265,15 @@ def _devices(config: Config) -> Iterator[str]:
     except ConfigError as error:
         yield str(error)
         return
-    if config.placement.kind == "shared" and LOGP in placement.devices and not placement.shared(LOGP, ACTOR):
+    if config.cluster.placement == "shared" and LOGP in placement.devices and not placement.shared(LOGP, ACTOR):
         yield (
-            f"logp.nnodes={config.logp.nnodes} with placement.kind=shared: weights are handed over within the "
-            "trainer's processes there and reach no others; set logp.nnodes=0, or placement.kind=split"
+            f"logp.nnodes={config.logp.nnodes} with cluster.placement=shared: weights are handed over within the "
+            "trainer's processes there and reach no others; set logp.nnodes=0, or cluster.placement=split"
         )
     yield from _mesh(config, placement)
-    for argument in sorted(OF_DEVICES & set(config.rollout.vllm.engine_args)):
+    for argument in sorted(OF_DEVICES & set(config.rollout.engine_kwargs)):
         yield (
-            f"rollout.vllm.engine_args.{argument}: vLLM would take devices that the run did not reserve for it, or in "
+            f"rollout.engine_kwargs.{argument}: vLLM would take devices that the run did not reserve for it, or in "
             "another way; give rollout.tensor_model_parallel_size, and replicas by rollout.n_gpus_per_node"
         )
 
@@ -344,13 +341,13 @@ def _names_a_port(address: str) -> bool:
 
 
 def _update(config: Config) -> Iterator[str]:
-    update, backend, shared = config.param_update, config.cluster.backend, config.placement.kind == "shared"
+    update, backend, shared = config.param_update, config.cluster.backend, config.cluster.placement == "shared"
     transport = transport_of(update.transport, backend=backend, shared=shared)
     facts = TRANSPORTS[transport]
     if shared and not facts.within_process:
         yield (
-            f"param_update.transport={transport} with placement.kind=shared: trainer and engine are one process, which "
-            f"hands weights over by {WITHIN_PROCESS}; drop the transport"
+            f"param_update.transport={transport} with cluster.placement=shared: trainer and engine are one process, "
+            f"which hands weights over by {WITHIN_PROCESS}; drop the transport"
         )
     if not shared and backend not in facts.backends:
         able = [name for name, other in TRANSPORTS.items() if backend in other.backends]

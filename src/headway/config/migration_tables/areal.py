@@ -218,7 +218,7 @@ TABLE: Mapping[str, TableRow] = {
     ),
     "teacher.*": no("Headway does not distil from a teacher"),
     "vllm.gpu_memory_utilization": same(
-        "rollout.vllm.engine_args.gpu_memory_utilization",
+        "rollout.engine_kwargs.gpu_memory_utilization",
         lambda value, given: number(value, given) if "vllm" in of.server(given) else lost(SERVER),
     ),
     "vllm.enforce_eager": same("rollout.enforce_eager"),

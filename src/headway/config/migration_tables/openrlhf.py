@@ -221,7 +221,7 @@ SECTIONS: Mapping[str, TableRow] = {
     "critic.value_clip": same("critic.cliprange_value", number),
     "vllm.num_engines": differs("rollout.n_gpus_per_node", "engines", _engines),
     "vllm.tensor_parallel_size": REPLICA_SIZE,
-    "vllm.gpu_memory_utilization": same("rollout.vllm.engine_args.gpu_memory_utilization", number),
+    "vllm.gpu_memory_utilization": same("rollout.engine_kwargs.gpu_memory_utilization", number),
     "vllm.enforce_eager": same("rollout.enforce_eager"),
     "rollout.name": same("rollout.name"),
     "rollout.n_samples_per_prompt": same("rollout.n", whole),

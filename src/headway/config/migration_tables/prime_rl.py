@@ -15,7 +15,7 @@ ENVIRONMENT = (
     "an environment of verifiers plays and scores unmodified: agent.client=recipes/agents/verifiers_agent.py:run with "
     "agent.params.env={taskset: {id: …}}, and rows that this file writes (docs/agents.md)"
 )
-SERVER = "nothing to do: replicas get weights and memory from the run (rollout.vllm.engine_args takes more)"
+SERVER = "nothing to do: replicas get weights and memory from the run (rollout.engine_kwargs takes more)"
 LAUNCH = "nothing to do: Ray starts and places the processes (docs/several-machines.md)"
 MODEL = "nothing to do: it is about how prime-rl computes, not about what is learned"
 BUFFER = "algorithm.filter_groups.enable drops groups without a signal; there are no pools of easy and hard problems"
@@ -172,21 +172,21 @@ ROWS: Mapping[str, TableRow] = {
         "filtered groups are refilled here",
         lambda value, given: taken(note="such groups have advantages of 0, and teach nothing"),
     ),
-    "orchestrator.train.source.name": no("data.sources[].name tells sources apart in metrics"),
-    "orchestrator.train.source.ratio": no("data.sources[].weight is a source's share of the prompts"),
+    "orchestrator.train.source.name": no("data.train[].name tells sources apart in metrics"),
+    "orchestrator.train.source.ratio": no("data.train[].weight is a source's share of the prompts"),
     "orchestrator.train.source.algo.*": no("all sources are trained with one algorithm"),
     "orchestrator.train.source.curriculum.*": no(
         "algorithm.filter_groups.enable=true leaves groups of equal rewards out"
     ),
     "orchestrator.train.source.*": no(ENVIRONMENT),
     "orchestrator.train.env.group_size": same("rollout.n", whole),
-    "orchestrator.train.env.name": no("data.sources[].name tells sources apart in metrics"),
-    "orchestrator.train.env.ratio": no("data.sources[].weight is a source's share of the prompts"),
+    "orchestrator.train.env.name": no("data.train[].name tells sources apart in metrics"),
+    "orchestrator.train.env.ratio": no("data.train[].weight is a source's share of the prompts"),
     "orchestrator.train.env.algo.*": no("all sources are trained with one algorithm"),
     "orchestrator.train.env.*": no(ENVIRONMENT),
     "orchestrator.env.*": no(ENVIRONMENT),
     "orchestrator.environment.*": no(ENVIRONMENT),
-    "orchestrator.env_mix.*": no("data.sources[].weight is a source's share of the prompts"),
+    "orchestrator.env_mix.*": no("data.train[].weight is a source's share of the prompts"),
     "orchestrator.algo.type": differs("algorithm.adv_estimator", "an estimator", of.algorithm),
     "orchestrator.algo.length_penalty.*": no("write it into the reward function, or take reward.overlong_buffer"),
     "orchestrator.algo.*": no("Headway has neither teachers, nor losses on what an environment says"),
@@ -219,8 +219,8 @@ ROWS: Mapping[str, TableRow] = {
     "inference.parallel.tp": REPLICA_SIZE,
     "inference.parallel.dp": differs("rollout.n_gpus_per_node", "replicas", of.replicas),
     "inference.vllm.data_parallel_size": differs("rollout.n_gpus_per_node", "replicas", of.replicas),
-    "inference.vllm.gpu_memory_utilization": same("rollout.vllm.engine_args.gpu_memory_utilization", number),
-    "inference.gpu_memory_utilization": same("rollout.vllm.engine_args.gpu_memory_utilization", number),
+    "inference.vllm.gpu_memory_utilization": same("rollout.engine_kwargs.gpu_memory_utilization", number),
+    "inference.gpu_memory_utilization": same("rollout.engine_kwargs.gpu_memory_utilization", number),
     "inference.model.enforce_eager": same("rollout.enforce_eager"),
     "inference.vllm.enforce_eager": same("rollout.enforce_eager"),
     "inference.vllm.max_num_seqs": same("rollout.max_concurrent", whole),

@@ -9,7 +9,7 @@ from headway.config.migration_tables.table_rows import Project, TableRow, always
 from headway.config.migration_tables.table_values import LORA, REPLICA_SIZE, file_name, number, path, trackers, whole
 
 OF_TRAINER = "nothing to do: it is about how transformers' trainer runs, not about what is learned"
-OF_VLLM = "nothing to do: Headway starts the engines, and gives them memory (rollout.vllm.engine_args)"
+OF_VLLM = "nothing to do: Headway starts the engines, and gives them memory (rollout.engine_kwargs)"
 ROWS: Mapping[str, TableRow] = {
     of.CONFIG: differs("mode", "modes are sets of values", of.mode),
     of.PROCESSES: differs("trainer.n_gpus_per_node", "training processes", of.processes),
@@ -117,7 +117,7 @@ ROWS: Mapping[str, TableRow] = {
     "use_vllm": same("rollout.name", of.vllm),
     "vllm_mode": same("mode", lambda value, given: taken(note="in the mode: whether devices are shared")),
     "vllm_gpu_memory_utilization": same(
-        "rollout.vllm.engine_args.gpu_memory_utilization",
+        "rollout.engine_kwargs.gpu_memory_utilization",
         lambda value, given: number(value, given) if given.get("use_vllm") else taken(note="vLLM is not used"),
     ),
     "vllm_tensor_parallel_size": REPLICA_SIZE,

@@ -51,7 +51,7 @@ ESTIMATORS: Mapping[str, Any] = {
     "gpg": other({"algorithm.adv_estimator": "dr_grpo"}, "GPG's advantage is the reward less the group's mean"),
 }
 OF_FSDP = "nothing to do: FSDP2 decides it here"
-OF_VLLM = "nothing to do: vLLM decides it; rollout.vllm.engine_args takes further arguments"
+OF_VLLM = "nothing to do: vLLM decides it; rollout.engine_kwargs takes further arguments"
 COMPUTES = "nothing to do: it is about how verl computes, not about what is learned"
 OF_OPTIMIZER = "nothing to do: AdamW over float32 master weights"
 OF_REFERENCE = "nothing to do: the reference is computed as the actor is, without gradients and optimizer"
@@ -245,7 +245,7 @@ TABLE: Mapping[str, TableRow] = {
     "rollout.tensor_model_parallel_size": REPLICA_SIZE,
     "rollout.data_parallel_size": always(1, note="each device has a replica"),
     "rollout.expert_parallel_size": always(1, note="experts are divided as matrices are"),
-    "rollout.gpu_memory_utilization": same("rollout.vllm.engine_args.gpu_memory_utilization", number),
+    "rollout.gpu_memory_utilization": same("rollout.engine_kwargs.gpu_memory_utilization", number),
     "rollout.max_num_batched_tokens": same("rollout.max_batched_tokens", whole),
     "rollout.max_num_seqs": same("rollout.max_concurrent", whole),
     "rollout.enforce_eager": same("rollout.enforce_eager"),
@@ -284,14 +284,14 @@ TABLE: Mapping[str, TableRow] = {
         no("agent.tools, program or client says who makes the episode (docs/agents.md)"),
     ),
     "rollout.log_prob_*": no(LOG_PROBS),
-    "rollout.free_cache_engine": no("nothing to do: with placement.kind=shared the engine sleeps while others train"),
-    "rollout.enable_sleep_mode": no("nothing to do: with placement.kind=shared the engine sleeps while others train"),
+    "rollout.free_cache_engine": no("nothing to do: with cluster.placement=shared the engine sleeps meanwhile"),
+    "rollout.enable_sleep_mode": no("nothing to do: with cluster.placement=shared the engine sleeps meanwhile"),
     "rollout.multi_stage_wake_up": no("nothing to do: the engine wakes when it is its turn"),
     "rollout.over_sample_rate": off("async_training.order=ready with η > 0 does not wait for the slowest answers"),
     "rollout.load_format": no("nothing to do: replicas get the trainer's weights"),
     "rollout.layered_summon": no("nothing to do: weights are gathered in buckets"),
     "rollout.checkpoint_engine.*": no("param_update.transport says how weights travel (docs/parameter-update.md)"),
-    "rollout.engine_kwargs.vllm*": no("put what vLLM needs into rollout.vllm.engine_args"),
+    "rollout.engine_kwargs.vllm.*": same("rollout.engine_kwargs.*"),
     "rollout.engine_kwargs.*": no("nothing to do: it is for an engine that Headway lacks"),
     "rollout.trace.*": no("headway show prints what was said, token by token (docs/samples.md)"),
     "rollout.prometheus.*": off("reports.trackers=[prometheus] shows Headway's figures"),

@@ -57,7 +57,7 @@ FIXED: Mapping[str, Fixed] = {
     "actor.use_dynamic_bsz": Fixed(
         (True,), "micro-batches are always packed by tokens; actor.ppo_max_token_len_per_gpu sets how many"
     ),
-    "hybrid_engine": Fixed((False,), "placement.kind=shared (mode=colocate_sync) is how devices are shared"),
+    "hybrid_engine": Fixed((False,), "cluster.placement=shared (mode=colocate_sync) is how devices are shared"),
     "data.return_raw_chat": Fixed((True,), "prompts stay as they are until the chat template is applied"),
     "data.train_batch_size": Fixed((0,), "prompts stream one by one; actor.ppo_mini_batch_size sets the batch"),
     "data.gen_batch_size": Fixed((1,), "the unit that streams is one prompt with its rollout.n trajectories"),

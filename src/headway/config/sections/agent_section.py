@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag
 
 from headway.config.sections.mcp_section import McpServerConfig, mcp_problems
-from headway.config.sections.section import NonNegative, Positive, Section
+from headway.config.sections.section import NonNegative, Positive, Section, text_or
 from headway.runtime.sandbox.python_tool import PYTHON
 from headway.runtime.user_code import names_a_server, names_user_code
 
@@ -31,11 +31,6 @@ class AgentCommand(Section):
     (``OPENAI_BASE_URL``, ``OPENAI_API_KEY``); the reward is the last line that it prints."""
 
 
-def _text_or_section(value: Any) -> str:
-    """Tell which of its two forms an agent is meant to have, so that what is wrong is said of that one alone."""
-    return "section" if isinstance(value, Mapping | AgentCommand) else "text"
-
-
 class AgentConfig(Section):
     """Programs of episodes: user code that calls the policy, where it runs, and its limits (docs/agents.md)."""
 
@@ -52,7 +47,7 @@ class AgentConfig(Section):
     client: (
         Annotated[
             Annotated[str, Tag("text")] | Annotated[AgentCommand, Tag("section")],
-            Discriminator(_text_or_section),
+            Discriminator(text_or("section", Mapping | AgentCommand)),
         ]
         | None
     ) = None
@@ -86,9 +81,6 @@ class AgentConfig(Section):
     """Most tokens of one turn; one that has as many is not cut off (``algorithm.overlong_filtering``). Default:
     ``data.max_response_length``. A conversation, those of tools and environments included, has at most
     ``data.max_prompt_length + data.max_response_length`` tokens."""
-    val_max_concurrent: Positive | None = None
-    """Most held-out episodes that are open at once for each replica; others begin, and their time with them, when one
-    is over. Default: twice as many as a replica decodes at once (``max_concurrent``)."""
     step_timeout_s: float = Field(60.0, gt=0)
     """Most seconds that a program may take between two turns."""
     episode_timeout_s: float = Field(600.0, gt=0)

@@ -176,6 +176,18 @@ class KlCtrlConfig(Section):
     """Coefficient of the penalty in the reward."""
 
 
+class GuardConfig(Section):
+    """Action on an effective sample size of an optimizer step below ``min_ess`` (docs/algorithms/health.md)."""
+
+    min_ess: float | None = Field(None, gt=0, lt=1)
+    """Least effective sample size, (Σw)²/(N·Σw²) with w = π_θ/π_behav over the step's N tokens; 1 is on policy. null:
+    off."""
+    action: Literal["warn", "tighten", "lower_eta", "stop"] = "warn"
+    """Action of the guard. ``warn`` says so once per version. ``tighten`` halves the clip range, down to an eighth.
+    ``lower_eta`` admits half as far ahead; both come back when the size does. ``stop`` ends the run after the version,
+    with a checkpoint."""
+
+
 class AlgorithmConfig(Section):
     """Advantages, losses, corrections and filters (docs/algorithms/grpo.md and the pages beside it)."""
 
@@ -203,27 +215,10 @@ class AlgorithmConfig(Section):
     kl_penalty: Literal["k1", "k2", "k3", "abs"] = "k1"
     """The KL estimator in the reward (docs/algorithms/kl.md)."""
     kl_ctrl: KlCtrlConfig = KlCtrlConfig()
+    guard: GuardConfig = GuardConfig()
 
     @property
     def looks_at_sequences(self) -> bool:
         """True where the policy loss, or a correction, looks at whole sequences, or may do so."""
         corrections = self.rollout_correction.all
         return self.policy_loss.looks_at_sequences or any(one.looks_at_sequences for one in corrections)
-
-
-class GuardConfig(Section):
-    """Action on an effective sample size of an optimizer step below ``min_ess``."""
-
-    min_ess: float | None = Field(None, gt=0, lt=1)
-    """Least effective sample size, (Σw)²/(N·Σw²) with w = π_θ/π_behav over the step's N tokens; 1 is on policy. null:
-    off."""
-    action: Literal["warn", "tighten", "lower_eta", "stop"] = "warn"
-    """Action of the guard. ``warn`` says so once per version. ``tighten`` halves the clip range, down to an eighth.
-    ``lower_eta`` admits half as far ahead; both come back when the size does. ``stop`` ends the run after the version,
-    with a checkpoint."""
-
-
-class OffpolicyConfig(Section):
-    """Handling of data that is too far off policy (docs/algorithms/health.md)."""
-
-    guard: GuardConfig = GuardConfig()

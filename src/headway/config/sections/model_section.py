@@ -67,14 +67,12 @@ class MakeModelConfig(Section):
 
 
 class GiveUpConfig(Section):
-    """A teacher that does not finish every answer: reinforcement learning then has to find out the rest for itself."""
+    """A teacher that writes ``?`` instead of some answers, which reinforcement learning has to find out then."""
 
     above: Positive
     """Length of an answer, in characters, above which the teacher may give up."""
     rate: float = Field(gt=0, lt=1)
     """Probability that the teacher gives up on an answer of more characters than ``above``."""
-    answer: str = "?"
-    """Text that the teacher writes instead of an answer that it gives up."""
 
 
 class WarmupConfig(Section):

@@ -9,13 +9,6 @@ from pydantic import Field
 from headway.config.sections.section import Every, NonNegative, Positive, Probability, Section
 
 
-class VllmConfig(Section):
-    """The vLLM engine (``rollout.name: vllm``)."""
-
-    engine_args: dict[str, Any] = Field(default_factory=dict)
-    """Further arguments of vLLM's ``AsyncEngineArgs``, such as ``gpu_memory_utilization``."""
-
-
 class RolloutConfig(Section):
     """Generation: sampling, the engine, its devices, validation, the length of the run."""
 
@@ -85,7 +78,8 @@ class RolloutConfig(Section):
     enable_dual_buffer: bool = True
     """Receive new weights into a second copy, in the machine's memory, one for all of its replicas, while decoding goes
     on. Off: decoding is paused first, and they are written over the ones that were served."""
-    vllm: VllmConfig = VllmConfig()
+    engine_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of vLLM's ``AsyncEngineArgs``, such as ``gpu_memory_utilization`` (with ``name: vllm``)."""
     param_update_preduce_bucket_size_mb: float = Field(64, gt=0)
     """Size in MiB of the bucket in which the trainer assembles full tensors."""
     param_update_consume_bucket_size_mb: float = Field(64, gt=0)

@@ -8,13 +8,15 @@ from typing import Literal
 from pydantic import Field
 
 from headway.config.sections.agent_section import AgentConfig
-from headway.config.sections.section import Positive, Section
+from headway.config.sections.section import Section
 from headway.runtime.sandbox.process_limits import TELLS
 from headway.runtime.sandbox.python_tool import PYTHON
 from headway.runtime.sandbox.sandbox_limits import SandboxLimits, SandboxSpec
 
 CODE = "code"
 """Name of the reward that runs a row's unit tests."""
+LEAST_CPU_S = 10.0
+"""Least limit of processor time, in seconds."""
 LEAST_MIB = 64
 """Memory that an interpreter needs to start."""
 
@@ -26,23 +28,16 @@ class SandboxConfig(Section):
     """The kind: ``bubblewrap`` puts each call into namespaces of its own; ``process_limits`` bounds what it takes, and
     protects nothing else."""
     wall_s: float = Field(10.0, gt=0, le=3600)
-    """Most seconds of a call. A test of the reward ``code`` has its own limit, ``reward.params.timeout_s``."""
-    cpu_s: float = Field(10.0, gt=0, le=3600)
-    """Most seconds of processor time, of all processes of a call together."""
+    """Most seconds of a call, and of processor time of its processes (10 at least). A test of the reward ``code`` has
+    its own limit, ``reward.params.timeout_s``."""
     memory_mib: int = Field(512, ge=LEAST_MIB)
     """Most MiB of memory, of all processes of a call together, its files included."""
-    processes: Positive = 32
-    """Most processes and threads of a call at once."""
-    output_kib: Positive = 64
-    """Most KiB that a call may print."""
-    scratch_mib: Positive = 64
-    """Most MiB of files that a call may write."""
 
     @property
     def spec(self) -> SandboxSpec:
         """The sandbox that the section asks for."""
-        limits = {name: getattr(self, name) for name in SandboxLimits.__dataclass_fields__}
-        return SandboxSpec(self.kind, SandboxLimits(**limits))
+        limits = SandboxLimits(self.wall_s, max(LEAST_CPU_S, self.wall_s), self.memory_mib)
+        return SandboxSpec(self.kind, limits)
 
 
 def runs_code(tools: Collection[str], rewards: Collection[str]) -> bool:

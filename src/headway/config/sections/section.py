@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
@@ -42,6 +42,14 @@ def types_in(annotation: Any) -> set[Any]:
     """The plain types that an annotation is made of: ``Positive | None`` is made of int and None's type."""
     inner = get_args(annotation)[:1] if get_origin(annotation) is Annotated else get_args(annotation)
     return set().union(*map(types_in, inner)) if inner else {annotation}
+
+
+def text_or(other: str, kinds: Any) -> Callable[[Any], str]:
+    """Make the function that tells by its type which of two forms a value is meant to have: ``text`` or ``other``.
+
+    What is wrong is then said of that form alone.
+    """
+    return lambda value: other if isinstance(value, kinds) else "text"
 
 
 def on_or_off(value: Any) -> Any:

@@ -145,7 +145,7 @@ def resolve_placement(config: Config) -> Placement:
 def _in_replicas(config: Config, placement: Placement) -> Placement:
     """Return the placement with the size of its replicas, each of which has its devices on one machine."""
     size, setting = config.rollout.tensor_model_parallel_size, "rollout.tensor_model_parallel_size"
-    if size == 1 or config.placement.kind == "shared":  # where it has no effect, as `idle` says
+    if size == 1 or config.cluster.placement == "shared":  # where it has no effect, as `idle` says
         return placement
     there = [len(share.devices) for share in placement.on_nodes(ROLLOUT)]
     if (odd := next((count for count in there if count % size), None)) is not None:
@@ -171,7 +171,7 @@ def _by_counts(config: Config) -> Placement:
         shares += node_shares(role, of_role, section.n_gpus_per_node)
         return of_role
 
-    devices[ROLLOUT] = _of_trainers_nodes(config) if config.placement.kind == "shared" else own(ROLLOUT, rollout)
+    devices[ROLLOUT] = _of_trainers_nodes(config) if config.cluster.placement == "shared" else own(ROLLOUT, rollout)
     if needs_reference(config):
         devices[REF] = own(REF, config.ref) or train
     if needs_logp(config):
@@ -186,7 +186,7 @@ def _of_trainers_nodes(config: Config) -> tuple[int, ...]:
     trainer, rollout = config.trainer, config.rollout
     if rollout.nnodes > trainer.nnodes or rollout.n_gpus_per_node > trainer.n_gpus_per_node:
         raise ConfigError(
-            f"placement.kind=shared: rollout.nnodes={rollout.nnodes} × rollout.n_gpus_per_node="
+            f"cluster.placement=shared: rollout.nnodes={rollout.nnodes} × rollout.n_gpus_per_node="
             f"{rollout.n_gpus_per_node} devices generate and trainer.nnodes={trainer.nnodes} × trainer.n_gpus_per_node="
             f"{trainer.n_gpus_per_node} train, but they are the same ones; expected at most as many nodes, and at most "
             "as many devices on each"
@@ -196,10 +196,10 @@ def _of_trainers_nodes(config: Config) -> tuple[int, ...]:
 
 
 def _by_shares(config: Config, ratios: tuple[Fraction, ...]) -> Placement:
-    if config.placement.kind == "shared":
+    if config.cluster.placement == "shared":
         raise ConfigError(
-            "trainer.use_nodes_ratios divides the devices, and placement.kind=shared gives all of them to both sides; "
-            "drop one of the two"
+            "trainer.use_nodes_ratios divides the devices, and cluster.placement=shared gives all of them to both "
+            "sides; drop one of the two"
         )
     total = config.trainer.nnodes * config.trainer.n_gpus_per_node
     train, logp, ref, generate = _whole_devices(ratios, total)

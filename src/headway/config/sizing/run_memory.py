@@ -142,7 +142,7 @@ def _replica(config: Config, shape: ModelShape, senders: int, *, on_cpu: bool) -
     rollout = config.rollout
     context = config.data.max_prompt_length + config.data.max_response_length
     slots = concurrent(config)
-    shared = config.placement.kind == "shared"
+    shared = config.cluster.placement == "shared"
     # A cut or parked answer is read again with all that it has; only vLLM on GPUs divides a context over steps.
     undivided = context if on_cpu or rollout.name == "native" else 0
     return replica(

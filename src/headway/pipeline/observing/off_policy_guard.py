@@ -78,8 +78,8 @@ class Guard:
                 self._acted_at = version
                 self._tell(version, ess, least, "stopped")
                 self._stop(
-                    f"offpolicy.guard: the effective sample size of a step of version {version} is {ess:.3g}, below "
-                    f"offpolicy.guard.min_ess={least:g}"
+                    f"algorithm.guard: the effective sample size of a step of version {version} is {ess:.3g}, below "
+                    f"algorithm.guard.min_ess={least:g}"
                 )
 
     def _lower_or_recover(self, low: bool, version: int, ess: float, least: float) -> None:
@@ -112,6 +112,6 @@ class Guard:
         }[did]
         is_low = "below" if ess < least else "not below"
         text = (
-            f"version {version}: effective sample size {ess:.3g} is {is_low} offpolicy.guard.min_ess={least:g}; {what}"
+            f"version {version}: effective sample size {ess:.3g} is {is_low} algorithm.guard.min_ess={least:g}; {what}"
         )
         self._state.emit(Note(time=now(), level="warning" if ess < least else "info", text=text))

@@ -7,7 +7,7 @@
 
 A replica gives its copy of the weights up where new ones will come before it wakes, and keeps it otherwise.
 
-With devices of their own (``placement.kind: split``) nobody asks and nothing changes hands.
+With devices of their own (``cluster.placement: split``) nobody asks and nothing changes hands.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ class Simulation:
         costs = _update_costs(profile, config)
         self.transport = SimulatedTransport(costs)
         # On shared devices only one side computes at a time.
-        contends = config.placement.kind != "shared" and profile.contention != ContentionProfile()
+        contends = config.cluster.placement != "shared" and profile.contention != ContentionProfile()
         contention = Contention(profile.contention) if contends else None
         devices = config.trainer.nnodes * config.trainer.n_gpus_per_node
         self.trainer = SimulatedTrainer(
@@ -152,7 +152,7 @@ def _hosting(profile: Profile, config: Config, replicas: Sequence[SimulatedRollo
     if profile.program is None:
         return None
     programs = SimulatedPrograms(profile.program)
-    at_once = sum(config.agent.val_max_concurrent or 2 * replica.slots for replica in replicas)
+    at_once = sum(2 * replica.slots for replica in replicas)
     return Hosting(programs, SimulatedRecord, limits_of(config), seed=config.run.seed, held_out_at_once=at_once)
 
 
@@ -176,7 +176,7 @@ def _update_costs(profile: Profile, config: Config) -> UpdateProfile:
 def _replicas(
     profile: Profile, config: Config, transport: SimulatedTransport, contention: Contention | None
 ) -> list[SimulatedRollout]:
-    shared = profile.shared if config.placement.kind == "shared" else SharedProfile()
+    shared = profile.shared if config.cluster.placement == "shared" else SharedProfile()
     engine = partial(
         SimulatedRollout,
         profile=profile.rollout.model_copy(update={"slots": concurrent(config)}),
@@ -217,7 +217,7 @@ def config_for(
         values["async_training.staleness_threshold"] = eta
     if trigger is not None:
         values["async_training.trigger_parameter_sync_step"] = trigger
-    shared = values["placement.kind"] == "shared"
+    shared = values["cluster.placement"] == "shared"
     _check_devices(profile, train_devices, replicas, shared=shared)
     values["async_training.require_batches"] = _mini_batches_per_fetch(
         profile, values["async_training.trigger_parameter_sync_step"]

@@ -268,7 +268,7 @@ class VllmCore:
         if not self._can_sleep:
             raise RunError(
                 f"rollout engine {self._name} cannot sleep: vLLM frees nothing on a CPU, elsewhere only when it was "
-                "started so; set placement.kind=split"
+                "started so; set cluster.placement=split"
             )
         async with self._alone():
             if self._scheduler.mode is not Mode.PAUSED:
