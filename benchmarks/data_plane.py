@@ -20,8 +20,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.data_plane_roles import Rank, Writer, memory
-from benchmarks.runner import parser
+from benchmarks.data_plane_roles import Rank, Writer
+from benchmarks.runner import memory_of_process, parser
 from benchmarks.table import report
 from headway.cluster.machine.memory_directory import SHARED_MEMORY
 from headway.cluster.machine.token_files import BYTES_PER_TOKEN, TokenFile
@@ -141,9 +141,9 @@ async def _measured(given: argparse.Namespace, directory: Path, ranks: Sequence[
         files += await writer.call("write", directory, first, shapes[first : first + 32])
     written_s = time.perf_counter() - at
     idle = [await rank.call("used") for rank in ranks]
-    driver_before = memory()["own"]
+    driver_before = memory_of_process()["RssAnon"]
     groups = [_group(number, *shape, file) for number, (shape, file) in enumerate(zip(shapes, files, strict=True))]
-    of_metadata = memory()["own"] - driver_before
+    of_metadata = memory_of_process()["RssAnon"] - driver_before
     group = WorkerGroup(Rank, ranks, Cost(HIDDEN))
     train = TrainGroup(group, None)  # type: ignore[arg-type]  # no weights are sent here
     fetch = Fetch(0, 0, groups)
@@ -164,7 +164,7 @@ async def _measured(given: argparse.Namespace, directory: Path, ranks: Sequence[
     whole = _share(samples)
     tokens = sum(sample.length for sample in samples)
     ratios = [used["read"] / share for used, share in zip(after, shares, strict=True)]
-    scale = FULL_TOKENS / given.tokens
+    scale, driver_after = FULL_TOKENS / given.tokens, memory_of_process()["RssAnon"]
     holds = [(one["own"] - before["own"]) / 2**20 for one, before in zip(held[1:], idle[1:], strict=True)]
     left = [(one["own"] - before["own"]) / 2**20 for one, before in zip(after[1:], idle[1:], strict=True)]
     read_s = max(used["fetch_s"] for used in after)
@@ -182,8 +182,8 @@ async def _measured(given: argparse.Namespace, directory: Path, ranks: Sequence[
             f"a rank reads its share in {min(u['fetch_s'] for u in after):.2f} to {read_s:.2f} s, all ranks at once",
             f"a rank holds {min(holds):.0f} to {max(holds):.0f} MiB; its allocator keeps up to {max(left):.0f} for the "
             "next fetch",
-            f"driver: {of_metadata / 2**20:.1f} MiB of metadata, {memory()['own'] / 2**20:.0f} MiB in all, "
-            f"{(memory()['own'] - driver_before) / 2**20:.1f} MiB more than before the fetch",
+            f"driver: {of_metadata / 2**20:.1f} MiB of metadata, {driver_after / 2**20:.0f} MiB in all, "
+            f"{(driver_after - driver_before) / 2**20:.1f} MiB more than before the fetch",
             f"× {scale:.3g} for answers of {FULL_TOKENS} tokens: files {whole * scale / 2**30:.2f} GiB, a rank reads "
             f"{max(shares) * scale / 2**20:.0f} MiB in {read_s * scale:.1f} s and holds {max(holds) * scale:.0f} MiB; "
             f"what depends on the number of rows alone stays: {metadata_s:.1f} s",

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.runner import memory_of_process
 from headway.cluster.machine.token_files import TokenFile, TokenFiles, TokenPlace
 from headway.cluster.roles.role import Role
 from headway.cluster.worker_group import Collect, Dispatch, register
@@ -64,13 +65,7 @@ class Rank(Role):
 
     def used(self) -> dict[str, float]:
         """Bytes that were read in fetches, their seconds, and this process's own memory, in bytes."""
-        return {"read": self._read, "fetch_s": self._fetch_s, **memory()}
-
-
-def memory() -> dict[str, float]:
-    """The memory of this process that no other shares, and the largest resident size so far, in bytes."""
-    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return {"own": float(status["RssAnon"].split()[0]) * 1024, "peak": float(status["VmHWM"].split()[0]) * 1024}
+        return {"read": self._read, "fetch_s": self._fetch_s, "own": memory_of_process()["RssAnon"]}
 
 
 def _read_so_far() -> int:

@@ -23,7 +23,7 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from benchmarks import episodes_program
+from benchmarks import user_code
 from benchmarks.runner import cpu_seconds
 from headway.agents.adapters.program_loader import ProgramSpec
 from headway.agents.chat.chat_template import ChatRenderer
@@ -169,7 +169,7 @@ class Here:
         if on_begin is not None:
             on_begin()
         row = {"prompt": job.messages, **job.row}
-        return EpisodeEnd(await episodes_program.run(row, Chat(on_ask, job, Tally(), "the program")))
+        return EpisodeEnd(await user_code.play(row, Chat(on_ask, job, Tally(), "the program")))
 
     async def close(self) -> None: ...
 
@@ -228,7 +228,7 @@ async def play(workload: Workload, programs: Any) -> Measured:
 
 
 async def _with_runners(workload: Workload, processes: int) -> Measured:
-    spec = ProgramSpec(program=f"{Path(episodes_program.__file__)}:run").resolved()
+    spec = ProgramSpec(program=f"{Path(user_code.__file__)}:play").resolved()
     runners = Runners("runner", spec, processes=processes, at_once=None, stall_s=60.0, log_path=None)
     try:
         await runners.start()

@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.runner import parser
+from benchmarks.runner import memory_of_process, parser
 from benchmarks.table import Ratio, Rows, report
 from headway.config.schema import Config
 from headway.config.sizing.model_shape import FLOAT, ModelShape
@@ -104,23 +104,18 @@ class Gauge:
 
     def __init__(self) -> None:
         gc.collect()
-        self._idle = _status()["RssAnon"]
+        self._idle = memory_of_process()["RssAnon"]
         self.measured: Measured = {}
 
     def phase(self, name: str, work: Callable[[], Any]) -> Any:
         """Run ``work``, and note the memory of its end and its peak. Files that it maps do not count."""
         Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
         result = work()
-        now = _status()
+        now = memory_of_process()
         files = now["RssFile"] + now["RssShmem"]
         gc.collect()
-        self.measured[name] = (_status()["RssAnon"] - self._idle, now["VmHWM"] - files - self._idle)
+        self.measured[name] = (memory_of_process()["RssAnon"] - self._idle, now["VmHWM"] - files - self._idle)
         return result
-
-
-def _status() -> dict[str, int]:
-    lines = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
-    return {parts[0].rstrip(":"): int(parts[1]) * 1024 for parts in lines if len(parts) == 3 and parts[2] == "kB"}
 
 
 def train(folder: str, tokens: int) -> Measured:

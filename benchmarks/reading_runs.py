@@ -35,7 +35,7 @@ UNFILTERED = "algorithm.filter_groups.enable=false"
 
 def _paid_by(reward: str) -> str:
     """Setting that pays for ``reward``; whether problems are solved is measured beside it, and counts for nothing."""
-    return f"reward.functions=[{{function: benchmarks/reading_reward.py:{reward}}}, {{function: task, weight: 0}}]"
+    return f"reward.functions=[{{function: benchmarks/user_code.py:{reward}}}, {{function: task, weight: 0}}]"
 
 
 PATIENTS: Mapping[str, tuple[str, ...]] = {

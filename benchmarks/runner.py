@@ -88,6 +88,12 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+def memory_of_process() -> dict[str, int]:
+    """Return what the kernel says of this process's memory, such as ``RssAnon`` and ``VmHWM``, in bytes."""
+    lines = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
+    return {parts[0].rstrip(":"): int(parts[1]) * 1024 for parts in lines if len(parts) == 3 and parts[2] == "kB"}
+
+
 # ------------------------------------------------------------------------------------------ runs of training
 
 
