@@ -17,7 +17,7 @@ what is held, and what a window costs, does not grow with the run.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from math import inf
 
@@ -106,18 +106,6 @@ class StageView:
     """Time up to which the stage's work and waits are added up."""
 
 
-@dataclass(slots=True)
-class Coincidences:
-    """Seconds, before the last `Occupancy.sum_up`, in which several things held at once."""
-
-    saved: float = 0.0
-    """Seconds in which a checkpoint was saved and the trainer computed nothing."""
-    idle_while_saving: float = 0.0
-    """Seconds in which a checkpoint was saved and a replica was idle, added up over replicas."""
-    waited_for_reward: float = 0.0
-    """Seconds in which the trainer waited for groups, no replica decoded and a reward was being computed."""
-
-
 class Occupancy:
     """Accumulates when trainer, replicas and stages were busy or waited; each figure is for a window of time.
 
@@ -135,7 +123,8 @@ class Occupancy:
         self._stage_waits: dict[tuple[str, str], IntervalUnion] = {}
         self._stage_work: dict[str, IntervalUnion] = {}
         self._origin = self._summed_until = -inf
-        self._summed = Coincidences()
+        self._summed: dict[str, float] = defaultdict(float)
+        """Seconds, before the last `sum_up`, in which several things held at once, by the name of their method."""
 
     def begin(self, origin: float) -> None:
         """Forget what lies before ``origin``; no window will start earlier."""
@@ -155,9 +144,8 @@ class Occupancy:
         for stage in self.stages.values():
             self._account(stage, until)
         window = (self._summed_until, until)
-        self._summed.saved += self._saved_within(window)
-        self._summed.idle_while_saving += self._idle_while_saving_within(window)
-        self._summed.waited_for_reward += self._waited_for_reward_within(window)
+        for within in (self._saved, self._idle_while_saving, self._waited_for_reward):
+            self._summed[within.__name__] += within(window)
         for replica in self.replicas.values():
             replica.sum_up(until)
         for union in self._unions():
@@ -231,20 +219,17 @@ class Occupancy:
         wall = window[1] - window[0]
         return None if wall <= 0 else 1.0 - self.trainer.busy.within(window) / wall
 
+    def _whole(self, within: Callable[[Span], float], window: Span) -> float:
+        """Return the seconds of ``window`` that ``within`` counts, those that were summed up included."""
+        summed = self._summed[within.__name__] if window[0] < self._summed_until else 0.0
+        return summed + within((max(window[0], self._summed_until), window[1]))
+
     def trainer_saved(self, window: Span) -> float:
         """Seconds of ``window`` in which a checkpoint was saved and the trainer computed nothing."""
-        summed = self._summed.saved if self._begins_in_sum(window) else 0.0
-        return summed + self._saved_within(self._rest_of(window))
+        return self._whole(self._saved, window)
 
-    def _saved_within(self, window: Span) -> float:
+    def _saved(self, window: Span) -> float:
         return length(intersection(self.saves.spans, complement(self.trainer.busy.spans, window)))
-
-    def _begins_in_sum(self, window: Span) -> bool:
-        return window[0] < self._summed_until
-
-    def _rest_of(self, window: Span) -> Span:
-        """The part of ``window`` that was not summed up."""
-        return max(window[0], self._summed_until), window[1]
 
     def rollouter_idle(self, window: Span) -> float | None:
         """Share of the replicas' time in ``window`` without a sequence prefilling or decoding.
@@ -261,10 +246,9 @@ class Occupancy:
         present = sum(replica.seconds(window) for replica in self.replicas.values())
         if present <= 0:
             return 0.0
-        summed = self._summed.idle_while_saving if self._begins_in_sum(window) else 0.0
-        return (summed + self._idle_while_saving_within(self._rest_of(window))) / present
+        return self._whole(self._idle_while_saving, window) / present
 
-    def _idle_while_saving_within(self, window: Span) -> float:
+    def _idle_while_saving(self, window: Span) -> float:
         saves = intersection(self.saves.spans, [window])
         return sum(
             replica.seconds(span) - replica.busy_seconds(span) for replica in self.replicas.values() for span in saves
@@ -283,10 +267,9 @@ class Occupancy:
 
     def waited_for_reward(self, window: Span) -> float:
         """Seconds of ``window`` in which the trainer waited for groups, nothing decoded and a reward was computed."""
-        summed = self._summed.waited_for_reward if self._begins_in_sum(window) else 0.0
-        return summed + self._waited_for_reward_within(self._rest_of(window))
+        return self._whole(self._waited_for_reward, window)
 
-    def _waited_for_reward_within(self, window: Span) -> float:
+    def _waited_for_reward(self, window: Span) -> float:
         if (rewarding := self._stage_work.get("Reward")) is None:
             return 0.0
         all_idle = [window]

@@ -13,7 +13,6 @@ from typing import Any
 
 from headway.reports.record.events_file import to_json_line
 from headway.reports.record.file_access import whole_file
-from headway.reports.timeline.lanes import Lane, LaneSpan
 from headway.reports.timeline.timeline import MarkKind, Timeline
 
 TraceEvent = dict[str, Any]
@@ -33,63 +32,52 @@ def write_trace(timeline: Timeline, path: Path) -> None:
         file.write("\n]}\n")
 
 
+def _pids(timeline: Timeline) -> dict[str, int]:
+    """Return the process id of each group of lanes, from 1, and of `EVENTS`."""
+    groups = dict.fromkeys(lane.group for lane in timeline.lanes) | {EVENTS: None}
+    return {group: pid for pid, group in enumerate(groups, start=1)}
+
+
 def _names(timeline: Timeline) -> Iterator[TraceEvent]:
     """Yield metadata: what processes and threads are called, and the order to show them in."""
-    for pid, group in enumerate(_groups(timeline), start=1):
+    pids = _pids(timeline)
+    for group, pid in pids.items():
         yield _metadata("process_name", pid, {"name": group})
         yield _metadata("process_sort_index", pid, {"sort_index": pid})
-    for pid, tid, lane in _places(timeline):
-        yield _metadata("thread_name", pid, {"name": lane.name}, tid)
-        yield _metadata("thread_sort_index", pid, {"sort_index": tid}, tid)
+    for tid, lane in enumerate(timeline.lanes, start=1):
+        yield _metadata("thread_name", pids[lane.group], {"name": lane.name}, tid)
+        yield _metadata("thread_sort_index", pids[lane.group], {"sort_index": tid}, tid)
+    there = {mark.kind for mark in timeline.marks}
     for tid, kind in enumerate(MarkKind, start=1):
-        if any(mark.kind is kind for mark in timeline.marks):
-            yield _metadata("thread_name", _marks_pid(timeline), {"name": kind}, tid)
+        if kind in there:
+            yield _metadata("thread_name", pids[EVENTS], {"name": kind}, tid)
 
 
 def _events(timeline: Timeline) -> Iterator[TraceEvent]:
-    origin, marks_pid = timeline.window[0], _marks_pid(timeline)
-    for pid, tid, lane in _places(timeline):
+    pids = _pids(timeline)
+
+    def at(time: float) -> float:
+        return _rounded((time - timeline.window[0]) * 1e6)
+
+    for tid, lane in enumerate(timeline.lanes, start=1):
         for span in lane.spans:
-            yield _complete(span, pid, tid, origin)
+            start, end = at(span.start), at(span.end)
+            event = {"ph": "X", "name": span.label, "cat": span.kind, "ts": start, "dur": _rounded(end - start)}
+            reason = {} if span.reason is None else {"args": {"reason": span.reason}}
+            yield event | {"pid": pids[lane.group], "tid": tid} | reason
+    here = {"pid": pids[EVENTS]}
     tids = {kind: tid for tid, kind in enumerate(MarkKind, start=1)}
     for mark in timeline.marks:
-        at, tid = _microseconds(mark.time, origin), tids[mark.kind]
         scope = "g" if mark.kind in GLOBAL_MARKS else "t"
-        yield {"ph": "i", "name": mark.label, "cat": mark.kind, "s": scope, "ts": at, "pid": marks_pid, "tid": tid}
+        event = {"ph": "i", "name": mark.label, "cat": mark.kind, "s": scope, "ts": at(mark.time)}
+        yield event | here | {"tid": tids[mark.kind]}
     for counter in timeline.counters:
         for time, value in counter.points:
-            at = _microseconds(time, origin)
-            yield {"ph": "C", "name": counter.name, "ts": at, "pid": marks_pid, "tid": 0, "args": {"value": value}}
-
-
-def _groups(timeline: Timeline) -> list[str]:
-    return [*dict.fromkeys(lane.group for lane in timeline.lanes), EVENTS]
-
-
-def _marks_pid(timeline: Timeline) -> int:
-    return len(_groups(timeline))
-
-
-def _places(timeline: Timeline) -> Iterator[tuple[int, int, Lane]]:
-    """Each lane with its process and thread ids, which start at 1."""
-    pids = {group: pid for pid, group in enumerate(_groups(timeline), start=1)}
-    for tid, lane in enumerate(timeline.lanes, start=1):
-        yield pids[lane.group], tid, lane
+            yield {"ph": "C", "name": counter.name, "ts": at(time)} | here | {"tid": 0, "args": {"value": value}}
 
 
 def _metadata(name: str, pid: int, args: dict[str, Any], tid: int = 0) -> TraceEvent:
     return {"ph": "M", "name": name, "pid": pid, "tid": tid, "args": args}
-
-
-def _complete(span: LaneSpan, pid: int, tid: int, origin: float) -> TraceEvent:
-    start, end = _microseconds(span.start, origin), _microseconds(span.end, origin)
-    event = {"ph": "X", "name": span.label, "cat": span.kind, "ts": start, "dur": _rounded(end - start)}
-    event |= {"pid": pid, "tid": tid}
-    return event if span.reason is None else event | {"args": {"reason": span.reason}}
-
-
-def _microseconds(time: float, origin: float) -> float:
-    return _rounded((time - origin) * 1e6)
 
 
 def _rounded(microseconds: float) -> float:

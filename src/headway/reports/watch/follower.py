@@ -46,17 +46,18 @@ READING: dict[str, Any] = {"status": "reading", "reason": None}
 
 
 @dataclass(slots=True)
-class _Due:
-    """Says when something costly is to be done again, by what it cost the last time."""
+class _Part:
+    """A part of the page that costs time: it is built again when something is new, as rarely as its cost asks for."""
 
     every_s: float
-    _next: float = 0.0
-
-    def now(self, time_s: float) -> bool:
-        return time_s >= self._next
-
-    def took(self, seconds: float, now: float) -> None:
-        self._next = now + max(self.every_s, seconds / BUSY_SHARE)
+    value: Any = None
+    serial: int = 0
+    """Serial number of the message that has ``value`` first."""
+    times: int = 0
+    """Number of times that it was built."""
+    built_from: int = -1
+    """Number of rows, or of lines, that ``value`` was made from."""
+    next_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -86,7 +87,6 @@ class Follower:
         self._closing = threading.Event()
         self._failure: HeadwayError | None = None
         self._thread = threading.Thread(target=self._follow, name="follow-run", daemon=True)
-        self._curves_due, self._timeline_due = _Due(CURVES_EVERY_S), _Due(TIMELINE_EVERY_S)
         self._read = self._anew(SurvivingRecord(lines=[(0, 0)]))
         self._outdated = True
         """True where the record is to be read from its beginning."""
@@ -96,15 +96,11 @@ class Follower:
         self.epoch = 0
         self.serial = 0
         """Number of changes so far, of anything."""
-        self._curves: tuple[int, dict[str, Any] | None] = (0, None)
-        """Charts, with the serial number when they changed."""
-        self._timeline: tuple[int, bytes] = (0, b"")
-        """Number of the timeline, and its JSON."""
+        self._curves, self._timeline = _Part(CURVES_EVERY_S), _Part(TIMELINE_EVERY_S)
+        """Charts, and the timeline as JSON."""
         self._cards: tuple[int, list[tuple[str, str, str]], str] = (0, [], "")
         """The page's first figures and its sentence, with the number of lines that they were made from."""
         self._status: dict[str, Any] = READING
-        self._built = (-1, -1)
-        """Numbers of rows and lines that the newest curves and the newest timeline were made from."""
 
     def start(self) -> None:
         self._thread.start()
@@ -162,7 +158,7 @@ class Follower:
         """Return what has changed since the message with the number ``since`` of ``epoch``: all in another epoch."""
         with self._changed:
             since = since if epoch == self.epoch else 0
-            read, (changed, curves) = self._read, self._curves
+            read, curves = self._read, self._curves
             lines = list(read.builder.groups.lines(since))
             fresh = [key for key, serial in read.serials.items() if serial > since]
             sampled = [f"group={line.number}" for line in lines if line.number in read.samples.groups]
@@ -176,19 +172,19 @@ class Follower:
                 "figures": self._cards[1],
                 "sentence": self._cards[2],
                 "ledger": ledger(read.builder.metrics) if read.lines else None,
-                "curves": curves if changed > since else None,
+                "curves": curves.value if curves.serial > since else None,
                 "groups": [line.values() for line in lines],
                 "validations": [read.samples.lines[key] for key in fresh if key in read.samples.lines],
                 "sampled": sampled + [f"validation={version}&problem={problem}" for version, problem in fresh],
                 "damaged": read.samples.damaged,
-                "timeline": self._timeline[0],
+                "timeline": self._timeline.times,
                 "most": 2 * MOST_GROUPS + MOST_VALIDATIONS,
             }
 
     def timeline(self) -> bytes:
         """Return the newest timeline as JSON, which `live_parts` describes; empty before there is one."""
         with self._changed:
-            return self._timeline[1]
+            return self._timeline.value or b""
 
     def sample(self, key: Key) -> bytes | None:
         """Return the JSON of a sample; None where there is none. Raises `OSError` where it cannot be read."""
@@ -254,8 +250,8 @@ class Follower:
         with self._changed:
             self._read, self._status = read, READING
             self.epoch += 1
-            self._built, self._curves, self._cards = (-1, -1), (0, None), (0, [], "")
-            self._curves_due, self._timeline_due = _Due(CURVES_EVERY_S), _Due(TIMELINE_EVERY_S)
+            self._curves, self._cards = _Part(CURVES_EVERY_S), (0, [], "")
+            self._timeline.built_from, self._timeline.next_s = -1, 0.0
             # Serial numbers of groups begin again, and a page's must not be ahead of them: it asks by its epoch.
             self.serial = 0
 
@@ -378,20 +374,22 @@ class Follower:
                 return
             over = self._read.builder.metrics.finished is not None or self._status["status"] != "running"
         read = self._read
-        rows, lines = read.builder.curves.serial, read.lines
-        if rows != self._built[0] and (over or self._curves_due.now(self._clock())):
-            began = self._clock()
-            charts = curves_json(read.builder.curves)
-            self._built = (rows, self._built[1])
-            with self._changed:
-                self._bump()
-                self._curves = (self.serial, charts)
-            self._curves_due.took(self._clock() - began, self._clock())
-        if lines != self._built[1] and (over or self._timeline_due.now(self._clock())):
-            began = self._clock()
-            parts = to_json_line(live_parts(read.builder.so_far(), LIVE_SPANS)).encode()
-            self._built = (self._built[0], lines)
-            with self._changed:
-                self._bump()
-                self._timeline = (self._timeline[0] + 1, parts)
-            self._timeline_due.took(self._clock() - began, self._clock())
+        builder = read.builder
+        self._build_part(self._curves, builder.curves.serial, over, lambda: curves_json(builder.curves))
+        self._build_part(
+            self._timeline,
+            read.lines,
+            over,
+            lambda: to_json_line(live_parts(builder.so_far(), LIVE_SPANS)).encode(),
+        )
+
+    def _build_part(self, part: _Part, count: int, over: bool, build: Callable[[], Any]) -> None:
+        began = self._clock()
+        if count == part.built_from or not (over or began >= part.next_s):
+            return
+        value = build()
+        with self._changed:
+            self._bump()
+            part.value, part.serial, part.built_from, part.times = value, self.serial, count, part.times + 1
+        ended = self._clock()
+        part.next_s = ended + max(part.every_s, (ended - began) / BUSY_SHARE)
