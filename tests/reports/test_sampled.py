@@ -146,11 +146,13 @@ def finished(number: int, tokens: int, failure: str | None = None) -> Trajectory
 
 def test_a_groups_line_tells_its_fate_mean_reward_and_length_and_what_has_changed() -> None:
     log = GroupLog()
-    for event in (admitted(0), admitted(1), finished(0, 10), finished(0, 30), finished(0, 99, "TimeOut")):
-        log.on_event(event)
-    log.on_event(GroupRewarded(time=0, number=0, rewards=[0.0, 1.0]))
+    for number in (0, 1):
+        log.admit(admitted(number))
+    for event in (finished(0, 10), finished(0, 30), finished(0, 99, "TimeOut")):
+        log.finish(event)
+    log.reward(GroupRewarded(time=0, number=0, rewards=[0.0, 1.0]))
     seen = log.serial
-    log.on_event(GroupSettled(time=0, number=1, fate="failed", reason="it raised"))
+    log.settle(GroupSettled(time=0, number=1, fate="failed", reason="it raised"))
     assert [line.values() for line in log.lines()] == [
         [0, 0, "maths", "in_flight", None, 0.5, 20.0, None],
         [1, 0, "maths", "failed", "it raised", None, None, None],
@@ -162,6 +164,6 @@ def test_a_groups_line_tells_its_fate_mean_reward_and_length_and_what_has_change
 def test_the_oldest_groups_are_forgotten_and_sampled_ones_later() -> None:
     log = GroupLog(sampled={1, 5}, most=4)
     for number in range(9):
-        log.on_event(admitted(number))
+        log.admit(admitted(number))
     assert [line.number for line in log.lines()] == [1, 5, 6, 7, 8]
-    log.on_event(GroupRewarded(time=0, number=0, rewards=[1.0]))
+    log.reward(GroupRewarded(time=0, number=0, rewards=[1.0]))

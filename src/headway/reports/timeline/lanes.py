@@ -22,7 +22,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from headway.events import Event, FetchTaken, GroupRewarded, GroupSettled, OptimizerStepped, Span, TrajectoryFinished
+from headway.events import OptimizerStepped, Span, TrajectoryFinished
 from headway.reports.metrics.intervals import complement
 
 NOTHING_REPORTED = "nothing reported"
@@ -264,27 +264,23 @@ class Counters:
     in_steps: Overlapping = field(default_factory=Overlapping)
     _in_turns: Overlapping = field(default_factory=Overlapping)
     waiting: Overlapping = field(default_factory=Overlapping)
-    _queued: set[int] = field(default_factory=set)
+    queued: set[int] = field(default_factory=set)
     _queue: list[tuple[float, float]] = field(default_factory=list)
     _lags: list[tuple[float, float]] = field(default_factory=list)
 
-    def on_event(self, event: Event) -> None:
-        match event:
-            case TrajectoryFinished():
-                self._finish(event)
-            case GroupRewarded():
-                self._queued.add(event.number)
-                self._queue.append((event.time, len(self._queued)))
-            case FetchTaken():
-                self._queued.difference_update(event.numbers)
-                self._queue.append((event.time, len(self._queued)))
-            case GroupSettled() if event.number in self._queued:
-                self._queued.remove(event.number)
-                self._queue.append((event.time, len(self._queued)))
-            case OptimizerStepped() if event.lags:
-                self._lags.append((event.time, max(event.lags)))
+    def enter_queue(self, time: float, number: int) -> None:
+        self.queued.add(number)
+        self._queue.append((time, len(self.queued)))
 
-    def _finish(self, event: TrajectoryFinished) -> None:
+    def leave_queue(self, time: float, numbers: Sequence[int]) -> None:
+        self.queued.difference_update(numbers)
+        self._queue.append((time, len(self.queued)))
+
+    def step(self, event: OptimizerStepped) -> None:
+        if event.lags:
+            self._lags.append((event.time, max(event.lags)))
+
+    def finish(self, event: TrajectoryFinished) -> None:
         """Note an answer, or what an episode of a program did all the time: it waits for the policy between steps."""
         if not event.steps:
             self._generated.add(event.started, event.finished)

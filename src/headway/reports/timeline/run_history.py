@@ -16,7 +16,6 @@ from itertools import accumulate, chain
 from typing import Any
 
 from headway import events
-from headway.events import Event
 from headway.reports.metrics.group_tally import IN_FLIGHT
 from headway.reports.metrics.run_metrics import RunMetrics
 from headway.reports.samples.samples_file import Sample, mean_of
@@ -300,32 +299,13 @@ class GroupLog:
     serial: int = 0
     """Number of changes so far."""
     version: int = 0
+    """The trainer's version."""
     most: int = MOST_GROUPS
     _lines: dict[int, GroupLine] = field(default_factory=dict)
     _kept: dict[int, GroupLine] = field(default_factory=dict)
     """Lines of sampled groups that are older than those in ``_lines``."""
 
-    def on_event(self, event: Event) -> None:
-        match event:
-            case events.GroupAdmitted():
-                self._admit(event)
-            case events.TrajectoryFinished(baseline=False, failure=None):
-                if (line := self._changed(event.number)) is not None:
-                    line.tokens += event.tokens
-                    line.answers += 1
-            case events.GroupRewarded(rewards=[_, *_] as rewards):
-                if (line := self._changed(event.number)) is not None:
-                    line.reward = sum(rewards) / len(rewards)
-            case events.FetchTaken():
-                for number in event.numbers:
-                    if (line := self._changed(number)) is not None:
-                        line.version = event.version
-            case events.GroupSettled():
-                self._settle(event)
-            case events.UpdateFinished():
-                self.version = max(self.version, event.version)
-
-    def _admit(self, event: events.GroupAdmitted) -> None:
+    def admit(self, event: events.GroupAdmitted) -> None:
         self._lines[event.number] = GroupLine(event.number, event.source, self.version)
         self._changed(event.number)
         if len(self._lines) > self.most:
@@ -333,7 +313,22 @@ class GroupLog:
         if len(self._kept) > self.most:
             del self._kept[next(iter(self._kept))]
 
-    def _settle(self, event: events.GroupSettled) -> None:
+    def finish(self, event: events.TrajectoryFinished) -> None:
+        """Count an answer. One that failed, and a baseline, count for nothing."""
+        if not event.baseline and event.failure is None and (line := self._changed(event.number)) is not None:
+            line.tokens += event.tokens
+            line.answers += 1
+
+    def reward(self, event: events.GroupRewarded) -> None:
+        if event.rewards and (line := self._changed(event.number)) is not None:
+            line.reward = sum(event.rewards) / len(event.rewards)
+
+    def take(self, event: events.FetchTaken) -> None:
+        for number in event.numbers:
+            if (line := self._changed(number)) is not None:
+                line.version = event.version
+
+    def settle(self, event: events.GroupSettled) -> None:
         if (line := self._changed(event.number)) is not None:
             line.fate, line.reason, line.lag = event.fate, event.reason, event.lag
             if event.fate != "trained":

@@ -184,8 +184,6 @@ class TimelineBuilder:
         """Take an event that ``metrics`` has already."""
         self.first = event.time if self.first is None else min(self.first, event.time)
         self.last = max(self.last, event.time)
-        self.counters.on_event(event)
-        self.groups.on_event(event)
         self._record(event)
         self._mark(event)
 
@@ -231,6 +229,8 @@ class TimelineBuilder:
                 self.trainer.work(event)
             case events.FetchTaken():
                 self.trainer.take(event)
+                self.counters.leave_queue(event.time, event.numbers)
+                self.groups.take(event)
             case events.ReplicaActivity():
                 self.replicas.work(event)
             case events.ReplicaHalted():
@@ -239,10 +239,24 @@ class TimelineBuilder:
                 self.updates.phase(event)
             case events.UpdateFinished():
                 self.updates.finished.append(event)
+                self.groups.version = max(self.groups.version, event.version)
             case events.LeaseChanged():
                 self.leases.append(event)
             case events.GroupAdmitted():
                 self.admission.admit(event)
+                self.groups.admit(event)
+            case events.TrajectoryFinished():
+                self.counters.finish(event)
+                self.groups.finish(event)
+            case events.GroupRewarded():
+                self.counters.enter_queue(event.time, event.number)
+                self.groups.reward(event)
+            case events.GroupSettled():
+                if event.number in self.counters.queued:
+                    self.counters.leave_queue(event.time, [event.number])
+                self.groups.settle(event)
+            case events.OptimizerStepped():
+                self.counters.step(event)
             case events.RunStarted():
                 self.admission.total = event.total_groups
                 self.updates.start(event)
