@@ -272,7 +272,7 @@ def _with_fewer_devices(profile: Profile, exponent: float) -> Profile:
 
 
 def _variations() -> dict[str, tuple[Assumptions, dict[str, float] | None]]:
-    """What else is assumed, and how that is fitted; None: it changes nothing of the fit."""
+    """Other assumptions, and how each is fitted; None: it changes nothing of the fit."""
     refitted: Mapping[str, dict[str, Any]] = {
         "2 devices a replica": {"tensor_parallel": 2},
         "8 devices a replica": {"tensor_parallel": 8},

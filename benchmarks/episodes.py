@@ -78,7 +78,7 @@ def prefixes() -> None:
 
 
 async def _turns(folder: Path, cached: bool) -> dict[str, Any]:
-    """Without ``cached`` no turn says that its episode goes on."""
+    """Figures of ten turns. Without ``cached`` no turn says that its episode goes on."""
     import torch
 
     from headway.engines.rollout.native import NativeEngine

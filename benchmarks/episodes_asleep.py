@@ -51,7 +51,7 @@ SAID = "the hidden number may be 42"
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What is to be done: chains of episodes, one behind the other, all chains at once."""
+    """Chains of episodes, one behind the other, all chains at once."""
 
     chains: int = 1000
     episodes: int = 2
@@ -103,7 +103,7 @@ class SleepingEngine:
 
 @dataclass(slots=True)
 class Measured:
-    """What one way of running the workload took."""
+    """Costs of one way of running the workload."""
 
     wall_s: float = 0.0
     most_s: float = 0.0

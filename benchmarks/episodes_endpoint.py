@@ -1,4 +1,4 @@
-"""What the endpoint adds to a call: open episodes whose agents call at random times, and an engine that takes no time.
+"""Calls of agents over HTTP: open episodes whose agents call at random times, and an engine that takes no time.
 
     Poisson arrivals ─▶ agent of an open episode, in another process ──HTTP──▶ Endpoint ▶ EpisodeWorker ▶ SleepingEngine
 

@@ -162,7 +162,7 @@ def newest(directory: Path) -> int:
 
 
 def check(directory: Path) -> list[str]:
-    """What is wrong with the surviving history, counted from its events alone."""
+    """Problems of the surviving history, counted from its events alone."""
     admitted: dict[int, GroupAdmitted] = {}
     fates: dict[int, GroupSettled] = {}
     started: RunStarted | None = None

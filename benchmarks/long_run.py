@@ -61,7 +61,7 @@ PROFILE = {
 
 
 class Lines(io.TextIOBase):
-    """Where the plain view prints: counts the lines of versions, keeps nothing."""
+    """File of the plain view: counts the lines of versions, keeps nothing."""
 
     rows = 0
 

@@ -79,11 +79,11 @@ class Mode:
 
     @property
     def fewest_versions(self) -> int:
-        """Of a run of which two versions can be measured."""
+        """Length of a run of which two versions can be measured."""
         return fill_versions(self.setting.eta) + 2 + self.at_the_end
 
     def passes(self) -> bool:
-        """Whether the doctor permits it."""
+        """Return whether the doctor permits it."""
         try:
             diagnose(load(DEMO, [*self.settings, f"rollout.total_rollout_steps={B}"]))
         except ConfigError:

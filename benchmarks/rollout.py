@@ -88,7 +88,7 @@ def planned(chosen: argparse.Namespace) -> list[Cell]:
 
 
 def interpreters(engines: Sequence[str], vllm: Path) -> tuple[dict[str, Path], list[str]]:
-    """By engine, and what there is to say about those that are left out."""
+    """Interpreters by engine, and notes about engines that are left out."""
     pythons = {engine: vllm if engine == "vllm" else Path(sys.executable) for engine in engines}
     notes = [f"{engine}: not measured" for engine in ENGINES if engine not in engines]
     if "vllm" in pythons and not vllm.exists():
@@ -131,7 +131,7 @@ class Measured:
 
     @property
     def best_other(self) -> float | None:
-        """Of those that were measured."""
+        """Median tokens per second of the quickest other engine."""
         rates = (self.rate(engine) for engine in self.rates if engine != NATIVE)
         return max((rate for rate in rates if rate is not None), default=None)
 
@@ -238,7 +238,7 @@ def _rate(measured: Measured, engine: str) -> float | str | None:
 
 
 def _aims(found: Sequence[Measured]) -> Rows:
-    """By model and kind: geometric mean of the ratios, the least of them, and how many cells reached the aim."""
+    """Geometric mean of the ratios, the least, and how many cells reach the aim, by model and kind."""
     ratios: dict[tuple[str, str], list[tuple[Ratio, Ratio | None]]] = {}
     for one in found:
         if one.ratio is not None:

@@ -16,7 +16,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from benchmarks.rollout_workload import BATCHED_TOKENS, PROMPT, Cell, Request, Setting, requests, work
@@ -30,17 +29,15 @@ PAGE = 64
 WAIT_S = 1.0
 """Between two looks at whether its thread is still there."""
 IN_PROCESS = "VLLM_ENABLE_V1_MULTIPROCESSING"
-VLLM_ENVIRONMENT: Mapping[str, str] = MappingProxyType(
-    {
-        "HF_HUB_OFFLINE": "1",
-        "TORCHDYNAMO_DISABLE": "1",  # else it compiles for half a minute, and is not faster
-        "VLLM_CPU_KVCACHE_SPACE": "2",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        IN_PROCESS: "0",  # as fast, and it computes nothing while others are measured
-        "VLLM_LOGGING_LEVEL": "WARNING",
-        "VLLM_NO_USAGE_STATS": "1",
-    }
-)
+VLLM_ENVIRONMENT: Mapping[str, str] = {
+    "HF_HUB_OFFLINE": "1",
+    "TORCHDYNAMO_DISABLE": "1",  # else it compiles for half a minute, and is not faster
+    "VLLM_CPU_KVCACHE_SPACE": "2",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    IN_PROCESS: "0",  # as fast, and it computes nothing while others are measured
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+}
 
 
 class Engine(Protocol):
@@ -223,9 +220,12 @@ class Vllm:
     def close(self) -> None: ...
 
 
-ENGINES: Mapping[str, Callable[[Path, Setting], Engine]] = MappingProxyType(
-    {"native": Native, "generate": Generate, "continuous": Continuous, "vllm": Vllm}
-)
+ENGINES: Mapping[str, Callable[[Path, Setting], Engine]] = {
+    "native": Native,
+    "generate": Generate,
+    "continuous": Continuous,
+    "vllm": Vllm,
+}
 
 
 def _module(folder: Path) -> Any:

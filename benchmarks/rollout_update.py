@@ -86,7 +86,7 @@ def table(what: Mapping[str, Any], found: Mapping[str, Sequence[Update]]) -> Row
 
 
 async def updates(kind: str, path: Path, rounds: int) -> dict[str, list[Update]]:
-    """By the way in which weights are staged."""
+    """Measure updates, by the way in which weights are staged."""
     import torch
 
     from headway.engines.weights.buckets import pack, whole

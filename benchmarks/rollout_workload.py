@@ -1,4 +1,4 @@
-"""What ``make bench-rollout`` generates: models of three sizes, and requests whose lengths are prescribed.
+"""Workload of ``make bench-rollout``: models of three sizes, and requests whose lengths are prescribed.
 
 Every engine gets the same prompts and writes the same number of tokens for each: there is no stop token, and each
 request has its own ``max_tokens``. Lengths are not drawn but are the quantiles of their distribution, in a random
@@ -21,7 +21,6 @@ from itertools import product
 from math import exp, log
 from pathlib import Path
 from statistics import NormalDist
-from types import MappingProxyType
 
 from benchmarks.table import Ratio
 
@@ -84,16 +83,14 @@ class Size:
         return sum(parameter.numel() for parameter in model.parameters())
 
 
-SIZES: Mapping[str, Size] = MappingProxyType(
-    {
-        size.name: size
-        for size in (
-            Size("1m", 512, 128, 5, heads=4, kv_heads=2, head_dim=32, intermediate=448, prefill_requests=32),
-            Size("3m", 512, 192, 6, heads=6, kv_heads=2, head_dim=32, intermediate=640, prefill_requests=32),
-            Size("100m", 32_000, 640, 15, 10, 5, head_dim=64, intermediate=2048, prefill_requests=8, small=False),
-        )
-    }
-)
+SIZES: Mapping[str, Size] = {
+    size.name: size
+    for size in (
+        Size("1m", 512, 128, 5, heads=4, kv_heads=2, head_dim=32, intermediate=448, prefill_requests=32),
+        Size("3m", 512, 192, 6, heads=6, kv_heads=2, head_dim=32, intermediate=640, prefill_requests=32),
+        Size("100m", 32_000, 640, 15, 10, 5, head_dim=64, intermediate=2048, prefill_requests=8, small=False),
+    )
+}
 
 
 class Kind(StrEnum):
@@ -105,7 +102,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What an engine is loaded for."""
+    """Settings with which an engine is loaded."""
 
     size: str
     threads: int
@@ -154,7 +151,7 @@ class Request:
 
 
 def requests(cell: Cell) -> list[Request]:
-    """Those of ``cell``: a function of its fields alone."""
+    """Requests of ``cell``: a function of its fields alone."""
     size = SIZES[cell.size]
     order = random.Random(f"{cell.concurrent} {cell.kind} {cell.tokens}")
     match cell.kind:
@@ -182,7 +179,7 @@ def long_tailed(count: int, least: int, most: int) -> list[int]:
 
 
 def work(cell: Cell, asked: Sequence[Request]) -> int:
-    """What is counted: tokens of the answers, or of the prompts where prefill alone is measured."""
+    """Number of tokens that count: of the answers, or of the prompts where prefill alone is measured."""
     if cell.kind == Kind.PREFILL:
         return sum(len(request.prompt) for request in asked)
     return sum(request.tokens for request in asked)

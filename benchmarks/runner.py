@@ -1,4 +1,4 @@
-"""What all benchmarks share: their command lines, runs of training, processes that answer questions, and turns.
+"""Shared parts of all benchmarks: command lines, runs of training, processes that answer questions, and turns.
 
 Every process has `math_environment`, as Headway's own workers do.
 """

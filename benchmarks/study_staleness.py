@@ -157,7 +157,7 @@ def model() -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What is kept of a run."""
+    """Figures that are kept of a run."""
 
     run: Run
     updates: list[int]
@@ -255,7 +255,7 @@ def read(run: Run, directory: Path, seconds: float) -> Result:
 
 
 def by_cell(results: Iterable[Result]) -> dict[tuple[float, int, str], list[Result]]:
-    """By learning rate, η, and in the order of the losses; the seeds of each in theirs."""
+    """Results by learning rate, η and loss, in this order; the seeds of each in theirs."""
     order = list(LOSSES)
     cells: dict[tuple[float, int, str], list[Result]] = {}
     for result in sorted(results, key=lambda r: (r.run.lr, r.run.eta, order.index(r.run.loss), r.run.seed)):
@@ -264,7 +264,7 @@ def by_cell(results: Iterable[Result]) -> dict[tuple[float, int, str], list[Resu
 
 
 def lag_range(results: Iterable[Result]) -> str:
-    """Of the mean lags: ``3.71`` or ``3.71–3.74``."""
+    """Range of the mean lags: ``3.71`` or ``3.71–3.74``."""
     lags = [result.lag_mean for result in results]
     return "–".join(dict.fromkeys(f"{lag:.2f}" for lag in (min(lags), max(lags))))
 

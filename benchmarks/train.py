@@ -151,7 +151,7 @@ class Measured:
         return sum(map(sum, self.cpu_seconds.values())) / sum(map(sum, self.seconds.values()))
 
     def line(self) -> str:
-        """What is told while the benchmark runs."""
+        """Line that is printed while the benchmark runs."""
         rates = ", ".join(f"{kind} {self.rate(kind):,.0f}" for kind in Kind)
         shared = f"shared {self.ratio(Kind.SHARED)} padded of {self.allowed(Kind.SHARED)} allowed"
         return f"{self.cell.name}: {rates} tokens/s; {shared}"

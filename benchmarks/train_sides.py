@@ -32,7 +32,7 @@ UNLIMITED = 1e9
 
 
 class Plain:
-    """What one would write over transformers, written well.
+    """Plain loop over transformers, written well.
 
     Rows are sorted by length, padded on the right, in micro-batches of so many tokens; the head sees answers alone.
     """

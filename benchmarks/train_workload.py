@@ -1,4 +1,4 @@
-"""What ``make bench-train`` trains on, and what arithmetic allows: models of three sizes, groups of rows, operations.
+"""Workload of ``make bench-train``, and its arithmetic: models of three sizes, groups of rows, operations.
 
 Rows are made from the cell alone, so that every side computes the very same loss. Where a cell is uniform, all prompts
 and all answers are equally long: nothing is padded, and what sharing saves is all that differs. In long-tailed cells
@@ -15,7 +15,6 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from types import MappingProxyType
 
 import numpy as np
 
@@ -34,14 +33,12 @@ BUDGET = 4096
 """Tokens of a micro-batch: six of the longest rows."""
 PASSES = 3
 
-SIZES: Mapping[str, Size] = MappingProxyType(
-    {
-        "1m": ROLLOUT_SIZES["1m"],
-        "10m": Size("10m", 4096, 320, 7, heads=10, kv_heads=5, head_dim=32, intermediate=1024, prefill_requests=0),
-        "100m": ROLLOUT_SIZES["100m"],
-    }
-)
-ROWS: Mapping[str, int] = MappingProxyType({"1m": 128, "10m": 32, "100m": 16})
+SIZES: Mapping[str, Size] = {
+    "1m": ROLLOUT_SIZES["1m"],
+    "10m": Size("10m", 4096, 320, 7, heads=10, kv_heads=5, head_dim=32, intermediate=1024, prefill_requests=0),
+    "100m": ROLLOUT_SIZES["100m"],
+}
+ROWS: Mapping[str, int] = {"1m": 128, "10m": 32, "100m": 16}
 """Rows of a step by size, so that a step takes a second or a few."""
 
 
@@ -87,7 +84,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What one side computes of a step, by the layout of its micro-batches."""
+    """Tokens and pairs that one side computes in a step, by the layout of its micro-batches."""
 
     tokens: int
     """Tokens that go through the layers, padding included."""
@@ -150,7 +147,7 @@ def rows_of(cell: Cell) -> list[CollatedRow]:
 
 
 def work(kind: Kind, rows: Sequence[CollatedRow], budget: int = BUDGET) -> Work:
-    """What ``kind`` has to compute of ``rows`` in micro-batches of ``budget`` tokens."""
+    """Work of ``kind`` on ``rows`` in micro-batches of ``budget`` tokens."""
     lengths, answers = [len(row.input_ids) for row in rows], sum(len(row.logprobs) for row in rows)
     if kind is Kind.PACKED:
         return Work(sum(lengths), answers, sum(map(_causal, lengths)))

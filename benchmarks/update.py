@@ -67,7 +67,7 @@ class Row:
         return rate / median(raw.nbytes / raw.broadcast_s for raw in self.raws)
 
     def raw(self) -> dict[str, Any]:
-        """What the JSON has of the row."""
+        """Content of the row in the JSON."""
         measured = {**self.figures, "window_s": self.figures.window_s, "versions": self.figures.versions}
         machine = [asdict(raw) for raw in self.raws]
         return {"model": self.model, **asdict(self.kind), "machine": machine, **measured, "failure": self.failure}

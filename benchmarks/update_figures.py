@@ -36,7 +36,7 @@ Steps = Sequence[tuple[int, int, float]]
 
 
 class Figures(defaultdict[str, list[Any]]):
-    """Of all updates that were measured, by name; those of several runs can be added up.
+    """Figures of all updates that were measured, by name; those of several runs can be added up.
 
     ``window_s``: seconds of the measured versions together. A name of `PHASES`: seconds. ``trainer_stall`` (without
     gather), ``rollout_stall``, ``steps`` (the optimizer's): seconds. ``sent``, ``full``: bytes. ``changed``: share of
@@ -163,7 +163,7 @@ def _compare_decoding(found: Figures, events: Sequence[Event], window: Span) -> 
 
 
 def _prefilled_again(events: Iterable[Event], window: Span) -> Iterator[tuple[int, float]]:
-    """Of the first report with a prefill after each halt that cut something: the mean of its largest prefills."""
+    """Mean of the largest prefills in the first report with one after each halt that cut something."""
     cut: float | None = None
     for event in events:
         match event:
