@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import os
 import re
 import subprocess
 import sys
@@ -348,3 +349,15 @@ def test_the_protocol_says_of_each_member_what_every_kind_of_device_gives() -> N
     said = dict(asked_of_a_kind())
     assert len(said) > 15
     assert [name for name, text in said.items() if not text.endswith(".")] == []
+
+
+def test_looking_for_a_gpu_does_not_start_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that are forked afterwards could not use a GPU. With this variable torch asks the driver's library."""
+    monkeypatch.delenv("PYTORCH_NVML_BASED_CUDA_CHECK", raising=False)
+    seen: list[str | None] = []
+    monkeypatch.setattr(
+        torch.cuda, "is_available", lambda: seen.append(os.environ.get("PYTORCH_NVML_BASED_CUDA_CHECK")) or True
+    )
+    assert CUDA.is_there()
+    assert seen == ["1"]
+    monkeypatch.delenv("PYTORCH_NVML_BASED_CUDA_CHECK")

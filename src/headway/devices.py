@@ -332,6 +332,12 @@ class Cuda(Accelerator):
     nvidia = (Path("/proc/driver/nvidia"), Path("/dev/nvidiactl"), Path("/dev/dxg"))
     """What a machine with a driver of NVIDIA's may have: a container lacks the first, WSL has the last alone."""
 
+    def is_there(self) -> bool:
+        # By the driver's library of management: torch's own check starts CUDA, and a process that is forked afterwards,
+        # as vLLM forks its workers, cannot use a GPU any more.
+        os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+        return super().is_there()
+
     def listed(self) -> int | None:
         gpus = self._gpus()
         return None if gpus is None else len(gpus)
