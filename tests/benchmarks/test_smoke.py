@@ -26,6 +26,7 @@ def test_a_benchmark_imports(name: str) -> None:
 
 
 def test_a_long_run_balances_and_is_looked_at_twice(tmp_path: Path) -> None:
+    """Simulates ten versions, with the real reports beside them."""
     looks, balanced = long_run.measured(640, 192, tmp_path)
     assert [look["groups"] for look in looks] == [192, 640]
     assert balanced
