@@ -31,7 +31,7 @@ from headway.cluster.worker_engines import TrainGroup, reference_of
 from headway.cluster.worker_group import WorkerGroup
 from headway.cluster.worker_plan import ClusterPlan, WorkerSpec
 from headway.config.schema import Config
-from headway.config.sizing.device_groups import node_shares
+from headway.config.sizing.placement import node_shares
 from headway.data.assignment import Cost
 from headway.data.interfaces.training import StepContext
 from headway.data.types import ColumnName, FinishReason, Group, Prompt, RowAt, Sample, Trajectory

@@ -1,7 +1,7 @@
 """``python -m benchmarks.memory_choices``: the table of docs/training.md, what to choose for a model, by arithmetic.
 
 For each model, number of devices and length of answers, the first setting that fits, in the order of what it costs
-(`headway.config.sizing.memory_fitting`).
+(`headway.config.sizing.process_memory`).
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
-from headway.config.sizing.memory_fitting import PER_MACHINE, SIZES, Fit, Split, fits, room
 from headway.config.sizing.model_shape import ModelShape
+from headway.config.sizing.process_memory import PER_MACHINE, SIZES, Fit, Split, fits, room
 
 DEVICE = 80_000_000_000
 ROOM = room(DEVICE)

@@ -20,7 +20,7 @@ from statistics import median
 
 from benchmarks.runner import DEMO, parser, say, train, warmed_up_model
 from benchmarks.table import Rows, Share, report
-from headway.config.doctor.doctor import diagnose
+from headway.config.doctor import diagnose
 from headway.config.loading import load
 from headway.config.presets import PRESETS
 from headway.config.sections.section import exact_fraction

@@ -14,7 +14,7 @@ from pathlib import Path
 from safetensors import safe_open
 
 from benchmarks.runner import train
-from headway.config.doctor.doctor import diagnose
+from headway.config.doctor import diagnose
 from headway.config.loading import load
 from headway.config.sections.model_section import MakeModelConfig
 from headway.config.transport_facts import TRANSPORTS

@@ -19,7 +19,8 @@ import pytest
 import torch
 
 import headway
-from headway.config.schema import ClusterConfig, ParamUpdateConfig
+from headway.config.schema import ClusterConfig
+from headway.config.sections.rollout_section import ParamUpdateConfig
 from headway.devices import (
     ACCELERATORS,
     CPU,
@@ -40,8 +41,8 @@ CUDA = kind_of("cuda")
 WORDS = {word for kind in ACCELERATORS for word in (kind.name, kind.collectives)}
 USERS_WORDS = {
     "config/schema.py",
-    "config/doctor/machine_advice.py",
-    "config/doctor/doctor.py",
+    "config/sections/rollout_section.py",
+    "config/doctor.py",
     "config/migration_tables/verl.py",
 }
 """Files in which such a word is a value of a setting: ``cluster.device=cuda``, verl's ``trainer.device=cuda``."""

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.memory_choices import MODELS, PROMPT, ROOM, choose, table
-from headway.config.sizing.memory_fitting import BF16
 from headway.config.sizing.model_shape import ModelShape
+from headway.config.sizing.process_memory import BF16
 
 PAGE = Path(__file__).parents[2] / "docs" / "training.md"
 

@@ -32,7 +32,7 @@ from benchmarks.study_staleness import (
     write_into,
 )
 from benchmarks.table import markdown
-from headway.config.doctor.doctor import diagnose
+from headway.config.doctor import diagnose
 from headway.config.loading import load
 
 RUN = Run("naive PPO", eta=4, lr=2e-4, seed=0)

@@ -138,7 +138,7 @@ def test_a_model_that_the_native_engine_cannot_run_is_refused_with_a_way_out(
 def test_vllm_that_is_not_installed_is_refused_by_the_doctor_too(
     job: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headway.config.doctor.machine_advice.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("headway.config.doctor.importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="vLLM is not installed here"):
         check_inputs(changed(job, "rollout", name="vllm"))
     elsewhere = {**job, "cluster": {"address": "head:6379"}}

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from headway.cluster.roles.role import Role
 from headway.cluster.worker_group import Collect, Dispatch, register
 from headway.cluster.worker_plan import ClusterPlan, WorkerSpec
-from headway.config.sizing.device_groups import node_shares
+from headway.config.sizing.placement import node_shares
 from headway.data.types import Column, GroupTokens, RowTokens, Sample, SampledTokens, TrajectoryId
 from headway.errors import UpdateFailed
 

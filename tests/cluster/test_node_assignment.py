@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.cluster.on_ray.node_assignment import Node, assign_nodes, lacking
-from headway.config.sizing.device_groups import NodeShare, node_shares
+from headway.config.sizing.placement import NodeShare, node_shares
 
 
 def shares(**sizes: tuple[int, int]) -> tuple[NodeShare, ...]:

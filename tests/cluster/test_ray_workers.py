@@ -28,7 +28,7 @@ from headway.cluster.on_ray.ray_worker import RayWorker
 from headway.cluster.on_ray.resource_pool import ResourcePool
 from headway.cluster.worker_group import WorkerGroup
 from headway.config.schema import Config
-from headway.config.sizing.device_groups import node_shares
+from headway.config.sizing.placement import node_shares
 from headway.data.types import Sample
 from headway.errors import ConfigError, ModelError, RunError, StallError, UpdateFailed, WorkerDied
 from tests.cluster.fakes import EchoRole, echo_plan, echo_specs, group_tokens, sample

@@ -26,8 +26,7 @@ from headway.cluster.on_ray.ray_worker import RayWorker
 from headway.cluster.on_ray.resource_pool import ResourcePool
 from headway.cluster.worker_plan import ClusterPlan, plan_cluster
 from headway.config.schema import Config
-from headway.config.sizing.device_groups import NodeShare, node_shares
-from headway.config.sizing.placement import Placement, resolve_placement
+from headway.config.sizing.placement import NodeShare, Placement, node_shares, resolve_placement
 from headway.errors import ConfigError, StallError
 from tests.cluster.fakes import EchoRole
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from headway.config.doctor.doctor import diagnose
+from headway.config.doctor import diagnose
 from headway.config.layers import flatten
 
 from .conftest import Load

@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import pytest
 
-from headway.config.doctor.doctor import diagnose
+from headway.config.doctor import diagnose
 from headway.config.loading import LoadedConfig, dump, load
 from headway.config.schema import SourceConfig
 from headway.errors import ConfigError

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from headway.config.doctor.doctor import diagnose
+from headway.config.doctor import diagnose
 from headway.config.loading import dump, load
 from headway.config.presets import PRESETS
 from headway.errors import ConfigError

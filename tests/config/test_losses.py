@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import yaml
 
-from headway.config.doctor.doctor import diagnose
+from headway.config.doctor import diagnose
 from headway.config.loading import dump, load
 from headway.config.reference import parts
 from headway.config.sections.losses import LOSSES

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headway.config.doctor.machine_advice import machine_notes
+from headway.config.doctor import machine_notes
 
 from .conftest import Load
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import headway
-from headway.config.schema import ParamUpdateConfig
 from headway.config.sections.losses import LOSSES
+from headway.config.sections.rollout_section import ParamUpdateConfig
 from headway.config.transport_facts import TRANSPORTS, WITHIN_PROCESS, transport_of
 
 SOURCE = Path(headway.__file__).parent

@@ -11,8 +11,8 @@ import yaml
 from pydantic import AfterValidator, Field
 
 from headway.config import reference
+from headway.config.aliases import USUAL
 from headway.config.layers import nest
-from headway.config.migration_tables.common_names import USUAL
 from headway.config.presets import PRESETS
 from headway.config.reference import REQUIRED, keys, page, parts
 from headway.config.schema import Config

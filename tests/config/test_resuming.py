@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from headway.config.resume_changes import check_changes
+from headway.config.loading import check_changes
 from headway.errors import ConfigError
 from tests.config.conftest import Load
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from headway.agents.rewards.scorers import RewardSpec
-from headway.config.doctor.doctor import diagnose
+from headway.config.doctor import diagnose
 from headway.config.loading import dump, load
 from headway.errors import ConfigError
 from headway.runtime.sandbox.sandbox_limits import SandboxLimits, SandboxSpec

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headway.config.doctor.doctor import diagnose
+from headway.config.doctor import diagnose
 from headway.config.loading import load
 from headway.errors import ConfigError
 

@@ -12,7 +12,7 @@ import yaml
 from typer.main import get_command
 
 from headway.cli import cli
-from headway.config.doctor.doctor import diagnose
+from headway.config.doctor import diagnose
 from headway.config.loading import load, mode_config
 from headway.config.presets import PRESETS
 from headway.config.schema_messages import known_keys

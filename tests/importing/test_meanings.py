@@ -8,10 +8,9 @@ import pytest
 
 from headway.agents.rewards.built_in import make_rule
 from headway.agents.rewards.score_request import ScoreRequest
-from headway.config.migration.migration_report import recipe
 from headway.config.migration.settings_files import SettingsFile
-from headway.config.migration.translation import Translation, translate
-from headway.config.migration.unresolved import unresolved
+from headway.config.migration.shell_scripts import unresolved
+from headway.config.migration.translation import Translation, recipe, translate
 from headway.config.migration_tables.projects import PROJECTS
 from headway.config.migration_tables.table_rows import ReportPart
 

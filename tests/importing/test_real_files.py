@@ -14,9 +14,8 @@ import yaml
 
 from headway.config.layers import flatten
 from headway.config.loading import load
-from headway.config.migration.migration_report import WIDTH, recipe, report
 from headway.config.migration.settings_files import read
-from headway.config.migration.translation import Translation, recognise, translate
+from headway.config.migration.translation import WIDTH, Translation, recipe, recognise, report, translate
 from headway.config.migration_tables.projects import PROJECTS
 from headway.config.migration_tables.table_rows import ReportPart
 

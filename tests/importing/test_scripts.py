@@ -7,8 +7,7 @@ import subprocess
 
 import pytest
 
-from headway.config.migration.shell_scripts import read_script
-from headway.config.migration.unresolved import missing, written
+from headway.config.migration.shell_scripts import missing, read_script, written
 from headway.errors import ConfigError
 
 KNOWN = [

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from headway.config.layers import lies_in
 from headway.config.loading import load
-from headway.config.migration.migration_report import recipe, report
 from headway.config.migration.settings_files import SettingsFile
-from headway.config.migration.translation import translate
+from headway.config.migration.translation import recipe, report, translate
 from headway.config.migration_tables.projects import PROJECTS, whole_key
 from headway.config.migration_tables.table_rows import ReportPart
 from headway.config.schema_messages import known_keys

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from headway.config.doctor.doctor import diagnose
+from headway.config.doctor import diagnose
 from headway.config.loading import load
 from headway.config.schema import Config
 from headway.errors import UserError

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from headway.agents.rewards.score_request import ScoreRequest
 from headway.agents.rewards.scorers import MOST_NAMES, RewardPart, RewardSpec, make_scorer
-from headway.config.doctor.doctor import diagnose
+from headway.config.doctor import diagnose
 from headway.config.loading import dump, load
 from headway.config.schema import Config
 from headway.data.interfaces.episode_groups import Scores, means_of_parts

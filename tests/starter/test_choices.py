@@ -13,9 +13,9 @@ from headway.api.init.data_summary import TextLengths
 from headway.api.init.memory_choices import config_of, taken
 from headway.api.init.model_summary import Machine, look_here
 from headway.api.init.recipe_builder import render
-from headway.config.doctor.doctor import diagnose
+from headway.config.doctor import diagnose
 from headway.config.loading import LoadedConfig
-from headway.config.sizing.memory_fitting import room
+from headway.config.sizing.process_memory import room
 from headway.errors import ConfigError
 from tests.starter.facts import GB, choices, data, gpus, model, values
 

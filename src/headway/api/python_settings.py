@@ -14,8 +14,7 @@ from typing import Any
 
 from headway.cluster.hardware import available_cores
 from headway.config.aliases import moved_keys, translate
-from headway.config.doctor.doctor import diagnose
-from headway.config.doctor.machine_advice import machine_notes
+from headway.config.doctor import diagnose, machine_notes
 from headway.config.layers import Layer, flatten, overlay
 from headway.config.loading import LoadedConfig, load
 from headway.config.schema import Config

@@ -88,7 +88,7 @@ def _print_section(console: Console, sections: Sequence[KeyTable], inner: Sequen
 
 
 def _print_key(console: Console, named: Sequence[tuple[KeyTable, Key]], everyone: Sequence[Key]) -> None:
-    from headway.config.doctor.check_texts import checks_of
+    from headway.config.check_texts import checks_of
     from headway.config.presets import PRESETS
     from headway.config.reference import spelled
 

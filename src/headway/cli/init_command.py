@@ -218,9 +218,8 @@ def import_files(
 ) -> None:
     """Turn a file of verl, TRL, AReaL, prime-rl or OpenRLHF into a recipe, and say what became of each setting."""
     with errors_as_messages(debug):
-        from headway.config.migration.migration_report import recipe, report
         from headway.config.migration.settings_files import read
-        from headway.config.migration.translation import recognise, translate
+        from headway.config.migration.translation import recipe, recognise, report, translate
 
         sources = [read(file) for file in files]
         found = translate(recognise(sources, project), sources)
@@ -238,7 +237,7 @@ def import_files(
 
 def lacking_here(config: Config) -> Iterator[str]:
     """Yield what the doctor says of packages that the settings ask for, and that are not installed."""
-    from headway.config.doctor.machine_advice import check_vllm_installed
+    from headway.config.doctor import check_vllm_installed
     from headway.reports.trackers.tracker_checks import check_packages
 
     for check in (lambda: check_packages(config), *([check_vllm_installed] if config.rollout.name == "vllm" else [])):

@@ -29,8 +29,7 @@ def sft(
     """Fine-tune model.path on the conversations in data.train: [CONFIG] [a.b=c …], or --resume RUN [a.b=c …]."""
     with errors_as_messages(debug):
         from headway.api.python_settings import load_checked, load_resumed
-        from headway.config.loading import dump
-        from headway.config.resume_changes import check_changes
+        from headway.config.loading import check_changes, dump
 
         given = list(overrides or [])
         if config is not None and ("=" in str(config) and not config.exists()):

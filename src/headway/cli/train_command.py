@@ -14,8 +14,7 @@ import typer
 
 from headway.cli.common import Debug, Overrides, Static, complete_config, errors_as_messages
 from headway.config.sections.parallel import ParallelConfig
-from headway.config.sizing.device_groups import NodeShare
-from headway.config.sizing.placement import ACTOR, CRITIC, LOGP, REF, ROLLOUT, Placement
+from headway.config.sizing.placement import ACTOR, CRITIC, LOGP, REF, ROLLOUT, NodeShare, Placement
 from headway.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -238,7 +237,7 @@ def _train(config: Path, overrides: list[str], dry_run: bool, static: bool) -> N
 
 def _resume(run: Path, overrides: list[str], dry_run: bool, static: bool) -> None:
     from headway.api.python_settings import load_resumed
-    from headway.config.resume_changes import check_changes
+    from headway.config.loading import check_changes
 
     if files := [override for override in overrides if "=" not in override]:
         raise ConfigError(f"--resume RUN takes the settings that RUN was begun with; drop {files[0]}, or give a.b=c")

@@ -18,8 +18,7 @@ from headway.cluster.roles.logprob_role import LogpRole
 from headway.cluster.roles.reference_role import RefRole
 from headway.cluster.roles.rollout_role import RolloutRole
 from headway.config.schema import Config
-from headway.config.sizing.device_groups import DeviceGroup, NodeShare
-from headway.config.sizing.placement import ACTOR, CRITIC, LOGP, REF, ROLLOUT, Placement
+from headway.config.sizing.placement import ACTOR, CRITIC, LOGP, REF, ROLLOUT, DeviceGroup, NodeShare, Placement
 
 EPISODE_WORKER = "episode-worker"
 """The role's name, in the names of its workers."""

@@ -23,7 +23,7 @@ import yaml
 from pydantic import AfterValidator
 from pydantic.fields import FieldInfo
 
-from headway.config.migration_tables.common_names import USUAL
+from headway.config.aliases import USUAL
 from headway.config.migration_tables.table_rows import ReportPart
 from headway.config.migration_tables.verl import VERL
 from headway.config.migration_tables.verl_values import FIXED

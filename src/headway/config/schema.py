@@ -29,17 +29,17 @@ from pydantic import (
     model_validator,
 )
 
-from headway.config.sections.agent_section import AgentConfig
+from headway.config.sections.agent_section import AgentConfig, SandboxConfig
 from headway.config.sections.learning import (
     ActorConfig,
     AlgorithmConfig,
     CriticConfig,
     LogpConfig,
     RefConfig,
+    SftConfig,
 )
 from headway.config.sections.model_section import ModelConfig
-from headway.config.sections.rollout_section import RolloutConfig
-from headway.config.sections.sandbox_section import SandboxConfig
+from headway.config.sections.rollout_section import ParamUpdateConfig, RolloutConfig
 from headway.config.sections.section import (
     Eta,
     Every,
@@ -53,8 +53,6 @@ from headway.config.sections.section import (
     shortest_spelling,
     text_or,
 )
-from headway.config.sections.sft_section import SftConfig
-from headway.config.transport_facts import known_transport
 
 LONGEST_NAME = 200
 """Most bytes of a run's name: file systems take 255, and the time comes after it."""
@@ -352,34 +350,6 @@ class AsyncTrainingConfig(Section):
     use_rollout_log_probs: bool = True
     """Take the engine's log-probs for π_prox (the PPO denominator). False: the trainer recomputes them at each
     fetch."""
-
-
-class ParamUpdateConfig(Section):
-    """Transfer of new weights to the replicas (docs/parameter-update.md)."""
-
-    schedule: Literal["synchronous", "overlapped"] = "synchronous"
-    """Schedule of an update. ``synchronous``: the trainer waits until every replica has loaded. ``overlapped``: it
-    waits for gather alone, and trains on while replicas receive and load, each at its own pace."""
-    transport: Annotated[str, AfterValidator(known_transport)] = "auto"
-    """The carrier of the weights, one of those below. ``auto`` is the one within the process where there is only one
-    process, else the first that works with ``cluster.backend``."""
-    encoding: Literal["full", "delta"] = "full"
-    """Encoding of the weights. ``delta`` sends only what changed in the served dtype; the trainer then keeps a copy of
-    it in host memory."""
-    backend: Literal["auto", "gloo", "nccl"] = "auto"
-    """Backend of ``broadcast``: ``nccl`` from GPU to GPU, ``gloo`` through host memory; ``auto`` is ``nccl`` where
-    there are GPUs and the trainer waits for the update."""
-    directory: Folder | None = None
-    """Directory for the files of ``disk``, which every worker must reach. Default: ``weights`` in the run's
-    directory."""
-    verify: bool = True
-    """Compare, after each update, what each replica serves with the trainer on a few fixed sequences. Checksums of what
-    was received are always compared."""
-    timeout_s: float = Field(120.0, gt=0)
-    """Most seconds that one update, or the load of a version, may take, and one more for each 50 MB of weights. It is
-    also how long a replica may take to answer, or may compute no token while calls are open: longer where the longest
-    context takes longer to read, and by ten minutes before the first token where kernels are compiled. A replica that
-    is late is left out, and others take over its calls; the run ends when it was the last."""
 
 
 class TrainerConfig(Section):

@@ -11,9 +11,8 @@ from typing import Any, get_origin
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from headway.config.aliases import canonical_key
+from headway.config.aliases import USUAL, canonical_key
 from headway.config.layers import lies_in
-from headway.config.migration_tables.common_names import USUAL
 from headway.config.schema import Config
 from headway.config.sections.section import Section, sections_in, told_apart_by, types_in
 from headway.errors import shown

@@ -11,8 +11,7 @@ from math import floor
 from headway.config.algorithm_checks import idle_correction_keys, idle_estimator_keys, idle_loss_keys, idle_role_keys
 from headway.config.layers import lies_in
 from headway.config.schema import Config, Order
-from headway.config.sections.agent_section import idle_program_keys
-from headway.config.sections.sandbox_section import idle_sandbox_keys
+from headway.config.sections.agent_section import idle_program_keys, idle_sandbox_keys
 from headway.config.sizing.placement import needs_reference
 from headway.config.transport_facts import TRANSPORTS, transport_of
 

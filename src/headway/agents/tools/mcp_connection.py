@@ -90,7 +90,7 @@ CLOSE_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class McpServerSpec:
-    """The user's choice of a server, as ``config/sections/mcp_section.py`` has it."""
+    """The user's choice of a server, as ``config/sections/agent_section.py`` has it."""
 
     name: str
     command: tuple[str, ...] = ()

@@ -37,9 +37,9 @@ from headway.api.checks.model_checks import (
     check_vocabulary,
 )
 from headway.cluster.calls.address_check import check_listens
-from headway.config.doctor.machine_advice import check_vllm_installed
+from headway.config.doctor import check_vllm_installed
 from headway.config.schema import Config
-from headway.config.sections.sandbox_section import CODE
+from headway.config.sections.agent_section import CODE
 from headway.data.files import Record
 from headway.data.rows import by_source
 from headway.data.sources import DataBundle, Rows, build_sources, check_rows, read_rows

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from headway.config.doctor.doctor import diagnose
+from headway.config.doctor import diagnose
 from headway.config.layers import Layer, lies_in, overlay, read_overrides, settings_of
 from headway.config.loading import LoadedConfig, load
 from headway.config.schema import (

@@ -10,8 +10,8 @@ from typing import Any
 from headway.api.init.model_summary import Machine, ModelFacts
 from headway.config.presets import preset
 from headway.config.sections.parallel import expert_problems, model_problems, plan_problems
-from headway.config.sizing.memory_fitting import PER_MACHINE, SIZES, Fit, Split, fits, replicas, room
 from headway.config.sizing.model_shape import FAMILIES
+from headway.config.sizing.process_memory import PER_MACHINE, SIZES, Fit, Split, fits, replicas, room
 from headway.errors import ConfigError
 from headway.models.tokenizer import torch_hidden
 

@@ -14,9 +14,8 @@ from headway.api.init.model_summary import Machine, ModelFacts
 from headway.config.layers import Layer
 from headway.config.loading import load
 from headway.config.schema import Config
-from headway.config.sizing.memory_fitting import BF16, room
 from headway.config.sizing.model_shape import FLOAT
-from headway.config.sizing.process_memory import MemoryItem
+from headway.config.sizing.process_memory import BF16, MemoryItem, room
 from headway.config.sizing.run_memory import GIB, OF_REPLICA, REPLICA, RunProcess, processes
 from headway.errors import ConfigError
 

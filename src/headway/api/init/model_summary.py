@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from headway.cluster.hardware import available_cores
-from headway.config.sizing.memory_fitting import PER_MACHINE
 from headway.config.sizing.model_shape import ModelShape
+from headway.config.sizing.process_memory import PER_MACHINE
 from headway.devices import listed_here, memory_listed_here
 from headway.errors import ConfigError, ModelError, boundary
 from headway.models.logits import is_known

@@ -21,7 +21,7 @@ from headway.api.init.model_summary import Machine, ModelFacts
 from headway.config.layers import lies_in, nest
 from headway.config.presets import preset
 from headway.config.sections.agent_section import AgentConfig
-from headway.config.sizing.memory_fitting import PER_MACHINE
+from headway.config.sizing.process_memory import PER_MACHINE
 from headway.devices import ACCELERATORS, CPU
 from headway.errors import ConfigError
 

@@ -17,8 +17,7 @@ from headway.api.checks.preflight import check_inputs, check_model
 from headway.api.run.run_execution import carry_out, set_math_environment, when_saved
 from headway.api.run.training_run import WARMING, ResumeStart, StartingModel, is_of_the_end, note
 from headway.cluster.machine.worker_setup import importing
-from headway.config.loading import LoadedConfig
-from headway.config.resume_changes import check_changes
+from headway.config.loading import LoadedConfig, check_changes
 from headway.config.schema import Config
 from headway.config.sections.model_section import WarmupConfig
 from headway.config.sizing.placement import needs_critic

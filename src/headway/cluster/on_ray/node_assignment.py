@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from headway.config.sizing.device_groups import NodeShare
+from headway.config.sizing.placement import NodeShare
 
 MOST_STEPS = 5_000
 """Most tries to lay a share on a node, for one number of nodes: nodes that are alike need one for each share."""

@@ -28,7 +28,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from headway.cluster.calls.address_check import ATTEMPTS, answers
 from headway.cluster.on_ray.node_assignment import Node, assign_nodes, lacking
-from headway.config.sizing.device_groups import DeviceGroup, NodeShare
+from headway.config.sizing.placement import DeviceGroup, NodeShare
 from headway.errors import ConfigError, StallError
 
 CPU_SHARE = 0.01

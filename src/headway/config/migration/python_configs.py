@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from headway.config.migration.unresolved import missing, unresolved
+from headway.config.migration.shell_scripts import missing, unresolved
 from headway.config.migration_tables.trl_values import CONFIG, REWARDS
 from headway.errors import ConfigError
 

@@ -17,8 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from headway.config.migration.python_configs import read_code
-from headway.config.migration.shell_scripts import ShellScript, read_script
-from headway.config.migration.unresolved import unresolved, written
+from headway.config.migration.shell_scripts import ShellScript, read_script, unresolved, written
 from headway.config.migration_tables.openrlhf import OPENRLHF
 from headway.config.migration_tables.trl import TRL
 from headway.config.migration_tables.trl_values import CONFIG, PROCESSES

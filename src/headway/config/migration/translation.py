@@ -1,22 +1,25 @@
-"""Translation: settings of another project, by its table, to values here that load; what became of each setting."""
+"""Translation: settings of another project, by its table, to a recipe that loads, and a report on each setting."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from itertools import groupby
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import yaml
+
 from headway.config.aliases import canonical_key
-from headway.config.doctor.doctor import diagnose
-from headway.config.layers import flatten, lies_in
+from headway.config.doctor import diagnose
+from headway.config.layers import flatten, lies_in, nest
 from headway.config.loading import LoadedConfig, load, mode_config
-from headway.config.migration.recipe_writer import body
 from headway.config.migration.settings_files import SettingsFile
-from headway.config.migration.unresolved import missing, written
+from headway.config.migration.shell_scripts import missing, written
 from headway.config.migration_tables.openrlhf import OPENRLHF, with_new_names
 from headway.config.migration_tables.prime_rl import PRIME_RL, SECTIONS
 from headway.config.migration_tables.projects import PROJECTS
@@ -27,6 +30,56 @@ from headway.config.schema import Config
 from headway.config.schema_messages import known_keys
 from headway.config.settings_without_effect import without_effect
 from headway.errors import ConfigError
+
+WIDTH = 100
+"""Width of a recipe's lines, where values allow it."""
+
+
+def body(values: Mapping[str, Any], comments: Mapping[str, tuple[str, str]]) -> str:
+    """Return the YAML of ``values``.
+
+    ``comments`` has, by key, the setting that a value is from, for the end of its line, and a remark for those above.
+    """
+    order = {key: i for i, key in enumerate(known_keys())}
+    first = {section: i for i, section in reversed(list(enumerate(key.partition(".")[0] for key in order)))}
+
+    def place(key: str) -> tuple[int, int, str]:
+        return first.get(key.partition(".")[0], len(first)), order.get(key, len(order)), key
+
+    ordered = {key: values[key] for key in sorted(values, key=place)}
+    lines = list(_lines(nest({key: _Leaf(value) for key, value in ordered.items()}), "", 0, comments))
+    return "\n".join(lines) + "\n" if lines else "{}\n"
+
+
+class _Leaf:
+    """A value, to tell it from a section."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def _lines(tree: Mapping[str, Any], prefix: str, depth: int, comments: Mapping[str, tuple[str, str]]) -> Iterator[str]:
+    indent = "  " * depth
+    for name, node in tree.items():
+        key = f"{prefix}{name}"
+        if not isinstance(node, _Leaf):
+            if depth == 0:
+                yield ""
+            yield f"{indent}{name}:"
+            yield from _lines(node, f"{key}.", depth + 1, comments)
+            continue
+        origin, remark = comments.get(key, ("", ""))
+        line = f"{indent}{name}: {in_yaml(node.value)}"
+        if remark:
+            yield from (f"{indent}# {part}" for part in textwrap.wrap(remark, WIDTH - len(indent) - 2))
+        yield f"{line}  # {origin}" if origin else line
+
+
+def in_yaml(value: Any) -> str:
+    """Return a value as YAML on one line."""
+    text = yaml.safe_dump([value], default_flow_style=True, width=10_000, allow_unicode=True, sort_keys=False)
+    return text.strip()[1:-1]
+
 
 _SECRET = re.compile(r"(key|token|password|secret|use_wandb)$", re.IGNORECASE)
 UNKNOWN = "unknown to Headway: look for it in docs/configuration.md"
@@ -323,3 +376,81 @@ def _without_secrets(key: str, value: Any, here: Mapping[str, Any]) -> Any:
         return {name: _without_secrets(str(name), part, here) for name, part in value.items()}
     hidden = isinstance(value, str) and _SECRET.search(key) and value not in here.values()  # columns are keys, too
     return "…" if hidden else value
+
+
+WIDTH = 80
+NOTHING = "nothing to do"
+"""Beginning of remarks on settings that nobody misses."""
+
+
+def report(found: Translation) -> str:
+    """Return the report as text."""
+    lines = [f"{', '.join(source.name for source in found.sources)}: {found.project.name}"]
+    for source in found.sources:
+        lines += _wrapped(source.remarks, "note: ", "      ")
+    for part in ReportPart:
+        outcomes = sorted(found.of(part), key=_urgency)
+        lines += ["", f"{part.value} ({len(outcomes)})"]
+        for note, group in groupby(outcomes, key=lambda one: "" if one.answer.values else one.answer.note):
+            lines += _settings(list(group), note, found.project.name)
+        lines += [] if outcomes else ["  none"]
+    if found.open:
+        lines += ["", "Before it runs, headway doctor asks for"]
+        lines += _wrapped(found.open, "  - ", "    ")
+    return "\n".join(lines) + "\n"
+
+
+def _urgency(one: TranslationOutcome) -> tuple[int, str]:
+    """Return what outcomes are sorted by: those with values, those with something to do, and the rest by its remark."""
+    if one.answer.values or not one.answer.note:
+        return 0, ""
+    return (2 if one.answer.note.startswith(NOTHING) else 1), one.answer.note
+
+
+def _settings(outcomes: Sequence[TranslationOutcome], note: str, project: str) -> Iterator[str]:
+    """Yield the lines of settings that share a remark; without one each has its own."""
+    for one in outcomes:
+        yield from _setting(one, project)
+    yield from textwrap.wrap(note, WIDTH, initial_indent="    ", subsequent_indent="    ")
+
+
+def _setting(one: TranslationOutcome, project: str) -> Iterator[str]:
+    theirs = f"  {one.key}={shown_value(one)}" + ("" if one.given else f"  ({project}'s default)")
+    ours = [f"{key}={in_yaml(value)}" for key, value in one.answer.values.items()]
+    if one.answer.part is ReportPart.TAKEN and len(ours) == 1 and not one.answer.note:
+        line = theirs if theirs.strip() == ours[0] else f"{theirs} → {ours[0]}"
+        if len(line) <= WIDTH:
+            yield line
+            return
+    yield theirs
+    yield from (f"    → {one}" for one in ours)
+    if ours and one.answer.note:
+        yield from textwrap.wrap(one.answer.note, WIDTH, initial_indent="    ", subsequent_indent="    ")
+
+
+def _wrapped(lines: list[str], first: str, further: str) -> list[str]:
+    return [
+        part for line in lines for part in textwrap.wrap(line, WIDTH, initial_indent=first, subsequent_indent=further)
+    ]
+
+
+def recipe(found: Translation, written_to: str | None) -> str:
+    """Return the recipe as text, with comments on where each value is from."""
+    names = ", ".join(source.name for source in found.sources)
+    head = [f"# From {names} ({found.project.name}), by headway import: behind each value the setting that it is from."]
+    head += [f"#   headway train {written_to or 'recipe.yaml'} --dry-run"]
+    if found.unknown:
+        head += ["#", "# The files do not say these, so set them yourself"]
+        head += _wrapped(found.unknown, "#   - ", "#     ")
+    if found.open:
+        head += ["#", "# Before it runs, headway doctor asks for"]
+        head += _wrapped(found.open, "#   - ", "#     ")
+    comments = {}
+    for key, one in found.origins().items():
+        name = one.key if one.given else f"{found.project.name}'s default of {one.key}"
+        remark = (
+            one.answer.note if one.answer.part is ReportPart.DIFFERS and key == next(iter(one.answer.values)) else ""
+        )
+        value = f"={shown_value(one)}" if one.answer.part is ReportPart.DIFFERS else ""
+        comments[key] = (f"{name}{value}", remark)
+    return "\n".join(head) + "\n" + body(found.values, comments)

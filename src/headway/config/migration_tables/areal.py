@@ -6,20 +6,24 @@ from collections.abc import Mapping
 
 from headway.config.migration_tables import areal_values as of
 from headway.config.migration_tables.table_rows import (
+    LORA,
     Project,
     TableRow,
     always,
     choice,
     differs,
+    file_name,
     like,
     no,
+    number,
     off,
+    path,
     same,
     several,
     taken,
+    whole,
 )
 from headway.config.migration_tables.table_rows import without as lost
-from headway.config.migration_tables.table_values import LORA, file_name, number, path, whole
 
 REMEMBERED = "nothing to do: the run's directory has all of it (run.dir)"
 SERVER = "nothing to do: replicas get weights, dtype and memory from the run (docs/rollout-engines.md)"

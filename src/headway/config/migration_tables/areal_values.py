@@ -6,9 +6,21 @@ import re
 from math import ceil
 from typing import Any
 
-from headway.config.migration_tables.table_rows import Given, TableRow, Translated, differs, off, other, same, taken
+from headway.config.migration_tables.table_rows import (
+    Given,
+    TableRow,
+    Translated,
+    differs,
+    groups,
+    number,
+    off,
+    other,
+    path,
+    same,
+    taken,
+    whole,
+)
 from headway.config.migration_tables.table_rows import without as lost
-from headway.config.migration_tables.table_values import groups, number, path, whole
 
 SIZES = re.compile(r"([a-z])(\d+)")
 DIMENSIONS = {"t": "tp", "c": "cp", "s": "cp", "e": "ep"}

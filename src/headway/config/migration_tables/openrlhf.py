@@ -7,31 +7,29 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from headway.config.migration_tables.table_rows import (
+    LORA,
+    PACKED,
+    REPLICA_SIZE,
+    REWARD_MODEL,
     Given,
     Project,
     TableRow,
     Translated,
     choice,
     differs,
-    no,
-    off,
-    other,
-    same,
-    taken,
-)
-from headway.config.migration_tables.table_rows import without as lost
-from headway.config.migration_tables.table_values import (
-    LORA,
-    PACKED,
-    REPLICA_SIZE,
-    REWARD_MODEL,
     file_name,
     interval,
+    no,
     number,
+    off,
+    other,
     path,
+    same,
+    taken,
     trackers,
     whole,
 )
+from headway.config.migration_tables.table_rows import without as lost
 
 OF_DEEPSPEED = "nothing to do: FSDP2 shards here (docs/training.md)"
 ESTIMATORS: Mapping[Any, Any] = {

@@ -5,8 +5,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from headway.config.migration_tables import trl_values as of
-from headway.config.migration_tables.table_rows import Project, TableRow, always, choice, differs, no, off, same, taken
-from headway.config.migration_tables.table_values import LORA, REPLICA_SIZE, file_name, number, path, trackers, whole
+from headway.config.migration_tables.table_rows import (
+    LORA,
+    REPLICA_SIZE,
+    Project,
+    TableRow,
+    always,
+    choice,
+    differs,
+    file_name,
+    no,
+    number,
+    off,
+    path,
+    same,
+    taken,
+    trackers,
+    whole,
+)
 
 OF_TRAINER = "nothing to do: it is about how transformers' trainer runs, not about what is learned"
 OF_VLLM = "nothing to do: Headway starts the engines, and gives them memory (rollout.engine_kwargs)"

@@ -6,9 +6,20 @@ from collections.abc import Mapping
 from math import lcm
 from typing import Any
 
-from headway.config.migration_tables.table_rows import Given, TableRow, Translated, differs, other, same, taken
+from headway.config.migration_tables.table_rows import (
+    Given,
+    TableRow,
+    Translated,
+    differs,
+    groups,
+    number,
+    other,
+    path,
+    same,
+    taken,
+    whole,
+)
 from headway.config.migration_tables.table_rows import without as lost
-from headway.config.migration_tables.table_values import groups, number, path, whole
 
 CONFIG = "the configuration's class"
 """Name of the setting that says which class the settings are for."""

@@ -10,29 +10,27 @@ from typing import Any
 
 from headway.config.migration_tables import verl_values as of
 from headway.config.migration_tables.table_rows import (
+    LORA,
+    PACKED,
+    REPLICA_SIZE,
+    REWARD_MODEL,
     Project,
     TableRow,
     always,
     choice,
     differs,
+    file_name,
+    interval,
     like,
     no,
+    number,
     off,
     other,
+    path,
+    reward_file,
     same,
     several,
     taken,
-)
-from headway.config.migration_tables.table_values import (
-    LORA,
-    PACKED,
-    REPLICA_SIZE,
-    REWARD_MODEL,
-    file_name,
-    interval,
-    number,
-    path,
-    reward_file,
     trackers,
     whole,
 )

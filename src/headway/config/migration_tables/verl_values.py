@@ -8,9 +8,21 @@ from fractions import Fraction
 from math import gcd
 from typing import Any
 
-from headway.config.migration_tables.table_rows import Given, TableRow, Translated, differs, other, same, taken
+from headway.config.migration_tables.table_rows import (
+    Given,
+    TableRow,
+    Translated,
+    differs,
+    groups,
+    interval,
+    number,
+    other,
+    path,
+    same,
+    taken,
+    whole,
+)
 from headway.config.migration_tables.table_rows import without as lost
-from headway.config.migration_tables.table_values import groups, interval, number, path, whole
 
 PROGRAM = "the program"
 """Name of the setting that says which of verl's programs a file is for: one of the keys of `MODES`."""

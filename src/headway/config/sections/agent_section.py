@@ -2,15 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Collection, Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from headway.config.sections.mcp_section import McpServerConfig, mcp_problems
 from headway.config.sections.section import NonNegative, Positive, Section, text_or
+from headway.runtime.sandbox.process_limits import TELLS
 from headway.runtime.sandbox.python_tool import PYTHON
+from headway.runtime.sandbox.sandbox_limits import SandboxLimits, SandboxSpec
 from headway.runtime.user_code import names_a_server, names_user_code
+
+
+class McpServerConfig(Section):
+    """An MCP server by its name, whose tools the model may call (docs/agents.md). It needs the extra ``mcp``."""
+
+    command: tuple[str, ...] = ()
+    """A command that starts the server and speaks with it over its standard input and output: a program and its
+    arguments."""
+    env: dict[str, str] = Field(default_factory=dict)
+    """Environment variables of the command. ``$NAME`` in a value stands for a variable of the process that runs
+    episodes, such as one of ``agent.env``."""
+    url: str | None = None
+    """The server's address, in place of a command: one that speaks over streamable HTTP."""
+    headers: dict[str, str] = Field(default_factory=dict)
+    """Headers of requests to ``url``, with ``$NAME`` as in ``env``."""
+    timeout_s: float = Field(30.0, gt=0)
+    """Most seconds that an answer of the server may take. The episode of a call that takes longer is run again."""
+    per_episode: bool = False
+    """Each episode has a connection of its own, and a command is started for each: for servers that remember. Otherwise
+    episodes of a process share one."""
+    tools: tuple[str, ...] | None = None
+    """Names of the tools that are offered. Default: all of the server's."""
+
+
+def mcp_problems(servers: Mapping[str, McpServerConfig], step_timeout_s: float) -> Iterator[str]:
+    """Yield problems of ``agent.mcp``."""
+    for name, server in servers.items():
+        key = f"agent.mcp.{name}"
+        if re.fullmatch(r"[\w-]+", name) is None:
+            yield f"agent.mcp: {name!r} is no name for a server; write letters, digits, _ and -"
+        if bool(server.command) is (server.url is not None):
+            given = "both are given" if server.command else "none is given"
+            yield f"{key} needs a command or a url, and {given}; write {key}.command=[program, argument] or {key}.url=https://…"
+        if server.url is not None and not server.url.startswith(("http://", "https://")):
+            yield f"{key}.url={server.url}: expected the http:// or https:// address of a server"
+        if server.env and not server.command:
+            yield f"{key}.env is for a command; drop it, or give headers"
+        if server.headers and server.url is None:
+            yield f"{key}.headers are for a url; drop them, or give env"
+        if server.tools == ():
+            yield f"{key}.tools is empty, so that the server is of no use; name some of its tools, or take it out"
+        if server.timeout_s > step_timeout_s:
+            yield (
+                f"{key}.timeout_s={server.timeout_s:g} is more than a step may take, agent.step_timeout_s="
+                f"{step_timeout_s:g}; lower the one or raise the other"
+            )
+
 
 _EXAMPLES = {
     "tools": "tools.py:look_up",
@@ -179,3 +228,59 @@ def _is_other_form(name: str, spec: str) -> bool:
     if name == "environment":
         return names_a_server(spec)
     return name == "tools" and (spec == PYTHON or spec.endswith((".yaml", ".yml")))
+
+
+CODE = "code"
+"""Name of the reward that runs a row's unit tests."""
+LEAST_CPU_S = 10.0
+"""Least limit of processor time, in seconds."""
+LEAST_MIB = 64
+"""Memory that an interpreter needs to start."""
+
+
+class SandboxConfig(Section):
+    """The sandbox of the tool ``python`` and the reward ``code`` (docs/sandbox.md). A bare name is ``{kind: …}``."""
+
+    kind: Literal["bubblewrap", "process_limits"] = "bubblewrap"
+    """The kind: ``bubblewrap`` puts each call into namespaces of its own; ``process_limits`` bounds what it takes, and
+    protects nothing else."""
+    wall_s: float = Field(10.0, gt=0, le=3600)
+    """Most seconds of a call, and of processor time of its processes (10 at least). A test of the reward ``code`` has
+    its own limit, ``reward.params.timeout_s``."""
+    memory_mib: int = Field(512, ge=LEAST_MIB)
+    """Most MiB of memory, of all processes of a call together, its files included."""
+
+    @property
+    def spec(self) -> SandboxSpec:
+        """The sandbox that the section asks for."""
+        limits = SandboxLimits(self.wall_s, max(LEAST_CPU_S, self.wall_s), self.memory_mib)
+        return SandboxSpec(self.kind, limits)
+
+
+def runs_code(tools: Collection[str], rewards: Collection[str]) -> bool:
+    """Tell whether a run with these tools and reward functions has a use for the sandbox."""
+    return PYTHON in tools or CODE in rewards
+
+
+def sandbox_problems(sandbox: SandboxConfig, agent: AgentConfig) -> Iterator[str]:
+    """Yield problems of the sandbox's limits."""
+    if PYTHON in agent.tools and sandbox.wall_s >= agent.step_timeout_s:
+        yield (
+            f"sandbox.wall_s={sandbox.wall_s:g} lets one call of the tool python take as long as a whole step, "
+            f"agent.step_timeout_s={agent.step_timeout_s:g}; lower the one or raise the other"
+        )
+
+
+def idle_sandbox_keys(tools: Collection[str], rewards: Collection[str]) -> Iterator[tuple[str, str]]:
+    """Keys of the sandbox that change nothing → why."""
+    if not runs_code(tools, rewards):
+        for key in SandboxConfig.model_fields:
+            yield f"sandbox.{key}", "nothing runs in it: agent.tools has no python, and reward.function is not code"
+    elif PYTHON not in tools:
+        yield "sandbox.wall_s", "each test of the reward code has a limit of its own, reward.params.timeout_s"
+
+
+def sandbox_notes(sandbox: SandboxConfig, tools: Collection[str], rewards: Collection[str]) -> Iterator[str]:
+    """Yield warnings about the sandbox at the start."""
+    if runs_code(tools, rewards) and sandbox.kind == "process_limits":
+        yield TELLS

@@ -1,12 +1,13 @@
-"""The section of generation: sampling, the engine, its devices, validation."""
+"""The sections of generation and of the transfer of new weights to it."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
-from headway.config.sections.section import Every, NonNegative, Positive, Probability, Section
+from headway.config.sections.section import Every, Folder, NonNegative, Positive, Probability, Section
+from headway.config.transport_facts import known_transport
 
 
 class RolloutConfig(Section):
@@ -89,3 +90,31 @@ class RolloutConfig(Section):
     def replicas(self) -> int:
         """Number of replicas, where counts place them (and not ``trainer.use_nodes_ratios``)."""
         return self.nnodes * self.n_gpus_per_node // self.tensor_model_parallel_size
+
+
+class ParamUpdateConfig(Section):
+    """Transfer of new weights to the replicas (docs/parameter-update.md)."""
+
+    schedule: Literal["synchronous", "overlapped"] = "synchronous"
+    """Schedule of an update. ``synchronous``: the trainer waits until every replica has loaded. ``overlapped``: it
+    waits for gather alone, and trains on while replicas receive and load, each at its own pace."""
+    transport: Annotated[str, AfterValidator(known_transport)] = "auto"
+    """The carrier of the weights, one of those below. ``auto`` is the one within the process where there is only one
+    process, else the first that works with ``cluster.backend``."""
+    encoding: Literal["full", "delta"] = "full"
+    """Encoding of the weights. ``delta`` sends only what changed in the served dtype; the trainer then keeps a copy of
+    it in host memory."""
+    backend: Literal["auto", "gloo", "nccl"] = "auto"
+    """Backend of ``broadcast``: ``nccl`` from GPU to GPU, ``gloo`` through host memory; ``auto`` is ``nccl`` where
+    there are GPUs and the trainer waits for the update."""
+    directory: Folder | None = None
+    """Directory for the files of ``disk``, which every worker must reach. Default: ``weights`` in the run's
+    directory."""
+    verify: bool = True
+    """Compare, after each update, what each replica serves with the trainer on a few fixed sequences. Checksums of what
+    was received are always compared."""
+    timeout_s: float = Field(120.0, gt=0)
+    """Most seconds that one update, or the load of a version, may take, and one more for each 50 MB of weights. It is
+    also how long a replica may take to answer, or may compute no token while calls are open: longer where the longest
+    context takes longer to read, and by ten minutes before the first token where kernels are compiled. A replica that
+    is late is left out, and others take over its calls; the run ends when it was the last."""

@@ -1,5 +1,5 @@
 """Placement of roles on devices: arithmetic over device numbers. Which of them have to be on one machine is said here
-(see `headway.config.sizing.device_groups`); which machine that is, the cluster knows.
+(see `headway.config.sizing.placement`); which machine that is, the cluster knows.
 
 counts    │ actor ... │ rollout ... │ ref ... │ logp ... │ critic ... │   (the last three, or on the actor's)
 shares    │ actor ──▶ │ logp │ ref │  idle  │ ◀── rollout │               (logp and ref, or on the actor's)
@@ -8,7 +8,7 @@ shares    │ actor ──▶ │ logp │ ref │  idle  │ ◀── rollout 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import floor
@@ -16,8 +16,44 @@ from math import floor
 from headway.config.schema import Config
 from headway.config.sections.learning import CriticConfig, LogpConfig, RefConfig
 from headway.config.sections.rollout_section import RolloutConfig
-from headway.config.sizing.device_groups import DeviceGroup, NodeShare, device_groups, node_shares
 from headway.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceGroup:
+    """Devices that work as one, in the machine's order: those of a training rank's inner mesh, or of a replica."""
+
+    devices: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class NodeShare:
+    """Devices that are on one machine, in its order. Shares of one owner are on different machines; a machine that has
+    room takes shares of several owners."""
+
+    owner: str
+    """Section of the settings whose ``nnodes`` counts such shares, like ``trainer``."""
+    node: int
+    """Index among the owner's shares."""
+    devices: tuple[int, ...]
+
+    def only(self, devices: Collection[int]) -> NodeShare:
+        """Return the part of this share that consists of some of ``devices``."""
+        chosen = frozenset(devices)
+        return replace(self, devices=tuple(device for device in self.devices if device in chosen))
+
+
+def node_shares(owner: str, devices: Sequence[int], per_node: int) -> tuple[NodeShare, ...]:
+    """Return the shares of ``owner``, which fills node after node with ``per_node`` of its ``devices``."""
+    starts = range(0, len(devices), per_node)
+    return tuple(NodeShare(owner, node, tuple(devices[start : start + per_node])) for node, start in enumerate(starts))
+
+
+def device_groups(devices: Sequence[int], size: int) -> Iterator[DeviceGroup]:
+    """Yield neighbours among a role's ``devices``, ``size`` at a time."""
+    for start in range(0, len(devices), size):
+        yield DeviceGroup(tuple(devices[start : start + size]))
+
 
 ACTOR, ROLLOUT, REF, LOGP, CRITIC = "actor", "rollout", "ref", "logp", "critic"
 SHARE_NAMES = ("train", "logp", "ref_logp", "generate")

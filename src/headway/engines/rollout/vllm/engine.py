@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from headway.config.doctor.machine_advice import check_vllm_installed
+from headway.config.doctor import check_vllm_installed
 from headway.config.sizing.timeouts import close_s, model_nbytes
 from headway.data.interfaces.rollout import Capabilities, EngineStats, FinishedCall, GenerateRequest, OnUpdate, Paused
 from headway.data.interfaces.weights import ReceiveReport

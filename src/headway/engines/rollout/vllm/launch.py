@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from headway.config.doctor.machine_advice import check_vllm_installed
+from headway.config.doctor import check_vllm_installed
 from headway.devices import CPU, kind_here
 from headway.engines.weights.weight_layout import Manifest
 from headway.errors import ConfigError, ModelError, WorkerDied

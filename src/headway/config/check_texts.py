@@ -13,19 +13,10 @@ from functools import cache
 from itertools import product
 from types import ModuleType
 
-from headway.config import algorithm_checks, settings_without_effect
-from headway.config.doctor import doctor, machine_advice
-from headway.config.sections import agent_section, parallel, sandbox_section
+from headway.config import algorithm_checks, doctor, settings_without_effect
+from headway.config.sections import agent_section, parallel
 
-MODULES: tuple[ModuleType, ...] = (
-    doctor,
-    settings_without_effect,
-    algorithm_checks,
-    agent_section,
-    sandbox_section,
-    parallel,
-    machine_advice,
-)
+MODULES: tuple[ModuleType, ...] = (doctor, settings_without_effect, algorithm_checks, agent_section, parallel)
 """Modules whose generators yield what is wrong with a configuration, or a key without effect and the reason."""
 VALUE = "…"
 """Text that stands for a value of the configuration that is checked."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from math import floor
@@ -11,8 +12,7 @@ from headway.config.layers import lies_in
 from headway.config.loading import LoadedConfig, mode_config
 from headway.config.presets import preset
 from headway.config.schema import Config, Order
-from headway.config.sections.agent_section import program_problems
-from headway.config.sections.sandbox_section import sandbox_notes, sandbox_problems
+from headway.config.sections.agent_section import program_problems, sandbox_notes, sandbox_problems
 from headway.config.settings_without_effect import unread_by_sft, without_effect
 from headway.config.sizing.placement import (
     ACTOR,
@@ -24,6 +24,7 @@ from headway.config.sizing.placement import (
     most_in_flight,
     needs_greedy_baseline,
     resolve_placement,
+    several_nodes,
 )
 from headway.config.transport_facts import TRANSPORTS, WITHIN_PROCESS, transport_of
 from headway.errors import ConfigError
@@ -421,3 +422,44 @@ def _to_share(config: Config) -> str:
     if config.model.packing != "shared" or config.rollout.n == 1:
         return ""
     return f"; a group's prompt is computed once only where the group fits: about {group} tokens here, at most"
+
+
+def machine_notes(config: Config, *, cores: int, gpus: int | None) -> Iterator[str]:
+    """Notes on a run on this machine with ``cores``, and ``gpus`` where their number is known.
+
+    Says nothing of a run that joins a cluster elsewhere, and nothing of cores where a run is one process.
+    """
+    if config.cluster.address is not None:
+        return
+    if config.cluster.device == "cuda" and gpus == 0:
+        yield "cluster.device=cuda, and there is no GPU here: a run on this machine is refused. cpu is for small models"
+    if config.cluster.backend == "inline":
+        return
+    placement = resolve_placement(config)
+    processes = len({device for devices in placement.devices.values() for device in devices})
+    for owner, nodes in several_nodes(config).items():
+        yield (
+            f"{owner}.nnodes={nodes} asks for {nodes} machines, and without cluster.address a run is on this one: it "
+            f"is refused. Join a cluster, or ask for more devices of one machine ({owner}.n_gpus_per_node)"
+        )
+    asked = ", ".join(f"{role} {len(devices)}" for role, devices in placement.devices.items())
+    if config.cluster.device == "auto" and gpus == 0:
+        yield (
+            f"there is no GPU here, and cluster.device=auto: all {processes} processes ({asked}) compute on the CPU, "
+            "which is for small models alone. Set cluster.device=cuda to be refused instead, or cpu if it is meant"
+        )
+    on_cpus = config.cluster.device == "cpu" or (config.cluster.device == "auto" and gpus == 0)
+    if on_cpus and processes > cores:
+        yield (
+            f"{processes} worker processes ({asked}) on {cores} {'core' if cores == 1 else 'cores'}: they take turns, "
+            "and each is slower for it. Lower trainer.n_gpus_per_node and rollout.n_gpus_per_node"
+        )
+
+
+def check_vllm_installed() -> None:
+    """Raise `ConfigError` where vLLM is not installed. Imports neither it nor torch."""
+    if importlib.util.find_spec("vllm") is None:
+        raise ConfigError(
+            "rollout.name=vllm, but vLLM is not installed here; install it (for a CPU: the packages of "
+            "constraints-vllm.txt), or set rollout.name=native"
+        )

@@ -1,1 +1,0 @@
-"""Checks of a whole configuration, and what they say."""
