@@ -203,17 +203,17 @@ async def test_tools_are_functions_or_schemas(program):
     [
         ("chat.turn('hello')", "chat.turn() was given 'hello' for messages; expected a list of dicts like"),
         ("chat.turn([])", "chat.turn() was given [] for messages; expected a list of dicts like"),
-        ("chat.turn(['hello'])", "chat.turn() was given 'hello' for a message; expected a list of dicts like"),
-        ("chat.turn([{'content': 'x'}])", "chat.turn() was given {'content': 'x'} for a message; expected"),
+        ("chat.turn(['hello'])", "chat.turn(): a chat message is 'hello'; expected a dict like"),
+        ("chat.turn([{'content': 'x'}])", "chat.turn(): a chat message is {'content': 'x'}; expected"),
         (
             "chat.turn([{'role': 'user', 'content': 5}])",
-            "a message of user whose content is 5; expected text, or parts",
+            "a chat message of user has content 5; expected text, or parts",
         ),
-        ("chat.turn([{'role': 'user'}])", "a message of user whose content is None; expected text, or parts"),
-        ("chat.turn([{'role': 'tool', 'content': {'a': 1}}])", "a message of tool whose content is {'a': 1}; expected"),
+        ("chat.turn([{'role': 'user'}])", "a chat message of user has content None; expected text, or parts"),
+        ("chat.turn([{'role': 'tool', 'content': {'a': 1}}])", "a chat message of tool has content {'a': 1}; expected"),
         (
             "chat.turn([{'role': 'user', 'content': [{'type': 'image', 'image': 'x'}]}])",
-            "a message of user whose content is {'type': 'image', 'image': 'x'}; expected text, or parts",
+            "a chat message of user has content {'type': 'image', 'image': 'x'}; expected text, or parts",
         ),
         (
             "chat.turn(row['messages'], max_tokens=0)",

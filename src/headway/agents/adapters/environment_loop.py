@@ -128,7 +128,16 @@ class ToolLoop(EnvironmentProgram[OpenToolbox]):
 
 
 class EnvironmentPool:
-    """Environments of one kind, made once and reset often. One whose episode failed or was cancelled is not reused."""
+    """Environments of one kind, made once and reset often. One whose episode failed or was cancelled is not reused.
+
+    Example:
+        >>> pool = EnvironmentPool(dict, "environment game.py:Game")
+        >>> with pool.one() as first:
+        ...     pass
+        >>> with pool.one() as again:
+        ...     again is first
+        True
+    """
 
     def __init__(self, make: Callable[[], Any], who: str) -> None:
         self._make, self._who = make, who

@@ -14,7 +14,7 @@ from typing import Any
 
 import xxhash
 
-from headway.agents.interface.program_messages import Message, content_problem, finite, said
+from headway.agents.interface.program_messages import Message, finite, message_problem, said
 from headway.errors import UserCodeError, shown
 
 MARK = "hWqXanswerZ"
@@ -124,16 +124,12 @@ def marked(message: Message, index: int) -> MarkedAnswer:
 
 
 def _plain(message: Mapping[str, Any]) -> Message:
-    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise UserCodeError(
-            f'a chat message is {shown(message)}; expected a dict like {{"role": "user", "content": "…"}}'
-        )
+    if (problem := message_problem(message)) is not None:
+        raise UserCodeError(problem)
     plain = {name: value for name, value in message.items() if value is not None}
     content = plain.get("content")
     if isinstance(content, list) and all(isinstance(part, Mapping) and part.get("type") == "text" for part in content):
         plain["content"] = "".join(str(part.get("text", "")) for part in content)
-    if (problem := content_problem(plain)) is not None:
-        raise UserCodeError(f"a chat message of {message['role']} cannot be used: its {problem}")
     calls = plain.pop("tool_calls", None) or []
     if not isinstance(calls, list) or not all(isinstance(call, Mapping) and _function(call) for call in calls):
         raise UserCodeError(

@@ -68,18 +68,7 @@ class ProgramRunners:
             UserError: the code cannot be used; says why.
             WorkerDied: a process ended while it loaded the code.
         """
-        self._runners = Runners(
-            f"environment process of {self._name}",
-            self._spec,
-            processes=self._agent.environment_processes,
-            at_once=1,
-            forked=True,
-            stall_s=None,
-            log_path=self._log,
-            env=variables(self._agent.env),
-            start_timeout_s=START_TIMEOUT_S + self.waits_s,
-            close_s=CLOSE_S,
-        )
+        self._runners = self._made("environment process", self._agent.environment_processes, at_once=1, forked=True)
         described: ProgramDescription = await self._runners.start()
         return described
 
@@ -91,23 +80,33 @@ class ProgramRunners:
 
     async def get_ready(self, described: ProgramDescription) -> None:
         """Start the processes that the episodes of code need that was ``described`` so. Raises as `describe`."""
-        agent = self._agent
         if not described.is_async:
             return
         await self.close()
-        self._runners = Runners(
-            f"runner of {self._name}",
+        self._runners = self._made("runner", self._agent.workers, stall_s=self._agent.stall_s)
+        await self._runners.start()
+
+    def _made(
+        self,
+        kind: str,
+        processes: int,
+        *,
+        at_once: int | None = None,
+        forked: bool = False,
+        stall_s: float | None = None,
+    ) -> Runners:
+        return Runners(
+            f"{kind} of {self._name}",
             self._spec,
-            processes=agent.workers,
-            at_once=None,
-            forked=False,
-            stall_s=agent.stall_s,
+            processes=processes,
+            at_once=at_once,
+            forked=forked,
+            stall_s=stall_s,
             log_path=self._log,
-            env=variables(agent.env),
+            env=variables(self._agent.env),
             start_timeout_s=START_TIMEOUT_S + self.waits_s,
             close_s=CLOSE_S,
         )
-        await self._runners.start()
 
     async def run(self, job: EpisodeStart, on_ask: Turn, *, on_begin: Callable[[], object] | None = None) -> EpisodeEnd:
         """See `headway.agents.episodes.program_episode.Programs.run`."""

@@ -22,6 +22,14 @@ class Routes:
 
     A group's calls go to its home, the replica that was least loaded when its first call came, since they share a
     prefix there; while all slots of the home are taken, they go to a replica that has one free.
+
+    Example:
+        >>> routes = Routes()
+        >>> for name in "a", "b":
+        ...     routes.add(name, slots=2)
+        >>> routes.open(["a", "b"])
+        >>> [routes.choose("a") for _ in range(4)]  # the home, while it has a free slot
+        ['a', 'a', 'b', 'b']
     """
 
     def __init__(self) -> None:

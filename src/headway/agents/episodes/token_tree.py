@@ -7,13 +7,6 @@ A turn whose context begins, token by token, with everything that some row has c
 a row of its own. A token that rows share is trained in the first row that has it, and is context in all others; so each
 sampled token is trained exactly once, in the row that its turn continues or begins.
 
-    transcript = TokenTree()
-    tokens = ...                                        # what the engine sampled after ``context``
-    transcript.add(context, tokens)
-    transcript.add(np.append(tail_after(context, tokens), more), further_tokens)
-    [row] = transcript.rows()
-    row.ids[row.loss_mask]                              # what both turns sampled, in order
-
 Shape suffixes: P tokens of a context, T sampled tokens of one call, L tokens of a row.
 """
 
@@ -79,9 +72,17 @@ class _GrowingRow:
 
 
 class TokenTree:
-    """One episode's turns, as `headway.agents.episodes.token_tree` describes them.
+    """One episode's turns: a tree of token ids, and the rows to train on. Not safe for threads.
 
-    Not safe for threads. Rows are in the order in which their first turns were added.
+    Example:
+        >>> def sampled(*ids):
+        ...     n = len(ids)
+        ...     return SampledTokens(np.array(ids, np.int32), np.zeros(n, np.float32), np.zeros(n, np.int32))
+        >>> tree = TokenTree()
+        >>> tree.add([1, 2], sampled(3)), tree.add([1, 2, 3, 4], sampled(5)), tree.add([1, 9], sampled(6))
+        (False, True, False)
+        >>> [row.ids[row.loss_mask].tolist() for row in tree.rows()]  # the third turn forks
+        [[3, 5], [6]]
     """
 
     def __init__(self) -> None:

@@ -23,7 +23,7 @@ from headway.agents.interface.program_messages import (
     ToolSchema,
     TurnAnswer,
     TurnRequest,
-    content_problem,
+    message_problem,
     too_much_ends,
 )
 from headway.agents.interface.tool import NAME, Tool, ToolResult, make_tool
@@ -248,12 +248,8 @@ class Chat:
         if not isinstance(messages, list | tuple) or not messages:
             raise ProgramFailed(f"{self._who}: chat.turn() was given {shown(messages)} for messages; {expected}")
         for message in messages:
-            if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-                raise ProgramFailed(f"{self._who}: chat.turn() was given {shown(message)} for a message; {expected}")
-            if (problem := content_problem(message)) is not None:
-                raise ProgramFailed(
-                    f"{self._who}: chat.turn() was given a message of {message['role']} whose {problem}"
-                )
+            if (problem := message_problem(message)) is not None:
+                raise ProgramFailed(f"{self._who}: chat.turn(): {problem}")
         return [dict(message) for message in messages]
 
     def _most(self, max_tokens: Any) -> int | None:

@@ -16,6 +16,8 @@ from enum import StrEnum
 from itertools import count
 from typing import Any
 
+from headway.errors import shown
+
 Message = dict[str, Any]
 """A chat message as templates take it: ``role``, ``content``, and perhaps ``tool_calls`` and others."""
 MOST_STOPS = 16
@@ -63,15 +65,20 @@ def with_text(messages: Sequence[Message], text: str, between: str = "") -> list
     return [*messages[:-1], {**messages[-1], "content": joined}]
 
 
-def content_problem(message: Mapping[str, Any]) -> str | None:
-    """Say what is wrong with the content of a message: it is neither text nor parts of text. None where it is right."""
+def message_problem(message: Any) -> str | None:
+    """Say what is wrong with a chat message, or with its content, which is text or parts of text. None for nothing."""
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        return f'a chat message is {shown(message)}; expected a dict like {{"role": "user", "content": "…"}}'
     content = message.get("content")
-    if isinstance(content, str) or (content is None and message.get("role") == "assistant"):
+    if isinstance(content, str) or (content is None and message["role"] == "assistant"):
         return None
     for part in content if isinstance(content, list | tuple) else [content]:
         text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None
         if not isinstance(text, str):
-            return f'content is {part!r:.80}; expected text, or parts {{"type": "text", "text": "…"}}: models read text'
+            return (
+                f"a chat message of {message['role']} has content {part!r:.80}; expected text, or parts "
+                '{"type": "text", "text": "…"}: models read text'
+            )
     return None
 
 
@@ -310,7 +317,15 @@ class SentMessages:
 
 
 class ReceivedMessages:
-    """The messages that the requests of one try of an episode have sent."""
+    """The messages that the requests of one try of an episode have sent.
+
+    Example:
+        >>> received = ReceivedMessages()
+        >>> first = received.whole(TurnRequest([said("user", "a")], numbers=(0,)))
+        >>> again = received.whole(TurnRequest([said("user", "b")], numbers=(0, 1)))
+        >>> [message["content"] for message in again.messages]
+        ['a', 'b']
+    """
 
     def __init__(self) -> None:
         self._messages: dict[int, Message] = {}
