@@ -186,7 +186,7 @@ class DecodeBatch:
         self.siblings.drop()
         self._prompts.renew()
         if in_place:
-            self.prefixes.renew()
+            self.prefixes.tree.renew()
         else:
             self.prefixes.clear()
 

@@ -76,12 +76,8 @@ class Deliveries:
         self._of[loop].append(deliver)
 
     def answer(self, command: Command, result: Any) -> None:
-        """Answer a command."""
-        self.put(command.loop, partial(_fulfil, command.answer, result))
-
-    def fail(self, command: Command, error: HeadwayError) -> None:
-        """Answer a command with an error."""
-        self.put(command.loop, partial(_fail, command.answer, error))
+        """Answer a command, with an error where ``result`` is one."""
+        self.put(command.loop, partial(_answer, command.answer, result))
 
     def send(self) -> None:
         """Deliver everything."""
@@ -101,14 +97,13 @@ def _run_all(deliveries: list[Callable[[], Any]]) -> None:
         deliver()
 
 
-def _fulfil(answer: asyncio.Future[Any] | None, result: Any) -> None:
-    if answer is not None and not answer.done():
+def _answer(answer: asyncio.Future[Any] | None, result: Any) -> None:
+    if answer is None or answer.done():
+        return
+    if isinstance(result, HeadwayError):
+        answer.set_exception(result)
+    else:
         answer.set_result(result)
-
-
-def _fail(answer: asyncio.Future[Any] | None, error: HeadwayError) -> None:
-    if answer is not None and not answer.done():
-        answer.set_exception(error)
 
 
 T = TypeVar("T")
@@ -367,7 +362,7 @@ class NativeEngine:
         try:
             result = command.run()
         except HeadwayError as error:
-            self._outgoing.fail(command, error)
+            self._outgoing.answer(command, error)
         except BaseException:
             self._unanswered.append((command, None))  # learns with all the others that the thread has ended
             raise
@@ -425,7 +420,7 @@ class NativeEngine:
             if (command := self._commands.get_nowait()) is not None:
                 unread.append(command)
         for command in [*unread, *(command for command, _ in self._unanswered)]:
-            self._outgoing.fail(command, error())
+            self._outgoing.answer(command, error())
         for inbox in self._clients.values():
             self._outgoing.put(inbox.loop, partial(inbox.batches.put_nowait, error()))
         self._outgoing.send()

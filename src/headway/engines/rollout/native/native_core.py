@@ -163,11 +163,11 @@ class EngineCore:
         """Stop and drop everything that ``client`` submitted, and what is kept for its episodes."""
         self._end(self._calls.of(client))
         self._calls.forget(client)
-        self._batch.prefixes.leave(client)
+        self._batch.prefixes.tree.leave(client)
 
     def release(self, trajectories: Sequence[TrajectoryId]) -> None:
         """Give up what is kept for further calls of these episodes."""
-        self._batch.prefixes.release(trajectories)
+        self._batch.prefixes.tree.release(trajectories)
 
     def sleep(self, *, keep_weights: bool = True) -> None:
         """Free the KV cache and the weights' memory; what was decoding is parked. Raises `RunError` unless paused."""
@@ -203,7 +203,7 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         """The engine's activity since the last call of this method."""
-        self._activity.lost(self._batch.prefixes.lost)
+        self._activity.lost(self._batch.prefixes.tree.lost)
         return self._activity.take(self._batch.active, self._scheduler.waiting, self.version)
 
     # ------------------------------------------------------------------------------------- stepping

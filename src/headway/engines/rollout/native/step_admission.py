@@ -10,14 +10,13 @@ row or in blocks. There is memory for as many of them as there are slots, unless
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from headway.data.types import TrajectoryId
 from headway.engines.rollout.call_run import CallRun
 from headway.engines.rollout.native.kv_cache import SlotCache
 from headway.engines.rollout.native.model_runner import Prefilled
@@ -108,22 +107,14 @@ class Prefixes:
 
     def __init__(self, cache: SlotCache) -> None:
         self._cache = cache
-        self._tree = PrefixCache()
+        self.tree = PrefixCache()
+        """The contexts that are kept, and their episodes."""
         self._running: dict[CallRun, int] = {}
         """Calls in rows whose contexts will be kept, and the number of their leading tokens that all episodes share."""
 
-    def __len__(self) -> int:
-        """Blocks in use."""
-        return len(self._tree)
-
-    @property
-    def lost(self) -> int:
-        """Number of times that an open episode lost what was kept for it, for want of memory."""
-        return self._tree.lost
-
     def find(self, run: CallRun) -> Found:
         """Find the cached part of a call's context, at most up to its last token, whose logits are wanted."""
-        return self._tree.find(run.context[:-1], run.call.trajectory) if len(self._tree) else NOTHING
+        return self.tree.find(run.context[:-1], run.call.trajectory) if len(self.tree) else NOTHING
 
     def gather(self, found: Found) -> torch.Tensor | None:
         """A copy of the keys and values that were found: [layers, 2·kv_heads, P, head_dim]."""
@@ -133,13 +124,13 @@ class Prefixes:
         """Note that a call has a row. All episodes share the first ``shared`` tokens of its context."""
         if run.call.goes_on:
             self._running[run] = shared
-        if run.call.goes_on or self._tree.is_open(run.call.trajectory):
-            self._tree.begin(run.call.trajectory, run.client)
+        if run.call.goes_on or self.tree.is_open(run.call.trajectory):
+            self.tree.begin(run.call.trajectory, run.client)
 
     def end(self, run: CallRun) -> None:
         """Note that a call has lost its row."""
         self._running.pop(run, None)
-        self._tree.end(run.call.trajectory)
+        self.tree.end(run.call.trajectory)
 
     def ending(self, run: CallRun, row: int, context: Callable[[int], NDArray[np.int64]]) -> FinishedContext | None:
         """Take what a call that ends has in its row, if it is to be kept. ``context`` returns the tokens of a row."""
@@ -152,36 +143,24 @@ class Prefixes:
         """Keep what a call that has ended had in its row, beside ``rows`` rows."""
         # First give up the blocks that rows have grown into: new ones must not be taken from there.
         self._limit(self._cache.blocks_beside(rows))
-        copies = self._tree.store(ending.ids, run.call.trajectory, ending.shared)
+        copies = self.tree.store(ending.ids, run.call.trajectory, ending.shared)
         self._cache.store(copies, ending.kv)
-        self._cache.lent = self._tree.top
+        self._cache.lent = self.tree.top
 
     def reserve(self, rows: int, positions: int, lengths: NDArray[np.int64]) -> None:
         """Make room for rows, as `SlotCache.reserve` does."""
-        if len(self._tree):
+        if len(self.tree):
             self._limit(self._cache.blocks_beside(rows, positions))
         self._cache.reserve(rows, positions, lengths)
 
-    def release(self, trajectories: Sequence[TrajectoryId]) -> None:
-        """Give up what is kept for these episodes."""
-        self._tree.release(trajectories)
-
-    def leave(self, client: str) -> None:
-        """Give up what is kept for all episodes of a client."""
-        self._tree.leave(client)
-
-    def renew(self) -> None:
-        """Keep contexts only for the open episodes that use them, as new weights are served."""
-        self._tree.renew()
-
     def clear(self) -> None:
         """Drop everything."""
-        self._tree.clear()
+        self.tree.clear()
         self._cache.lent = 0
 
     def _limit(self, blocks: int) -> None:
-        self._cache.shift(self._tree.resize(blocks))
-        self._cache.lent = self._tree.top
+        self._cache.shift(self.tree.resize(blocks))
+        self._cache.lent = self.tree.top
 
 
 @dataclass(slots=True, eq=False)
