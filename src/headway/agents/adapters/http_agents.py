@@ -1,4 +1,4 @@
-"""Agents: user code that asks for turns over HTTP, at the endpoint of its episode worker, with a client of its own.
+"""Agents: user code that asks for turns over HTTP, at the endpoint of its episode worker, by its own client.
 
 async def run(row, base_url, api_key):                      # or def run(…), which has a process for each episode
     client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key)

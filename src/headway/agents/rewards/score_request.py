@@ -1,4 +1,4 @@
-"""What rewards are given: a group, a prompt and its responses. Plain data that pickles."""
+"""A group as rewards are given it: a prompt and its responses. Plain data that pickles."""
 
 from __future__ import annotations
 
