@@ -15,7 +15,6 @@ from typing import Any
 
 from headway import events
 from headway.errors import ConfigError, DataError
-from headway.events import Event
 from headway.reports.metrics.group_tally import FATES, IN_FLIGHT
 from headway.reports.report import events_file_of, events_of, not_yet
 from headway.reports.run_directory import RunDirectory
@@ -247,17 +246,13 @@ def _why_none(run: Path, what: str, damaged: list[int]) -> str:
 def _last_admitted(run: Path) -> int | None:
     last: int | None = None
     empty = True
-    for event in _starts_and_admissions(run):
+    for event in events_of(run, (events.RunStarted, events.GroupAdmitted)):
         empty = False
         if isinstance(event, events.GroupAdmitted):
             last = event.number
     if empty:  # an empty record has a message of its own
         next(events_of(run), None)
     return last
-
-
-def _starts_and_admissions(run: Path) -> Iterator[Event]:
-    return events_of(run, (events.RunStarted, events.GroupAdmitted))
 
 
 def _drawn_per_version(run: Path) -> int | None:

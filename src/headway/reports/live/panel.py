@@ -20,6 +20,7 @@ from headway.events import Event, RunStarted, ValidationFinished
 from headway.reports import human
 from headway.reports.metrics.group_tally import Whereabouts
 from headway.reports.metrics.run_metrics import RunMetrics
+from headway.reports.metrics.run_sums import halved
 
 HISTORY = 200
 """Least number of versions whose rewards are kept; of more than twice as many every second one is, and both ends."""
@@ -78,7 +79,7 @@ class SnapshotTaker:
         if "reward/mean" in row:
             self._rewards.append(row["reward/mean"])
             if len(self._rewards) > 2 * HISTORY:
-                self._rewards = [*self._rewards[:-1:2], self._rewards[-1]]
+                self._rewards = halved(self._rewards)
 
     def take(self) -> Snapshot | None:
         """Take a snapshot; None before the run has started."""

@@ -8,13 +8,15 @@ fetches     ─▶ `Pace`          the last two versions, for the remaining time
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from math import inf
+from typing import TypeVar
 
 from headway.events import UpdateFinished, ValidationFinished
 from headway.reports.metrics.version_row import PhaseTimes
 
+T = TypeVar("T")
 VERSIONS, FETCHES = 2, 8
 """Least numbers of versions and of fetches over which the pace is measured, so that it includes the updates and
 validations between fetches."""
@@ -113,6 +115,11 @@ class UpdateSums:
         self._since_then = since
 
 
+def halved(items: Sequence[T]) -> list[T]:
+    """Return every second one of ``items``, and the last."""
+    return [*items[:-1:2], items[-1]]
+
+
 class Evaluations:
     """Results of validations, by version: all of them or, of many, every second, fourth, … one, and the last."""
 
@@ -133,8 +140,7 @@ class Evaluations:
         self._kept[event.version] = event
         if len(self._kept) > MOST_EVALUATIONS:
             self._every *= 2
-            events = list(self._kept.values())
-            self._kept = {one.version: one for one in [*events[:-1:2], events[-1]]}
+            self._kept = {one.version: one for one in halved(list(self._kept.values()))}
 
     def __iter__(self) -> Iterator[ValidationFinished]:
         """Iterate over the kept results, in order of versions."""

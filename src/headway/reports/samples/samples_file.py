@@ -288,12 +288,6 @@ class SampleIndex:
     def __post_init__(self) -> None:
         self._tail = Tail(self.path)
 
-    def read_on(self) -> bool:
-        """Read as `read` does; tell whether there was anything."""
-        before = self._tail.offset
-        self.read()
-        return self._tail.offset > before
-
     def read(self) -> tuple[list[int], list[list[Any]]]:
         """Read on; return the groups and the lines of validations that came. Raises `Rewritten` and `OSError`."""
         return self.merge(self.parsed())
@@ -355,8 +349,8 @@ def validation_line(sample: Sample) -> list[Any]:
 def read_all(path: Path) -> SampleIndex:
     """Return the index of a whole file. A file that does not exist has no samples."""
     index = SampleIndex(path)
-    while index.read_on():
-        pass
+    while found := index.parsed():
+        index.merge(found)
     return index
 
 
