@@ -18,6 +18,14 @@ class Registry(Generic[F]):
 
     ``what``, ``key`` and ``also`` are words for messages: the kind, the configuration key that chooses a function, and
     what else that key takes.
+
+    Example:
+        >>> rules = Registry("rule", "game.rule")
+        >>> @rules.register("double")
+        ... def double(number):
+        ...     return 2 * number
+        >>> rules.names(), rules.get("double")(4)
+        (['double'], 8)
     """
 
     def __init__(

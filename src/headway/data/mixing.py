@@ -87,6 +87,14 @@ class Mixture:
 
     Shuffled, an epoch's draws are in one random order. Otherwise parts follow each other as they are without weights,
     and with weights are spread evenly over the epoch.
+
+    Example:
+        >>> parts = [SourceShare("a", 3, Fraction(1)), SourceShare("b", 3, Fraction(2))]
+        >>> mixture = Mixture(parts, seed=0, shuffle=False)
+        >>> mixture.quotas
+        [2, 4]
+        >>> sorted(mixture.epoch(0).indices.tolist())  # b's first row comes twice
+        [0, 1, 3, 3, 4, 5]
     """
 
     def __init__(self, parts: Sequence[SourceShare], *, seed: int, shuffle: bool) -> None:

@@ -64,7 +64,14 @@ class LeftOut:
 
 @dataclass(slots=True)
 class LeftOutRows:
-    """Counts of the rows left out, and an example of each reason."""
+    """Counts of the rows left out, and an example of each reason.
+
+    Example:
+        >>> rows = LeftOutRows()
+        >>> rows.add(LeftOut(Reason.EMPTY, "train", "line 3: no tokens"))
+        >>> rows.note()
+        '1 training row cannot be used and is left out (empty 1): line 3: no tokens'
+    """
 
     counts: Counts = field(default_factory=dict)
     examples: dict[str, str] = field(default_factory=dict)

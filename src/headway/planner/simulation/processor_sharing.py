@@ -267,6 +267,15 @@ class SimulatedActivity:
 
     Decoding is continuous here, so steps come in parts: what is left of a whole step is kept for the next report. A
     prefill and the step after it are one, as in an engine that does both in one go.
+
+    Example:
+        >>> activity = SimulatedActivity()
+        >>> activity.computes(1.0, True)
+        >>> activity.decoded(active=2, steps=1.5, seconds=0.3, cached=10)
+        >>> activity.take_steps()[0]  # by active sequences: whole steps, seconds, cached tokens
+        {2: (1, 0.19999999999999998, 10)}
+        >>> activity.take(now=3.0)[0]
+        [(1.0, 3.0)]
     """
 
     def __init__(self) -> None:

@@ -27,7 +27,15 @@ class Deadlock(RuntimeError):
 
 
 class VirtualClockLoop(asyncio.SelectorEventLoop):
-    """An event loop whose virtual clock starts at 0. Running code takes no time: only timers move the clock."""
+    """An event loop whose virtual clock starts at 0. Running code takes no time: only timers move the clock.
+
+    Example:
+        >>> async def an_hour():
+        ...     await asyncio.sleep(3600)
+        ...     return asyncio.get_running_loop().time()
+        >>> run_virtual(an_hour())  # at once
+        3600.0
+    """
 
     def __init__(self) -> None:
         self._now = 0.0
