@@ -52,7 +52,7 @@ OF_THE_ENGINE = (
     "enforce_eager",
     "threads",
     "tensor_model_parallel_size",
-    "vllm",
+    "engine_kwargs",
 )
 """Settings of ``rollout`` that an evaluation takes from a run, too."""
 OF_PROGRAMS = tuple(key for key in AgentConfig.model_fields if key != "min_episodes")
