@@ -18,9 +18,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.train_workload import Kind
 from headway.config.schema import Config
-from headway.config.sections.learning import ActorConfig
+from headway.config.sections.learning import ActorConfig, ParallelConfig
 from headway.config.sections.model_section import ModelConfig
-from headway.config.sections.parallel import ParallelConfig
 from headway.data.interfaces.training import StepContext
 from headway.data.packing import CollatedRow, token_budget_batches
 from headway.engines.train.fsdp.device_mesh import TrainMesh

@@ -13,9 +13,8 @@ from transformers import PreTrainedModel
 from benchmarks.gpu_checks.models import checked_shape, on_device, peaked_model, requests, rows_of
 from benchmarks.gpu_checks.setting import Passed, Setting, one_rank_group, require
 from headway.config.schema import Config, RolloutConfig
-from headway.config.sections.learning import ActorConfig
+from headway.config.sections.learning import ActorConfig, ParallelConfig
 from headway.config.sections.model_section import ModelConfig
-from headway.config.sections.parallel import ParallelConfig
 from headway.data.interfaces.episode_groups import GroupRequest
 from headway.data.interfaces.rollout import GenerateRequest, OnUpdate
 from headway.data.packing import CollatedRow

@@ -28,9 +28,8 @@ from benchmarks.gpu_checks.setting import Passed, Setting, one_rank_group, requi
 from benchmarks.gpu_checks.training import Layout
 from headway.agents.episodes.episode_worker import local_episode_worker
 from headway.config.schema import Config
-from headway.config.sections.learning import ActorConfig
+from headway.config.sections.learning import ActorConfig, ParallelConfig
 from headway.config.sections.model_section import ModelConfig
-from headway.config.sections.parallel import ParallelConfig
 from headway.data.interfaces.training import StepContext
 from headway.data.packing import CollatedRow
 from headway.engines.rollout.native import NativeEngine

@@ -23,9 +23,8 @@ from transformers import PreTrainedModel
 from benchmarks.gpu_checks.models import checked_shape, peaked_model
 from benchmarks.gpu_checks.setting import CheckFailed, Passed, Setting, one_rank_group, require
 from headway.config.schema import Config
-from headway.config.sections.learning import ActorConfig, FsdpConfig, OptimConfig
+from headway.config.sections.learning import ActorConfig, FsdpConfig, OptimConfig, ParallelConfig
 from headway.config.sections.model_section import ModelConfig
-from headway.config.sections.parallel import ParallelConfig
 from headway.data.interfaces.training import StepContext
 from headway.data.packing import CollatedRow
 from headway.engines.train.fsdp.device_mesh import TrainMesh

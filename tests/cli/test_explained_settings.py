@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from headway.cli import cli
 from headway.cli.common import complete_config, complete_key, complete_setting
-from headway.config.check_texts import checks_of
+from headway.cli.config_command import checks_of
 from headway.config.recipes import home, recipes
 from headway.config.reference import parts
 from headway.errors import ConfigError

@@ -27,7 +27,7 @@ from headway.cluster.on_ray.ray_worker import RayWorker
 from headway.cluster.worker_engines import LogpReceiver
 from headway.cluster.worker_plan import ClusterPlan, plan_cluster
 from headway.config.schema import Config
-from headway.config.sections.parallel import ParallelConfig
+from headway.config.sections.learning import ParallelConfig
 from headway.config.sizing.placement import ACTOR, CRITIC, LOGP, REF, ROLLOUT, resolve_placement
 from headway.data.interfaces.rollout import OnUpdate
 from headway.data.interfaces.training import StepContext, StepReport

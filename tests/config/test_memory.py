@@ -23,8 +23,8 @@ from transformers import (
 )
 
 from headway.config.schema import Config
+from headway.config.sections.learning import ParallelConfig
 from headway.config.sections.model_section import MakeModelConfig
-from headway.config.sections.parallel import ParallelConfig
 from headway.config.sizing.model_shape import ModelShape
 from headway.config.sizing.process_memory import Mesh, TrainingStep, activations, critic, trainer
 from headway.config.sizing.run_memory import made, processes

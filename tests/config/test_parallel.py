@@ -10,7 +10,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from headway.config.sections.parallel import ParallelConfig, expert_problems, model_problems
+from headway.config.sections.learning import ParallelConfig, expert_problems, model_problems
 
 SIZES = st.sampled_from([1, 2, 3, 4, 6, 8])
 

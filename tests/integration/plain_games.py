@@ -16,7 +16,7 @@ import torch
 
 from headway.agents.episodes.token_tree import call_key
 from headway.config.loading import load
-from headway.config.sections.parallel import ParallelConfig
+from headway.config.sections.learning import ParallelConfig
 from headway.config.sizing.placement import concurrent
 from headway.data.interfaces.rollout import GenerateRequest, SamplingParams
 from headway.data.interfaces.training import StepContext

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from headway.agents.chat.chat_template import answer_decoder
 from headway.agents.episodes.episode_worker import local_episode_worker
 from headway.config.loading import load
-from headway.config.sections.parallel import ParallelConfig
+from headway.config.sections.learning import ParallelConfig
 from headway.config.sizing.placement import concurrent
 from headway.data.interfaces.episode_groups import GroupRequest
 from headway.data.interfaces.rollout import SamplingParams

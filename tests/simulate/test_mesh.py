@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.config.sections.parallel import ParallelConfig
+from headway.config.sections.learning import ParallelConfig
 from headway.errors import ConfigError
 from headway.planner.grid import full, split_of, splits
 from headway.planner.planner import plan, to_json

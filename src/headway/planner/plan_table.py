@@ -14,7 +14,7 @@ from rich.constrain import Constrain
 from rich.table import Table
 from rich.text import Text
 
-from headway.config.sections.parallel import ParallelConfig
+from headway.config.sections.learning import ParallelConfig
 from headway.events import Event
 from headway.planner.grid import PlanSetting
 from headway.planner.measure import PRECISION, config_of, fill_versions

@@ -16,9 +16,8 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from headway.config.schema import Config
-from headway.config.sections.learning import ActorConfig, CriticConfig, OptimConfig
+from headway.config.sections.learning import ActorConfig, CriticConfig, OptimConfig, ParallelConfig
 from headway.config.sections.model_section import ModelConfig
-from headway.config.sections.parallel import ParallelConfig
 from headway.data.interfaces.training import StepContext
 from headway.data.packing import CollatedRow
 from headway.engines.train.fsdp.critic_engine import FsdpCritic

@@ -14,9 +14,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headway.config.schema import Config, RolloutConfig
-from headway.config.sections.learning import ActorConfig, AlgorithmConfig, OptimConfig
+from headway.config.sections.learning import ActorConfig, AlgorithmConfig, OptimConfig, ParallelConfig
 from headway.config.sections.model_section import ModelConfig
-from headway.config.sections.parallel import ParallelConfig
 from headway.data.interfaces.training import StepContext
 from headway.data.packing import CollatedRow
 from headway.engines.train.fsdp.device_mesh import TrainMesh

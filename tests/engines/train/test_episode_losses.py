@@ -15,9 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.config.schema import Config
-from headway.config.sections.learning import ActorConfig, AlgorithmConfig
+from headway.config.sections.learning import ActorConfig, AlgorithmConfig, ParallelConfig
 from headway.config.sections.losses import LOSSES
-from headway.config.sections.parallel import ParallelConfig
 from headway.data.interfaces.training import StepContext, StepReport
 from headway.data.packing import CollatedRow, Pack, Packing
 from headway.engines.train.fsdp.collectives import as_metrics, count, merge

@@ -11,9 +11,14 @@ import torch
 import torch.distributed as dist
 
 from headway.config.schema import Config, RolloutConfig
-from headway.config.sections.learning import ActorConfig, AlgorithmConfig, FsdpConfig, RolloutCorrectionConfig
+from headway.config.sections.learning import (
+    ActorConfig,
+    AlgorithmConfig,
+    FsdpConfig,
+    ParallelConfig,
+    RolloutCorrectionConfig,
+)
 from headway.config.sections.model_section import ModelConfig
-from headway.config.sections.parallel import ParallelConfig
 from headway.data.interfaces.training import StepContext
 from headway.data.packing import CollatedRow
 from headway.engines.train.fsdp.device_mesh import TrainMesh

@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 
 from headway.config.schema import AsyncTrainingConfig, Config, RolloutConfig
-from headway.config.sections.learning import ActorConfig, AlgorithmConfig, RolloutCorrectionConfig
-from headway.config.sections.parallel import ParallelConfig
+from headway.config.sections.learning import ActorConfig, AlgorithmConfig, ParallelConfig, RolloutCorrectionConfig
 from headway.data.interfaces.training import StepContext, StepReport
 from headway.data.packing import CollatedRow
 from headway.engines.train.fsdp.device_mesh import TrainMesh

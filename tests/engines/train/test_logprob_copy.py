@@ -13,9 +13,8 @@ import pytest
 import torch
 
 from headway.config.schema import Config, RolloutConfig
-from headway.config.sections.learning import ActorConfig, OptimConfig
+from headway.config.sections.learning import ActorConfig, OptimConfig, ParallelConfig
 from headway.config.sections.model_section import ModelConfig
-from headway.config.sections.parallel import ParallelConfig
 from headway.data.interfaces.training import StepContext
 from headway.data.packing import CollatedRow
 from headway.engines.train.fsdp.device_mesh import TrainMesh

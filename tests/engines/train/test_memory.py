@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from headway.config.schema import Config
-from headway.config.sections.parallel import ParallelConfig
+from headway.config.sections.learning import ParallelConfig
 from headway.config.sizing.model_shape import FLOAT, ModelShape
 from headway.config.sizing.process_memory import Mesh, TrainingStep, trainer
 from headway.data.interfaces.training import StepContext

@@ -20,8 +20,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from headway.config.schema import Config
-from headway.config.sections.learning import ActorConfig, OptimConfig
-from headway.config.sections.parallel import ParallelConfig
+from headway.config.sections.learning import ActorConfig, OptimConfig, ParallelConfig
 from headway.data.interfaces.training import StepContext
 from headway.data.packing import CollatedRow
 from headway.data.types import ColumnName

@@ -15,9 +15,8 @@ import torch
 from headway.algorithms.corrections import Action, CorrectionParams, build_correction
 from headway.algorithms.losses import POLICY_LOSSES, LossInputs, PolicyLossParams
 from headway.config.schema import AsyncTrainingConfig, Config
-from headway.config.sections.learning import ActorConfig, AlgorithmConfig, RolloutCorrectionConfig
+from headway.config.sections.learning import ActorConfig, AlgorithmConfig, ParallelConfig, RolloutCorrectionConfig
 from headway.config.sections.losses import LOSSES
-from headway.config.sections.parallel import ParallelConfig
 from headway.data.interfaces.training import StepContext
 from headway.data.packing import CollatedRow
 from headway.engines.train.fsdp.critic_engine import FsdpCritic

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from headway.config.sections.parallel import ParallelConfig
+from headway.config.sections.learning import ParallelConfig
 from headway.engines.train.fsdp.sharding import _divide
 from headway.errors import ModelError
 from tests.engines.train.families import FAMILIES
@@ -20,7 +20,7 @@ from tests.engines.train.families import FAMILIES
 def test_a_mesh_that_divides_models_is_refused_and_any_other_is_not(
     sizes: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headway.config.sections.parallel.version", lambda package: {"transformers": "5.19.0"}[package])
+    monkeypatch.setattr("headway.config.sections.learning.version", lambda package: {"transformers": "5.19.0"}[package])
     monkeypatch.setitem(sys.modules, "transformers.distributed.expert_parallel", None)
     with torch.device("meta"):
         lm = AutoModelForCausalLM.from_config(FAMILIES["qwen3-moe"]())

@@ -20,10 +20,9 @@ from torch.distributed.tensor import DTensor
 from transformers import BloomConfig, BloomForCausalLM
 
 from headway.config.schema import Config, RolloutConfig
-from headway.config.sections.learning import ActorConfig, AlgorithmConfig, CriticConfig
+from headway.config.sections.learning import ActorConfig, AlgorithmConfig, CriticConfig, ParallelConfig
 from headway.config.sections.losses import LOSSES
 from headway.config.sections.model_section import ModelConfig
-from headway.config.sections.parallel import ParallelConfig
 from headway.data.interfaces.training import StepContext
 from headway.data.packing import CollatedRow, Packing
 from headway.data.types import TrajectoryId

@@ -20,9 +20,14 @@ import torch.distributed as dist
 from headway.algorithms.corrections import CORRECTIONS, CorrectionParams, log_linear_prox
 from headway.algorithms.losses import LossInputs, PolicyLossParams, ppo_clip
 from headway.config.schema import AsyncTrainingConfig, Config, RolloutConfig
-from headway.config.sections.learning import ActorConfig, AlgorithmConfig, OptimConfig, RolloutCorrectionConfig
+from headway.config.sections.learning import (
+    ActorConfig,
+    AlgorithmConfig,
+    OptimConfig,
+    ParallelConfig,
+    RolloutCorrectionConfig,
+)
 from headway.config.sections.losses import PpoClip
-from headway.config.sections.parallel import ParallelConfig
 from headway.data.interfaces.training import StepContext
 from headway.data.packing import CollatedRow
 from headway.engines.train.fsdp.collectives import count

@@ -16,8 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from headway.cluster.roles.weight_roles import Send, WeightSendRole
 from headway.config.schema import Config
-from headway.config.sections.learning import ActorConfig, OptimConfig
-from headway.config.sections.parallel import ParallelConfig
+from headway.config.sections.learning import ActorConfig, OptimConfig, ParallelConfig
 from headway.data.interfaces.training import StepContext
 from headway.data.packing import CollatedRow
 from headway.engines.train.fsdp.device_mesh import TrainMesh

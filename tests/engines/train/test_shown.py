@@ -12,9 +12,8 @@ import torch
 import torch.distributed as dist
 
 from headway.config.schema import Config, RolloutConfig
-from headway.config.sections.learning import ActorConfig, OptimConfig
+from headway.config.sections.learning import ActorConfig, OptimConfig, ParallelConfig
 from headway.config.sections.model_section import ModelConfig
-from headway.config.sections.parallel import ParallelConfig
 from headway.data.assignment import GroupId
 from headway.data.interfaces.training import StepContext, StepReport, TrainedRow
 from headway.data.packing import CollatedRow

@@ -14,9 +14,8 @@ import torch.distributed as dist
 from torch import nn
 
 from headway.config.schema import AsyncTrainingConfig, Config
-from headway.config.sections.learning import ActorConfig, OptimConfig
+from headway.config.sections.learning import ActorConfig, OptimConfig, ParallelConfig
 from headway.config.sections.model_section import ModelConfig
-from headway.config.sections.parallel import ParallelConfig
 from headway.data.interfaces.training import StepContext
 from headway.data.packing import CollatedRow
 from headway.engines.train.fsdp.device_mesh import TrainMesh

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from headway.config.schema import Config
-from headway.config.sections.parallel import expert_problems, model_problems, plan_problems, replica_problems
+from headway.config.sections.learning import expert_problems, model_problems, plan_problems, replica_problems
 from headway.config.sizing.placement import ACTOR, CRITIC, LOGP, REF, resolve_placement
 from headway.errors import ConfigError, ModelError, boundary
 from headway.models.model_folder import find_folder, text_config

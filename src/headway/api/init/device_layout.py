@@ -9,7 +9,7 @@ from typing import Any
 
 from headway.api.init.model_summary import Machine, ModelFacts
 from headway.config.presets import preset
-from headway.config.sections.parallel import expert_problems, model_problems, plan_problems
+from headway.config.sections.learning import expert_problems, model_problems, plan_problems
 from headway.config.sizing.model_shape import FAMILIES
 from headway.config.sizing.process_memory import PER_MACHINE, SIZES, Fit, Split, fits, replicas, room
 from headway.errors import ConfigError

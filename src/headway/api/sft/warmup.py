@@ -28,10 +28,9 @@ from headway.api.sft.sft_data import Example
 from headway.cluster.backend import TrainerRanks, start_trainer
 from headway.cluster.machine.token_files import carried
 from headway.config.schema import Config, TaskConfig
-from headway.config.sections.learning import AlgorithmConfig, OptimConfig
+from headway.config.sections.learning import AlgorithmConfig, OptimConfig, ParallelConfig
 from headway.config.sections.losses import Gpg
 from headway.config.sections.model_section import WarmupConfig
-from headway.config.sections.parallel import ParallelConfig
 from headway.data.interfaces.episode_groups import GroupRequest
 from headway.data.interfaces.rollout import SamplingParams
 from headway.data.interfaces.training import StepContext, StepReport, TokenLoss

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from headway.config.sections.parallel import ParallelConfig, replica_problems
+from headway.config.sections.learning import ParallelConfig, replica_problems
 from headway.config.sizing.model_shape import FLOAT, ModelShape
 
 CPU_ELEMENTS = 16_777_216

@@ -24,7 +24,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, ValidationInfo, field_validator, model_validator
 
-from headway.config.sections.parallel import ParallelConfig
+from headway.config.sections.learning import ParallelConfig
 from headway.config.sections.section import NonNegative, Positive, Section
 
 _normal = NormalDist()

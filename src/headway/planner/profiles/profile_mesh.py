@@ -10,7 +10,7 @@ Whole meshes train, whole replicas find place on what is left of each machine.
 from __future__ import annotations
 
 from headway.config.schema import Config
-from headway.config.sections.parallel import ParallelConfig
+from headway.config.sections.learning import ParallelConfig
 from headway.errors import ConfigError
 from headway.planner.profiles.job_profile import Profile
 

@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from headway.config.sections.parallel import ParallelConfig
+from headway.config.sections.learning import ParallelConfig
 from headway.models.attention.ulysses import SequenceRanks
 
 REPLICATE, FSDP, TP, EFSDP, EP = "dp_replicate", "fsdp", "tp", "efsdp", "ep"

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from transformers import PreTrainedModel
 
 from headway.config.schema import Config
-from headway.config.sections.parallel import plan_problems
+from headway.config.sections.learning import plan_problems
 from headway.data.packing import Packing
 from headway.devices import kind_of
 from headway.engines.train.fsdp.collectives import on_all_ranks
