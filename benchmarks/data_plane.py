@@ -23,8 +23,7 @@ from numpy.typing import NDArray
 from benchmarks.data_plane_roles import Rank, Writer
 from benchmarks.runner import memory_of_process, parser
 from benchmarks.table import report
-from headway.cluster.machine.memory_directory import SHARED_MEMORY
-from headway.cluster.machine.token_files import BYTES_PER_TOKEN, TokenFile
+from headway.cluster.machine.token_files import BYTES_PER_TOKEN, SHARED_MEMORY, TokenFile
 from headway.cluster.on_ray.ray_cluster import RayCluster
 from headway.cluster.on_ray.ray_worker import RayWorker
 from headway.cluster.worker_engines import TrainGroup, reference_of

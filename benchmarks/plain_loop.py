@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from headway.cluster.hardware import available_cores
+from headway.cluster.machine.worker_setup import available_cores
 from headway.config.loading import load
 from headway.data.packing import token_budget_batches
 from headway.data.sources import build_sources

@@ -26,7 +26,7 @@ from typing import Any
 from benchmarks.runner import parser, say, train, warmed_up_model
 from benchmarks.study_figure import draw
 from benchmarks.table import Rows, Share, markdown
-from headway.cluster.hardware import available_cores, cpu_model
+from headway.cluster.machine.worker_setup import available_cores, cpu_model
 
 OUT = Path("build/study")
 PAGE = Path("docs/staleness-study.md")

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from headway.cluster.hardware import available_cores, cpu_model
+from headway.cluster.machine.worker_setup import available_cores, cpu_model
 
 OUT = Path("build/bench")
 Rows = Sequence[Mapping[str, Any]]

@@ -24,8 +24,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.runner import numbers, parser, say, turns, words
 from benchmarks.table import Ratio, Rows, Share, report
 from benchmarks.train_workload import BUDGET, SIZES, Cell, Kind, Lengths, cells, rows_of, work
-from headway.cluster.hardware import available_cores
-from headway.cluster.machine.worker_setup import math_environment
+from headway.cluster.machine.worker_setup import available_cores, math_environment
 from headway.data.packing import CollatedRow
 
 if TYPE_CHECKING:

@@ -94,7 +94,7 @@ def ray_here(request: pytest.FixtureRequest) -> Iterator[None]:
     import ray
 
     from headway.cluster.machine.child_processes import ChildProcesses
-    from headway.cluster.on_ray.ray_signals import sigterm_kept
+    from headway.cluster.on_ray.ray_node import sigterm_kept
 
     with sigterm_kept(), pytest.MonkeyPatch.context() as patch:
         root = request.config.rootpath

@@ -1,6 +1,6 @@
 from pathlib import Path
 
-from headway.cluster.hardware import cpu_model, hardware_here
+from headway.cluster.machine.worker_setup import cpu_model, hardware_here
 
 
 def test_the_cpu_is_called_what_the_system_calls_it(tmp_path: Path) -> None:

@@ -4,12 +4,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-from headway.cluster.machine.memory_directory import directory_in_memory
+from headway.cluster.machine.token_files import directory_in_memory
 
 HOLDER = """
 import sys
 from pathlib import Path
-from headway.cluster.machine.memory_directory import directory_in_memory
+from headway.cluster.machine.token_files import directory_in_memory
 with directory_in_memory(Path(sys.argv[1])) as path:
     (path / "weights").write_bytes(b"w")
     print(path, flush=True)

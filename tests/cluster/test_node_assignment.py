@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.cluster.on_ray.node_assignment import Node, assign_nodes, lacking
+from headway.cluster.on_ray.resource_pool import Node, assign_nodes, lacking
 from headway.config.sizing.placement import NodeShare, node_shares
 
 

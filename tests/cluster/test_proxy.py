@@ -9,8 +9,7 @@ import pytest
 from headway.cluster.proxy import proxy
 from headway.cluster.roles.actor_role import ActorRole
 from headway.cluster.roles.critic_role import CriticRole
-from headway.cluster.roles.logprob_role import LogpRole
-from headway.cluster.roles.reference_role import RefRole
+from headway.cluster.roles.logprob_role import LogpRole, RefRole
 from headway.cluster.worker_engines import TrainGroup, critic_of, reference_of
 from headway.cluster.worker_group import WorkerGroup, registered
 from headway.data.interfaces.rollout import OnUpdate, RolloutEngine

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import ray._private.worker as printing
 
-from headway.cluster.on_ray.ray_messages import messages_in
+from headway.cluster.on_ray.ray_worker import messages_in
 
 DEATH = {"lines": ["A worker died or was killed"], "pid": "raylet", "is_err": False}
 """As a thread of Ray's hands a raylet's message on to what prints it."""

@@ -22,10 +22,9 @@ from headway.cluster.backend import start_backend
 from headway.cluster.machine.child_processes import ChildProcesses
 from headway.cluster.machine.token_files import TokenFiles, TokenPart, TokenPlace
 from headway.cluster.on_ray import ray_worker, resource_pool
-from headway.cluster.on_ray.node_assignment import Node
 from headway.cluster.on_ray.ray_cluster import RayCluster
 from headway.cluster.on_ray.ray_worker import RayWorker
-from headway.cluster.on_ray.resource_pool import ResourcePool
+from headway.cluster.on_ray.resource_pool import Node, ResourcePool
 from headway.cluster.worker_group import WorkerGroup
 from headway.config.schema import Config
 from headway.config.sizing.placement import node_shares

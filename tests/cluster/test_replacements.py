@@ -10,11 +10,10 @@ from typing import Any, cast
 import pytest
 import pytest_asyncio
 
-from headway.cluster.calls import address_check
-from headway.cluster.calls.address_check import answers, stops_answering
+from headway.cluster.calls import network_interface
+from headway.cluster.calls.network_interface import answers, stops_answering
 from headway.cluster.on_ray import resource_pool
-from headway.cluster.on_ray.node_assignment import Node
-from headway.cluster.on_ray.resource_pool import ResourcePool
+from headway.cluster.on_ray.resource_pool import Node, ResourcePool
 from headway.cluster.replacements import Replacements, replica_start
 from headway.cluster.roles.rollout_role import RolloutRole
 from headway.cluster.shared_filesystem import SharedFilesystem
@@ -220,8 +219,8 @@ async def test_a_machine_is_given_up_after_several_failures_in_a_row(monkeypatch
         asked.append(next(came))
         return asked[-1]
 
-    monkeypatch.setattr(address_check, "ASK_AGAIN_S", 0.0)
-    monkeypatch.setattr(address_check, "answers", says)
+    monkeypatch.setattr(network_interface, "ASK_AGAIN_S", 0.0)
+    monkeypatch.setattr(network_interface, "answers", says)
     await stops_answering("10.0.0.2", 1)
     assert len(asked) == 9
 

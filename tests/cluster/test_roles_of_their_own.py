@@ -261,7 +261,7 @@ async def test_on_shared_devices_a_critic_and_a_reference_of_their_own_change_no
 ) -> None:
     outcomes = []
     for sections in (INSIDE, {**OWN, "logp": {"nnodes": 0}}):
-        cfg = config(placement={"kind": "shared"}, **sections)
+        cfg = config(cluster={"placement": "shared"}, **sections)
         workers = await start(cfg, tiny_model, tmp_path)
         try:
             assert workers.inside_fetch == ({"ref", "logp", "critic"} if sections is INSIDE else {"logp"})
@@ -488,7 +488,7 @@ def test_the_critics_schedule_ends_with_the_run(actor_epochs: int, critic_epochs
 
 
 def test_on_shared_devices_the_critic_may_have_ranks_of_its_own() -> None:
-    of = asking(CRITIC, LOGP, placement={"kind": "shared"}, critic={"nnodes": 1})
+    of = asking(CRITIC, LOGP, cluster={"placement": "shared"}, critic={"nnodes": 1})
     plan = planned(of)
     assert [(s.name, s.role.__name__, s.device) for s in plan.workers] == [
         ("actor-0", "FusedRole", 0),

@@ -17,13 +17,12 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
-from headway.cluster.hardware import available_cores
+from headway.cluster.machine.worker_setup import available_cores
 from headway.cluster.on_ray import resource_pool
-from headway.cluster.on_ray.node_assignment import Node
 from headway.cluster.on_ray.ray_cluster import RayCluster
-from headway.cluster.on_ray.ray_signals import sigterm_kept
+from headway.cluster.on_ray.ray_node import sigterm_kept
 from headway.cluster.on_ray.ray_worker import RayWorker
-from headway.cluster.on_ray.resource_pool import ResourcePool
+from headway.cluster.on_ray.resource_pool import Node, ResourcePool
 from headway.cluster.worker_plan import ClusterPlan, plan_cluster
 from headway.config.schema import Config
 from headway.config.sizing.placement import NodeShare, Placement, node_shares, resolve_placement

@@ -115,10 +115,12 @@ async def start(
     timeout_s: float = 60.0,
     model_path: str = "m",
     warm: Awaitable[None] | None = None,
+    shared: bool = False,
     **sections: Any,
 ) -> backend.Workers:
     monkeypatch.setattr(backend, "make_cluster", lambda config, run_dir, model_path: cluster)
-    config = tiny_config("inline", cluster={"start_timeout_s": timeout_s}, **sections)
+    given = {"start_timeout_s": timeout_s} | ({"placement": "shared"} if shared else {})
+    config = tiny_config("inline", cluster=given, **sections)
     return await start_backend(
         config,
         model_path=model_path,
@@ -233,7 +235,7 @@ def test_samples_are_balanced_by_the_width_that_the_models_configuration_tells(
 async def test_an_engine_that_cannot_sleep_cannot_share_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = PlannedCluster()
     with pytest.raises(ConfigError, match=r"cluster.placement=shared: the rollout engine of rollout-0 cannot give"):
-        await start(cluster, monkeypatch, placement={"kind": "shared"})
+        await start(cluster, monkeypatch, shared=True)
     assert set(cluster.log) == {"reserved", "actor-0 killed", "episode-worker-0 killed", "stopped"}
 
 

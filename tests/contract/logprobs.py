@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from headway.data.interfaces.rollout import OnUpdate
-from headway.models.probe import PROBE_PREFILL, probe_sequences
+from headway.models.logprobs import PROBE_PREFILL, probe_sequences
 from tests.contract.harness import (
     CONTEXT,
     VOCABULARY,

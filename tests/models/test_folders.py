@@ -16,8 +16,7 @@ from headway.config.schema import Config
 from headway.config.sections.model_section import MakeModelConfig
 from headway.errors import ModelError
 from headway.models.made_model import make_model
-from headway.models.model_export import export, replaced_when_complete
-from headway.models.pretrained import compute_dtype, load_model
+from headway.models.pretrained import compute_dtype, export, load_model, replaced_when_complete
 from headway.models.tokenizer import load_tokenizer
 
 

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerFast
 
 from headway.config.sections.model_section import MakeModelConfig
 from headway.models.made_model import make_tokenizer
-from headway.models.token_texts import TokenTexts
+from headway.models.tokenizer import TokenTexts
 
 
 def byte_level() -> PreTrainedTokenizerFast:

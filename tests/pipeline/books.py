@@ -32,8 +32,8 @@ from headway.events import (
     TrajectoryFinished,
     UpdatePhase,
 )
-from headway.pipeline.group_scoring import LEAST_PATIENCE_S
 from headway.pipeline.run import Status
+from headway.pipeline.stages.reward import LEAST_PATIENCE_S
 from tests.pipeline.fakes import prompt, seeded_lengths
 from tests.pipeline.scenario import Run, Scenario
 

@@ -10,7 +10,7 @@ import pytest
 
 from headway.data.interfaces.weights import ReceiveReport, SendReport
 from headway.errors import UpdateFailed, UpdateMissed
-from headway.pipeline.update.update_attempt import Attempt, Audience, judge
+from headway.pipeline.update.version_transfer import Attempt, Audience, judge
 
 LIMIT = "param_update.timeout_s = 1 s"
 

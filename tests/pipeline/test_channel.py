@@ -4,8 +4,7 @@ import asyncio
 
 import pytest
 
-from headway.pipeline.channel import Channel
-from headway.pipeline.conditions import Signal
+from headway.pipeline.channel import Channel, Signal
 from headway.planner.simulation.virtual_clock import Deadlock, run_virtual
 
 

@@ -10,8 +10,7 @@ import numpy as np
 from headway.data.types import Conversation, FinishReason, Group, Prompt, Trajectory
 from headway.events import GroupRewarded
 from headway.pipeline.channel import Channel
-from headway.pipeline.group_scoring import Scoring, own_scores
-from headway.pipeline.stages.reward import Reward
+from headway.pipeline.stages.reward import Reward, Scoring, own_scores
 from tests.pipeline.fakes import Recorder
 from tests.pipeline.test_ledger import run_state
 

@@ -9,8 +9,8 @@ import pytest
 
 from headway.data.types import Prompt
 from headway.events import CheckpointSaved, GroupAdmitted, GroupSettled, Note, ValidationFinished
-from headway.pipeline.group_scoring import LEAST_PATIENCE_S, MOST_MISSES, MOST_PATIENCE_S
 from headway.pipeline.run import Status
+from headway.pipeline.stages.reward import LEAST_PATIENCE_S, MOST_MISSES, MOST_PATIENCE_S
 from tests.pipeline.fakes import FakeReward, without_variance
 from tests.pipeline.scenario import MODES, Run, Scenario
 

@@ -15,7 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from headway.errors import DataError, UserError
 from headway.events import CheckpointSaved, Note, RunResumed, RunStarted, VersionReached
-from headway.pipeline.recovery.driver_state import balance
+from headway.pipeline.recovery.checkpoint_manager import balance
 from headway.reports.checkpoint_folders import Checkpoints, Retention
 from headway.reports.record.events_file import read_events
 from headway.reports.report import report

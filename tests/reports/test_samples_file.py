@@ -15,7 +15,7 @@ from headway.data.mixing import place_of_group
 from headway.errors import DataError, UserError
 from headway.events import GroupSettled, Note
 from headway.pipeline.admission.sample_collector import SampleOutlet
-from headway.pipeline.recovery.driver_state import balance
+from headway.pipeline.recovery.checkpoint_manager import balance
 from headway.reports import report_manager
 from headway.reports.record.events_file import read_events
 from headway.reports.report_manager import Reports, open_reports, reopen_reports

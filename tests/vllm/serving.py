@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 
 from headway.data.interfaces.rollout import GenerateRequest, OnUpdate, Paused
 from headway.engines.rollout.vllm import VllmEngine
+from headway.models.logprobs import PROBE_PREFILL, probe_sequences
 from headway.models.made_model import character_tokenizer
-from headway.models.probe import PROBE_PREFILL, probe_sequences
 from tests.contract import harness
 from tests.contract.harness import CHARACTERS, CONTEXT, VOCABULARY, Answer, in_order
 from tests.contract.reference import assert_logprobs

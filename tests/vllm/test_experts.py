@@ -16,7 +16,7 @@ from headway.data.packing import CollatedRow
 from headway.engines.rollout.vllm import VllmEngine
 from headway.engines.weights.outgoing_version import Staged
 from headway.engines.weights.transports.disk import write_files
-from headway.models.probe import probe_rows, probe_vector
+from headway.models.logprobs import probe_rows, probe_vector
 from tests.contract.harness import CONTEXT, endless, make_calls
 from tests.engines.train.rows import random_rows
 from tests.engines.train.test_logprob_copy import BUCKET, TEMPERATURE, Pair

@@ -12,7 +12,7 @@ from fractions import Fraction
 from pathlib import Path, PurePath
 from typing import Any
 
-from headway.cluster.hardware import available_cores
+from headway.cluster.machine.worker_setup import available_cores
 from headway.config.aliases import moved_keys, translate
 from headway.config.doctor import diagnose, machine_notes
 from headway.config.layers import Layer, flatten, overlay

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
-from headway.cluster.hardware import Hardware
+from headway.cluster.machine.worker_setup import Hardware
 from headway.cluster.profiled_processes import ProfiledProcess, profiled
 from headway.cluster.proxy import proxy
 from headway.cluster.remote_episode_worker import RemoteEpisodeWorker

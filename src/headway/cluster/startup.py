@@ -14,21 +14,25 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, Protocol, TypeVar
 
-from headway.cluster.hardware import Hardware
-from headway.cluster.machine.memory_directory import SHARED_MEMORY, directory_in_memory, remove_abandoned
-from headway.cluster.machine.token_files import TokenPlace, token_directory
+from headway.cluster.machine.token_files import (
+    SHARED_MEMORY,
+    TokenPlace,
+    directory_in_memory,
+    remove_abandoned,
+    token_directory,
+)
+from headway.cluster.machine.worker_setup import Hardware
 from headway.cluster.remote_episode_worker import RemoteEpisodeWorker
 from headway.cluster.replacements import Replacements, episode_worker_start, replica_start
 from headway.cluster.roles.actor_role import ActorRole
 from headway.cluster.roles.critic_role import CriticRole
 from headway.cluster.roles.episode_worker_role import EpisodeWorkerRole
 from headway.cluster.roles.file_probe import FileProbe
-from headway.cluster.roles.logprob_role import LogpRole
-from headway.cluster.roles.reference_role import RefRole
+from headway.cluster.roles.logprob_role import LogpRole, RefRole
 from headway.cluster.roles.rollout_role import RolloutRole
 from headway.cluster.shared_filesystem import SharedFiles, SharedFilesystem
+from headway.cluster.weight_sync.host_weights import WithinProcesses
 from headway.cluster.weight_sync.probe_tolerance import ProbeTolerance
-from headway.cluster.weight_sync.same_process_weights import WithinProcesses
 from headway.cluster.weight_sync.weight_sync import WeightPaths, WeightSync, exchange_settings
 from headway.cluster.worker_engines import LogpReceiver, RolloutReplica, clock_offset
 from headway.cluster.worker_group import PartOf, Worker, WorkerGroup

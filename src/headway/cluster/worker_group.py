@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, Protocol, TypeVar
 
-from headway.cluster.machine.file_work import while_bytes_move
+from headway.cluster.machine.batch_cache import while_bytes_move
 from headway.data.assignment import Cost, assign, by_group, split
 from headway.data.types import Column, Handle, Sample, TrajectoryId
 from headway.errors import RunError

@@ -14,8 +14,7 @@ from headway.cluster.roles.actor_role import ActorRole
 from headway.cluster.roles.critic_role import CriticRole
 from headway.cluster.roles.episode_worker_role import EpisodeWorkerRole
 from headway.cluster.roles.fused_role import FusedRole
-from headway.cluster.roles.logprob_role import LogpRole
-from headway.cluster.roles.reference_role import RefRole
+from headway.cluster.roles.logprob_role import LogpRole, RefRole
 from headway.cluster.roles.rollout_role import RolloutRole
 from headway.config.schema import Config
 from headway.config.sizing.placement import ACTOR, CRITIC, LOGP, REF, ROLLOUT, DeviceGroup, NodeShare, Placement

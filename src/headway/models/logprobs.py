@@ -5,20 +5,31 @@ outputs the forward pass holds about three [chunk_tokens × vocabulary] float32 
 three, and the gradient of the head's weight once in float32.
 
 Shape suffixes: M tokens, C tokens of a chunk, H hidden size, V vocabulary.
+
+A few fixed sequences whose log-probs tell whether two holders of a policy serve the same weights.
+
+Checksums prove that the right bytes arrived; the probe proves that what computes uses them. It is cheap enough for
+every update, and its sequences are spread over the vocabulary so that embedding and head are sampled broadly.
+
+    ids [4, 6]:   │ p p p p │ r r │      log-probs of the r, sequence by sequence: [8]
+                    prefill   first from the prefill's logits, the other after decoding it
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
+from numpy.typing import NDArray
 from torch import Tensor
 
 from headway.config.sizing.process_memory import chunk_tokens
+from headway.data.packing import CollatedRow
 from headway.devices import kind_of
-from headway.models.logits import PLAIN, LogitRule
+from headway.models.output_layer import PLAIN, LogitRule
 
 
 def default_chunk_tokens(vocabulary: int, device: torch.device) -> int:
@@ -48,7 +59,7 @@ def chunked_logprobs(
         hidden: what the head reads at the position that predicts each target.
         temperature: positive; logits are divided by it.
         chunk_tokens: tokens computed at once; the default suits the device. The results do not depend on it.
-        rule: the model's own scale and soft cap (`headway.models.logits.logit_rule`).
+        rule: the model's own scale and soft cap (`headway.models.output_layer.logit_rule`).
     """
     if temperature <= 0:
         raise ValueError(f"temperature is {temperature}; log-probs need a positive one")
@@ -200,3 +211,40 @@ def grad_logits(
 
 def _or_zeros(grad_C: Tensor | None, like_C: Tensor) -> Tensor:
     return torch.zeros_like(like_C) if grad_C is None else grad_C
+
+
+PROBE_SEQUENCES = 4
+PROBE_PREFILL = 4
+"""Number of tokens of each sequence that are given: its prompt."""
+PROBE_SCORED = 2
+"""Number of last tokens of each sequence whose log-probs are compared."""
+
+_GOLDEN = 0x9E3779B97F4A7C15
+"""2⁶⁴ divided by the golden ratio: multiples of it, modulo 2⁶⁴, are spread evenly however many there are."""
+
+
+def probe_sequences(vocab_size: int) -> NDArray[np.int64]:
+    """Token ids [4, 6] below ``vocab_size``: the same for the same size, everywhere."""
+    count = PROBE_SEQUENCES * (PROBE_PREFILL + PROBE_SCORED)
+    ids = [((k * _GOLDEN) % 2**64 * vocab_size) >> 64 for k in range(1, count + 1)]
+    return np.array(ids, np.int64).reshape(PROBE_SEQUENCES, -1)
+
+
+def probe_rows(vocab_size: int) -> list[CollatedRow]:
+    """The sequences as an engine's rows: `PROBE_PREFILL` prompt tokens, then the response."""
+    blank = np.zeros(PROBE_SCORED, np.float32)
+    return [
+        CollatedRow(
+            input_ids=ids.astype(np.int32),
+            prompt_length=PROBE_PREFILL,
+            logprobs=blank,
+            versions=np.zeros(PROBE_SCORED, np.int32),
+            loss_mask=np.ones(PROBE_SCORED, np.bool_),
+        )
+        for ids in probe_sequences(vocab_size)
+    ]
+
+
+def probe_vector(responses: Sequence[NDArray[np.float32]]) -> NDArray[np.float32]:
+    """The probe [8] from the [2] log-probs of each of `probe_rows`, in order: what a replica's ``probe`` returns."""
+    return np.concatenate(responses).astype(np.float32)

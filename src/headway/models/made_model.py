@@ -45,7 +45,7 @@ def make_model(config: MakeModelConfig, seed: int, path: Path) -> None:
     """
     import torch  # here: a tokenizer alone needs none
 
-    from headway.models.model_export import export
+    from headway.models.pretrained import export
 
     tokenizer = make_tokenizer(config)
     architecture = _architecture(config, tokenizer)

@@ -18,8 +18,8 @@ from headway.data.types import ColumnName, Group, Sample
 from headway.events import CriticStepped, Emit
 from headway.pipeline.admission.fetches import Fetch, samples_of
 from headway.pipeline.admission.pipeline_state import now
-from headway.pipeline.conditions import Signal
-from headway.pipeline.observing.nonfinite import SkippedSteps
+from headway.pipeline.channel import Signal
+from headway.pipeline.observing.off_policy_guard import SkippedSteps
 
 
 class Critic:

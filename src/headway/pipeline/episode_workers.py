@@ -25,8 +25,7 @@ from headway.data.interfaces.rollout import RolloutEngine
 from headway.errors import HeadwayError, RunError, WorkerDied
 from headway.events import EpisodeWorkerLost
 from headway.pipeline.admission.pipeline_state import RunState, now
-from headway.pipeline.channel import Channel
-from headway.pipeline.conditions import Signal
+from headway.pipeline.channel import Channel, Signal
 from headway.pipeline.weight_receiver import Remote, WorkerUnavailable
 from headway.runtime.task_groups import Tasks, concurrently
 

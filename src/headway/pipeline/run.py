@@ -26,7 +26,7 @@ from headway.errors import UpdateFailed, WorkerDied
 from headway.events import Note, Observer, RunFinished, RunStarted
 from headway.pipeline.admission.pipeline_state import now
 from headway.pipeline.parts import Parts
-from headway.pipeline.recovery.driver_state import Taken
+from headway.pipeline.recovery.checkpoint_manager import Taken
 from headway.pipeline.weight_receiver import Replica, WorkerUnavailable
 from headway.pipeline.wiring import AnyStage, wire
 from headway.runtime.task_groups import Tasks, concurrently, failing_as_one

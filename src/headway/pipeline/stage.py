@@ -31,7 +31,7 @@ from typing import Generic, Protocol, TypeVar
 
 from headway.errors import StageFailed, boundary
 from headway.events import Emit, StageChanged
-from headway.pipeline.conditions import Gate
+from headway.pipeline.channel import Gate
 from headway.runtime.task_groups import Tasks, failing_as_one
 
 In = TypeVar("In")

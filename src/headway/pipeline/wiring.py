@@ -28,34 +28,29 @@ from headway.pipeline.admission.message_queue import MessageQueue
 from headway.pipeline.admission.pipeline_state import RunState
 from headway.pipeline.admission.sample_collector import Samples
 from headway.pipeline.admission.staleness import Staleness
-from headway.pipeline.batch_preparation import Preparation
 from headway.pipeline.channel import Channel
 from headway.pipeline.critic_turns import Critic
 from headway.pipeline.episode_workers import EpisodeWorkers
-from headway.pipeline.group_scoring import Scoring
 from headway.pipeline.observing.episode_troubles import EpisodeTroubles
 from headway.pipeline.observing.equal_rewards import EqualRewards
 from headway.pipeline.observing.off_policy_guard import Guard, GuardSettings
 from headway.pipeline.parts import Parts
-from headway.pipeline.recovery.checkpoint_manager import CheckpointManager
-from headway.pipeline.recovery.driver_state import DriverState
+from headway.pipeline.recovery.checkpoint_manager import CheckpointManager, DriverState
 from headway.pipeline.recovery.run_monitor import Monitor, Movement
 from headway.pipeline.recovery.supervision import Supervision
 from headway.pipeline.stage import Stage
-from headway.pipeline.stages.actor_train import ActorTrain, PendingUpdate, TrainSettings
+from headway.pipeline.stages.actor_train import ActorTrain, PendingUpdate, Preparation, TrainSettings
 from headway.pipeline.stages.critic_train import CriticTrain
 from headway.pipeline.stages.generate import Generate
 from headway.pipeline.stages.logprob import LogProb
 from headway.pipeline.stages.param_update import ParamUpdate
 from headway.pipeline.stages.prompt_loader import PromptLoader, Wave
 from headway.pipeline.stages.ref_logprob import RefLogProb
-from headway.pipeline.stages.reward import Reward
-from headway.pipeline.stages.validate import Validate
+from headway.pipeline.stages.reward import Reward, Scoring
+from headway.pipeline.stages.validate import Validate, Validation, Validators
 from headway.pipeline.stages.values import Values
-from headway.pipeline.update.colocation_lease import OwnDevices, SharedDevices
-from headway.pipeline.update.pause_controller import PauseController
+from headway.pipeline.update.pause_controller import OwnDevices, PauseController, SharedDevices
 from headway.pipeline.update.replica_pool import ReplicaPool
-from headway.pipeline.validation_workers import Validation, Validators
 
 AnyStage = Stage[Any, Any]
 

@@ -17,7 +17,7 @@ from headway.engines.rollout.native.model.fused_forward import FusedForward, Pro
 from headway.engines.rollout.native.model.policy_forward import ModuleForward
 from headway.engines.rollout.native.native_core import EngineCore
 from headway.errors import RunError
-from headway.models.probe import PROBE_PREFILL, probe_rows, probe_sequences, probe_vector
+from headway.models.logprobs import PROBE_PREFILL, probe_rows, probe_sequences, probe_vector
 from tests.engines.rollout.serving import Source, serving
 from tests.engines.rollout.support import (
     CONTEXT,

@@ -16,8 +16,8 @@ from headway.data.interfaces.training import StepContext
 from headway.data.packing import CollatedRow
 from headway.engines.rollout.native import NativeEngine
 from headway.engines.weights.outgoing_version import Staged
+from headway.models.logprobs import probe_rows, probe_vector
 from headway.models.pretrained import load_model
-from headway.models.probe import probe_rows, probe_vector
 from tests.engines.rollout.serving import collect
 from tests.engines.rollout.support import CONTEXT, decode, make_request
 from tests.engines.train.families import make_family

@@ -23,8 +23,8 @@ from headway.engines.train.fsdp.policy_copies import LogProbCopy
 from headway.engines.weights.outgoing_version import Staged, Stream
 from headway.engines.weights.protocols import IncomingWeights, OutgoingWeights
 from headway.errors import ModelError, RunError, UpdateFailed
+from headway.models.logprobs import probe_rows, probe_vector
 from headway.models.pretrained import load_model
-from headway.models.probe import probe_rows, probe_vector
 from tests.engines.train.rows import random_rows, response_logprobs
 
 pytestmark = pytest.mark.usefixtures("one_rank")

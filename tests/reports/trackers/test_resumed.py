@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from headway.pipeline.recovery.driver_state import balance
+from headway.pipeline.recovery.checkpoint_manager import balance
 from headway.reports.report_manager import Reports, open_reports, reopen_reports
 from headway.reports.run_directory import RunDirectory, RunLock
 from headway.reports.trackers import tracker_set

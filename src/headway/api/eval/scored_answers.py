@@ -27,15 +27,14 @@ from headway.agents.rewards.reward_workers import RewardRunners
 from headway.agents.rewards.scorers import RewardSpec
 from headway.api.eval.evaluation_settings import EvaluationJob
 from headway.api.eval.figures import ScoredAnswer, Solved
-from headway.cluster.hardware import available_cores
-from headway.cluster.machine.worker_setup import math_environment
+from headway.cluster.machine.worker_setup import available_cores, math_environment
 from headway.data.interfaces.episode_groups import FinishedGroup, GroupRequest
 from headway.data.interfaces.rollout import Priority, RolloutEngine, SamplingParams
 from headway.data.tokenize import Counts
 from headway.data.types import FinishReason, Prompt, Trajectory, conversations_of
 from headway.errors import DataError, ScoringFailed
 from headway.pipeline.admission.nothing_to_train import EPISODE_FAILED
-from headway.pipeline.group_scoring import own_scores
+from headway.pipeline.stages.reward import own_scores
 from headway.reports.live.live_view import Cell
 from headway.runtime.task_groups import Tasks, failing_as_one
 

@@ -26,7 +26,7 @@ from headway.data.tokenize import PromptTokenizer
 from headway.data.types import Prompt
 from headway.engines.train.state_file import read_state
 from headway.errors import ConfigError, UserError
-from headway.pipeline.recovery.driver_state import Taken, balance
+from headway.pipeline.recovery.checkpoint_manager import Taken, balance
 from headway.pipeline.run import Status
 from headway.reports.checkpoint_folders import Checkpoints
 from headway.reports.record.events_file import SurvivingRecord, look_through

@@ -10,8 +10,7 @@ import time
 from collections.abc import Callable
 
 from headway.api.run.training_run import ResumeStart, StartingModel, TrainingRun, is_of_the_end, note
-from headway.cluster.hardware import available_cores
-from headway.cluster.machine.worker_setup import math_environment
+from headway.cluster.machine.worker_setup import available_cores, math_environment
 from headway.config.loading import LoadedConfig
 from headway.config.schema import Config
 from headway.config.sizing.placement import needs_critic

@@ -32,7 +32,7 @@ from headway.events import Note, PromptsLeftOut, WorkerDescribed
 from headway.pipeline.admission.sample_collector import SampleOutlet
 from headway.pipeline.observing.profile_window import ProfileWindow
 from headway.pipeline.parts import Parts
-from headway.pipeline.recovery.driver_state import Taken
+from headway.pipeline.recovery.checkpoint_manager import Taken
 from headway.pipeline.run import Pipeline, Status
 from headway.pipeline.stages.reward import GroupFilter, Shaping
 from headway.reports.checkpoint_folders import Checkpoints, Retention, version_of, write_version
@@ -224,8 +224,7 @@ class TrainingRun:
         from headway.cluster.backend import start_backend
         from headway.cluster.machine.worker_setup import collecting_seldom
         from headway.models.pretrained import stop_token_ids
-        from headway.models.token_texts import TokenTexts
-        from headway.models.tokenizer import load_tokenizer
+        from headway.models.tokenizer import TokenTexts, load_tokenizer
 
         config, reports = self._config, self._reports
         control = RunControl()

@@ -27,7 +27,7 @@ from headway.agents.chat.chat_template import ChatRenderer
 from headway.agents.episodes.episode_tokens import Chats
 from headway.api.sft.sft_data import Example, SftExamples
 from headway.api.sft.warmup import SftSteps, trainer_of
-from headway.cluster.machine.file_work import while_ranks_move
+from headway.cluster.machine.batch_cache import while_ranks_move
 from headway.config.loading import LoadedConfig
 from headway.config.schema import Config
 from headway.config.sizing.timeouts import file_stall_s
@@ -36,7 +36,7 @@ from headway.data.rows import TRAIN_SPLIT, VAL_SPLIT, digests, rows_of, split
 from headway.engines.train.state_file import read_state
 from headway.errors import EXIT_INTERRUPTED, ConfigError, DataError, RunError, UserError
 from headway.models.model_folder import check_folder
-from headway.pipeline.recovery.liveness import Answers
+from headway.pipeline.recovery.run_monitor import Answers
 from headway.pipeline.run import Status
 from headway.reports.checkpoint_folders import Checkpoints
 from headway.reports.record.events_file import JsonLines

@@ -10,31 +10,91 @@ The index says where everything is, so that a rank reads the rows that it trains
 A file outlives the episode worker that wrote it, so that an episode worker's death costs no finished group. Few tokens
 travel with their handle where the episode worker is on another machine than the driver, so that the loss of that
 machine costs nothing either.
+
+Directory in memory for one run, which must not outlive the run: its files take memory until they are removed.
+
+made ─▶ locked ─▶ named headway-run-… ─▶ … ─▶ removed at the end
+                                         └─ killed: the lock ends with the process, and the next run removes it
 """
 
 from __future__ import annotations
 
+import fcntl
 import io
 import os
 import pickle
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from pathlib import Path
 from shutil import rmtree
-from tempfile import gettempdir
+from tempfile import gettempdir, mkdtemp
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.cluster.machine.memory_directory import SHARED_MEMORY, directory_in_memory, held_directory
 from headway.config.schema import Config
 from headway.data.types import GroupTokens, RowTokens, TurnSpan
 from headway.errors import RunError
 from headway.runtime.pickling import pickled_by_fields
+
+PREFIX = "headway-run-"
+SHARED_MEMORY = Path("/dev/shm")
+"""Directory on Linux whose files are in memory."""
+
+
+@contextmanager
+def directory_in_memory(parent: Path) -> Iterator[Path]:
+    """Make a directory in ``parent`` until the block ends. Directories of runs that were killed are removed first."""
+    remove_abandoned(parent)
+    made = Path(mkdtemp(prefix=f".{PREFIX}", dir=parent))
+    lock = os.open(made, os.O_RDONLY | os.O_DIRECTORY)
+    path = made
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        path = made.rename(made.with_name(made.name.removeprefix(".")))  # locked before others can find it
+        yield path
+    finally:
+        rmtree(path, ignore_errors=True)
+        os.close(lock)
+
+
+def held_directory(path: Path) -> None:
+    """Make the directory ``path``, if it is not there, and hold it until this process ends: no other run removes it.
+
+    Directories of runs that were killed are removed from its parent first.
+    """
+    remove_abandoned(path.parent, but=path)
+    while True:
+        path.mkdir(mode=0o700, exist_ok=True)
+        held = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        fcntl.flock(held, fcntl.LOCK_SH)
+        if path.is_dir() and os.path.samestat(os.fstat(held), path.stat()):
+            return
+        os.close(held)  # another run took it for abandoned before it was held
+
+
+def remove_abandoned(parent: Path, *, but: Path | None = None) -> None:
+    """Remove the directories of this user's ended or killed runs, except ``but``."""
+    for path in parent.glob(f"{PREFIX}*"):
+        if path == but:
+            continue
+        try:
+            lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        except OSError:  # another user's, or gone meanwhile
+            continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            continue
+        else:
+            rmtree(path, ignore_errors=True)
+        finally:
+            os.close(lock)
+
 
 SMALL = 100_000
 """Most bytes of tokens that travel with their handle."""

@@ -1,11 +1,16 @@
-"""Set-up of a worker process, before anything heavy is imported."""
+"""Set-up of a worker process, before anything heavy is imported.
+
+Hardware that a worker computes on, for the record.
+"""
 
 from __future__ import annotations
 
 import gc
 import logging
 import os
+import platform
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Iterator
@@ -13,8 +18,48 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from headway.cluster.hardware import available_cores
+from headway.devices import kind_of
 from headway.runtime.logs import log_to
+
+CPU_INFO = Path("/proc/cpuinfo")
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    host: str
+    cpu: str
+    """Model of the CPU, as it calls itself."""
+    cores: int
+    """Number of logical cores that the process may use."""
+    gpu: str | None
+    """Model of the worker's GPU; None where it has none."""
+    threads: int
+    """Number of threads that torch uses."""
+    pid: int
+    """Id of the worker's process on ``host``."""
+
+
+def hardware_here(device: str) -> Hardware:
+    """Describe this process's hardware, once threads are set. ``device``: its worker's, as torch names it."""
+    import torch
+
+    gpu = kind_of(device).device_name(device)
+    return Hardware(socket.gethostname(), cpu_model(), available_cores(), gpu, torch.get_num_threads(), os.getpid())
+
+
+def available_cores() -> int:
+    """Return the number of logical cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def cpu_model(info: Path = CPU_INFO) -> str:
+    """Return the CPU's model from Linux's ``info``; elsewhere the platform's own word for the processor."""
+    try:
+        lines = info.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    models = (value.strip() for key, _, value in (line.partition(":") for line in lines) if key.strip() == "model name")
+    return next(models, "") or platform.processor() or platform.machine()
 
 
 @dataclass(frozen=True, slots=True)

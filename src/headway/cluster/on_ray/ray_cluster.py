@@ -13,13 +13,10 @@ from typing import Any, NoReturn
 
 import ray
 
-from headway.cluster.calls.address_check import check_listens
-from headway.cluster.hardware import available_cores
-from headway.cluster.machine.worker_setup import ProcessSettings
-from headway.cluster.on_ray.ray_messages import messages_in
-from headway.cluster.on_ray.ray_node import RayNode
-from headway.cluster.on_ray.ray_signals import sessions_of_their_own, sigterm_kept
-from headway.cluster.on_ray.ray_worker import RayWorker
+from headway.cluster.calls.network_interface import check_listens
+from headway.cluster.machine.worker_setup import ProcessSettings, available_cores
+from headway.cluster.on_ray.ray_node import RayNode, sessions_of_their_own, sigterm_kept
+from headway.cluster.on_ray.ray_worker import RayWorker, messages_in
 from headway.cluster.on_ray.resource_pool import ResourcePool
 from headway.cluster.worker_plan import ClusterPlan, WorkerSpec
 from headway.config.schema import Config

@@ -3,38 +3,146 @@
 driver: RayWorker ──actor calls──▶ WorkerActor ──▶ RoleHost ──▶ role
                    ◀── results, or references to them ──
         RayPeer ──frames, where calls are many──▶ CallServer ──▶ RoleHost
+
+Redirection of what Ray reports of its cluster, such as a worker's death, from the terminal to a log of the run.
+
+Ray has no setting for that: a driver prints what its raylet reports on stdout, in colours, whatever ``log_to_driver``
+says. So the function that prints is replaced while a run is connected; where this version of Ray has no such function,
+nothing is changed.
+
+Deaths of workers on Ray, in one message each.
+
+A worker on Ray, as another process calls it often. Ray tells its address, and why it is gone.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import re
+import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager, suppress
 from importlib import import_module
+from pathlib import Path
 from typing import Any, NoReturn
 
 import ray
+import ray._private.worker as printing
 from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError
 
-from headway.cluster.calls.address_check import ATTEMPTS, stops_answering
-from headway.cluster.calls.network_interface import network_environment
-from headway.cluster.calls.worker_connections import CallAddress, CallServer
+from headway.cluster.calls.network_interface import ATTEMPTS, network_environment, stops_answering
+from headway.cluster.calls.worker_connections import (
+    CallAddress,
+    CallFailed,
+    CallServer,
+    ConnectionEnded,
+    WorkerConnection,
+    connected,
+)
 from headway.cluster.machine.child_processes import Watched
 from headway.cluster.machine.token_files import SomeRows, TokenPart, read_part
 from headway.cluster.machine.worker_setup import ProcessSettings, importing, set_up_process
-from headway.cluster.on_ray.ray_deaths import death
 from headway.cluster.on_ray.ray_node import RayNode
-from headway.cluster.on_ray.ray_peer import RayPeer
 from headway.cluster.role_host import RoleHost
 from headway.cluster.roles.file_probe import place
 from headway.cluster.worker_plan import WorkerSpec
 from headway.config.sizing.timeouts import Timeouts, model_nbytes
 from headway.data.types import Handle
-from headway.errors import HeadwayError, RunError, StallError, WorkerDied
+from headway.errors import HeadwayError, RunError, StallError, WorkerDied, said_by
 from headway.runtime.progress import Heartbeat
 from headway.runtime.task_groups import concurrently
+
+
+class RayPeer:
+    """`headway.cluster.worker_group.Peer` over the handle of an actor. Can be pickled, without its connection.
+
+    A connection that has ended stays so: whoever called the worker reports it as lost, and another one takes its place.
+    """
+
+    def __init__(self, name: str, pid: int | None, log: str, actor: Any) -> None:
+        """``log``: path of the worker's log, for messages."""
+        self.name = name
+        self._pid = pid
+        self._log = log
+        self._actor = actor
+        self._connection: WorkerConnection | None = None
+        self._connecting = asyncio.Lock()
+
+    def __reduce__(self) -> tuple[type[RayPeer], tuple[Any, ...]]:
+        return RayPeer, (self.name, self._pid, self._log, self._actor)
+
+    async def call(self, method: str, *args: Any) -> Any:
+        try:
+            return await (await self._connected(method)).call(method, *args)
+        except (ConnectionEnded, CallFailed) as error:
+            raise await self._translated(method, error) from error
+
+    async def each(self, method: str, *args: Any, apart_s: float = 0.0) -> AsyncGenerator[Any, None]:
+        try:
+            async with aclosing((await self._connected(method)).each(method, *args, apart_s=apart_s)) as items:
+                async for item in items:
+                    yield item
+        except (ConnectionEnded, CallFailed) as error:
+            raise await self._translated(method, error) from error
+
+    def close(self) -> None:
+        """Close the connection. Open calls fail as if the worker were gone."""
+        if self._connection is not None:
+            self._connection.close()
+
+    async def _connected(self, doing: str) -> WorkerConnection:
+        async with self._connecting:
+            if self._connection is None:
+                try:
+                    self._connection = await connected(await self._actor.address.remote())
+                except RayTaskError as error:
+                    raise RunError(
+                        f"worker {self.name} takes no calls: {said_by(error.cause)}. Its log: {self._log}"
+                    ) from error
+                except RayError as error:
+                    raise death(self.name, self._pid, self._log, doing, error) from error
+            return self._connection
+
+    async def _translated(self, doing: str, error: ConnectionEnded | CallFailed) -> HeadwayError:
+        if isinstance(error, CallFailed):
+            return RunError(f"worker {self.name} failed in {doing!r}: {error}. Its log: {self._log}")
+        try:
+            await self._actor.process.remote()
+        except RayError as why:
+            return death(self.name, self._pid, self._log, doing, why)
+        return WorkerDied(f"worker {self.name} is out of reach during {doing!r}: {error}. Its log: {self._log}")
+
+
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_VANISHED = "Worker unexpectedly exits with a connection error"
+"""Text in Ray's error for a process of which only a closed connection is left: SIGKILL ended it, or a crash."""
+
+
+def death(name: str, pid: int | None, log: str, doing: str, error: RayError) -> WorkerDied:
+    """Make the error for a worker whose process ended while it was asked for ``doing``. ``log``: path of its log."""
+    process = "its process" if pid is None else f"its process (pid {pid})"
+    return WorkerDied(f"worker {name} died: {process} ended during {doing!r}. Its log: {log}. {why_it_died(error)}")
+
+
+def why_it_died(error: RayError) -> str:
+    """Describe for the user why a process ended. If somebody else killed it, Ray lists only possible causes."""
+    ray_says = str(error)
+    if isinstance(error, OutOfMemoryError):
+        return (
+            f"Ray ended it because its machine's memory had almost run out: {ray_says.splitlines()[0]}. Fewer "
+            "workers or smaller batches need less; RAY_memory_usage_threshold says how full is too full"
+        )
+    if _VANISHED in ray_says:
+        return (
+            "If the log does not tell why, the process was killed from outside: most often by the kernel, because "
+            "memory had run out (`dmesg` tells; fewer workers or smaller batches need less)"
+        )
+    # The first lines, without their colours and the list of ids.
+    lines = (_COLOUR.sub("", line).strip() for line in ray_says.splitlines() if line.strip() and line[0] != "\t")
+    return f"Ray says: {' '.join(lines)[:300]}"
+
 
 MAX_CALLS = 100_000
 """Maximum number of calls at once on one actor: a pause must get through, whatever else is open."""
@@ -297,3 +405,28 @@ def _node() -> str:
 def _described(node: str) -> dict[str, Any] | None:
     nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
     return next((known for known in nodes if known["NodeID"] == node), None)
+
+
+PRINTS = "print_to_stdstream"
+"""Name of Ray's printing function: ``(data, ignore_prefix)``, in a thread of Ray's; ``data["lines"]`` is printed."""
+
+
+@contextmanager
+def messages_in(log_file: Path) -> Iterator[None]:
+    """Append Ray's messages to ``log_file`` until the block ends. The file is made with the first one."""
+    if not hasattr(printing, PRINTS):
+        yield
+        return
+    before = getattr(printing, PRINTS)
+
+    def keep(data: Mapping[str, Any], *_: object, **__: object) -> None:
+        with suppress(OSError):  # a full disk would end Ray's thread, with a message on the terminal
+            log_file.parent.mkdir(parents=True, exist_ok=True)
+            with log_file.open("a", encoding="utf-8") as file:
+                file.writelines(f"{time.strftime('%H:%M:%S')}  {line}\n" for line in data["lines"])
+
+    setattr(printing, PRINTS, keep)
+    try:
+        yield
+    finally:
+        setattr(printing, PRINTS, before)

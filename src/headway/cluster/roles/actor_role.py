@@ -186,7 +186,7 @@ class ActorRole(WithCritic):
     @register(Dispatch.ONE_TO_ALL)
     def probe(self) -> NDArray[np.float32]:
         """Return the log-probs [N] of the probe's sequences under the current weights. Collective."""
-        from headway.models.probe import probe_rows, probe_vector
+        from headway.models.logprobs import probe_rows, probe_vector
 
         return probe_vector(self._engine.forward_logprobs(probe_rows(self._engine.vocabulary)))
 

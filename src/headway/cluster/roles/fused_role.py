@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from headway.cluster.hardware import Hardware
+from headway.cluster.machine.worker_setup import Hardware
 from headway.cluster.profiled_processes import ProcessProfile
 from headway.cluster.roles.actor_role import ActorRole
 from headway.cluster.roles.rollout_role import RolloutRole

@@ -1,4 +1,7 @@
-"""Recomputes log π_prox on separate ranks that hold a copy of the policy and get every update."""
+"""Recomputes log π_prox on separate ranks that hold a copy of the policy and get every update.
+
+Role of the reference policy on separate ranks.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from headway.engines.weights.transports.links import Address, Link
 from headway.engines.weights.weight_layout import Manifest
 
 if TYPE_CHECKING:
-    from headway.engines.train.fsdp.policy_copies import LogProbCopy
+    from headway.engines.train.fsdp.policy_copies import LogProbCopy, ReferenceEngine
 
 
 class LogpRole(Role):
@@ -92,3 +95,27 @@ class LogpRole(Role):
         self._inbox.close()  # first: a thread may be waiting for a bucket
         if hasattr(self, "_copy"):
             self._copy.close()
+
+
+class RefRole(Role):
+    """Role of one rank of the frozen reference policy. Every registered method is collective over these ranks."""
+
+    def __init__(self, *, rank: int, world_size: int, **common: Any) -> None:
+        super().__init__(**common)
+        self._rank = rank
+        self._world_size = world_size
+
+    @register(Dispatch.ONE_TO_ALL)
+    def build(self, store: Address | None) -> None:
+        """Join the ranks that meet at ``store``, and load the reference's model."""
+        from headway.engines.train.fsdp.policy_copies import ReferenceEngine
+
+        self._set_threads()
+        self._join_ranks(store, "ref", self._rank, self._world_size)
+        self._engine: ReferenceEngine = ReferenceEngine(
+            model_path=self._model_path, config=self._config, mesh=self._mesh
+        )
+
+    @register(Dispatch.SPLIT, Collect.COLUMNS)
+    def reference_logprobs(self, samples: Sequence[Sample]) -> list[NDArray[np.float32]]:
+        return self._engine.forward_logprobs(self._rows(samples))

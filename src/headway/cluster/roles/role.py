@@ -7,8 +7,8 @@ from datetime import timedelta
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from headway.cluster.hardware import Hardware, hardware_here
 from headway.cluster.machine.batch_cache import BatchCache
+from headway.cluster.machine.worker_setup import Hardware, hardware_here
 from headway.cluster.profiled_processes import ProcessProfile
 from headway.cluster.roles.file_probe import FileProbe
 from headway.config.schema import Config

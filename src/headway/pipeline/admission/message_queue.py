@@ -20,7 +20,7 @@ from operator import itemgetter
 from headway.data.types import Group
 from headway.errors import LedgerImbalance
 from headway.pipeline.admission.staleness import Staleness, takeable
-from headway.pipeline.conditions import Signal
+from headway.pipeline.channel import Signal
 
 
 class MessageQueue:

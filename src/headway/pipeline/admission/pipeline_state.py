@@ -27,7 +27,7 @@ from headway.pipeline.admission.nothing_to_train import (
 )
 from headway.pipeline.admission.sample_collector import Samples
 from headway.pipeline.admission.staleness import Staleness
-from headway.pipeline.conditions import Signal
+from headway.pipeline.channel import Signal
 
 
 @dataclass(slots=True)

@@ -5,6 +5,8 @@
 
 The effective sample size is (Σw)²/(N·Σw²) with w = π_θ/π_behav over the step's tokens: 1 on policy, 1/N when one token
 has all the weight.
+
+Counting of optimizer steps that were skipped because loss or gradient was not finite: many in a row end the run.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headway.data.interfaces.training import StepReport
+from headway.errors import NonFinite
 from headway.events import GuardActed, Note
 from headway.pipeline.admission.pipeline_state import RunState, now
 
@@ -115,3 +118,27 @@ class Guard:
             f"version {version}: effective sample size {ess:.3g} is {is_low} algorithm.guard.min_ess={least:g}; {what}"
         )
         self._state.emit(Note(time=now(), level="warning" if ess < least else "info", text=text))
+
+
+class SkippedSteps:
+    def __init__(self, lr_key: str, limit: int) -> None:
+        """Count from zero. ``lr_key``: the learning rate's setting; ``limit``: skipped steps allowed in a row."""
+        self._lr_key = lr_key
+        self._limit = limit
+        self._in_row = 0
+
+    def state(self) -> int:
+        """Return the number of steps skipped in a row, for the checkpoint."""
+        return self._in_row
+
+    def restore(self, state: int) -> None:
+        self._in_row = state
+
+    def count(self, report: StepReport) -> None:
+        """Count the step of ``report`` if it was skipped. Raises `NonFinite` for more in a row than the limit."""
+        self._in_row = self._in_row + 1 if report.skipped else 0
+        if self._in_row > self._limit:
+            raise NonFinite(
+                f"{self._in_row} optimizer steps in a row were skipped because loss or gradient was not finite "
+                f"(trainer.max_nonfinite_steps); lower {self._lr_key}, or look at the rewards for extreme values"
+            )

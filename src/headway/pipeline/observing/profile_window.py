@@ -24,7 +24,7 @@ from headway.data.interfaces.training import Profiled
 from headway.errors import ConfigError, HeadwayError, RunError, UserError, said_by
 from headway.events import Emit, Event, Note, ProfileTaken, RunFinished, RunStarted, VersionReached
 from headway.pipeline.admission.pipeline_state import now
-from headway.pipeline.conditions import Signal
+from headway.pipeline.channel import Signal
 from headway.runtime.task_groups import concurrently, end
 
 MAX_VERSIONS = 1000

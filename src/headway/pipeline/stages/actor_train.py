@@ -7,34 +7,78 @@ is unblocked by the queue; by the lease, on shared devices; after a version, by 
 produces        one update per version; each fetch, with its returns, for CriticTrain
 
 A resumed run begins with an update: replicas have the initial model, and the trainer the checkpoint's.
+
+Preparation of a fetch: what is computed once, before its first optimizer step, and kept for all its mini-batches and
+epochs.
+
+    [reference] ▶ [π_prox] ▶ [critic's values]  on the trainer's own ranks, one after the other
+                                    └──────────▶ advantages, returns
+
+A role with ranks of its own has set its column already (RefLogProb, LogProb, Values).
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, aclosing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from headway.data.assignment import GroupId
-from headway.data.interfaces.training import StepContext, StepReport, TrainEngine
+from headway.data.interfaces.training import (
+    AdvantageFn,
+    LogProbEngine,
+    ProximalEngine,
+    StepContext,
+    StepReport,
+    TrainEngine,
+)
 from headway.data.types import ColumnName, Group, Trajectory
 from headway.events import WAITS_FOR_GROUPS, FetchTaken, OptimizerStepped, TrainerBusy
-from headway.pipeline.admission.fetches import Fetch, FetchSource, samples_of
+from headway.pipeline.admission.fetches import Fetch, FetchSource, outcomes, samples_of
 from headway.pipeline.admission.ledger import Fate
 from headway.pipeline.admission.pipeline_state import RunState, now
-from headway.pipeline.batch_preparation import Preparation
 from headway.pipeline.channel import Channel
 from headway.pipeline.critic_turns import Critic
 from headway.pipeline.episode_workers import EpisodeWorkers
-from headway.pipeline.observing.nonfinite import SkippedSteps
-from headway.pipeline.observing.off_policy_guard import Guard
+from headway.pipeline.observing.off_policy_guard import Guard, SkippedSteps
 from headway.pipeline.recovery.checkpoint_manager import CheckpointManager
 from headway.pipeline.stage import Stage
-from headway.pipeline.update.colocation_lease import ColocationLease
+from headway.pipeline.update.pause_controller import ColocationLease
 from headway.pipeline.update.replica_pool import ReplicaPool
+
+Busy = Callable[[str], AbstractContextManager[None]]
+"""Function whose context, while it is open, reports what the trainer's ranks compute."""
+
+
+@dataclass(frozen=True, slots=True)
+class Preparation:
+    """Preparation of a fetch on the trainer's ranks. An engine that is None is elsewhere, or is not used."""
+
+    advantages: AdvantageFn
+    reference: LogProbEngine | None = None
+    proximal: ProximalEngine | None = None
+    critic: Critic | None = None
+
+    async def prepare(self, fetch: Fetch, busy: Busy) -> None:
+        """Set the fetch's missing columns, ``advantages`` last."""
+        if self.reference is not None:
+            with busy("forward"):
+                fetch.add(ColumnName.REF_LOGPROBS, await self.reference.forward_logprobs(fetch.samples()))
+        if self.proximal is not None:
+            with busy("forward"):
+                fetch.add(
+                    ColumnName.PROX_LOGPROBS, await self.proximal.proximal_logprobs(fetch.samples(), fetch.version)
+                )
+        if self.critic is not None:
+            with busy("critic"):
+                await self.critic.add_values(fetch)
+        samples = fetch.samples((ColumnName.REF_LOGPROBS, ColumnName.PROX_LOGPROBS, ColumnName.VALUES))
+        for name, columns in (await self.advantages(samples, outcomes(fetch.groups))).items():
+            fetch.add(name, columns)
+
 
 COLUMNS = (ColumnName.ADVANTAGES, ColumnName.REF_LOGPROBS, ColumnName.PROX_LOGPROBS)
 """Names of the columns that the loss may read."""

@@ -32,11 +32,11 @@ from headway.pipeline.admission.pipeline_state import RunState, now
 from headway.pipeline.channel import Channel
 from headway.pipeline.stage import Stage
 from headway.pipeline.stages.actor_train import PendingUpdate
+from headway.pipeline.stages.validate import Validation, Validators
 from headway.pipeline.update.pause_controller import PauseController
 from headway.pipeline.update.replica_pool import ReplicaPool
 from headway.pipeline.update.version_transfer import Delivered, Transfer
 from headway.pipeline.update.weight_loading import Load, Loading, Probe
-from headway.pipeline.validation_workers import Validation, Validators
 from headway.pipeline.weight_receiver import ReceiverClient, Replica
 from headway.runtime.task_groups import concurrently
 

@@ -4,10 +4,21 @@ consumes        groups from Generate
 waits for       the reward's processes; after a stop only as long as scores come
 is unblocked by an answer of theirs, or the end of its time (``reward.timeout_s``, each retry anew)
 produces        rewarded groups
+
+Scores for the stages, and a stop that no reward holds up.
+
+    Reward, Validate ──▶ Scoring ──▶ the run's reward
+                            │
+                            └ after a stop, whenever nothing was scored for `patience_s`: what is awaited is given up;
+                              at the second time in a row, or where no score ever came, all scoring is
+
+A version that was begun is finished with the scores that come. User code that hangs is ended by its time-out alone,
+which may be minutes away, and what takes the place of its group may hang as well: a stop waits for neither.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
 
@@ -15,16 +26,117 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.algorithms.scores import episode_scores
-from headway.data.types import Group, Trajectory
+from headway.data.interfaces.episode_groups import RewardFn, Scores
+from headway.data.types import Group, Prompt, Trajectory, conversations_of
 from headway.errors import ScoringFailed
 from headway.events import GroupRewarded, Note
 from headway.pipeline.admission.ledger import Fate
 from headway.pipeline.admission.message_queue import MessageQueue
 from headway.pipeline.admission.pipeline_state import RunState, now
-from headway.pipeline.channel import Channel
-from headway.pipeline.group_scoring import Scoring, ScoringAbandoned
+from headway.pipeline.channel import Channel, Signal
 from headway.pipeline.observing.equal_rewards import EqualRewards, FilteredGroups
 from headway.pipeline.stage import Stage
+
+LEAST_PATIENCE_S, MOST_PATIENCE_S = 5.0, 30.0
+"""Limits of the seconds that a stop waits for scores of user code, whatever the run's size."""
+MOST_MISSES = 2
+"""Number of times in a row that the patience may run out before scoring is given up."""
+INTERRUPTED = "interrupted"
+"""Reason of the fate of groups whose scores were given up."""
+
+
+class ScoringAbandoned(ScoringFailed):
+    """Error in place of a score that is no longer waited for: the run was asked to stop, and its scores do not come."""
+
+
+class Scoring:
+    """Access to the run's reward for the stages; a stop can give up scores that do not come."""
+
+    def __init__(self, reward: RewardFn | None) -> None:
+        """``reward``: None where episodes have the rewards that their programs gave."""
+        self._reward = reward
+        self._awaited: dict[asyncio.Task[Scores], None] = {}
+        """Tasks of the scores that are awaited, in the order in which they were requested."""
+        self._given_up: set[asyncio.Task[Scores]] = set()
+        self._longest_s: float | None = None
+        """Seconds that the slowest score so far took; None before the first one."""
+        self._moved = 0.0
+        """Time of the last score, or of the start of a wait if that is later."""
+        self._misses = 0
+        self._stopping = False
+        self._changed = Signal()
+        self.closed = False
+        """True once scoring is given up: no score is waited for any more."""
+
+    @property
+    def patience_s(self) -> float:
+        """Seconds that a stop waits without any score: longer than the slowest one took so far, within limits."""
+        return min(MOST_PATIENCE_S, LEAST_PATIENCE_S + (self._longest_s or 0.0))
+
+    async def score(self, prompt: Prompt, episodes: Sequence[Trajectory]) -> Scores:
+        """Return the scores of episodes, none of which failed: their own, or what the reward says of their answers.
+
+        Raises `ScoringFailed`, or `ScoringAbandoned` when the run stops before scores come.
+        """
+        if self._reward is None:
+            return own_scores(episodes)
+        if self.closed:
+            raise ScoringAbandoned(INTERRUPTED)
+        reward = self._reward
+        started = now()
+        if not self._awaited:
+            self._moved = started
+        texts = [episode.text for episode in episodes]
+        task = asyncio.get_running_loop().create_task(reward.score(prompt, texts, conversations_of(episodes)))
+        self._awaited[task] = None
+        self._changed.changed()
+        try:
+            scores = await task
+        except asyncio.CancelledError:
+            caller = asyncio.current_task()
+            if task in self._given_up and not (caller is not None and caller.cancelling()):
+                raise ScoringAbandoned(INTERRUPTED) from None
+            raise
+        finally:
+            del self._awaited[task]
+            self._given_up.discard(task)
+        self._moved, self._misses = now(), 0
+        self._longest_s = max(self._longest_s or 0.0, self._moved - started)
+        return scores
+
+    def stop(self) -> None:
+        """Begin a stop: from now on scores are waited for only as long as some come."""
+        if not self._stopping:
+            self._stopping, self._moved = True, now()
+            self._changed.changed()
+
+    async def watch(self, on_given_up: Callable[[int], object]) -> None:
+        """Give up scores that do not come after a `stop`. Returns when scoring is closed.
+
+        ``on_given_up`` is called with the number of scores that were awaited, each time that some are given up.
+        """
+        await self._changed.until(lambda: self._stopping)
+        while not self.closed:
+            await self._changed.until(lambda: bool(self._awaited))
+            if (left := self._moved + self.patience_s - now()) > 0:
+                await asyncio.sleep(left)
+                continue
+            self._misses += 1
+            self.closed = self._misses >= MOST_MISSES or self._longest_s is None
+            self._given_up.update(self._awaited)
+            for task in self._awaited:
+                task.cancel()
+            self._moved = now()
+            on_given_up(len(self._awaited))
+
+
+def own_scores(episodes: Sequence[Trajectory]) -> Scores:
+    """Scores of episodes by the rewards that their programs gave each, and its turns; none of the episodes failed.
+
+    An episode that a limit ended before its program gave any has 0; another one without any has failed.
+    """
+    return Scores(np.array([(one.reward or 0.0) + sum(one.turn_rewards) for one in episodes], np.float32))
+
 
 Shaping = Callable[[NDArray[np.float32], NDArray[np.int64]], NDArray[np.float32]]
 """A function from a group's rewards [n] and lengths [n] to the rewards that are trained on."""

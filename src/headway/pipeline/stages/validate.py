@@ -11,6 +11,12 @@ programs run over all replicas, and at η > 0 their answers may be of several ve
 version are scored while the next one's are being generated. Where nothing of the first validation can be scored, and it
 has many problems, the run ends, whatever was trained beside it: that does not depend on who is quicker. Where the first
 ones all time out, the run ends with those. Scores that do not come hold up no stop: the validation is left unfinished.
+
+Replicas that answer the held-out problems of a validation, and hold back newer weights.
+
+single answers            one replica, which finishes before it loads the next version
+programs, η = 0           all replicas, each of which finishes before it loads the next version
+programs, η > 0           all replicas, under whatever version they have: training waits for no held-out episode
 """
 
 from __future__ import annotations
@@ -18,6 +24,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 from functools import partial
 
 from headway.data.interfaces.episode_groups import FinishedGroup, GroupRequest, Scores, means_of_parts
@@ -33,13 +40,61 @@ from headway.pipeline.admission.nothing_to_train import (
     timed_out,
 )
 from headway.pipeline.admission.pipeline_state import RunState, now
-from headway.pipeline.channel import Channel
-from headway.pipeline.conditions import Signal
+from headway.pipeline.channel import Channel, Signal
 from headway.pipeline.episode_workers import EpisodeWorkers
-from headway.pipeline.group_scoring import Scoring, ScoringAbandoned
 from headway.pipeline.stage import Stage
-from headway.pipeline.validation_workers import Validation, Validators
+from headway.pipeline.stages.reward import Scoring, ScoringAbandoned
+from headway.pipeline.update.replica_pool import ReplicaPool
+from headway.pipeline.weight_receiver import Replica
 from headway.runtime.task_groups import Tasks, concurrently, failing_as_one
+
+
+@dataclass(frozen=True, slots=True)
+class Validation:
+    """One validation that is due."""
+
+    version: int
+    replica: Replica | None
+    """The replica that answers; None for all replicas."""
+
+
+class Validators:
+    """The replicas of a run that answer its validations."""
+
+    def __init__(self, state: RunState, fleet: ReplicaPool, *, everywhere: bool) -> None:
+        """``everywhere``: all replicas answer."""
+        self._state = state
+        self._fleet = fleet
+        self.everywhere = everywhere
+        self._finishes = not everywhere or state.staleness.eta == 0
+        """Whoever answers finishes before it loads a newer version."""
+
+    async def order_when_served(self, version: int) -> Validation:
+        """Make the validation of ``version`` once some replica serves."""
+        await self._fleet.served()
+        return self.order(version)
+
+    def order(self, version: int) -> Validation:
+        """Make the validation of ``version``, which all replicas have loaded that shall answer."""
+        if self.everywhere:
+            for replica in self._fleet.serving:
+                self.keep(replica)
+            return Validation(version, None)
+        replica = self._fleet.validator
+        self.keep(replica)
+        return Validation(version, replica)
+
+    def keep(self, replica: Replica) -> None:
+        """Have ``replica`` load nothing newer from now on, if it has to finish a validation first."""
+        if self._finishes:
+            self._state.validation(replica.name, running=True)
+
+    def let_go(self, validation: Validation) -> None:
+        """Let replicas load again: nothing decodes for ``validation`` any more."""
+        names = [validation.replica.name] if validation.replica is not None else list(self._state.validating)
+        for name in names:
+            self._state.validation(name, running=False)
+
 
 Score = float | ScoringFailed
 """Mean reward of a problem's answers, or the error why there is none, which counts as 0."""

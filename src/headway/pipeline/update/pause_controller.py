@@ -4,6 +4,17 @@
     release(replica, why):  what was to be checked first ▶ resume ▶ new requests again, once nobody else halts it
 
 ``drain`` lets what was submitted finish, ``interrupt`` and ``keep`` cut it; the tokens so far stay.
+
+Lease of devices that training and generation share: who computes there.
+
+    generate ──trainer asks, a whole fetch in hand──▶ validations end ▶ halt(policy) ▶ sleep ──▶ train
+        ▲                                                                                         │
+        └────────────────────────── wake ▶ resume ◀── after each fetch, update or not ────────────┘
+                                                        update: stage ▶ load, while they sleep
+
+A replica gives its copy of the weights up where new ones will come before it wakes, and keeps it otherwise.
+
+With devices of their own (``cluster.placement: split``) nobody asks and nothing changes hands.
 """
 
 from __future__ import annotations
@@ -12,13 +23,17 @@ import asyncio
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Protocol
 
 from headway.data.interfaces.rollout import OnUpdate, RolloutEngine
-from headway.events import ReplicaHalted
+from headway.events import LeaseChanged, ReplicaHalted
 from headway.pipeline.admission.pipeline_state import RunState, now
-from headway.pipeline.conditions import Gate
+from headway.pipeline.channel import Gate
 from headway.pipeline.episode_workers import EpisodeWorkers
+from headway.pipeline.stage import WaitingFor
+from headway.pipeline.update.replica_pool import ReplicaPool
 from headway.pipeline.weight_receiver import Replica, WorkerUnavailable
+from headway.runtime.task_groups import concurrently
 
 
 @dataclass(slots=True)
@@ -175,3 +190,61 @@ class PauseController:
         self.gate.set(bool(self._available) or not self._serving)
         # Where every one is halted, calls can wait inside them.
         self._episode_workers.route(tuple(self._available or self._serving), halted=not self._available)
+
+
+class ColocationLease(Protocol):
+    async def to_train(self, waiting_for: WaitingFor, *, new_weights: bool) -> None:
+        """Wait until nothing else computes on the trainer's devices. Call it only with complete input in hand.
+
+        ``new_weights``: every replica will have loaded a new version before `to_generate` is called.
+        """
+
+    async def to_generate(self, waiting_for: WaitingFor) -> None:
+        """Give the devices back to generation."""
+
+
+class OwnDevices:
+    """Lease where training has separate devices: nothing changes hands."""
+
+    async def to_train(self, waiting_for: WaitingFor, *, new_weights: bool) -> None: ...
+
+    async def to_generate(self, waiting_for: WaitingFor) -> None: ...
+
+
+class SharedDevices:
+    """Lease of one group of devices, which generation has unless training asks for it."""
+
+    def __init__(self, state: RunState, fleet: ReplicaPool, halts: PauseController) -> None:
+        self._state = state
+        self._fleet = fleet
+        self._halts = halts
+
+    async def to_train(self, waiting_for: WaitingFor, *, new_weights: bool) -> None:
+        asked = now()
+        keep = not new_weights
+        waited = await concurrently(self._take_from(replica, waiting_for, keep) for replica in self._fleet.serving)
+        self._state.emit(LeaseChanged(time=now(), holder="train", asked=asked, validation_s=max(waited, default=0.0)))
+
+    async def to_generate(self, waiting_for: WaitingFor) -> None:
+        returned = now()
+        await concurrently(self._give_back(replica, waiting_for) for replica in self._fleet.serving)
+        self._state.emit(LeaseChanged(time=now(), holder="generate", asked=returned))
+
+    async def _take_from(self, replica: Replica, waiting_for: WaitingFor, keep_weights: bool) -> float:
+        """Halt ``replica`` and take its devices. Returns the seconds spent waiting for its validation."""
+        try:
+            with waiting_for(f"{replica.name} to {self._halts.policy} and give the devices back"):
+                halt = await self._halts.halt(replica, "lease")
+                await replica.sleep(keep_weights=keep_weights)
+        except WorkerUnavailable as gone:
+            await self._fleet.lose(gone)
+            return 0.0
+        return halt.validation_s
+
+    async def _give_back(self, replica: Replica, waiting_for: WaitingFor) -> None:
+        try:
+            with waiting_for(f"{replica.name} to wake up"):
+                await replica.wake()
+                await self._halts.release(replica, "lease")
+        except WorkerUnavailable as gone:
+            await self._fleet.lose(gone)

@@ -261,7 +261,7 @@ class NativeEngine:
         return await self._ask(lambda: self._activate(version))
 
     async def probe(self) -> NDArray[np.float32] | None:
-        """The log-probs [8] of `headway.models.probe` through prefill and decoding as they are served.
+        """The log-probs [8] of `headway.models.logprobs` through prefill and decoding as they are served.
 
         None where a context is too short for them. Raises `RunError` while there are no whole weights on the device.
         """

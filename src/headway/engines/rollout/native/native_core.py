@@ -31,7 +31,7 @@ from headway.engines.rollout.native.supported_models import prepare_model
 from headway.engines.rollout.scheduler import Mode, OpenCalls, Scheduler
 from headway.engines.weights.served_weights import ServedWeights
 from headway.errors import RunError, UpdateFailed
-from headway.models.probe import PROBE_PREFILL, probe_sequences
+from headway.models.logprobs import PROBE_PREFILL, probe_sequences
 
 Finished = tuple[str, FinishedCall]
 """A finished call and its client."""
@@ -188,7 +188,7 @@ class EngineCore:
             self._asleep = False
 
     def probe(self) -> NDArray[np.float32] | None:
-        """Log-probs [8] of `headway.models.probe`'s sequences; None where a context is too short for them.
+        """Log-probs [8] of `headway.models.logprobs`'s sequences; None where a context is too short for them.
 
         Nothing that decodes is touched. Raises `RunError` while there is no whole version to compute with.
         """

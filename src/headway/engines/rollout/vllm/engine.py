@@ -232,7 +232,7 @@ class VllmEngine:
         return await self._ask(self._there.activate(version, load))
 
     async def probe(self) -> NDArray[np.float32] | None:
-        """The log-probs [8] of `headway.models.probe` by vLLM's own forward and sampler, in steps of their own.
+        """The log-probs [8] of `headway.models.logprobs` by vLLM's own forward and sampler, in steps of their own.
 
         None where a context is too short for them. Raises `RunError` while there is no whole version.
         """

@@ -33,7 +33,7 @@ from headway.engines.rollout.scheduler import Mode, OpenCalls, Scheduler
 from headway.engines.rollout.vllm.vllm_state import VllmLink, VllmState
 from headway.engines.weights.receiver_state import ReceiverState
 from headway.errors import HeadwayError, RunError
-from headway.models.probe import PROBE_PREFILL, probe_sequences
+from headway.models.logprobs import PROBE_PREFILL, probe_sequences
 
 _FIRST_AND_LAST = 2**31
 """An interval between outputs that no answer reaches: vLLM then sends the first token, and everything at the end."""
@@ -282,7 +282,7 @@ class VllmCore:
             await self._state.wake()
 
     async def probe(self) -> NDArray[np.float32] | None:
-        """Log-probs [8] of `headway.models.probe`'s sequences; None where a context is too short for them."""
+        """Log-probs [8] of `headway.models.logprobs`'s sequences; None where a context is too short for them."""
         self.check()
         sequences = probe_sequences(self._vocabulary)
         if sequences.shape[1] > self._max_context:

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from headway.engines.train.fsdp.collectives import from_rank_zero, on_rank_zero
 from headway.engines.train.state_file import REMOVE, STATE_FILE, files_of, read_state
 from headway.errors import ModelError, RunError, said_by
-from headway.models.model_export import replace_folder
+from headway.models.pretrained import replace_folder
 from headway.runtime.progress import progress_here
 
 OTHER_MODEL = "the checkpoint does not fit this model and optimizer"

@@ -44,8 +44,7 @@ from headway.engines.weights.buckets import Parts
 from headway.engines.weights.outgoing_version import Window
 from headway.engines.weights.transports.disk import write_files
 from headway.engines.weights.weight_layout import Manifest, build_manifest
-from headway.models.model_export import replaced_when_complete
-from headway.models.pretrained import compute_dtype
+from headway.models.pretrained import compute_dtype, replaced_when_complete
 from headway.models.tokenizer import load_tokenizer
 from headway.models.weight_files import file_tensors, persistent_buffers
 from headway.runtime.progress import progress_here

@@ -28,8 +28,8 @@ from headway.engines.weights.protocols import IncomingWeights
 from headway.engines.weights.served_weights import ServedWeights, WeightMemory, outcome
 from headway.engines.weights.weight_layout import Manifest, bucket_bytes
 from headway.errors import RunError
+from headway.models.logprobs import probe_rows, probe_vector
 from headway.models.pretrained import compute_dtype
-from headway.models.probe import probe_rows, probe_vector
 from headway.models.weight_files import file_tensors
 
 
