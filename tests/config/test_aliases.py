@@ -158,6 +158,11 @@ def test_another_projects_key_is_answered_with_the_project_and_the_key_here(writ
         ("rollout.runners=3", "agent.workers=3"),
         ("rollout.params={a.b: 1}", "agent.params={a.b: 1}"),
         ("rollout.mcp.table.env.PORT=80", "agent.mcp.table.env.PORT=80"),
+        (
+            "rollout.vllm.engine_args={seed: 1, compilation_config: {level: 3}}",
+            "rollout.engine_kwargs={seed: 1, compilation_config: {level: 3}}",
+        ),
+        ("rollout.vllm.engine_args.seed=1", "rollout.engine_kwargs.seed=1"),
     ],
 )
 def test_a_key_of_an_earlier_release_works_and_a_note_says_what_it_is_called_now(old: str, new: str) -> None:
@@ -165,7 +170,8 @@ def test_a_key_of_an_earlier_release_works_and_a_note_says_what_it_is_called_now
     assert (loaded.config, loaded.user_keys) == (now.config, now.user_keys)
     (note,) = loaded.notes
     spelled = old.partition("=")[0].removeprefix("actor_rollout_ref.")
-    assert note.startswith(f"on the command line: {spelled} is agent.") and "this release only" in note
+    name = new.partition("=")[0].split(".")[0]
+    assert note.startswith(f"on the command line: {spelled}") and f" is {name}." in note and "this release only" in note
     assert now.notes == []
 
 
@@ -173,6 +179,20 @@ def test_an_old_and_a_new_name_of_one_setting_that_disagree_are_refused(write: W
     path = write("rollout: {max_turns: 3}\nagent: {max_turns: 4}\n")
     with pytest.raises(ConfigError, match=r"agent\.max_turns is given twice, as 3 and as 4"):
         load(path)
+
+
+def test_a_reference_to_the_earlier_name_of_a_key_is_one_to_the_key(write: Write) -> None:
+    path = write(
+        "rollout: {n: '${rollout.params.x}', stall_s: '${rollout.step_timeout_s}', step_timeout_s: 7,\n"
+        "  params: {x: 5, text: 'a \\${rollout.n}'}}\n"
+    )
+    config = load(path).config
+    assert (config.rollout.n, config.agent.stall_s, config.agent.params["text"]) == (5, 7, "a ${rollout.n}")
+
+
+def test_null_beside_the_earlier_name_of_data_is_no_second_value(write: Write) -> None:
+    data = load(write("data: {train: null, sources: [{path: a.jsonl}], val: null, val_sources: []}\n")).config.data
+    assert [source.path for source in data.train_sources] == ["a.jsonl"] and data.val is None
 
 
 def test_the_file_of_a_run_is_upgraded_without_a_word(tmp_path: Path) -> None:

@@ -110,6 +110,17 @@ def test_what_does_not_fit_is_named(more, said_so):
         fitted(GOOD | more, PARAMETERS)
 
 
+def test_whole_floats_beside_a_parameter_that_may_be_null_or_a_definition_become_integers():
+    schema = {  # as pydantic writes Filter | None
+        "type": "object",
+        "$defs": {"Filter": {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}},
+        "properties": {"count": {"type": "integer"}, "only": {"anyOf": [{"$ref": "#/$defs/Filter"}, {"type": "null"}]}},
+    }
+    assert repr(fitted({"count": 2.0, "only": {"n": 1}}, schema)) == repr({"count": 2, "only": {"n": 1}})
+    with pytest.raises(Misfit, match=r"only\.n is missing"):
+        fitted({"count": 2, "only": {}}, schema)
+
+
 def test_all_that_is_missing_is_named():
     with pytest.raises(Misfit, match=r"^i, n, s, b, one_of, colour is missing$"):
         fitted({}, PARAMETERS)

@@ -5,6 +5,7 @@ Works on flat layers: ``{"actor_rollout_ref.rollout.n": 8}`` becomes ``{"rollout
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -95,6 +96,8 @@ GONE: Mapping[str, str] = {
 }
 """Keys of earlier releases that are no settings any more → what holds instead."""
 _MOVED_MAPPINGS = ("rollout.mcp", "rollout.params", "rollout.env", "rollout.vllm.engine_args")
+_REFERENCE = re.compile(r"(?<!\\)\$\{([\w.]+)\}")
+"""Pattern of a reference to another key; one behind a backslash is text."""
 
 
 def canonical_key(key: str) -> str:
@@ -103,10 +106,12 @@ def canonical_key(key: str) -> str:
     ``+actor_rollout_ref.rollout.n`` is ``rollout.n``, and ``rollout.tools`` is ``agent.tools``.
     """
     plain = _without_prefixes(key)
-    mapping = ".".join(plain.split(".")[:2])
-    if plain not in MOVED and mapping in _MOVED_MAPPINGS:
-        return MOVED[mapping] + plain.removeprefix(mapping)
-    return MOVED.get(plain, plain)
+    if plain in MOVED:
+        return MOVED[plain]
+    for mapping in _MOVED_MAPPINGS:
+        if plain.startswith(f"{mapping}."):
+            return MOVED[mapping] + plain.removeprefix(mapping)
+    return plain
 
 
 def _without_prefixes(key: str) -> str:
@@ -134,13 +139,17 @@ def translate(values: Mapping[str, Any], *, of_a_run: bool = False) -> dict[str,
         raise ConfigError("\n".join(f"{key} is no setting any more: {GONE[key]}; drop it" for key in gone))
     result: dict[str, Any] = {}
     for spelled, given in values.items():
-        key, value = canonical_key(spelled), given
+        key, value = canonical_key(spelled), _with_new_names(given)
         if key in gone:
             continue
         if _without_prefixes(spelled) in _SOURCES and not given:  # as in every file of a run with one file of prompts
             if key in values:
                 continue
             value = None
+        elif (
+            key in _SOURCES.values() and given is None and any(values.get(old) for old in _SOURCES if MOVED[old] == key)
+        ):
+            continue  # as it was written beside sources
         if key in FIXED:
             _accept_fixed(key, value)
             continue
@@ -156,6 +165,18 @@ def translate(values: Mapping[str, Any], *, of_a_run: bool = False) -> dict[str,
             raise ConfigError(f"{key} is given twice, as {result[key]!r} and as {value!r}")
         result[key] = value
     return result
+
+
+def _with_new_names(value: Any) -> Any:
+    """Spell keys that ``value`` refers to as they are called now."""
+    match value:
+        case str():
+            return _REFERENCE.sub(lambda found: f"${{{canonical_key(found[1])}}}", value)
+        case list():
+            return [_with_new_names(item) for item in value]
+        case dict():
+            return {name: _with_new_names(item) for name, item in value.items()}
+    return value
 
 
 def _accept_fixed(key: str, value: Any) -> None:

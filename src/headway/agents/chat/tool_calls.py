@@ -191,10 +191,11 @@ def fitted(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[str,
     Raises:
         Misfit: they do not fit; says which, what was given, and what is expected.
     """
-    own = {"additionalProperties": False, **schema}
-    if (error := best_match(_validator(own).iter_errors(arguments))) is not None:
+    validator = _Validator({"additionalProperties": False, **schema}, registry=Registry())
+    if (error := best_match(validator.iter_errors(arguments))) is not None:
         raise Misfit(_misfit(error))
-    return {name: _whole(value, (schema.get("properties") or {}).get(name)) for name, value in arguments.items()}
+    known = schema.get("properties") or {}
+    return {name: _whole(value, known.get(name), validator) for name, value in arguments.items()}
 
 
 def _nullable(name: str) -> Callable[..., Iterator[ValidationError]]:
@@ -224,10 +225,6 @@ _Validator = extend(
 )
 
 
-def _validator(schema: Any) -> Any:
-    return _Validator(schema, registry=Registry())
-
-
 def _misfit(error: ValidationError) -> str:
     where, value = error.json_path[1:].lstrip("."), error.instance
     inside = f"{where}." if where else ""
@@ -250,19 +247,20 @@ def _misfit(error: ValidationError) -> str:
             return f"{where} is {shown(value)}: {cut(error.message, 200)}"
 
 
-def _whole(value: Any, schema: Any) -> Any:
-    """``value``, which fits ``schema``, with integers where that wants some."""
+def _whole(value: Any, schema: Any, validator: Any) -> Any:
+    """``value``, which fits ``schema``, with integers where that wants some. ``validator``: of the whole schema."""
     if not isinstance(schema, Mapping):
         return value
     for choice in schema.get("anyOf") or schema.get("oneOf") or ():
-        if _validator(choice).is_valid(value):
-            return _whole(value, choice)
+        if validator.evolve(schema=choice).is_valid(value):
+            return _whole(value, choice, validator)
     if isinstance(value, float) and value.is_integer() and "integer" in _types(schema):
         return value if "number" in _types(schema) else int(value)
     if isinstance(value, list):
         first = schema.get("prefixItems") or ()
-        return [_whole(one, first[n] if n < len(first) else schema.get("items")) for n, one in enumerate(value)]
+        rest = schema.get("items")
+        return [_whole(one, first[n] if n < len(first) else rest, validator) for n, one in enumerate(value)]
     if isinstance(value, dict):
         known, other = schema.get("properties") or {}, schema.get("additionalProperties")
-        return {name: _whole(one, known.get(name, other)) for name, one in value.items()}
+        return {name: _whole(one, known.get(name, other), validator) for name, one in value.items()}
     return value
