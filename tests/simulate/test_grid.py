@@ -95,7 +95,7 @@ def test_a_trigger_that_does_not_divide_is_an_error_that_lists_those_that_do():
 
 def test_a_preset_is_refused_on_the_other_kind_of_split():
     profile = profile_of()
-    with pytest.raises(ConfigError, match=r"placement\.kind is shared: expected all devices for both"):
+    with pytest.raises(ConfigError, match=r"cluster\.placement is shared: expected all devices for both"):
         setting_of(profile, "colocate_sync", splits(profile)[0])
 
 
