@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from headway.api.function_files import Functions
+from headway.api.python_settings import layer
 from headway.errors import ConfigError, UserCodeError
 from headway.runtime.user_code import load_function, load_object
 
@@ -97,6 +98,14 @@ def test_a_setting_that_takes_no_function_says_which_do() -> None:
         ConfigError, match=r"^run\.name: got .*made, a function; the settings that take functions are rew"
     ):
         Functions({"run.name": made})
+
+
+def test_the_earlier_name_of_a_setting_takes_functions_too(tmp_path: Path) -> None:
+    functions = Functions({"rollout.tools": [made], "rollout.agent": made(1.0)})
+    written = {str(file) for file in functions.write(tmp_path)}
+    for value in layer(functions.settings(tmp_path)).values.values():
+        (spec,) = value if isinstance(value, list) else [value]
+        assert spec.rpartition(":")[0] in written
 
 
 def test_a_function_may_have_the_name_of_its_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ from pathlib import Path
 from types import CodeType, FunctionType, MethodType
 from typing import Any
 
+from headway.config.aliases import canonical_key
 from headway.config.layers import lies_in
 from headway.errors import ConfigError, UserCodeError, said_by
 
@@ -178,7 +179,7 @@ class Functions:
         return written
 
     def _find(self, key: str, function: Any) -> str:
-        if not lies_in(key, *TAKE_FUNCTIONS):
+        if not lies_in(canonical_key(key), *TAKE_FUNCTIONS):
             kind = "a class" if isinstance(function, type) else "a function"
             raise ConfigError(
                 f"{key}: got {_shown(function)}, {kind}; the settings that take functions are "
