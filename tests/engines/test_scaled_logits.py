@@ -14,8 +14,9 @@ from headway.data.packing import CollatedRow
 from headway.engines.rollout.native.model.policy_forward import ModuleForward
 from headway.engines.train.fsdp.micro_batches import collate
 from headway.engines.train.fsdp.policy import PolicyModule
+from headway.models.logits import LogitRule, logit_rule
 from headway.models.logprobs import probe_rows, probe_vector
-from headway.models.output_layer import LogitRule, check_output_layer, logit_rule
+from headway.models.output_layer import check_output_layer
 from headway.models.pretrained import attention
 from tests.engines.rollout.support import CONTEXT, VOCABULARY, finish, make_core, make_request
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from headway.models.logits import LogitRule
 from headway.models.logprobs import chunked_logprobs, default_chunk_tokens
-from headway.models.output_layer import LogitRule
 
 
 def problem(tokens: int = 13, hidden: int = 5, vocabulary: int = 11, bias: bool = True) -> dict[str, Any]:

@@ -10,8 +10,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from headway.errors import ModelError
-from headway.models import output_layer
-from headway.models.output_layer import LogitRule, check_output_layer
+from headway.models import logits, output_layer
+from headway.models.logits import LogitRule
+from headway.models.output_layer import check_output_layer
 
 CAP = {"final_logit_softcapping": 5.0}
 VALUES: dict[str, dict[str, Any]] = {
@@ -20,9 +21,9 @@ VALUES: dict[str, dict[str, Any]] = {
     "recurrent_gemma": {"logits_soft_cap": 5.0},
     "xlstm": {"output_logit_soft_cap": 5.0},
     "hyperclovax": {"logits_scaling": 3.0},
-    **{family: {"logits_scaling": 3.0} for family in output_layer._DIVIDED},
-    **{family: {"logit_scale": 0.3} for family in output_layer._MULTIPLIED},
-    **dict.fromkeys(output_layer._CAPPED, CAP),
+    **{family: {"logits_scaling": 3.0} for family in logits._DIVIDED},
+    **{family: {"logit_scale": 0.3} for family in logits._MULTIPLIED},
+    **dict.fromkeys(logits._CAPPED, CAP),
     "minicpm3": {"dim_model_base": 64},
 }
 NOT_BUILT_HERE = {"gemma3n", "gemma4", "gemma4_unified", "cohere_compass_text"}
@@ -43,10 +44,10 @@ def on_meta(family: str, **values: Any) -> PreTrainedModel:
 
 
 def test_every_family_with_a_rule_is_tried() -> None:
-    assert set(VALUES) == set(output_layer._RULES)
+    assert set(VALUES) == set(logits._RULES)
 
 
-@pytest.mark.parametrize("family", sorted(set(VALUES) - NOT_BUILT_HERE) + sorted(output_layer._PLAIN_FAMILIES))
+@pytest.mark.parametrize("family", sorted(set(VALUES) - NOT_BUILT_HERE) + sorted(logits._PLAIN_FAMILIES))
 def test_a_familys_rule_is_what_its_code_does(family: str) -> None:
     values = VALUES.get(family, {})
     model = on_meta(family, **values)

@@ -29,7 +29,7 @@ from torch import Tensor
 from headway.config.sizing.process_memory import chunk_tokens
 from headway.data.packing import CollatedRow
 from headway.devices import kind_of
-from headway.models.output_layer import PLAIN, LogitRule
+from headway.models.logits import PLAIN, LogitRule
 
 
 def default_chunk_tokens(vocabulary: int, device: torch.device) -> int:
@@ -59,7 +59,7 @@ def chunked_logprobs(
         hidden: what the head reads at the position that predicts each target.
         temperature: positive; logits are divided by it.
         chunk_tokens: tokens computed at once; the default suits the device. The results do not depend on it.
-        rule: the model's own scale and soft cap (`headway.models.output_layer.logit_rule`).
+        rule: the model's own scale and soft cap (`headway.models.logits.logit_rule`).
     """
     if temperature <= 0:
         raise ValueError(f"temperature is {temperature}; log-probs need a positive one")

@@ -19,8 +19,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from headway.models.logits import LogitRule
 from headway.models.logprobs import Normalised, accumulation_dtype, head_gradients, scaled_logits
-from headway.models.output_layer import LogitRule
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from headway.config.sections.learning import expert_problems, model_problems, pl
 from headway.config.sizing.placement import ACTOR, CRITIC, LOGP, REF, resolve_placement
 from headway.errors import ConfigError, ModelError, boundary
 from headway.models.model_folder import find_folder, text_config
-from headway.models.weight_files import compare, of_common_kinds, tensors_in_files
+from headway.models.stored_weights import compare, of_common_kinds, tensors_in_files
 
 
 def check_numbers(config: Config) -> None:

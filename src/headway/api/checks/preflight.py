@@ -45,8 +45,8 @@ from headway.data.rows import by_source
 from headway.data.sources import DataBundle, Rows, build_sources, check_rows, read_rows
 from headway.devices import chosen
 from headway.errors import ConfigError, DataError, ModelError, ScoringFailed, UserCodeError, WorkerDied, boundary, shown
+from headway.models.logits import is_known
 from headway.models.model_folder import check_folder, find_folder, read_object, text_config
-from headway.models.output_layer import is_known
 from headway.runtime.user_code import check_call, load_function, names_user_code
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from headway.config.sizing.model_shape import ModelShape
 from headway.config.sizing.process_memory import PER_MACHINE
 from headway.devices import listed_here, memory_listed_here
 from headway.errors import ConfigError, ModelError, boundary
+from headway.models.logits import is_known
 from headway.models.model_folder import OTHER_WEIGHTS, TOKENIZERS, find_folder, needs_own_code, read_object
-from headway.models.output_layer import is_known
 from headway.models.tokenizer import load_tokenizer, torch_hidden
 
 if TYPE_CHECKING:

@@ -38,8 +38,9 @@ from headway.engines.train.fsdp.device_mesh import TrainMesh
 from headway.engines.train.fsdp.micro_batches import MicroBatch, collate, filler_row
 from headway.errors import ModelError
 from headway.models.attention.ulysses import SequenceRanks
+from headway.models.logits import logit_rule
 from headway.models.logprobs import chunked_logprobs, default_chunk_tokens
-from headway.models.output_layer import check_output_layer, logit_rule
+from headway.models.output_layer import check_output_layer
 from headway.models.vocabulary_parallel import VocabularyPart, divided_logprobs
 from headway.runtime.progress import Progress, advance, progress_here
 
