@@ -9,8 +9,8 @@ sampler.py         tokens from logits
 kv_cache.py        keys and values               prefix_cache.py    which contexts are kept where
 model/             the module as it is, or a faster forward pass for the Llama family; recorded steps
 
-Every engine uses `call_run`, `scheduler`, `inboxes` and `engine_activity`; the weights and their updates are in
-`headway.engines.weights.served_weights` and `served_update`.
+Every engine uses `call_run`, `scheduler` and `engine_activity`; the weights and their updates are in
+`headway.engines.weights.served_weights`.
 """
 
 from headway.engines.rollout.native.engine import NativeEngine
