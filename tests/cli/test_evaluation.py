@@ -23,9 +23,9 @@ from headway.cli.eval_command import _print_by_source
 from headway.cli.output_files import AnswersFile
 from headway.cluster.machine.child_processes import descendants
 from headway.cluster.machine.worker_setup import math_environment
+from tests.api.evaluation.test_figures import solved
 from tests.cli.evaluations import LENGTH, SHORT, lines_of, said, write
 from tests.cli.test_commands import python, run
-from tests.evaluation.test_figures import solved
 from tests.full_disk import files_of_at_most
 from tests.integration.support import alive
 

@@ -6,7 +6,7 @@ import pytest
 
 from headway.api.run.training_run import template_note
 from headway.config.schema import Config
-from tests.episodes.conftest import tokenizer_of
+from tests.agents.episodes.conftest import tokenizer_of
 
 PROGRAM, TOOLS = {"program": "agent.py:run"}, {"tools": ["agent.py:look_up"]}
 

@@ -20,7 +20,7 @@ from headway.engines.weights.protocols import HostCopy, StoredVersion, WeightSin
 from headway.engines.weights.transports.links import EndContext, Link
 from headway.engines.weights.weight_layout import Manifest
 from headway.errors import UpdateFailed
-from tests.weights.versions import MANIFEST, assert_same, contents, hand_over, put, weights, windows
+from tests.engines.weights.versions import MANIFEST, assert_same, contents, hand_over, put, weights, windows
 
 
 class End:

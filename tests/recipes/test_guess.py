@@ -13,8 +13,8 @@ from headway.agents.adapters.program_loader import ProgramSpec
 from headway.agents.interface.program_messages import Message, TurnRequest
 from headway.data.files import read_records
 from headway.runtime.user_code import load_function
+from tests.agents.programs.scripted import Script, play, start
 from tests.integration.support import train
-from tests.programs.scripted import Script, play, start
 
 FILE = Path(__file__).parents[2] / "recipes" / "agents" / "guess.py"
 demonstrate = load_function(f"{FILE}:demonstrate")

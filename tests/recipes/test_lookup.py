@@ -14,7 +14,7 @@ from headway.agents.tools.mcp_connection import McpServerSpec
 from headway.agents.tools.mcp_servers import McpServer
 from headway.data.files import read_records
 from headway.runtime.user_code import load_function, load_object
-from tests.programs.scripted import start
+from tests.agents.programs.scripted import start
 
 FOLDER = Path(__file__).parents[2] / "recipes" / "agents"
 demonstrate, draw, value, score = (

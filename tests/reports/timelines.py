@@ -8,8 +8,8 @@ from headway.config.presets import preset
 from headway.events import Event, Note, RunFinished, RunStarted
 from headway.planner.simulation.simulated_run import Simulation, config_for
 from headway.reports.timeline.timeline import Timeline, build_timeline
+from tests.planner.jobs import RICH, Recorder, profile
 from tests.reports.scripted_run import ScriptedRun
-from tests.simulate.jobs import RICH, Recorder, profile
 
 
 @cache

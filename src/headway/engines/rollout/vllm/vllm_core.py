@@ -54,9 +54,8 @@ def sampling_of(run: CallRun) -> Any:
     Before ``min_tokens`` vLLM withholds the tokenizer's end-of-sequence, too, whatever the request's stop tokens are;
     and it takes temperatures between 0 and 0.01 for 0.01.
     """
-    from vllm.sampling_params import RequestOutputKind  # type: ignore[import-not-found]
-
     from vllm import SamplingParams  # type: ignore[import-not-found]
+    from vllm.sampling_params import RequestOutputKind  # type: ignore[import-not-found]
 
     sampling = run.call.sampling
     bias: defaultdict[int, float] = defaultdict(float)

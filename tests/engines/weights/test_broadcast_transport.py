@@ -1,0 +1,272 @@
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from threading import Barrier
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from headway.data.interfaces.weights import ReceiveReport
+from headway.engines.weights.incoming_version import BackBuffer
+from headway.engines.weights.protocols import Chunk, OutgoingWeights, WeightSink
+from headway.engines.weights.transports.broadcast import BroadcastLink
+from headway.engines.weights.transports.links import EndContext, Link, open_receiver, open_sender
+from headway.engines.weights.transports.process_group import StoreGroup, open_store
+from headway.engines.weights.weight_layout import build_manifest, combined
+from headway.errors import UpdateFailed
+from tests.engines.weights.ends import HOST, Site, arrival
+from tests.engines.weights.versions import MANIFEST, GivesUp, Wrapped, assert_same, contents, stream, weights
+
+HERE = EndContext(HOST)
+
+
+def process(target: Callable[..., None], *args: Any) -> BaseProcess:
+    started = mp.get_context("spawn").Process(target=target, args=args, daemon=True)
+    started.start()
+    return started
+
+
+def fill(link: Link, name: str, version: int, back: BackBuffer) -> ReceiveReport:
+    receiver = open_receiver(link, name, HERE)
+    try:
+        return back.fill(version, arrival(receiver, version, None))
+    finally:
+        receiver.close()
+
+
+@dataclass(frozen=True)
+class DoneBefore:
+    """An `OutgoingWeights` that calls ``action`` before its second chunk."""
+
+    inner: OutgoingWeights
+    action: Callable[[], object]
+
+    def __iter__(self) -> Iterator[Chunk]:
+        for index, chunk in enumerate(self.inner):
+            if index == 1:
+                self.action()
+            yield chunk
+
+    @property
+    def digests(self) -> tuple[int, ...]:
+        return self.inner.digests
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def receive_versions(link: Link, name: str, versions: list[int], results: Connection) -> None:
+    receiver = open_receiver(link, name, HERE)
+    back = BackBuffer(MANIFEST)
+    for version in versions:
+        report = back.fill(version, arrival(receiver, version, None))
+        assert_same(contents(back), weights(version))
+        results.send((version, report.checksum))
+    results.send(dist.is_initialized())
+    receiver.close()
+
+
+def receive_and_die(link: Link, name: str) -> None:
+    class Deadly(BackBuffer):
+        def fill(self, version: int, receive: Callable[[WeightSink], None]) -> ReceiveReport:
+            return super().fill(version, lambda incoming: receive(Wrapped(incoming, _DiesAtTheSecond)))
+
+    fill(link, name, 1, Deadly(MANIFEST))
+
+
+@dataclass
+class _DiesAtTheSecond:
+    sink: WeightSink
+
+    def room(self, header: Any) -> torch.Tensor:
+        if header.index == 1:
+            die()
+        return self.sink.room(header)
+
+    def filled(self, header: Any) -> None:
+        self.sink.filled(header)
+
+    def ended(self, digests: Any) -> None:
+        self.sink.ended(digests)
+
+
+def host_send_and_die(told: Connection) -> None:
+    """The trainer's process: it hosts the store, and is killed in the middle of a version."""
+    _store, port = open_store(HOST, 20.0)
+    link = Link("broadcast", BroadcastLink((HOST, port), "trainer", ("a", "b"), 20.0))
+    told.send(link)
+    open_sender(link, HERE).send(1, DoneBefore(stream(1), die))
+
+
+def test_two_processes_receive_the_same_bytes_and_the_default_group_is_untouched(site: Site) -> None:
+    """Starts two processes that import torch."""
+    link = site.link("broadcast", "a", "b", timeout_s=60)
+    pipes = [mp.get_context("spawn").Pipe(duplex=False) for _ in range(2)]
+    processes = [
+        process(receive_versions, link, name, [1, 2], told) for name, (_, told) in zip("ab", pipes, strict=True)
+    ]
+    sender = open_sender(link, HERE)
+    for version in (1, 2):
+        outgoing = stream(version)
+        sender.send(version, outgoing)
+        for results, _ in pipes:
+            assert results.poll(60)
+            assert results.recv() == (version, combined(outgoing.digests))
+    for (results, _), ended in zip(pipes, processes, strict=True):
+        assert results.poll(60)
+        assert results.recv() is False
+        ended.join(60)
+        assert ended.exitcode == 0
+    assert not dist.is_initialized()
+    sender.close()
+
+
+def test_a_receiver_killed_in_recv_is_named_in_bounded_time_and_the_rest_go_on_in_a_new_generation(site: Site) -> None:
+    link = site.link("broadcast", "a", "b", timeout_s=30)
+    dying = process(receive_and_die, link, "b")
+    survivor = BackBuffer(MANIFEST)
+    cut_short = site.pool.submit(fill, link, "a", 1, survivor)
+    sender = open_sender(link, HERE)
+    started = time.monotonic()
+    with pytest.raises(UpdateFailed, match=r"version 1: .*b did not answer"):
+        sender.send(1, stream(1))
+    with pytest.raises(UpdateFailed, match=r"version 1: a waited for bucket \d+ from trainer"):
+        cut_short.result(60)
+    assert time.monotonic() - started < 35
+    assert survivor.version is None
+    dying.join(60)
+    with pytest.raises(UpdateFailed, match="connect a new generation"):
+        sender.send(2, stream(2))
+
+    fewer = site.meet("broadcast", "a")
+    outcome = fewer.update(2, stream(2), {"a": survivor})
+    assert outcome.sent is None and not outcome.errors
+    assert_same(contents(survivor), weights(2))
+
+
+def test_a_sender_killed_in_send_is_named_by_every_receiver_in_bounded_time_and_the_next_one_works(site: Site) -> None:
+    """Starts a process that imports torch, and waits for what it will not send."""
+    hears, told = mp.get_context("spawn").Pipe(duplex=False)
+    dying = process(host_send_and_die, told)
+    assert hears.poll(60)
+    link = hears.recv()
+    targets = {"a": BackBuffer(MANIFEST), "b": BackBuffer(MANIFEST)}
+    started = time.monotonic()
+    fills = [site.pool.submit(fill, link, name, 1, back) for name, back in targets.items()]
+    for name, cut_short in zip(targets, fills, strict=True):
+        with pytest.raises(UpdateFailed, match=rf"version 1: {name} waited for bucket [01] from trainer"):
+            cut_short.result(60)
+        assert targets[name].version is None
+    assert time.monotonic() - started < 30
+    dying.join(60)
+
+    outcome = site.meet("broadcast", "a", "b").update(2, stream(2), targets)
+    assert outcome.sent is None and not outcome.errors
+
+
+def test_a_receiver_that_never_joins_is_named(site: Site) -> None:
+    link = site.link("broadcast", "a", timeout_s=1.0)
+    with pytest.raises(UpdateFailed, match=r"trainer waited 1 s for a to join"):
+        open_sender(link, HERE)
+
+
+def test_a_store_that_does_not_answer_is_named() -> None:
+    link = Link("broadcast", BroadcastLink((HOST, 1), "trainer", ("a",), timeout_s=1.0))
+    with pytest.raises(UpdateFailed, match=r"a cannot reach the store at 127\.0\.0\.1:1"):
+        open_receiver(link, "a", HERE)
+
+
+def test_who_was_fenced_off_cannot_join_the_new_generation(site: Site) -> None:
+    with pytest.raises(UpdateFailed, match="b is not among those that this link reaches: a"):
+        open_receiver(site.link("broadcast", "a"), "b", HERE)
+
+
+def test_when_the_sender_gives_up_the_group_stays_good(site: Site) -> None:
+    ends = site.meet("broadcast", "a", timeout_s=60)
+    back = BackBuffer(MANIFEST)
+    outcome = ends.update(1, GivesUp(stream(1), ValueError("no memory")), {"a": back})
+    assert isinstance(outcome.sent, ValueError)
+    with pytest.raises(UpdateFailed, match="trainer gave up at bucket 1"):
+        raise outcome.errors["a"]
+    assert not ends.update(2, stream(2), {"a": back}).errors
+    assert back.version == 2
+
+
+def test_after_a_receiver_gave_up_a_new_generation_works(site: Site) -> None:
+    ends = site.meet("broadcast", "a", timeout_s=60)
+    wrong = BackBuffer(build_manifest([("other", (1,), torch.float32)]))
+    started = time.monotonic()
+    outcome = ends.update(1, stream(1), {"a": wrong})
+    with pytest.raises(UpdateFailed, match="version 1"):
+        raise outcome.sent or AssertionError
+    assert "bucket 0 has 512 bytes" in str(outcome.errors["a"])
+    assert time.monotonic() - started < 30
+    with pytest.raises(UpdateFailed, match="connect a new generation"):
+        ends.fill("a", 2, BackBuffer(MANIFEST), None).result(20)
+    back = BackBuffer(MANIFEST)
+    assert not site.meet("broadcast", "a").update(2, stream(2), {"a": back}).errors
+    assert back.version == 2
+
+
+def test_groups_of_one_receiver_each_carry_different_versions_at_the_same_time(site: Site) -> None:
+    """Each sender waits, in the middle of its version, until the other is there, too."""
+    both = Barrier(2)
+    links = {name: site.link("broadcast", name, same=True) for name in ("a", "b")}
+    versions = {"a": 1, "b": 2}
+    targets = {name: BackBuffer(MANIFEST) for name in links}
+
+    def send(name: str) -> None:
+        sender = open_sender(links[name], HERE)
+        sender.send(versions[name], DoneBefore(stream(versions[name]), lambda: both.wait(60)))
+        sender.close()
+
+    with ThreadPoolExecutor(2) as senders:
+        fills = [site.pool.submit(fill, links[name], name, versions[name], targets[name]) for name in links]
+        for sent in [senders.submit(send, name) for name in links]:
+            sent.result(60)
+        for filled in fills:
+            filled.result(60)
+    for name, back in targets.items():
+        assert_same(contents(back), weights(versions[name]))
+
+
+def test_every_meeting_of_a_run_has_keys_of_its_own() -> None:
+    def prefix(*receivers: str, generation: int = 0) -> str:
+        return BroadcastLink((HOST, 1), "trainer", receivers, 1.0, generation).prefix
+
+    meetings = [prefix("a", "b"), prefix("a"), prefix("b"), prefix("a", "b", generation=1), prefix("a", generation=1)]
+    assert len(set(meetings)) == len(meetings)
+
+
+def test_leaving_ends_a_collective_that_waits_for_one_who_is_silent() -> None:
+    """As after a machine lost its power: no connection breaks, and Gloo by itself waits until its time is up."""
+    store, port = open_store(HOST, 30.0)
+    names = ("actor-0", "rollout-0", "rollout-1")
+
+    def join(rank: int) -> StoreGroup:
+        return StoreGroup((HOST, port), prefix="silent", members=names, rank=rank, timeout_s=30.0, host=HOST)
+
+    with ThreadPoolExecutor(5) as pool:
+        groups = list(pool.map(join, range(3)))
+        waiting = [pool.submit(group.meet) for group in groups[:2]]  # the third one does not come
+        time.sleep(0.2)
+        began = time.monotonic()
+        for group in groups[:2]:
+            group.close()
+        for meeting in waiting:
+            with pytest.raises(RuntimeError):
+                meeting.result(20.0)
+        assert time.monotonic() - began < 20.0
+        groups[2].close()
+    del store

@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+import errno
+import multiprocessing as mp
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from headway.engines.weights.incoming_version import BackBuffer
+from headway.engines.weights.protocols import StoredVersion
+from headway.engines.weights.transports.links import EndContext, Link, open_receiver, open_sender
+from headway.errors import UpdateFailed
+from tests.engines.weights.ends import Site, arrival
+from tests.engines.weights.versions import MANIFEST, GivesUp, assert_same, contents, stream, weights
+
+
+def files(directory: Path) -> list[Path]:
+    return sorted(directory.iterdir())
+
+
+def test_when_there_is_no_room_nothing_stays_and_the_next_update_works(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(descriptor: int, offset: int, length: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    ends = site.meet("shared_memory", "a")
+    back = BackBuffer(MANIFEST)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", full)
+        outcome = ends.update(1, stream(1), {"a": back})
+    with pytest.raises(UpdateFailed, match=rf"no shared memory for {MANIFEST.nbytes} bytes .*No space left.*transport"):
+        raise outcome.sent or AssertionError
+    assert files(site.directory) == []
+    assert not ends.update(1, stream(1), {"a": back}).errors
+    assert_same(contents(back), weights(1))
+
+
+def test_a_directory_that_cannot_be_written_is_named(site: Site) -> None:
+    site.directory = site.directory / "missing"
+    outcome = site.meet("shared_memory", "a").update(1, stream(1), {"a": BackBuffer(MANIFEST)})
+    with pytest.raises(UpdateFailed, match=r"no shared memory .*missing: No such file or directory"):
+        raise outcome.sent or AssertionError
+
+
+def test_all_versions_use_one_file_that_only_this_user_can_open_and_closing_removes_it(site: Site) -> None:
+    ends = site.meet("shared_memory", "a")
+    for version in (1, 2, 3):
+        assert not ends.update(version, stream(version), {"a": BackBuffer(MANIFEST)}).errors
+        (file,) = files(site.directory)
+        assert file.stat().st_size == MANIFEST.nbytes and stat.S_IMODE(file.stat().st_mode) == 0o600
+    ends.sender.close()
+    assert files(site.directory) == []
+
+
+def test_a_version_that_is_sent_again_leaves_what_is_still_being_read_alone(site: Site) -> None:
+    ends = site.meet("shared_memory", "a")
+    first = ends.sender.send(1, stream(1))
+    with pytest.raises(ValueError, match="no memory"):
+        ends.sender.send(1, GivesUp(stream(5), ValueError("no memory")))
+    late = BackBuffer(MANIFEST)
+    ends.fill("a", 1, late, first).result(20)
+    assert_same(contents(late), weights(1))
+    assert not ends.update(1, stream(1), {"a": late}).errors
+    assert len(files(site.directory)) == 2
+
+
+def test_who_reads_a_version_that_the_next_one_has_overwritten_is_told_by_the_digests(site: Site) -> None:
+    ends = site.meet("shared_memory", "a")
+    first = ends.sender.send(1, stream(1))
+    ends.sender.send(2, stream(2))
+    back = BackBuffer(MANIFEST)
+    with pytest.raises(UpdateFailed, match="are not those that the trainer sent"):
+        ends.fill("a", 1, back, first).result(20)
+    assert back.version is None
+
+
+def test_a_receiver_on_another_machine_is_told_which_transports_go_further(site: Site) -> None:
+    ends = site.meet("shared_memory", "a")
+    parcel = ends.sender.send(1, stream(1))
+    ends.sender.close()
+    with pytest.raises(UpdateFailed, match=r"a cannot map .*No such file.*broadcast, object_store and disk go further"):
+        ends.fill("a", 1, BackBuffer(MANIFEST), parcel).result(20)
+
+
+def test_two_senders_of_one_meeting_do_not_touch_each_others_files(site: Site) -> None:
+    ends = site.meet("shared_memory", "a")
+    first = ends.sender.send(1, stream(1))
+    again = open_sender(ends.link, EndContext())
+    assert again.send(2, stream(2)) is not None
+    back = BackBuffer(MANIFEST)
+    ends.fill("a", 1, back, first).result(20)
+    assert_same(contents(back), weights(1))
+    again.close()
+
+
+def test_a_receiver_lets_go_of_what_earlier_senders_have_removed(site: Site) -> None:
+    ends = site.meet("shared_memory", "a")
+    assert not ends.update(1, stream(1), {"a": BackBuffer(MANIFEST)}).errors
+    ends.sender.close()
+    ends.sender = open_sender(ends.link, EndContext())
+    assert not ends.update(2, stream(2), {"a": BackBuffer(MANIFEST)}).errors
+    mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if str(site.directory) in line]
+    assert mapped and not any("(deleted)" in line for line in mapped)
+
+
+def _receive(link: Link, parcel: StoredVersion) -> None:
+    back = BackBuffer(MANIFEST)
+    receiver = open_receiver(link, "a", EndContext())
+    back.fill(1, arrival(receiver, 1, parcel))
+    assert_same(contents(back), weights(1))
+
+
+def test_another_process_reads_what_was_sent_here(site: Site) -> None:
+    """Starts a process that imports torch."""
+    ends = site.meet("shared_memory", "a")
+    parcel = ends.sender.send(1, stream(1))
+    process = mp.get_context("spawn").Process(target=_receive, args=(ends.link, parcel), daemon=True)
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0

@@ -1,0 +1,125 @@
+"""The recommendation, and the one sentence, on rows made by hand."""
+
+import math
+
+from headway.planner.plan_rows import advise, recommend
+from tests.planner.planning import row
+
+
+def test_the_quickest_row_is_recommended():
+    rows = [row("colocate_sync", 10), row("async_partial", 5, lag_mean=0.5, lag_max=2)]
+    assert recommend(rows) is rows[1]
+
+
+def test_among_rows_as_quick_the_one_with_the_least_lag_is_recommended():
+    rows = [row("async_partial", 5.0, lag_mean=1.0, lag_max=2), row("async_stale", 5.05, lag_mean=0.5, lag_max=1)]
+    assert recommend(rows) is rows[1]
+    slower = row("async_stale", 5.2, lag_mean=0.5, lag_max=1)
+    assert recommend([rows[0], slower]) is rows[0]
+
+
+def test_among_rows_as_quick_and_as_stale_the_simplest_is_recommended():
+    rows = [row("stream_off_policy", 5.0), row("on_policy", 5.05), row("colocate_sync", 5.05)]
+    assert recommend(rows) is rows[2]
+
+
+def test_a_row_that_was_cut_short_is_recommended_only_when_it_is_the_quickest_at_its_worst():
+    synchronous = row("colocate_sync", 10)
+    for error, best in ((0.5, True), (1.5, False), (math.inf, False)):
+        cut = row("async_partial", 5, error=error)
+        assert (recommend([synchronous, cut]) is cut) is best
+        assert recommend([cut]) is cut
+
+
+def test_a_row_that_was_simulated_to_the_end_is_recommended_however_uncertain():
+    rows = [row("colocate_sync", 10), row("async_partial", 5, error=0.15, versions=30)]
+    assert recommend(rows) is rows[1]
+
+
+def test_asynchrony_helps_when_it_is_faster_and_the_sentence_says_what_synchronous_training_loses():
+    rows = [
+        row("colocate_sync", 20.0, trainer_idle=0.7, trainer_waited_s=13.0, tail=0.6),
+        row("on_policy", 25.0, tail=0.6),
+        row("async_partial", 10.0, train=3, rollout=5, lag_mean=0.5, lag_max=2),
+    ]
+    advice = advise(rows)
+    assert advice.helps is True
+    assert advice.recommended is rows[2]
+    assert advice.sentence == (
+        "Asynchrony helps here: async_partial on 3:5, η = 0.5 trains a version in 10 s, 2.00× as fast as the best "
+        "synchronous setting (colocate_sync on 8 shared: 20 s), which waits for generation 65% of the time and trains "
+        "30%: while it waits, 60% of the slots are empty behind the longest answers."
+    )
+
+
+def test_a_gain_that_is_not_worth_the_trouble_is_no_help():
+    advice = advise([row("colocate_sync", 10.0, tail=0.05), row("async_partial", 9.7)])
+    assert advice.helps is False
+    assert "does not help here" in advice.sentence
+    assert "only 3% faster than the best synchronous one" in advice.sentence
+    assert "answers are even" in advice.sentence
+
+
+def test_when_training_dominates_the_sentence_says_so():
+    advice = advise([row("colocate_sync", 10.0, trainer_idle=0.08, tail=0.9), row("async_partial", 11.0)])
+    assert advice.helps is False
+    assert "10% slower" in advice.sentence
+    assert advice.sentence.endswith(
+        "because training takes 92% of the synchronous step and leaves little generation to run beside it."
+    )
+
+
+def test_when_updates_eat_the_gain_the_sentence_says_so():
+    advice = advise([row("colocate_sync", 10.0, tail=0.6), row("async_partial", 9.8, update_stall_s=1.96)])
+    assert advice.sentence.endswith("because waiting for parameter updates takes 20% of its time.")
+
+
+def test_when_no_split_balances_the_sentence_says_which_side_idles():
+    advice = advise([row("colocate_sync", 10.0, tail=0.6), row("async_partial", 10.0, trainer_idle=0.6)])
+    assert "no faster than" in advice.sentence
+    assert advice.sentence.endswith("at the best one training idles 60% of the time.")
+
+
+def test_when_dividing_the_devices_costs_what_it_saves_the_sentence_says_so():
+    advice = advise(
+        [row("colocate_sync", 10.0, tail=0.3), row("async_partial", 10.0, trainer_idle=0.05, rollouter_idle=0.05)]
+    )
+    assert advice.sentence.endswith("costs what filling the 30% of slots behind the longest answers saves.")
+
+
+def test_when_overlap_without_stale_data_wins_the_sentence_says_so():
+    rows = [
+        row("colocate_sync", 10.0),
+        row("stream_off_policy", 7.0),
+        row("async_partial", 6.9, lag_mean=0.5, lag_max=1),
+    ]
+    advice = advise(rows)
+    assert advice.helps is False
+    assert advice.sentence.startswith(
+        "Stale data does not help here, overlap alone does: with η = 0 stream_off_policy on 4:4 trains a version in "
+        "7 s, 1.43× as fast"
+    )
+    assert advice.recommended is rows[1]
+
+
+def test_a_gain_within_the_error_is_not_called_a_gain():
+    advice = advise([row("colocate_sync", 10.0), row("async_partial", 8.0, error=0.4)])
+    assert advice.helps is None
+    assert "looks 25% faster" in advice.sentence
+    assert "known within 40% only: give the plan more time" in advice.sentence
+    unknown = advise([row("colocate_sync", 10.0), row("async_partial", 8.0, error=math.inf)])
+    assert "too few versions for any error" in unknown.sentence
+
+
+def test_without_both_sides_nothing_is_claimed():
+    assert advise([]).recommended is None
+    assert "--budget" in advise([]).sentence
+    assert advise([row("async_partial", 5.0)]).helps is None
+    assert advise([row("colocate_sync", 5.0), row("stream_off_policy", 5.0)]).helps is None
+
+
+def test_assumptions_are_a_caveat():
+    rows = [row("colocate_sync", 10.0), row("async_partial", 5.0)]
+    assert advise(rows).caveat is None
+    assert "an assumption" in (advise(rows, ["one"]).caveat or "")
+    assert "2 assumptions" in (advise(rows, ["one", "two"]).caveat or "")

@@ -1,0 +1,436 @@
+"""Runners: jobs and asks, how each failure reads, and that no process survives them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import select
+import signal
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headway.errors import ConfigError, RunError, RunnerLost, UserCodeError, UserCodeFailed, WorkerDied
+from headway.runtime import frames
+from headway.runtime.process_tree import descendants
+from headway.runtime.workers import worker_process as process_module
+from headway.runtime.workers.worker_pool import Runners
+from tests.runtime.user_code.code import CodeSpec
+
+KINDS: dict[str, dict[str, Any]] = {
+    "spawned": {"at_once": 1},
+    "forked": {"at_once": 1, "forked": True},
+    "shared": {"at_once": None},
+}
+each_kind = pytest.mark.parametrize("kind", KINDS)
+alone = pytest.mark.parametrize("kind", ["spawned", "forked"])
+
+
+@contextlib.asynccontextmanager
+async def runners_of(kind: str, *, processes: int = 1, loading: str = "", **others: Any) -> AsyncIterator[Runners]:
+    runners = Runners("runner", CodeSpec(loading), processes=processes, **{"log_path": None, **KINDS[kind], **others})
+    try:
+        yield runners
+    finally:
+        await runners.close()
+
+
+async def answered(message: Any) -> Any:
+    return ("answer", message)
+
+
+@each_kind
+async def test_a_job_asks_and_returns(kind: str) -> None:
+    begun = []
+    async with runners_of(kind) as runners:
+        described = await runners.start()
+        assert (described["pid"] != os.getpid(), described["torch"]) == (True, False)
+        result = await runners.run(("asks", 3), answered, on_begin=lambda: begun.append(1))
+        assert result == [("answer", 0), ("answer", 1), ("answer", 2)]
+        big = b"x" * 3_000_000
+        assert await runners.run(("echo", big)) == big
+    assert begun == [1]
+
+
+async def test_several_asks_of_a_job_are_open_at_once() -> None:
+    """Each is answered only when all have been asked."""
+    asked: list[int] = []
+    all_asked = asyncio.Event()
+
+    async def on_ask(k: int) -> int:
+        asked.append(k)
+        if len(asked) == 5:
+            all_asked.set()
+        await all_asked.wait()
+        return k * k
+
+    async with runners_of("shared") as runners:
+        assert await runners.run(("asks_together", 5), on_ask) == [0, 1, 4, 9, 16]
+
+
+async def test_an_ask_that_is_given_up_is_withdrawn() -> None:
+    ended = asyncio.Event()
+
+    async def on_ask(message: str) -> str:
+        if message == "never":
+            try:
+                await asyncio.sleep(60)
+            finally:
+                ended.set()
+        await asyncio.wait_for(ended.wait(), 60)
+        return "it was"
+
+    async with runners_of("shared") as runners:
+        assert await runners.run(("gives_up_asking",), on_ask) == "it was"
+
+
+@pytest.mark.parametrize("kind", ["spawned", "shared"])
+async def test_an_error_of_the_host_reaches_the_job_as_it_is_and_a_defect_ends_it(kind: str) -> None:
+    async def refuses(_: Any) -> None:
+        raise RunnerLost("no more of that", end="limit")
+
+    async def is_wrong(_: Any) -> None:
+        raise ZeroDivisionError
+
+    async def is_cancelled(_: Any) -> None:
+        raise asyncio.CancelledError
+
+    async with runners_of(kind) as runners:
+        assert await runners.run(("asks_in_vain",), refuses) == "RunnerLost: no more of that"
+        assert "nobody to ask" in await runners.run(("asks_in_vain",))
+        with pytest.raises(ZeroDivisionError):
+            await runners.run(("asks", 1), is_wrong)
+        with pytest.raises(RunError, match="was cancelled"):
+            await runners.run(("asks", 1), is_cancelled)
+        assert await runners.run(("echo", 1)) == 1
+
+
+FAILURES = {
+    ("raises", "no\nverdict"): (UserCodeFailed, "NotOurs: no verdict"),
+    ("raises", "half \ud800"): (UserCodeFailed, "NotOurs: half \\ud800"),
+    ("raises_ours", "no such thing"): (ConfigError, "no such thing"),
+    ("exits",): (UserCodeFailed, ("SystemExit: 4", "Left: SystemExit: 4")),
+    ("interrupts",): (UserCodeFailed, ("KeyboardInterrupt", "Left: KeyboardInterrupt")),
+    ("function",): (UserCodeFailed, "pickle"),
+    ("not_here",): (UserCodeFailed, "the result cannot be read by another process: ModuleNotFoundError"),
+}
+
+
+@pytest.mark.parametrize("kind", ["spawned", "shared"])
+async def test_what_user_code_does_wrong_ends_its_job_alone(kind: str, tmp_path: Path) -> None:
+    log = tmp_path / "logs" / "runner.log"
+    async with runners_of(kind, log_path=log) as runners:
+        before = await runners.run(("pid",))
+        for job, (error, text) in FAILURES.items():
+            with pytest.raises(error) as raised:
+                await runners.run(job)
+            assert any(one in str(raised.value) for one in ([text] if isinstance(text, str) else text)), job
+        with pytest.raises(UserCodeFailed, match="what was asked cannot be read by another process"):
+            await runners.run(("asks_not_here",), answered)
+        assert await runners.run(("pid",)) == before
+    assert "in raises" in log.read_text()
+
+
+async def test_what_leaves_the_process_in_a_task_of_user_code_ends_its_job_alone() -> None:
+    async with runners_of("shared") as runners:
+        other = asyncio.create_task(runners.run(("sleeps", 0.3)))
+        with pytest.raises(UserCodeFailed, match="SystemExit: 4"):
+            await runners.run(("exits_in_a_task",))
+        assert await other == "slept"
+
+
+async def test_a_forked_process_serves_on_and_is_a_new_one_after_a_failure() -> None:
+    async with runners_of("forked") as runners:
+        first = await runners.run(("pid",))
+        assert [await runners.run(("count",)) for _ in range(2)] == [2, 3]
+        with pytest.raises(UserCodeFailed):
+            await runners.run(("raises", "x"))
+        assert await runners.run(("count",)) == 1
+        assert await runners.run(("pid",)) != first
+
+
+async def test_forked_processes_have_random_numbers_of_their_own() -> None:
+    async with runners_of("forked", processes=3) as runners:
+        drawn = await asyncio.gather(*(runners.run(("random",)) for _ in range(3)))
+    assert len(set(drawn)) == 3
+
+
+@alone
+async def test_synchronous_code_has_no_event_loop_around_it_and_may_run_its_own(kind: str) -> None:
+    async with runners_of(kind) as runners:
+        assert await runners.run(("own_loop",)) == "ran"
+        with pytest.raises((UserCodeFailed, RunError), match="event loop"):
+            await runners.run(("awaits",))
+
+
+@each_kind
+@pytest.mark.parametrize(
+    ("job", "end"), [("dies", "exit code 3"), ("killed", "SIGKILL"), ("closes_everything", "exit code 1")]
+)
+async def test_a_process_that_ends_fails_its_job_with_how_and_is_replaced(kind: str, job: str, end: str) -> None:
+    async with runners_of(kind) as runners:
+        before = await runners.run(("pid",))
+        with pytest.raises(RunnerLost, match=f"its runner ended with {end}") as lost:
+            await runners.run((job,))
+        assert (lost.value.end, lost.value.timed_out) == (end, False)
+        # An event loop that finds its own descriptors closed ends between two steps, which are nobody's.
+        assert lost.value.culprit is (None if (kind, job) == ("shared", "closes_everything") else True)
+        assert await runners.run(("pid",)) != before
+
+
+async def test_what_a_process_said_before_it_ended_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its end is seen when only a part of its last message has been read."""
+    monkeypatch.setattr(frames, "CHUNK", 64)
+    async with runners_of("spawned") as runners:
+        pid = await runners.run(("pid",))
+        job = asyncio.create_task(runners.run(("echo", "x" * 10_000)))
+        await asyncio.sleep(0)
+        time.sleep(0.5)  # noqa: ASYNC251 - until it has said all
+        with ended(pid):
+            os.kill(pid, signal.SIGKILL)
+        assert await job == "x" * 10_000
+
+
+async def test_the_others_in_a_process_that_ends_are_told_that_it_was_not_they() -> None:
+    async with runners_of("shared") as runners:
+        others = [asyncio.create_task(runners.run(("sleeps", 60))) for _ in range(3)]
+        await asyncio.sleep(0)
+        with pytest.raises(RunnerLost, match="its runner ended with exit code 3"):
+            await runners.run(("dies",))
+        for lost in await asyncio.gather(*others, return_exceptions=True):
+            assert isinstance(lost, RunnerLost)
+            assert (str(lost), lost.culprit) == ("its runner was lost: it ended with exit code 3", False)
+
+
+@alone
+async def test_a_time_limit_of_the_kernels_or_of_the_hosts_ends_the_process(kind: str) -> None:
+    async with runners_of(kind) as runners:
+        before = await runners.run(("pid",))
+        with pytest.raises(RunnerLost, match="SIGALRM") as lost:
+            await runners.run(("overdue",))
+        assert lost.value.timed_out
+        with pytest.raises(RunnerLost, match=r"took longer than 0.2 s") as lost:
+            await runners.run(("backtracks",), timeout_s=0.2)
+        assert lost.value.timed_out
+        assert await runners.run(("pid",)) != before
+
+
+async def test_a_time_limit_ends_the_job_alone_where_others_share_its_process() -> None:
+    async with runners_of("shared") as runners:
+        other = asyncio.create_task(runners.run(("sleeps", 0.4)))
+        with pytest.raises(RunnerLost, match=r"took longer than 0.1 s"):
+            await runners.run(("sleeps", 60), timeout_s=0.1)
+        assert await other == "slept"
+
+
+@each_kind
+async def test_cancelling_ends_the_job(kind: str) -> None:
+    job = ("sleeps", 60) if kind == "shared" else ("holds_the_loop", 60)
+    async with runners_of(kind) as runners:
+        before = await runners.run(("pid",))
+        begun = asyncio.Event()
+        running = asyncio.create_task(runners.run(job, on_begin=begun.set))
+        waiting = asyncio.create_task(runners.run(("echo", 1)))
+        await begun.wait()
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        assert await waiting == 1
+        assert (await runners.run(("pid",)) == before) == (kind == "shared")
+        assert [runner.load for runner in runners._runners] == [0]
+
+
+async def test_jobs_wait_in_order_and_one_that_is_cancelled_leaves_its_place() -> None:
+    order: list[int] = []
+    async with runners_of("forked") as runners:
+        jobs = [
+            asyncio.create_task(runners.run(("echo", k), on_begin=lambda k=k: order.append(k)))  # type: ignore[misc]
+            for k in range(6)
+        ]
+        await asyncio.sleep(0)
+        jobs[3].cancel()
+        await asyncio.gather(*jobs, return_exceptions=True)
+    assert order == [0, 1, 2, 4, 5]
+
+
+@pytest.mark.parametrize(("kind", "at_once"), [("spawned", 1), ("forked", 1), ("shared", 2)])
+async def test_there_are_never_more_processes_and_jobs_in_them_than_allowed(kind: str, at_once: int) -> None:
+    running = most = 0
+    full = asyncio.Event()
+
+    async def on_ask(k: int) -> None:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        if running == 2 * at_once:
+            full.set()
+        await full.wait()
+        await asyncio.sleep(0.02)
+        running -= 1
+
+    async with runners_of(kind, processes=2, at_once=at_once) as runners:
+        await runners.start()
+        pids = await asyncio.gather(*(runners.run(("asks", 1), on_ask) for _ in range(12)))
+        assert len(pids) == 12
+    assert most == 2 * at_once
+
+
+async def test_shared_jobs_spread_over_the_processes() -> None:
+    async with runners_of("shared", processes=2) as runners:
+        await runners.start()
+        waiting = [asyncio.create_task(runners.run(("sleeps", 60))) for _ in range(10)]
+        await asyncio.sleep(0)
+        assert [runner.load for runner in runners._runners] == [5, 5]
+        for task in waiting:
+            task.cancel()
+
+
+@pytest.mark.parametrize("kind", ["spawned", "shared"])
+async def test_a_child_that_user_code_forks_ends_where_the_runner_goes_on(kind: str) -> None:
+    async with runners_of(kind) as runners:
+        for _ in range(3):
+            assert await runners.run(("forks",)) == "once"
+            assert await runners.run(("forks_and_asks",), answered) == "('answer', 'whom')"
+            with pytest.raises(UserCodeFailed, match="NotOurs: once"):
+                await runners.run(("forks_and_raises",))
+
+
+@each_kind
+@pytest.mark.parametrize(
+    ("loading", "error", "text"),
+    [
+        ("fails", UserCodeError, r"^code.py:Code cannot be loaded: NotOurs: odd thing$"),
+        ("refuses", ConfigError, "^there is no such code$"),
+        ("dies", WorkerDied, r"^a runner ended while it loaded code.py:Code$"),
+    ],
+)
+async def test_code_that_does_not_load_is_told_at_the_start(kind: str, loading: str, error: Any, text: str) -> None:
+    async with runners_of(kind, loading=loading, processes=2) as runners:
+        with pytest.raises(error, match=text):
+            await runners.start()
+
+
+@pytest.mark.parametrize("kind", ["spawned", "forked"])
+async def test_code_that_never_loads_is_told_at_the_start(kind: str) -> None:
+    async with runners_of(kind, loading="hangs", start_timeout_s=0.5) as runners:
+        with pytest.raises(WorkerDied, match=r"no runner was ready within 0.5 s: it was loading code.py:Code"):
+            await runners.start()
+
+
+async def test_jobs_that_wait_for_code_that_does_not_load_fail_with_its_error() -> None:
+    async with runners_of("spawned", loading="refuses") as runners:
+        ends = await asyncio.gather(*(runners.run(("pid",)) for _ in range(3)), return_exceptions=True)
+    assert [str(end) for end in ends] == ["there is no such code"] * 3
+
+
+@each_kind
+async def test_closing_leaves_no_process_descriptor_or_task_and_fails_what_is_awaited(kind: str) -> None:
+    descriptors = open_descriptors()
+    busy = ("sleeps", 60) if kind == "shared" else ("backtracks",)
+    async with runners_of(kind, processes=2, at_once=2 if kind == "shared" else 1) as runners:
+        pid = await runners.run(("pid",))
+        started = await runners.run(("starts_a_process",))
+        jobs = [asyncio.create_task(runners.run(busy)) for _ in range(5)]
+        await asyncio.sleep(0.3)
+        pids = [process.pid for process in runners._alive]
+        pids += descendants(*pids)
+        assert pid in pids
+        with ended(started):
+            await runners.close()
+        for lost in await asyncio.gather(*jobs, return_exceptions=True):
+            assert (type(lost), str(lost)) == (RunnerLost, "the runner was closed")
+        for one in pids:
+            with pytest.raises(ProcessLookupError):
+                os.kill(one, 0)
+        with pytest.raises(RunnerLost, match="the runner is closed"):
+            await runners.run(("pid",))
+    assert open_descriptors() == descriptors
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+@each_kind
+async def test_a_start_that_is_given_up_leaves_no_process(kind: str) -> None:
+    async with runners_of(kind, loading="hangs") as runners:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(runners.start(), 0.5)
+        pids = [process.pid for process in runners._alive]
+    assert len(pids) == 1
+    with pytest.raises(ProcessLookupError):
+        os.kill(pids[0], 0)
+
+
+@each_kind
+async def test_a_runner_leads_a_session_of_its_own_and_ignores_ctrl_c(kind: str) -> None:
+    async with runners_of(kind) as runners:
+        pid = await runners.run(("pid",))
+        assert await runners.run(("session",)) == (pid, True)
+
+
+async def test_no_signal_of_a_terminal_reaches_a_process_while_it_starts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Processes begin with the mask of the thread that starts them, in this one's group until they lead their own."""
+    monkeypatch.setattr(process_module, "BOOT", "print(open('/proc/self/status').read())")
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    with pytest.raises(WorkerDied):
+        async with runners_of("spawned", log_path=tmp_path / "log") as runners:
+            await runners.start()
+    (blocked,) = (line.split()[1] for line in (tmp_path / "log").read_text().splitlines() if line.startswith("SigBlk"))
+    of_a_terminal = sum(1 << (number - 1) for number in (signal.SIGINT, signal.SIGHUP))
+    assert int(blocked, 16) & of_a_terminal == of_a_terminal
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == before
+
+
+@pytest.mark.parametrize("kind", ["spawned", "forked"])
+async def test_processes_that_user_code_starts_end_with_their_runner(kind: str) -> None:
+    async with runners_of(kind) as runners:
+        pid = await runners.run(("starts_a_process",))
+        with ended(pid), pytest.raises(RunnerLost):
+            await runners.run(("killed",))
+
+
+@each_kind
+@pytest.mark.parametrize("to", ["stdout", "stderr", "process"])
+async def test_secrets_are_hidden_in_the_log_and_in_errors(kind: str, to: str, tmp_path: Path) -> None:
+    log = tmp_path / "runner.log"
+    secret = "hunter2-hunter2"
+    async with runners_of(kind, log_path=log, env={"PASSWORD": secret}) as runners:
+        assert await runners.run(("environment", "PASSWORD")) == secret
+        await runners.run(("prints", f"it is {secret}, really", to))
+        with pytest.raises(UserCodeFailed) as raised:
+            await runners.run(("raises_the_environment", "PASSWORD"))
+    assert "hunter2" not in str(raised.value)
+    assert "it is ***, really\n" in log.read_text()
+    assert "hunter2" not in log.read_text().replace("environ[name]", "")
+
+
+@each_kind
+async def test_user_code_gets_no_secret_of_the_host_and_is_told_how_it_gets_a_variable(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JUDGE_TOKEN", "t-123456789")
+    async with runners_of(kind, log_path=tmp_path / "log") as runners:
+        assert await runners.run(("environment", "JUDGE_TOKEN")) is None
+        await runners.run(("prints", "it is t-123456789, really", "stdout"))
+        with pytest.raises(UserCodeFailed, match=r"pass it on by agent.env={JUDGE_TOKEN: JUDGE_TOKEN}"):
+            await runners.run(("raises_the_environment", "JUDGE_TOKEN"))
+    assert "it is ***, really\n" in (tmp_path / "log").read_text()
+
+
+def open_descriptors() -> set[str]:
+    return {file.name for file in Path("/proc/self/fd").iterdir()}
+
+
+@contextlib.contextmanager
+def ended(pid: int, within_s: float = 60.0):
+    """The process ``pid`` ends by the end of the block, or soon after it."""
+    descriptor = os.pidfd_open(pid)
+    try:
+        yield
+        assert select.select([descriptor], [], [], within_s)[0], f"process {pid} is still there"
+    finally:
+        os.close(descriptor)
