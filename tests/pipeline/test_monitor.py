@@ -14,7 +14,7 @@ from headway.errors import StallError
 from headway.events import Note, ReplicaActivity
 from headway.pipeline.admission.pipeline_state import RunState
 from headway.pipeline.episode_workers import EpisodeWorkers
-from headway.pipeline.recovery.run_monitor import Monitor, Movement
+from headway.pipeline.recovery.run_monitor import Movement, RunMonitor
 from headway.planner.simulation.virtual_clock import run_virtual
 from headway.runtime.progress import Heartbeat
 from tests.pipeline.fakes import Recorder
@@ -63,10 +63,10 @@ class Rank:
         return Heartbeat(doing, now - moved, self.file_nbytes)
 
 
-def monitor(replica: Replica, recorder: Recorder, timeout: float = 10.0, workers: Sequence[Rank] = ()) -> Monitor:
+def monitor(replica: Replica, recorder: Recorder, timeout: float = 10.0, workers: Sequence[Rank] = ()) -> RunMonitor:
     movement = Movement()
     recorder.on = movement.on_event
-    return Monitor(
+    return RunMonitor(
         Serving(replica),  # type: ignore[arg-type]
         EpisodeWorkers([], cast(RunState, None), timeout_s=1.0),
         [],
@@ -78,7 +78,7 @@ def monitor(replica: Replica, recorder: Recorder, timeout: float = 10.0, workers
     )
 
 
-def stalls_at(made: Monitor, says: str = "") -> float:
+def stalls_at(made: RunMonitor, says: str = "") -> float:
     async def main() -> float:
         with pytest.raises(StallError, match=rf"nothing moved for 10 s \(cluster.stall_timeout_s\): .*{says}"):
             await made.run()

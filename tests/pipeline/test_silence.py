@@ -13,7 +13,7 @@ from headway.data.interfaces.rollout import EngineStats
 from headway.errors import StallError
 from headway.events import Event, ReplicaActivity, ReplicaLost, TrajectoryFinished
 from headway.pipeline.episode_workers import EpisodeWorkers
-from headway.pipeline.recovery.run_monitor import Monitor, Movement
+from headway.pipeline.recovery.run_monitor import Movement, RunMonitor
 from headway.pipeline.weight_receiver import WorkerUnavailable
 from headway.planner.simulation.virtual_clock import run_virtual
 from headway.runtime.progress import OpenWork
@@ -102,7 +102,7 @@ def lost_at(said: Iterator[EngineStats], stands: Callable[[float], bool] = lambd
     fleet = Scripted(said)
 
     async def main() -> None:
-        monitor = Monitor(
+        monitor = RunMonitor(
             cast(Any, fleet),
             EpisodeWorkers([], cast(Any, None), timeout_s=1.0),
             [],

@@ -7,7 +7,7 @@ import pytest
 
 from headway.config.presets import PRESETS
 from headway.planner.grid import PlanSetting, Shares, around, forecast, own
-from headway.planner.search import MUCH_SLOWER, Climb, Everything, Guess
+from headway.planner.search import MUCH_SLOWER, Everything, Guess, HillClimb
 from tests.planner.planning import MEASURED, profile_of, setting
 
 PROFILE = profile_of(
@@ -22,8 +22,10 @@ def guess() -> Guess:
     return Guess(lambda each: forecast(PROFILE, each))
 
 
-def climb_of(settings: list[PlanSetting], *, vary: bool = False) -> Climb:
-    return Climb(settings, guess(), baseline="colocate_sync", around=lambda each: around(PROFILE, each) if vary else [])
+def climb_of(settings: list[PlanSetting], *, vary: bool = False) -> HillClimb:
+    return HillClimb(
+        settings, guess(), baseline="colocate_sync", around=lambda each: around(PROFILE, each) if vary else []
+    )
 
 
 def take_all(search: Everything, step_s: Seconds, **measured: float) -> list[PlanSetting]:

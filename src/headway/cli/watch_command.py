@@ -112,7 +112,7 @@ def sync(run: Run, limit: Limit = 600.0, debug: Debug = False) -> None:
         from headway.errors import UserError
         from headway.reports.run_directory import RunDirectory, RunLock
         from headway.reports.trackers.tracker_checks import check_trackers
-        from headway.reports.trackers.tracker_client import Say
+        from headway.reports.trackers.tracker_client import TrackerMessages
         from headway.reports.trackers.tracker_set import KEPT, open_lacking
 
         directory = RunDirectory.existing(run)
@@ -126,7 +126,9 @@ def sync(run: Run, limit: Limit = 600.0, debug: Debug = False) -> None:
         lock.take()
         warnings: list[str] = []
         try:
-            trackers = open_lacking(config, directory, Say(warn=warnings.append, note=typer.echo, phase=typer.echo))
+            trackers = open_lacking(
+                config, directory, TrackerMessages(warn=warnings.append, note=typer.echo, phase=typer.echo)
+            )
             if not trackers.names:
                 typer.echo("nothing to send: the trackers have all of this run")
                 return

@@ -100,7 +100,7 @@ Share = tuple[EpisodeWorkerClient | None, list[GroupRequest]]
 
 
 class EpisodeWorkers:
-    """Every episode worker of one run: a `FleetListener`, and `Members` for supervision."""
+    """Every episode worker of one run: a `ReplicaPoolListener`, and `RunMembers` for supervision."""
 
     def __init__(self, episode_workers: Sequence[EpisodeWorkerProtocol], state: RunState, *, timeout_s: float) -> None:
         """Set up ``episode_workers``, one at least. Quick answers may take ``timeout_s``."""

@@ -3,7 +3,7 @@
     observers ◀── emit ◀── state ◀── fleet, halts, boundaries ◀── stages ◀── monitor
 
 Built from left to right, each part with what it needs in its constructor; nothing is attached to anything afterwards. A
-part that changes something gets those that must be told of the change: `FleetListener`, `Channel`, `Gate`.
+part that changes something gets those that must be told of the change: `ReplicaPoolListener`, `Channel`, `Gate`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from headway.pipeline.observing.equal_rewards import EqualRewards
 from headway.pipeline.observing.off_policy_guard import Guard, GuardSettings
 from headway.pipeline.parts import Parts
 from headway.pipeline.recovery.checkpoint_manager import CheckpointManager, DriverState
-from headway.pipeline.recovery.run_monitor import Monitor, Movement
+from headway.pipeline.recovery.run_monitor import Movement, RunMonitor
 from headway.pipeline.recovery.supervision import Supervision
 from headway.pipeline.stage import Stage
 from headway.pipeline.stages.actor_train import ActorTrain, PendingUpdate, Preparation, TrainSettings
@@ -67,7 +67,7 @@ class Wiring:
     scoring: Scoring
     supervision: Supervision[RolloutEngine]
     supervision_of_episode_workers: Supervision[EpisodeWorkerProtocol]
-    monitor: Monitor
+    monitor: RunMonitor
     boundaries: CheckpointManager
     loader: PromptLoader
     actor: ActorTrain
@@ -216,7 +216,7 @@ def wire(config: Config, parts: Parts, observers: Sequence[Observer], checkpoint
         scoring=scoring,
         supervision=supervision,
         supervision_of_episode_workers=supervision_of_episode_workers,
-        monitor=Monitor(
+        monitor=RunMonitor(
             fleet,
             episode_workers,
             [*upstream, *downstream],

@@ -125,7 +125,7 @@ class Everything:
         return (setting for setting in self._settings if setting not in self._guess.measured)
 
 
-class Climb(Everything):
+class HillClimb(Everything):
     """A search for the best split of each preset, as if step time had one minimum over them, then for η and trigger."""
 
     def __init__(

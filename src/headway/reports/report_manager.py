@@ -40,7 +40,7 @@ from headway.reports.record.file_access import cut_off_half_line, draft_of
 from headway.reports.run_directory import RunDirectory, RunLock
 from headway.reports.samples.samples_file import SamplesFile, Thinning, later, write_surviving
 from headway.reports.terminal import stdout_console
-from headway.reports.trackers.tracker_client import Say
+from headway.reports.trackers.tracker_client import TrackerMessages
 from headway.reports.trackers.tracker_set import open_trackers
 
 Lock = AbstractContextManager[Any]
@@ -105,7 +105,9 @@ class Reports:
         self._lock = lock = threading.RLock()  # a signal may deliver an event in the middle of another one
         self._view = view = _open_view(config, console, SnapshotTaker(metrics), lock)
         rows = JsonLines(directory.metrics, view.warn)
-        say = Say(warn=_locked(lock, view.warn), note=_locked(lock, view.note), phase=_locked(lock, view.phase))
+        say = TrackerMessages(
+            warn=_locked(lock, view.warn), note=_locked(lock, view.note), phase=_locked(lock, view.phase)
+        )
         self._trackers = open_trackers(config, directory, say, undone_from=purge_step)
         self._sinks: list[RowSink] = [rows, self._trackers, view]
         metrics.sinks = self._sinks

@@ -22,7 +22,7 @@ from headway.data.packing import CollatedRow, Pack, Packing
 from headway.engines.train.fsdp.collectives import as_metrics, count, merge
 from headway.engines.train.fsdp.device_mesh import TrainMesh
 from headway.engines.train.fsdp.engine import FsdpEngine
-from headway.engines.train.fsdp.objective import Apart, Objective, collate_columns
+from headway.engines.train.fsdp.objective import Objective, SplitEpisodes, collate_columns
 from tests.engines.train.episodes import GROUPS, cut_anywhere, dealt, whole
 
 CPU = torch.device("cpu")
@@ -61,7 +61,7 @@ def through_objective(
     packing, whole = Packing(budget), objective.looks_at_sequences if whole_episodes is None else whole_episodes
     packs = packing(rows, whole_episodes=whole)
     spread = [rows[i] for i in packing.apart(rows, packs)] if whole else []
-    apart = Apart(spread, [row.columns["now"] for row in spread])
+    apart = SplitEpisodes(spread, [row.columns["now"] for row in spread])
     gradient, parts = {}, []
     for pack in packs:
         own = [rows[i] for i in pack.rows]

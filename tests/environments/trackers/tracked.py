@@ -9,7 +9,7 @@ from typing import Any
 
 from headway.config.schema import Config
 from headway.reports.run_directory import RunDirectory
-from headway.reports.trackers.tracker_client import Say
+from headway.reports.trackers.tracker_client import TrackerMessages
 from headway.reports.trackers.tracker_set import open_trackers
 
 PATIENCE_S = 100.0
@@ -64,7 +64,7 @@ class Tracked:
         if undone_from is not None:
             kept = [line for line in metrics.read_text().splitlines() if json.loads(line)["version"] < undone_from]
             metrics.write_text("".join(f"{line}\n" for line in kept))
-        say = Say(self.warnings.append, self.notes.append, lambda text: None)
+        say = TrackerMessages(self.warnings.append, self.notes.append, lambda text: None)
         trackers = open_trackers(self.config, self.directory, say, undone_from=undone_from)
         trackers.start()
         for version in versions:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from headway.reports.trackers.tracker import TrackerSetting
-from headway.reports.trackers.tracker_client import Say, TrackerApart
+from headway.reports.trackers.tracker_client import TrackerApart, TrackerMessages
 from headway.reports.trackers.tracker_process import TrackerLost
 from headway.reports.trackers.tracker_queue import TrackerQueue
 
@@ -101,8 +101,8 @@ class Told:
     phases: list[str] = field(default_factory=list)
 
     @property
-    def say(self) -> Say:
-        return Say(self.warnings.append, self.notes.append, self.phases.append)
+    def say(self) -> TrackerMessages:
+        return TrackerMessages(self.warnings.append, self.notes.append, self.phases.append)
 
 
 def apart(

@@ -123,7 +123,7 @@ class McpServerSpec:
         return replace(self, command=command)
 
 
-class Late(Unavailable):
+class ServerTimeout(Unavailable):
     """Exception for a server that has not answered in time."""
 
 
@@ -184,7 +184,7 @@ class McpConnection:
         wrote = f"; it wrote {self.wrote}, which is not MCP; name an MCP server" if self.noise else ""
         if late:
             said = f"{who}: {self._shown} was waited for {self._spec.timeout_s:g} s, and did not answer{wrote}"
-            raise ProgramFailed(said) if wrote else Late(said)
+            raise ProgramFailed(said) if wrote else ServerTimeout(said)
         cause = self._cause or ConnectionError("the connection ended")
         if isinstance(cause, UserCodeError):
             raise cause

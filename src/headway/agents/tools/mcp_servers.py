@@ -21,7 +21,14 @@ from typing import Any
 from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart
 from headway.agents.interface.tool import Tool, ToolResult
 from headway.agents.interface.user_calls import awaited, is_away
-from headway.agents.tools.mcp_connection import CLOSE_TIMEOUT_S, Late, McpConnection, McpServerSpec, in_words, transport
+from headway.agents.tools.mcp_connection import (
+    CLOSE_TIMEOUT_S,
+    McpConnection,
+    McpServerSpec,
+    ServerTimeout,
+    in_words,
+    transport,
+)
 from headway.errors import ProgramAway, ProgramFailed, Unavailable, UserCodeError, cut, said_by
 
 MOST_PAGES = 100
@@ -81,11 +88,11 @@ class McpServer:
 
     def _advice(self, cause: Unavailable) -> str:
         who = self.spec.who
-        if self.spec.command and isinstance(cause, Late):
+        if self.spec.command and isinstance(cause, ServerTimeout):
             return f"raise {who}.timeout_s, or try the command by hand"
         if self.spec.command:
             return "what it printed is above, or in the runners' log"
-        late = f"raise {who}.timeout_s, " if isinstance(cause, Late) else ""
+        late = f"raise {who}.timeout_s, " if isinstance(cause, ServerTimeout) else ""
         return f"{late}start the server, or correct {who}.url"
 
     def begin(self, start: EpisodeStart) -> _McpEpisode:
@@ -167,7 +174,7 @@ class _McpLink:
             try:
                 page = await self._answer(connection, connection.client.list_tools(cursor=cursor), "its list of tools")
             except TimeoutError:
-                raise Late(
+                raise ServerTimeout(
                     f"{self._spec.who}: its list of tools was waited for {self._spec.timeout_s:g} s, and the server "
                     "did not answer"
                 ) from None

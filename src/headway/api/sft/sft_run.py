@@ -36,7 +36,7 @@ from headway.data.rows import TRAIN_SPLIT, VAL_SPLIT, digests, rows_of, split
 from headway.engines.train.state_file import read_state
 from headway.errors import EXIT_INTERRUPTED, ConfigError, DataError, RunError, UserError
 from headway.models.model_folder import check_folder
-from headway.pipeline.recovery.run_monitor import Answers
+from headway.pipeline.recovery.run_monitor import WorkerAnswers
 from headway.pipeline.run import Status
 from headway.reports.checkpoint_folders import Checkpoints
 from headway.reports.record.events_file import JsonLines
@@ -44,7 +44,7 @@ from headway.reports.record.file_access import replace_file
 from headway.reports.run_directory import RunDirectory, RunLock, free_names
 from headway.reports.terminal import stdout_console
 from headway.reports.trackers.tracker_checks import check_trackers
-from headway.reports.trackers.tracker_client import Say
+from headway.reports.trackers.tracker_client import TrackerMessages
 from headway.reports.trackers.tracker_set import Trackers, open_trackers
 from headway.runtime.logs import DriverLog
 from headway.runtime.signals import Repeats, interrupting_signals
@@ -230,7 +230,7 @@ class SftReports:
         if step:
             _keep_rows(directory.metrics, step)
         self._lines = JsonLines(directory.metrics, self.warn)
-        say = Say(warn=self.warn, note=self.note, phase=self.note)
+        say = TrackerMessages(warn=self.warn, note=self.note, phase=self.note)
         self._trackers: Trackers = open_trackers(config, directory, say, undone_from=step + 1 if step else None)
         self._trackers.start()
         self._said_at = -math.inf
@@ -405,7 +405,7 @@ class _SftRun:
         """Return the result of ``work``. Raises `StallError` when no rank moves for ``cluster.stall_timeout_s``."""
         limit_s = steps.timeouts.stall_s
 
-        def stuck(answers: Answers) -> str:
+        def stuck(answers: WorkerAnswers) -> str:
             return f"{what} did not move for {limit_s:g} s (cluster.stall_timeout_s): {answers}"
 
         return await while_ranks_move(work, steps.workers, limit_s, file_stall_s, stuck)

@@ -23,7 +23,7 @@ from headway.data.packing import CollatedRow, row_of, with_columns
 from headway.data.types import Handle, Sample
 from headway.errors import StallError
 from headway.pipeline.admission.pipeline_state import now
-from headway.pipeline.recovery.run_monitor import SHORTEST_S, Answers, ask
+from headway.pipeline.recovery.run_monitor import SHORTEST_S, WorkerAnswers, ask
 from headway.runtime.progress import Living
 from headway.runtime.task_groups import failure_ignored
 
@@ -108,7 +108,7 @@ async def while_bytes_move(work: Coroutine[Any, Any, T], ranks: Sequence[Living]
         StallError: no rank made progress for as long as work with files may stand still. The ranks are not stopped.
     """
 
-    def stuck(answers: Answers) -> str:
+    def stuck(answers: WorkerAnswers) -> str:
         return (
             f"{what} is stuck: nothing was read or written for longer than {FILE_QUIET_S:g} s and 1 s for "
             f"each {FILE_RATE / 1e6:g} MB of it ({answers}). Look at the disk, or the file system of the "
@@ -123,9 +123,9 @@ async def while_ranks_move(
     ranks: Sequence[Living],
     quiet_s: float,
     with_files_s: Callable[[int], float],
-    stuck: Callable[[Answers], str],
+    stuck: Callable[[WorkerAnswers], str],
 ) -> T:
-    """Return the result of ``work``, which ``ranks`` do. They may stand still as `Answers.deadline` says.
+    """Return the result of ``work``, which ``ranks`` do. They may stand still as `WorkerAnswers.deadline` says.
 
     Raises `StallError`, with what ``stuck`` says of the ranks' answers, where they do so for longer. They go on.
     """

@@ -27,7 +27,7 @@ SHORTEST_S = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
-class Answers:
+class WorkerAnswers:
     """Answers of the workers at ``time``, on the event clock. None: no answer within ``within_s``."""
 
     time: float
@@ -57,10 +57,10 @@ class Answers:
         return beat.doing or "idle"
 
 
-async def ask(workers: Sequence[Living], within_s: float = HEARTBEAT_S) -> Answers:
+async def ask(workers: Sequence[Living], within_s: float = HEARTBEAT_S) -> WorkerAnswers:
     """Ask all workers for their heartbeats. Never raises: supervision handles and reports the death of a worker."""
     beats = await concurrently(_ask(worker, within_s) for worker in workers)
-    return Answers(now(), within_s, {worker.name: beat for worker, beat in zip(workers, beats, strict=True)})
+    return WorkerAnswers(now(), within_s, {worker.name: beat for worker, beat in zip(workers, beats, strict=True)})
 
 
 async def _ask(worker: Living, within_s: float) -> Heartbeat | None:
@@ -90,7 +90,7 @@ class Movement:
     def close(self) -> None: ...
 
 
-class Monitor:
+class RunMonitor:
     """Reports each replica's activity every ``interval_s``, fences off one that computes nothing of its open calls, and
     ends a run in which nothing moved for too long.
 

@@ -1,6 +1,6 @@
 """Supervision of replicas, and of episode workers: watches their processes, and puts others in the place of lost ones.
 
-    watch(member) ──its process ended──▶ Members.died ──▶ Members.lost ──▶ start another ──▶ join
+    watch(member) ──its process ended──▶ RunMembers.died ──▶ RunMembers.lost ──▶ start another ──▶ join
 
 A death is noticed also while nobody calls the one that died. A replica that is started joins as any late replica does:
 it gets the next version with the others, or the trainer's where no other one is left, and serves from then on. An
@@ -22,13 +22,13 @@ from headway.pipeline.channel import Channel
 from headway.runtime.task_groups import Tasks
 
 
-class Named(Protocol):
+class NamedMember(Protocol):
     """Something with a unique name in the run."""
 
     name: str
 
 
-M = TypeVar("M", bound=Named)
+M = TypeVar("M", bound=NamedMember)
 
 Watch = Callable[[M], Coroutine[Any, Any, None]]
 """Coroutine function that runs until cancelled, and raises `WorkerDied` as soon as the given member's process ends."""
@@ -37,7 +37,7 @@ Replace = Callable[[str], Coroutine[Any, Any, M]]
 """Coroutine function that starts a member in the place of the given one. Raises the errors of `headway.errors`."""
 
 
-class Members(Protocol[M]):
+class RunMembers(Protocol[M]):
     """Members of a run that come and go: its replicas (`ReplicaPool`), or its episode workers (`EpisodeWorkers`)."""
 
     lost: Channel[str]
@@ -69,7 +69,7 @@ class Supervision(Generic[M]):
     def __init__(
         self,
         state: RunState,
-        members: Members[M],
+        members: RunMembers[M],
         watch: Watch[M] | None,
         replace: Replace[M] | None,
         max_restarts: int,

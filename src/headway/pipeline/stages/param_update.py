@@ -35,8 +35,8 @@ from headway.pipeline.stages.actor_train import PendingUpdate
 from headway.pipeline.stages.validate import Validation, Validators
 from headway.pipeline.update.pause_controller import PauseController
 from headway.pipeline.update.replica_pool import ReplicaPool
-from headway.pipeline.update.version_transfer import Delivered, Transfer
-from headway.pipeline.update.weight_loading import Load, Loading, Probe
+from headway.pipeline.update.version_transfer import Delivery, VersionTransfer
+from headway.pipeline.update.weight_loading import LoadCost, Probe, WeightLoading
 from headway.pipeline.weight_receiver import ReceiverClient, Replica
 from headway.runtime.task_groups import concurrently
 
@@ -46,7 +46,7 @@ class PublishedVersion:
     """Result of publishing a version: every receiver serves it, or skipped it."""
 
     gather_s: float
-    loads: Sequence[Load]
+    loads: Sequence[LoadCost]
     full_nbytes: int | None
     changed: float | None
 
@@ -62,7 +62,7 @@ class Schedule(ABC):
 
 
 class Synchronous(Schedule):
-    def __init__(self, trainer: TrainEngine, transfer: Transfer, loading: Loading) -> None:
+    def __init__(self, trainer: TrainEngine, transfer: VersionTransfer, loading: WeightLoading) -> None:
         self._trainer = trainer
         self._transfer = transfer
         self._loading = loading
@@ -81,7 +81,9 @@ class Synchronous(Schedule):
 
 
 class Overlapped(Schedule):
-    def __init__(self, state: RunState, trainer: OverlappingTrainEngine, transfer: Transfer, loading: Loading) -> None:
+    def __init__(
+        self, state: RunState, trainer: OverlappingTrainEngine, transfer: VersionTransfer, loading: WeightLoading
+    ) -> None:
         self._state = state
         self._trainer = trainer
         self._transfer = transfer
@@ -113,16 +115,16 @@ class Overlapped(Schedule):
 
     async def _deliver(
         self, copy: str, receivers: Sequence[ReceiverClient], version: int, probe: Probe | None
-    ) -> tuple[Delivered, Sequence[Load | None]]:
+    ) -> tuple[Delivery, Sequence[LoadCost | None]]:
         async with self._turns.setdefault(copy, asyncio.Lock()):
             loaded = self._state.staleness.loaded
             receivers = [receiver for receiver in receivers if loaded.get(receiver.name) != version]  # meanwhile
             if not receivers or self._are_overtaken(receivers, version):
-                return Delivered(), ()
+                return Delivery(), ()
             await self._loading.make_ready(receivers)
             if self._are_overtaken(receivers, version):  # while they finished what was in flight
                 await concurrently(self._loading.stand_down(receiver) for receiver in receivers)
-                return Delivered(), ()
+                return Delivery(), ()
             delivered = await self._transfer.apart(self._trainer, version, receivers)
             loads = (self._loading.load(receiver, version, probe) for receiver in delivered.receivers)
             return delivered, await concurrently(loads)
@@ -135,7 +137,7 @@ class Overlapped(Schedule):
         return True
 
 
-def _known(loads: Iterable[Load | None]) -> list[Load]:
+def _known(loads: Iterable[LoadCost | None]) -> list[LoadCost]:
     return [load for load in loads if load is not None]
 
 
@@ -170,8 +172,8 @@ class ParamUpdate(Stage[PendingUpdate, Validation]):
         self._test_freq = test_freq
         self._validated = 0
         """Newest version for which a validation was due and ordered."""
-        transfer = Transfer(state, fleet, self._waiting_within, timeouts)
-        loading = Loading(
+        transfer = VersionTransfer(state, fleet, self._waiting_within, timeouts)
+        loading = WeightLoading(
             state, fleet, halts, self._waiting_within, self._order_validation, probe_tolerance=probe_tolerance
         )
         self._schedule: Schedule

@@ -37,7 +37,7 @@ from headway.runtime.task_groups import concurrently
 
 
 @dataclass(slots=True)
-class Halt:
+class ReplicaPause:
     """Halt of one replica, which may have several reasons."""
 
     by: list[str] = field(default_factory=list)
@@ -52,7 +52,7 @@ class Halt:
 
 
 class PauseController:
-    """Controller of the pauses of a run's replicas. Also a `FleetListener`, in order to know which replicas serve."""
+    """Controller of the pauses of a run's replicas. A `ReplicaPoolListener`: it knows which replicas serve."""
 
     def __init__(
         self, state: RunState, policy: OnUpdate, episode_workers: EpisodeWorkers, *, by_episodes: bool = False
@@ -65,7 +65,7 @@ class PauseController:
         self.gate = Gate()
         """Gate that is shut while every serving replica is halted."""
         self._state = state
-        self._halts: dict[str, Halt] = {}
+        self._halts: dict[str, ReplicaPause] = {}
         self._serving: dict[str, None] = {}
         self._available: dict[str, None] = {}
         """Names of the serving replicas that are not halted."""
@@ -102,13 +102,13 @@ class PauseController:
         self._still.add(replica.name)
         await replica.pause(OnUpdate.INTERRUPT)
 
-    async def halt(self, replica: Replica, why: str) -> Halt:
+    async def halt(self, replica: Replica, why: str) -> ReplicaPause:
         """Halt ``replica`` for the reason ``why``. Returns the halt when it decodes nothing any more. Raises
         `WorkerUnavailable`."""
         async with self._turns.setdefault(replica.name, asyncio.Lock()):
             if (halted := self._halts.get(replica.name)) is not None:
                 halted.by.append(why)
-                return Halt([why], stopped=halted.stopped)
+                return ReplicaPause([why], stopped=halted.stopped)
             asked = now()
             validated = partial(self._state.changed.until, lambda: replica.name not in self._state.validating)
             await validated()
@@ -116,7 +116,7 @@ class PauseController:
             if self._by_episodes:
                 await self._finish_episodes(replica)
                 await validated()  # another one may have begun meanwhile
-            halt = self._halts[replica.name] = Halt([why], validation_s=now() - asked)
+            halt = self._halts[replica.name] = ReplicaPause([why], validation_s=now() - asked)
             self._available.pop(replica.name, None)
             self._set_gate()
             try:

@@ -24,7 +24,7 @@ from headway.pipeline.weight_receiver import ReceiverClient, Replica, WorkerUnav
 from headway.runtime.task_groups import concurrently
 
 
-class FleetListener(Protocol):
+class ReplicaPoolListener(Protocol):
     """Object that has to know which replicas serve; called in the same step in which that changes."""
 
     def joined(self, replica: RolloutEngine) -> None:
@@ -41,7 +41,7 @@ class ReplicaPool:
         others: Sequence[PolicyReceiver],
         state: RunState,
         *,
-        listeners: Sequence[FleetListener] = (),
+        listeners: Sequence[ReplicaPoolListener] = (),
         timeouts: Timeouts,
         replaceable: bool = False,
     ) -> None:

@@ -201,7 +201,7 @@ Send = Callable[[Sequence[str]], Coroutine[Any, Any, SendReport]]
 
 
 @dataclass(slots=True)
-class Delivered:
+class Delivery:
     """Result of a delivery: who received the version, and what that took."""
 
     receivers: list[ReceiverClient] = field(default_factory=list)
@@ -217,7 +217,7 @@ class Delivered:
         self.probe, self.full_nbytes, self.changed = sent.probe, sent.full_nbytes, sent.changed
 
 
-class Transfer:
+class VersionTransfer:
     """Transfers of a run's versions, each repeated until the remaining receivers have it."""
 
     def __init__(self, state: RunState, fleet: ReplicaPool, waiting_for: WaitingFor, timeouts: Timeouts) -> None:
@@ -228,7 +228,7 @@ class Transfer:
         self._sending = 0
         self._sent = Signal()
 
-    async def together(self, trainer: TrainEngine, version: int, receivers: Sequence[ReceiverClient]) -> Delivered:
+    async def together(self, trainer: TrainEngine, version: int, receivers: Sequence[ReceiverClient]) -> Delivery:
         """Send ``version`` to all ``receivers`` at once."""
 
         async def send(names: Sequence[str]) -> SendReport:
@@ -248,7 +248,7 @@ class Transfer:
 
     async def apart(
         self, trainer: OverlappingTrainEngine, version: int, receivers: Sequence[ReceiverClient]
-    ) -> Delivered:
+    ) -> Delivery:
         """Send the trainer's copy, which holds ``version``, to ``receivers``, which load from one copy of theirs."""
 
         async def send(names: Sequence[str]) -> SendReport:
@@ -263,9 +263,9 @@ class Transfer:
 
     async def _deliver(
         self, trainer: TrainEngine, version: int, receivers: Sequence[ReceiverClient], send: Send, *, where: str
-    ) -> Delivered:
+    ) -> Delivery:
         """Repeat attempts until all remaining receivers hold ``version``. Raises `UpdateFailed` if that cannot be."""
-        delivered = Delivered()
+        delivered = Delivery()
         due = deque([Audience(receivers)])
         while due:
             audience = due.popleft().still_there()
@@ -330,7 +330,7 @@ class Transfer:
                     limit.reschedule(end)
 
     def _accept(
-        self, attempt: Attempt, arrived: Mapping[ReceiverClient, ReceiveReport], delivered: Delivered, where: str
+        self, attempt: Attempt, arrived: Mapping[ReceiverClient, ReceiveReport], delivered: Delivery, where: str
     ) -> None:
         sent, version = attempt.sent, attempt.version
         if not arrived or not isinstance(sent, SendReport):

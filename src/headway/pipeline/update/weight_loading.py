@@ -32,7 +32,7 @@ Probe = NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class LoadCost:
     """Cost of loading a version for one replica."""
 
     validation_s: float
@@ -51,7 +51,7 @@ class _Stopped:
     interrupted: int
 
 
-class Loading:
+class WeightLoading:
     def __init__(
         self,
         state: RunState,
@@ -86,7 +86,7 @@ class Loading:
             except WorkerUnavailable as gone:
                 await self._fleet.lose(gone)
 
-    async def load(self, receiver: ReceiverClient, version: int, expected: Probe | None) -> Load | None:
+    async def load(self, receiver: ReceiverClient, version: int, expected: Probe | None) -> LoadCost | None:
         """Make ``receiver`` serve the staged ``version``. Returns the cost; None without lost decoding, or if it is
         gone.
 
@@ -113,7 +113,7 @@ class Loading:
             halt = await self._halts.halt(replica, "load")
         self._stopped[replica.name] = _Stopped(now(), halt.validation_s, halt.interrupted)
 
-    async def _swap(self, replica: Replica, version: int, expected: Probe | None) -> Load:
+    async def _swap(self, replica: Replica, version: int, expected: Probe | None) -> LoadCost:
         if replica.name not in self._stopped:
             await self._stop(replica)
         stopped = self._stopped.pop(replica.name)
@@ -128,7 +128,7 @@ class Loading:
         await self._on_loaded(replica, version)
         self._fleet.serve(replica, version)
         await self._halts.release(replica, "load")
-        return Load(stopped.validation_s, now() - stopped.since, stopped.interrupted)
+        return LoadCost(stopped.validation_s, now() - stopped.since, stopped.interrupted)
 
     async def _activate(self, receiver: ReceiverClient, version: int) -> float:
         with self._waiting_for(f"{receiver.name} to load"):

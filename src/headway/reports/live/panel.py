@@ -18,7 +18,7 @@ from rich.text import Text
 
 from headway.events import Event, RunStarted, ValidationFinished
 from headway.reports import human
-from headway.reports.metrics.group_tally import Whereabouts
+from headway.reports.metrics.group_tally import GroupsInFlight
 from headway.reports.metrics.run_metrics import RunMetrics
 from headway.reports.metrics.run_sums import halved
 
@@ -53,7 +53,7 @@ class Snapshot:
     trainer_version: int
     served: tuple[tuple[str, int], ...]
     counts: dict[str, int]
-    whereabouts: Whereabouts
+    whereabouts: GroupsInFlight
     row: dict[str, Any]
     """The last complete version's metrics."""
     stages: tuple[StageLine, ...]

@@ -72,7 +72,7 @@ class GroupRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class Whereabouts:
+class GroupsInFlight:
     """Numbers of groups under way: being generated or rewarded, waiting in the queue, being trained on."""
 
     generating: int
@@ -176,10 +176,10 @@ class GroupTally:
         """Number of filtered groups among the last ones trained or filtered, and number of these: at most `RECENT`."""
         return sum(self._recent), len(self._recent)
 
-    def whereabouts(self) -> Whereabouts:
+    def whereabouts(self) -> GroupsInFlight:
         training = sum(1 for r in self._records.values() if r.taken_at is not None)
         queued = sum(1 for r in self._records.values() if r.taken_at is None and r.rewards is not None)
-        return Whereabouts(len(self._records) - training - queued, queued, training)
+        return GroupsInFlight(len(self._records) - training - queued, queued, training)
 
     def counts(self) -> dict[str, int]:
         """Numbers of groups: ``admitted``, each fate, and ``in_flight`` for groups without one."""

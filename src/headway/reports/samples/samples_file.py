@@ -260,7 +260,7 @@ Key = tuple[int] | tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class At:
+class SampleLocation:
     """Place of a sample's line in the file, and the trainer's version that it belongs to."""
 
     offset: int
@@ -268,7 +268,7 @@ class At:
     version: int
 
 
-Found = tuple[Key | None, At, list[Any]]
+Found = tuple[Key | None, SampleLocation, list[Any]]
 """What a line is: the sample's key, None where it is no sample; where it lies; a validation's line in a list."""
 
 
@@ -277,8 +277,8 @@ class SampleIndex:
     """Index of the lines read so far. ``read`` resumes at the end of the last reading."""
 
     path: Path
-    groups: dict[int, At] = field(default_factory=dict)
-    validations: dict[tuple[int, int], At] = field(default_factory=dict)
+    groups: dict[int, SampleLocation] = field(default_factory=dict)
+    validations: dict[tuple[int, int], SampleLocation] = field(default_factory=dict)
     lines: dict[tuple[int, int], list[Any]] = field(default_factory=dict)
     """Version and problem → its line in a list: version, problem, source, mean reward and length. The newest alone."""
     damaged: int = 0
@@ -313,7 +313,7 @@ class SampleIndex:
                     del self.lines[next(iter(self.lines))]
         return groups, validations
 
-    def find(self, key: Key) -> At | None:
+    def find(self, key: Key) -> SampleLocation | None:
         """Return where the sample of ``key`` lies; None where there is none."""
         return self.groups.get(key[0]) if len(key) == 1 else self.validations.get(key)
 
@@ -328,15 +328,15 @@ class SampleIndex:
 
 def _parsed(offset: int, line: bytes) -> Found:
     if (found := HEAD.match(line)) and found[1] == b"group":  # most of them, without parsing their tokens
-        return (int(found[2]),), At(offset, len(line), int(found[3])), []
+        return (int(found[2]),), SampleLocation(offset, len(line), int(found[3])), []
     try:
         row = parsed(line)
         if "group" in row:  # spelled in another order than its writer's
-            return (int(row["group"]),), At(offset, len(line), int(row["version"])), []
+            return (int(row["group"]),), SampleLocation(offset, len(line), int(row["version"])), []
         key, told = (int(row["validation"]), int(row["problem"])), validation_line(row)
     except (ValueError, KeyError, TypeError, AttributeError):
-        return None, At(offset, len(line), -1), []
-    return key, At(offset, len(line), key[0]), told
+        return None, SampleLocation(offset, len(line), -1), []
+    return key, SampleLocation(offset, len(line), key[0]), told
 
 
 def validation_line(sample: Sample) -> list[Any]:

@@ -44,7 +44,7 @@ ENDED = ("draining", "stopped", "failed")
 
 
 @dataclass(frozen=True, slots=True)
-class Stay:
+class LaneInterval:
     """Time that a stage spent in one state, ``processing`` whenever an item was; ``active``: most items at once."""
 
     start: float
@@ -59,7 +59,7 @@ class StageLog:
     """One stage's stays, in order and without a gap; its last state is open until `close`."""
 
     name: str
-    stays: list[Stay] = field(default_factory=list)
+    stays: list[LaneInterval] = field(default_factory=list)
     _state: str | None = None
     _waiting_for: str | None = None
     _since: float = 0.0
@@ -79,7 +79,7 @@ class StageLog:
     def close(self, end: float) -> None:
         """Record that the present state lasts until ``end`` at least."""
         if self._state is not None and end > self._since:
-            self.stays.append(Stay(self._since, end, self._state, self._waiting_for, self._active))
+            self.stays.append(LaneInterval(self._since, end, self._state, self._waiting_for, self._active))
         self._since = end
 
     def when(self, *states: str) -> list[Span]:
@@ -103,7 +103,7 @@ def stage_lanes(
     return [log.lane(life, before) for log in sorted(logs, key=lambda log: place_of(log.name))]
 
 
-def _span(stay: Stay) -> LaneSpan:
+def _span(stay: LaneInterval) -> LaneSpan:
     span = (stay.start, stay.end)
     if stay.state == PROCESSING:
         return LaneSpan(*span, SpanKind.PROCESS, "1 item" if stay.active == 1 else f"up to {stay.active} items at once")

@@ -65,7 +65,7 @@ def memory_file(folder: Path, name: str) -> Path:
 
 
 @dataclass(frozen=True, slots=True)
-class Say:
+class TrackerMessages:
     """Ways to tell the user something, each callable from any thread."""
 
     warn: Callable[[str], None]
@@ -86,7 +86,7 @@ class TrackerApart:
         setting: TrackerSetting,
         outbox: TrackerQueue,
         link: Callable[[], TrackerLink],
-        say: Say,
+        say: TrackerMessages,
         *,
         remedy: str = "",
         goes_on: str = GOES_ON,

@@ -19,7 +19,7 @@ from headway.errors import DataError, writable
 from headway.reports.run_directory import RunDirectory
 from headway.reports.trackers.tensorboard import TensorBoardFile
 from headway.reports.trackers.tracker import TrackerSetting, trimmed
-from headway.reports.trackers.tracker_client import GOES_ON, Say, TrackerApart, TrackerState, memory_file
+from headway.reports.trackers.tracker_client import GOES_ON, TrackerApart, TrackerMessages, TrackerState, memory_file
 from headway.reports.trackers.tracker_process import TrackerProcess
 from headway.reports.trackers.tracker_queue import RunEnd, TrackerQueue
 from headway.reports.trackers.tracker_tools import ADDRESSES, PACKAGES
@@ -41,7 +41,7 @@ class Trackers:
         self,
         board: TensorBoardFile | None,
         apart: Sequence[TrackerApart],
-        say: Say,
+        say: TrackerMessages,
         *,
         log_model: bool = False,
         clock: Callable[[], float] = time.monotonic,
@@ -135,7 +135,9 @@ def _bytes_in(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-def open_trackers(config: Config, directory: RunDirectory, say: Say, *, undone_from: int | None = None) -> Trackers:
+def open_trackers(
+    config: Config, directory: RunDirectory, say: TrackerMessages, *, undone_from: int | None = None
+) -> Trackers:
     """Make the trackers of ``config.reports``: TensorBoard's file is opened, all others wait for `Trackers.start`.
 
     ``undone_from``: the version from which on a resumed run begins anew; None for a new run.
@@ -151,7 +153,7 @@ def open_trackers(config: Config, directory: RunDirectory, say: Say, *, undone_f
     return Trackers(board, apart, say, log_model=config.reports.log_model)
 
 
-def open_lacking(config: Config, directory: RunDirectory, say: Say) -> Trackers:
+def open_lacking(config: Config, directory: RunDirectory, say: TrackerMessages) -> Trackers:
     """Make those trackers of a run that is over which lack something of it. `Trackers.names` says which they are.
 
     Raises `DataError` where it cannot be read what they have, or what they are to get.
@@ -180,7 +182,7 @@ def open_lacking(config: Config, directory: RunDirectory, say: Say) -> Trackers:
     return Trackers(None, lacking, say, log_model=config.reports.log_model)
 
 
-def _remembered(directory: RunDirectory, name: str, say: Say) -> TrackerState:
+def _remembered(directory: RunDirectory, name: str, say: TrackerMessages) -> TrackerState:
     """Return a resumed run's state of its tracker; an empty one, with a warning, if the file is damaged."""
     try:
         return TrackerState.read(memory_file(directory.trackers, name))
@@ -201,7 +203,12 @@ def _setting(config: Config, directory: RunDirectory) -> TrackerSetting:
 
 
 def _apart(
-    name: str, setting: TrackerSetting, directory: RunDirectory, say: Say, memory: TrackerState, goes_on: str = GOES_ON
+    name: str,
+    setting: TrackerSetting,
+    directory: RunDirectory,
+    say: TrackerMessages,
+    memory: TrackerState,
+    goes_on: str = GOES_ON,
 ) -> TrackerApart:
     """Make a tracker in a separate process, with the entry that the run's directory remembers."""
     outbox = TrackerQueue(directory.metrics, rows=_lines(directory.metrics), sent=memory.rows)

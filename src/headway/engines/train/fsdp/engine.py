@@ -35,7 +35,7 @@ from headway.engines.train.fsdp.collectives import BatchTotals, Sums, on_rank_ze
 from headway.engines.train.fsdp.device_mesh import TrainMesh
 from headway.engines.train.fsdp.learner import Learner
 from headway.engines.train.fsdp.micro_batches import collate
-from headway.engines.train.fsdp.objective import NOTHING_APART, Apart, Objective
+from headway.engines.train.fsdp.objective import NOTHING_APART, Objective, SplitEpisodes
 from headway.engines.train.fsdp.policy import forward_sharded
 from headway.engines.train.fsdp.policy_copies import ProximalWeights
 from headway.engines.train.fsdp.sharding import sharded_policy
@@ -192,14 +192,14 @@ class FsdpEngine:
         report = self._learner.step(rows, part, whole_episodes=whole)
         return replace(report, shown=shown.rows()) if context.shown else report
 
-    def _apart(self, rows: Sequence[CollatedRow]) -> Apart:
+    def _apart(self, rows: Sequence[CollatedRow]) -> SplitEpisodes:
         """Look at the episodes of ``rows`` that no micro-batch holds whole, in a pass without gradient."""
         indices = self._packing.apart(rows, self._packing(rows, whole_episodes=True))
         (most,) = reduce_numbers([len(indices)], dist.ReduceOp.MAX, self._device)
         if not most:
             return NOTHING_APART
         apart = [rows[i] for i in indices]
-        return Apart(apart, self.forward_logprobs(apart))
+        return SplitEpisodes(apart, self.forward_logprobs(apart))
 
     def _part(
         self,
@@ -208,7 +208,7 @@ class FsdpEngine:
         trees: Sequence[Tree],
         totals: BatchTotals,
         *,
-        apart: Apart = NOTHING_APART,
+        apart: SplitEpisodes = NOTHING_APART,
         shown: SampledRows | None = None,
     ) -> tuple[torch.Tensor, Sums]:
         batch = collate(rows, self._device, trees, self._policy.ranks)

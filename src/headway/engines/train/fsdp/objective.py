@@ -4,7 +4,7 @@
 
 The weights carry the whole mini-batch's normaliser, so neither the loss nor its gradient depends on how it was split.
 
-Losses and corrections that look at sequences see whole episodes: `Apart` brings the rows that a micro-batch lacks.
+Losses and corrections that look at sequences see whole episodes: `SplitEpisodes` has the rows that a batch lacks.
 
 The built-in functions get each response token as a row of its own, [M, 1], and the label of its sequence: rows of
 different lengths cost nothing. Functions of the user's own get padded rows [N, T].
@@ -41,7 +41,7 @@ from headway.runtime.user_code import names_user_code
 
 
 @dataclass(frozen=True, slots=True)
-class Apart:
+class SplitEpisodes:
     """Rows of episodes that no micro-batch holds whole, for losses and corrections that look at sequences.
 
         rows of such episodes ─▶ a pass without gradient ─▶ log-probs ─▶ beside each micro-batch with some of the rows
@@ -54,16 +54,16 @@ class Apart:
     logprobs: Sequence[NDArray[np.float32]] = ()
     """Their log-probs [T] (nats) under the policy as it is in this step."""
 
-    def beside(self, rows: Sequence[CollatedRow]) -> Apart:
+    def beside(self, rows: Sequence[CollatedRow]) -> SplitEpisodes:
         """The rows, with their log-probs, that the episodes of a micro-batch's ``rows`` have in other micro-batches."""
         if not self.rows:
             return self
         here, episodes = {id(row) for row in rows}, {row.episode for row in rows}
         places = [i for i, row in enumerate(self.rows) if row.episode in episodes and id(row) not in here]
-        return Apart([self.rows[i] for i in places], [self.logprobs[i] for i in places])
+        return SplitEpisodes([self.rows[i] for i in places], [self.logprobs[i] for i in places])
 
 
-NOTHING_APART = Apart()
+NOTHING_APART = SplitEpisodes()
 
 
 P = TypeVar("P")
