@@ -175,6 +175,17 @@ def test_a_key_of_an_earlier_release_works_and_a_note_says_what_it_is_called_now
     assert now.notes == []
 
 
+def test_an_error_about_a_key_that_moved_says_which_one_was_written() -> None:
+    with pytest.raises(ConfigError, match=r"agent\.max_turns: .*\n.*rollout\.max_turns is agent\.max_turns now"):
+        load(None, ["rollout.max_turns=-3"])
+
+
+def test_a_key_that_moved_and_then_went_is_gone_under_both_names() -> None:
+    for key in ("rollout.val_max_concurrent", "agent.val_max_concurrent"):
+        with pytest.raises(ConfigError, match=f"{key} is no setting any more"):
+            load(None, [f"{key}=3"])
+
+
 def test_an_old_and_a_new_name_of_one_setting_that_disagree_are_refused(write: Write) -> None:
     path = write("rollout: {max_turns: 3}\nagent: {max_turns: 4}\n")
     with pytest.raises(ConfigError, match=r"agent\.max_turns is given twice, as 3 and as 4"):

@@ -87,7 +87,10 @@ MOVED: Mapping[str, str] = {
 """Keys of earlier releases → what they are called now. Both names work for one release."""
 GONE: Mapping[str, str] = {
     "data.prefetch": "64 prompts are tokenised ahead",
-    "rollout.val_max_concurrent": "twice as many held-out episodes are open as a replica decodes at once",
+    **dict.fromkeys(
+        ("rollout.val_max_concurrent", "agent.val_max_concurrent"),
+        "twice as many held-out episodes are open as a replica decodes at once",
+    ),
     "sandbox.cpu_s": "a call has as many seconds of processor time as of sandbox.wall_s, and 10 at least",
     "sandbox.processes": "a call has at most 32 processes and threads",
     "sandbox.output_kib": "a call prints at most 64 KiB",

@@ -98,7 +98,7 @@ def load(
     try:
         config = Config.model_validate(values)
     except ValidationError as error:
-        raise ConfigError(explain(error, _origins(layers))) from None
+        raise ConfigError("\n".join([explain(error, _origins(layers)), *moved])) from None
     config = _of_whole_versions(config, notes)
     usual, resolved = _flat_values(mode_config(config.mode)), _flat_values(config)
     config._written |= {

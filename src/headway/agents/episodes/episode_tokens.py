@@ -1,7 +1,7 @@
 """The record of one episode: what its turns are called with, and what was sampled.
 
-TurnRequest ─▶ Record.prompt ─▶ TurnContext (ids, key) ─▶ a call ─▶ Record.answered ─▶ TurnAnswer
-                                                                        └──▶ rows to train on, in the end
+TurnRequest ─▶ ChatRecord.prompt ─▶ TurnContext (ids, key) ─▶ a call ─▶ ChatRecord.answered ─▶ TurnAnswer
+                                                                            └──▶ rows to train on, in the end
 """
 
 from __future__ import annotations
