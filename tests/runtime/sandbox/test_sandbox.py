@@ -20,7 +20,7 @@ import pytest
 
 from headway.errors import ConfigError, SandboxFailed
 from headway.runtime.child_python import guarded, python_command
-from headway.runtime.sandbox import bubblewrap, bubblewrap_session, process_limits, seccomp
+from headway.runtime.sandbox import bubblewrap, process_limits, seccomp
 from headway.runtime.sandbox import sandbox as door
 from headway.runtime.sandbox.bubblewrap import FIRST_UID, UIDS, own_uid
 from headway.runtime.sandbox.sandbox import Sandbox
@@ -293,7 +293,7 @@ def test_without_the_option_against_new_namespaces_the_filter_still_refuses_them
 def test_a_machine_where_nothing_can_be_measured_is_refused(
     sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch, kind: Kind
 ) -> None:
-    for module in (bubblewrap_session, process_limits):
+    for module in (bubblewrap, process_limits):
         monkeypatch.setattr(module, "exceeded", lambda *_: None)
     with pytest.raises(ConfigError, match=r"what a call takes cannot be measured here.*SYS_PTRACE"):
         Sandbox(SandboxSpec(kind)).probe()
@@ -337,7 +337,7 @@ def test_a_call_that_cannot_be_started_is_told(sandbox: Sandbox, monkeypatch: py
     def refuse(*_: object, **__: object) -> None:
         raise OSError("Too many open files")
 
-    monkeypatch.setattr(bubblewrap_session, "sealed", refuse)
+    monkeypatch.setattr(bubblewrap, "sealed", refuse)
     with pytest.raises(SandboxFailed, match="could not be started: Too many open files"):
         sandbox.run_blocking("pass")
 

@@ -4,8 +4,7 @@
     sandbox.probe()                                  # once on each machine: ConfigError where it cannot be had
     ran = await sandbox.run("print(1 + 1)")          # Ran(stdout="2\\n", stderr="", code=0, limit=None)
 
-`limits` says what a call may take. `bubblewrap` builds the command that makes a room, `interpreter` finds the files of
-the one that runs in there, `passage` opens the way to them, `seccomp` says what the kernel refuses, `room` starts,
-watches and ends one; `process_limits` does without. `usage` measures what runs,
-`inputs` what it is given, `call` sees one call through, `sandbox` is the door, `python` the tool.
+`sandbox_limits` says what a call may take, and measures what it takes. `bubblewrap` makes a room, `interpreter` finds
+the files of the one that runs in there and opens the way to them, `seccomp` says what the kernel refuses;
+`process_limits` does without. `sandbox_call` sees one call through, `sandbox` is the door, `python_tool` the tool.
 """

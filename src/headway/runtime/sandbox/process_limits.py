@@ -18,10 +18,15 @@ from pathlib import Path
 
 from headway.errors import ConfigError
 from headway.runtime.sandbox.bubblewrap import rlimits
-from headway.runtime.sandbox.memory_files import sealed
-from headway.runtime.sandbox.resource_usage import ProcEntry, exceeded, processes_in, used_by_directory
-from headway.runtime.sandbox.sandbox_call import ENDS_S
-from headway.runtime.sandbox.sandbox_limits import Limit, SandboxLimits
+from headway.runtime.sandbox.sandbox_call import ENDS_S, sealed
+from headway.runtime.sandbox.sandbox_limits import (
+    Limit,
+    ProcEntry,
+    SandboxLimits,
+    exceeded,
+    processes_in,
+    used_by_directory,
+)
 
 TELLS = (
     "sandbox=process_limits: what the model writes runs as this user, without a sandbox. It can read this user's "

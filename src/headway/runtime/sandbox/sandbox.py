@@ -11,8 +11,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from headway.errors import ConfigError, SandboxFailed
-from headway.runtime.sandbox.bubblewrap import Bubblewrap
-from headway.runtime.sandbox.bubblewrap_session import BubblewrapRoom
+from headway.runtime.sandbox.bubblewrap import Bubblewrap, BubblewrapRoom
 from headway.runtime.sandbox.interpreter import ISOLATED, base_python
 from headway.runtime.sandbox.process_limits import ProcessLimits, prlimit
 from headway.runtime.sandbox.sandbox_call import KILLED, Room, SandboxCall

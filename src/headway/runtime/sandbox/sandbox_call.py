@@ -6,6 +6,7 @@ started ── output within its bound, limits kept ─▶ the program ends ─�
 
 from __future__ import annotations
 
+import fcntl
 import os
 import select
 import signal
@@ -26,6 +27,19 @@ ENDS_S = 10.0
 CHUNK = 1 << 16
 KILLED = 128 + signal.SIGKILL
 EVENTS = select.POLLIN | select.POLLHUP | select.POLLERR
+SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
+
+
+def sealed(content: bytes, held: ExitStack) -> int:
+    """Descriptor, at its beginning, of a sealed file in memory that holds ``content``."""
+    file = os.memfd_create("input", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    held.callback(os.close, file)
+    view = memoryview(content)
+    while view:
+        view = view[os.write(file, view) :]
+    os.lseek(file, 0, os.SEEK_SET)
+    fcntl.fcntl(file, fcntl.F_ADD_SEALS, SEALS)
+    return file
 
 
 class Room(Protocol):
