@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from headway.runtime.child_python import guarded, python_command
-from headway.runtime.process_tree import children, descendants
+from headway.runtime.process_tree import children, descendants, guarded, python_command
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="guards are of Linux")
 
@@ -37,7 +36,7 @@ IN_TREE = 2 + 8 + 4 + 5
 """The guard and its process among them."""
 OWNER = """
 import subprocess, sys
-from headway.runtime.child_python import guarded, python_command
+from headway.runtime.process_tree import guarded, python_command
 from headway.runtime.process_tree import children, descendants
 subprocess.Popen(python_command(guarded() + sys.argv[1]), start_new_session=True)
 sys.stdin.read()

@@ -27,7 +27,7 @@ from typing import IO, TYPE_CHECKING, Any, Protocol
 
 from headway.errors import HeadwayError, RunError, WorkerDied, said_by
 from headway.reports.live.live_view import Cell
-from headway.runtime.child_python import IMPORTS_AS_HERE, python_command
+from headway.runtime.process_tree import IMPORTS_AS_HERE, python_command
 from headway.runtime.signals import terminations_as_interrupts
 
 if TYPE_CHECKING:

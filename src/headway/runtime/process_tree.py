@@ -1,4 +1,4 @@
-"""Guard of a process: a process above it that ends all of its descendants, at the latest when its owner ends.
+"""Python processes started as this one, and their guard: a process above that ends all descendants with the owner.
 
     owner ── Popen ─▶ guard ── fork ─▶ the process ─▶ its descendants, in any session
                         ├ the owner ends in any way, or SIGTERM comes: the guard kills all below it
@@ -11,6 +11,7 @@ descendant whose parent ends. Other systems have no guard.
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import resource
 import select
@@ -170,3 +171,24 @@ def _below(pids: Collection[int], children: dict[int, list[int]]) -> list[int]:
 
 def _prctl(option: int, value: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(option, value)
+
+
+IMPORTS_AS_HERE = "import json, sys; sys.path[:] = json.loads(sys.argv.pop()); owner = int(sys.argv.pop()); "
+"""Statements by which a program of `python_command` begins to import as the process that started it does, its owner."""
+
+
+def guarded(grace_s: float = 0.0) -> str:
+    """Return what begins a program that leaves nothing behind and ends with its owner: see `run_guarded`.
+
+    SIGTERM to the process that is started, its guard, ends all of it.
+    """
+    return f"{IMPORTS_AS_HERE}from headway.runtime.process_tree import run_guarded; run_guarded(owner, {grace_s}); "
+
+
+def python_command(program: str, *arguments: str) -> list[str]:
+    """Return the command that runs ``program``: statements with `IMPORTS_AS_HERE` or `guarded` before what they import.
+
+    To the program ``sys.argv[1:]`` are ``arguments``.
+    """
+    path = json.dumps([entry for entry in sys.path if isinstance(entry, str)])
+    return [sys.executable, "-c", program, *arguments, str(os.getpid()), path]

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from headway.errors import ConfigError, SandboxFailed
-from headway.runtime.child_python import guarded, python_command
+from headway.runtime.process_tree import guarded, python_command
 from headway.runtime.sandbox import bubblewrap, process_limits, seccomp
 from headway.runtime.sandbox import sandbox as door
 from headway.runtime.sandbox.bubblewrap import FIRST_UID, UIDS, own_uid

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headway.errors import ConfigError, RunError
-from headway.runtime.workers.alarm import killed_after
+from headway.runtime.workers.user_code_boundary import killed_after
 
 
 class NotOurs(Exception):

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.runtime.workers.environment_variables import passed_on, secrets_of
-from headway.runtime.workers.redaction import RedactedLog, Redaction
+from headway.runtime.workers.redaction import RedactedLog, Redaction, passed_on, secrets_of
 
 
 @pytest.mark.parametrize("cut", range(1, 9))

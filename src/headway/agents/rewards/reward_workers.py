@@ -4,9 +4,9 @@
            ▲                          │ exception, time-out, nonsense, death of the runner
            └── retry, then ScoringFailed(reason) ◀─┘
 
-A call that takes too long ends its process (`runtime.workers.alarm.killed_after`); an asynchronous one is cancelled. A
-second, longer limit on the whole group catches what the first one missed. Where all functions are asynchronous, groups
-share processes.
+A call that takes too long ends its process (`runtime.workers.user_code_boundary.killed_after`); an asynchronous one is
+cancelled. A second, longer limit on the whole group catches what the first one missed. Where all functions are
+asynchronous, groups share processes.
 """
 
 from __future__ import annotations

@@ -32,8 +32,7 @@ from headway.data.tasks import make_task
 from headway.errors import ConfigError, HeadwayError, ScoringFailed, cut, raised_by, writable
 from headway.runtime.sandbox.sandbox_limits import SandboxSpec
 from headway.runtime.user_code import load_function, names_user_code, resolve_spec
-from headway.runtime.workers.alarm import killed_after
-from headway.runtime.workers.worker_protocol import Ask
+from headway.runtime.workers.user_code_boundary import Ask, killed_after
 
 if TYPE_CHECKING:
     from headway.config.schema import Config

@@ -145,7 +145,7 @@ class AgentConfig(Section):
     env: dict[str, str] = Field(default_factory=dict)
     """Environment variables of the processes that hold user code: name there → name in your environment. Their values
     are never written down, and are shown as ***. Of your other variables these processes get those of paths, language,
-    proxies, certificates and libraries' settings alone (``headway/runtime/workers/environment_variables.py``), and no
+    proxies, certificates and libraries' settings alone (``headway/runtime/workers/redaction.py``), and no
     secret."""
 
     @property

@@ -27,7 +27,7 @@ from headway.errors import RunError, said_by
 from headway.reports.record.events_file import to_json_line
 from headway.reports.trackers.tracker import NotKept, Tracker, TrackerSetting
 from headway.reports.trackers.tracker_tools import make_tracker
-from headway.runtime.child_python import guarded, python_command
+from headway.runtime.process_tree import guarded, python_command
 
 REAP_S = 5.0
 """Seconds for a process that closed its output to be gone."""

@@ -17,9 +17,8 @@ from typing import Any
 from headway.errors import HeadwayError, RunError, said_by
 from headway.runtime.frames import Frame, FrameChannel
 from headway.runtime.workers.redaction import Redaction
-from headway.runtime.workers.user_code_boundary import closed, print_traceback
+from headway.runtime.workers.user_code_boundary import Hosted, closed, print_traceback
 from headway.runtime.workers.wire import FrameKind, pickled_error, unpickled
-from headway.runtime.workers.worker_protocol import Hosted
 
 MOST_THREADS = 256
 """Most threads for `asyncio.to_thread`: episodes wait in them for a network, more than for a processor."""

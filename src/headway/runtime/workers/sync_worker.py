@@ -1,23 +1,33 @@
-"""Serves one job at a time, without an event loop: synchronous user code may run one."""
+"""Worker that serves one job at a time, without an event loop: synchronous user code may run one.
+
+It may be forked by a nursery: a process that has loaded the user's code once, so that the workers it forks have it
+loaded. The nursery has one thread and no event loop, and runs no more of the user's code. It reaps an ended worker only
+when the host asks how that one ended: until then the system gives its process id to no other process.
+"""
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
-from collections.abc import Coroutine
+import socket
+import sys
+import threading
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any
 
 from headway.errors import HeadwayError, UserCodeFailed
-from headway.runtime.frames import Frame
+from headway.runtime.frames import HEADER, Frame
+from headway.runtime.process_tree import adopt_orphans, children, descendants, die_with, end_children
 from headway.runtime.workers.redaction import Redaction
 from headway.runtime.workers.user_code_boundary import (
+    Hosted,
     closed,
     nothing_returns_but_this_process,
     print_traceback,
 )
 from headway.runtime.workers.wire import BlockingChannel, FrameKind, pickled_error, unpickled
-from headway.runtime.workers.worker_protocol import Hosted
 
 
 def serve_alone(channel: BlockingChannel, hosted: Hosted, redaction: Redaction) -> None:
@@ -76,3 +86,46 @@ def _done(job: _SyncJob, hosted: Hosted, what: Any) -> Any:
     raise UserCodeFailed(
         "synchronous code has awaited something; it runs without an event loop: make it async, or use asyncio.run"
     )
+
+
+def fork_runners(sock: socket.socket, close: Callable[[], object]) -> BlockingChannel:
+    """Fork runners as the host orders on ``sock``. Returns only in the runners, with the runner's connection.
+
+    ``close`` is called before the nursery ends.
+    """
+    if threading.active_count() > 1:
+        print("the user's code started threads when it was imported; forked processes lack them", file=sys.stderr)
+    nursery = os.getpid()
+    adopt_orphans()
+    kept = set(descendants(os.getpid()))  # runners, and what the user's code started when it was imported
+    with suppress(OSError, ValueError):
+        sys.stdout.flush()  # else each runner would print it again
+    gc.collect()
+    gc.freeze()  # pages that the collector does not write to stay shared
+    sock.setblocking(True)
+    while True:
+        data, descriptors, *_ = socket.recv_fds(sock, HEADER.size, 1)
+        if not data:
+            close()
+            os._exit(0)
+        _, kind, order, detail = HEADER.unpack(data)
+        if kind == FrameKind.REAP:
+            end = os.waitstatus_to_exitcode(os.waitpid(detail, 0)[1])
+            kept.discard(detail)
+            if not kept.issuperset(children()):  # an ended runner's: a live one adopts what it started
+                end_children(kept)
+            sock.sendall(Frame(FrameKind.REAPED, order, end).packed())
+            continue
+        try:
+            pid = os.fork()
+        except OSError as error:  # no memory or process id is free now; other runners go on
+            pid = -(error.errno or 1)
+        if pid == 0:
+            os.setsid()
+            die_with(nursery)
+            adopt_orphans()
+            os.close(sock.detach())
+            return BlockingChannel(socket.socket(fileno=descriptors[0]))
+        os.close(descriptors[0])
+        kept.add(pid)
+        sock.sendall(Frame(FrameKind.FORKED, order, pid).packed())

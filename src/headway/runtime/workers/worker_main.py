@@ -18,12 +18,16 @@ from dataclasses import dataclass
 from functools import partial
 
 from headway.errors import HeadwayError, UserCodeError, cut, said_by
-from headway.runtime.child_python import guarded
 from headway.runtime.frames import Frame
+from headway.runtime.process_tree import guarded
 from headway.runtime.workers.redaction import Redaction
-from headway.runtime.workers.user_code_boundary import nothing_returns_but_this_process, print_traceback
+from headway.runtime.workers.user_code_boundary import (
+    Hosted,
+    HostedSpec,
+    nothing_returns_but_this_process,
+    print_traceback,
+)
 from headway.runtime.workers.wire import MOST_SAID, BlockingChannel, FrameKind, pickled_error
-from headway.runtime.workers.worker_protocol import Hosted, HostedSpec
 
 HELD_BACK = {signal.SIGINT, signal.SIGHUP}
 """Signals of a terminal, of which runners do not hear while they start."""
@@ -71,10 +75,8 @@ def main(descriptor: int, note: int) -> None:
     if hosted is None:
         return
     if start.alone:
-        from headway.runtime.workers.sync_worker import close_alone, serve_alone
+        from headway.runtime.workers.sync_worker import close_alone, fork_runners, serve_alone
     if start.forks:
-        from headway.runtime.workers.fork_server import fork_runners
-
         channel = fork_runners(channel.sock, partial(close_alone, hosted))  # goes on in each of the forked processes
     if start.alone:
         serve_alone(channel, hosted, redaction)

@@ -21,12 +21,11 @@ from typing import Any
 
 from headway.errors import RunnerLost, WorkerDied, said_by
 from headway.runtime.process_tree import END_S
-from headway.runtime.workers.environment_variables import passed_on, secrets_of
-from headway.runtime.workers.redaction import RedactedLog, Redaction
+from headway.runtime.workers.redaction import RedactedLog, Redaction, passed_on, secrets_of
+from headway.runtime.workers.user_code_boundary import HostedSpec
 from headway.runtime.workers.user_code_worker import TICKS, OnAsk, UserCodeWorker, WorkerJob
 from headway.runtime.workers.worker_main import WorkerStart
 from headway.runtime.workers.worker_process import Launch, Nursery, StepNote, WorkerProcess
-from headway.runtime.workers.worker_protocol import HostedSpec
 
 START_TIMEOUT_S = 120.0
 """Seconds for a process to start and to load the user's code, which holds no model of the run's."""

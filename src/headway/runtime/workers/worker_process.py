@@ -15,9 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from headway.errors import RunnerLost
-from headway.runtime.child_python import python_command
 from headway.runtime.frames import Frame, FrameChannel
-from headway.runtime.process_tree import END_S
+from headway.runtime.process_tree import END_S, python_command
 from headway.runtime.workers.wire import FrameKind, raised, unpickled
 from headway.runtime.workers.worker_main import BOOT, HELD_BACK, SHOWS_WHERE, WorkerStart
 
