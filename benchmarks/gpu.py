@@ -25,7 +25,7 @@ from typing import Any
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from benchmarks.gpu_checks.process import ROOT, answer_of, command
+from benchmarks.gpu_checks.process import ROOT, answer_of, command, end_all
 from benchmarks.gpu_checks.registry import CHECKS
 from benchmarks.gpu_checks.setting import Setting
 from benchmarks.wheelhouse import NOT_IMPORTED
@@ -121,7 +121,12 @@ def run(names: Sequence[str], setting: Setting, seconds: float) -> list[Answer]:
     numbered = list(enumerate(names, 1))
     for alone, checks in groupby(numbered, key=lambda one: CHECKS[one[1]].alone):
         with ThreadPoolExecutor(1 if alone or not setting.on_gpu else TOGETHER) as pool:
-            answers += pool.map(lambda one: made(*one), list(checks))
+            try:
+                answers += pool.map(lambda one: made(*one), list(checks))
+            except KeyboardInterrupt:
+                pool.shutdown(wait=False, cancel_futures=True)
+                end_all()
+                raise
     return answers
 
 

@@ -25,6 +25,8 @@ ENVIRONMENT: Mapping[str, str] = {
     "TORCH_CUDNN_SDPA_DEPRIORITIZED": "1",
 }
 """Variables of a check's process: those of Headway's own, and never a look at the network."""
+RUNNING: set[int] = set()
+"""Process groups of the checks that are being made."""
 LAST_CHARACTERS = 300
 """The most that an answer quotes of a log."""
 
@@ -47,6 +49,7 @@ def answer_of(command: Sequence[str], answer: Path, log: Path, limit_s: float) -
         process = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
+    RUNNING.add(process.pid)
     try:
         process.wait(limit_s)
         became = "" if process.returncode == 0 else f"its process {_ended(process.returncode)}"
@@ -56,11 +59,19 @@ def answer_of(command: Sequence[str], answer: Path, log: Path, limit_s: float) -
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+        RUNNING.discard(process.pid)
     if not became and answer.exists():
         return dict(json.loads(answer.read_text(encoding="utf-8")))
     became = became or "its process ended without an answer"
     lines = [f"{became}; the last that it printed: {_last(log)}"]
     return {"outcome": "failed", "lines": lines, "figures": {}, "seconds": time.monotonic() - started}
+
+
+def end_all() -> None:
+    """End the checks that other threads are waiting for."""
+    for group in tuple(RUNNING):
+        with suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGKILL)
 
 
 def _ended(code: int) -> str:

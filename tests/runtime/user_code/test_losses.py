@@ -17,7 +17,7 @@ from headway.runtime.workers import worker_process as process
 from headway.runtime.workers.worker_pool import Runners
 from tests.runtime.user_code.test_runners import ended, runners_of
 
-STALL_S = 0.5
+STALL_S = 0.8
 
 
 async def patiently(runners: Runners, *job: Any, on_ask: Any = None, tries: int = 5) -> Any:
