@@ -50,6 +50,7 @@ def _signature(found: object) -> str:
 
 
 def test_names_and_signatures_of_the_public_interface_are_those_of_the_table() -> None:
+    """Takes seconds in a cold process: it imports torch and all public modules."""
     assert list(interface()) == TABLE.read_text(encoding="utf-8").splitlines()
 
 

@@ -31,6 +31,7 @@ def test_a_run_is_asked_what_it_held_out_as_its_validation_asks(run_dir: Path) -
 
 
 def test_the_version_of_the_model_is_told_and_that_a_newer_checkpoint_is_complete(run_dir: Path) -> None:
+    """Takes seconds: `headway eval` runs in a process of its own, which imports torch."""
     (run_dir / "model" / "headway.json").write_text('{"version": 9}')
     for folder in ("version_8", "version_9", ".version_12.partial"):
         (run_dir / "checkpoints" / folder).mkdir(parents=True)

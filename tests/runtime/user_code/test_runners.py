@@ -387,6 +387,7 @@ async def test_no_signal_of_a_terminal_reaches_a_process_while_it_starts(
 
 @pytest.mark.parametrize("kind", ["spawned", "forked"])
 async def test_processes_that_user_code_starts_end_with_their_runner(kind: str) -> None:
+    """Takes seconds where processes are spawned: each imports Headway anew."""
     async with runners_of(kind) as runners:
         pid = await runners.run(("starts_a_process",))
         with ended(pid), pytest.raises(RunnerLost):
