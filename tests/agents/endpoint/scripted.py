@@ -67,7 +67,7 @@ class Made:
 
     def check(self, rows: int | None = 1) -> None:
         """Check the rows against the engine's record: all that was sampled is trained once, with what came before."""
-        assert self.episode.failure is None
+        assert self.episode.failure is None, self.episode.failure
         assert rows is None or len(self.rows) == rows
         calls = {int(tokens.versions[0]): (call, tokens) for call, tokens in self.record}
         seen: list[int] = []

@@ -126,7 +126,9 @@ async def test_what_fails_in_an_environment_fails_the_episode_in_verifiers_own_w
 async def test_the_packages_own_chat_program_calls_tools_over_mcp(tokenizer):
     """It takes long: uv makes an environment for verifiers' harness, and that and the tools' server are processes."""
     env = {"taskset": {"id": "sums"}, "agent": {"harness": {"id": "null"}}}
-    one = await made(agent(env), [calling(12, 34).replace("add", "calculator_add"), "it is 46"], tokenizer=tokenizer)
+    limits = EpisodeLimits(max_length=4000, max_turns=20, step_timeout_s=90, episode_timeout_s=180)
+    said = [calling(12, 34).replace("add", "calculator_add"), "it is 46"]
+    one = await made(agent(env), said, tokenizer=tokenizer, limits=limits)
     one.check(rows=None)
     assert (one.returned, one.episode.turns) == ([1.0], 2)
     second = tokenizer_of("qwen2_5").decode(one.record[1][0].input_ids)
