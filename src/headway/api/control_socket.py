@@ -5,7 +5,7 @@
 
 Only the run's own user may connect. What was asked for goes on where whoever asked hangs up.
 
-Commands that a live run takes through its control socket.
+Also here: the commands that a live run takes through its control socket.
 """
 
 from __future__ import annotations

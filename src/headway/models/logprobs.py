@@ -6,7 +6,7 @@ three, and the gradient of the head's weight once in float32.
 
 Shape suffixes: M tokens, C tokens of a chunk, H hidden size, V vocabulary.
 
-A few fixed sequences whose log-probs tell whether two holders of a policy serve the same weights.
+Also here: a few fixed sequences whose log-probs tell whether two holders of a policy serve the same weights.
 
 Checksums prove that the right bytes arrived; the probe proves that what computes uses them. It is cheap enough for
 every update, and its sequences are spread over the vocabulary so that embedding and head are sampled broadly.

@@ -1,6 +1,6 @@
 """Opening models and tokenizers, with one message on what is wrong with one that cannot be opened.
 
-Export of a model as an ordinary Hugging Face folder, all of it or nothing.
+Also here: the export of a model as an ordinary Hugging Face folder, all of it or nothing.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Opening tokenizers, with one message on what is wrong with one that cannot be opened. Imports no torch.
 
-Text of single tokens, for people who look at what a model said token by token.
+Also here: the text of single tokens, for people who look at what a model said token by token.
 
 Ids are text only together: a tokenizer leaves out the space before a first word, and a token of a byte-level vocabulary
 may be a part of a character. So each token is decoded behind another one, whose text is taken off again, and bytes that

@@ -3,7 +3,7 @@
 It has no capacity. Admission (`headway.pipeline.admission.staleness`) bounds how many groups exist at all, so a channel
 can hold no more than that; a second bound here could only deadlock against the order of consumption.
 
-Waiting on one event loop: for any condition over shared state (`Signal`), or for a `Gate` to be opened.
+Also here: waiting on one event loop, for any condition over shared state (`Signal`), or for a `Gate` to be opened.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@ begin ─▶ rows, rows, …: each row and column is fetched when it is first as
 
 Held are the rank's own rows of one fetch, and no more. Without a fetch a call's rows are forgotten with the call.
 
-Time limits for work with files, by its progress: checkpoints that are saved or loaded, a model that is exported.
+Also here: time limits for work with files, by its progress: checkpoints that are saved or loaded, a model that is
+exported.
 
 The limit follows bytes and not the clock: work may take as long as it likes while bytes move. Nothing may stand still
 for longer than two minutes plus the time that a disk of 20 MB/s takes for the bytes so far (`file_quiet_s`), which may

@@ -11,7 +11,7 @@ A file outlives the episode worker that wrote it, so that an episode worker's de
 travel with their handle where the episode worker is on another machine than the driver, so that the loss of that
 machine costs nothing either.
 
-Directory in memory for one run, which must not outlive the run: its files take memory until they are removed.
+The directory in memory is one run's, and must not outlive the run: its files take memory until they are removed.
 
 made ─▶ locked ─▶ named headway-run-… ─▶ … ─▶ removed at the end
                                          └─ killed: the lock ends with the process, and the next run removes it

@@ -1,6 +1,6 @@
 """Set-up of a worker process, before anything heavy is imported.
 
-Hardware that a worker computes on, for the record.
+Also here: the hardware that a worker computes on, for the record.
 """
 
 from __future__ import annotations

@@ -4,15 +4,15 @@ driver: RayWorker ──actor calls──▶ WorkerActor ──▶ RoleHost ─�
                    ◀── results, or references to them ──
         RayPeer ──frames, where calls are many──▶ CallServer ──▶ RoleHost
 
-Redirection of what Ray reports of its cluster, such as a worker's death, from the terminal to a log of the run.
+What Ray reports of its cluster, such as a worker's death, goes to a log of the run and not to the terminal.
 
-Ray has no setting for that: a driver prints what its raylet reports on stdout, in colours, whatever ``log_to_driver``
+Ray has no setting for it: a driver prints what its raylet reports on stdout, in colours, whatever ``log_to_driver``
 says. So the function that prints is replaced while a run is connected; where this version of Ray has no such function,
 nothing is changed.
 
-Deaths of workers on Ray, in one message each.
+Deaths of workers are told in one message each.
 
-A worker on Ray, as another process calls it often. Ray tells its address, and why it is gone.
+Another process may call the worker often. Ray tells its address, and why it is gone.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Recomputes log π_prox on separate ranks that hold a copy of the policy and get every update.
 
-Role of the reference policy on separate ranks.
+Also here: the role of the reference policy on separate ranks.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 begin ─▶ stage, asked of each worker ─┬─ the owner ─▶ receives ──────────────────────┐
                                       └─ another ───▶ waits for it ─▶ maps its memory ┴▶ staged
 
-Weights from training ranks to replicas in the same processes, on devices that they share in turns.
+Also here: weights from training ranks to replicas in the same processes, on devices that they share in turns.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ A bucket is a one-dimensional uint8 tensor. Extra memory: on each rank that send
 one complete copy in host memory (`BackBuffer`: ``rollout.enable_dual_buffer``), or on each replica one bucket of each
 sender's (`InPlace`).
 
-Lossless changes between two versions of the same bytes, as bit patterns of any dtype.
+Also here: lossless changes between two versions of the same bytes, as bit patterns of any dtype.
 
 Bytes are compared as *units* of 16 bits, in blocks of 65,536 units. A bfloat16 element is one unit, a float32 element
 two; an odd last byte is a unit of its own, as if a zero followed. Numbers are little-endian, and there are no gaps:

@@ -6,7 +6,8 @@
 The effective sample size is (Σw)²/(N·Σw²) with w = π_θ/π_behav over the step's tokens: 1 on policy, 1/N when one token
 has all the weight.
 
-Counting of optimizer steps that were skipped because loss or gradient was not finite: many in a row end the run.
+Also here: the count of optimizer steps that were skipped, since loss or gradient was not finite. Many in a row end the
+run.
 """
 
 from __future__ import annotations

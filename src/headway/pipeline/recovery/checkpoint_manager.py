@@ -5,7 +5,7 @@
 What the driver knows is taken at the boundary itself. When the checkpoint is written, groups of the next version may
 have been admitted and even finished: nothing of them is in it.
 
-Driver's part of a checkpoint: what the pipeline knows at a version boundary, taken there and put back.
+Also here: the driver's part of a checkpoint: what the pipeline knows at a version boundary, taken there and put back.
 
     boundary of version k ──take()──▶ JSON ──saved with the trainer's state, in one rename──▶ restore() ──▶ version k
                                                   └──▶ the groups that were open: dropped(resume), their prompts again

@@ -1,6 +1,6 @@
 """Monitoring of a run: reports what its replicas do, and ends a run in which nothing moves any more.
 
-Heartbeats: asking workers whether they are alive, all at once, and what follows from their answers.
+Also here: heartbeats, asking workers whether they are alive, all at once, and what follows from their answers.
 """
 
 from __future__ import annotations

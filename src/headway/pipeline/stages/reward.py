@@ -5,7 +5,7 @@ waits for       the reward's processes; after a stop only as long as scores come
 is unblocked by an answer of theirs, or the end of its time (``reward.timeout_s``, each retry anew)
 produces        rewarded groups
 
-Scores for the stages, and a stop that no reward holds up.
+Also here: scores for the stages, and a stop that no reward holds up.
 
     Reward, Validate ──▶ Scoring ──▶ the run's reward
                             │

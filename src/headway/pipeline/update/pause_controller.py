@@ -5,7 +5,7 @@
 
 ``drain`` lets what was submitted finish, ``interrupt`` and ``keep`` cut it; the tokens so far stay.
 
-Lease of devices that training and generation share: who computes there.
+Also here: the lease of devices that training and generation share: who computes there.
 
     generate ──trainer asks, a whole fetch in hand──▶ validations end ▶ halt(policy) ▶ sleep ──▶ train
         ▲                                                                                         │

@@ -6,7 +6,7 @@
 All-or-nothing: a receiver with a second buffer serves its old version until it has all of the new one. Each attempt
 ends within `Timeouts.attempt_s`, whoever answers or not; `update_attempt.judge` decides what follows from a failed one.
 
-Attempt to bring a version to some receivers: what everybody answered, and what follows from that.
+Also here: one attempt to bring a version to some receivers: what everybody answered, and what follows from that.
 
     somebody is gone                     ▶ lost; once more for the others, whose failures were its doing
     several are silent, trainer included ▶ machine by machine, or one by one: in a collective, one that does not come
