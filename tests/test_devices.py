@@ -28,6 +28,7 @@ from headway.devices import (
     Cuda,
     DeviceKind,
     chosen,
+    host_buffer,
     kind_here,
     kind_of,
     listed_here,
@@ -362,3 +363,41 @@ def test_looking_for_a_gpu_does_not_start_cuda(monkeypatch: pytest.MonkeyPatch) 
     assert CUDA.is_there()
     assert seen == ["1"]
     monkeypatch.delenv("PYTORCH_NVML_BASED_CUDA_CHECK")
+
+
+def test_host_memory_that_cannot_be_page_locked_is_had_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    empty = torch.empty
+
+    def refuses(*size: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+        if pin_memory:
+            raise RuntimeError("CUDA error: out of memory")
+        return empty(*size, **options)
+
+    monkeypatch.setattr(torch, "empty", refuses)
+    buffer = host_buffer(24, pinned=True)
+    assert buffer.dtype == torch.uint8
+    assert buffer.numel() == 24
+    (record,) = caplog.records
+    assert "could not be page-locked" in record.getMessage()
+
+
+def test_a_failure_in_a_group_of_nccl_for_weights_does_not_end_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL's watchdog does by default. What was set for torch's other groups is as before when the group is made."""
+    names = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_BLOCKING_WAIT", "TORCH_NCCL_ENABLE_MONITORING")
+    made: list[list[str | None]] = []
+
+    class Group:
+        class Options:
+            pass
+
+        def __init__(self, *_: Any) -> None:
+            made.append([os.environ.get(name) for name in names])
+
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", Group, raising=False)
+    monkeypatch.delenv(names[0], raising=False)
+    monkeypatch.setenv(names[1], "1")
+    CUDA.own_group(None, 0, 1, timedelta(seconds=1))
+    assert made == [["2", "0", "0"]]
+    assert [os.environ.get(name) for name in names[:2]] == [None, "1"]

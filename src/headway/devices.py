@@ -50,10 +50,10 @@ class GraphRecorder(Protocol):
 
 
 class DeviceKind(Protocol):
-    """Operations of a kind of device.
+    """Operations of a kind of device. Those with a body here are what a CPU does: nothing.
 
     kind = kind_of(model.device)
-    buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=kind.pins_host_memory)
+    buffer = host_buffer(nbytes, pinned=kind.pins_host_memory)
     stream = kind.side_stream(model.device)  # None on a CPU
     """
 
@@ -99,18 +99,23 @@ class DeviceKind(Protocol):
 
     def device_name(self, device: Device) -> str | None:
         """Return the device's model. None for the CPU, whose name the system knows."""
+        return None
 
     def make_current(self, device: Device) -> None:
         """Make ``device`` the one that is meant where this process names none."""
+        return
 
     def synchronize(self, device: Device) -> None:
         """Wait until ``device`` has done all that it was given. Returns at once where nothing is queued."""
+        return
 
     def side_stream(self, device: Device) -> DeviceStream | None:
         """Return a new stream of work on ``device``, beside its default one. None where there are no streams."""
+        return None
 
     def recorder(self, device: Device) -> GraphRecorder | None:
         """Return a recorder of work on ``device``, to be replayed in one launch. None where nothing can be recorded."""
+        return None
 
     def own_group(self, store: Any, rank: int, size: int, timeout: timedelta) -> Any | None:
         """Form a process group over `collectives`, from a store alone and apart from torch's default group.
@@ -118,21 +123,27 @@ class DeviceKind(Protocol):
         None where `collectives` is Gloo, whose group is made with its address, by
         `engines.weights.transports.process_group`.
         """
+        return None
 
     def total_memory(self, device: Device) -> int | None:
         """Return the bytes of memory that ``device`` has. None for the CPU, which shares its memory with everything."""
+        return None
 
     def allocated_memory(self, device: Device) -> int | None:
         """Return the bytes that tensors of this process hold on ``device``. None where not counted."""
+        return None
 
     def peak_memory(self, device: Device) -> int | None:
         """Return the most bytes that tensors held on ``device`` since `reset_peak`. None where not counted."""
+        return None
 
     def reset_peak(self, device: Device) -> None:
         """Let `peak_memory` begin anew, at what is held now."""
+        return
 
     def release_cached(self) -> None:
         """Give memory that torch holds for later tensors back to the devices, for other processes."""
+        return
 
     def pin(self, memory: torch.Tensor) -> Callable[[], None]:
         """Lock the pages of ``memory`` that this process has mapped, and return a function that undoes it."""
@@ -164,39 +175,6 @@ class Cpu(DeviceKind):
     def memory_listed(self) -> int | None:
         physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return min([physical, *(int(text) for file in self.limits if (text := _text_of(file)).isdigit())])
-
-    def device_name(self, device: Device) -> str | None:
-        return None
-
-    def make_current(self, device: Device) -> None:
-        pass
-
-    def synchronize(self, device: Device) -> None:
-        pass
-
-    def side_stream(self, device: Device) -> DeviceStream | None:
-        return None
-
-    def recorder(self, device: Device) -> GraphRecorder | None:
-        return None
-
-    def own_group(self, store: Any, rank: int, size: int, timeout: timedelta) -> Any | None:
-        return None
-
-    def total_memory(self, device: Device) -> int | None:
-        return None
-
-    def allocated_memory(self, device: Device) -> int | None:
-        return None
-
-    def peak_memory(self, device: Device) -> int | None:
-        return None
-
-    def reset_peak(self, device: Device) -> None:
-        pass
-
-    def release_cached(self) -> None:
-        pass
 
     def pin(self, memory: torch.Tensor) -> Callable[[], None]:
         return _nothing
@@ -316,6 +294,15 @@ def _visible(gpus: list[Gpu], asked: str | None) -> list[Gpu]:
     return chosen
 
 
+OWN_NCCL_ERRORS = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",  # by default NCCL's watchdog ends the process when another member died
+    "TORCH_NCCL_BLOCKING_WAIT": "0",  # it would switch the line above off
+    "TORCH_NCCL_ENABLE_MONITORING": "0",  # ends the process when the watchdog hangs in a call to a dead member
+}
+"""Variables that a group of NCCL reads when it is made, so that a failure ends its collectives and nothing else."""
+_making_group = threading.Lock()
+
+
 class Cuda(Accelerator):
     """GPUs of NVIDIA, and those of AMD, which torch gives the same name."""
 
@@ -376,7 +363,15 @@ class Cuda(Accelerator):
 
         options = ProcessGroupNCCL.Options()
         options._timeout = timeout
-        return ProcessGroupNCCL(store, rank, size, options)
+        with _making_group:
+            before = {name: os.environ[name] for name in OWN_NCCL_ERRORS if name in os.environ}
+            os.environ.update(OWN_NCCL_ERRORS)
+            try:
+                return ProcessGroupNCCL(store, rank, size, options)
+            finally:  # torch's other groups keep what was set for them
+                for name in OWN_NCCL_ERRORS:
+                    del os.environ[name]
+                os.environ.update(before)
 
 
 class DeviceStream:
@@ -444,6 +439,19 @@ def kind_of(device: Device) -> DeviceKind:
     if name not in KINDS:
         raise ConfigError(f"Headway computes on {' and '.join(KINDS)}, and not on a device of the kind {name!r}")
     return KINDS[name]
+
+
+def host_buffer(nbytes: int, *, pinned: bool) -> torch.Tensor:
+    """Return ``nbytes`` of host memory, dtype uint8. ``pinned``: page-locked, where the system allows it."""
+    import torch
+
+    try:
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
+    except RuntimeError as refused:  # the limit of locked memory (`ulimit -l`), or none is left
+        if not pinned:
+            raise
+        log.warning("%.1f GB of host memory could not be page-locked, copies take longer: %s", nbytes / 1e9, refused)
+        return torch.empty(nbytes, dtype=torch.uint8)
 
 
 def kind_here() -> DeviceKind:

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from threading import Barrier
+from threading import Barrier, Event
 from typing import Any
 
 import pytest
@@ -19,6 +19,7 @@ import torch.distributed as dist
 from headway.data.interfaces.weights import ReceiveReport
 from headway.engines.weights.incoming_version import BackBuffer
 from headway.engines.weights.protocols import Chunk, OutgoingWeights, WeightSink
+from headway.engines.weights.transports import broadcast, process_group
 from headway.engines.weights.transports.broadcast import BroadcastLink
 from headway.engines.weights.transports.links import EndContext, Link, open_receiver, open_sender
 from headway.engines.weights.transports.process_group import StoreGroup, open_store
@@ -179,6 +180,101 @@ def test_a_receiver_that_never_joins_is_named(site: Site) -> None:
     link = site.link("broadcast", "a", timeout_s=1.0)
     with pytest.raises(UpdateFailed, match=r"trainer waited 1 s for a to join"):
         open_sender(link, HERE)
+
+
+@pytest.mark.parametrize("phase", ["the first bucket", "a later bucket", "the end"])
+def test_a_receiver_that_falls_silent_is_given_up_and_the_others_fail_at_once(site: Site, phase: str) -> None:
+    """It stops before it takes part in the phase's collective, as a process that was stopped does."""
+    link = site.link("broadcast", "well", "silent", timeout_s=1.0)
+    woken = Event()
+
+    @dataclass
+    class FallsSilent:
+        sink: WeightSink
+
+        def room(self, header: Any) -> torch.Tensor:
+            if header.index == {"the first bucket": 0, "a later bucket": 1}.get(phase):
+                woken.wait(60)
+            return self.sink.room(header)
+
+        def filled(self, header: Any) -> None:
+            self.sink.filled(header)
+            if phase == "the end" and header.index == len(list(stream(1))) - 1:
+                woken.wait(60)
+
+        def ended(self, digests: Any) -> None:
+            self.sink.ended(digests)
+
+    class Silent(BackBuffer):
+        def fill(self, version: int, receive: Callable[[WeightSink], None]) -> ReceiveReport:
+            return super().fill(version, lambda incoming: receive(Wrapped(incoming, FallsSilent)))
+
+    survivor = BackBuffer(MANIFEST)
+    well = site.pool.submit(fill, link, "well", 1, survivor)
+    silent = site.pool.submit(fill, link, "silent", 1, Silent(MANIFEST))
+    sender = open_sender(link, HERE)
+    try:
+        with pytest.raises(UpdateFailed, match=r"version 1: .*silent did not answer"):
+            sender.send(1, stream(1))
+        with pytest.raises(UpdateFailed, match="version 1: well waited"):
+            well.result(5)
+        assert survivor.version is None
+    finally:
+        woken.set()
+    with pytest.raises(UpdateFailed):
+        silent.result(20)
+
+
+def test_a_sender_leaves_the_group_before_it_asks_who_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    class Recorded:
+        def __init__(self, *_: Any, **__: Any) -> None: ...
+
+        def broadcast(self, tensor: torch.Tensor) -> None:
+            raise RuntimeError("connection reset by peer")
+
+        def close(self) -> None:
+            calls.append("left")
+
+        def behind(self, progress: str) -> list[str]:
+            calls.append(f"who is behind {progress}")
+            return ["b"]
+
+    monkeypatch.setattr(broadcast, "StoreGroup", Recorded)
+    sender = broadcast.BroadcastSender(BroadcastLink((HOST, 1), "trainer", ("a", "b"), 1.0))
+    with pytest.raises(UpdateFailed, match="b did not answer"):
+        sender.send(1, stream(1))
+    assert calls == ["left", "who is behind 1:0"]
+
+
+def test_a_group_that_connects_at_its_first_collective_is_joined_within_the_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As NCCL's, whose connecting call waits without a limit for a member that died after it had joined."""
+    left = Event()
+
+    class Connecting:
+        def allreduce(self, tensors: list[torch.Tensor]) -> Any:
+            left.wait(60)
+            raise RuntimeError("aborted")
+
+        def abort(self) -> None:
+            left.set()
+
+    @dataclass
+    class Kind:
+        collectives: str = "nccl"
+
+        def own_group(self, *_: Any) -> Connecting:
+            return Connecting()
+
+    monkeypatch.setattr(process_group, "kind_of", lambda device: Kind())
+    store, port = open_store(HOST, 20.0)
+    with pytest.raises(UpdateFailed, match=r"waited 0\.3 s for the others to join .*: one of them joined and does not"):
+        StoreGroup((HOST, port), prefix="p", members=["trainer"], rank=0, timeout_s=0.3)
+    assert left.is_set()
+    del store
 
 
 def test_a_store_that_does_not_answer_is_named() -> None:

@@ -22,6 +22,7 @@ from weakref import finalize
 import torch
 
 from headway.data.interfaces.weights import ReceiveReport
+from headway.devices import host_buffer
 from headway.engines.weights.buckets import Tensors, apply
 from headway.engines.weights.protocols import Header, HostCopy, IncomingWeights
 from headway.engines.weights.receiver_state import ReceiverState
@@ -471,7 +472,7 @@ class _IntoTensors(_Arrival):
         if header.base >= 0:
             raise self._wrong("came as a delta, which needs rollout.enable_dual_buffer on the replica")
         if self._bucket.numel() < header.nbytes:
-            self._bucket = torch.empty(header.nbytes, dtype=torch.uint8, pin_memory=self._pinned)
+            self._bucket = host_buffer(header.nbytes, pinned=self._pinned)
         return self._bucket[: header.nbytes]
 
     def _take(self, header: Header) -> None:

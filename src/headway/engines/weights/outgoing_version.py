@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from headway.data.interfaces.weights import GatherReport
+from headway.devices import host_buffer
 from headway.engines.weights.buckets import encode
 from headway.engines.weights.protocols import Chunk, Header, OutgoingWeights
 from headway.engines.weights.weight_layout import Manifest, RunningDigests, buckets, digest
@@ -65,7 +66,7 @@ class Staged:
     def __init__(self, manifest: Manifest, bucket_bytes: int, *, with_delta: bool, pinned: bool = False) -> None:
         """Allocate the copy. ``pinned``: in page-locked memory, for copies from a GPU."""
         self._manifest = manifest
-        self._copy = torch.empty(manifest.nbytes, dtype=torch.uint8, pin_memory=pinned)
+        self._copy = host_buffer(manifest.nbytes, pinned=pinned)
         self._whole = [
             Chunk(Header(index, manifest.start + start, stop - start, stop - start), self._copy[start:stop])
             for index, (start, stop) in enumerate(buckets(manifest.nbytes, bucket_bytes))

@@ -19,7 +19,7 @@ import torch
 from transformers import PreTrainedModel
 
 from headway.data.interfaces.weights import ReceiveReport
-from headway.devices import DeviceStream, kind_of
+from headway.devices import DeviceStream, host_buffer, kind_of
 from headway.engines.weights.buckets import Parts, Tensors, whole
 from headway.engines.weights.incoming_version import BackBuffer, InPlace, Intake
 from headway.engines.weights.protocols import IncomingWeights
@@ -216,7 +216,7 @@ def _flat(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 def _to_host(storage: torch.UntypedStorage) -> torch.Tensor:
-    kept = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=kind_of(storage.device).pins_host_memory)
+    kept = host_buffer(storage.nbytes(), pinned=kind_of(storage.device).pins_host_memory)
     return kept.copy_(_flat(storage))
 
 

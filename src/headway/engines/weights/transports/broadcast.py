@@ -126,8 +126,9 @@ class BroadcastSender(_Member):
         except UpdateFailed:
             raise
         except RuntimeError as cause:
-            late = ", ".join(self._group.behind(f"{version}:{index}")) or "the receivers"
+            # First: the store may be slow to say who is late, and receivers that are well wait in a collective.
             self._group.close()
+            late = ", ".join(self._group.behind(f"{version}:{index}")) or "the receivers"
             raise UpdateFailed(
                 f"version {version}: {what} could not be sent; {late} did not answer within "
                 f"{self._link.timeout_s:g} s or went away: {cause}"

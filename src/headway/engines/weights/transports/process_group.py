@@ -20,7 +20,8 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from threading import Lock
+from threading import Lock, Thread
+from time import monotonic
 from typing import Any
 
 import torch
@@ -154,9 +155,13 @@ class StoreGroup:
 
     def _form(self, host: str | None) -> Any:
         size = len(self.members)
+        until = monotonic() + self._timeout.total_seconds()
         self._store.set(f"joined/{self.rank}", "")
         try:
+            # NCCL's members wait for each other without a limit: none goes there before all said that they come.
+            self._store.wait([f"joined/{rank}" for rank in range(size)], self._timeout)
             if (group := self._kind.own_group(self._store, self.rank, size, self._timeout)) is not None:
+                self._prove(group, until - monotonic())
                 return group
             device, self._listens = device_and_listener(partial(_device, host))
             self._store.set(f"listens/{self.rank}", " ".join(map(str, self._listens or ())))
@@ -167,6 +172,30 @@ class StoreGroup:
                 f"{self.members[self.rank]} waited {self._timeout.total_seconds():g} s for "
                 f"{', '.join(missing) or 'the others'} to join the group that carries weights: {cause}"
             ) from cause
+
+    def _prove(self, group: Any, limit_s: float) -> None:
+        """Make one collective, of which NCCL's members connect. Raises the failure.
+
+        The connecting call takes no time-out and does not return before all are there. It is left behind in a thread
+        when a member died meanwhile.
+        """
+        failed: list[BaseException] = []
+        token = torch.ones(1, dtype=torch.int64, device=self.device)
+
+        def meet() -> None:
+            try:
+                group.allreduce([token]).wait(self._timeout)
+            except BaseException as cause:  # raised below, in the thread that asked
+                failed.append(cause)
+
+        thread = Thread(target=meet, name="headway-weights-join", daemon=True)
+        thread.start()
+        thread.join(limit_s)
+        if thread.is_alive():
+            failed.append(RuntimeError("one of them joined and does not answer"))
+        if failed:
+            group.abort()
+            raise failed[0]
 
     def _cut(self) -> None:
         """Cut the group's connections, as far as they are known."""
