@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import cache
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self, TypeVar, dataclass_transform
 
 WAITS_FOR_GROUPS = "groups from the message queue"
 """Value of ``StageChanged.waiting_for`` for a stage that takes fetches; reports look for this text."""
@@ -41,35 +40,43 @@ class Event:
     kind: ClassVar[str] = "event"
     on_clock: ClassVar[tuple[str, ...]] = ("time",)
     """Names of the fields that hold moments on the clock: numbers, spans, or lists of spans."""
+    names: ClassVar[tuple[str, ...]] = ("time",)
+    """Names of all fields."""
     time: float
 
     def to_json(self) -> dict[str, Any]:
         """Return the event as one flat JSON object, ``kind`` first. The values are the event's own, not copies."""
-        event_type: Any = type(self)
-        return {"kind": self.kind, **{name: getattr(self, name) for name in _field_names(event_type)}}
+        return {"kind": self.kind, **{name: getattr(self, name) for name in self.names}}
 
     def later(self, seconds: float) -> Self:
         """Return the same event with its times moved to a clock that is ahead by so many seconds."""
         return replace(self, **{name: _later(getattr(self, name), seconds) for name in self.on_clock})
 
 
-@cache
-def _field_names(event_type: Any) -> tuple[str, ...]:
-    return tuple(f.name for f in fields(event_type))
-
-
 def _later(moment: Any, seconds: float) -> Any:
-    match moment:
-        case tuple():
-            return tuple(end + seconds for end in moment)
-        case list():
-            return [_later(span, seconds) for span in moment]
+    if isinstance(moment, tuple | list):
+        return type(moment)(_later(part, seconds) for part in moment)
     return moment + seconds
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+E = TypeVar("E", bound=Event)
+
+
+@dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(field,))
+def event(kind: str, *on_clock: str) -> Callable[[type[E]], type[E]]:
+    """Make a class the event ``kind``. ``on_clock``: its fields, beside ``time``, that hold moments on the clock."""
+
+    def made(plain: type[E]) -> type[E]:
+        found = dataclass(frozen=True, slots=True, kw_only=True)(plain)
+        found.kind, found.on_clock = kind, ("time", *on_clock)
+        found.names = tuple(each.name for each in fields(found))
+        return found
+
+    return made
+
+
+@event("run.started")
 class RunStarted(Event):
-    kind: ClassVar[str] = "run.started"
     mode: str
     seed: int
     groups_per_version: int
@@ -90,11 +97,10 @@ class RunStarted(Event):
         return self.stages.index(stage) if stage in self.stages else len(self.stages)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@event("worker.described")
 class WorkerDescribed(Event):
     """Event: a worker of the run is up. ``cpu`` and ``gpu`` are models; it may use so many ``cores`` of ``host``."""
 
-    kind: ClassVar[str] = "worker.described"
     worker: str
     host: str
     cpu: str
@@ -106,11 +112,10 @@ class WorkerDescribed(Event):
     """Id of the worker's process on ``host``. None in records that do not have it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@event("stage.changed")
 class StageChanged(Event):
     """Event: a stage entered ``state``; ``waiting_for`` names the other party while it waits."""
 
-    kind: ClassVar[str] = "stage.changed"
     stage: str
     state: str
     waiting_for: str | None = None
@@ -118,11 +123,10 @@ class StageChanged(Event):
     """Number of items that the stage is processing."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@event("group.admitted")
 class GroupAdmitted(Event):
     """Event: a group was admitted. ``limit`` is ⌊(version + 1 + η)·B⌋, ``version`` the oldest served."""
 
-    kind: ClassVar[str] = "group.admitted"
     number: int
     epoch: int
     row: int
@@ -135,12 +139,10 @@ class GroupAdmitted(Event):
     """Source of the prompt: a file, a dataset, or what its row says."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@event("trajectory.finished", "started", "finished", "steps", "waits")
 class TrajectoryFinished(Event):
     """Event: a trajectory ended. ``version_spans``: ``[[start, version], …]``, each version sampled from its start."""
 
-    kind: ClassVar[str] = "trajectory.finished"
-    on_clock: ClassVar[tuple[str, ...]] = ("time", "started", "finished", "steps", "waits")
     number: int
     k: int
     replica: str
@@ -168,58 +170,48 @@ class TrajectoryFinished(Event):
     """What the episode's agent asked the endpoint for and did not get: the first reason of each kind."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@event("group.rewarded")
 class GroupRewarded(Event):
-    """Event: a group was rewarded.
+    """Event: a group was rewarded. ``parts``: values by part, unweighted, and further numbers; None: does not apply."""
 
-    ``parts``: values by part, before their weights, and further numbers by name; None: the part does not apply.
-    """
-
-    kind: ClassVar[str] = "group.rewarded"
     number: int
     rewards: list[float]
     parts: dict[str, list[float | None]] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@event("group.settled")
 class GroupSettled(Event):
     """Event: an admitted group met its fate. ``lag``, that of its oldest token, is given only for a trained group."""
 
-    kind: ClassVar[str] = "group.settled"
     number: int
     fate: str
     reason: str | None = None
     lag: int | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@event("fetch.taken", "waited")
 class FetchTaken(Event):
-    kind: ClassVar[str] = "fetch.taken"
-    on_clock: ClassVar[tuple[str, ...]] = ("time", "waited")
     fetch: int
     version: int
     numbers: list[int]
     waited: Span
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@event("trainer.busy", "span")
 class TrainerBusy(Event):
     """Event: the trainer computed during ``span``; ``what`` is ``forward``, ``critic``, ``step`` or ``gather``."""
 
-    kind: ClassVar[str] = "trainer.busy"
-    on_clock: ClassVar[tuple[str, ...]] = ("time", "span")
     what: str
     version: int
     span: Span
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@event("optimizer.stepped")
 class OptimizerStepped(Event):
     """Event: an optimizer step. ``lags``: one per group; ``stale_trajectories``: trajectories with lag ≥ 1, counted;
     ``rows``: rows of all trajectories, which are more than these where turns forked, and 0 where nobody counted.
     """
 
-    kind: ClassVar[str] = "optimizer.stepped"
     step: int
     fetch: int
     version: int
@@ -234,12 +226,10 @@ class OptimizerStepped(Event):
     metrics: dict[str, float] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@event("critic.stepped", "span")
 class CriticStepped(Event):
     """Event: one optimizer step of the critic."""
 
-    kind: ClassVar[str] = "critic.stepped"
-    on_clock: ClassVar[tuple[str, ...]] = ("time", "span")
     step: int
     fetch: int
     version: int
@@ -248,14 +238,10 @@ class CriticStepped(Event):
     metrics: dict[str, float] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@event("guard.acted")
 class GuardActed(Event):
-    """Event: the guard acted. A step's ``ess`` fell below ``min_ess``, or rose above it again, and it ``did`` that.
+    """Event: the guard ``did`` something about a step's ``ess``. ``clip_scale`` and ``eta`` hold from now on."""
 
-    ``clip_scale`` and ``eta`` hold from now on.
-    """
-
-    kind: ClassVar[str] = "guard.acted"
     version: int
     ess: float
     min_ess: float
@@ -264,14 +250,13 @@ class GuardActed(Event):
     eta: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@event("update.phase")
 class UpdatePhase(Event):
     """Event: one of the phases gather, send, recv, register and load of the update to ``version`` ended at ``where``.
 
     Gather and a send to all replicas together are at ``actor``; a send to one replica alone is at that replica.
     """
 
-    kind: ClassVar[str] = "update.phase"
     version: int
     phase: str
     where: str
@@ -283,14 +268,13 @@ class UpdatePhase(Event):
     ``load`` event of its own."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@event("update.finished")
 class UpdateFinished(Event):
     """Event: every replica serves ``version``, or skipped it for a newer one that is on its way (`UpdateSuperseded`).
 
     Stalls are spans in which a side waited for the update and did nothing else.
     """
 
-    kind: ClassVar[str] = "update.finished"
     version: int
     trainer_stall_s: float
     rollout_stall_s: float
@@ -304,34 +288,27 @@ class UpdateFinished(Event):
     """Share of 16-bit units that differ from the version before; None where it was not measured."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@event("update.retried")
 class UpdateRetried(Event):
     """Event: a transfer of ``version`` failed, and is tried again to ``receivers``, which still serve what they did."""
 
-    kind: ClassVar[str] = "update.retried"
     version: int
     receivers: list[str]
     reason: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@event("update.superseded")
 class UpdateSuperseded(Event):
     """Event: ``replica`` skips ``version``, because a newer one was ready before the transfer began."""
 
-    kind: ClassVar[str] = "update.superseded"
     version: int
     replica: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@event("replica.halted", "span")
 class ReplicaHalted(Event):
-    """Event: nothing decoded on ``replica`` during ``span``, as it was paused for ``reason``.
+    """Event: ``replica`` was paused during ``span``, to ``load`` new weights, or by the ``lease`` of its devices."""
 
-    ``reason`` is ``load`` (new weights) or ``lease`` (training has the shared devices).
-    """
-
-    kind: ClassVar[str] = "replica.halted"
-    on_clock: ClassVar[tuple[str, ...]] = ("time", "span")
     replica: str
     reason: str
     span: Span
@@ -339,52 +316,45 @@ class ReplicaHalted(Event):
     """Number of trajectories with tokens that the pause cut."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@event("replica.joined")
 class ReplicaJoined(Event):
     """Event: a late replica serves from now on, with ``version``."""
 
-    kind: ClassVar[str] = "replica.joined"
     replica: str
     version: int
     slots: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@event("replica.lost")
 class ReplicaLost(Event):
     """Event: a replica died or was fenced off; the others rerun its calls."""
 
-    kind: ClassVar[str] = "replica.lost"
     replica: str
     reason: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@event("episode_worker.lost")
 class EpisodeWorkerLost(Event):
     """Event: an episode worker died, or does not answer; others make its unfinished groups again."""
 
-    kind: ClassVar[str] = "episode_worker.lost"
     worker: str
     reason: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@event("lease.changed", "asked")
 class LeaseChanged(Event):
     """Event: shared devices went to ``holder``, ``train`` or ``generate``. The hand-over began at ``asked``."""
 
-    kind: ClassVar[str] = "lease.changed"
-    on_clock: ClassVar[tuple[str, ...]] = ("time", "asked")
     holder: str
     asked: float
     validation_s: float = 0.0
     """Seconds of the hand-over in which the trainer waited for a validation."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@event("replica.activity", "busy")
 class ReplicaActivity(Event):
     """Event: a replica's work since its last report: ``busy`` spans, and ``slot_seconds``, active slots × time."""
 
-    kind: ClassVar[str] = "replica.activity"
-    on_clock: ClassVar[tuple[str, ...]] = ("time", "busy")
     replica: str
     busy: list[Span]
     slot_seconds: float
@@ -402,10 +372,8 @@ class ReplicaActivity(Event):
     """Sums over the steps that prefilled something, by the size of their prefills (`add_prefill`)."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@event("validation.finished", "span")
 class ValidationFinished(Event):
-    kind: ClassVar[str] = "validation.finished"
-    on_clock: ClassVar[tuple[str, ...]] = ("time", "span")
     version: int
     accuracy: float
     problems: int
@@ -423,11 +391,10 @@ class ValidationFinished(Event):
     """Means of the reward's parts and of further numbers that they told, where there are several."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@event("prompts.left_out")
 class PromptsLeftOut(Event):
     """Event: rows of ``source`` were left out for one reason; ``part`` is ``training`` or ``held-out``."""
 
-    kind: ClassVar[str] = "prompts.left_out"
     part: str
     source: str
     count: int
@@ -438,14 +405,13 @@ class PromptsLeftOut(Event):
     """What is wrong with one of them; empty where they are too long."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@event("version.reached")
 class VersionReached(Event):
     """Event: a version boundary. All groups before ``version`` are consumed, and the update to it comes next.
 
     A checkpoint of ``version`` holds what was true at this instant; a run that is resumed there undoes what came after.
     """
 
-    kind: ClassVar[str] = "version.reached"
     version: int
     groups: dict[str, int]
     """Balance of the ledger at the boundary: number of groups by fate, and ``admitted``."""
@@ -453,37 +419,32 @@ class VersionReached(Event):
     """The same of episodes; empty in records that do not have it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@event("run.resumed")
 class RunResumed(Event):
     """Event: the run resumes from its checkpoint of ``version``. Events after that `VersionReached` are undone.
 
     `RunStarted` follows, with what holds from now on.
     """
 
-    kind: ClassVar[str] = "run.resumed"
     version: int
     times: int
     """Number of times that the run was resumed, this time included."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@event("checkpoint.saved", "span")
 class CheckpointSaved(Event):
-    kind: ClassVar[str] = "checkpoint.saved"
-    on_clock: ClassVar[tuple[str, ...]] = ("time", "span")
     version: int
     path: str
     span: Span
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@event("profile.taken", "span")
 class ProfileTaken(Event):
     """Event: what workers computed during ``span``, while versions from ``version`` on were trained, is in files.
 
     ``time`` is the end of the span: writing the files takes longer.
     """
 
-    kind: ClassVar[str] = "profile.taken"
-    on_clock: ClassVar[tuple[str, ...]] = ("time", "span")
     version: int
     versions: int
     """Number of versions that were trained to their end meanwhile; fewer than asked for where the window was cut."""
@@ -496,20 +457,18 @@ class ProfileTaken(Event):
     """Reason why the window was closed early; None where it was not."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@event("note")
 class Note(Event):
     """Event: a line for the log. ``level`` is ``info`` or ``warning``."""
 
-    kind: ClassVar[str] = "note"
     level: str
     text: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@event("run.finished")
 class RunFinished(Event):
     """Event: the run ended as ``completed``, ``interrupted`` or ``failed``. ``groups`` is the ledger's balance."""
 
-    kind: ClassVar[str] = "run.finished"
     status: str
     reason: str | None
     version: int

@@ -29,6 +29,7 @@ def plan_of(rows: list[PlanRow], *, open: int = 0, skipped: int = 0, assumptions
         advice=advise(ordered, assumptions),
         trajectories=123_456,
         cpu_s=12.0,
+        wall_s=40.0,
     )
 
 
@@ -129,7 +130,7 @@ def test_assumptions_and_the_simulators_throughput_are_shown():
     text = " ".join(" ".join(shown(plan_of(every_preset(), assumptions=tuple(ASSUMPTIONS)), 80)).split())
     assert "rests on 2 assumptions" in text
     assert all(f"- {assumption}" in text for assumption in ASSUMPTIONS)
-    assert "Simulated 8 rows with 123,456 trajectories in 12s of processor time: 10,288 a second." in text
+    assert "Simulated 8 rows with 123,456 trajectories in 40s, 10,288 in a second of processor time." in text
 
 
 def test_a_plan_without_rows_says_what_to_do():

@@ -89,7 +89,7 @@ def render(plan: PlanResult, width: int) -> RenderableType:
         parts += [Text(), Text(advice.caveat, style="yellow"), _bullets(plan.profile.assumptions)]
     simulated = (
         f"Simulated {_rows(len(plan.rows))} with {human.count(plan.trajectories)} trajectories in "
-        f"{human.duration(plan.cpu_s)} of processor time: {human.count(round(plan.trajectories_per_s))} a second."
+        f"{human.duration(plan.wall_s)}, {human.count(round(plan.trajectories_per_s))} in a second of processor time."
     )
     parts += [Text(), Text(simulated, style="bright_black")]
     return Constrain(Group(*parts), width)

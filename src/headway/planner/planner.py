@@ -55,6 +55,8 @@ class PlanResult:
     """Number of simulated trajectories, over all rows."""
     cpu_s: float
     """Seconds of processor time that the planning took."""
+    wall_s: float
+    """Seconds that the planning took, which are more where the machine does something else, too."""
 
     @property
     def trajectories_per_s(self) -> float:
@@ -90,6 +92,7 @@ def plan(
         if devices < 1:
             raise ConfigError(f"devices: got {devices}, expected at least 1")
         profile = profile.model_copy(update={"devices": devices})
+    began = time.monotonic()
     search = _search(profile, settings, sweep=sweep)
     budget = _Budget(clock, budget_s, profile)
     rows: list[PlanRow] = []
@@ -115,6 +118,7 @@ def plan(
         advice=advise(compared, profile.assumptions, _not_compared(profile, rows, search.open)),
         trajectories=trajectories,
         cpu_s=budget.elapsed,
+        wall_s=time.monotonic() - began,
     )
 
 
