@@ -11,7 +11,7 @@ from rich.console import Console
 
 from headway.events import Event, GroupAdmitted, GroupSettled, RunFinished, RunResumed, StageChanged
 from headway.reports.live.console_view import FinishedFiles, report_end
-from headway.reports.live.panel import SnapshotTaker
+from headway.reports.live.panel import RunProgress
 from headway.reports.live.plain_log import PlainView
 from headway.reports.metrics.group_tally import RECENT
 from headway.reports.metrics.run_metrics import RunMetrics
@@ -23,7 +23,7 @@ def viewed(run: list[Event]) -> tuple[PlainView, RunMetrics, io.StringIO]:
     """A plain view that has shown ``run``."""
     output = io.StringIO()
     metrics = RunMetrics()
-    view = PlainView(Console(file=output, width=80), SnapshotTaker(metrics, lambda: 0.0), lambda: 0.0)
+    view = PlainView(Console(file=output, width=80), RunProgress(metrics, lambda: 0.0), lambda: 0.0)
     metrics.sinks = [view]
     for event in run:
         metrics.on_event(event)

@@ -257,10 +257,10 @@ def test_a_line_of_the_log_and_of_the_panel_has_turns_and_what_failed() -> None:
     run = agents_run()
     (line, *_) = [line for line in plain_lines(run) if "  version 0  " in line]
     assert "  turns 3." in line and "  episodes failed " in line
-    text = drawn(watched(run[: len(run) // 2]).take(), 100)
+    text = drawn(watched(run[: len(run) // 2]), 100)
     (row,) = [line for line in text.splitlines() if line.strip().startswith("episodes")]
     assert "turns 3." in row and "max 6" in row and "environment" in row and "failed" in row
-    assert "episodes" not in drawn(watched(ScriptedRun(versions=3).build()).take(), 100)
+    assert "episodes" not in drawn(watched(ScriptedRun(versions=3).build()), 100)
 
 
 # ------------------------------------------------------------------------------------------------ the timeline

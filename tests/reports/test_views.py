@@ -15,7 +15,7 @@ from rich.console import Console
 from headway.events import Event, Note, PromptsLeftOut, ReplicaLost, RunStarted, ValidationFinished
 from headway.reports.live.console_view import FinishedFiles, report_end
 from headway.reports.live.live_view import LiveView
-from headway.reports.live.panel import HISTORY, Snapshot, SnapshotTaker, panel
+from headway.reports.live.panel import HISTORY, RunProgress, panel
 from headway.reports.live.plain_log import PlainView, validation_line
 from headway.reports.metrics.run_metrics import RunMetrics
 from headway.reports.metrics.summary import summary
@@ -30,22 +30,21 @@ class Clock:
         return self.now
 
 
-def watched(run: list[Event], clock: Clock | None = None) -> SnapshotTaker:
-    """A snapshot taker that has seen ``run``."""
+def watched(run: list[Event], clock: Clock | None = None) -> RunProgress:
+    """The progress of a run that has come as far as ``run``."""
     rows: list[Any] = []
     metrics = RunMetrics(rows)
-    taker = SnapshotTaker(metrics, clock or Clock())
-    rows.append(taker)
+    progress = RunProgress(metrics, clock or Clock())
+    rows.append(progress)
     for event in run:
         metrics.on_event(event)
-        taker.on_event(event)
-    return taker
+        progress.on_event(event)
+    return progress
 
 
-def drawn(snapshot: Snapshot | None, width: int) -> str:
-    assert snapshot is not None
+def drawn(run: RunProgress, width: int) -> str:
     console = Console(file=io.StringIO(), width=width, height=60, force_terminal=False)
-    console.print(panel(snapshot, width))
+    console.print(panel(run, width))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
@@ -57,7 +56,7 @@ def half_a_run() -> list[Event]:
 
 @pytest.mark.parametrize("width", [80, 100, 120, 160])
 def test_the_panel_shows_all_there_is_to_know_and_fits_the_terminal(width: int) -> None:
-    text = drawn(watched(half_a_run()).take(), width)
+    text = drawn(watched(half_a_run()), width)
     for word in ("validation", "reward", "lag", "bound 2", "versions", "idle", "generating", "queued", "filtered"):
         assert word in text
     assert "ActorTrain" in text
@@ -68,27 +67,26 @@ def test_the_panel_shows_all_there_is_to_know_and_fits_the_terminal(width: int) 
 
 
 def test_stages_are_listed_in_the_order_in_which_data_flows() -> None:
-    snapshot = watched(half_a_run()).take()
-    assert snapshot is not None
-    names = [stage.name for stage in snapshot.stages]
-    assert names == ["Generate", "Rollout", "Reward", "ActorTrain", "ParamUpdate", "Validate"]
+    names = ["Generate", "Rollout", "Reward", "ActorTrain", "ParamUpdate", "Validate"]
+    text = drawn(watched(half_a_run()), 80)
+    assert [line.split()[0] for line in text.splitlines() if line.split() and line.split()[0] in names] == names
 
 
 def test_a_wide_terminal_gets_two_columns() -> None:
-    snapshot = watched(half_a_run()).take()
-    assert len(drawn(snapshot, 120).splitlines()) < len(drawn(snapshot, 80).splitlines())
+    run = watched(half_a_run())
+    assert len(drawn(run, 120).splitlines()) < len(drawn(run, 80).splitlines())
 
 
 def test_the_panel_of_a_run_that_just_started_has_no_figures_yet() -> None:
     run = ScriptedRun().build()
-    text = drawn(watched(run[:1]).take(), 80)
+    text = drawn(watched(run[:1]), 80)
     assert "not measured yet" in text
     assert "nothing trained yet" in text
     assert "nan" not in text.lower()
 
 
 def test_a_finished_run_shows_neither_stages_nor_time_left() -> None:
-    text = drawn(watched(ScriptedRun().build()).take(), 80)
+    text = drawn(watched(ScriptedRun().build()), 80)
     assert "100%" in text
     assert "left" not in text
     assert "ActorTrain" not in text
@@ -96,29 +94,26 @@ def test_a_finished_run_shows_neither_stages_nor_time_left() -> None:
 
 def test_the_time_left_falls_between_two_events() -> None:
     clock = Clock()
-    taker = watched(half_a_run(), clock)
-    before = taker.take()
+    progress = watched(half_a_run(), clock)
+    left, elapsed = progress.seconds_left, progress.seconds
     clock.now += 0.25
-    after = taker.take()
-    assert before is not None
-    assert after is not None
-    assert before.eta_s is not None
-    assert after.eta_s == pytest.approx(max(before.eta_s - 0.25, 0.0))
-    assert after.elapsed_s == pytest.approx(before.elapsed_s + 0.25)
+    assert left is not None
+    assert progress.seconds_left == pytest.approx(max(left - 0.25, 0.0))
+    assert progress.seconds == pytest.approx(elapsed + 0.25)
 
 
-def live_view(taker: SnapshotTaker) -> tuple[LiveView, io.StringIO, threading.RLock]:  # type: ignore[valid-type]
+def live_view(progress: RunProgress) -> tuple[LiveView, io.StringIO, threading.RLock]:  # type: ignore[valid-type]
     lock = threading.RLock()
     output = io.StringIO()
     console = Console(file=output, force_terminal=True, width=100, height=40)
-    return LiveView(console, taker, lock), output, lock
+    return LiveView(console, progress, lock), output, lock
 
 
 def test_the_live_view_prints_finished_phases_and_notes_and_ends_with_the_panel() -> None:
     run = half_a_run()
     metrics = RunMetrics()
-    taker = SnapshotTaker(metrics)
-    view, output, lock = live_view(taker)
+    progress = RunProgress(metrics)
+    view, output, lock = live_view(progress)
     try:
         with lock:
             view.phase("Making the model")
@@ -151,7 +146,7 @@ def plain_lines(run: list[Event]) -> list[str]:
     metrics = RunMetrics(rows)
     output = io.StringIO()
     clock = Clock()
-    view = PlainView(Console(file=output, width=40), SnapshotTaker(metrics, clock), clock)
+    view = PlainView(Console(file=output, width=40), RunProgress(metrics, clock), clock)
     rows.append(view)
     view.phase("Warming up", "held-out accuracy 0.45")
     for event in run:
@@ -280,9 +275,9 @@ def test_a_validation_line_names_the_sources_where_there_are_several() -> None:
 
 
 def test_the_curve_of_rewards_spans_a_long_run_and_begins_with_its_first() -> None:
-    taker = SnapshotTaker(RunMetrics(), Clock())
+    progress = RunProgress(RunMetrics(), Clock())
     for version in range(5000):
-        taker.on_row({"version": version, "reward/mean": version / 5000})
-    assert HISTORY <= len(taker._rewards) <= 2 * HISTORY
-    assert (taker._rewards[0], taker._rewards[-1]) == (0.0, 4999 / 5000)
-    assert taker._rewards == sorted(taker._rewards)
+        progress.on_row({"version": version, "reward/mean": version / 5000})
+    assert HISTORY <= len(progress.rewards) <= 2 * HISTORY
+    assert (progress.rewards[0], progress.rewards[-1]) == (0.0, 4999 / 5000)
+    assert progress.rewards == sorted(progress.rewards)

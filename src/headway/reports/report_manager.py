@@ -29,7 +29,7 @@ from headway.events import Event, Observer
 from headway.reports.checkpoint_folders import Checkpoints
 from headway.reports.live.console_view import ConsoleView, FinishedFiles, report_end
 from headway.reports.live.live_view import Cell, LiveView
-from headway.reports.live.panel import SnapshotTaker
+from headway.reports.live.panel import RunProgress
 from headway.reports.live.plain_log import EventLog, PlainView
 from headway.reports.metrics.metrics_state import newest, pickled, save
 from headway.reports.metrics.run_metrics import RowSink, RunMetrics
@@ -103,7 +103,7 @@ class Reports:
         self._clock = clock
         self._metrics = metrics = metrics or RunMetrics()
         self._lock = lock = threading.RLock()  # a signal may deliver an event in the middle of another one
-        self._view = view = _open_view(config, console, SnapshotTaker(metrics), lock)
+        self._view = view = _open_view(config, console, RunProgress(metrics), lock)
         rows = JsonLines(directory.metrics, view.warn)
         say = TrackerMessages(
             warn=_locked(lock, view.warn), note=_locked(lock, view.note), phase=_locked(lock, view.phase)
@@ -287,17 +287,17 @@ def _locked(lock: Lock, tell: Callable[[str], None]) -> Callable[[str], None]:
     return told
 
 
-def _open_view(config: Config, console: Console, snapshots: SnapshotTaker, lock: Lock) -> ConsoleView:
+def _open_view(config: Config, console: Console, progress: RunProgress, lock: Lock) -> ConsoleView:
     if isinstance(console, Cell):
-        return LiveView(console, snapshots, lock, canvas=console)
+        return LiveView(console, progress, lock, canvas=console)
     match config.reports.live:
         case "on" if not console.is_terminal:
-            return LiveView(Console(file=console.file, force_terminal=True), snapshots, lock)
+            return LiveView(Console(file=console.file, force_terminal=True), progress, lock)
         case "on":
-            return LiveView(console, snapshots, lock)
+            return LiveView(console, progress, lock)
         case "auto" if console.is_terminal and not console.is_dumb_terminal:
-            return LiveView(console, snapshots, lock)
-    return PlainView(console, snapshots)
+            return LiveView(console, progress, lock)
+    return PlainView(console, progress)
 
 
 def reopen_reports(

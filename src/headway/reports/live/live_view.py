@@ -1,7 +1,7 @@
 """The live view: on a terminal or in a notebook's cell, drawn by a separate thread at most twice a second.
 
     event loop ──events, phases, rows──▶ counters, lines to print     (under the lock, never waits for the terminal)
-    drawing thread ──every half second──▶ takes a snapshot and the lines (under the lock), then draws (without it)
+    drawing thread ──every half second──▶ makes the panel, takes the lines (under the lock), then draws (without it)
 
 The drawing thread alone touches the terminal, so no thread ever holds both locks, ours and the console's.
 
@@ -26,7 +26,7 @@ from rich.text import Text
 
 from headway.events import EpisodeWorkerLost, Event, Note, PromptsLeftOut, ReplicaLost, RunStarted
 from headway.reports import human
-from headway.reports.live.panel import ACCENT, GOOD, LOOK_HERE, QUIET, SnapshotTaker, panel
+from headway.reports.live.panel import ACCENT, GOOD, LOOK_HERE, QUIET, RunProgress, panel
 from headway.reports.live.plain_log import left_out_line, lost_line
 
 WIDTH = 100
@@ -141,14 +141,14 @@ class LiveView:
     def __init__(
         self,
         console: Console,
-        snapshots: SnapshotTaker,
+        progress: RunProgress,
         lock: AbstractContextManager[Any],
         clock: Callable[[], float] = time.monotonic,
         canvas: Canvas | None = None,
     ) -> None:
         """Begin to draw on ``console``, on its terminal unless it has another ``canvas``."""
         self._console = console
-        self._snapshots = snapshots
+        self._progress = progress
         self._lock = lock
         self._clock = clock
         self._phase: tuple[str, str, float] | None = None
@@ -175,7 +175,7 @@ class LiveView:
         self._lines.append(Text(f"    {text}"))
 
     def on_event(self, event: Event) -> None:
-        self._snapshots.on_event(event)
+        self._progress.on_event(event)
         match event:
             case RunStarted():
                 self._end_phase()
@@ -189,7 +189,7 @@ class LiveView:
                 self.warn(event.text)
 
     def on_row(self, row: dict[str, Any]) -> None:
-        self._snapshots.on_row(row)
+        self._progress.on_row(row)
 
     def close(self) -> None:
         """End the drawing; the last state stays on the screen."""
@@ -216,17 +216,17 @@ class LiveView:
 
     def _draw(self) -> None:
         with self._lock:
-            snapshot, phase = self._snapshots.take(), self._phase
+            phase, rewards = self._phase, tuple(self._progress.rewards)
+            parts: list[RenderableType] = []
+            if self._progress.metrics.started is not None:
+                parts.append(panel(self._progress, self._console.width))
             lines, self._lines = self._lines, []
         for line in lines:
             self._console.print(line, soft_wrap=isinstance(line, Text))
-        parts: list[RenderableType] = []
-        if snapshot is not None:
-            parts.append(panel(snapshot, self._console.width))
         if phase is not None:
             text, detail, since = phase
             took = human.duration(self._clock() - since)
             words = Text.assemble(text, (f"  {detail}" if detail else "", QUIET), (f"  {took}", QUIET))
             self._spinner.update(text=words)
             parts.append(Padding(self._spinner, (0, 0, 0, 2)))
-        self._canvas.show(Group(*parts), () if snapshot is None else snapshot.rewards)
+        self._canvas.show(Group(*parts), rewards)

@@ -1,4 +1,4 @@
-"""The panel of the live view: a snapshot of plain values taken at one instant, and its drawing for a width.
+"""The panel of the live view: what is shown of a run beside its metrics, and its drawing for a width.
 
 Colours are only where they tell.
 """
@@ -6,8 +6,7 @@ Colours are only where they tell.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -19,6 +18,7 @@ from rich.text import Text
 from headway.events import Event, RunStarted, ValidationFinished
 from headway.reports import human
 from headway.reports.metrics.group_tally import GroupsInFlight
+from headway.reports.metrics.occupancy import StageView
 from headway.reports.metrics.run_metrics import RunMetrics
 from headway.reports.metrics.run_sums import halved
 
@@ -26,99 +26,51 @@ HISTORY = 200
 """Least number of versions whose rewards are kept; of more than twice as many every second one is, and both ends."""
 
 
-@dataclass(frozen=True, slots=True)
-class StageLine:
-    """A stage at one instant: what it does, or whom it has been waiting for, and for how long."""
-
-    name: str
-    state: str
-    waiting_for: str | None
-    active: int
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Snapshot:
-    started: RunStarted
-    elapsed_s: float
-    trained: int
-    eta_s: float | None
-    evaluations: tuple[ValidationFinished, ...]
-    """Results of validations, in order of versions."""
-    rewards: tuple[float, ...]
-    lag_mean: float | None
-    lag_max: int | None
-    trainer_idle: float | None
-    rollouter_idle: float | None
-    trainer_version: int
-    served: tuple[tuple[str, int], ...]
-    counts: dict[str, int]
-    whereabouts: GroupsInFlight
-    row: dict[str, Any]
-    """The last complete version's metrics."""
-    stages: tuple[StageLine, ...]
-    finished: bool
-
-
-class SnapshotTaker:
-    """Watches a run beside its `RunMetrics` and takes snapshots. ``clock`` runs on between two events."""
+class RunProgress:
+    """A run at this moment: its metrics, its newest row, and a ``clock`` that runs on between two events."""
 
     def __init__(self, metrics: RunMetrics, clock: Callable[[], float] = time.monotonic) -> None:
-        self._metrics = metrics
+        self.metrics = metrics
+        self.rewards: list[float] = []
+        """Mean rewards of versions, thinned."""
+        self.row: dict[str, Any] = {}
+        """Newest value of each metric."""
         self._clock = clock
-        self._event_time = 0.0
-        self._seen_at = 0.0
-        self._rewards: list[float] = []
-        self._row: dict[str, Any] = {}
+        self._event_time = self._seen_at = 0.0
 
     def on_event(self, event: Event) -> None:
         self._event_time, self._seen_at = event.time, self._clock()
 
     def on_row(self, row: dict[str, Any]) -> None:
-        self._row = self._row | row
+        self.row = self.row | row
         if "reward/mean" in row:
-            self._rewards.append(row["reward/mean"])
-            if len(self._rewards) > 2 * HISTORY:
-                self._rewards = halved(self._rewards)
+            self.rewards.append(row["reward/mean"])
+            if len(self.rewards) > 2 * HISTORY:
+                self.rewards = halved(self.rewards)
 
-    def take(self) -> Snapshot | None:
-        """Take a snapshot; None before the run has started."""
-        metrics = self._metrics
-        started = metrics.started
-        if started is None:
-            return None
-        finished = metrics.finished
-        now = self._event_time + self._clock() - self._seen_at if finished is None else finished.time
-        trained = metrics.tally.fates["trained"]
-        trainer_idle, rollouter_idle = metrics.idle_so_far()
-        lag_mean, lag_max = metrics.lag_so_far()
-        return Snapshot(
-            started=started,
-            elapsed_s=now - started.time,
-            trained=trained,
-            eta_s=self._eta(now, trained, started.total_groups),
-            evaluations=tuple(metrics.evaluations)[-HISTORY:],
-            rewards=tuple(self._rewards),
-            lag_mean=lag_mean,
-            lag_max=lag_max,
-            trainer_idle=trainer_idle,
-            rollouter_idle=rollouter_idle,
-            trainer_version=metrics.version,
-            served=tuple(sorted(metrics.served.items())),
-            counts=metrics.tally.counts(),
-            whereabouts=metrics.tally.whereabouts(),
-            row=self._row,
-            stages=tuple(
-                StageLine(stage.name, stage.state, stage.waiting_for, stage.active, max(now - stage.since, 0.0))
-                for stage in sorted(metrics.occupancy.stages.values(), key=lambda stage: started.place_of(stage.name))
-            ),
-            finished=finished is not None,
-        )
+    @property
+    def now(self) -> float:
+        """Time on the events' clock, which stops with the run."""
+        finished = self.metrics.finished
+        return self._event_time + self._clock() - self._seen_at if finished is None else finished.time
 
-    def _eta(self, now: float, trained: int, total: int | None) -> float | None:
-        if total is None or trained >= total:
+    @property
+    def seconds(self) -> float:
+        """Seconds since the run started."""
+        return self.now - self.metrics.started.time if self.metrics.started else 0.0
+
+    @property
+    def trained(self) -> int:
+        """Number of groups that were trained."""
+        return self.metrics.tally.fates["trained"]
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Seconds to the end; None where that is unknown, or all groups are trained."""
+        total = self.metrics.started.total_groups if self.metrics.started else None
+        if total is None or self.trained >= total:
             return None
-        return self._metrics.pace.seconds_left(now, total)
+        return self.metrics.pace.seconds_left(self.now, total)
 
 
 TWO_COLUMNS_FROM = 110
@@ -140,21 +92,24 @@ Row = tuple[str, Text]
 """A row of the panel: its label and its text."""
 
 
-def panel(snapshot: Snapshot, width: int) -> RenderableType:
+def panel(run: RunProgress, width: int) -> RenderableType:
     """Draw the whole view: progress, then learning beside flow (above it on a narrow terminal), then the stages."""
-    parts = [_title(snapshot), _progress(snapshot, width - 4), Text(), *_body(snapshot, width), Text()]
-    if not snapshot.finished:
-        parts += [*_stages(snapshot), Text()]
+    if (started := run.metrics.started) is None:
+        return Text()
+    parts = [_title(started), _progress(run, started.total_groups, width - 4), Text()]
+    parts += [*_body(run, started, width), Text()]
+    if run.metrics.finished is None:
+        parts += [*_stages(run, started), Text()]
     return Group(*parts)
 
 
-def _body(snapshot: Snapshot, width: int) -> list[Text]:
+def _body(run: RunProgress, started: RunStarted, width: int) -> list[Text]:
     if width < TWO_COLUMNS_FROM:
         room = width - LABEL_WIDTH - 6
-        return _lines(_learning(snapshot, room) + _flow(snapshot, room), LABEL_WIDTH)
+        return _lines(_learning(run, room) + _flow(run, started, room), LABEL_WIDTH)
     half = width // 2 - 1
-    left = _lines(_learning(snapshot, half - LABEL_WIDTH - 6), LABEL_WIDTH)
-    right = _lines(_flow(snapshot, half - LABEL_WIDTH - 6), LABEL_WIDTH)
+    left = _lines(_learning(run, half - LABEL_WIDTH - 6), LABEL_WIDTH)
+    right = _lines(_flow(run, started, half - LABEL_WIDTH - 6), LABEL_WIDTH)
     for line in left:
         line.truncate(half, overflow="ellipsis", pad=True)
     left += [Text(" " * half) for _ in right[len(left) :]]
@@ -164,21 +119,22 @@ def _body(snapshot: Snapshot, width: int) -> list[Text]:
     ]
 
 
-def _title(snapshot: Snapshot) -> RenderableType:
-    title = Text.assemble(("  Headway ", "bold"), (f"{snapshot.started.mode}, seed {snapshot.started.seed} ", QUIET))
+def _title(started: RunStarted) -> RenderableType:
+    title = Text.assemble(("  Headway ", "bold"), (f"{started.mode}, seed {started.seed} ", QUIET))
     return Rule(title, align="left", style=QUIET)
 
 
-def _progress(snapshot: Snapshot, width: int) -> RenderableType:
-    done = human.count(snapshot.trained)
-    if (total := snapshot.started.total_groups) is None:
-        return _indented(Text.assemble((done, "bold"), f" groups trained in {human.duration(snapshot.elapsed_s)}"))
-    fraction = min(snapshot.trained / max(total, 1), 1.0)
-    left = "" if snapshot.eta_s is None or snapshot.finished else f", {human.duration(snapshot.eta_s)} left"
+def _progress(run: RunProgress, total: int | None, width: int) -> RenderableType:
+    done, elapsed = human.count(run.trained), human.duration(run.seconds)
+    if total is None:
+        return _indented(Text.assemble((done, "bold"), f" groups trained in {elapsed}"))
+    fraction = min(run.trained / max(total, 1), 1.0)
+    eta_s = run.seconds_left
+    left = "" if eta_s is None or run.metrics.finished else f", {human.duration(eta_s)} left"
     text = Text.assemble(
         (f" {human.share(fraction):>4}", "bold"),
         (f"  {done}/{human.count(total)} groups", ""),
-        (f"  {human.duration(snapshot.elapsed_s)}{left}", QUIET),
+        (f"  {elapsed}{left}", QUIET),
     )
     bar = _bar(fraction, max(width - text.cell_len, 10), ACCENT)
     return _indented(bar.append_text(text))
@@ -189,38 +145,38 @@ def _bar(fraction: float, width: int, style: str) -> Text:
     return Text.assemble(("━" * full, style), ("─" * (width - full), QUIET))
 
 
-def _learning(snapshot: Snapshot, width: int) -> list[Row]:
+def _learning(run: RunProgress, width: int) -> list[Row]:
     spark = min(max(width - 36, 8), 40)
     return [
-        ("validation", _validation(snapshot, spark)),
-        ("reward", _reward(snapshot, spark)),
-        ("length", _lengths(snapshot.row)),
-        *([("episodes", _episodes(snapshot.row))] if "num_turns/mean" in snapshot.row else []),
-        ("optimizer", _optimizer(snapshot.row, width)),
+        ("validation", _validation([*run.metrics.evaluations][-HISTORY:], spark)),
+        ("reward", _reward(run, spark)),
+        ("length", _lengths(run.row)),
+        *([("episodes", _episodes(run.row))] if "num_turns/mean" in run.row else []),
+        ("optimizer", _optimizer(run.row, width)),
     ]
 
 
-def _validation(snapshot: Snapshot, spark: int) -> Text:
+def _validation(evaluations: Sequence[ValidationFinished], spark: int) -> Text:
     """Show the mean reward of the held-out problems: the first, the last, and the course between them."""
-    if not snapshot.evaluations:
+    if not evaluations:
         return Text("not measured yet", style=QUIET)
-    history = [event.accuracy for event in snapshot.evaluations]
+    history = [event.accuracy for event in evaluations]
     text = Text(human.score(history[0]))
     if len(history) > 1:
         style = f"bold {GOOD}" if history[-1] > history[0] else "bold"
         text.append("  ▸  ", QUIET).append(human.score(history[-1]), style)
         text.append(f"  {human.sparkline(history, spark)}", ACCENT)
-    return text.append(f"  version {snapshot.evaluations[-1].version}", QUIET)
+    return text.append(f"  version {evaluations[-1].version}", QUIET)
 
 
-def _reward(snapshot: Snapshot, spark: int) -> Text:
-    if not snapshot.rewards:
-        since = "since the resume" if snapshot.trainer_version else "yet"
+def _reward(run: RunProgress, spark: int) -> Text:
+    if not run.rewards:
+        since = "since the resume" if run.metrics.version else "yet"
         return Text(f"nothing trained {since}", style=QUIET)
-    text = Text(human.score(snapshot.rewards[0]))
-    if len(snapshot.rewards) > 1:
-        text.append("  ▸  ", QUIET).append(human.score(snapshot.rewards[-1]), "bold")
-        text.append(f"  {human.sparkline(snapshot.rewards, spark)}", ACCENT)
+    text = Text(human.score(run.rewards[0]))
+    if len(run.rewards) > 1:
+        text.append("  ▸  ", QUIET).append(human.score(run.rewards[-1]), "bold")
+        text.append(f"  {human.sparkline(run.rewards, spark)}", ACCENT)
     return text
 
 
@@ -263,40 +219,39 @@ def _optimizer(row: dict[str, Any], width: int) -> Text:
     return text
 
 
-def _flow(snapshot: Snapshot, width: int) -> list[Row]:
+def _flow(run: RunProgress, started: RunStarted, width: int) -> list[Row]:
+    metrics = run.metrics
     return [
-        ("lag", _lag(snapshot)),
-        ("versions", _versions(snapshot)),
-        ("idle", _idle(snapshot, min(max((width - 29) // 2, 4), 10))),
-        ("now", _whereabouts(snapshot)),
-        ("fates", _fates(snapshot.counts)),
+        ("lag", _lag(metrics, started)),
+        ("versions", _versions(metrics, started)),
+        ("idle", _idle(metrics, min(max((width - 29) // 2, 4), 10))),
+        ("now", _whereabouts(metrics.tally.whereabouts())),
+        ("fates", _fates(metrics.tally.counts())),
     ]
 
 
-def _lag(snapshot: Snapshot) -> Text:
-    bound = "none" if snapshot.started.lag_bound is None else str(snapshot.started.lag_bound)
-    if snapshot.lag_mean is None:
-        return _pairs(("bound", bound)).append(f"  {snapshot.started.order}", QUIET)
-    return _pairs(("mean", f"{snapshot.lag_mean:.2f}"), ("max", str(snapshot.lag_max)), ("bound", bound)).append(
-        f"  {snapshot.started.order}", QUIET
-    )
+def _lag(metrics: RunMetrics, started: RunStarted) -> Text:
+    bound = "none" if started.lag_bound is None else str(started.lag_bound)
+    mean, most = metrics.lag_so_far()
+    so_far = () if mean is None else (("mean", f"{mean:.2f}"), ("max", str(most)))
+    return _pairs(*so_far, ("bound", bound)).append(f"  {started.order}", QUIET)
 
 
-def _versions(snapshot: Snapshot) -> Text:
-    total, each = snapshot.started.total_groups, snapshot.started.groups_per_version
+def _versions(metrics: RunMetrics, started: RunStarted) -> Text:
+    total, each = started.total_groups, started.groups_per_version
     of = "" if total is None else f" of {total // each}"
-    text = _pairs(("trainer", f"{snapshot.trainer_version}{of}"))
-    served = sorted({version for _, version in snapshot.served})
+    text = _pairs(("trainer", f"{metrics.version}{of}"))
+    served = sorted(metrics.served.items())
     if not served:
         return text
-    if len(served) == 1 and len(snapshot.served) > 2:
-        return text.append("  ").append_text(_pairs((f"all {len(snapshot.served)} replicas", str(served[0]))))
-    return text.append("  ").append_text(_pairs(*((name, str(version)) for name, version in snapshot.served[:4])))
+    if len(served) > 2 and len({version for _, version in served}) == 1:
+        return text.append("  ").append_text(_pairs((f"all {len(served)} replicas", str(served[0][1]))))
+    return text.append("  ").append_text(_pairs(*((name, str(version)) for name, version in served[:4])))
 
 
-def _idle(snapshot: Snapshot, bar: int) -> Text:
+def _idle(metrics: RunMetrics, bar: int) -> Text:
     text = Text()
-    for who, ratio in (("trainer", snapshot.trainer_idle), ("rollouts", snapshot.rollouter_idle)):
+    for who, ratio in zip(("trainer", "rollouts"), metrics.idle_so_far(), strict=True):
         style = LOOK_HERE if (ratio or 0.0) > OFTEN_IDLE else "default"
         text.append(f"{who} ", QUIET).append(f"{human.share(ratio):>4} ", style)
         text.append_text(_bar(ratio or 0.0, bar, style)).append("   ")
@@ -304,8 +259,7 @@ def _idle(snapshot: Snapshot, bar: int) -> Text:
     return text
 
 
-def _whereabouts(snapshot: Snapshot) -> Text:
-    where = snapshot.whereabouts
+def _whereabouts(where: GroupsInFlight) -> Text:
     return _pairs(
         ("generating", human.count(where.generating)),
         ("queued", human.count(where.queued)),
@@ -324,21 +278,21 @@ def _fates(counts: dict[str, int]) -> Text:
     return text
 
 
-def _stages(snapshot: Snapshot) -> list[Text]:
-    """Return each stage and whom it waits for, one line each."""
-    rows = [(stage.name, _stage(stage)) for stage in snapshot.stages]
+def _stages(run: RunProgress, started: RunStarted) -> list[Text]:
+    """Return each stage and whom it waits for, one line each, in the order in which data flows."""
+    stages = sorted(run.metrics.occupancy.stages.values(), key=lambda stage: started.place_of(stage.name))
+    rows = [(stage.name, _stage(stage, run.now - stage.since)) for stage in stages]
     return _lines(rows, max((len(name) for name, _ in rows), default=0))
 
 
-def _stage(stage: StageLine) -> Text:
-    seconds = human.duration(stage.seconds)
+def _stage(stage: StageView, seconds: float) -> Text:
     if stage.waiting_for is not None:
         text = Text.assemble(("waits for ", QUIET), stage.waiting_for)
     else:
         text = Text(stage.state.lower().replace("_", " "), style=ACCENT if stage.state.upper() == "PROCESSING" else "")
         if stage.active > 1:
             text.append(f" {human.count(stage.active)}")
-    return text.append(f"  {seconds}", QUIET) if stage.seconds >= 1 else text
+    return text.append(f"  {human.duration(seconds)}", QUIET) if seconds >= 1 else text
 
 
 def _lines(rows: list[Row], label_width: int) -> list[Text]:

@@ -18,16 +18,16 @@ from rich.text import Text
 from headway import events
 from headway.events import Event
 from headway.reports import human
-from headway.reports.live.panel import SnapshotTaker
+from headway.reports.live.panel import RunProgress
 from headway.runtime.logs import DriverLog
 
 
 class PlainView:
     """A `ConsoleView` of lines that begin with the wall clock. ``clock`` is Unix time in seconds."""
 
-    def __init__(self, console: Console, snapshots: SnapshotTaker, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, console: Console, progress: RunProgress, clock: Callable[[], float] = time.time) -> None:
         self._console = console
-        self._snapshots = snapshots
+        self._progress = progress
         self._clock = clock
         self._told_below = 0
         """Version below which every version had its line before the run was resumed."""
@@ -42,7 +42,7 @@ class PlainView:
         self._line(text)
 
     def on_event(self, event: Event) -> None:
-        self._snapshots.on_event(event)
+        self._progress.on_event(event)
         match event:
             case events.RunStarted():
                 self._line(started_line(event))
@@ -62,7 +62,7 @@ class PlainView:
                 self._line(f"{event.status}" + (f": {event.reason}" if event.reason else ""))
 
     def on_row(self, row: dict[str, Any]) -> None:
-        self._snapshots.on_row(row)
+        self._progress.on_row(row)
         if "reward/mean" in row and row["version"] >= self._told_below:
             self._line(self._version_line(row))
 
@@ -70,7 +70,7 @@ class PlainView:
         """Do nothing: the view holds no resources."""
 
     def _version_line(self, row: dict[str, Any]) -> str:
-        snapshot = self._snapshots.take()
+        progress, started = self._progress, self._progress.metrics.started
         parts = [f"version {row['version']}", f"reward {human.score(row['reward/mean'])}"]
         if "lag/mean" in row:
             parts.append(f"lag mean {row['lag/mean']:.2f} max {row['lag/max']}")
@@ -79,14 +79,13 @@ class PlainView:
             parts.append(f"turns {row['num_turns/mean']:.1f}")
             if failed := row["episodes/failed_ratio"]:
                 parts.append(f"episodes failed {human.share(failed)}")
-        if snapshot is not None:
-            total = snapshot.started.total_groups
-            of = "" if total is None else f"/{human.count(total)}"
-            parts.append(f"{human.count(snapshot.trained)}{of} groups")
-            if filtered := snapshot.counts["filtered"]:
+        if started is not None:
+            of = "" if started.total_groups is None else f"/{human.count(started.total_groups)}"
+            parts.append(f"{human.count(progress.trained)}{of} groups")
+            if filtered := progress.metrics.tally.fates["filtered"]:
                 parts.append(f"{human.count(filtered)} filtered")
-            if snapshot.eta_s is not None:
-                parts.append(f"{human.duration(snapshot.eta_s)} left")
+            if (seconds := progress.seconds_left) is not None:
+                parts.append(f"{human.duration(seconds)} left")
         return "  ".join(parts)
 
     def _line(self, text: str) -> None:
