@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -105,6 +106,21 @@ class Told:
         return TrackerMessages(self.warnings.append, self.notes.append, self.phases.append)
 
 
+def write_row(metrics: Path, row: dict[str, Any]) -> None:
+    with metrics.open("a") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+class Apart(TrackerApart):
+    """A tracker whose run writes its rows to ``metrics.jsonl``."""
+
+    metrics: Path
+
+    def row(self, row: dict[str, Any]) -> None:
+        write_row(self.metrics, row)
+        self.on_row()
+
+
 def apart(
     tool: Tool,
     told: Told,
@@ -112,8 +128,10 @@ def apart(
     outbox: TrackerQueue | None = None,
     clock: Callable[[], float] = lambda: 0.0,
     config: dict[str, Any] | None = None,
-) -> TrackerApart:
+) -> Apart:
     """A tracker named ``tool`` over the scripted tool."""
     setting = TrackerSetting(project="p", name="n", folder=folder / "trackers", config=config or {})
     outbox = outbox or TrackerQueue(folder / "metrics.jsonl")
-    return TrackerApart("tool", setting, outbox, tool.link, told.say, remedy="headway sync RUN", clock=clock)
+    tracker = Apart("tool", setting, outbox, tool.link, told.say, remedy="headway sync RUN", clock=clock)
+    tracker.metrics = folder / "metrics.jsonl"
+    return tracker

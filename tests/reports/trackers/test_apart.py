@@ -15,7 +15,7 @@ from headway.reports.trackers.tracker_queue import RunEnd, TrackerQueue
 from headway.reports.trackers.tracker_set import Trackers
 from headway.reports.trackers.tracker_tools import ADDRESSES
 from tests.full_disk import files_of_at_most
-from tests.reports.trackers.fakes import SOON_S, Told, Tool, apart
+from tests.reports.trackers.fakes import SOON_S, Told, Tool, apart, write_row
 
 SAMPLE: dict[str, Any] = {"group": 3, "version": 0, "prompt": "?", "episodes": []}
 
@@ -33,11 +33,11 @@ def test_what_the_run_hands_over_reaches_the_tool_in_order(tmp_path: Path) -> No
     tool, told = Tool(), Told()
     tracker = apart(tool, told, tmp_path)
     tracker.start()
-    tracker.on_row({"version": 0})
+    tracker.row({"version": 0})
     tool.wait_for(2)
     tracker.on_sample(SAMPLE)
     tool.wait_for(3)
-    tracker.on_row({"version": 1})
+    tracker.row({"version": 1})
     end(tracker, {"status": "interrupted"})
     assert tool.calls == [
         ("on_row", {"version": 0}),
@@ -57,6 +57,7 @@ def test_a_tool_that_hangs_is_given_up_at_the_end_and_what_it_lacks_is_said(call
     tracker = apart(tool, told, tmp_path)
     trackers = Trackers(None, [tracker], told.say)
     trackers.start()
+    write_row(tracker.metrics, {"version": 0})
     trackers.on_row({"version": 0})
     if call in ("open", "on_row"):
         assert tool.hanging.wait(SOON_S)
@@ -91,10 +92,10 @@ def test_a_tool_that_does_not_answer_for_a_minute_is_said_to_be_behind_once(tmp_
     tool, told, now = Tool(hangs_at="on_row"), Told(), 0.0
     tracker = apart(tool, told, tmp_path, clock=lambda: now)
     tracker.start()
-    tracker.on_row({"version": 0})
+    tracker.row({"version": 0})
     assert tool.hanging.wait(SOON_S)
     for now in (30.0, 59.0, 61.0, 200.0):
-        tracker.on_row({"version": 1})
+        tracker.row({"version": 1})
         assert told.warnings == ["tool: has not answered for 61 s; the run goes on, and what waits is sent later"] * (
             now > 60
         )
@@ -107,7 +108,7 @@ def test_what_a_tool_refused_is_sent_again_with_the_next_row_and_in_order(tmp_pa
     tracker = apart(tool, told, tmp_path)
     tracker.start()
     for version in range(3):
-        tracker.on_row({"version": version})
+        tracker.row({"version": version})
         tool.wait_for(2 + version)  # the opening, and an attempt for each row
     end(tracker)
     assert tool.rows == [0, 1, 2]
@@ -120,7 +121,7 @@ def test_what_a_tool_refuses_to_the_end_is_said_with_its_reason_and_its_remedy(t
     tool, told = Tool(refuses={"row 0": "HTTPError: 503", "on_summary": "HTTPError: 503"}), Told()
     tracker = apart(tool, told, tmp_path)
     tracker.start()
-    tracker.on_row({"version": 0})
+    tracker.row({"version": 0})
     end(tracker)
     assert tracker.missing("silent") == (
         "tool did not get 1 of 1 rows, the summary (HTTPError: 503); send it with: headway sync RUN"
@@ -133,11 +134,11 @@ def test_a_tool_whose_process_dies_gets_another_one_that_goes_on_in_the_entry(tm
     tool, told = Tool(dies_at={3}), Told()
     tracker = apart(tool, told, tmp_path)
     tracker.start()
-    tracker.on_row({"version": 0})
+    tracker.row({"version": 0})
     tool.wait_for(2)
-    tracker.on_row({"version": 1})
+    tracker.row({"version": 1})
     tool.wait_for(3)
-    tracker.on_row({"version": 2})
+    tracker.row({"version": 2})
     end(tracker)
     assert [setting["entry"] for setting in tool.opened_with] == ["", "entry-1"]
     assert tool.rows == [0, 1, 2]
@@ -149,7 +150,7 @@ def test_what_a_tool_took_and_did_not_keep_is_told_again_to_another_process(tmp_
     tracker = apart(tool, told, tmp_path)
     tracker.start()
     for version in range(3):
-        tracker.on_row({"version": version})
+        tracker.row({"version": version})
         tool.wait_for(version + 2)
     end(tracker)
     assert (tool.processes, tool.rows) == (2, [0, 1, 0, 1, 2])
@@ -161,7 +162,7 @@ def test_what_a_tool_has_not_kept_at_its_end_is_not_counted_as_taken(tmp_path: P
     tool, told = Tool(loses_at={4}), Told()
     tracker = apart(tool, told, tmp_path)
     tracker.start()
-    tracker.on_row({"version": 0})
+    tracker.row({"version": 0})
     end(tracker)
     assert tool.calls == [("on_row", {"version": 0}), ("on_summary", {"status": "completed"})]
     assert tracker.missing("silent") == (
@@ -175,7 +176,7 @@ def test_a_tool_whose_process_always_dies_is_started_a_few_times(tmp_path: Path)
     tracker = apart(tool, told, tmp_path)
     tracker.start()
     for version in range(MOST_STARTS + 3):
-        tracker.on_row({"version": version})
+        tracker.row({"version": version})
         tool.wait_for(min(version + 1, MOST_STARTS))
     end(tracker)
     assert tool.processes == MOST_STARTS
@@ -195,7 +196,7 @@ def test_a_process_that_worked_for_a_while_makes_up_for_those_that_died_before(t
     rows = deaths[-1] + 20  # each is a reason to go on, also after the last death
     for version in range(rows):
         asked = tool.asked
-        tracker.on_row({"version": version})
+        tracker.row({"version": version})
         tool.wait_for(asked + 1)
     end(tracker)
     assert tool.processes == len(deaths) + 1
@@ -208,7 +209,7 @@ def test_settings_that_are_refused_cost_no_row_and_no_other_entry_and_are_said(t
     tracker = apart(tool, told, tmp_path, config={"run.seed": 7})
     tracker.start()
     for version in range(6):
-        tracker.on_row({"version": version})
+        tracker.row({"version": version})
     end(tracker)
     assert tool.rows == list(range(6))
     assert [opened["entry"] for opened in tool.opened_with] == [""]
@@ -226,7 +227,7 @@ def test_settings_that_end_the_process_leave_the_next_one_to_the_rows(tmp_path: 
     tracker = apart(tool, told, tmp_path, config={"run.seed": 7})
     tracker.start()
     tool.wait_for(2)
-    tracker.on_row({"version": 0})
+    tracker.row({"version": 0})
     tool.wait_for(4)
     end(tracker)
     assert [call for call, _ in tool.calls] == ["on_row", "on_summary", "on_settings", "close"]
@@ -238,7 +239,7 @@ def test_a_row_that_is_refused_again_and_again_does_not_hold_up_those_behind_it(
     tracker = apart(tool, told, tmp_path)
     tracker.start()
     for version in range(7):
-        tracker.on_row({"version": version})
+        tracker.row({"version": version})
         tool.wait_for(version + 2)
     end(tracker)
     assert tool.rows == [0, 2, 3, 4, 5, 6]
@@ -254,7 +255,7 @@ def test_the_last_row_that_is_refused_again_and_again_holds_up_neither_summary_n
     tracker = apart(tool, told, tmp_path)
     tracker.start()
     for version in range(3):
-        tracker.on_row({"version": version})
+        tracker.row({"version": version})
     tracker.end(RunEnd({"status": "completed"}, tmp_path / "model"))
     assert tracker.join(SOON_S)
     assert [call for call, _ in tool.calls] == ["on_row", "on_row", "on_summary", "on_model", "close"]
@@ -269,7 +270,7 @@ def test_the_last_row_is_taken_where_the_tool_was_away_for_a_moment_at_the_end(t
     tool, told = Tool(problems=deque(["HTTPError: 503"] * 2)), Told()
     tracker = apart(tool, told, tmp_path)
     tracker.start()
-    tracker.on_row({"version": 0})
+    tracker.row({"version": 0})
     end(tracker)
     assert [call for call, _ in tool.calls] == ["on_row", "on_summary", "close"]
     assert (tracker.missing(""), memory(tmp_path).whole) == ("", True)
@@ -279,8 +280,8 @@ def test_samples_that_the_tool_dropped_are_counted_and_said_once(tmp_path: Path)
     tool, told = Tool(account={"held": 0, "dropped": 2, "why": "OSError: no place"}), Told()
     tracker = apart(tool, told, tmp_path)
     tracker.start()
-    tracker.on_row({"version": 0})
-    tracker.on_row({"version": 1})
+    tracker.row({"version": 0})
+    tracker.row({"version": 1})
     end(tracker)
     assert told.warnings == ["tool: did not take samples (OSError: no place); it gets the rows without them"]
     assert tracker.missing("silent").startswith("tool did not get 4 samples (")
@@ -293,7 +294,7 @@ def test_samples_that_waited_in_a_process_that_died_are_counted(tmp_path: Path) 
     tracker.on_sample(SAMPLE)
     tool.wait_for(2)
     tool.account = {"held": 0, "dropped": 0, "why": ""}
-    tracker.on_row({"version": 0})
+    tracker.row({"version": 0})
     tool.wait_for(3)
     end(tracker)
     assert tool.rows == [0]
@@ -319,9 +320,10 @@ def test_a_run_that_never_began_to_train_makes_no_entry(tmp_path: Path) -> None:
 def test_a_disk_that_is_full_is_said_and_the_tool_gets_its_rows(tmp_path: Path) -> None:
     tool, told = Tool(), Told()
     tracker = apart(tool, told, tmp_path)
+    write_row(tracker.metrics, {"version": 0})
     with files_of_at_most(0):
         tracker.start()
-        tracker.on_row({"version": 0})
+        tracker.on_row()
         end(tracker)
     assert tool.rows == [0]
     path = tmp_path / "trackers" / "tool.json"
@@ -353,7 +355,7 @@ def test_a_resumed_run_goes_on_in_its_entry_and_sends_what_it_lacks_first(tmp_pa
     tool, told = Tool(), Told()
     tracker = apart(tool, told, tmp_path, TrackerQueue(metrics, rows=3, sent=1))
     tracker.start()
-    tracker.on_row({"version": 3})
+    tracker.row({"version": 3})
     end(tracker)
     assert tool.rows == [1, 2, 3]
     assert memory(tmp_path).rows == 4

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from headway.reports.trackers.tracker_queue import READ_AT_ONCE, ROWS, SAMPLES, RunEnd, TrackerQueue
+from headway.reports.trackers.tracker_queue import SAMPLES, RunEnd, TrackerQueue
 
 
 def rows(numbers: range) -> list[dict[str, Any]]:
@@ -26,39 +26,45 @@ def drained(outbox: TrackerQueue) -> list[Any]:
     return values
 
 
-def test_rows_that_have_no_room_are_read_from_the_file_in_their_order(tmp_path: Path) -> None:
-    told = rows(range(10 * ROWS))
-    outbox = TrackerQueue(write(tmp_path / "metrics.jsonl", told))
-    for row in told:
-        outbox.put_row(row)
-    assert len(outbox._rows) == ROWS
+def announced(metrics: Path, count: int) -> TrackerQueue:
+    """A queue to which ``count`` rows were announced, whether or not the file has them."""
+    outbox = TrackerQueue(metrics)
+    for _ in range(count):
+        outbox.put_row()
+    return outbox
+
+
+def test_rows_are_read_from_the_file_in_their_order(tmp_path: Path) -> None:
+    told = rows(range(300))
+    outbox = announced(write(tmp_path / "metrics.jsonl", told), len(told))
     assert drained(outbox) == told
     assert (outbox.left(), outbox.lost()) == ([], [])
 
 
-def test_rows_that_are_nowhere_are_counted_and_do_not_hold_the_others_up(tmp_path: Path) -> None:
-    outbox = TrackerQueue(tmp_path / "metrics.jsonl")
-    told = rows(range(ROWS + 5))
-    for row in told:
-        outbox.put_row(row)
-    assert drained(outbox) == told[5:]
-    assert outbox.damaged() == f"5 rows, which {tmp_path / 'metrics.jsonl'} does not have whole (line 1, 2, 3, …)"
+def test_a_row_that_a_disk_refuses_is_waited_for_until_the_run_ends(tmp_path: Path) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    outbox = announced(metrics, 2)
+    assert outbox.first() is None
+    write(metrics, rows(range(1)))
+    assert drained(outbox) == rows(range(1))
+    assert outbox.left() == ["1 of 2 rows"]
+    outbox.end(RunEnd({"status": "completed"}))
+    assert drained(outbox) == [{"status": "completed"}]
+    assert outbox.damaged() == f"1 rows, which {metrics} does not have whole (line 2)"
 
 
 def test_half_a_line_in_the_file_costs_what_is_behind_it_alone(tmp_path: Path) -> None:
-    told = rows(range(ROWS + 5))
-    outbox = TrackerQueue(write(tmp_path / "metrics.jsonl", told[:3], end='{"versi'))
-    for row in told:
-        outbox.put_row(row)
-    assert drained(outbox) == told[:3] + told[5:]
+    outbox = announced(write(tmp_path / "metrics.jsonl", rows(range(3)), end='{"versi'), 5)
+    outbox.end(RunEnd({"status": "completed"}))
+    assert drained(outbox) == [*rows(range(3)), {"status": "completed"}]
     assert outbox.unread == [4, 5]
     assert outbox.lost() == []
 
 
 @pytest.mark.parametrize("damage", ["garbage", "{}", "3", "\udcff"])
 def test_a_damaged_line_costs_no_other_row(damage: str, tmp_path: Path) -> None:
-    told = rows(range(2 * READ_AT_ONCE))
-    at = {1, 2, READ_AT_ONCE - 1, READ_AT_ONCE, 2 * READ_AT_ONCE - 1}
+    told = rows(range(8))
+    at = {1, 2, 4, 7}
     path = tmp_path / "metrics.jsonl"
     text = "".join((damage if row["version"] in at else json.dumps(row)) + "\n" for row in told)
     path.write_text(text, errors="surrogateescape")
@@ -69,22 +75,25 @@ def test_a_damaged_line_costs_no_other_row(damage: str, tmp_path: Path) -> None:
 
 def test_rows_of_before_that_were_not_sent_come_first(tmp_path: Path) -> None:
     told = rows(range(4))
-    outbox = TrackerQueue(write(tmp_path / "metrics.jsonl", told), rows=4, sent=1)
-    outbox.put_row({"version": 4})
-    assert drained(outbox) == [*told[1:], {"version": 4}]
+    outbox = TrackerQueue(write(tmp_path / "metrics.jsonl", told), rows=3, sent=1)
+    outbox.put_row()
+    assert drained(outbox) == told[1:]
 
 
 def test_a_tracker_that_has_rows_which_are_undone_goes_on_with_the_next(tmp_path: Path) -> None:
-    outbox = TrackerQueue(write(tmp_path / "metrics.jsonl", rows(range(2))), rows=2, sent=6)
-    outbox.put_row({"version": 2})
+    outbox = TrackerQueue(write(tmp_path / "metrics.jsonl", rows(range(3))), rows=2, sent=6)
+    outbox.put_row()
     assert drained(outbox) == [{"version": 2}]
 
 
 def test_samples_and_rows_keep_their_order(tmp_path: Path) -> None:
-    outbox = TrackerQueue(tmp_path / "metrics.jsonl")
+    outbox = TrackerQueue(write(tmp_path / "metrics.jsonl", rows(range(2))))
     told = [{"group": 0}, {"version": 0}, {"group": 1}, {"group": 2}, {"version": 1}, {"group": 3}]
     for one in told:
-        (outbox.put_row if "version" in one else outbox.put_sample)(one)
+        if "version" in one:
+            outbox.put_row()
+        else:
+            outbox.put_sample(one)
     assert drained(outbox) == told
 
 
@@ -109,8 +118,7 @@ def test_a_sample_that_made_room_while_it_was_being_sent_is_not_counted_as_lost(
 
 
 def test_the_end_comes_last_and_what_is_left_of_it_is_said(tmp_path: Path) -> None:
-    outbox = TrackerQueue(tmp_path / "metrics.jsonl")
-    outbox.put_row({"version": 0})
+    outbox = announced(write(tmp_path / "metrics.jsonl", rows(range(1))), 1)
     outbox.end(RunEnd({"status": "completed"}, tmp_path))
     assert outbox.left() == ["1 of 1 rows", "the summary", "the model"]
     assert outbox.wait(1) == (2, True)

@@ -98,7 +98,7 @@ class JsonLines:
             self.flush()
 
     def on_row(self, row: dict[str, Any]) -> None:
-        self.write(row)
+        self.write(row, at_once=True)  # trackers read it there
 
     def flush(self) -> None:
         """Write what waits, or try to; give up where too much does."""

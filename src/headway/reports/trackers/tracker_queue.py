@@ -1,6 +1,6 @@
-"""Bounded queue to one tracker; rows that overflow are re-read from metrics.jsonl.
+"""Bounded queue to one tracker, whose rows are read from metrics.jsonl.
 
-rows       numbered as the lines of metrics.jsonl; the newest are kept here, earlier ones are read from the file
+rows       numbered as the lines of metrics.jsonl, which has each one before it is announced here
 samples    the newest; earlier ones are dropped, and counted
 ending     the summary, and the model's folder where it was asked for
 """
@@ -13,16 +13,11 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-ROWS = 256
-"""Newest rows that are kept in memory, sent or not. More than a second's: by then they are in the file."""
 SAMPLES = 64
 LINES_NAMED = 3
-READ_AT_ONCE = 256
-"""Most rows that are read from the file at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +42,10 @@ class TrackerQueue:
 
     Example:
         >>> queue = TrackerQueue(Path("metrics.jsonl"))
-        >>> queue.put_row({"version": 0, "reward/mean": 0.5})
+        >>> queue.put_sample({"group": 17})
         >>> message = queue.first()  # stays until it is `sent`
         >>> message.call, queue.left()
-        ('on_row', ['1 of 1 rows'])
+        ('on_sample', [])
         >>> queue.sent(message)
         >>> queue.left()
         []
@@ -60,9 +55,8 @@ class TrackerQueue:
         """Begin with ``rows`` lines in the file ``metrics``, of which the tracker has the first ``sent``."""
         self._metrics = metrics
         self._news = threading.Condition()
-        self._rows: deque[tuple[int, dict[str, Any]]] = deque(maxlen=ROWS)
-        self._from_file: deque[tuple[int, dict[str, Any] | None]] = deque()
-        """Rows that were read, each with its number; None for a line that is damaged or missing."""
+        self._place = (0, 0)
+        """Number of a line of the file, and the bytes before it: the line that was read last."""
         self._samples: deque[tuple[int, dict[str, Any]]] = deque(maxlen=SAMPLES)
         """Samples, each with the number of the row that comes behind it."""
         self._told = 0
@@ -85,9 +79,10 @@ class TrackerQueue:
         self._held = 0
         """Samples that were taken off the queue and wait in the tracker's process, with which they would go."""
 
-    def put_row(self, row: dict[str, Any]) -> None:
+    def put_row(self) -> None:
+        """Announce the next row, which the file has, or will have where a disk refuses it."""
+
         def put() -> None:
-            self._rows.append((self.rows, row))
             self.rows += 1
 
         self._tell(put)
@@ -128,12 +123,10 @@ class TrackerQueue:
         with self._news:
             if self._samples and self._samples[0][0] <= self.next:
                 return Message("on_sample", self._samples[0][1])
-        while (row := self._row()) is None and self.next < self.rows:
-            self._read_rows()
-        if row is not None:
+        if (row := self._row()) is not None:
             return Message("on_row", row)
         with self._news:
-            return self._ending[0] if self._ending else None
+            return self._ending[0] if self._ending and self.next == self.rows else None
 
     def sent(self, message: Message) -> None:
         """Take ``message``, which `first` returned, off the queue."""
@@ -158,15 +151,13 @@ class TrackerQueue:
     def behind(self) -> Message | None:
         """Return what comes behind the next row, and stays here: a row, or what ends the run behind the last one.
 
-        None where that is not in memory, or did not come yet.
+        None where that did not come yet, or is damaged.
         """
         with self._news:
             if self.next + 1 == self.rows:
                 return self._ending[0] if self._ending else None
-            for number, row in chain(self._from_file, self._rows):
-                if number == self.next + 1 and row is not None:
-                    return Message("on_row", row)
-        return None
+        row = _row_of(self._line(self.next + 1))
+        return None if row is None else Message("on_row", row)
 
     def pass_over(self, behind: Message) -> None:
         """Take a row off the queue that the tracker refuses, and what was `behind` it, which it took."""
@@ -180,7 +171,6 @@ class TrackerQueue:
         with self._news:
             self.next = min(self.next, row)
             self.unread = [line for line in self.unread if line <= row]
-            self._from_file.clear()
             self._ending = deque(self._end)
 
     def account(self, held: int, dropped: int) -> None:
@@ -196,30 +186,31 @@ class TrackerQueue:
             self._held = 0
 
     def _row(self) -> dict[str, Any] | None:
-        """Return the next row, if it is in memory. One that was read as damaged is passed over."""
-        with self._news:
-            while self._from_file and self._from_file[0][0] <= self.next:
-                number, row = self._from_file[0]
-                if number == self.next:
-                    if row is not None:
-                        return row
-                    self.unread.append(number + 1)
-                    self.next += 1
-                self._from_file.popleft()
-            place = self.next - self._rows[0][0] if self._rows else -1
-            return self._rows[place][1] if 0 <= place < len(self._rows) else None
+        """Return the next row; None where there is none, or the file does not have it yet. What holds no row is passed
+        over.
+        """
+        while self.next < self.rows:
+            line = self._line(self.next)
+            if line is None and not self.ended:
+                return None
+            if (row := _row_of(line)) is not None:
+                return row
+            with self._news:
+                self.unread.append(self.next + 1)
+                self.next += 1
+        return None
 
-    def _read_rows(self) -> None:
-        """Read the rows from the next one on that have no room in memory."""
-        with self._news:
-            begin, end = self.next, self._rows[0][0] if self._rows else self.rows
-        end = min(end, begin + READ_AT_ONCE)
-        read: list[dict[str, Any] | None] = []
-        with suppress(OSError), self._metrics.open("rb") as lines:
-            read += map(_row_of, islice(lines, begin, end))
-        read += [None] * (end - begin - len(read))
-        with self._news:
-            self._from_file.extend(enumerate(read, begin))
+    def _line(self, number: int) -> bytes | None:
+        """Return a whole line of the file; None where that does not have it. Called by the thread that sends."""
+        at, offset = self._place if number >= self._place[0] else (0, 0)
+        with suppress(OSError), self._metrics.open("rb") as file:
+            file.seek(offset)
+            while (line := file.readline()).endswith(b"\n"):
+                if at == number:
+                    self._place = at, offset
+                    return line
+                at, offset = at + 1, offset + len(line)
+        return None
 
     def left(self) -> list[str]:
         """Return in words what was put here and can still be sent: rows, the summary, the model."""
@@ -243,10 +234,10 @@ class TrackerQueue:
         return f"{count} rows, which {self._metrics} does not have whole (line {lines})"
 
 
-def _row_of(line: bytes) -> dict[str, Any] | None:
+def _row_of(line: bytes | None) -> dict[str, Any] | None:
     """Return the row of a line; None where it holds none."""
     try:
-        row = json.loads(line)
+        row = json.loads(line or b"")
     except ValueError:
         return None
     return row if isinstance(row, dict) and isinstance(row.get("version"), int) else None
