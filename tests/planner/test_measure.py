@@ -15,7 +15,6 @@ from headway.events import (
     TrajectoryFinished,
     UpdateFinished,
 )
-from headway.planner.control_variates import AnswerControls
 from headway.planner.measure import FEWEST_VERSIONS, MOST_VERSIONS, StepMeter, fill_versions, measure
 from tests.planner.planning import profile_of, setting
 
@@ -170,20 +169,6 @@ def test_times_that_alternate_are_measured_in_pairs_when_groups_run_ahead():
 
 def test_more_versions_are_left_out_when_more_run_ahead():
     assert [fill_versions(Fraction(eta)) for eta in ("0", "0.5", "1", "2")] == [1, 3, 3, 4]
-
-
-def test_long_answers_that_happened_to_come_are_told_from_what_takes_long():
-    profile = profile_of(
-        batch={"groups_per_version": 1, "ppo_mini_batch_size": 1},
-        response={"kind": "lognormal", "mean": 6, "sigma": 0.5, "max": 1000},
-    )
-    answers = AnswerControls(profile, Fraction(0))
-    meter = StepMeter(eta=Fraction(0), steps_per_version=2, stop=Stops(), out_of_time=never, answers=answers)
-    tokens = [5, 4, 7, 9, 4, 8, 9, 10, 5, 8]
-    feed(meter, [each / 2 for each in tokens], tokens)
-    # Half a second for each token of an answer, and 6 tokens on average, though there were 6.9.
-    assert meter.measurement().step_s == pytest.approx(3.0)
-    assert meter.measurement().half_width == pytest.approx(0.0, abs=1e-9)
 
 
 # B = 8 groups of 2 answers, 10 tokens at 0.1 s: 1 s of generation when all have slots. Four optimizer steps of 1 s.

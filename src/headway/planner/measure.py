@@ -4,18 +4,19 @@
               filling    │ measured, window of all shares  stops at n ≥ 4 and known within 2%, or n = 30
               pipeline   │
 
-A version ends with its last optimizer step. The error is estimated by batch means (`headway.planner.estimate`), as
-times of consecutive versions are not independent: with η > 0 a quick version leaves little behind for the next, so
-short and long ones alternate, and a batch is an even number of them.
+A version ends with its last optimizer step. The error is estimated by batch means (`mean_of_times`), as times of
+consecutive versions are not independent: with η > 0 a quick version leaves little behind for the next, so short and
+long ones alternate, and a batch is an even number of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any
 
 from headway.config.schema import Config
@@ -29,8 +30,6 @@ from headway.events import (
     TrajectoryFinished,
     UpdateFinished,
 )
-from headway.planner.control_variates import AnswerControls
-from headway.planner.estimate import StepTimeEstimate, estimate
 from headway.planner.grid import PlanSetting, forecast
 from headway.planner.profiles.job_profile import Profile
 from headway.planner.simulation.simulated_run import Simulation, config_for
@@ -41,6 +40,10 @@ PRECISION = 0.02
 FEWEST_VERSIONS, MOST_VERSIONS = 4, 30
 REPORTS_PER_VERSION = 4
 """Number of reports of each replica's activity in the time of one version, roughly."""
+MOST_BATCHES = 15
+T_QUANTILES = (21.205, 5.643, 3.896, 3.298, 3.003, 2.829, 2.715, 2.634, 2.574, 2.527, 2.491, 2.461, 2.436, 2.415)
+"""Quantiles of Student's t, two-sided 97%, for 1 … 14 degrees of freedom. 95% are left of them: looking after each
+version whether it is enough costs the rest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +51,7 @@ class Measurement:
     """Figures measured of one row at steady state. Shares are of the measured window."""
 
     step_s: float
-    """Seconds per version, B trained groups, for answers that are as long as they are on average."""
+    """Seconds per version, B trained groups."""
     half_width: float
     """Half the width of the 95% confidence interval of ``step_s``, in seconds."""
     versions: int
@@ -87,19 +90,15 @@ class StepMeter:
         steps_per_version: int,
         stop: Callable[[], None],
         out_of_time: Callable[[int], bool],
-        answers: AnswerControls | None = None,
     ) -> None:
         """Begin with the fill. ``stop`` is called once, at the end of a version; ``out_of_time`` is asked there, given
         the number of versions that were measured.
-
-        ``answers`` counts all answers, which makes the error smaller.
         """
         self._fill = fill_versions(eta)
         self._multiple = 1 if eta == 0 else 2
         self._steps_per_version = steps_per_version
         self._stop = stop
         self._out_of_time = out_of_time
-        self._answers = answers
         self._occupancy = Occupancy()
         self._steps = 0
         self._ends: list[float] = []
@@ -134,11 +133,11 @@ class StepMeter:
         if len(times) < 2:
             return None
         window = (self._ends[0], self._ends[-1])
-        found = self._estimate(times)
-        per_version = found.mean / (window[1] - window[0])
+        mean, half_width = mean_of_times(times, self._multiple)
+        per_version = mean / (window[1] - window[0])
         return Measurement(
-            step_s=found.mean,
-            half_width=found.half_width,
+            step_s=mean,
+            half_width=half_width,
             versions=len(times),
             trainer_idle=self._occupancy.trainer_idle(window) or 0.0,
             rollouter_idle=self._occupancy.rollouter_idle(window) or 0.0,
@@ -165,8 +164,6 @@ class StepMeter:
 
     def _trajectory(self, event: TrajectoryFinished) -> None:
         self._trajectories += 1
-        if self._answers is not None:
-            self._answers.answer_ended(event)
         if self._measuring:
             self._counted += 1
             self._partial += len(event.version_spans) > 1
@@ -192,8 +189,6 @@ class StepMeter:
     def _version_ended(self, time: float) -> None:
         if self._steps // self._steps_per_version >= self._fill:
             self._ends.append(time)
-        if self._answers is not None:
-            self._answers.version_ended()
         times = self._times()
         if self._out_of_time(len(times)) or len(times) >= MOST_VERSIONS or self._known(times):
             self._stopped = True
@@ -202,12 +197,20 @@ class StepMeter:
     def _known(self, times: list[float]) -> bool:
         if len(times) < FEWEST_VERSIONS or len(times) % self._multiple:
             return False
-        found = self._estimate(times)
-        return found.half_width <= PRECISION * found.mean
+        mean, half_width = mean_of_times(times, self._multiple)
+        return half_width <= PRECISION * mean
 
-    def _estimate(self, times: list[float]) -> StepTimeEstimate:
-        controls = self._answers.of(self._fill, len(times)) if self._answers is not None else []
-        return estimate(times, controls, multiple=self._multiple)
+
+def mean_of_times(times: Sequence[float], multiple: int = 1) -> tuple[float, float]:
+    """Return the mean of the times of consecutive versions, and half the width of its 95% confidence interval, which is
+    infinite for fewer than two batches. ``multiple`` divides the size of a batch.
+    """
+    size = multiple * ceil(len(times) / (multiple * MOST_BATCHES))
+    count = len(times) // size
+    recent = times[len(times) - count * size :]  # what is too little for another batch is left out
+    means = [fmean(recent[i : i + size]) for i in range(0, len(recent), size)]
+    error = T_QUANTILES[count - 2] * stdev(means) / math.sqrt(count) if count > 1 else math.inf
+    return fmean(times), error
 
 
 def config_of(profile: Profile, setting: PlanSetting, versions: int) -> Config:
@@ -241,7 +244,6 @@ def measure(
         steps_per_version=batch.ppo_epochs * batch.groups_per_version // batch.ppo_mini_batch_size,
         stop=lambda: simulation.pipeline.request_stop(),  # noqa: PLW0108 - bound below: the meter observes it
         out_of_time=out_of_time,
-        answers=AnswerControls(profile, setting.eta),
     )
     simulation = Simulation(profile, config, seed=seed, observers=(meter,))
     simulation.run()
