@@ -8,7 +8,7 @@ import pytest
 
 from headway.data.interfaces.rollout import FinishedCall
 from headway.data.types import FinishReason
-from headway.engines.rollout.call_run import CallInbox
+from headway.engines.rollout.engine_base import CallInbox
 from headway.errors import RunError
 
 

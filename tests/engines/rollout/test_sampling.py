@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from headway.data.interfaces.rollout import OnUpdate, SamplingParams
 from headway.data.types import TrajectoryId
-from headway.engines.rollout.call_run import check_sampling, trajectory_key, uniforms
 from headway.engines.rollout.native.sampler import (
     BLOCK,
     BatchSampling,
@@ -17,6 +16,7 @@ from headway.engines.rollout.native.sampler import (
     inverse_cdf_in_blocks,
     sample,
 )
+from headway.engines.rollout.scheduler import check_sampling, trajectory_key, uniforms
 from headway.errors import DataError
 from tests.engines.rollout.support import finish, make_core, make_model, make_request, steps, tokens_of
 

@@ -10,9 +10,9 @@ from transformers import PreTrainedModel
 
 from headway.data.interfaces.episode_groups import GroupRequest
 from headway.data.interfaces.rollout import OnUpdate
-from headway.engines.rollout.call_run import CallRun
 from headway.engines.rollout.native.model.step_attention import AttentionShape, DecodeAttention, places_do_not_matter
 from headway.engines.rollout.native.model.step_layout import LEAST_CALLS, LEAST_TOKENS, TOGETHER, SharedPrompts, Windows
+from headway.engines.rollout.scheduler import CallRun
 from tests.engines.rollout.support import (
     VOCABULARY,
     AskedCore,

@@ -54,7 +54,7 @@ async def draining(engine: NativeEngine) -> None:
     drain = asyncio.create_task(engine.pause(OnUpdate.DRAIN))
     await asyncio.sleep(0)
     drain.cancel()
-    assert await engine._ask(lambda: engine._core.draining)
+    assert await engine._ask(lambda core: core.draining)
 
 
 async def paused(engine: NativeEngine) -> None:
@@ -370,7 +370,7 @@ async def test_torn_weights_are_refused_by_the_decoding_step_itself() -> None:
         with pytest.raises(UpdateFailed):
             await engine.stage_weights(1)
         with pytest.raises(RunError, match="cannot decode: its weights are torn"):
-            await engine._ask(engine._core.step)
+            await engine._ask(lambda core: core.step())
 
 
 # ------------------------------------------------------------------------------------------ from another's copy

@@ -58,8 +58,8 @@ def core_over(llm: Noting) -> VllmCore:
     )
 
 
-def load_buffer(core: VllmCore, into_workers: Callable[[str], None]) -> None:
-    into_workers("buffer")
+def load_buffer(core: VllmCore, into_workers: Callable[[Any], None]) -> None:
+    into_workers(SimpleNamespace(path="buffer"))
     core._state.weights.loaded()
 
 
@@ -83,7 +83,7 @@ async def test_only_what_sleeps_is_woken(
     core = core_over(llm)
     await core.begin()
     await core.pause(OnUpdate.INTERRUPT)
-    await core.sleep(keep)
+    await core.sleep(keep_weights=keep)
     if loads:
         for version in (1, 2):
             await core.activate(version, partial(load_buffer, core))

@@ -120,7 +120,7 @@ ORDERS: dict[str, Callable[[VllmCore], Awaitable[object]]] = {
     "interrupt": lambda core: core.pause(OnUpdate.INTERRUPT),
     "drain": lambda core: core.pause(OnUpdate.DRAIN),  # of nothing
     "probe": lambda core: core.probe(),
-    "activate": lambda core: core.activate(1, lambda into_workers: into_workers()),
+    "activate": lambda core: core.activate(1, lambda into_workers: into_workers(SimpleNamespace(path="buffer"))),
 }
 
 

@@ -353,16 +353,3 @@ class WeightUpdates:
     def _prepare(self, version: int) -> None:
         with boundary(f"{self._state.name} taking memory for version {version}", UpdateFailed):
             self._take_memory()
-
-
-def cannot_stage(name: str) -> RunError:
-    """The error for a rollout engine that has no weight transport and is asked to receive weights."""
-    return RunError(f"rollout engine {name} was made without a weight transport; it cannot stage weights")
-
-
-def nothing_to_activate(name: str, version: int) -> UpdateFailed:
-    """The error for a rollout engine that has no weight transport and is asked to activate ``version``."""
-    return UpdateFailed(
-        f"rollout engine {name} was told to activate version {version}, but nothing is staged: it was made without a "
-        "weight transport"
-    )

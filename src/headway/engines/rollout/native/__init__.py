@@ -9,7 +9,7 @@ sampler.py         tokens from logits
 kv_cache.py        keys and values               prefix_cache.py    which contexts are kept where
 model/             the module as it is, or a faster forward pass for the Llama family; recorded steps
 
-Every engine uses `call_run`, `scheduler` and `engine_activity`; the weights and their updates are in
+Every engine uses `engine_base`, `scheduler` and `engine_activity`; the weights and their updates are in
 `headway.engines.weights.served_weights`.
 """
 

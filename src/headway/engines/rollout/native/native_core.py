@@ -21,14 +21,13 @@ from transformers import PreTrainedModel
 from headway.data.interfaces.rollout import EngineStats, FinishedCall, GenerateRequest, OnUpdate, Paused
 from headway.data.types import FinishReason, TrajectoryId
 from headway.devices import GraphRecorder
-from headway.engines.rollout.call_run import CallRun, not_finite
 from headway.engines.rollout.engine_activity import DecodeStep, NativeActivity
 from headway.engines.rollout.native.decode_batch import DecodeBatch
 from headway.engines.rollout.native.model.fused_forward import best_forward
 from headway.engines.rollout.native.model_runner import ModelRunner
 from headway.engines.rollout.native.step_admission import StepAdmission
 from headway.engines.rollout.native.supported_models import prepare_model
-from headway.engines.rollout.scheduler import Mode, OpenCalls, Scheduler
+from headway.engines.rollout.scheduler import CallRun, Mode, OpenCalls, Scheduler, not_finite
 from headway.engines.weights.served_weights import ServedWeights
 from headway.errors import RunError, UpdateFailed
 from headway.models.logprobs import PROBE_PREFILL, probe_sequences
@@ -56,9 +55,7 @@ class EngineCore:
         temperature: float = 1.0,
     ) -> None:
         self._name = name
-        self._seed = seed
         self._max_context = max_context
-        self._vocabulary = len(model.get_input_embeddings().weight)
         self._temperature = temperature
         self._clock = clock
         prepare_model(model, max_context)
@@ -76,7 +73,8 @@ class EngineCore:
         )
         self.weights = ServedWeights.of(model, f"rollout engine {name}")  # after the runner, which may repack them
         self._activity = NativeActivity(clock)
-        self._calls = OpenCalls()
+        vocabulary = len(model.get_input_embeddings().weight)
+        self._calls = OpenCalls(seed=seed, max_context=max_context, vocabulary=vocabulary)
         self._in_place = True
         """True where calls keep the keys and values of old weights under new ones: after a pause that keeps them."""
         self._asleep = False
@@ -91,23 +89,7 @@ class EngineCore:
 
     def submit(self, client: str, calls: Sequence[GenerateRequest]) -> None:
         """Queue all calls at once, or none: raises `DataError` for one that cannot be served."""
-
-        before: CallRun | None = None
-
-        def check(call: GenerateRequest, serial: int) -> CallRun:
-            nonlocal before
-            before = CallRun.of(
-                call,
-                client,
-                seed=self._seed,
-                serial=serial,
-                max_context=self._max_context,
-                vocabulary=self._vocabulary,
-                like=before,
-            )
-            return before
-
-        runs = self._calls.submit(client, calls, check)
+        runs = self._calls.submit(client, calls)
         for run in runs:
             self._batch.siblings.expect(run)
         self._scheduler.submit(runs)
@@ -192,7 +174,7 @@ class EngineCore:
 
         Nothing that decodes is touched. Raises `RunError` while there is no whole version to compute with.
         """
-        sequences = probe_sequences(self._vocabulary)
+        sequences = probe_sequences(self._calls.vocabulary)
         if sequences.shape[1] > self._max_context:
             return None
         self.weights.state.check("probe")

@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from headway.engines.rollout.call_run import CallRun
 from headway.engines.rollout.native.kv_cache import SlotCache
 from headway.engines.rollout.native.model_runner import Prefilled
 from headway.engines.rollout.native.prefix_cache import NOTHING, Found, PrefixCache
+from headway.engines.rollout.scheduler import CallRun
 
 
 def context_key(run: CallRun) -> bytes:

@@ -13,23 +13,20 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from headway.config.doctor import check_vllm_installed
 from headway.config.sizing.timeouts import close_s, model_nbytes
-from headway.data.interfaces.rollout import Capabilities, EngineStats, FinishedCall, GenerateRequest, OnUpdate, Paused
-from headway.data.interfaces.weights import ReceiveReport
+from headway.data.interfaces.rollout import Capabilities, OnUpdate
 from headway.data.types import TrajectoryId
-from headway.engines.rollout.call_run import CallInbox, Inboxes
 from headway.engines.rollout.engine_activity import VllmActivity
+from headway.engines.rollout.engine_base import EngineBase, Work
 from headway.engines.rollout.vllm.launch import (
     VllmSettings,
     check_manifest,
@@ -41,14 +38,12 @@ from headway.engines.rollout.vllm.vllm_core import VllmCore
 from headway.engines.weights.incoming_version import BackBuffer
 from headway.engines.weights.protocols import IncomingWeights
 from headway.engines.weights.receiver_state import ReceiverState
-from headway.engines.weights.served_weights import WeightUpdates, cannot_stage, nothing_to_activate, outcome
+from headway.engines.weights.served_weights import WeightUpdates, outcome
 from headway.engines.weights.weight_layout import Manifest
-from headway.errors import HeadwayError, RunError, StallError, UpdateFailed, WorkerDied, boundary
-
-T = TypeVar("T")
+from headway.errors import HeadwayError, RunError, StallError, WorkerDied
 
 
-class VllmEngine:
+class VllmEngine(EngineBase):
     """`RolloutEngine` over vLLM. Call `start` before anything else.
 
     Args:
@@ -109,8 +104,7 @@ class VllmEngine:
     ) -> None:
         check_vllm_installed()
         self._close_s = close_s(model_nbytes(str(model_path)))
-        self.name = self.copy = name
-        self.slots = slots
+        super().__init__(name, slots)
         self._settings = VllmSettings(
             model_path=Path(model_path),
             slots=slots,
@@ -136,16 +130,11 @@ class VllmEngine:
         }
         self._clock = clock
         self._manifest: Manifest | None = None
-        self._updates: WeightUpdates | None = None
         if receive is not None and manifest is not None:
             check_manifest(manifest, self._settings.model_path)
             self._manifest = manifest
             self._updates = WeightUpdates(BackBuffer(manifest, state=weights), receive, torch.device("cpu"))
         self._core: VllmCore | None = None
-        self._inboxes = Inboxes(name)
-        """The inboxes of the clients, who read them on event loops of their own."""
-        self._clients: dict[str, CallInbox] = {}
-        """The same, for vLLM's loop alone: of clients that it has heard of, and that have not left."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event | None = None
         self._answering: set[asyncio.Task[Any]] = set()
@@ -165,98 +154,9 @@ class VllmEngine:
 
     # ------------------------------------------------------------------------------------- the protocol
 
-    async def submit(self, client: str, calls: Sequence[GenerateRequest]) -> None:
-        """Take all of ``calls`` in one step, or none.
-
-        Raises `DataError` for a context that does not fit, parameters that make no sense, or a number that is in use.
-        """
-        core = self._there
-        await self._ask(self._submit(core, self._inboxes.of(client), calls))
-
-    async def finished(self, client: str) -> AsyncIterator[Sequence[FinishedCall]]:
-        """Yield the finished calls of ``client``, in one batch for each step that finished some.
-
-        Leaving drops its other calls. Raises `RunError` where somebody iterates over them already.
-        """
-        core = self._there
-        with self._inboxes.reading(client) as inbox:
-            try:
-                await self._ask(self._submit(core, inbox, ()))
-                while True:
-                    yield await inbox.next()
-            finally:
-                with contextlib.suppress(RunError):  # it has ended, and with it everything that was left
-                    self._post(self._forget(core, inbox))
-
-    async def drop(self, client: str) -> None:
-        """Drop all calls of a client that is gone, and end its `finished`."""
-        if (inbox := self._inboxes.end(client)) is not None:
-            await self._ask(self._forget(self._there, inbox))
-
     async def release(self, trajectories: Sequence[TrajectoryId]) -> None:
         """Do nothing: vLLM's cache keeps nothing for a particular episode."""
         self._check_open()
-
-    async def pause(self, policy: OnUpdate) -> Paused:
-        """Returns when nothing decodes any more under ``policy``; soon, if the engine is paused already."""
-        return await self._ask(self._there.pause(policy))
-
-    async def resume(self) -> None:
-        """Resume decoding. Raises `RunError` while asleep, and while no complete version is active."""
-        await self._ask(self._there.resume())
-
-    async def stage_weights(self, version: int) -> ReceiveReport:
-        """Receive ``version`` into the back buffer, during decoding.
-
-        Raises `UpdateFailed` if that fails, or while another version is received or loaded; the old version is then
-        served on, and nothing is staged.
-        """
-        if (updates := self._updates) is None:
-            raise cannot_stage(self.name)
-        self._check_open()
-        filling = updates.start(version)
-        with boundary(f"rollout engine {self.name} receiving version {version}", UpdateFailed):
-            return await outcome(filling)
-
-    async def activate(self, version: int) -> float:
-        """Serve ``version`` from the next step on; seconds taken. `UpdateFailed` if it is not what was staged.
-
-        Also when vLLM fails to load it: then nothing is served before another version is activated.
-        """
-        if (updates := self._updates) is None:
-            raise nothing_to_activate(self.name, version)
-
-        def load(into_workers: Callable[[str], None]) -> None:
-            updates.load(version, lambda buffer: into_workers(buffer.path))
-
-        return await self._ask(self._there.activate(version, load))
-
-    async def probe(self) -> NDArray[np.float32] | None:
-        """The log-probs [8] of `headway.models.logprobs` by vLLM's own forward and sampler, in steps of their own.
-
-        None where a context is too short for them. Raises `RunError` while there is no whole version.
-        """
-        return await self._ask(self._there.probe())
-
-    async def abort(self, client: str, numbers: Sequence[int]) -> None:
-        """End these calls of ``client`` as they are; unknown numbers are ignored."""
-        await self._ask(self._there.abort(client, numbers))
-
-    async def abort_older_than(self, version: int) -> None:
-        """End the unfinished training calls with a token of an older version."""
-        await self._ask(self._there.abort_older_than(version))
-
-    async def sleep(self, *, keep_weights: bool = True) -> None:
-        """Free the device's memory, where `capabilities` says so. Raises `RunError` elsewhere, and unless paused."""
-        await self._ask(self._there.sleep(keep_weights))
-
-    async def wake(self) -> None:
-        """Take the memory again; needed before `resume`."""
-        await self._ask(self._there.wake())
-
-    async def stats(self) -> EngineStats:
-        """Activity since the last call; steps as `VllmActivity` of this package has them."""
-        return await self._ask(self._there.stats())
 
     async def close(self) -> None:
         """End vLLM's processes; calls that are still waiting get a `RunError`. Closing twice is harmless."""
@@ -276,39 +176,32 @@ class VllmEngine:
 
     # ------------------------------------------------------------------------------------- vLLM's loop
 
-    @property
-    def _there(self) -> VllmCore:
-        self._check_open()
-        if self._core is None:
-            raise RunError(f"rollout engine {self.name} has not started; await start() first")
-        return self._core
-
     def _check_open(self) -> None:
         if self._closed:
             raise self._over()
 
-    async def _ask(self, work: Coroutine[Any, Any, T]) -> T:
-        """Return the result of ``work``, run on vLLM's loop; cancelling the caller does not stop it."""
-        return await outcome(self._post(self._answered(work)))
+    def _run(self, work: Work) -> Future[Any]:
+        self._check_open()
+        if self._core is None or self._loop is None:
+            raise RunError(f"rollout engine {self.name} has not started; await start() first")
+        answering = self._answer(work, self._core)
+        try:
+            return asyncio.run_coroutine_threadsafe(answering, self._loop)
+        except RuntimeError as cause:
+            answering.close()
+            raise self._over() from cause
 
-    async def _answered(self, work: Coroutine[Any, Any, T]) -> T:
+    async def _answer(self, work: Work, core: VllmCore) -> Any:
         task = asyncio.current_task()
         assert task is not None
         self._answering.add(task)
         try:
-            return await work
+            working = work(core)
+            return working if working is None else await working
         except asyncio.CancelledError:  # by the end of the loop: nobody else can
             raise self._over() from None
         finally:
             self._answering.discard(task)
-
-    def _post(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        assert self._loop is not None
-        try:
-            return asyncio.run_coroutine_threadsafe(work, self._loop)
-        except RuntimeError as cause:
-            work.close()
-            raise self._over() from cause
 
     def _serve(self) -> None:
         try:
@@ -325,7 +218,9 @@ class VllmEngine:
             sleep = self._settings.sleep and not is_cpu_build()
             roomy = is_roomy(llm, self.slots)
             self.capabilities = replace(VllmEngine.capabilities, sleep=sleep, reproducible=roomy)
-            core = VllmCore(llm, self._deliver, self._end, activity=activity, can_sleep=sleep, **self._core_settings)
+            core = VllmCore(
+                llm, self._deliver, self._tell_clients, activity=activity, can_sleep=sleep, **self._core_settings
+            )
             await core.begin()
             if self._manifest is not None:
                 slots = [(s.name, list(s.shape), s.dtype, s.offset, s.nbytes) for s in self._manifest.slots]
@@ -341,26 +236,5 @@ class VllmEngine:
                 handler.cancel()  # or it takes the end of vLLM's processes for a failure, and says so
             llm.shutdown(timeout=self._close_s / 2)  # killed, they would leave shared memory behind
 
-    async def _submit(self, core: VllmCore, inbox: CallInbox, calls: Sequence[GenerateRequest]) -> None:
-        self._clients.setdefault(inbox.client, inbox)
-        await core.submit(inbox.client, calls)
-
-    async def _forget(self, core: VllmCore, inbox: CallInbox) -> None:
-        self._clients.pop(inbox.client, None)
-        await core.forget(inbox.client)
-
-    def _deliver(self, client: str, batch: Sequence[FinishedCall]) -> None:
-        if (inbox := self._clients.get(client)) is not None:
-            _put(inbox, batch)
-
-    def _end(self, error: HeadwayError) -> None:
-        for inbox in self._clients.values():
-            _put(inbox, error)
-
     def _over(self) -> RunError:
         return RunError(f"rollout engine {self.name} is closed")
-
-
-def _put(inbox: CallInbox, what: Sequence[FinishedCall] | HeadwayError) -> None:
-    with contextlib.suppress(RuntimeError):  # that loop was closed: nobody there waits any more
-        inbox.loop.call_soon_threadsafe(inbox.batches.put_nowait, what)

@@ -27,10 +27,10 @@ from numpy.typing import NDArray
 
 from headway.data.interfaces.rollout import EngineStats, FinishedCall, GenerateRequest, OnUpdate, Paused
 from headway.data.types import FinishReason, SampledTokens
-from headway.engines.rollout.call_run import CallRun, not_finite
 from headway.engines.rollout.engine_activity import VllmActivity
-from headway.engines.rollout.scheduler import Mode, OpenCalls, Scheduler
+from headway.engines.rollout.scheduler import CallRun, Mode, OpenCalls, Scheduler, not_finite
 from headway.engines.rollout.vllm.vllm_state import VllmLink, VllmState
+from headway.engines.weights.incoming_version import BackBuffer
 from headway.engines.weights.receiver_state import ReceiverState
 from headway.errors import HeadwayError, RunError
 from headway.models.logprobs import PROBE_PREFILL, probe_sequences
@@ -146,16 +146,15 @@ class VllmCore:
         self._link = VllmLink(llm, name, self._end)
         self._state = VllmState(llm, self._link, name, weights, on_halted=self._show, on_cleared=activity.interrupted)
         self._name = name
-        self._seed = seed
         self._slots = slots
         self._max_context = max_context
-        self._vocabulary = int(llm.model_config.get_vocab_size())
         self._clock = clock
         self._activity = activity
         self._temperature = temperature
         self._can_sleep = can_sleep
         self._scheduler = Scheduler()
-        self._calls = OpenCalls()
+        vocabulary = int(llm.model_config.get_vocab_size())
+        self._calls = OpenCalls(seed=seed, max_context=max_context, vocabulary=vocabulary)
         self._running: dict[str, CallRun] = {}
         """The calls that vLLM has, by request id."""
         self._following: dict[str, asyncio.Task[None]] = {}
@@ -180,19 +179,7 @@ class VllmCore:
     async def submit(self, client: str, calls: Sequence[GenerateRequest]) -> None:
         """Queue all calls at once, or none: raises `DataError` for one that cannot be served."""
         self.check()
-        runs = self._calls.submit(
-            client,
-            calls,
-            lambda call, serial: CallRun.of(
-                call,
-                client,
-                seed=self._seed,
-                serial=serial,
-                max_context=self._max_context,
-                vocabulary=self._vocabulary,
-            ),
-        )
-        self._scheduler.submit(runs)
+        self._scheduler.submit(self._calls.submit(client, calls))
         self._fill()
 
     async def pause(self, policy: OnUpdate) -> Paused:
@@ -221,7 +208,7 @@ class VllmCore:
         self._settle()
         self._fill()
 
-    async def activate(self, version: int, load: Callable[[Callable[[str], None]], None]) -> float:
+    async def activate(self, version: int, load: Callable[[Callable[[BackBuffer], None]], None]) -> float:
         """Load the staged ``version`` and stamp it on what is sampled from now on; seconds taken.
 
         ``load`` checks that it is there and calls its argument, blocking, on a thread of its own. Calls that are
@@ -233,10 +220,12 @@ class VllmCore:
             start = self._clock()
             await self._state.halt(clear=False)
             loop = asyncio.get_running_loop()
+
+            def into_workers(buffer: BackBuffer) -> None:
+                asyncio.run_coroutine_threadsafe(self._state.load(version, buffer.path), loop).result()
+
             try:
-                await asyncio.to_thread(
-                    load, lambda path: asyncio.run_coroutine_threadsafe(self._state.load(version, path), loop).result()
-                )
+                await asyncio.to_thread(load, into_workers)
             finally:
                 goes_on = self._scheduler.mode is not Mode.PAUSED and not self._state.asleep
                 if goes_on and self._state.whole and self._link.over is None:
@@ -261,7 +250,7 @@ class VllmCore:
             self._done.pop(client, None)
             await self._abort(runs)
 
-    async def sleep(self, keep_weights: bool) -> None:
+    async def sleep(self, *, keep_weights: bool) -> None:
         """Free the device's memory. Raises `RunError` unless paused, and where the platform cannot."""
         self.check()
         if not self._can_sleep:
@@ -283,7 +272,7 @@ class VllmCore:
     async def probe(self) -> NDArray[np.float32] | None:
         """Log-probs [8] of `headway.models.logprobs`'s sequences; None where a context is too short for them."""
         self.check()
-        sequences = probe_sequences(self._vocabulary)
+        sequences = probe_sequences(self._calls.vocabulary)
         if sequences.shape[1] > self._max_context:
             return None
         positions = range(PROBE_PREFILL, sequences.shape[1])

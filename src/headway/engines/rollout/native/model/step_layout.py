@@ -14,10 +14,10 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedConfig
 
-from headway.engines.rollout.call_run import CallRun
 from headway.engines.rollout.native.kv_cache import SlotCache
 from headway.engines.rollout.native.prefix_cache import BLOCK
 from headway.engines.rollout.native.supported_models import not_served
+from headway.engines.rollout.scheduler import CallRun
 
 LEAST_TOKENS = 128
 """Tokens of the shortest prompt that is attended to apart: below, another call costs more than is saved."""

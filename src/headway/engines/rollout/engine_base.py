@@ -1,0 +1,237 @@
+"""The part of `RolloutEngine` that every engine shares: its calls are answered on another thread, where its core lives.
+
+any event loop                                   the core's thread
+──────────────                                   ─────────────────
+submit, pause, activate … ──work──▶ _run ──────▶ work(core)
+answers ◀────────────────────────────────────────┘
+finished ◀── CallInbox of each client ◀───────── deliver
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.data.interfaces.rollout import Capabilities, EngineStats, FinishedCall, GenerateRequest, OnUpdate, Paused
+from headway.data.interfaces.weights import ReceiveReport
+from headway.data.types import TrajectoryId
+from headway.engines.weights.served_weights import WeightUpdates, outcome
+from headway.errors import ClientGone, HeadwayError, RunError, UpdateFailed, boundary
+
+Work = Callable[[Any], Any]
+"""Work that is given the core; its result may be awaitable where the core's thread runs an event loop."""
+
+
+@dataclass(slots=True, eq=False)
+class CallInbox:
+    """The inbox of one client: batches of its finished calls, or the engine's end.
+
+    Made and read on the client's event loop, ``loop``; filled from any thread.
+    """
+
+    client: str
+    loop: asyncio.AbstractEventLoop
+    batches: asyncio.Queue[Sequence[FinishedCall] | HeadwayError] = field(default_factory=asyncio.Queue)
+
+    def put(self, batch: Sequence[FinishedCall] | HeadwayError) -> None:
+        """Add a batch. Does nothing where the client's loop was closed: nobody there waits any more."""
+        with suppress(RuntimeError):
+            self.loop.call_soon_threadsafe(self.batches.put_nowait, batch)
+
+    async def next(self) -> Sequence[FinishedCall]:
+        """All calls that are done by now, one at least. Raises what the engine ended with, once they are returned."""
+        done: list[FinishedCall] = []
+        while not done or not self.batches.empty():
+            batch = await self.batches.get()
+            if isinstance(batch, HeadwayError):
+                if not done:
+                    raise batch
+                self.batches.put_nowait(batch)  # the last thing in the inbox, for the next time
+                break
+            done += batch
+        return done
+
+
+class EngineBase(ABC):
+    """Calls of `RolloutEngine`, as work for a core on its own thread. The core's methods have the calls' names.
+
+    A version arrives by ``_updates``; an engine without a weight transport has none.
+    """
+
+    capabilities: Capabilities
+
+    def __init__(self, name: str, slots: int) -> None:
+        self.name = self.copy = name
+        self.slots = slots
+        self._updates: WeightUpdates | None = None
+        self._inboxes: dict[str, CallInbox] = {}
+        """Inboxes by client, from its first word until it leaves: of the clients' side."""
+        self._clients: dict[str, CallInbox] = {}
+        """Inboxes that the core's thread fills, by client."""
+        self._read: set[str] = set()
+
+    @abstractmethod
+    def _run(self, work: Work) -> Future[Any]:
+        """Have ``work`` run on the core's thread. Raises what the engine has ended with."""
+
+    @abstractmethod
+    def _check_open(self) -> None:
+        """Raise what the engine has ended with, if it has."""
+
+    async def _ask(self, work: Work) -> Any:
+        """Return the result of ``work``. It runs to its end also if the caller is cancelled."""
+        return await outcome(self._run(work))
+
+    # ------------------------------------------------------------------------------------- calls
+
+    async def submit(self, client: str, calls: Sequence[GenerateRequest]) -> None:
+        """Take all of ``calls`` in one step, or none.
+
+        Raises `DataError` for a context that does not fit, parameters that make no sense, or a number that is in use.
+        """
+        await self._ask(partial(self._submit, self._inbox(client), calls))
+
+    async def finished(self, client: str) -> AsyncIterator[Sequence[FinishedCall]]:
+        """Yield the finished calls of ``client``, in batches. Leaving it drops the client's other calls.
+
+        Raises `RunError` where another iterator of this client is open: each batch comes once.
+        """
+        if client in self._read:
+            raise RunError(f"rollout engine {self.name}: finished({client!r}) is iterated over already")
+        inbox = self._inbox(client)
+        self._read.add(client)
+        try:
+            await self._ask(partial(self._submit, inbox, ()))
+            while True:
+                yield await inbox.next()
+        finally:
+            with suppress(HeadwayError):  # an engine that has ended has nothing to drop
+                self._run(partial(self._leave, inbox))
+            self._read.discard(client)
+            self._inboxes.pop(client, None)
+
+    async def drop(self, client: str) -> None:
+        """Drop all calls of a client that is gone, and end its `finished`."""
+        if (inbox := self._inboxes.pop(client, None)) is not None:
+            inbox.batches.put_nowait(ClientGone(f"rollout engine {self.name}: {client!r} is gone"))
+            await self._ask(partial(self._leave, inbox))
+
+    async def abort(self, client: str, numbers: Sequence[int]) -> None:
+        """End these calls of ``client`` as they are; unknown numbers are ignored."""
+        await self._ask(lambda core: core.abort(client, numbers))
+
+    async def abort_older_than(self, version: int) -> None:
+        """End the unfinished training calls with a token of an older version."""
+        await self._ask(lambda core: core.abort_older_than(version))
+
+    async def release(self, trajectories: Sequence[TrajectoryId]) -> None:
+        """Give up what is kept for further calls of these episodes."""
+        await self._ask(lambda core: core.release(trajectories))
+
+    # ------------------------------------------------------------------------------------- pauses and weights
+
+    async def pause(self, policy: OnUpdate) -> Paused:
+        """Returns when nothing decodes any more under ``policy``; soon, if the engine is paused already."""
+        paused: Paused = await self._ask(lambda core: core.pause(policy))
+        return paused
+
+    async def resume(self) -> None:
+        """Resume decoding. Raises `RunError` while asleep, and while no whole version is active."""
+        await self._ask(lambda core: core.resume())
+
+    async def stage_weights(self, version: int) -> ReceiveReport:
+        """Receive ``version``. Raises `UpdateFailed` if that fails, or while another version is received or loaded.
+
+        With a back buffer the engine decodes meanwhile; after an error it serves the old version with nothing staged.
+        Without one it has to be paused or asleep; after an error half-way it serves nothing until a version has come.
+        """
+        if (updates := self._updates) is None:
+            raise RunError(f"rollout engine {self.name} was made without a weight transport; it cannot stage weights")
+        self._check_open()
+        if self.capabilities.double_buffered:
+            filling = updates.start(version)
+        else:
+            # On the core's thread, so that nothing can resume between the check and the writing.
+            filling = await self._ask(partial(self._start_writing, updates, version))
+        with boundary(f"rollout engine {self.name} receiving version {version}", UpdateFailed):
+            return await outcome(filling)
+
+    async def activate(self, version: int) -> float:
+        """Serve ``version`` from the next step on; seconds taken. `UpdateFailed` if it is not what was staged.
+
+        A version that is only loaded in part leaves nothing that is served, until another one is activated.
+        """
+        if (updates := self._updates) is None:
+            raise UpdateFailed(
+                f"rollout engine {self.name} was told to activate version {version}, but nothing is staged: it was "
+                "made without a weight transport"
+            )
+        seconds: float = await self._ask(lambda core: core.activate(version, partial(updates.load, version)))
+        return seconds
+
+    async def probe(self) -> NDArray[np.float32] | None:
+        """The log-probs [8] of `headway.models.logprobs` by the paths that sampling takes.
+
+        None where a context is too short for them. Raises `RunError` while there is no whole version to compute with.
+        """
+        scores: NDArray[np.float32] | None = await self._ask(lambda core: core.probe())
+        return scores
+
+    async def sleep(self, *, keep_weights: bool = True) -> None:
+        """Free the KV cache, and the device's memory of the weights, where `capabilities` says so.
+
+        The weights are kept in host memory, where those of a CPU are anyway. Without ``keep_weights`` they are lost,
+        and the next version that is activated brings them back. Raises `RunError` unless paused, while weights are
+        written in place, and on an engine that cannot sleep.
+        """
+        await self._ask(lambda core: core.sleep(keep_weights=keep_weights))
+
+    async def wake(self) -> None:
+        """Take the memory again, and the weights that were kept; needed before `resume`."""
+        await self._ask(lambda core: core.wake())
+
+    async def stats(self) -> EngineStats:
+        """Activity since the last call."""
+        stats: EngineStats = await self._ask(lambda core: core.stats())
+        return stats
+
+    # ------------------------------------------------------------------------------------- on the core's thread
+
+    def _submit(self, inbox: CallInbox, calls: Sequence[GenerateRequest], core: Any) -> Any:
+        self._clients[inbox.client] = inbox
+        return core.submit(inbox.client, calls)
+
+    def _leave(self, inbox: CallInbox, core: Any) -> Any:
+        # A client that was dropped leaves twice; between, another of its name may have come.
+        if self._clients.get(inbox.client) is not inbox:
+            return None
+        del self._clients[inbox.client]
+        return core.forget(inbox.client)
+
+    def _start_writing(self, updates: WeightUpdates, version: int, core: Any) -> Future[ReceiveReport]:
+        core.check_paused(f"receive version {version}")
+        return updates.start(version)
+
+    def _deliver(self, client: str, batch: Sequence[FinishedCall]) -> None:
+        """Put a batch into the inbox of ``client``, unless it has left."""
+        if (inbox := self._clients.get(client)) is not None:
+            inbox.put(batch)
+
+    def _tell_clients(self, error: HeadwayError) -> None:
+        """Tell all clients what the engine has ended with."""
+        for inbox in self._clients.values():
+            inbox.put(error)
+
+    def _inbox(self, client: str) -> CallInbox:
+        if client not in self._inboxes:
+            self._inboxes[client] = CallInbox(client, asyncio.get_running_loop())
+        return self._inboxes[client]
