@@ -80,4 +80,4 @@ def _group_tokens(rng: np.random.Generator, prompt: int, lengths: NDArray[np.int
         logprobs = -rng.random(n, dtype=np.float32)
         return SampledTokens(rng.integers(0, 150_000, n, dtype=np.int32), logprobs, np.zeros(n, np.int32))
 
-    return GroupTokens(tuple(RowTokens.answer(ids, answer(int(n))) for n in lengths))
+    return tuple(RowTokens.answer(ids, answer(int(n))) for n in lengths)

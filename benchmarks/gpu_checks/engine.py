@@ -180,11 +180,11 @@ def finish(core: EngineCore, asked: Sequence[GroupRequest], interrupt_after: int
                 answers[call.number] = RowTokens.answer(calls[call.number].input_ids, call.tokens)
     require(len(answers) == len(calls), f"{len(answers)} of {len(calls)} answers after {MOST_STEPS} steps")
     numbers = iter(range(len(calls)))
-    return [GroupTokens(tuple(answers[next(numbers)] for _ in range(request.n))) for request in asked]
+    return [tuple(answers[next(numbers)] for _ in range(request.n)) for request in asked]
 
 
 def tokens_of(groups: Sequence[GroupTokens]) -> Tokens:
-    return {(number, k): r.ids.tolist() for number, group in enumerate(groups) for k, r in enumerate(group.rows)}
+    return {(number, k): r.ids.tolist() for number, group in enumerate(groups) for k, r in enumerate(group)}
 
 
 def _core(setting: Setting, model: PreTrainedModel, recorder: GraphRecorder | None = None) -> EngineCore:

@@ -115,7 +115,7 @@ def rows_of(groups: Sequence[GroupTokens]) -> list[CollatedRow]:
             loss_mask=row.loss_mask,
         )
         for group in groups
-        for row in group.rows
+        for row in group
     ]
 
 

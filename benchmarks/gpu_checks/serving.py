@@ -53,12 +53,12 @@ def update(setting: Setting) -> Passed:
         worst = max(
             float(np.abs(r.logprobs[mine] - of_reference(references[version], group, k)[mine]).max())
             for group in groups
-            for k, r in enumerate(group.tokens.rows)
+            for k, r in enumerate(group.tokens)
             for version in np.unique(r.versions)
             for mine in [r.versions == version]
         )
         way = "beside decoding" if dual_buffer else "over the served weights"
-        versions = {int(v) for group in groups for r in group.tokens.rows for v in r.versions}
+        versions = {int(v) for group in groups for r in group.tokens for v in r.versions}
         require(versions == {0, 1}, f"received {way}: tokens are of versions {sorted(versions)}, expected 0 and 1")
         require(
             worst <= TOLERANCE,
@@ -67,7 +67,7 @@ def update(setting: Setting) -> Passed:
         )
         off = float(np.abs(probed - asyncio.run(_probe(setting, folders[1]))).max())
         require(off <= TOLERANCE, f"received {way}: the probe is {off:.2g} nats off that of the weights that were sent")
-        answers = sum(len(group.tokens.rows) for group in groups)
+        answers = sum(len(group.tokens) for group in groups)
         lines.append(f"{way}: {answers} answers in mid-flight, every token within {worst:.1g} nats of its version's")
     return Passed(lines)
 
@@ -115,7 +115,7 @@ async def _probe(setting: Setting, folder: Path) -> NDArray[np.float32]:
 
 def of_reference(model: PreTrainedModel, group: FinishedGroup, k: int) -> NDArray[np.float32]:
     """[T] log-probs of an answer by one plain forward pass on the CPU."""
-    prompt, response = group.tokens.rows[0].prompt_ids, group.tokens.rows[k].ids
+    prompt, response = group.tokens[0].prompt_ids, group.tokens[k].ids
     ids = torch.from_numpy(np.concatenate([prompt, response]).astype(np.int64))
     with torch.no_grad():
         logp = model(input_ids=ids[None]).logits[0].float().log_softmax(-1)

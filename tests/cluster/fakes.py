@@ -27,7 +27,7 @@ def group_tokens(length: int, fill: float) -> GroupTokens:
         logprobs=np.full(length, fill, np.float32),
         versions=np.zeros(length, np.int32),
     )
-    return GroupTokens((RowTokens.answer(np.array([1, 2], np.int32), sampled),))
+    return (RowTokens.answer(np.array([1, 2], np.int32), sampled),)
 
 
 def sample(tokens: Any, length: int, k: int = 0) -> Sample:

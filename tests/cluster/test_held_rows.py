@@ -15,10 +15,10 @@ import pytest
 from numpy.typing import NDArray
 
 from headway.cluster.machine.batch_cache import BatchCache
-from headway.cluster.machine.token_files import TokenFiles, TokenPart, TokenPlace, read_part
+from headway.cluster.machine.token_files import TokenFiles, TokenPart, TokenPlace, read_rows
 from headway.cluster.roles.role import Role
 from headway.cluster.worker_group import Collect, Dispatch, WorkerGroup, register
-from headway.data.types import Column, GroupTokens, RowTokens, Sample, SampledTokens, TrajectoryId
+from headway.data.types import Column, RowTokens, Sample, SampledTokens, TrajectoryId
 from tests.cluster.fakes import group_tokens, sample
 
 RANKS = 4
@@ -53,7 +53,7 @@ class Rank:
         self.fetches += len(handles)
         self.columns += sum(a.nbytes for h in handles if not isinstance(h, TokenPart) for a in h)
         before = bytes_read()
-        read = [read_part(handle) if isinstance(handle, TokenPart) else handle for handle in handles]
+        read = [read_rows(handle.file, handle.rows) if isinstance(handle, TokenPart) else handle for handle in handles]
         self.files += bytes_read() - before
         return read
 
@@ -83,7 +83,7 @@ def fetch_of(groups: Sequence[tuple[int, Sequence[int]]], files: TokenFiles) -> 
             )
             for n in lengths
         ]
-        tokens = files.write(GroupTokens(tuple(rows)))
+        tokens = files.write(tuple(rows))
         made.append([Sample(tokens, k, prompt, n, TrajectoryId(0, number, 0, k)) for k, n in enumerate(lengths)])
     return made
 
@@ -171,16 +171,12 @@ def test_a_column_that_is_asked_for_once_stays_borrowed_until_the_fetch_ends() -
 
 
 def test_objects_that_are_told_apart_by_their_address_live_as_long_as_their_rows() -> None:
-    class Tokens:
-        rows = group_tokens(2, 1.0).rows
-        __hash__ = None  # type: ignore[assignment]
-
-    class Columns(list[Any]):
+    class Listed(list[Any]):
         """A list to which there can be a weak reference."""
 
     held = BatchCache(list)
     held.begin()
-    tokens, columns = Tokens(), Columns([np.zeros(2, np.float32)])
+    tokens, columns = Listed(group_tokens(2, 1.0)), Listed([np.zeros(2, np.float32)])
     alive = [weakref.ref(tokens), weakref.ref(columns)]
     held.rows([replace(sample(tokens, 2), columns={"values": Column(columns, 0)})])
     del tokens, columns

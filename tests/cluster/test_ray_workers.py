@@ -158,7 +158,7 @@ async def test_tokens_in_files_are_read_by_the_rank_that_needs_them_wherever_the
     columns = await ranks(workers).logprobs_plus(samples, 100.0)
     assert [float(ray.get(column.handle)[column.index][0]) for column in columns] == [103.0, 109.0]
     elsewhere = ray.get(ray_worker._read_on(here, [TokenPart(s.tokens, (0,)) for s in samples]))
-    assert [len(tokens.rows[0].ids) for tokens in elsewhere] == [3, 9]
+    assert [len(tokens[0].ids) for tokens in elsewhere] == [3, 9]
     files.remove([samples[0].tokens])
     with pytest.raises(RunError, match=r"the tokens of 1 groups are no longer on"):
         await ranks(workers).lengths_fetched([samples[0]])

@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 from headway.cluster.backend import Workers, start_backend
-from headway.cluster.machine.token_files import TokenFile, read_here
+from headway.cluster.machine.token_files import TokenFile, read_rows
 from headway.cluster.on_ray.ray_worker import RayWorker
 from headway.cluster.worker_engines import LogpReceiver
 from headway.cluster.worker_plan import ClusterPlan, plan_cluster
@@ -167,7 +167,7 @@ def itself(handle: Any) -> Any:
 
 
 def from_ray(handle: Any) -> Any:
-    return read_here(handle) if isinstance(handle, TokenFile) else ray.get(handle)
+    return read_rows(handle) if isinstance(handle, TokenFile) else ray.get(handle)
 
 
 def assert_makes_sense(outcome: Outcome) -> None:
@@ -309,7 +309,7 @@ async def test_the_critic_is_the_engine_that_it_is_made_of_and_comes_back_from_a
 def as_group(row: CollatedRow) -> GroupTokens:
     """A group of this row alone."""
     prompt, response = np.split(row.input_ids, [row.prompt_length])
-    return GroupTokens((RowTokens(prompt, response, row.logprobs, row.versions, row.loss_mask, row.turns),))
+    return (RowTokens(prompt, response, row.logprobs, row.versions, row.loss_mask, row.turns),)
 
 
 def episode_of(row: CollatedRow) -> TrajectoryId:

@@ -7,7 +7,7 @@ import pickle
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,8 @@ from headway.cluster.machine.token_files import (
     SMALL,
     TokenFile,
     TokenFiles,
-    TokenPart,
     TokenPlace,
-    read_here,
-    read_part,
+    read_rows,
     token_bytes,
     token_directory,
 )
@@ -39,8 +37,8 @@ from tests.cluster.fakes import group_tokens
 from tests.cluster.one_version import request
 
 
-def same(read: GroupTokens | None, written: GroupTokens) -> bool:
-    return read is not None and np.array_equal(read.rows[0].logprobs, written.rows[0].logprobs)
+def same(read: Mapping[int, RowTokens] | None, written: GroupTokens) -> bool:
+    return read is not None and np.array_equal(read[0].logprobs, written[0].logprobs)
 
 
 def test_what_is_written_is_read_until_it_is_removed(tmp_path: Path) -> None:
@@ -49,10 +47,10 @@ def test_what_is_written_is_read_until_it_is_removed(tmp_path: Path) -> None:
     handles = [files.write(tokens) for tokens in written]
     assert [handle.data for handle in handles] == [None, None], "on the driver's machine all are files"
     travelled = pickle.loads(pickle.dumps(handles))
-    assert all(same(read_here(handle), tokens) for handle, tokens in zip(travelled, written, strict=True))
+    assert all(same(read_rows(handle), tokens) for handle, tokens in zip(travelled, written, strict=True))
     files.remove(travelled[:1])
-    assert read_here(handles[0]) is None
-    assert same(read_here(handles[1]), written[1])
+    assert read_rows(handles[0]) is None
+    assert same(read_rows(handles[1]), written[1])
 
 
 def test_a_part_has_the_rows_that_it_names_as_they_were_written_and_nothing_else_is_read(
@@ -70,24 +68,24 @@ def test_a_part_has_the_rows_that_it_names_as_they_were_written_and_nothing_else
 
     shared, other = (rng.integers(0, 9, n).astype(np.int32) for n in (700, 300))
     rows = [row(prompt, n) for prompt, n in ((shared, 1000), (other, 50), (shared, 2001), (shared, 0), (shared, 7))]
-    file = TokenFiles("episode-worker-0", TokenPlace("here", tmp_path), "here").write(GroupTokens(tuple(rows)))
+    file = TokenFiles("episode-worker-0", TokenPlace("here", tmp_path), "here").write(tuple(rows))
     reads: list[int] = []
     monkeypatch.setattr(token_files, "_bytes_of", counting(token_files._bytes_of, reads))
-    part = read_part(TokenPart(file, (2, 4, 3)))
-    assert part is not None and list(part.rows) == [2, 4, 3]
-    for index, read in part.rows.items():
+    part = read_rows(file, (2, 4, 3))
+    assert part is not None and list(part) == [2, 4, 3]
+    for index, read in part.items():
         for name in ("prompt_ids", "ids", "logprobs", "versions", "loss_mask"):
             written, got = getattr(rows[index], name), getattr(read, name)
             assert got.dtype == written.dtype and np.array_equal(got, written)
         assert read.turns == rows[index].turns
-        assert read.prompt_ids is part.rows[2].prompt_ids, "a prompt is read once"
+        assert read.prompt_ids is part[2].prompt_ids, "a prompt is read once"
         read.logprobs[:] = 0  # torch warns of arrays that cannot be written to
     size, index_size = 13 * (2001 + 7) + 4 * 700, sum(reads[:2])
     assert sum(reads[2:]) == size and index_size < 1000
     assert Path(file.path).stat().st_size == index_size + 13 * 3058 + 4 * (700 + 300)
-    whole = read_here(file)
-    assert whole is not None and all(np.array_equal(a.ids, b.ids) for a, b in zip(whole.rows, rows, strict=True))
-    assert read_part(TokenPart(replace(file, path=f"{tmp_path}/gone"), (0,))) is None
+    whole = read_rows(file)
+    assert whole is not None and all(np.array_equal(a.ids, b.ids) for a, b in zip(whole.values(), rows, strict=True))
+    assert read_rows(replace(file, path=f"{tmp_path}/gone"), (0,)) is None
 
 
 def test_a_file_that_is_cut_short_is_told(tmp_path: Path) -> None:
@@ -95,7 +93,7 @@ def test_a_file_that_is_cut_short_is_told(tmp_path: Path) -> None:
     path = Path(file.path)
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(RunError, match=r"episode-worker-0-0' ends 1 bytes too early"):
-        read_here(file)
+        read_rows(file)
 
 
 def counting(function: Callable[..., bytearray], sizes: list[int]) -> Callable[..., bytearray]:
@@ -113,11 +111,11 @@ def test_on_another_machine_than_the_drivers_few_tokens_travel_with_their_handle
     few, many = group_tokens(3, 1.0), group_tokens(SMALL, 2.0)
     small, large = files.write(few), files.write(many)
     assert len(list(tmp_path.glob("*/*"))) == 1
-    assert same(read_here(large), many)
+    assert same(read_rows(large), many)
     files.remove([small, large])
     files.close()
     assert list(tmp_path.iterdir()) == []
-    assert same(read_here(small), few), "whatever becomes of the machine"
+    assert same(read_rows(small), few), "whatever becomes of the machine"
 
 
 def test_on_another_machine_the_files_of_an_episode_worker_that_was_killed_stay_for_the_run_alone(
@@ -137,7 +135,7 @@ def test_on_another_machine_the_files_of_an_episode_worker_that_was_killed_stay_
     replacement = TokenFiles("episode-worker-1+1", place, "10.0.0.2")
     assert replacement.write(group_tokens(50_000, 3.0)).path != left.path
     TokenFiles("episode-worker-0", later, "10.0.0.2")
-    assert same(read_here(left), group_tokens(50_000, 2.0)), "as long as somebody holds the directory"
+    assert same(read_rows(left), group_tokens(50_000, 2.0)), "as long as somebody holds the directory"
 
 
 def test_a_file_system_without_room_is_one_message(tmp_path: Path) -> None:

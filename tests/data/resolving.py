@@ -20,6 +20,6 @@ def resolve(samples: Sequence[Sample], get: Callable[[Handle[Any]], Any]) -> lis
 
     rows = []
     for sample in samples:
-        row = row_of(sample, fetch(sample.tokens).rows[sample.index])
+        row = row_of(sample, fetch(sample.tokens)[sample.index])
         rows.append(with_columns(row, sample, lambda column: fetch(column.handle)[column.index]))
     return rows

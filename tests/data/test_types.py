@@ -13,7 +13,6 @@ from headway.data.types import (
     Column,
     FinishReason,
     Group,
-    GroupTokens,
     Prompt,
     RowAt,
     RowTokens,
@@ -142,8 +141,8 @@ def test_outcomes_are_of_episodes_and_leave_those_that_failed_out() -> None:
 
 def test_rows_keep_the_array_of_a_prompt_that_they_share_when_they_travel() -> None:
     prompt, sampled = np.arange(3, dtype=np.int32), SampledTokens.nothing()
-    tokens = GroupTokens((RowTokens.answer(prompt, sampled), RowTokens.answer(prompt, sampled)))
-    one, other = pickle.loads(pickle.dumps(tokens)).rows
+    tokens = (RowTokens.answer(prompt, sampled), RowTokens.answer(prompt, sampled))
+    one, other = pickle.loads(pickle.dumps(tokens))
     assert one.prompt_ids is other.prompt_ids
 
 

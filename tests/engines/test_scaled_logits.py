@@ -112,12 +112,10 @@ def test_the_engines_log_probs_are_those_of_the_models_own_logits(family: str) -
     assert isinstance(core._runner._forward, ModuleForward)
     core.ask([make_request(0, length=3), make_request(1, length=13)])
     for group in finish(core):
-        for response in group.tokens.rows:
-            ids = np.concatenate([group.tokens.rows[0].prompt_ids, response.ids])
+        for response in group.tokens:
+            ids = np.concatenate([group.tokens[0].prompt_ids, response.ids])
             nothing = np.zeros(len(response.ids), np.float32)
-            row = CollatedRow(
-                ids, len(group.tokens.rows[0].prompt_ids), nothing, nothing.astype(np.int32), nothing == 0
-            )
+            row = CollatedRow(ids, len(group.tokens[0].prompt_ids), nothing, nothing.astype(np.int32), nothing == 0)
             with torch.no_grad():
                 logits = model(torch.from_numpy(ids.astype(np.int64))[None], use_cache=False).logits[0]
             expected = logits.log_softmax(-1)[row.prompt_length - 1 : -1]

@@ -109,7 +109,7 @@ class EpisodeBooks(Books):
         assert event.token_lag == Counter(event.version - self.told[id].version for id in ids)
         trained = []
         for sample in self.run.trainer.steps[event.step]:
-            row: RowTokens = sample.tokens.rows[sample.index]
+            row: RowTokens = sample.tokens[sample.index]
             assert (len(row.prompt_ids), len(row.ids)) == (sample.prompt_length, sample.length)
             for id, version, sampled in zip(row.ids.tolist(), row.versions.tolist(), row.loss_mask, strict=True):
                 if sampled:

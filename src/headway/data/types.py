@@ -167,11 +167,8 @@ class RowTokens:
         return cls(prompt_ids, tokens.ids, tokens.logprobs, tokens.versions, mask, (TurnSpan(0, 0, length),))
 
 
-@dataclass(frozen=True, slots=True)
-class GroupTokens:
-    """The tokens behind a group's handle: the rows of all its episodes, in order of k, then as they began."""
-
-    rows: tuple[RowTokens, ...]
+GroupTokens = tuple[RowTokens, ...]
+"""The tokens behind a group's handle: the rows of all its episodes, in order of k, then as they began."""
 
 
 def version_spans(versions: NDArray[np.int32]) -> list[list[int]]:
@@ -190,7 +187,7 @@ class RowAt:
     """A row's index and lengths, without its tokens."""
 
     index: int
-    """Its index in `GroupTokens.rows`."""
+    """Its index in `GroupTokens`."""
     prompt_length: int
     """Number of prompt tokens, P."""
     length: int

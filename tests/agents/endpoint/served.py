@@ -45,7 +45,7 @@ class Served:
     @property
     def rows(self) -> list[Any]:
         assert self.group.tokens is not None
-        return list(self.group.tokens.rows)
+        return list(self.group.tokens)
 
     @property
     def calls(self) -> int:

@@ -113,7 +113,7 @@ def episodes() -> Iterator[Open]:
     loop.close()
     assert group.tokens is not None
     for episode in group.trajectories:
-        rows = [group.tokens.rows[at.index] for at in episode.rows]
+        rows = [group.tokens[at.index] for at in episode.rows]
         k = episode.id[-1]
         record = [(call, tokens) for call, tokens in opened.policy.record if call.trajectory[-1] == k]
         Made(episode, rows, record).check(rows=None)

@@ -180,7 +180,7 @@ def check_trained_tokens(group: FinishedGroup) -> None:
         return
     for episode in group.trajectories:
         if episode.failure is None:
-            rows = [group.tokens.rows[at.index] for at in episode.rows]
+            rows = [group.tokens[at.index] for at in episode.rows]
             assert sum(row.loss_mask.sum() for row in rows) == episode.length
 
 

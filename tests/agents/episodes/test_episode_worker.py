@@ -121,8 +121,8 @@ def test_a_wave_is_one_message_and_each_group_comes_when_its_last_answer_does():
             trajectories = asked.groups[1].trajectories
             assert [t.id.k for t in trajectories] == [0, 1, 2]
             assert [t.text for t in trajectories] == ["1 0", "1 1", "1 2"]
-            assert [r.ids.tolist() for r in asked.groups[1].tokens.rows] == [[1, 0], [1, 1], [1, 2]]
-            assert asked.groups[1].tokens.rows[0].prompt_ids.tolist() == [0, 1, 2]
+            assert [r.ids.tolist() for r in asked.groups[1].tokens] == [[1, 0], [1, 1], [1, 2]]
+            assert asked.groups[1].tokens[0].prompt_ids.tolist() == [0, 1, 2]
 
     run_virtual(main())
 

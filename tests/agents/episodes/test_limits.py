@@ -41,7 +41,7 @@ def test_a_limit_that_is_not_trained_on_fails_the_episode_and_no_other():
     assert 0 < len(failed) < 8
     assert {episode.failure for episode in failed} == {"agent.max_turns=4 was reached"}
     assert all(episode.rows == () for episode in failed)
-    assert [at.index for episode in group.trajectories for at in episode.rows] == list(range(len(group.tokens.rows)))
+    assert [at.index for episode in group.trajectories for at in episode.rows] == list(range(len(group.tokens)))
 
 
 def test_a_turn_is_cut_at_its_limit_and_says_so():

@@ -37,12 +37,12 @@ def test_what_is_away_for_a_time_is_tried_again_after_a_pause_and_its_turns_are_
 
 
 def test_a_lost_runner_has_its_program_run_again_with_the_calls_that_the_log_knows():
-    whole = made(talk).tokens.rows
+    whole = made(talk).tokens
     programs, policy = Here(talk), Policy()
     programs.lost = {1: (2, None), 2: (1, False)}
     group = made(programs, [policy])
     assert len(policy.calls) == 3, "no call is made twice"
-    assert trained(group.tokens.rows[0]) == trained(whole[0])
+    assert trained(group.tokens[0]) == trained(whole[0])
     assert group.trajectories[0].metrics["tries"] == 3
     assert group.trajectories[0].again == "its runner was killed by SIGKILL"
 
@@ -64,7 +64,7 @@ def test_what_a_program_does_not_ask_again_is_not_trained():
     group = made(program, [policy])
     assert len(policy.calls) == 4
     kept = [policy.calls[0], policy.calls[3]]
-    assert [row.prompt_ids.tolist() for row in group.tokens.rows] == [call.input_ids.tolist() for call in kept]
+    assert [row.prompt_ids.tolist() for row in group.tokens] == [call.input_ids.tolist() for call in kept]
 
 
 def test_what_only_a_lost_try_had_asked_for_makes_no_episode_old():
@@ -131,7 +131,7 @@ def test_turns_that_nobody_waits_for_count_as_turns_and_are_not_trained():
     policy = Policy()
     group = made(program, [policy], limits=EpisodeLimits(max_length=400, max_turns=3))
     assert (len(policy.calls), group.trajectories[0].turns) == (3, 1)
-    [row] = group.tokens.rows
+    [row] = group.tokens
     assert row.prompt_ids.tolist() == policy.calls[0].input_ids.tolist()
     assert [turn.number for turn in row.turns] == [0]
 

@@ -51,7 +51,7 @@ def test_rewards_of_turns_go_to_their_tokens_in_whatever_order_turns_end():
 
     group = made(own(run), [Slow()])
     rewards = group.trajectories[0].turn_rewards
-    by_text = {RENDERER.text(trained(row)): rewards[row.turns[0].number] for row in group.tokens.rows}
+    by_text = {RENDERER.text(trained(row)): rewards[row.turns[0].number] for row in group.tokens}
     assert by_text == {texts[0]: 10.0, texts[1]: 1.0}
 
 
@@ -97,7 +97,7 @@ def test_the_chat_template_gets_the_variables_of_the_run_and_of_the_row():
         async with local_episode_worker(Policy(), hosting=with_row) as worker:
             one = replace(one, prompt=replace(one.prompt, extra=extra))
             (group,) = [group async for group in worker.generate([one])]
-        return RENDERER.decode(group.tokens.rows[0].prompt_ids), starts[0]
+        return RENDERER.decode(group.tokens[0].prompt_ids), starts[0]
 
     text, start = run_virtual(main({}))
     assert (text[:2], start) == ("AB", {"style": "A", "mood": "B"})
@@ -114,7 +114,7 @@ def test_a_turn_that_was_given_up_has_no_number():
 
     group = made(own(run), [Slow()])
     assert group.trajectories[0].turn_rewards == (1.0, 2.0)
-    assert sorted(span.number for row in group.tokens.rows for span in row.turns) == [0, 1]
+    assert sorted(span.number for row in group.tokens for span in row.turns) == [0, 1]
 
 
 def test_a_prefix_is_released_also_where_its_call_was_given_up():

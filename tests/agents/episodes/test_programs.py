@@ -18,7 +18,7 @@ from tests.agents.episodes.program_episodes import RENDERER, Here, Policy, made,
 def test_an_episode_of_three_turns_is_one_row_of_what_the_engine_saw_and_sampled():
     policy = Policy()
     group = made(talk, [policy])
-    (episode,), (row,) = group.trajectories, group.tokens.rows
+    (episode,), (row,) = group.trajectories, group.tokens
     assert (episode.turns, episode.reward, episode.failure, episode.limit) == (3, 3.0, None, None)
     assert episode.rows[0].prompt_length + episode.rows[0].length == len(row.prompt_ids) + len(row.ids)
     whole = [*row.prompt_ids.tolist(), *row.ids.tolist()]
@@ -94,7 +94,7 @@ def test_a_context_that_does_not_go_on_begins_a_row_of_its_own():
     group = made(program)
     assert len(group.trajectories[0].rows) == 2
     assert group.trajectories[0].metrics["forks"] == 1
-    assert len(group.tokens.rows) == 2
+    assert len(group.tokens) == 2
 
 
 def test_turns_that_are_asked_at_once_are_both_trained():
@@ -103,7 +103,7 @@ def test_turns_that_are_asked_at_once_are_both_trained():
         return EpisodeEnd(1.0)
 
     group = made(program)
-    assert (group.trajectories[0].turns, len(group.tokens.rows)) == (2, 2)
+    assert (group.trajectories[0].turns, len(group.tokens)) == (2, 2)
 
 
 def test_a_program_that_fails_fails_its_episode_alone():

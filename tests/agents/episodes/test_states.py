@@ -16,7 +16,7 @@ from headway.agents.episodes.token_tree import TokenTree, state_key
 from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart, Message, TurnRequest, said, tool_result
 from headway.data.interfaces.episode_groups import FinishedGroup
 from headway.data.interfaces.rollout import FinishedCall
-from headway.data.types import FinishReason, GroupTokens, RowTokens, SampledTokens
+from headway.data.types import FinishReason, RowTokens, SampledTokens
 from tests.agents.episodes.conftest import renderer_of
 from tests.agents.episodes.program_episodes import Here, made
 
@@ -24,7 +24,7 @@ from tests.agents.episodes.program_episodes import Here, made
 def states(group: FinishedGroup) -> list[dict[int, int]]:
     """Of each episode: turn → state."""
     return [
-        {turn.number: turn.state for at in episode.rows for turn in group.tokens.rows[at.index].turns}
+        {turn.number: turn.state for at in episode.rows for turn in group.tokens[at.index].turns}
         for episode in group.trajectories
     ]
 
@@ -49,8 +49,8 @@ def test_equal_observations_are_one_state_in_all_episodes_whatever_came_before()
     assert len({begin, hall, kitchen}) == 3
     expected = [[begin, hall, kitchen] if more else [begin, kitchen] for more in long]
     assert [list(of_turns.values()) for of_turns in found] == expected
-    rows = pickle.loads(pickle.dumps(group.tokens)).rows
-    assert [row.turns for row in rows] == [row.turns for row in group.tokens.rows]
+    rows = pickle.loads(pickle.dumps(group.tokens))
+    assert [row.turns for row in rows] == [row.turns for row in group.tokens]
 
 
 def test_a_program_names_states_and_turns_of_several_conversations_share_them():
@@ -60,7 +60,7 @@ def test_a_program_names_states_and_turns_of_several_conversations_share_them():
         return EpisodeEnd(1.0)
 
     group = made(program, n=2)
-    assert len(group.tokens.rows) == 8
+    assert len(group.tokens) == 8
     for of_turns in states(group):
         assert [of_turns[n] for n in range(3)] == [state_key(b"a"), state_key(b"b"), state_key(b"a")]
         assert of_turns[3] not in (state_key(b"a"), state_key(b"b"))
@@ -142,4 +142,4 @@ def test_without_messages_a_state_is_what_the_context_has_beyond_its_row():
 
 def test_an_answer_that_is_all_of_its_episode_has_the_state_0():
     row = RowTokens.answer(np.array([1], np.int32), SampledTokens.nothing())
-    assert [turn.state for turn in pickle.loads(pickle.dumps(GroupTokens((row,)))).rows[0].turns] == [0]
+    assert [turn.state for turn in pickle.loads(pickle.dumps((row,)))[0].turns] == [0]

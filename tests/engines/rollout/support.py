@@ -28,7 +28,7 @@ from transformers import (
 
 from headway.data.interfaces.episode_groups import FinishedGroup, GroupRequest
 from headway.data.interfaces.rollout import FinishedCall, GenerateRequest, Priority, SamplingParams
-from headway.data.types import GroupTokens, Prompt, RowAt, RowTokens, Trajectory
+from headway.data.types import Prompt, RowAt, RowTokens, Trajectory
 from headway.engines.rollout.native.native_core import EngineCore, Finished
 from headway.models.weight_files import file_tensors
 
@@ -128,7 +128,7 @@ class Asked:
         ks = range(self.request.n)
         prompt = np.asarray(self.request.prompt.token_ids, np.int32)
         rows = tuple(RowTokens.answer(prompt, self.done[k].tokens) for k in ks)
-        return FinishedGroup(self.request.number, tuple(map(self.trajectory, ks)), GroupTokens(rows))
+        return FinishedGroup(self.request.number, tuple(map(self.trajectory, ks)), rows)
 
 
 class AskedCore(EngineCore):
@@ -248,12 +248,12 @@ def steps(core: AskedCore, count: int) -> list[FinishedGroup]:
 
 def tokens_of(groups: Sequence[FinishedGroup]) -> dict[tuple[int, int], list[int]]:
     """Every trajectory's token ids by (number, k)."""
-    return {(g.number, k): r.ids.tolist() for g in groups for k, r in enumerate(g.tokens.rows)}
+    return {(g.number, k): r.ids.tolist() for g in groups for k, r in enumerate(g.tokens)}
 
 
 def reference_logprobs(model: PreTrainedModel, group: FinishedGroup, k: int) -> NDArray[np.float32]:
     """[T] log-probs of one response by a plain Hugging Face forward over prompt and response."""
-    prompt, response = group.tokens.rows[0].prompt_ids, group.tokens.rows[k].ids
+    prompt, response = group.tokens[0].prompt_ids, group.tokens[k].ids
     ids = torch.from_numpy(np.concatenate([prompt, response]).astype(np.int64))
     with torch.no_grad():
         logprobs = torch.log_softmax(model(input_ids=ids[None]).logits[0].float(), -1)
@@ -264,7 +264,7 @@ def reference_logprobs(model: PreTrainedModel, group: FinishedGroup, k: int) -> 
 def assert_logprobs(groups: Sequence[FinishedGroup], model_of: Mapping[int, PreTrainedModel]) -> None:
     """Every token's log-prob is that of its version's model, over the whole sequence; no other version sampled."""
     for group in groups:
-        for k, response in enumerate(group.tokens.rows):
+        for k, response in enumerate(group.tokens):
             assert set(response.versions.tolist()) <= set(model_of)
             for version in np.unique(response.versions):
                 mine = response.versions == version

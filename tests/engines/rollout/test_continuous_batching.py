@@ -38,9 +38,9 @@ def test_every_trajectory_of_every_group_comes_back_once_and_in_its_place() -> N
     assert sorted(g.number for g in groups) == list(range(7))
     for group in groups:
         prompt = make_request(group.number).prompt
-        assert group.tokens.rows[0].prompt_ids.tolist() == prompt.token_ids.tolist()
+        assert group.tokens[0].prompt_ids.tolist() == prompt.token_ids.tolist()
         assert [t.id for t in group.trajectories] == [prompt.trajectory_id(k) for k in range(3)]
-        for trajectory, response in zip(group.trajectories, group.tokens.rows, strict=True):
+        for trajectory, response in zip(group.trajectories, group.tokens, strict=True):
             assert trajectory.length == len(response.ids) == len(response.logprobs) == len(response.versions)
             assert response.loss_mask.all() and trajectory.prompt_length == len(prompt.token_ids)
             assert trajectory.text == " ".join(map(str, response.ids))
@@ -53,7 +53,7 @@ def test_a_response_ends_with_the_first_stop_token_or_at_its_limit() -> None:
     core.ask([make_request(i, n=8, stop_token_ids=(STOP, 5, 9)) for i in range(4)], "owner")
     reasons = set()
     for group in finish(core):
-        for trajectory, response in zip(group.trajectories, group.tokens.rows, strict=True):
+        for trajectory, response in zip(group.trajectories, group.tokens, strict=True):
             stops = np.flatnonzero(np.isin(response.ids, (STOP, 5, 9)))
             reasons.add(trajectory.finish_reason)
             if trajectory.finish_reason is FinishReason.STOP:
@@ -125,7 +125,7 @@ def test_two_runs_of_one_wave_are_identical_to_the_last_bit() -> None:
         core = make_core(MODEL, slots=6)
         core.ask([make_request(i) for i in range(5)], "owner")
         groups = finish(core)
-        results.append([(g.number, [(r.ids.tobytes(), r.logprobs.tobytes()) for r in g.tokens.rows]) for g in groups])
+        results.append([(g.number, [(r.ids.tobytes(), r.logprobs.tobytes()) for r in g.tokens]) for g in groups])
     assert results[0] == results[1]
 
 
@@ -134,7 +134,7 @@ def test_seeds_and_attempts_have_randomness_of_their_own() -> None:
     for seed, attempt in ((7, 0), (8, 0), (7, 1)):
         core = make_core(MODEL, seed=seed)
         core.ask([make_request(0, n=1, attempt=attempt, stop_token_ids=())], "owner")
-        found.add(tuple(finish(core)[0].tokens.rows[0].ids.tolist()))
+        found.add(tuple(finish(core)[0].tokens[0].ids.tolist()))
     assert len(found) == 3
 
 
@@ -142,7 +142,7 @@ def test_answers_to_one_prompt_differ() -> None:
     core = make_core(MODEL)
     core.ask([make_request(0, n=8, stop_token_ids=())], "owner")
     (group,) = finish(core)
-    assert len({r.ids.tobytes() for r in group.tokens.rows}) == 8
+    assert len({r.ids.tobytes() for r in group.tokens}) == 8
 
 
 def test_validation_starts_before_training_that_waits() -> None:

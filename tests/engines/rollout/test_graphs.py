@@ -141,7 +141,7 @@ def test_what_is_recorded_decodes_with_the_weights_that_were_written_last() -> N
     activate(core, 1, new)
     core.resume()
     (group,) = finish(core)
-    response = group.tokens.rows[0]
+    response = group.tokens[0]
     assert set(response.versions.tolist()) == {0, 1}
     assert replays.recorded == recorded
     core.ask([make_request(1, max_tokens=8, stop_token_ids=())], "test")
@@ -216,4 +216,4 @@ def test_no_more_rows_are_filled_up_than_the_cache_has() -> None:
     core.ask([make_request(0, n=5, max_tokens=9, stop_token_ids=())], "test")
     (group,) = finish(core)
     assert_logprobs([group], {0: model})
-    assert np.all([len(response.ids) == 9 for response in group.tokens.rows])
+    assert np.all([len(response.ids) == 9 for response in group.tokens])

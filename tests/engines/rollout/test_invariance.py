@@ -25,7 +25,7 @@ def drawn(core: AskedCore, order: list[int], at_once: int) -> dict[tuple[int, in
             core.ask([make_request(number, n=3) for number in left[:at_once]], "owner")
             left = left[at_once:]
             for group in core.groups(core.step()):
-                for k, response in enumerate(group.tokens.rows):
+                for k, response in enumerate(group.tokens):
                     results[group.number, k] = (response.ids.tobytes(), response.logprobs.tobytes())
     return results
 

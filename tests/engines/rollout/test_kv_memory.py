@@ -99,7 +99,7 @@ def test_what_does_not_fit_waits_and_what_no_longer_fits_is_parked_and_goes_on()
     finished, parked = watched(core)
     assert core.stats().preempted >= parked > 0
     assert sorted(group.number for group in finished) == list(range(8))
-    assert all(len(response.ids) == 200 for group in finished for response in group.tokens.rows)
+    assert all(len(response.ids) == 200 for group in finished for response in group.tokens)
     assert_logprobs(finished, {0: make_model(max_position_embeddings=LONG)})
 
 

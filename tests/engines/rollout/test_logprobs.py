@@ -102,9 +102,9 @@ def test_keep_goes_on_with_the_old_keys_and_values_under_the_new_weights() -> No
     activate(core, 1, new)
     core.resume()
     (group,) = finish(core)
-    for response in group.tokens.rows:
+    for response in group.tokens:
         assert response.versions.tolist() == [0] * 4 + [1] * 12
-        ids = torch.from_numpy(np.concatenate([group.tokens.rows[0].prompt_ids, response.ids]).astype(np.int64))[None]
+        ids = torch.from_numpy(np.concatenate([group.tokens[0].prompt_ids, response.ids]).astype(np.int64))[None]
         cached = 6 + 4 - 1  # the last sampled token is not in the cache yet
         with torch.no_grad():
             cache = DynamicCache(config=old.config)
@@ -124,7 +124,7 @@ def test_an_update_without_a_pause_happens_between_two_tokens() -> None:
     steps(core, 2)
     activate(core, 5, updated(old, seed=2))
     (group,) = finish(core)
-    assert all(r.versions.tolist() == [0] * 3 + [1] * 2 + [5] * 11 for r in group.tokens.rows)
+    assert all(r.versions.tolist() == [0] * 3 + [1] * 2 + [5] * 11 for r in group.tokens)
     assert group.trajectories[0].version_spans == [[0, 0], [3, 1], [5, 5]]
 
 
@@ -150,7 +150,7 @@ def test_trajectories_that_start_after_an_update_do_not_see_the_old_prompt() -> 
     activate(core, 1, new)
     (group,) = finish(core)
     for k in range(2, 6):
-        response = group.tokens.rows[k]
+        response = group.tokens[k]
         assert (response.versions == 1).all()
         np.testing.assert_allclose(response.logprobs, reference_logprobs(new, group, k), atol=TOLERANCE, rtol=0)
 
@@ -235,7 +235,7 @@ def test_temperature_scales_the_reported_log_probs() -> None:
     head = sharper.lm_head
     sharper.lm_head = torch.nn.Linear(head.in_features, head.out_features, bias=False)
     sharper.lm_head.weight.data = head.weight.data * 2
-    for k, response in enumerate(group.tokens.rows):
+    for k, response in enumerate(group.tokens):
         np.testing.assert_allclose(response.logprobs, reference_logprobs(sharper, group, k), atol=TOLERANCE, rtol=0)
 
 
@@ -244,9 +244,9 @@ def test_greedy_decoding_equals_generate() -> None:
     core = make_core(model)
     core.ask([make_request(i, n=1, temperature=0.0, stop_token_ids=()) for i in range(4)], "owner")
     for group in finish(core):
-        prompt = torch.from_numpy(group.tokens.rows[0].prompt_ids.astype(np.int64))[None]
+        prompt = torch.from_numpy(group.tokens[0].prompt_ids.astype(np.int64))[None]
         expected = model.generate(prompt, do_sample=False, max_new_tokens=16)[0, prompt.shape[1] :]
-        assert group.tokens.rows[0].ids.tolist() == expected.tolist()
+        assert group.tokens[0].ids.tolist() == expected.tolist()
         assert group.trajectories[0].finish_reason is FinishReason.LENGTH
 
 
@@ -255,7 +255,7 @@ def test_bfloat16_is_served_with_float32_log_probs() -> None:
     core = make_core(model)
     core.ask([make_request(i) for i in range(3)], "owner")
     for group in finish(core):
-        for k, response in enumerate(group.tokens.rows):
+        for k, response in enumerate(group.tokens):
             assert response.logprobs.dtype == np.float32
             np.testing.assert_allclose(response.logprobs, reference_logprobs(model, group, k), atol=0.2, rtol=0)
 

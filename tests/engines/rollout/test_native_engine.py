@@ -86,7 +86,7 @@ async def test_an_update_is_staged_while_decoding_and_activated_between_two_toke
         await engine.resume()
         (after,) = await collect(engine, [make_request(2)])
         assert_logprobs([*await generating, after], {0: MODEL, 1: new})
-        assert all((r.versions == 1).all() for r in after.tokens.rows)
+        assert all((r.versions == 1).all() for r in after.tokens)
         assert (await engine.stats()).version == 1
 
 

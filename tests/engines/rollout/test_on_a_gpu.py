@@ -66,7 +66,7 @@ async def test_recorded_steps_sample_from_the_model_before_and_after_an_update(f
     tolerance = LOOSE if dtype is torch.float32 else 0.1  # of bfloat16's rounding, on the mean of a response
     for groups, model in ((first, old), (second, new)):
         for group in groups:
-            for k, response in enumerate(group.tokens.rows):
+            for k, response in enumerate(group.tokens):
                 expected = reference_logprobs(model.float(), group, k)
                 assert np.abs(response.logprobs - expected).mean() <= tolerance
 
@@ -77,7 +77,7 @@ async def test_recorded_steps_are_right_when_the_cache_is_divided_anew_and_back(
         for wave in range(3):
             groups = await collect(engine, [make_request(wave, n=2, length=5, max_tokens=500, stop_token_ids=())])
             expected = [reference_logprobs(model, groups[0], k) for k in range(2)]
-            for response, reference in zip(groups[0].tokens.rows, expected, strict=True):
+            for response, reference in zip(groups[0].tokens, expected, strict=True):
                 np.testing.assert_allclose(response.logprobs, reference, atol=LOOSE)
         graphs = engine._core._runner._graphs
         assert graphs is not None

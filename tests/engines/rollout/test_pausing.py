@@ -130,7 +130,7 @@ def test_an_abort_ends_groups_where_they_are_and_only_those() -> None:
     assert sorted(t.length for t in by_number[1].trajectories) == [0, 0, 3, 3]
     assert [t.length for t in by_number[3].trajectories] == [0] * 4
     for group in aborted:
-        for trajectory, response in zip(group.trajectories, group.tokens.rows, strict=True):
+        for trajectory, response in zip(group.trajectories, group.tokens, strict=True):
             assert trajectory.finish_reason is FinishReason.ABORTED
             assert trajectory.length == len(response.ids) and bool(trajectory.version_spans) == bool(trajectory.length)
     assert core.unfinished() == [0, 1, 2]
@@ -250,7 +250,7 @@ def test_random_commands_lose_nothing_and_every_token_is_its_versions(seed: int)
     assert sorted(g.number for g in schedule.groups) == sorted(schedule.submitted)
     assert schedule.core.unfinished() == []
     for group in schedule.groups:
-        for trajectory, response in zip(group.trajectories, group.tokens.rows, strict=True):
+        for trajectory, response in zip(group.trajectories, group.tokens, strict=True):
             if trajectory.finish_reason is FinishReason.ABORTED:
                 assert group.number in schedule.aborted
             assert (np.diff(response.versions) >= 0).all()

@@ -157,7 +157,7 @@ def test_probing_at_any_time_changes_no_token(policy: OnUpdate) -> None:
             if probing:
                 probe(core)
             core.resume()
-        outcomes.append((tokens_of(groups), [r.logprobs.tolist() for g in groups for r in g.tokens.rows]))
+        outcomes.append((tokens_of(groups), [r.logprobs.tolist() for g in groups for r in g.tokens]))
     assert outcomes[0] == outcomes[1]
 
 

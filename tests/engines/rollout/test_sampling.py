@@ -208,8 +208,8 @@ def test_the_engine_samples_the_exact_distribution(sampling: dict[str, float]) -
     with torch.no_grad():
         logits = model(torch.from_numpy(request.prompt.token_ids.astype(np.int64))[None]).logits[0, -1]
     expected = filtered_distribution(logits.tolist(), request.sampling)
-    ids = np.array([response.ids[0] for response in group.tokens.rows])
-    logprobs = np.array([response.logprobs[0] for response in group.tokens.rows])
+    ids = np.array([response.ids[0] for response in group.tokens])
+    logprobs = np.array([response.logprobs[0] for response in group.tokens])
     counts = np.bincount(ids, minlength=len(expected))
     assert not counts[expected == 0].any()
     np.testing.assert_allclose(logprobs, np.log(expected[ids]), atol=1e-4)

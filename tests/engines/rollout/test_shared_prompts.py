@@ -50,7 +50,7 @@ def answers(core: AskedCore) -> dict[tuple[int, int], tuple[list[int], bytes]]:
     return {
         (group.number, k): (row.ids.tolist(), row.logprobs.tobytes())
         for group in finish(core)
-        for k, row in enumerate(group.tokens.rows)
+        for k, row in enumerate(group.tokens)
     }
 
 

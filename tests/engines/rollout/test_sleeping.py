@@ -179,7 +179,7 @@ def test_weights_from_a_mapped_file_can_be_given_up(tmp_path: Path) -> None:
 def assert_theirs(groups: list[FinishedGroup], model_of: dict[int, PreTrainedModel]) -> None:
     """Log-probs are those of each token's version, and greedy tokens the best; all versions sampled something."""
     assert_logprobs(groups, model_of)
-    responses = [(group, k, response) for group in groups for k, response in enumerate(group.tokens.rows)]
+    responses = [(group, k, response) for group in groups for k, response in enumerate(group.tokens)]
     assert {int(version) for _, _, response in responses for version in response.versions} == set(model_of)
     for group, k, response in responses:
         for version, model in model_of.items():
@@ -190,7 +190,7 @@ def assert_theirs(groups: list[FinishedGroup], model_of: dict[int, PreTrainedMod
 
 def likeliest(model: PreTrainedModel, group: FinishedGroup, k: int) -> NDArray[np.int64]:
     """[T] the best token at each place of a response, given what is before it."""
-    prompt, response = group.tokens.rows[0].prompt_ids, group.tokens.rows[k].ids
+    prompt, response = group.tokens[0].prompt_ids, group.tokens[k].ids
     context = torch.from_numpy(np.concatenate([prompt, response]).astype(np.int64))
     with torch.no_grad():
         return model(input_ids=context[None]).logits[0, len(prompt) - 1 : -1].argmax(-1).numpy()

@@ -87,8 +87,8 @@ def assert_from_the_table(groups: list[FinishedGroup]) -> set[int]:
     """The versions that sampled."""
     seen: set[int] = set()
     for group in groups:
-        for response in group.tokens.rows:
-            before = np.concatenate([group.tokens.rows[0].prompt_ids[-1:], response.ids[:-1]])
+        for response in group.tokens:
+            before = np.concatenate([group.tokens[0].prompt_ids[-1:], response.ids[:-1]])
             looked_up = zip(response.versions, before, response.ids, strict=True)
             expected = [table(int(version))[token, sampled] for version, token, sampled in looked_up]
             np.testing.assert_allclose(response.logprobs, expected, atol=1e-5, rtol=0)

@@ -52,7 +52,7 @@ async def assert_serves_the_trainers(engine: NativeEngine, both: Pair, version: 
     expected = probe_vector(both.trainer.forward_logprobs(probe_rows(both.trainer.vocabulary)))
     np.testing.assert_allclose(await engine.probe(), expected, atol=1e-5, rtol=0)
     for group in await collect(engine, [request(number) for number in range(4)]):
-        for row in group.tokens.rows:
+        for row in group.tokens:
             assert set(row.versions.tolist()) == {version}
             ids = np.concatenate([row.prompt_ids, row.ids])
             again = CollatedRow(ids, len(row.prompt_ids), row.logprobs, row.versions, row.loss_mask)

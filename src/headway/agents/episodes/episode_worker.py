@@ -30,7 +30,6 @@ from headway.data.interfaces.episode_groups import FinishedGroup, GroupRequest
 from headway.data.interfaces.rollout import FinishedCall, GenerateRequest, Priority, SamplingParams
 from headway.data.types import (
     FinishReason,
-    GroupTokens,
     RowAt,
     RowTokens,
     Trajectory,
@@ -371,7 +370,7 @@ def _whole(group: _OpenGroup, decode: Callable[[Sequence[int]], str] | None) -> 
         trajectories.append(replace(made.trajectory, rows=numbered) if count else made.trajectory)
         count += len(numbered)
         rows += made.rows
-    tokens = None if simulated else GroupTokens(tuple(rows))
+    tokens = None if simulated else tuple(rows)
     return FinishedGroup(group.request.number, tuple(trajectories), tokens)
 
 

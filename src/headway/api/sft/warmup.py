@@ -35,7 +35,7 @@ from headway.data.interfaces.episode_groups import GroupRequest
 from headway.data.interfaces.rollout import SamplingParams
 from headway.data.interfaces.training import StepContext, StepReport, TokenLoss
 from headway.data.tasks import make_task
-from headway.data.types import ColumnName, GroupTokens, Prompt, Sample, TrajectoryId
+from headway.data.types import ColumnName, Prompt, Sample, TrajectoryId
 from headway.engines.rollout.native.engine import NativeEngine
 from headway.errors import ModelError, UserCodeError, boundary
 from headway.models.pretrained import load_model
@@ -71,8 +71,7 @@ class SftSteps:
     def _samples(self, number: int, batch: Sequence[Example]) -> list[Sample]:
         samples: list[Sample] = []
         for place, rows in enumerate(batch):
-            tokens = GroupTokens(rows)
-            handle = carried(tokens, f"sft/{number}/{place}") if self._separate else tokens
+            handle = carried(rows, f"sft/{number}/{place}") if self._separate else rows
             samples += [
                 Sample(
                     tokens=handle,

@@ -73,7 +73,7 @@ class BatchCache:
         wanted = [_part(handle, tuple(missing)) for handle, missing in tokens.values()]
         fetched: Iterator[Any] = iter(self._fetch([*wanted, *handles.values()]) if wanted or handles else ())
         for (key, (handle, missing)), group in zip(tokens.items(), fetched, strict=False):
-            rows.update(((key, i), (handle, row_of(sample, group.rows[i]))) for i, sample in missing.items())
+            rows.update(((key, i), (handle, row_of(sample, group[i]))) for i, sample in missing.items())
         columns.update((key, (handle, next(fetched))) for key, handle in handles.items())
         return [
             with_columns(

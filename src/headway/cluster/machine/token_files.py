@@ -23,7 +23,7 @@ import fcntl
 import io
 import os
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -122,13 +122,6 @@ class TokenPart:
     rows: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class SomeRows:
-    """Rows of a group by their indices in `GroupTokens.rows`. Those with one prompt share its array."""
-
-    rows: Mapping[int, RowTokens]
-
-
 class _PromptAt(NamedTuple):
     offset: int
     """Bytes behind the index; so in `_FileRow`."""
@@ -218,23 +211,15 @@ def token_bytes(config: Config) -> int:
     return int((ahead + config.groups_per_fetch) * group * BYTES_PER_TOKEN)
 
 
-def read_here(file: TokenFile) -> GroupTokens | None:
-    """Return the tokens; None where this machine does not have the file."""
-    read = _read(file, None)
-    return None if read is None else GroupTokens(tuple(read.values()))
-
-
-def read_part(part: TokenPart) -> SomeRows | None:
-    """Return the rows that ``part`` names; reads no others. None where this machine does not have the file."""
-    read = _read(part.file, part.rows)
-    return None if read is None else SomeRows(read)
-
-
 Read = Callable[[int, int], bytearray]
 """Function that returns the bytes of a file from an offset on, as many as asked for."""
 
 
-def _read(file: TokenFile, indices: Iterable[int] | None) -> dict[int, RowTokens] | None:
+def read_rows(file: TokenFile, indices: Iterable[int] | None = None) -> dict[int, RowTokens] | None:
+    """Return the rows of a group with these indices in its `GroupTokens`, and read no others. None: all of them.
+
+    Rows with one prompt share its array. Returns None where this machine does not have the file.
+    """
     if (data := file.data) is not None:
         return _rows(lambda offset, size: bytearray(data[offset : offset + size]), indices)
     try:
@@ -269,7 +254,7 @@ def _laid_out(tokens: GroupTokens) -> list[bytes]:
 
     prompts: dict[int, int] = {}
     """Identity of a prompt's array → its number."""
-    for row in tokens.rows:
+    for row in tokens:
         if id(row.prompt_ids) not in prompts:
             prompts[id(row.prompt_ids)] = len(index.prompts)
             index.prompts.append(_PromptAt(add((row.prompt_ids, np.int32)), len(row.prompt_ids)))

@@ -42,14 +42,14 @@ from headway.cluster.calls.worker_connections import (
     connected,
 )
 from headway.cluster.machine.child_processes import Watched
-from headway.cluster.machine.token_files import SomeRows, TokenPart, read_part
+from headway.cluster.machine.token_files import TokenPart, read_rows
 from headway.cluster.machine.worker_setup import ProcessSettings, importing, set_up_process
 from headway.cluster.on_ray.ray_node import RayNode
 from headway.cluster.role_host import RoleHost
 from headway.cluster.roles.file_probe import place
 from headway.cluster.worker_plan import WorkerSpec
 from headway.config.sizing.timeouts import Timeouts, model_nbytes
-from headway.data.types import Handle
+from headway.data.types import Handle, RowTokens
 from headway.errors import HeadwayError, RunError, StallError, WorkerDied, said_by
 from headway.runtime.progress import Heartbeat
 from headway.runtime.task_groups import concurrently
@@ -205,7 +205,7 @@ class WorkerActor:
 
         Called on the role's thread, so that the event loop is free for it.
         """
-        objects = {handle: read_part(handle) for handle in handles if isinstance(handle, TokenPart)}
+        objects = {handle: read_rows(handle.file, handle.rows) for handle in handles if isinstance(handle, TokenPart)}
         elsewhere: dict[str, list[TokenPart]] = defaultdict(list)
         for part, tokens in objects.items():
             if tokens is None:
@@ -374,7 +374,7 @@ class RayWorker:
         return RunError(f"worker {self.name}, {doing!r}: {type(error).__name__}: {error}")
 
 
-def _read_on(host: str, parts: Sequence[TokenPart]) -> Handle[list[SomeRows]]:
+def _read_on(host: str, parts: Sequence[TokenPart]) -> Handle[list[Mapping[int, RowTokens]]]:
     """Start reading ``parts`` on the machine ``host``, which has their files."""
     return _read.options(resources={f"node:{host}": 0.001}).remote(parts)
 
@@ -389,8 +389,8 @@ def _check_alive(elsewhere: Mapping[str, Sequence[TokenPart]]) -> None:
 
 
 @ray.remote(num_cpus=0)
-def _read(parts: Sequence[TokenPart]) -> list[SomeRows]:
-    read = [read_part(part) for part in parts]
+def _read(parts: Sequence[TokenPart]) -> list[Mapping[int, RowTokens]]:
+    read = [read_rows(part.file, part.rows) for part in parts]
     missing = [part.file for part, rows in zip(parts, read, strict=True) if rows is None]
     if missing:
         raise RunError(f"the tokens of {len(missing)} groups are no longer on {missing[0].host} ({missing[0].path})")
