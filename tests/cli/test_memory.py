@@ -64,3 +64,42 @@ def test_what_does_not_fit_the_machine_is_said(recipe: str, monkeypatch: pytest.
     *_, note = train_command.memory_lines(load(Path(recipe), []).config)
     assert note.startswith("note: all processes together take up to ")
     assert note.endswith("this machine has 1.0 MB")
+
+
+def seven_billion(tmp_path: Path, *settings: str) -> list[str]:
+    """The doctor's lines for a model of 7 B on a machine of eight GPUs of 80 GB, which vLLM shares with the trainer."""
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "qwen2", "num_hidden_layers": 28, "hidden_size": 3584, "num_attention_heads": 28, '
+        '"num_key_value_heads": 4, "intermediate_size": 18944, "vocab_size": 152064, "tie_word_embeddings": false}'
+    )
+    shared = ["cluster.device=cuda", "cluster.placement=shared", "rollout.name=vllm", "mode=on_policy"]
+    lengths = ["data.max_prompt_length=2048", "data.max_response_length=8192"]
+    model = [f"model.path={tmp_path}", "model.make=null", "model.warmup=null"]
+    path = tmp_path / "recipe.yaml"
+    path.write_text(RECIPE)
+    return list(train_command.memory_lines(load(path, [*shared, *lengths, *model, *settings]).config))
+
+
+def test_the_doctor_says_what_vllm_takes_of_gpus_that_a_trainer_shares(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM starts before the optimizer has its moments, and wakes up when it has them: that is what it gets."""
+    monkeypatch.setattr("headway.devices.memory_listed_here", lambda *, on_cpu: 80 * 10**9)
+    parameters = 7.615616512e9
+    held, prefix = 16 * parameters / 8, "note: vLLM takes "
+    (note,) = [line for line in seven_billion(tmp_path, "trainer.n_gpus_per_node=8") if line.startswith(prefix)]
+    share = float(note.partition("gpu_memory_utilization=")[2][:4])
+    assert share == pytest.approx(0.9 - held / 80e9, abs=0.005)
+    offload = ["trainer.n_gpus_per_node=8", "actor.fsdp_config.param_offload=true"]
+    (note,) = [line for line in seven_billion(tmp_path, *offload) if line.startswith(prefix)]
+    assert "gpu_memory_utilization=0.90" in note
+
+
+def test_the_doctor_says_where_a_replica_would_not_wake_up_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headway.devices.memory_listed_here", lambda *, on_cpu: 80 * 10**9)
+    *_, problem = seven_billion(tmp_path, "trainer.n_gpus_per_node=2")
+    assert problem.startswith("problem: a replica takes ")
+    assert "of which the training rank on it holds 60.9" in problem
+    assert "actor.fsdp_config.param_offload=true" in problem

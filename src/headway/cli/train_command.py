@@ -47,6 +47,7 @@ def memory_lines(config: Config) -> Iterator[str]:
     host = sum(process.count * process.memory.host for process in processes)
     yield _row("all processes", size(device), size(host))
     yield from _too_large(config, processes, on_cpu=on_cpu)
+    yield from _room(config, shape, on_cpu=on_cpu)
 
 
 def memory_in_short(config: Config) -> str | None:
@@ -109,6 +110,26 @@ def _too_large(config: Config, processes: list[RunProcess], *, on_cpu: bool) -> 
                 f"note: a {process.name} takes up to {size(process.memory.device)}, and a device here has "
                 f"{size(there)}; docs/training.md says what to lower"
             )
+
+
+def _room(config: Config, shape: ModelShape, *, on_cpu: bool) -> Iterator[str]:
+    """Say what is left for a replica on a GPU, where it takes what it finds."""
+    from headway.config.sizing.run_memory import replica_room
+    from headway.errors import ConfigError
+
+    there = _device_bytes(config, on_cpu=on_cpu)
+    if there is None or on_cpu:
+        return
+    try:
+        found = replica_room(config, shape, there)
+    except ConfigError as refused:
+        yield f"problem: {refused}"
+        return
+    if config.rollout.name == "vllm" and config.cluster.placement == "shared":
+        yield (
+            f"note: vLLM takes {size(int(found.share * there))} of each GPU "
+            f"(gpu_memory_utilization={found.share:.2f}), {size(found.cache_bytes)} of it for keys and values"
+        )
 
 
 def _row(name: str, device: str = "", host: str = "") -> str:

@@ -10,7 +10,10 @@ from typing import Any
 
 from headway.config.schema import Config
 from headway.config.sections.learning import expert_problems, model_problems, plan_problems, replica_problems
+from headway.config.sizing.model_shape import ModelShape
 from headway.config.sizing.placement import ACTOR, CRITIC, LOGP, REF, resolve_placement
+from headway.config.sizing.run_memory import replica_room
+from headway.devices import memory_listed_here
 from headway.errors import ConfigError, ModelError, boundary
 from headway.models.model_folder import find_folder, text_config
 from headway.models.stored_weights import compare, of_common_kinds, tensors_in_files
@@ -113,6 +116,9 @@ def check_kv_cache(config: Config, model_config: Any, device: str) -> None:
 
     ``device``: kind of the replicas' devices. Raises `ConfigError`.
     """
+    there = None if device == "cpu" or config.cluster.address is not None else memory_listed_here(on_cpu=False)
+    if there is not None and (shape := ModelShape.of(model_config.get_text_config().to_dict())) is not None:
+        replica_room(config, shape, there)
     gib, data = config.rollout.kv_cache_gib, config.data
     if gib is None or config.rollout.name != "native":
         return

@@ -10,10 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from headway.config.schema import Config
+from headway.config.sizing.model_shape import ModelShape
 from headway.config.sizing.placement import concurrent
+from headway.config.sizing.run_memory import ReplicaRoom, replica_room
+from headway.devices import CPU, kind_of
 from headway.engines.weights.protocols import IncomingWeights
 from headway.engines.weights.weight_layout import Manifest, bucket_bytes
 from headway.errors import ConfigError
+from headway.models.model_folder import read_object
 
 Receive = Callable[[int, IncomingWeights], None]
 
@@ -51,6 +55,16 @@ class ReplicaSpec:
             "clock": self.clock,
         }
 
+    def room(self) -> ReplicaRoom | None:
+        """Return what the replica may take of each of its GPUs; None on a CPU, and where sizes are not known.
+
+        Raises `ConfigError` where there is no room for one whole answer.
+        """
+        kind = kind_of(self.device)
+        nbytes = None if kind is CPU else kind.memory_listed()
+        shape = ModelShape.of(read_object(Path(self.model_path) / "config.json"))
+        return None if nbytes is None or shape is None else replica_room(self.config, shape, nbytes)
+
 
 async def start_native(replica: ReplicaSpec) -> Any:
     import torch
@@ -59,6 +73,9 @@ async def start_native(replica: ReplicaSpec) -> Any:
     from headway.models.pretrained import load_model
 
     config = replica.config
+    cache_bytes = None if config.rollout.kv_cache_gib is None else int(config.rollout.kv_cache_gib * 2**30)
+    if cache_bytes is None and (room := replica.room()) is not None:
+        cache_bytes = room.cache_bytes
     dtype, remote = getattr(torch, replica.dtype), config.model.trust_remote_code
     load = partial(load_model, replica.model_path, dtype=dtype, trust_remote_code=remote)
     model = (await asyncio.to_thread(load)).to(replica.device)
@@ -66,7 +83,7 @@ async def start_native(replica: ReplicaSpec) -> Any:
         model,
         decode=replica.decode,
         dual_buffer=config.rollout.enable_dual_buffer and config.cluster.placement == "split",
-        kv_cache_bytes=None if config.rollout.kv_cache_gib is None else int(config.rollout.kv_cache_gib * 2**30),
+        kv_cache_bytes=cache_bytes,
         consume_bucket_bytes=bucket_bytes(config.rollout.param_update_consume_bucket_size_mb),
         **replica.common,
     )
@@ -76,6 +93,10 @@ async def start_vllm(replica: ReplicaSpec) -> Any:
     from headway.engines.rollout.vllm import VllmEngine
 
     config = replica.config
+    options = config.rollout.engine_kwargs
+    if config.cluster.placement == "shared" and (room := replica.room()) is not None:
+        # By default vLLM wants nearly all of the device, which after the first training step it finds taken.
+        options = {"gpu_memory_utilization": room.share, **options}
     engine = VllmEngine(
         Path(replica.model_path),
         dtype=replica.dtype,
@@ -83,7 +104,7 @@ async def start_vllm(replica: ReplicaSpec) -> Any:
         trust_remote_code=config.model.trust_remote_code,
         sleep=config.cluster.placement == "shared",
         tensor_parallel=config.rollout.tensor_model_parallel_size,
-        options=config.rollout.engine_kwargs,
+        options=options,
         **replica.common,
     )
     try:

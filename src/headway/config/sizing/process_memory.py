@@ -212,7 +212,10 @@ def replica(
     ``prefill``: tokens of prompts that are read at once; ``in_place``: updates are received over the served weights.
     """
     served, cache = shape.served(devices) * itemsize, cached_tokens * shape.cache(itemsize, devices)
-    held = [MemoryItem("served weights", served), MemoryItem("keys and values", min(cache, cache_bytes or cache))]
+    held = [
+        MemoryItem("served weights", served),
+        MemoryItem("keys and values", cache if cache_bytes is None else min(cache, cache_bytes)),
+    ]
     if on_cpu and shape.family.joined and shape.hidden * shape.intermediate >= PACKED_FROM:
         read_once = 0 if shape.tied else shape.embedding
         held.append(MemoryItem("the weights as a CPU's kernels read them", (shape.parameters - read_once) * itemsize))

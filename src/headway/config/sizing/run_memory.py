@@ -19,10 +19,12 @@ from headway.config.sizing.process_memory import (
     machine,
     reference,
     replica,
+    room,
     trainer,
     update,
 )
 from headway.config.transport_facts import TRANSPORTS, transport_of
+from headway.errors import ConfigError
 
 MIB, GIB = 2**20, 2**30
 REPLICA, OF_REPLICA = "replica", "device of a replica"
@@ -83,6 +85,44 @@ def processes(config: Config, shape: ModelShape, *, on_cpu: bool, device_bytes: 
     return found
 
 
+@dataclass(frozen=True, slots=True)
+class ReplicaRoom:
+    """What there is for a replica on each of its GPUs."""
+
+    share: float
+    """Part of the device that the replica may take, for vLLM's ``gpu_memory_utilization``."""
+    cache_bytes: int
+    """Bytes of it for keys and values."""
+
+
+def replica_room(config: Config, shape: ModelShape, device_bytes: int) -> ReplicaRoom:
+    """Return what is left for a replica on a GPU of ``device_bytes``: beside a training rank that shares it, less.
+
+    Raises:
+        ConfigError: there is no room for one whole answer.
+    """
+    placement = resolve_placement(config)
+    held = 0
+    if placement.shared(ROLLOUT, ACTOR):
+        step = _step(config, placement, on_cpu=False, device_bytes=device_bytes)
+        rank = _trainer(config, shape, step, placement, on_cpu=False, senders=0)
+        # From the first step on. Before it the moments are not there: what starts now must fit when it wakes up then.
+        held = sum(line.nbytes for line in rank.held if not line.on_host)
+    left = room(device_bytes) - held
+    alone = _replica(config, shape, len(placement.devices[ACTOR]), on_cpu=False, cache_bytes=0).device
+    context = config.data.max_prompt_length + config.data.max_response_length
+    answer = context * shape.cache(_served(config, on_cpu=False), config.rollout.tensor_model_parallel_size)
+    if left < alone + answer:
+        beside = f", of which the training rank on it holds {held / 1e9:.1f}" if held else ""
+        offload = "actor.fsdp_config.param_offload=true, " if held else ""
+        raise ConfigError(
+            f"a replica takes {alone / 1e9:.1f} GB of each GPU, and {answer / 1e9:.1f} for the keys and values of one "
+            f"answer of {context} tokens; a GPU has {device_bytes / 1e9:.1f}{beside}, and libraries need a tenth; set "
+            f"{offload}give more GPUs, or lower data.max_response_length"
+        )
+    return ReplicaRoom(left / device_bytes, left - alone)
+
+
 def _senders(config: Config, ranks: int, *, on_cpu: bool) -> int:
     """Number of the trainer's ranks that send weights to replicas on other devices."""
     update = config.param_update
@@ -138,8 +178,13 @@ def _trainer(
     return memory.beside(update(shape, served, bucket, senders=senders, copy=keeps, on_cpu=on_cpu, shared=shared))
 
 
-def _replica(config: Config, shape: ModelShape, senders: int, *, on_cpu: bool) -> ProcessMemory:
+def _replica(
+    config: Config, shape: ModelShape, senders: int, *, on_cpu: bool, cache_bytes: int | None = None
+) -> ProcessMemory:
+    """``cache_bytes``: for keys and values; None for what the settings ask for."""
     rollout = config.rollout
+    if cache_bytes is None and rollout.kv_cache_gib is not None:
+        cache_bytes = int(rollout.kv_cache_gib * GIB)
     context = config.data.max_prompt_length + config.data.max_response_length
     slots = concurrent(config)
     shared = config.cluster.placement == "shared"
@@ -149,7 +194,7 @@ def _replica(config: Config, shape: ModelShape, senders: int, *, on_cpu: bool) -
         shape,
         itemsize=_served(config, on_cpu=on_cpu),
         cached_tokens=slots * context,
-        cache_bytes=None if rollout.kv_cache_gib is None else int(rollout.kv_cache_gib * GIB),
+        cache_bytes=cache_bytes,
         slots=slots,
         prefill=max(min(rollout.max_batched_tokens, slots * context), undivided),
         bucket=(1 if shared else senders) * int(rollout.param_update_consume_bucket_size_mb * MIB),
