@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.cluster.backend import Workers
+from headway.cluster.workers import Workers
 from headway.config.schema import Config
 from headway.data.interfaces.episode_groups import FinishedGroup, GroupRequest
 from headway.data.interfaces.rollout import OnUpdate, SamplingParams

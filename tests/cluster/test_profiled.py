@@ -17,6 +17,8 @@ class Noting:
         self.name = name
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
 
+        self.up = self.heartbeat = self.died = self.lost = self.kill = self.call
+
     async def call(self, method: str, *args: Any) -> Any:
         self.calls.append((method, args))
 

@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 
-from headway.cluster.proxy import proxy
 from headway.cluster.roles.actor_role import ActorRole
 from headway.cluster.roles.critic_role import CriticRole
 from headway.cluster.roles.logprob_role import LogpRole, RefRole
 from headway.cluster.worker_engines import TrainGroup, critic_of, reference_of
-from headway.cluster.worker_group import WorkerGroup, registered
+from headway.cluster.worker_group import WorkerGroup, proxy, registered
 from headway.data.interfaces.rollout import OnUpdate, RolloutEngine
 from headway.data.interfaces.training import CriticEngine, ProximalEngine
 from tests.cluster.test_worker_group import Scripted, samples

@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 import ray
 
-from headway.cluster.backend import Workers, start_backend
+from headway.cluster.backend import start_backend
 from headway.cluster.machine.child_processes import ChildProcesses, descendants
 from headway.cluster.on_ray.ray_cluster import RayCluster
 from headway.cluster.on_ray.ray_worker import RayWorker
 from headway.cluster.worker_engines import RolloutReplica
+from headway.cluster.workers import Workers, replaceable_dies
 from headway.data.interfaces.rollout import OnUpdate
 from headway.errors import UpdateFailed, WorkerDied
 from tests.cluster.one_version import N, generate, one_version, request, tiny_config, update
@@ -105,7 +106,7 @@ async def another_episode_worker_makes_the_same_groups(workers: Workers, expecte
     """Kill the episode worker while it makes groups. Their calls are dropped where they run, and a second one makes
     them."""
     (episode_worker,), replica = workers.episode_workers, workers.rollouts[0]
-    watching = asyncio.create_task(workers.watch_episode_worker(episode_worker))
+    watching = asyncio.create_task(replaceable_dies(episode_worker))
     await replica.pause(OnUpdate.KEEP)  # so that nothing is finished before the death
     await episode_worker.join(replica)
     await episode_worker.route([replica.name])
@@ -114,7 +115,7 @@ async def another_episode_worker_makes_the_same_groups(workers: Workers, expecte
     async with asyncio.timeout(WAIT_S):
         while await calls_at(replica) < 2 * N:  # noqa: ASYNC110 - another process begins
             await asyncio.sleep(0.02)
-        worker = episode_worker._worker
+        worker = episode_worker.worker
         assert isinstance(worker, RayWorker) and worker.pid is not None
         os.kill(worker.pid, signal.SIGKILL)
         for noticed in (watching, making):
@@ -124,7 +125,8 @@ async def another_episode_worker_makes_the_same_groups(workers: Workers, expecte
         while await calls_at(replica):  # noqa: ASYNC110 - another process ends
             await asyncio.sleep(0.02)
         await replica.resume()
-        assert (await workers.replace_episode_worker("episode-worker-0")).name == "episode-worker-0+1"
+        assert workers.episode_workers_replaced is not None
+        assert (await workers.episode_workers_replaced.start("episode-worker-0")).name == "episode-worker-0+1"
         again = await generate(workers, range(2, 4))
     assert [t.text for group in again for t in group.trajectories] == expected
 

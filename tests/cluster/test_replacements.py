@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -14,12 +15,11 @@ from headway.cluster.calls import network_interface
 from headway.cluster.calls.network_interface import answers, stops_answering
 from headway.cluster.on_ray import resource_pool
 from headway.cluster.on_ray.resource_pool import Node, ResourcePool
-from headway.cluster.replacements import Replacements, replica_start
 from headway.cluster.roles.rollout_role import RolloutRole
-from headway.cluster.shared_filesystem import SharedFilesystem
 from headway.cluster.worker_engines import RolloutReplica
 from headway.cluster.worker_group import Worker
 from headway.cluster.worker_plan import WorkerSpec
+from headway.cluster.workers import Replacements
 from headway.config.sizing.timeouts import Timeouts
 from headway.errors import ModelError, StallError
 
@@ -51,46 +51,30 @@ class Place:
 
             return note
 
-        return cast(Worker, SimpleNamespace(name=name, up=noted("up"), kill=noted("kill"), call=noted("call")))
-
-
-class Seeing:
-    """A `SharedFilesystem` that refuses when it is told to."""
-
-    def __init__(self, place: Place, failure: Exception | None = None) -> None:
-        self._place = place
-        self._failure = failure
-
-    async def check_replica(self, worker: Worker) -> None:
-        self._place.log.append(f"look from {worker.name}")
-        if self._failure is not None:
-            raise self._failure
+        return cast(Worker, SimpleNamespace(name=name, kill=noted("kill")))
 
 
 def replacements(
     place: Place, failure: Exception | None = None, timeout_s: float = 5.0
 ) -> Replacements[RolloutReplica]:
-    async def serve(worker: Worker) -> Any:
-        place.log.append(f"serve {worker.name}")
-        return worker.name
+    async def start(worker: Worker) -> Any:
+        place.log.append(f"start {worker.name}")
+        if failure is not None:
+            raise failure
+        return worker
 
-    start = replica_start(cast(SharedFilesystem, Seeing(place, failure)), serve)
-    made = Replacements(place, start, timeouts=Timeouts(timeout_s, 5, 300))
-    made.know(SPEC, place.worker("rollout-1"))
+    old = place.worker("rollout-1")
+    made = Replacements(place, start, [old], AsyncExitStack(), timeouts=Timeouts(timeout_s, 5, 300))  # type: ignore[arg-type]
+    made.know(SPEC, old)
     return made
 
 
 async def test_a_place_is_found_before_anything_is_started_there() -> None:
     place = Place()
-    assert cast(str, await replacements(place).start("rollout-1")) == "rollout-1+1"
-    assert place.log == [
-        "find a place for rollout-1",
-        "kill rollout-1",
-        "launch rollout-1+1",
-        "up rollout-1+1",
-        "look from rollout-1+1",
-        "serve rollout-1+1",
-    ]
+    made = replacements(place)
+    assert (await made.start("rollout-1")).name == "rollout-1+1"
+    assert place.log == ["find a place for rollout-1", "kill rollout-1", "launch rollout-1+1", "start rollout-1+1"]
+    assert [one.name for one in made.current] == ["rollout-1+1"]
 
 
 async def test_where_no_machine_has_room_the_wait_is_bounded_and_says_so() -> None:
@@ -106,7 +90,7 @@ async def test_a_machine_without_the_model_gets_no_replica() -> None:
     place = Place()
     with pytest.raises(ModelError, match="no such folder"):
         await replacements(place, ModelError("m: no such folder")).start("rollout-1")
-    assert place.log[-2:] == ["look from rollout-1+1", "kill rollout-1+1"], "it would hold its device"
+    assert place.log[-2:] == ["start rollout-1+1", "kill rollout-1+1"], "it would hold its device"
 
 
 class Reserved:

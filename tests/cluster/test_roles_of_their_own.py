@@ -21,11 +21,12 @@ import ray
 import torch
 from numpy.typing import NDArray
 
-from headway.cluster.backend import Workers, start_backend
+from headway.cluster.backend import start_backend
 from headway.cluster.machine.token_files import TokenFile, read_rows
 from headway.cluster.on_ray.ray_worker import RayWorker
 from headway.cluster.worker_engines import LogpReceiver
 from headway.cluster.worker_plan import ClusterPlan, plan_cluster
+from headway.cluster.workers import Workers
 from headway.config.schema import Config
 from headway.config.sections.learning import ParallelConfig
 from headway.config.sizing.placement import ACTOR, CRITIC, LOGP, REF, ROLLOUT, resolve_placement

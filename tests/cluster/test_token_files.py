@@ -26,8 +26,8 @@ from headway.cluster.machine.token_files import (
     token_bytes,
     token_directory,
 )
-from headway.cluster.remote_episode_worker import RemoteEpisodeWorker
 from headway.cluster.roles.episode_worker_role import EpisodeWorkerRole
+from headway.cluster.worker_engines import RemoteEpisodeWorker
 from headway.config.schema import Config
 from headway.data.interfaces.episode_groups import FinishedGroup
 from headway.data.interfaces.rollout import Priority
@@ -175,6 +175,8 @@ async def test_files_of_groups_that_the_driver_has_forgotten_are_removed_here_or
     heard: list[list[TokenFile]] = []
 
     class Peer:
+        async def call(self, method: str, *args: Any) -> None: ...
+
         async def each(self, method: str, *args: Any) -> AsyncGenerator[Any, None]:
             heard.append(list(args[-1]))
             yield FinishedGroup(len(heard), (), TokenFile("there", f"{tmp_path}/{len(heard)}"))
@@ -205,7 +207,7 @@ async def test_only_groups_that_are_trained_leave_files(tmp_path: Path) -> None:
 
     role = object.__new__(EpisodeWorkerRole)
     role._files = TokenFiles("episode-worker-0", TokenPlace("10.0.0.1", tmp_path), "10.0.0.1")
-    role._episode_worker = FakeWorker()  # type: ignore[assignment]
+    role.worker = FakeWorker()  # type: ignore[assignment]
     requests = [replace(request(number), priority=priority) for number, priority in enumerate(Priority)]
     groups = [group async for group in role.generate(requests, None, [])]
     trained = [group.number for group in groups if group.tokens is not None]

@@ -3,124 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
-from headway.cluster.machine.worker_setup import Hardware
-from headway.cluster.profiled_processes import ProfiledProcess, profiled
-from headway.cluster.proxy import proxy
-from headway.cluster.remote_episode_worker import RemoteEpisodeWorker
-from headway.cluster.replacements import Replacements
-from headway.cluster.startup import Cluster, Launched, Startup
-from headway.cluster.weight_sync.probe_tolerance import ProbeTolerance
-from headway.cluster.worker_engines import RolloutReplica, TrainGroup, critic_of, reference_of
-from headway.cluster.worker_group import Worker
+from headway.cluster.startup import Launched, Startup
+from headway.cluster.worker_group import Worker, proxy
+from headway.cluster.workers import Cluster, Workers, any_dies
 from headway.config.schema import Config
-from headway.config.sizing.placement import LOGP
 from headway.config.sizing.timeouts import Timeouts, model_nbytes
 from headway.config.transport_facts import TRANSPORTS, transport_of
-from headway.data.interfaces.episode_groups import EpisodeWorkerProtocol
-from headway.data.interfaces.rollout import RolloutEngine
-from headway.data.interfaces.training import CriticEngine, LogProbEngine, ProximalEngine, SupervisedEngine
-from headway.data.interfaces.weights import PolicyReceiver
+from headway.data.interfaces.training import SupervisedEngine
 from headway.errors import StallError
-from headway.runtime.progress import Living
-from headway.runtime.task_groups import concurrently
 from headway.runtime.user_code import names_user_code, resolve_spec
 
 T = TypeVar("T")
-
-
-@dataclass(slots=True)
-class Workers:
-    """Workers and engines of a run. `watch` raises when a part of it dies; `close` ends it."""
-
-    train: TrainGroup
-    rollouts: list[RolloutReplica]
-    """Current replicas: those of the start, with lost ones exchanged for their replacements."""
-    episode_workers: list[RemoteEpisodeWorker]
-    """Current episode workers of the run's groups, as with replicas."""
-    ref: LogProbEngine | None
-    """Engine of the reference policy; None where the algorithm asks for none."""
-    proximal: ProximalEngine | None
-    """Engine that recomputes log π_prox; None where none does."""
-    critic: CriticEngine | None
-    """Engine of the critic; None where the algorithm asks for none."""
-    receivers: Sequence[PolicyReceiver]
-    """Workers that hold a copy of the policy and generate nothing."""
-    inside_fetch: frozenset[str]
-    """Roles, of ``ref``, ``logp`` and ``critic``, that run on the trainer's ranks."""
-    needed: Sequence[Worker]
-    """Workers each of which the run cannot go on without, for supervision."""
-    cluster: Cluster
-    timeouts: Timeouts
-    """Time limits for the model's size and for what was measured at the start."""
-    rounding: ProbeTolerance
-    """Tolerances, in nats, by which the log-probs of each receiver may differ from the trainer's by rounding."""
-    hardware: Mapping[str, Hardware]
-    """Hardware that each worker computes on, by the worker's name."""
-    padded: str | None
-    """Reason why the policy's rows are padded and not packed; None where they are packed."""
-    replacements: Replacements[RolloutReplica] | None
-    replacements_of_episode_workers: Replacements[RemoteEpisodeWorker] | None
-    undo: AsyncExitStack
-
-    async def watch(self) -> NoReturn:
-        """Wait until the cluster or a needed worker ends, even while no call is under way; raise `WorkerDied`."""
-        await concurrently([self.cluster.died(), *(worker.died() for worker in self.needed)])
-        raise AssertionError("unreachable: died() never returns")
-
-    def living(self) -> list[Living]:
-        """Return every worker once, for heartbeats. A replica in the process of a training rank counts as that rank."""
-        episode_workers = self.episode_workers if self.replaces_episode_workers else ()
-        return [*self.needed, *(self.rollouts if self.replaces else ()), *episode_workers]
-
-    def profiled(self, *, replicas: bool) -> list[ProfiledProcess]:
-        """Return the processes that compute, once each: those of the ranks and, with ``replicas``, of their engines."""
-        episode_workers = {episode_worker.name for episode_worker in self.episode_workers}
-        computing = [worker for worker in self.needed if worker.name not in episode_workers]
-        if replicas:
-            computing += [replica.worker for replica in self.rollouts]
-        return profiled(computing, separate_processes=self.cluster.separate_processes)
-
-    @property
-    def replaces(self) -> bool:
-        """True where a lost replica can be replaced."""
-        return self.replacements is not None
-
-    async def replace_replica(self, lost: str) -> RolloutEngine:
-        """Start a replica in the place of ``lost``; it serves nothing before it has received a version."""
-        assert self.replacements is not None, "ask `replaces` first"
-        replica = await self.replacements.start(lost, self.rounding.measure)
-        self.rollouts[:] = [*(one for one in self.rollouts if one.name != lost), replica]
-        return replica
-
-    async def watch_replica(self, replica: RolloutEngine) -> NoReturn:
-        """Wait until the replica's process ends, and raise `WorkerDied`."""
-        await next(own for own in self.rollouts if own.name == replica.name).died()
-
-    @property
-    def replaces_episode_workers(self) -> bool:
-        """True where a lost episode worker can be replaced."""
-        return self.replacements_of_episode_workers is not None
-
-    async def replace_episode_worker(self, lost: str) -> EpisodeWorkerProtocol:
-        """Start an episode worker in the place of ``lost``, which knows no replica yet."""
-        assert self.replacements_of_episode_workers is not None, "ask `replaces_episode_workers` first"
-        episode_worker = await self.replacements_of_episode_workers.start(lost)
-        self.episode_workers[:] = [*(one for one in self.episode_workers if one.name != lost), episode_worker]
-        return episode_worker
-
-    async def watch_episode_worker(self, episode_worker: EpisodeWorkerProtocol) -> NoReturn:
-        """Wait until the episode worker's process ends, or its machine does not answer, and raise `WorkerDied`."""
-        await next(own for own in self.episode_workers if own.name == episode_worker.name).died()
-
-    async def close(self) -> None:
-        """End all workers and leave the cluster; returns when no process is left. A second call does nothing."""
-        await self.undo.aclose()
 
 
 async def start_backend(
@@ -145,38 +44,13 @@ async def start_backend(
         ModelError: the model at ``model_path`` cannot be opened.
         StallError: not everything was up within `Timeouts.start_s`; the message says what was waited for.
     """
-    cluster, startup = _startup(config, model_path, run_dir, total_optimizer_steps, tell)
-    async with AsyncExitStack() as stack:
-        started = await _up(startup, run_dir, startup.run, startup.launch(stack), warm)
-        train = TrainGroup(started.actor, started.paths, with_returns=started.critic is not None)
-        undo = stack.pop_all()
-        workers = Workers(
-            train=train,
-            rollouts=list(started.rollouts),
-            episode_workers=list(started.episode_workers),
-            ref=reference_of(started.ref) if started.ref is not None else None,
-            proximal=proxy(started.logp, ProximalEngine)
-            if started.logp
-            else train
-            if LOGP in started.inside_fetch
-            else None,
-            critic=critic_of(started.critic) if started.critic is not None else None,
-            receivers=started.receivers,
-            inside_fetch=started.inside_fetch,
-            needed=started.needed,
-            cluster=cluster,
-            timeouts=startup.timeouts,
-            rounding=started.rounding,
-            hardware=started.hardware,
-            padded=started.padded,
-            replacements=started.replacements,
-            replacements_of_episode_workers=started.replacements_of_episode_workers,
-            undo=undo,
-        )
-        for replacements in (workers.replacements, workers.replacements_of_episode_workers):
-            if replacements is not None:
-                replacements.ends_with(undo)
-        return workers
+    _, startup = _startup(config, model_path, run_dir, total_optimizer_steps, tell)
+    undo = AsyncExitStack()
+    try:
+        return await _up(startup, run_dir, startup.run, startup.launch(undo), warm)
+    except BaseException:
+        await undo.aclose()
+        raise
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,8 +67,7 @@ class TrainerRanks:
 
     async def watch(self) -> NoReturn:
         """Wait until the cluster or a rank ends, even while no call is under way; raise `WorkerDied`."""
-        await concurrently([self.cluster.died(), *(worker.died() for worker in self.workers)])
-        raise AssertionError("unreachable: died() never returns")
+        await any_dies(self.cluster, self.workers)
 
 
 @asynccontextmanager

@@ -14,8 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from headway.cluster.proxy import proxy
-from headway.cluster.worker_group import PartOf, Worker
+from headway.cluster.worker_group import PartOf, Worker, proxy
 from headway.devices import kind_here
 from headway.errors import RunError, boundary
 

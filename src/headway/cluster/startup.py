@@ -12,7 +12,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from headway.cluster.machine.token_files import (
     SHARED_MEMORY,
@@ -21,28 +21,36 @@ from headway.cluster.machine.token_files import (
     remove_abandoned,
     token_directory,
 )
-from headway.cluster.machine.worker_setup import Hardware
-from headway.cluster.remote_episode_worker import RemoteEpisodeWorker
-from headway.cluster.replacements import Replacements, episode_worker_start, replica_start
 from headway.cluster.roles.actor_role import ActorRole
 from headway.cluster.roles.critic_role import CriticRole
 from headway.cluster.roles.episode_worker_role import EpisodeWorkerRole
 from headway.cluster.roles.file_probe import FileProbe
+from headway.cluster.roles.fused_role import FusedRole
 from headway.cluster.roles.logprob_role import LogpRole, RefRole
 from headway.cluster.roles.rollout_role import RolloutRole
 from headway.cluster.shared_filesystem import SharedFiles, SharedFilesystem
 from headway.cluster.weight_sync.host_weights import WithinProcesses
 from headway.cluster.weight_sync.probe_tolerance import ProbeTolerance
 from headway.cluster.weight_sync.weight_sync import WeightPaths, WeightSync, exchange_settings
-from headway.cluster.worker_engines import LogpReceiver, RolloutReplica, clock_offset
-from headway.cluster.worker_group import PartOf, Worker, WorkerGroup
-from headway.cluster.worker_plan import ClusterPlan, Rank, WorkerSpec, plan_cluster, trainer_alone
+from headway.cluster.worker_engines import (
+    LogpReceiver,
+    RemoteEpisodeWorker,
+    RolloutReplica,
+    TrainGroup,
+    clock_offset,
+    critic_of,
+    reference_of,
+)
+from headway.cluster.worker_group import PartOf, Worker, WorkerGroup, proxy
+from headway.cluster.worker_plan import ClusterPlan, Rank, plan_cluster, trainer_alone
+from headway.cluster.workers import Cluster, Replacements, Workers
 from headway.config.schema import Config
 from headway.config.sizing.placement import CRITIC, LOGP, REF, concurrent, resolve_placement
 from headway.config.sizing.timeouts import Timeouts, model_nbytes
 from headway.config.transport_facts import TRANSPORTS, transport_of
 from headway.data.assignment import Cost
 from headway.data.interfaces.rollout import Capabilities, OnUpdate
+from headway.data.interfaces.training import ProximalEngine
 from headway.data.interfaces.weights import PolicyReceiver
 from headway.devices import kind_of
 from headway.engines.weights.transports.links import Address
@@ -55,69 +63,6 @@ from headway.runtime.task_groups import both, concurrently
 T = TypeVar("T")
 
 
-class Cluster(Protocol):
-    """Cluster in which workers run."""
-
-    separate_processes: bool
-    """True where ranks are processes, which meet at a store and may be on several machines."""
-
-    @property
-    def address(self) -> str:
-        """Address of the driver's machine, for the other machines."""
-
-    async def connect(self) -> str:
-        """Connect to the cluster; nothing is reserved yet. Returns the device that workers use: ``cpu`` or ``cuda``."""
-
-    async def reserve(self, plan: ClusterPlan) -> None:
-        """Reserve what the plan needs, until `stop`. Raises `ConfigError` for a plan that cannot run here."""
-
-    async def find_place(self, spec: WorkerSpec, others: Sequence[int] = ()) -> int:
-        """Wait until a device is on a living machine, for a worker that replaces another one. Returns it: that of
-        ``spec`` or, while that is on none, the first of ``others`` that is.
-        """
-
-    def launch(self, spec: WorkerSpec) -> Worker:
-        """Begin to start one worker, without waiting for it: see `Worker.up`."""
-
-    async def died(self) -> NoReturn:
-        """Wait until the cluster itself is lost, and raise `WorkerDied`, which names the cause."""
-
-    async def stop(self) -> None:
-        """Release everything, also after a failed `connect`. The workers must have been killed before."""
-
-
-@dataclass(frozen=True, slots=True)
-class Started:
-    """Engines and workers of a run that was started."""
-
-    actor: WorkerGroup
-    rollouts: tuple[RolloutReplica, ...]
-    episode_workers: tuple[RemoteEpisodeWorker, ...]
-    ref: WorkerGroup | None
-    """Ranks that compute the reference's log-probs: its own, or the trainer's. None without a reference."""
-    logp: WorkerGroup | None
-    """Ranks that recompute log π_prox. None where the trainer does, or nothing recomputes it."""
-    receivers: tuple[LogpReceiver, ...]
-    """Receivers of the weights, other than replicas."""
-    critic: WorkerGroup | None
-    """Ranks of the critic: its own, or the trainer's. None without a critic."""
-    inside_fetch: frozenset[str]
-    """Roles that share the trainer's ranks: ``ref``, ``logp``, ``critic``."""
-    paths: WeightPaths
-    rounding: ProbeTolerance
-    """Tolerances of the receivers' probes, measured at version 0."""
-    needed: tuple[Worker, ...]
-    """Workers each of which the run cannot go on without."""
-    hardware: dict[str, Hardware]
-    """Hardware that each worker computes on, by the worker's name."""
-    padded: str | None
-    """Reason why the policy's rows are padded and not packed; None where they are packed."""
-    replacements: Replacements[RolloutReplica] | None
-    """Replacements of lost replicas; None where replicas share their processes with training ranks."""
-    replacements_of_episode_workers: Replacements[RemoteEpisodeWorker] | None
-    """Replacements of lost episode workers; None where these are in the driver's process."""
-
-
 @dataclass(frozen=True, slots=True)
 class Launched:
     """Workers whose processes are up, and which hold nothing yet."""
@@ -127,6 +72,7 @@ class Launched:
     workers: dict[str, Worker]
     directory: Path | None
     """Directory where a transport that uses files leaves them."""
+    undo: AsyncExitStack
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +140,7 @@ class Startup:
             plan = trainer_alone(plan)
         await self._wait("devices to be free", self._cluster.reserve(plan))
         directory = self._directory(stack)  # made before the workers: it is removed when they have ended
-        return Launched(device, plan, await self._launch(stack, plan), directory)
+        return Launched(device, plan, await self._launch(stack, plan), directory, stack)
 
     async def run_trainer(self, launched: Launched) -> WorkerGroup:
         """Start the trainer alone; ``launched`` has no other workers."""
@@ -216,7 +162,7 @@ class Startup:
         await self._wait("every worker to say which files it sees", sight.check(launched.plan, launched.workers))
         return await self._wait("actor-0 to open a store", _result(actor.open_store)), sight
 
-    async def run(self, launched: Launched) -> Started:
+    async def run(self, launched: Launched) -> Workers:
         """Start all engines on the workers, which load the model now."""
         device, plan, workers, directory = launched.device, launched.plan, launched.workers, launched.directory
         groups = self._groups(launched)
@@ -241,7 +187,7 @@ class Startup:
         nbytes = [manifest.nbytes for manifest in manifests.values()]
         self.timeouts.weights_nbytes = max(self.timeouts.weights_nbytes, *nbytes)
         paths: WeightPaths
-        replacements: Replacements[RolloutReplica] | None = None
+        start: Callable[[Worker], Awaitable[RolloutReplica]] | None = None
         if plan.shared:
             await self._join_within(plan, workers, dtype)
             replicas = {name: ranks[0] for name, (ranks, _) in holders.items()}
@@ -256,39 +202,59 @@ class Startup:
                 f"{', '.join(holders)} to meet {groups.actor.name} for weights", exchange.reach([*holders])
             )
             paths = exchange
-            replacements = Replacements(
-                self._cluster,
-                replica_start(sight, partial(self._replace, manifest=manifests[dtype], exchange=exchange)),
-                timeouts=self.timeouts,
-            )
-            for spec in plan.workers:
-                if spec.role is RolloutRole:
-                    replacements.know(spec, workers[spec.name])
+            start = partial(self._replace, manifest=manifests[dtype], exchange=exchange, sight=sight)
         rollouts = await concurrently(self._serve(group, manifests[dtype], paths) for group in groups.rollouts)
         if groups.logp is not None:
             await self._wait(f"{groups.logp.name} to be ready", _result(groups.logp.serve, manifests[computed]))
-        alone = {rank.worker for rank in plan.rollout if rank.part is None}
-        replacements_of_episode_workers = self._replacements_of_episode_workers(plan, workers, sight)
-        if replacements_of_episode_workers is not None:
-            alone |= {rank.worker for rank in plan.episode_workers}
         apart = () if groups.logp is None else (LogpReceiver(groups.logp, paths, self._config.param_update.verify),)
-        return Started(
-            actor=groups.actor,
-            rollouts=tuple(rollouts),
+        rounding = await self._measured(groups.actor, [*rollouts, *apart], (dtype, computed))
+        replicas_replaced = episode_workers_replaced = None
+        alone: set[str] = set()
+        if start is not None:
+            replicas_replaced = Replacements(
+                self._cluster, start, rollouts, launched.undo, timeouts=self.timeouts, measure=rounding.measure
+            )
+            alone |= self._registered(replicas_replaced, RolloutRole, launched)
+        if self._cluster.separate_processes:
+            episode_workers_replaced = Replacements(
+                self._cluster,
+                partial(self._replace_episode_worker, sight=sight),
+                episode_workers,
+                launched.undo,
+                timeouts=self.timeouts,
+                others=[spec.device for spec in plan.workers if spec.role in (RolloutRole, FusedRole)],
+            )
+            alone |= self._registered(episode_workers_replaced, EpisodeWorkerRole, launched)
+        critic = groups.actor if CRITIC in plan.inside_fetch else groups.critic
+        reference = groups.actor if REF in plan.inside_fetch else groups.ref
+        train = TrainGroup(groups.actor, paths, with_returns=critic is not None)
+        own = None if groups.logp is None else proxy(groups.logp, ProximalEngine)
+        return Workers(
+            train=train,
+            rollouts=rollouts,
             episode_workers=episode_workers,
-            ref=groups.actor if REF in plan.inside_fetch else groups.ref,
-            logp=groups.logp,
+            ref=None if reference is None else reference_of(reference),
+            proximal=train if LOGP in plan.inside_fetch else own,
+            critic=None if critic is None else critic_of(critic),
             receivers=apart,
-            critic=groups.actor if CRITIC in plan.inside_fetch else groups.critic,
             inside_fetch=plan.inside_fetch,
-            paths=paths,
-            rounding=await self._measured(groups.actor, [*rollouts, *apart], (dtype, computed)),
-            needed=tuple(worker for name, worker in workers.items() if name not in alone),
+            needed=[worker for name, worker in workers.items() if name not in alone],
+            cluster=self._cluster,
+            timeouts=self.timeouts,
+            rounding=rounding,
             hardware=dict(zip(computing, hardware, strict=True)),
             padded=await self._padded(groups),
-            replacements=replacements,
-            replacements_of_episode_workers=replacements_of_episode_workers,
+            replicas_replaced=replicas_replaced,
+            episode_workers_replaced=episode_workers_replaced,
+            undo=launched.undo,
         )
+
+    def _registered(self, replacements: Replacements[Any], role: type, launched: Launched) -> set[str]:
+        """Make the launched workers of ``role`` known to ``replacements``. Returns their names."""
+        specs = [spec for spec in launched.plan.workers if spec.role is role]
+        for spec in specs:
+            replacements.know(spec, launched.workers[spec.name])
+        return {spec.name for spec in specs}
 
     async def _padded(self, groups: _WorkerGroups) -> str | None:
         """Return why rows of the policy are padded, on the trainer's ranks or on those that recompute log-probs."""
@@ -298,24 +264,6 @@ class Startup:
                 if reason is not None:
                     return reason
         return None
-
-    def _replacements_of_episode_workers(
-        self, plan: ClusterPlan, workers: dict[str, Worker], sight: SharedFilesystem | None
-    ) -> Replacements[RemoteEpisodeWorker] | None:
-        """Return the replacements of episode workers, beside any replica; None within one process."""
-        if not self._cluster.separate_processes:
-            return None
-        generating = {rank.worker for rank in plan.rollout}
-        replacements = Replacements(
-            self._cluster,
-            episode_worker_start(sight),
-            timeouts=self.timeouts,
-            others=[spec.device for spec in plan.workers if spec.name in generating],
-        )
-        for spec in plan.workers:
-            if spec.role is EpisodeWorkerRole:
-                replacements.know(spec, workers[spec.name])
-        return replacements
 
     async def _measured(
         self, actor: WorkerGroup, receivers: Sequence[PolicyReceiver], dtypes: tuple[str, str]
@@ -360,16 +308,14 @@ class Startup:
             self._wait(f"{group.name} to load the model", _result(group.build, store)) for group in groups.all
         )
 
-    async def _start_episode_workers(
-        self, plan: ClusterPlan, workers: dict[str, Worker]
-    ) -> tuple[RemoteEpisodeWorker, ...]:
+    async def _start_episode_workers(self, plan: ClusterPlan, workers: dict[str, Worker]) -> list[RemoteEpisodeWorker]:
         """Start the episode workers of ``plan``."""
         episode_workers = [workers[rank.worker] for rank in plan.episode_workers]
         await concurrently(
             self._wait(f"{worker.name} to load the tokenizer", worker.call("build")) for worker in episode_workers
         )
         await concurrently(worker.call("serve") for worker in episode_workers)
-        return tuple(RemoteEpisodeWorker(worker) for worker in episode_workers)
+        return [RemoteEpisodeWorker(worker) for worker in episode_workers]
 
     async def _join_within(self, plan: ClusterPlan, workers: dict[str, Worker], dtype: str) -> None:
         """Connect each replica to the training rank that shares its process, from which it gets weights."""
@@ -416,12 +362,26 @@ class Startup:
         self._check_can(worker.name, capabilities)
         return RolloutReplica(worker, capabilities, concurrent(self._config), paths, self._config.param_update.verify)
 
-    async def _replace(self, worker: Worker, manifest: Manifest, exchange: WeightSync) -> RolloutReplica:
-        """Start the engine of a replica that takes the place of another."""
+    async def _replace(
+        self, worker: Worker, manifest: Manifest, exchange: WeightSync, sight: SharedFilesystem | None
+    ) -> RolloutReplica:
+        """Start a launched replica that takes the place of another."""
+        await worker.up()
+        if sight is not None:
+            await sight.check_replica(worker)
         group = WorkerGroup(RolloutRole, [worker])
         await group.build(None)
         exchange.add(worker.name, [worker], await _result(group.served_dtype), [await self._copy(worker.name, worker)])
         return await self._serve(group, manifest, exchange)
+
+    async def _replace_episode_worker(self, worker: Worker, sight: SharedFilesystem | None) -> RemoteEpisodeWorker:
+        """Start a launched episode worker that takes the place of another."""
+        await worker.up()
+        if sight is not None:
+            await sight.check_episode_worker(worker)
+        await worker.call("build")
+        await worker.call("serve")
+        return RemoteEpisodeWorker(worker)
 
     async def _copy(self, receiver: str, worker: Worker) -> str:
         """Return the name of the copy of the weights that ``worker`` loads from: one for its machine, or its own."""

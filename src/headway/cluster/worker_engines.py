@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from pathlib import Path
+from weakref import finalize
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.cluster.proxy import proxy
-from headway.cluster.replica_calls import ReplicaCalls
+from headway.cluster.machine.token_files import TokenFile
 from headway.cluster.roles.rollout_role import RolloutRole
 from headway.cluster.weight_sync.weight_sync import WeightPaths
-from headway.cluster.worker_group import Worker, WorkerGroup
+from headway.cluster.worker_group import ReplicaCalls, Worker, WorkerGroup, proxy
 from headway.config.sizing.placement import LOGP
+from headway.data.interfaces.episode_groups import EpisodeWorkerProtocol, FinishedGroup, GroupRequest
 from headway.data.interfaces.rollout import Capabilities, RolloutEngine
 from headway.data.interfaces.training import CriticEngine, LogProbEngine, TrainEngine
 from headway.data.interfaces.weights import GatherReport, ReceiveReport, SendReport
 from headway.data.types import AnyColumn, ColumnName, Outcomes, Sample
+from headway.errors import HeadwayError
 from headway.runtime.task_groups import concurrently
 
 
@@ -139,6 +143,60 @@ class RolloutReplica(ReplicaCalls):
 
     async def close(self) -> None:
         """Do nothing: the starter of the worker closes it."""
+
+
+class RemoteEpisodeWorker:
+    """`EpisodeWorkerProtocol` over a worker that runs an `EpisodeWorkerRole`. Groups' tokens are passed on unread.
+
+    driver ──RemoteEpisodeWorker──▶ EpisodeWorkerRole ▶ EpisodeWorker ──ReplicaCalls──▶ a replica's engine
+      └ a group, its tokens behind a handle ◀── TokenFiles ┘
+    """
+
+    def __init__(self, worker: Worker) -> None:
+        self.name = worker.name
+        self.worker = worker
+        self._peer = peer = worker.peer()
+        self._forgotten: list[TokenFile] = []
+        """Files on another machine of groups that nobody in this process knows any more."""
+        there = proxy(peer, EpisodeWorkerProtocol, part="worker")
+        self.leave, self.hold, self.go_on = there.leave, there.hold, there.go_on
+        self.abort_older_than, self.answer = there.abort_older_than, there.answer
+        self.heartbeat = worker.heartbeat
+        self.died = worker.lost  # one on a silent machine is as good as dead; another one goes on
+
+    async def generate(
+        self, requests: Sequence[GroupRequest], *, on: str | None = None
+    ) -> AsyncGenerator[FinishedGroup, None]:
+        forgotten, self._forgotten = self._forgotten, []
+        async with aclosing(self._peer.each("generate", list(requests), on, forgotten)) as finished:
+            async for group in finished:
+                if isinstance(group.tokens, TokenFile) and group.tokens.data is None:
+                    copy = TokenFile(group.tokens.host, group.tokens.path)  # what is forgotten must not refer to itself
+                    finalize(group.tokens, self._forget, copy).atexit = False
+                yield group
+
+    def _forget(self, file: TokenFile) -> None:
+        """Remove ``file``, or have its episode worker do so where that is on another machine."""
+        try:
+            os.unlink(file.path)  # noqa: PTH108 - for each group: a Path takes longer to make than the file to remove
+        except OSError:
+            self._forgotten.append(file)
+
+    async def join(self, replica: RolloutEngine) -> None:
+        assert isinstance(replica, RolloutReplica), "another process can call replicas of the cluster alone"
+        await self._peer.call("worker.join", replica.calls)
+
+    async def route(self, replicas: Sequence[str], *, halted: bool = False) -> None:
+        await self._peer.call("route", list(replicas), halted)
+
+    async def failures(self) -> AsyncGenerator[tuple[str, HeadwayError], None]:
+        async with aclosing(self._peer.each("worker.failures")) as failures:
+            async for failure in failures:
+                yield failure
+
+    async def close(self) -> None:
+        await self._peer.call("leave_all")
+        self._peer.close()
 
 
 async def clock_offset(worker: Worker, exchanges: int = 3) -> float:

@@ -11,24 +11,31 @@ where the method is written. How a call reaches a rank is the `Worker`'s busines
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import suppress
+import inspect
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, Protocol, TypeVar
+from types import SimpleNamespace
+from typing import Any, NoReturn, Protocol, TypeVar, cast
 
 from headway.cluster.machine.batch_cache import while_bytes_move
 from headway.data.assignment import Cost, assign, by_group, split
+from headway.data.interfaces.rollout import FinishedCall, GenerateRequest
 from headway.data.types import Column, Handle, Sample, TrajectoryId
 from headway.errors import RunError
 from headway.runtime.progress import Heartbeat
 from headway.runtime.task_groups import both, concurrently
 
 F = TypeVar("F", bound=Callable[..., Any])
+P = TypeVar("P")
 NOTICE_S = 2.0
 """Seconds within which the end of a worker's process is known; only which error is raised depends on it."""
+BETWEEN_BATCHES_S = 0.01
+"""Least seconds between two batches: an engine finishes calls in every step, and a process that wakes up for each of
+them takes cores from the next step."""
 _REGISTRATION = "__headway_registration__"
 
 
@@ -160,38 +167,70 @@ class PartOf:
 
     def __init__(self, worker: Worker, part: str, name: str) -> None:
         self.name = name
-        self._worker = worker
+        self.whole = worker
+        """The worker that this is a part of; it is one process, and has one heartbeat."""
         self._part = part
-
-    @property
-    def whole(self) -> Worker:
-        """The worker that this is a part of."""
-        return self._worker
-
-    async def up(self) -> None:
-        await self._worker.up()
+        self.up, self.heartbeat = worker.up, worker.heartbeat
+        self.died, self.lost, self.kill = worker.died, worker.lost, worker.kill
 
     async def call(self, method: str, *args: Any) -> Any:
-        return await self._worker.call(f"{self._part}.{method}", *args)
+        return await self.whole.call(f"{self._part}.{method}", *args)
 
     async def keep(self, method: str, parts: Sequence[Sequence[int]], *args: Any) -> list[Handle[Any]]:
-        return await self._worker.keep(f"{self._part}.{method}", parts, *args)
+        return await self.whole.keep(f"{self._part}.{method}", parts, *args)
 
     def peer(self) -> Peer:
-        return PeerPart(self._worker.peer(), self._part)
+        return PeerPart(self.whole.peer(), self._part)
 
-    async def heartbeat(self) -> Heartbeat:
-        """Return the heartbeat of the whole worker, not of this part alone."""
-        return await self._worker.heartbeat()
 
-    async def died(self) -> NoReturn:
-        await self._worker.died()
+class ReplicaCalls:
+    """Calls to the engine of one replica: `headway.agents.episodes.request_dispatcher.CallEngine` over a `Peer`. Can be
+    pickled."""
 
-    async def lost(self) -> NoReturn:
-        await self._worker.lost()
+    def __init__(self, name: str, slots: int, peer: Peer) -> None:
+        self.name = name
+        self.slots = slots
+        self._peer = peer
 
-    async def kill(self) -> None:
-        await self._worker.kill()
+    async def submit(self, client: str, calls: Sequence[GenerateRequest]) -> None:
+        await self._peer.call("engine.submit", client, list(calls))
+
+    async def finished(self, client: str) -> AsyncGenerator[Sequence[FinishedCall], None]:
+        async with aclosing(self._peer.each("engine.finished", client, apart_s=BETWEEN_BATCHES_S)) as batches:
+            async for batch in batches:
+                yield batch
+
+    async def abort(self, client: str, numbers: Sequence[int]) -> None:
+        await self._peer.call("engine.abort", client, list(numbers))
+
+    async def release(self, trajectories: Sequence[TrajectoryId]) -> None:
+        await self._peer.call("engine.release", list(trajectories))
+
+
+class Callee(Protocol):
+    """Object with a ``call`` method: a `Worker`, or a `WorkerGroup`."""
+
+    def call(self, method: str, *args: Any) -> Awaitable[Any]: ...
+
+
+def proxy(callee: Callee, protocol: type[P], *, part: str | None = None, **names: str) -> P:
+    """Return ``callee`` as a ``protocol``, a class or a Protocol: each of its coroutine methods is a call, by position.
+
+        engine = proxy(worker, RolloutEngine, part="engine")
+        await engine.pause(OnUpdate.DRAIN)                      # worker.call("engine.pause", OnUpdate.DRAIN)
+        critic = proxy(ranks, CriticEngine, train_step="critic_step")
+        await critic.train_step(samples)                        # ranks.call("critic_step", samples)
+
+    mypy checks names and arguments of the calls. Attributes and other methods are not there.
+
+    Args:
+        part: the part of the role that has the methods.
+        names: what the role calls a method, where the protocol has another name for it.
+    """
+    methods = [name for name, _ in inspect.getmembers(protocol, inspect.iscoroutinefunction)]
+    prefix = f"{part}." if part else ""
+    calls = {name: partial(callee.call, prefix + names.get(name, name)) for name in methods}
+    return cast(P, SimpleNamespace(**calls))
 
 
 class WorkerGroup:

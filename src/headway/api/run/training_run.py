@@ -44,7 +44,7 @@ from headway.runtime.task_groups import end, failure_ignored
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from headway.cluster.backend import Workers
+    from headway.cluster.workers import Workers
 
 
 def note(reports: Reports, text: str) -> None:
@@ -223,6 +223,7 @@ class TrainingRun:
         """Open everything and run the pipeline. What has to be closed is left on ``stack``."""
         from headway.cluster.backend import start_backend
         from headway.cluster.machine.worker_setup import collecting_seldom
+        from headway.cluster.workers import replaceable_dies
         from headway.models.pretrained import stop_token_ids
         from headway.models.tokenizer import TokenTexts, load_tokenizer
 
@@ -290,10 +291,12 @@ class TrainingRun:
             receivers=workers.receivers,
             stop_token_ids=stop_token_ids(self._model_path, tokenizer),
             watch=workers.watch,
-            watch_replica=workers.watch_replica,
-            replace_replica=workers.replace_replica if workers.replaces else None,
-            watch_episode_worker=workers.watch_episode_worker,
-            replace_episode_worker=workers.replace_episode_worker if workers.replaces_episode_workers else None,
+            watch_replica=replaceable_dies,
+            replace_replica=None if workers.replicas_replaced is None else workers.replicas_replaced.start,
+            watch_episode_worker=replaceable_dies,
+            replace_episode_worker=None
+            if workers.episode_workers_replaced is None
+            else workers.episode_workers_replaced.start,
             timeouts=workers.timeouts,
             workers=workers.living,
             samples=SampleOutlet(reports.on_sample, TokenTexts(tokenizer)) if config.reports.samples else None,

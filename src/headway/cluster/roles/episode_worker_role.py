@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import ExitStack, aclosing
 from dataclasses import replace
 from pathlib import Path
@@ -13,12 +13,10 @@ from headway.agents.episodes.episode_worker import EpisodeWorker
 from headway.agents.episodes.program_workers import ProgramRunners, chat_hosting
 from headway.cluster.machine.token_files import TokenFile, TokenFiles, TokenPlace
 from headway.cluster.machine.worker_setup import collecting_seldom
-from headway.cluster.replica_calls import ReplicaCalls
 from headway.cluster.roles.role import Role
 from headway.cluster.worker_group import Dispatch, register
 from headway.data.interfaces.episode_groups import FinishedGroup, GroupRequest
 from headway.data.interfaces.rollout import Priority
-from headway.errors import HeadwayError
 from headway.models.tokenizer import load_tokenizer, torch_hidden
 
 GATHER_S = 0.03
@@ -27,7 +25,10 @@ what they do for it, on cores that trainer and engine share with them; a fetch o
 
 
 class EpisodeWorkerRole(Role):
-    """An `EpisodeWorker`, its tokenizer and, where a program makes the episodes, the runners of that."""
+    """An `EpisodeWorker`, its tokenizer and, where a program makes the episodes, the processes of that.
+
+    Callers name the episode worker's own methods as those of ``worker``, such as ``worker.hold``.
+    """
 
     def __init__(self, *, logs: Path | None = None, tokens: TokenPlace | None = None, **arguments: Any) -> None:
         """
@@ -59,10 +60,10 @@ class EpisodeWorkerRole(Role):
         with torch_hidden():
             decode = answer_decoder(self._tokenizer, skip_special_tokens=self._config.rollout.skip_special_tokens)
         if self._files is None:  # the process is the driver's, which nobody has to wake up
-            self._episode_worker = EpisodeWorker(self.name, decode, hosting)
+            self.worker = EpisodeWorker(self.name, decode, hosting)
         else:
             self._process.enter_context(collecting_seldom())
-            self._episode_worker = EpisodeWorker(self.name, decode, hosting, gather_s=GATHER_S)
+            self.worker = EpisodeWorker(self.name, decode, hosting, gather_s=GATHER_S)
 
     async def generate(
         self, requests: Sequence[GroupRequest], on: str | None, forgotten: Sequence[TokenFile]
@@ -74,7 +75,7 @@ class EpisodeWorkerRole(Role):
         if files is not None:
             files.remove(forgotten)
         trained = {request.number for request in requests if request.priority is Priority.TRAINING}
-        async with aclosing(self._episode_worker.generate(requests, on=on)) as groups:
+        async with aclosing(self.worker.generate(requests, on=on)) as groups:
             async for group in groups:
                 if files is None:
                     yield group
@@ -83,45 +84,18 @@ class EpisodeWorkerRole(Role):
                 else:
                     yield replace(group, tokens=files.write(group.tokens))
 
-    async def answer(self) -> None:
-        """Return at once: the episode worker is there."""
-
-    async def join(self, replica: ReplicaCalls) -> None:
-        """Have the episode worker connect to ``replica``."""
-        await self._episode_worker.join(replica)
-
-    async def leave(self, replica: str) -> None:
-        """Have the episode worker ask the calls of ``replica`` again of others."""
-        await self._episode_worker.leave(replica)
-
     async def route(self, replicas: Sequence[str], halted: bool) -> None:
         """Have the episode worker send new calls to these replicas alone."""
-        await self._episode_worker.route(replicas, halted=halted)
-
-    async def hold(self) -> None:
-        """Have the episode worker start no training group any more, and wait until those that it has are done."""
-        await self._episode_worker.hold()
-
-    async def go_on(self) -> None:
-        """Have the episode worker start groups again."""
-        await self._episode_worker.go_on()
-
-    async def abort_older_than(self, version: int) -> None:
-        """Have the episode worker end the training groups with an older token in a finished call."""
-        await self._episode_worker.abort_older_than(version)
-
-    def failures(self) -> AsyncIterator[tuple[str, HeadwayError]]:
-        """Yield the replicas that failed, and why."""
-        return self._episode_worker.failures()
+        await self.worker.route(replicas, halted=halted)
 
     async def leave_all(self) -> None:
         """Have the episode worker leave all replicas: the run is over."""
-        await self._episode_worker.close()
+        await self.worker.close()
         if self._files is not None:
             self._files.close()
 
     async def close(self) -> None:  # type: ignore[override]
         """Leave all replicas."""
-        if hasattr(self, "_episode_worker"):
+        if hasattr(self, "worker"):
             await self.leave_all()
         self._process.close()
