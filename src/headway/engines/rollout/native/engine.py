@@ -115,7 +115,9 @@ class NativeEngine(EngineBase):
             )
 
         self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
-        self._pausing: list[tuple[Future[Any], Paused | None]] = []
+        self._unanswered: list[tuple[Future[Any], Any]] = []
+        """Answers of commands that were run, and their results."""
+        self._pausing: list[tuple[Future[Any], Any]] = []
         """Answers to pauses, which are given when nothing decodes any more."""
         self._over = threading.Lock()
         """Held to post a command, and to declare that none will be read any more."""
@@ -171,10 +173,11 @@ class NativeEngine(EngineBase):
         try:
             with torch.inference_mode():
                 while self._obey():
+                    _answer(self._unanswered)
                     if self._core.has_work:
                         self._collect(self._core.step())
                     if not self._core.draining:
-                        self._answer_pauses()
+                        _answer(self._pausing)
         except BaseException as error:  # whatever ended the thread has to reach those who wait for it
             self._end(partial(self._died, error))
         else:
@@ -192,18 +195,14 @@ class NativeEngine(EngineBase):
                 return False
             block = False
             work, answer = command
+            # Given behind all that is there: a client that asks again as soon as it has its answer would else keep
+            # this loop from ending, and a run that asks for its statistics in a loop from decoding.
+            self._unanswered.append((answer, None))  # also if the thread ends here
             try:
-                answer.set_result(work(self._core))
+                result = work(self._core)
             except HeadwayError as error:
-                answer.set_exception(error)
-            except BaseException:
-                self._pausing.append((answer, None))  # learns with all the others that the thread has ended
-                raise
-
-    def _answer_pauses(self) -> None:
-        for answer, paused in self._pausing:
-            answer.set_result(paused)
-        self._pausing.clear()
+                result = error
+            self._unanswered[-1] = answer, result
 
     def _pause(self, policy: OnUpdate, core: EngineCore) -> Future[Paused]:
         answer: Future[Paused] = Future()
@@ -222,7 +221,7 @@ class NativeEngine(EngineBase):
         with self._over:
             self._ended = error
         # From here on nothing is posted, so that what is read now is all that there will be.
-        unread = [answer for answer, _ in self._pausing]
+        unread = [answer for answer, _ in (*self._unanswered, *self._pausing)]
         while not self._commands.empty():
             if (command := self._commands.get_nowait()) is not None:
                 unread.append(command[1])
@@ -239,3 +238,12 @@ class NativeEngine(EngineBase):
 
     def _closed(self) -> RunError:
         return RunError(f"rollout engine {self.name} is closed")
+
+
+def _answer(answers: list[tuple[Future[Any], Any]]) -> None:
+    for answer, result in answers:
+        if isinstance(result, HeadwayError):
+            answer.set_exception(result)
+        else:
+            answer.set_result(result)
+    answers.clear()
