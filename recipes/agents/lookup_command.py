@@ -2,7 +2,7 @@ r"""The look-up as a command, which needs nothing beside the standard library: t
 reward goes out as the last line.
 
 headway train recipes/agents/lookup.yaml 'agent.tools=[]' reward.function=program \
-    'agent.client={command: [python, recipes/agents/lookup_command.py]}'
+    'agent.client=[python, recipes/agents/lookup_command.py]'
 """
 
 import json

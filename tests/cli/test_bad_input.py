@@ -471,8 +471,8 @@ CASES = {
     "an agent that takes no row": agent("async def run(): ...\n", "agent.client=agent.py:run"),
     "an agent that asks for more than there is": agent("async def run(row, url): ...\n", "agent.client=agent.py:run"),
     "an agent that yields": agent("def run(row): yield 1.0\n", "agent.client=agent.py:run"),
-    "an agent of no words": setting("agent.client={command: []}"),
-    "an agent that is not installed": setting("agent.client={command: [no-such-agent]}"),
+    "an agent of no words": setting("agent.client=[]"),
+    "an agent that is not installed": setting("agent.client=[no-such-agent]"),
     "sampling of agents that is no choice": agent(AGENT, "agent.client=agent.py:run", "agent.sampling=strictly"),
     "an endpoint that nobody asks": agent(PROGRAM, "agent.program=agent.py:run", "agent.endpoint_port=8000"),
     "an endpoint at another machine's address": agent(

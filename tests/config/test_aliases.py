@@ -154,7 +154,7 @@ def test_another_projects_key_is_answered_with_the_project_and_the_key_here(writ
         ("rollout.max_turns=3", "agent.max_turns=3"),
         ("actor_rollout_ref.rollout.tools=[a.py:f]", "agent.tools=[a.py:f]"),
         ("rollout.agent=a.py:run", "agent.client=a.py:run"),
-        ("rollout.agent={command: [x]}", "agent.client.command=[x]"),
+        ("rollout.agent={command: [x]}", "agent.client=[x]"),
         ("rollout.runners=3", "agent.workers=3"),
         ("rollout.params={a.b: 1}", "agent.params={a.b: 1}"),
         ("rollout.mcp.table.env.PORT=80", "agent.mcp.table.env.PORT=80"),
@@ -232,6 +232,43 @@ def test_a_setting_that_is_no_more_is_refused_with_what_holds_and_dropped_from_t
     (tmp_path / "metrics.jsonl").touch()
     loaded = load(file)
     assert (loaded.config.data.train, loaded.config.cluster.placement, loaded.notes) == ("a.jsonl", "split", [])
+
+
+GONE_AT_THEIR_DEFAULTS = """
+data: {train: a.jsonl, prefetch: 64}
+sandbox: {cpu_s: 10.0, processes: 32, output_kib: 64, scratch_mib: 64}
+rollout: {val_max_concurrent: null, vllm: {}}
+placement: {}
+offpolicy: null
+reports: {run_name: null}
+param_update: {backend: auto}
+trainer: {max_nonfinite_steps: 10}
+algorithm: {rollout_correction: {name: truncate, also: []}}
+"""
+
+
+def test_settings_and_sections_that_are_no_more_are_accepted_at_their_defaults_with_a_note(write: Write) -> None:
+    loaded = load(write(GONE_AT_THEIR_DEFAULTS))
+    assert loaded.user_keys == {"data.train", "algorithm.rollout_correction.name"}
+    for key in (
+        "data.prefetch",
+        "sandbox.cpu_s",
+        "placement",
+        "offpolicy",
+        "rollout.vllm",
+        "trainer.max_nonfinite_steps",
+    ):
+        (note,) = [note for note in loaded.notes if f" {key} is no " in note]
+        assert note.endswith("; drop it")
+
+
+def test_further_corrections_of_an_earlier_release_are_a_list_with_the_first(write: Write) -> None:
+    also = "also: [{name: reject, bound: 1.5}]"
+    path = write(f"algorithm: {{rollout_correction: {{name: truncate, bound: 2, {also}}}}}\n")
+    old = load(path, ["algorithm.rollout_correction.bound=3"])
+    new = load(None, ["algorithm.rollout_correction=[{name: truncate, bound: 3}, {name: reject, bound: 1.5}]"])
+    assert old.config == new.config and [one.name for one in new.config.algorithm.corrections] == ["truncate", "reject"]
+    assert "algorithm.rollout_correction.also is the rest of a list" in old.notes[0] and not new.notes
 
 
 def test_sources_of_an_earlier_release_are_lists_of_the_new_keys(tmp_path: Path) -> None:

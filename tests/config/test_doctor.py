@@ -64,7 +64,6 @@ def test_what_passed_once_passes_again_from_its_dump(
     ("overrides", "complaint"),
     [
         # what updates cannot do
-        (("mode=overlapped", "param_update.backend=nccl"), "NCCL's kernels and communicators would compete"),
         (("mode=colocate_sync", "param_update.transport=broadcast"), "trainer and engine are one process"),
         (("param_update.encoding=delta", "param_update.transport=disk"), "its files are whole versions"),
         (("param_update.encoding=delta", "cluster.backend=inline"), "inside one process nothing has to be sent"),
@@ -74,7 +73,6 @@ def test_what_passed_once_passes_again_from_its_dump(
         ),
         (("mode=colocate_sync", "rollout.enable_dual_buffer=false"), "so they are written in place"),
         (("param_update.directory=weights",), "only param_update.transport=disk looks at it"),
-        (("param_update.transport=disk", "param_update.backend=gloo"), "transport=broadcast looks at it"),
         # what cannot progress, or contradicts itself
         (("mode=overlapped", "async_training.staleness_threshold=0"), "overlapped with η=0: nothing may be admitted"),
         (("mode=overlapped", "cluster.placement=shared"), "take turns on shared devices, so nothing overlaps"),

@@ -41,7 +41,7 @@ def test_the_page_has_every_key_once() -> None:
         "model.warmup.give_up",
         "data.task",
     }  # null by default: values, too
-    lists = {"reward.functions", "algorithm.rollout_correction.also"}
+    lists = {"reward.functions"}
     lists |= {"agent.mcp"}  # by names that the user gives
     assert sorted(named) == sorted([*known_keys(), *sections, *lists])
 
@@ -63,9 +63,7 @@ def test_defaults_on_the_page_read_back_as_the_default_configuration() -> None:
         for name, text in DEFAULTS.items()
         if "[]" not in name
         and ".NAME." not in name
-        and not name.startswith(
-            ("model.make.", "model.warmup.", "data.task.", "agent.client.", "algorithm.policy_loss.")
-        )
+        and not name.startswith(("model.make.", "model.warmup.", "data.task.", "algorithm.policy_loss."))
     }
     assert Config.model_validate(nest(top)) == Config()
 
@@ -86,7 +84,6 @@ def test_required_keys_are_those_without_which_their_section_is_refused() -> Non
         "model.warmup.give_up.above",
         "model.warmup.give_up.rate",
         "reward.functions[].function",
-        "agent.client.command",
     }
 
 

@@ -181,7 +181,7 @@ class Case:
                     "timeout_s": self.update_timeout_s,
                 },
                 "actor": {"ppo_epochs": self.ppo_epochs},
-                "trainer": {"save_freq": self.save_freq, "max_nonfinite_steps": 1000},
+                "trainer": {"save_freq": self.save_freq},
                 "cluster": {
                     "stall_timeout_s": self.stall_timeout_s,
                     "placement": "shared" if self.shared else "split",

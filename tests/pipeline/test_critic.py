@@ -12,6 +12,7 @@ import pytest
 
 from headway.errors import NonFinite, StallError, WorkerDied
 from headway.events import CheckpointSaved, CriticStepped, FetchTaken, StageChanged, TrainerBusy
+from headway.pipeline.observing import off_policy_guard
 from headway.pipeline.run import Status
 from tests.pipeline.cases import TICK, Case, cases, faulty, for_each
 from tests.pipeline.fake_policies import FakeCritic
@@ -195,13 +196,15 @@ def test_with_log_probs_on_ranks_of_their_own_both_stages_stand_in_line():
 
 @places
 @pytest.mark.parametrize("limit", [0, 2])
-def test_too_many_skipped_steps_in_a_row_end_the_run_naming_the_critics_learning_rate(limit: int, inside: bool):
+def test_too_many_skipped_steps_in_a_row_end_the_run_naming_the_critics_learning_rate(
+    monkeypatch: pytest.MonkeyPatch, limit: int, inside: bool
+):
+    monkeypatch.setattr(off_policy_guard, "MOST_SKIPPED", limit)
     run = failed(
         Scenario(
             "async_partial",
             critic=FakeCritic(skips=lambda step: step >= 3),
             critic_inside_fetch=inside,
-            sections={"trainer": {"max_nonfinite_steps": limit}},
         ),
         NonFinite,
         rf"^{limit + 1} optimizer steps in a row .*lower critic\.optim\.lr",
@@ -211,14 +214,14 @@ def test_too_many_skipped_steps_in_a_row_end_the_run_naming_the_critics_learning
 
 
 @places
-def test_as_many_as_are_borne_between_finite_ones_change_nothing(inside: bool):
+def test_as_many_as_are_borne_between_finite_ones_change_nothing(monkeypatch: pytest.MonkeyPatch, inside: bool):
     """Nor do the actor's, which are counted for themselves."""
+    monkeypatch.setattr(off_policy_guard, "MOST_SKIPPED", 2)
     run = Scenario(
         "async_partial",
         critic=FakeCritic(skips=lambda step: step % 3 > 0),
         critic_inside_fetch=inside,
         trainer={"skips": lambda step: step % 3 > 0},
-        sections={"trainer": {"max_nonfinite_steps": 2}},
     ).run()
     assert check_turns(run.assert_completed()).groups["dropped"] == 64
     assert sum(event.skipped for event in run.of(CriticStepped)) == 16

@@ -15,6 +15,7 @@ from headway.events import (
     TrajectoryFinished,
     UpdateFinished,
 )
+from headway.pipeline.observing import off_policy_guard
 from tests.pipeline.fakes import FakeReward, fails, without_variance
 from tests.pipeline.scenario import MODES, Scenario
 
@@ -143,22 +144,18 @@ def test_a_group_that_was_trained_in_one_of_several_epochs_was_trained():
     assert run.fates() == {"trained": 4, "dropped": 4}
 
 
-def test_too_many_steps_in_a_row_that_are_not_finite_end_the_run():
-    scenario = Scenario(
-        "async_stale", sections={"trainer": {"max_nonfinite_steps": 3}}, trainer={"skips": lambda step: step >= 2}
-    )
-    run = scenario.run()
-    with pytest.raises(NonFinite, match=r"4 optimizer steps in a row .*trainer.max_nonfinite_steps"):
+def test_too_many_steps_in_a_row_that_are_not_finite_end_the_run(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(off_policy_guard, "MOST_SKIPPED", 3)
+    run = Scenario("async_stale", trainer={"skips": lambda step: step >= 2}).run()
+    with pytest.raises(NonFinite, match=r"^4 optimizer steps in a row .*lower actor\.optim\.lr"):
         raise run.error or AssertionError("no error")
     run.assert_clean()
     assert [step.skipped for step in run.of(OptimizerStepped)] == [False, False, True, True, True, True]
 
 
-def test_steps_that_are_not_finite_now_and_then_do_not_add_up():
-    scenario = Scenario(
-        "async_stale", sections={"trainer": {"max_nonfinite_steps": 1}}, trainer={"skips": lambda step: step % 2 == 0}
-    )
-    scenario.run().assert_completed()
+def test_steps_that_are_not_finite_now_and_then_do_not_add_up(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(off_policy_guard, "MOST_SKIPPED", 1)
+    Scenario("async_stale", trainer={"skips": lambda step: step % 2 == 0}).run().assert_completed()
 
 
 # ---------------------------------------------------------------------------------------------- dropped

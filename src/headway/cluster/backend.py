@@ -154,10 +154,9 @@ def _with_absolute_files(config: Config) -> Config:
     algorithm = config.algorithm
     loss = algorithm.policy_loss.model_copy(update={"loss_mode": absolute(algorithm.policy_loss.loss_mode)})
     changes: dict[str, object] = {"adv_estimator": absolute(algorithm.adv_estimator), "policy_loss": loss}
-    correction = algorithm.rollout_correction
-    also = tuple(one.model_copy(update={"name": one.name and absolute(one.name)}) for one in correction.also)
-    first = {"name": correction.name and absolute(correction.name), "also": also}
-    changes["rollout_correction"] = correction.model_copy(update=first)
+    changes["rollout_correction"] = tuple(
+        one.model_copy(update={"name": absolute(str(one.name))}) for one in algorithm.corrections
+    )
     return config.model_copy(update={"algorithm": algorithm.model_copy(update=changes)})
 
 

@@ -79,20 +79,24 @@ def idle_loss_keys(config: Config) -> Iterator[Idle]:
 
 def idle_correction_keys(config: Config) -> Iterator[Idle]:
     correction = config.algorithm.rollout_correction
+    keys = (
+        ("algorithm.rollout_correction",)
+        if isinstance(correction, tuple)
+        else tuple(f"algorithm.rollout_correction.{key}" for key in CORRECTION_KEYS)
+    )
+    corrections = config.algorithm.corrections
     if config.async_training.use_rollout_log_probs:
-        # One of these corrections compares with the current policy, whatever stands for the proximal one.
-        idle = () if _looks_at_the_policy(correction.name) else CORRECTION_KEYS
-        if not all(_looks_at_the_policy(one.name) for one in correction.also):
-            idle = (*idle, "also")
-        for key in idle:
-            yield (
-                f"algorithm.rollout_correction.{key}",
-                "async_training.use_rollout_log_probs makes π_prox the behaviour policy itself, so there is nothing to "
-                "correct; set it to false",
-            )
-    elif correction.name is None:
-        for key in CORRECTION_KEYS[1:]:
-            yield f"algorithm.rollout_correction.{key}", "algorithm.rollout_correction.name is not given"
+        # Some compare with the current policy, whatever stands for the proximal one.
+        if not corrections or not all(_looks_at_the_policy(one.name) for one in corrections):
+            for key in keys:
+                yield (
+                    key,
+                    "async_training.use_rollout_log_probs makes π_prox the behaviour policy itself, so there is "
+                    "nothing to correct; set it to false",
+                )
+    elif not corrections:
+        for key in keys[1:]:
+            yield key, "algorithm.rollout_correction.name is not given"
 
 
 def _looks_at_the_policy(name: str | None) -> bool:
@@ -160,13 +164,10 @@ def algorithm_problems(config: Config) -> Iterator[str]:
             f"actor.kl_loss_type={actor.kl_loss_type} with actor.use_bias_correction_kl: both mend the gradient, and "
             "together they would count it twice; drop one of the two"
         )
-    for further in algorithm.rollout_correction.also:
-        if further.name is None or algorithm.rollout_correction.name is None:
-            yield (
-                "algorithm.rollout_correction.also: every correction needs a name, and the first one is that of "
-                "algorithm.rollout_correction itself"
-            )
-    for one in algorithm.rollout_correction.all if loss.weighs_behaviour else ():
+    given = algorithm.rollout_correction
+    if isinstance(given, tuple) and len(algorithm.corrections) < len(given):
+        yield "algorithm.rollout_correction: every correction of a list needs a name"
+    for one in algorithm.corrections if loss.weighs_behaviour else ():
         if one.name != SEQUENCE_MASK:
             yield (
                 f"algorithm.policy_loss.loss_mode={loss.loss_mode} weighs by π_θ/π_behav itself; with "
@@ -177,7 +178,7 @@ def algorithm_problems(config: Config) -> Iterator[str]:
             f"algorithm.policy_loss.clip_ratio_c={loss.clip_ratio_c:g} is inside the clip range, which ends at "
             f"1 + actor.clip_ratio_high = {1 + actor.clip_range[1]:g}; expected more (usual: 3)"
         )
-    for one in algorithm.rollout_correction.all:
+    for one in algorithm.corrections:
         if (one.lower is not None and one.lower > 1) or (one.bound is not None and one.bound < 1):
             yield (
                 f"algorithm.rollout_correction: {one.name} with lower={one.lower}, bound={one.bound} is for tokens "

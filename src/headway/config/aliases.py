@@ -6,7 +6,7 @@ Works on flat layers: ``{"actor_rollout_ref.rollout.n": 8}`` becomes ``{"rollout
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from headway.config.migration_tables.verl_values import FIXED
@@ -44,10 +44,10 @@ USUAL: Mapping[str, tuple[str, ...]] = {
     "use_tensorboard": ("reports.trackers",),
     "use_wandb": ("reports.trackers",),
     "wandb": ("reports.trackers",),
-    "wandb.name": ("reports.run_name",),
+    "wandb.name": ("run.name",),
     "wandb.project": ("reports.project",),
     "wandb_project": ("reports.project",),
-    "wandb_run_name": ("reports.run_name",),
+    "wandb_run_name": ("run.name",),
 }
 """Names, whole or the last part of one → the nearest keys here."""
 
@@ -59,6 +59,7 @@ ETA = "async_training.staleness_threshold"
 PARTIAL = "async_training.partial_rollout"
 ON_UPDATE = "async_training.on_update"
 PIPELINE = "async_pipeline"
+ALSO = "algorithm.rollout_correction.also"
 SANDBOX = "sandbox"
 """Section of which a bare name is the kind."""
 
@@ -72,8 +73,7 @@ _SOURCES = {"data.sources": "data.train", "data.val_sources": "data.val"}
 MOVED: Mapping[str, str] = {
     **{f"rollout.{name}": f"agent.{name}" for name in _OF_AGENTS.split()},
     "rollout.agent": "agent.client",
-    "rollout.agent.command": "agent.client.command",
-    "agent.command": "agent.client.command",
+    **dict.fromkeys(("rollout.agent.command", "agent.command", "agent.client.command"), "agent.client"),
     "rollout.agent_sampling": "agent.sampling",
     "rollout.agent_models": "agent.models",
     "rollout.runners": "agent.workers",
@@ -85,19 +85,27 @@ MOVED: Mapping[str, str] = {
     **_SOURCES,
 }
 """Keys of earlier releases → what they are called now. Both names work for one release."""
-GONE: Mapping[str, str] = {
-    "data.prefetch": "64 prompts are tokenised ahead",
+GONE: Mapping[str, tuple[Any, str]] = {
+    "data.prefetch": (64, "64 prompts are tokenised ahead"),
     **dict.fromkeys(
         ("rollout.val_max_concurrent", "agent.val_max_concurrent"),
-        "twice as many held-out episodes are open as a replica decodes at once",
+        (None, "twice as many held-out episodes are open as a replica decodes at once"),
     ),
-    "sandbox.cpu_s": "a call has as many seconds of processor time as of sandbox.wall_s, and 10 at least",
-    "sandbox.processes": "a call has at most 32 processes and threads",
-    "sandbox.output_kib": "a call prints at most 64 KiB",
-    "sandbox.scratch_mib": "a call writes at most 64 MiB",
-    "model.warmup.give_up.answer": "the teacher writes ? instead of an answer that it gives up",
+    "sandbox.cpu_s": (10, "a call has as many seconds of processor time as of sandbox.wall_s, and 10 at least"),
+    "sandbox.processes": (32, "a call has at most 32 processes and threads"),
+    "sandbox.output_kib": (64, "a call prints at most 64 KiB"),
+    "sandbox.scratch_mib": (64, "a call writes at most 64 MiB"),
+    "model.warmup.give_up.answer": ("?", "the teacher writes ? instead of an answer that it gives up"),
+    "param_update.backend": (
+        "auto",
+        "broadcast goes by NCCL where there are GPUs and the trainer waits for the update, else by gloo",
+    ),
+    "reports.run_name": (None, "trackers call the run as its directory; run.name names that"),
+    "trainer.max_nonfinite_steps": (10, "a run ends after 10 skipped optimizer steps in a row"),
 }
-"""Keys of earlier releases that are no settings any more → what holds instead."""
+"""Keys of earlier releases that are no settings any more → their default, and what holds instead."""
+_OLD_SECTIONS = ("placement", "offpolicy", "rollout.vllm")
+"""Sections of earlier releases, which may be left empty."""
 _MOVED_MAPPINGS = ("rollout.mcp", "rollout.params", "rollout.env", "rollout.vllm.engine_args")
 _REFERENCE = re.compile(r"(?<!\\)\$\{([\w.]+)\}")
 """Pattern of a reference to another key; one behind a backslash is text."""
@@ -121,29 +129,37 @@ def _without_prefixes(key: str) -> str:
     return key.removeprefix("+").removeprefix(IGNORED_PREFIX)
 
 
-def moved_keys(keys: Iterable[str], where: str) -> list[str]:
-    """Return a note on those of ``keys``, written ``where``, that have another name now; none where there are none."""
-    moved = {plain: canonical_key(key) for key in keys if (plain := _without_prefixes(key)) != canonical_key(key)}
-    if not moved:
-        return []
-    told = ", ".join(f"{old} is {new} now" for old, new in moved.items())
-    return [f"{where}: {told}; the old name works in this release only"]
+def notes_on_old_keys(values: Mapping[str, Any], where: str) -> list[str]:
+    """Return notes on keys of earlier releases among flat settings that are written ``where``."""
+    plain = {_without_prefixes(key): value for key, value in values.items()}
+    told = [f"{old} is {new} now" for old in plain if (new := canonical_key(old)) != old]
+    told += [f"{ALSO} is the rest of a list at algorithm.rollout_correction now"] if plain.get(ALSO) else []
+    notes = [f"{where}: {', '.join(told)}; the old name works in this release only"] if told else []
+    gone = [f"{key} is no setting any more: {GONE[key][1]}" for key in plain if key in GONE]
+    gone += [f"{key} is no section any more" for key, value in plain.items() if _is_empty_old_section(key, value)]
+    return [*notes, *(f"{where}: {one}; drop it" for one in gone)]
+
+
+def _is_empty_old_section(key: str, value: Any) -> bool:
+    return key in _OLD_SECTIONS and value in ({}, None)
 
 
 def translate(values: Mapping[str, Any], *, of_a_run: bool = False) -> dict[str, Any]:
-    """Translate one flat layer into Headway's own keys. ``of_a_run``: drop keys of earlier releases that are `GONE`.
+    """Translate one flat layer into Headway's own keys, without keys that are `GONE` and have their default.
+
+    ``of_a_run``: whatever their values.
 
     Raises:
         ConfigError: a key that Headway accepts at one value has another; two spellings of one setting disagree; a key
-            is `GONE`.
+            is `GONE` and has another value than its default.
     """
-    gone = [key for spelled in values if (key := _without_prefixes(spelled)) in GONE]
-    if gone and not of_a_run:
-        raise ConfigError("\n".join(f"{key} is no setting any more: {GONE[key]}; drop it" for key in gone))
+    gone = {key: value for spelled, value in values.items() if (key := _without_prefixes(spelled)) in GONE}
+    if lost := [key for key, value in gone.items() if value not in (None, GONE[key][0]) and not of_a_run]:
+        raise ConfigError("\n".join(f"{key} is no setting any more: {GONE[key][1]}; drop it" for key in lost))
     result: dict[str, Any] = {}
     for spelled, given in values.items():
         key, value = canonical_key(spelled), _with_new_names(given)
-        if key in gone:
+        if key in gone or _is_empty_old_section(key, value):
             continue
         if _without_prefixes(spelled) in _SOURCES and not given:  # as in every file of a run with one file of prompts
             if key in values:
@@ -205,6 +221,19 @@ def resolve_ahead_steps(user: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
         raise ConfigError(f"{AHEAD_STEPS}: got {steps!r}, expected a whole number of at least 1 (η + 1)")
     return {key: value for key, value in user.items() if key != AHEAD_STEPS} | {ETA: steps - 1}
+
+
+def join_corrections(user: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the user's values with the corrections of ``also``, a key of earlier releases, in one list."""
+    further = user.get(ALSO)
+    section = f"{ALSO.rpartition('.')[0]}."
+    rest = {key: value for key, value in user.items() if key != ALSO}
+    if not further:
+        return rest
+    first = {key.removeprefix(section): value for key, value in rest.items() if key.startswith(section)}
+    return {key: value for key, value in rest.items() if not key.startswith(section)} | {
+        section[:-1]: [first, *further]
+    }
 
 
 def resolve_partial_rollout(user: Mapping[str, Any]) -> dict[str, Any]:

@@ -207,8 +207,7 @@ def _corrects_the_sampler(config: Config) -> bool:
     if config.algorithm.policy_loss.weighs_behaviour:
         return True
     weighs = any(
-        one.name in ("truncate", "mask") or names_user_code(one.name or "")
-        for one in config.algorithm.rollout_correction.all
+        one.name in ("truncate", "mask") or names_user_code(one.name or "") for one in config.algorithm.corrections
     )
     return weighs and not config.async_training.use_rollout_log_probs
 
@@ -367,11 +366,6 @@ def _update(config: Config) -> Iterator[str]:
         yield (
             "param_update.encoding=delta with rollout.enable_dual_buffer=false: a delta is applied to a copy that a "
             "second buffer keeps; set one of them to its other value"
-        )
-    if update.backend == "nccl" and update.schedule == "overlapped":
-        yield (
-            "param_update.backend=nccl with param_update.schedule=overlapped: NCCL's kernels and communicators would "
-            "compete with training for the GPUs; set param_update.backend=gloo, which sends from host memory"
         )
 
 

@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import MarkedYAMLError, YAMLError
 
-from headway.config.aliases import canonical_key, moved_keys, translate
+from headway.config.aliases import canonical_key, notes_on_old_keys, translate
 from headway.config.recipes import find_recipe, similar_recipes
 from headway.config.schema import Config
 from headway.config.sections.section import mappings_in
@@ -86,9 +86,11 @@ def read_overrides(overrides: Sequence[str]) -> Layer:
         last.pop(key, None)  # so that the later one also comes later
         last[key] = override
     values: dict[str, Any] = {}
+    given: dict[str, Any] = {}
     written: dict[str, str] = {}
     for override in last.values():
-        for key, value in translate(_parse_override(override)).items():
+        given |= (parsed := _parse_override(override))
+        for key, value in translate(parsed).items():
             clash = next((other for other in values if _excludes(other, values[other], key, value)), key)
             if clash != key:
                 raise ConfigError(
@@ -96,8 +98,7 @@ def read_overrides(overrides: Sequence[str]) -> Layer:
                     "drop one of them"
                 )
             values[key], written[key] = value, override
-    notes = moved_keys((override.partition("=")[0].strip() for override in last.values()), "on the command line")
-    return Layer("on the command line", values, notes=tuple(notes))
+    return Layer("on the command line", values, notes=tuple(notes_on_old_keys(given, "on the command line")))
 
 
 def settings_of(overrides: Sequence[str] | Layer) -> Layer:
@@ -177,7 +178,7 @@ def _read(path: Path, including: tuple[Path, ...]) -> Iterator[Layer]:
         flat[key] = value
     try:
         own = _is_a_runs(path)
-        notes = () if own else tuple(moved_keys(flat, f"in {path}"))
+        notes = () if own else tuple(notes_on_old_keys(flat, f"in {path}"))
         yield Layer(f"in {path}", translate(flat, of_a_run=own), path, notes)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error

@@ -16,7 +16,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import to_jsonable_python
 
-from headway.config.aliases import resolve_ahead_steps, resolve_partial_rollout
+from headway.config.aliases import join_corrections, resolve_ahead_steps, resolve_partial_rollout
 from headway.config.layers import (
     Layer,
     flatten,
@@ -88,7 +88,7 @@ def load(
     user: dict[str, Any] = {}
     for layer in layers:
         user = overlay(user, layer.values)
-    user = resolve_ahead_steps(user)
+    user = join_corrections(resolve_ahead_steps(user))
     mode = user.get("mode", Config.model_fields["mode"].default)
     beneath, kept = preset(mode), _without_cleared(resolve_partial_rollout(user), _flat_values(mode_config(mode)))
     flat = overlay(beneath, kept)

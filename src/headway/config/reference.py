@@ -103,7 +103,7 @@ def parts(section: type[Section] = Config, name: str = "", default: Section | No
         if not (sections and isinstance(value, Section)):
             accepted = _one_of(CHOICES[key]) if key in CHOICES else _described(field.annotation, field.metadata)
             own.append(Key(key, accepted, spelled(value), _meaning(field.description)))
-        suffix = "[]" if sections and _holds_a_list(field.annotation) else ""
+        suffix = "[]" if _holds_a_list(field.annotation) and not isinstance(value, Section) else ""
         suffix = ".NAME" if get_origin(field.annotation) is dict else suffix
         inner += [(sections, key + suffix, value)] if sections else []
     yield KeyTable(name, _meaning(section.__doc__), tuple(own))

@@ -372,8 +372,6 @@ class TrainerConfig(Section):
     """Versions between two checkpoints; -1: only at the end, and a run that is killed before cannot be resumed."""
     max_actor_ckpt_to_keep: Positive | None = 2
     """Checkpoints that are kept, the newest ones, each with its critic's; null: all."""
-    max_nonfinite_steps: NonNegative = 10
-    """Most optimizer steps in a row that may be skipped for a non-finite loss or gradient."""
 
 
 class ClusterConfig(Section):
@@ -424,8 +422,6 @@ class ReportsConfig(Section):
     their name."""
     project: str = Field("headway", min_length=1)
     """Project of W&B and trackio, experiment of MLflow."""
-    run_name: str | None = Field(None, min_length=1)
-    """Name of the run in the trackers. Default: the name of its directory."""
     log_model: bool = False
     """Give the exported model to W&B, MLflow and trackio as an artifact. The end of the run waits for its upload."""
     prometheus_host: str = "127.0.0.1"

@@ -49,11 +49,9 @@ READ_BY_SFT = (
     "trainer.use_nodes_ratios",
     "trainer.threads",
     "trainer.max_actor_ckpt_to_keep",
-    "trainer.max_nonfinite_steps",
     "cluster",
     "reports.trackers",
     "reports.project",
-    "reports.run_name",
     "reports.log_model",
     "reports.prometheus_host",
     "reports.prometheus_port",
@@ -270,7 +268,6 @@ def _reports(config: Config) -> Iterator[Idle]:
     users = {
         ("project",): ("wandb", "mlflow", "trackio"),
         ("log_model",): ("wandb", "mlflow", "trackio"),
-        ("run_name",): ("wandb", "mlflow", "trackio", "prometheus"),
         ("prometheus_host", "prometheus_port"): ("prometheus",),
     }
     for keys, names in users.items():

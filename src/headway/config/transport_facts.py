@@ -46,9 +46,7 @@ class TransportFacts:
 
 TRANSPORTS: Mapping[str, TransportFacts] = MappingProxyType(
     {
-        "broadcast": TransportFacts(
-            "a process group of its own", ("ray",), on_gpu=True, most_senders=MOST_SENDERS, keys=("backend",)
-        ),
+        "broadcast": TransportFacts("a process group of its own", ("ray",), on_gpu=True, most_senders=MOST_SENDERS),
         "local": TransportFacts(
             "copies inside one process",
             ("inline",),

@@ -30,7 +30,6 @@ class Critic:
         *,
         mini_batch_size: int,
         epochs: int,
-        max_nonfinite_steps: int,
         mask_cut_off: bool = False,
         own_ranks: bool = False,
     ) -> None:
@@ -44,7 +43,7 @@ class Critic:
         self._mini_batch_size = mini_batch_size
         self._epochs = epochs
         self._mask_cut_off = mask_cut_off
-        self._skipped = SkippedSteps("critic.optim.lr", max_nonfinite_steps)
+        self._skipped = SkippedSteps("critic.optim.lr")
         self._steps = 0
         self._handed = self._trained = 0
         """Number of fetches handed to the critic, and number of those that it was trained on."""

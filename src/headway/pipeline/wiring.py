@@ -271,7 +271,6 @@ def _critic(config: Config, parts: Parts, emit: Emit) -> Critic | None:
         emit,
         mini_batch_size=config.actor.ppo_mini_batch_size,
         epochs=config.critic.ppo_epochs,
-        max_nonfinite_steps=config.trainer.max_nonfinite_steps,
         mask_cut_off=config.algorithm.overlong_filtering,
         own_ranks=not parts.critic_inside_fetch,
     )
@@ -368,6 +367,5 @@ def _train_settings(config: Config) -> TrainSettings:
         ppo_epochs=epochs,
         steps_per_version=config.groups_per_version // size * epochs,
         mask_cut_off=config.algorithm.overlong_filtering,
-        max_nonfinite_steps=config.trainer.max_nonfinite_steps,
         save_freq=config.trainer.save_freq,
     )

@@ -38,7 +38,7 @@ CORRECTIONS: list[dict[str, Any]] = [
     {"name": "truncate", "bound": 1.3, "veto": 0.6},
     {"name": "veto", "lower": 0.6},
     {"name": "off_policy_sequence_mask", "delta": 0.02},
-    {"name": "truncate", "also": [{"name": "reject", "level": "geometric", "bound": 1.02, "lower": 0.9}]},
+    [{"name": "truncate"}, {"name": "reject", "level": "geometric", "bound": 1.02, "lower": 0.9}],
 ]
 
 
@@ -194,7 +194,7 @@ def test_rows_of_one_episode_share_a_micro_batch_only_where_a_loss_looks_at_sequ
     assert not Objective(configured("ppo_clip", "seq-mean-token-mean", {"name": "truncate"})).looks_at_sequences
     assert Objective(configured("ppo_clip", "token-mean", {"name": "reject", "level": "geometric"})).looks_at_sequences
     assert Objective(configured("ppo_clip", "token-mean", {"name": "truncate", "veto": 0.1})).looks_at_sequences
-    also = {"name": "truncate", "also": [{"name": "veto", "lower": 0.1}]}
+    also = [{"name": "truncate"}, {"name": "veto", "lower": 0.1}]
     assert Objective(configured("ppo_clip", "token-mean", also)).looks_at_sequences
     for loss, shared in (("gspo", True), ("ppo_clip", False)):
         *_, packs = through_objective(configured(loss, "token-mean", {}), parts, 20)

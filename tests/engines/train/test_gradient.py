@@ -14,9 +14,9 @@ from headway.config.schema import Config, RolloutConfig
 from headway.config.sections.learning import (
     ActorConfig,
     AlgorithmConfig,
+    CorrectionConfig,
     FsdpConfig,
     ParallelConfig,
-    RolloutCorrectionConfig,
 )
 from headway.config.sections.model_section import ModelConfig
 from headway.data.interfaces.training import StepContext
@@ -98,7 +98,7 @@ def test_log_probs_given_for_the_proximal_policy_anchor_the_ratio(
 
 
 def test_a_correction_weighs_the_policy_loss_and_nothing_else(one_rank: None, model_path: Callable[..., str]) -> None:
-    correction = AlgorithmConfig(rollout_correction=RolloutCorrectionConfig(name="truncate", bound=1.05))
+    correction = AlgorithmConfig(rollout_correction=CorrectionConfig(name="truncate", bound=1.05))
     path, config = model_path(), configured(MANY_MICRO_BATCHES, EVERYTHING).model_copy(update={"algorithm": correction})
     rows = random_rows(7, with_ref=True, with_prox=True)
     actual, metrics = gradient(path, config, [rows])

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from headway.config.schema import AsyncTrainingConfig, Config, RolloutConfig
-from headway.config.sections.learning import ActorConfig, AlgorithmConfig, ParallelConfig, RolloutCorrectionConfig
+from headway.config.sections.learning import ActorConfig, AlgorithmConfig, CorrectionConfig, ParallelConfig
 from headway.data.interfaces.training import StepContext, StepReport
 from headway.data.packing import CollatedRow
 from headway.engines.train.fsdp.device_mesh import TrainMesh
@@ -31,12 +31,12 @@ TEMPERATURE, LOW, HIGH = 0.8, 0.1, 0.3
 OF_EACH_LAG = {"tokens", "ess", "kl", "ratio_max", "ratio_p01", "ratio_p50", "ratio_p99", "clip_fraction", "entropy"}
 
 
-def build(path: str, budget: int, correction: RolloutCorrectionConfig | None = None) -> FsdpEngine:
+def build(path: str, budget: int, correction: CorrectionConfig | None = None) -> FsdpEngine:
     config = Config(
         actor=ActorConfig(ppo_max_token_len_per_gpu=budget, clip_ratio_low=LOW, clip_ratio_high=HIGH),
         rollout=RolloutConfig(temperature=TEMPERATURE),
         async_training=AsyncTrainingConfig(use_rollout_log_probs=correction is None),
-        algorithm=AlgorithmConfig(rollout_correction=correction or RolloutCorrectionConfig()),
+        algorithm=AlgorithmConfig(rollout_correction=correction or CorrectionConfig()),
     )
     return FsdpEngine(
         model_path=path,
@@ -188,7 +188,7 @@ def test_the_tokens_of_all_lags_add_up_to_the_whole(one_rank: None, model_path: 
 def test_what_a_correction_does_is_reported_by_lag_too(one_rank: None, model_path: ModelPath) -> None:
     rows = of_versions(random_rows(24, with_prox=True), range(VERSION + 1))
     rows = [with_columns(row, prox_logprobs=np.where(row.loss_mask, row.columns["prox_logprobs"], 0)) for row in rows]
-    correction = RolloutCorrectionConfig(name="mask", bound=1.3, lower=0.8)
+    correction = CorrectionConfig(name="mask", bound=1.3, lower=0.8)
     metrics = build(model_path(), MANY_MICRO_BATCHES, correction).train_step(rows, CONTEXT).metrics
     w = np.exp(joined(rows, [r.columns["prox_logprobs"] for r in rows]) - joined(rows, [r.logprobs for r in rows]))
     lags = np.minimum(VERSION - joined(rows, [row.versions for row in rows]), 4)

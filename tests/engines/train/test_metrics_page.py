@@ -15,7 +15,7 @@ import torch
 from headway.algorithms.corrections import Action, CorrectionParams, build_correction
 from headway.algorithms.losses import POLICY_LOSSES, LossInputs, PolicyLossParams
 from headway.config.schema import AsyncTrainingConfig, Config
-from headway.config.sections.learning import ActorConfig, AlgorithmConfig, ParallelConfig, RolloutCorrectionConfig
+from headway.config.sections.learning import ActorConfig, AlgorithmConfig, CorrectionConfig, ParallelConfig
 from headway.config.sections.losses import LOSSES
 from headway.data.interfaces.training import StepContext
 from headway.data.packing import CollatedRow
@@ -144,15 +144,14 @@ def of_a_program(event: TrajectoryFinished) -> TrajectoryFinished:
 
 def trained(path: str) -> dict[str, float]:
     """What a step reports with KL in the loss, an entropy bonus and two corrections."""
-    also = ({"name": "reject", "bound": 2.0, "level": "geometric"},)
+    corrections = (
+        CorrectionConfig(name="truncate", bound=1.1, veto=1e-3),
+        CorrectionConfig(name="reject", bound=2.0, level="geometric"),
+    )
     config = Config(
         actor=ActorConfig(use_kl_loss=True, entropy_coeff=0.01),
         async_training=AsyncTrainingConfig(use_rollout_log_probs=False),
-        algorithm=AlgorithmConfig(
-            rollout_correction=RolloutCorrectionConfig.model_validate(
-                {"name": "truncate", "bound": 1.1, "veto": 1e-3, "also": also}
-            )
-        ),
+        algorithm=AlgorithmConfig(rollout_correction=corrections),
     )
     engine = FsdpEngine(
         model_path=path, config=config, total_optimizer_steps=5, mesh=TrainMesh.make(ParallelConfig(), CPU)

@@ -23,9 +23,9 @@ from headway.config.schema import AsyncTrainingConfig, Config, RolloutConfig
 from headway.config.sections.learning import (
     ActorConfig,
     AlgorithmConfig,
+    CorrectionConfig,
     OptimConfig,
     ParallelConfig,
-    RolloutCorrectionConfig,
 )
 from headway.config.sections.losses import PpoClip
 from headway.data.interfaces.training import StepContext
@@ -43,17 +43,17 @@ CPU = torch.device("cpu")
 VERSION = 3
 BEHAVIOUR, RECOMPUTE, LOG_LINEAR = "behaviour", "recompute", "loglinear"
 MODES = (BEHAVIOUR, RECOMPUTE, LOG_LINEAR)
-NO_CORRECTION = RolloutCorrectionConfig()
+NO_CORRECTION = CorrectionConfig()
 CORRECTIONS_AT_WORK = [
     NO_CORRECTION,
-    RolloutCorrectionConfig(name="truncate", bound=2.0),
-    RolloutCorrectionConfig(name="mask", bound=2.0, lower=0.5),
-    RolloutCorrectionConfig(name="reject", bound=1.01, lower=0.99, level="geometric", veto=1e-4),
+    CorrectionConfig(name="truncate", bound=2.0),
+    CorrectionConfig(name="mask", bound=2.0, lower=0.5),
+    CorrectionConfig(name="reject", bound=1.01, lower=0.99, level="geometric", veto=1e-4),
 ]
 Report = tuple[dict[str, torch.Tensor], dict[str, float]]
 
 
-def configured(mode: str, correction: RolloutCorrectionConfig = NO_CORRECTION, budget: int = 64) -> Config:
+def configured(mode: str, correction: CorrectionConfig = NO_CORRECTION, budget: int = 64) -> Config:
     method = {"prox_logp_method": "loglinear"} if mode == LOG_LINEAR else {}
     return Config(
         actor=ActorConfig.model_validate(
@@ -65,7 +65,7 @@ def configured(mode: str, correction: RolloutCorrectionConfig = NO_CORRECTION, b
     )
 
 
-def build(path: str, mode: str, correction: RolloutCorrectionConfig = NO_CORRECTION, budget: int = 64) -> FsdpEngine:
+def build(path: str, mode: str, correction: CorrectionConfig = NO_CORRECTION, budget: int = 64) -> FsdpEngine:
     config = configured(mode, correction, budget)
     return FsdpEngine(
         model_path=path, config=config, total_optimizer_steps=10, mesh=TrainMesh.make(ParallelConfig(), CPU)
@@ -117,7 +117,7 @@ def assert_close(actual: Report, expected: Report, rtol: float = 1e-4) -> None:
 
 @pytest.mark.parametrize("correction", CORRECTIONS_AT_WORK, ids=lambda c: c.name or "none")
 def test_with_one_version_the_first_step_is_the_same_to_the_last_bit_in_every_mode(
-    one_rank: None, model_path: ModelPath, correction: RolloutCorrectionConfig
+    one_rank: None, model_path: ModelPath, correction: CorrectionConfig
 ) -> None:
     """And so decoupled PPO is PPO: the expected one has no correction at all."""
     path, context = model_path(), StepContext(version=VERSION)
@@ -132,7 +132,7 @@ def test_with_one_version_the_first_step_is_the_same_to_the_last_bit_in_every_mo
 
 @pytest.mark.parametrize("correction", CORRECTIONS_AT_WORK[:2], ids=lambda c: c.name or "none")
 def test_with_one_version_every_later_step_is_the_same_too(
-    one_rank: None, model_path: ModelPath, correction: RolloutCorrectionConfig
+    one_rank: None, model_path: ModelPath, correction: CorrectionConfig
 ) -> None:
     path = model_path()
     rows = of_this_version(path, random_rows(6))
@@ -196,7 +196,7 @@ def stale(rows: Sequence[CollatedRow], seed: int = 0) -> list[CollatedRow]:
 
 @pytest.mark.parametrize("correction", CORRECTIONS_AT_WORK[:3], ids=lambda c: c.name or "none")
 def test_before_the_first_step_the_anchor_of_an_older_token_is_the_policy_itself_recomputed_or_interpolated(
-    one_rank: None, model_path: ModelPath, correction: RolloutCorrectionConfig
+    one_rank: None, model_path: ModelPath, correction: CorrectionConfig
 ) -> None:
     path, context = model_path(), StepContext(version=VERSION)
     rows = [replace(row, versions=row.versions.clip(max=VERSION - 1)) for row in stale(random_rows(7))]
@@ -270,7 +270,7 @@ def linear_rows(policy: LinearPolicy, prox_version: int) -> list[CollatedRow]:
 
 
 def through_objective(
-    mode: str, correction: RolloutCorrectionConfig, policy: LinearPolicy, rows: list[CollatedRow], context: StepContext
+    mode: str, correction: CorrectionConfig, policy: LinearPolicy, rows: list[CollatedRow], context: StepContext
 ) -> tuple[float, np.ndarray, dict[str, float]]:
     """Loss, its gradient in each token's log-prob, and sums."""
     given = rows if mode == RECOMPUTE else [replace(r, columns={"advantages": r.columns["advantages"]}) for r in rows]
@@ -287,7 +287,7 @@ def through_objective(
 @pytest.mark.parametrize("correction", CORRECTIONS_AT_WORK[:3], ids=lambda c: c.name or "none")
 @pytest.mark.parametrize("progress", [0.0, 0.25, 0.75])
 def test_of_a_policy_that_is_linear_in_the_version_interpolating_is_recomputing(
-    correction: RolloutCorrectionConfig, progress: float
+    correction: CorrectionConfig, progress: float
 ) -> None:
     """Through the objective, at any step of the version, with tokens of every lag: to float32 rounding."""
     policy = linear_policy()
@@ -316,7 +316,7 @@ def scalar_decoupled(
 def test_the_objective_is_decoupled_ppo_written_out_token_by_token(mode: str, bound: float | None) -> None:
     policy = linear_policy()
     context, rows = StepContext(version=VERSION, progress=0.5), linear_rows(policy, VERSION)
-    correction = NO_CORRECTION if bound is None else RolloutCorrectionConfig(name="truncate", bound=bound)
+    correction = NO_CORRECTION if bound is None else CorrectionConfig(name="truncate", bound=bound)
     loss, grad, _ = through_objective(mode, correction, policy, rows, context)
     total, slopes = 0.0, []
     for row in rows:

@@ -8,7 +8,7 @@ async def run(row, base_url, api_key):                      # or def run(…), w
 An object with ``run(data, **kwargs)`` is AReaL's form. A command gets the row on standard input and the endpoint in its
 environment, and prints the reward last:
 
-agent.client={command: [node, agent.js]}       # OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL, …
+agent.client=[node, agent.js]                  # OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL, …
 > {"steps": 3}                                  # printed by the command: whatever it likes,
 > {"reward": 1.0}                               # and last a number, or an object that has a reward
 """

@@ -24,7 +24,6 @@ from headway.agents.interface.program_messages import (
 )
 from headway.agents.tools.mcp_connection import McpServerSpec
 from headway.config.schema import Config
-from headway.config.sections.agent_section import AgentCommand
 from headway.config.sizing.placement import concurrent, resolve_placement
 from headway.data.tokenize import TextStart
 from headway.errors import ConfigError, RunError
@@ -136,7 +135,7 @@ def program_spec(config: Config) -> ProgramSpec:
         environment=agent.environment,
         program=agent.program,
         agent=agent.client_function,
-        command=agent.client.command if isinstance(agent.client, AgentCommand) else (),
+        command=agent.client if isinstance(agent.client, tuple) else (),
         params=agent.params,
         max_turns=agent.max_turns,
         prompt_length=config.data.max_prompt_length,

@@ -326,7 +326,7 @@ def _check_own_functions(config: Config) -> None:
     for spec, positional, named in (
         (algorithm.policy_loss.loss_mode, LOSS_PARAMETERS, ()),
         (algorithm.adv_estimator, ("inputs",), ESTIMATOR_PARAMETERS),
-        *((one.name or "", LOSS_PARAMETERS, ()) for one in algorithm.rollout_correction.all),
+        *((one.name or "", LOSS_PARAMETERS, ()) for one in algorithm.corrections),
     ):
         if names_user_code(spec):
             check_call(spec, load_function(spec), positional, named)

@@ -261,7 +261,7 @@ class _Unanswered:
 def _own_functions(config: Config) -> Iterator[str]:
     algorithm = config.algorithm
     specs = [algorithm.policy_loss.loss_mode, algorithm.adv_estimator]
-    specs += [one.name or "" for one in algorithm.rollout_correction.all]
+    specs += [one.name or "" for one in algorithm.corrections]
     return (spec for spec in specs if names_user_code(spec))
 
 
@@ -305,7 +305,7 @@ def _try_algorithm(config: Config) -> None:
         entropy=torch.rand(2, 3, generator=generator),
         finished=torch.tensor([True, False]),
     )
-    for one in algorithm.rollout_correction.all:
+    for one in algorithm.corrections:
         if one.name in own:
             CORRECTIONS.get(one.name)(inputs, CorrectionParams(one.bound, one.lower, one.level, one.veto, one.delta))
     spec = algorithm.policy_loss.loss_mode

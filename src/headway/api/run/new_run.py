@@ -270,7 +270,7 @@ def _paths(config: Config) -> list[str]:
         task.name if task is not None else "",
         algorithm.policy_loss.loss_mode,
         algorithm.adv_estimator,
-        *(one.name or "" for one in algorithm.rollout_correction.all),
+        *(one.name or "" for one in algorithm.corrections),
     ]
     files = [spec.rpartition(":")[0] for spec in functions if names_a_file(spec)]
     sources = [source.label for source in (*config.data.train_sources, *config.data.held_out_sources)]

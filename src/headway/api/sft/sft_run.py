@@ -36,6 +36,7 @@ from headway.data.rows import TRAIN_SPLIT, VAL_SPLIT, digests, rows_of, split
 from headway.engines.train.state_file import read_state
 from headway.errors import EXIT_INTERRUPTED, ConfigError, DataError, RunError, UserError
 from headway.models.model_folder import check_folder
+from headway.pipeline.observing.off_policy_guard import MOST_SKIPPED
 from headway.pipeline.recovery.run_monitor import WorkerAnswers
 from headway.pipeline.run import Status
 from headway.reports.checkpoint_folders import Checkpoints
@@ -374,10 +375,10 @@ class _SftRun:
             row["sft/val_loss"] = await self._held_out_loss(steps)
         self._reports.row(row, data.steps)
         skipped = skipped + 1 if report.skipped else 0
-        if skipped > config.trainer.max_nonfinite_steps:
+        if skipped > MOST_SKIPPED:
             raise RunError(
-                f"{skipped} optimizer steps in a row had a loss or gradient that is not finite "
-                "(trainer.max_nonfinite_steps); lower sft.optim.lr, or look for such numbers in the model"
+                f"{skipped} optimizer steps in a row had a loss or gradient that is not finite; lower sft.optim.lr, or "
+                "look for such numbers in the model"
             )
         return skipped
 

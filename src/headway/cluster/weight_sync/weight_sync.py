@@ -23,10 +23,10 @@ from headway.config.schema import Config
 from headway.config.sizing.timeouts import Timeouts
 from headway.config.transport_facts import TRANSPORTS, transport_of
 from headway.data.interfaces.weights import GatherReport, ReceiveReport, SendReport
-from headway.devices import CPU, kind_of
+from headway.devices import CPU
 from headway.engines.weights.transports.links import Address, Link, TransportAddress, make_link, through_devices
 from headway.engines.weights.weight_layout import Manifest
-from headway.errors import ConfigError, UpdateFailed, WorkerDied
+from headway.errors import UpdateFailed, WorkerDied
 from headway.runtime.task_groups import both, concurrently, failure_ignored
 
 
@@ -75,11 +75,6 @@ def exchange_settings(
     update = config.param_update
     transport = transport_of(update.transport, backend=config.cluster.backend, shared=False)
     apart = update.schedule == "overlapped"
-    kind = kind_of(device)
-    if update.backend not in ("auto", "gloo", kind.collectives):
-        raise ConfigError(
-            f"param_update.backend={update.backend}: the workers compute on {kind.called}s; set it to gloo, or to auto"
-        )
     return ExchangeSettings(
         transport=transport,
         streamed=TRANSPORTS[transport].streamed,

@@ -34,9 +34,7 @@ OF_REFERENCE = "nothing to do: the reference is computed as the actor is, withou
 OF_CRITIC = "nothing to do: the critic is computed as the actor is, and shares its memory settings"
 TABLE: Mapping[str, TableRow] = {
     "experiment_name": same("run.name", file_name),
-    "trial_name": same(
-        "reports.run_name", lambda value, given: taken(note="a run's directory has its time in its name")
-    ),
+    "trial_name": same("run.name", lambda value, given: taken(note="a run's directory has its time in its name")),
     "seed": same("run.seed", whole),
     "total_train_epochs": same("data.epochs", of.epochs),
     "total_train_steps": differs("rollout.total_rollout_steps", "steps in prompts", of.steps),
@@ -254,7 +252,7 @@ TABLE: Mapping[str, TableRow] = {
     "recover.*": no("trainer.save_freq counts versions between checkpoints, from which a run goes on"),
     "stats_logger.wandb.mode": of.tracker("wandb"),
     "stats_logger.wandb.project": same("reports.project", lambda value, given: taken() if not value else str(value)),
-    "stats_logger.wandb.name": same("reports.run_name", lambda value, given: taken() if not value else str(value)),
+    "stats_logger.wandb.name": off("run.name names the run's directory, and so the run in trackers"),
     "stats_logger.wandb.*": no("W&B reads its own environment variables (docs/trackers.md)"),
     "stats_logger.trackio.mode": of.tracker("trackio"),
     "stats_logger.tensorboard.*": no("nothing to do: reports.trackers=[tensorboard] writes into the run's directory"),

@@ -275,7 +275,7 @@ SECTIONS: Mapping[str, TableRow] = {
     "ckpt.max_num": same("trainer.max_actor_ckpt_to_keep", whole),
     "ckpt.load_enable": no("headway train --resume RUN goes on with a run (docs/resume.md)"),
     "logger.wandb.project": same("reports.project"),
-    "logger.wandb.run_name": same("reports.run_name", file_name),
+    "logger.wandb.run_name": same("run.name", file_name),
     "logger.wandb.*": same("reports.trackers", lambda value, given: trackers("wandb", given)),
     "ds.lora.*": no(LORA),
     "ds.ring_attn_size": same("actor.parallel.cp", whole),

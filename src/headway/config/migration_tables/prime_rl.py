@@ -183,7 +183,7 @@ def wandb_and(here: str) -> TableRow:
     def convert(value: Any, given: Given) -> Translated:
         if value is None:
             return taken(note="not given, here either")
-        return taken({"reports.trackers": ["wandb"], here: str(value)})
+        return taken({"reports.trackers": ["wandb"], here: file_name(value, given)})
 
     return same(here, convert)
 
@@ -290,7 +290,7 @@ ROWS: Mapping[str, TableRow] = {
     "*resume*": no("headway train --resume RUN goes on with one of Headway's runs (docs/resume.md)"),
     "*wandb": same("reports.trackers", wandb),
     "*wandb.project": wandb_and("reports.project"),
-    "*wandb.name": wandb_and("reports.run_name"),
+    "*wandb.name": wandb_and("run.name"),
     "*wandb.offline": off("set WANDB_MODE=offline (docs/trackers.md)"),
     "*wandb.*": no("nothing to do: headway show prints what was said; every version is logged (docs/trackers.md)"),
     "*monitors.prime*": no("reports.trackers names what gets the figures (docs/trackers.md)"),

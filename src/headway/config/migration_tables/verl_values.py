@@ -348,8 +348,8 @@ def rejection(value: Any, given: Given) -> Translated:
         return taken(note="off, as here")
     name = next((name for start, name in REJECTED.items() if str(value).startswith(start)), "reject")
     return lost(
-        f"give it under algorithm.rollout_correction: {{name: {name}, bound: …, lower: …}}, beside a truncation in "
-        "`also`; thresholds are on π_prox/π_behav here (docs/algorithms/corrections.md)"
+        f"give it under algorithm.rollout_correction: {{name: {name}, bound: …, lower: …}}, beside a truncation as a "
+        "list of the two; thresholds are on π_prox/π_behav here (docs/algorithms/corrections.md)"
     )
 
 

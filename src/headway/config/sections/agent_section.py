@@ -72,14 +72,6 @@ Limit = Literal["turns", "tokens", "step", "time"]
 """A limit of an episode: ``max_turns``; the tokens of a conversation; ``step_timeout_s``; ``episode_timeout_s``."""
 
 
-class AgentCommand(Section):
-    """An agent that is a command (``agent.client: {command: […]}``)."""
-
-    command: tuple[str, ...] = Field(min_length=1)
-    """The program and its arguments. It is given the row as JSON on standard input, and the endpoint in the environment
-    (``OPENAI_BASE_URL``, ``OPENAI_API_KEY``); the reward is the last line that it prints."""
-
-
 class AgentConfig(Section):
     """Programs of episodes: user code that calls the policy, where it runs, and its limits (docs/agents.md)."""
 
@@ -95,13 +87,15 @@ class AgentConfig(Section):
     """A program of one's own, ``file.py:function``: ``async def run(row, chat)``, which returns the reward."""
     client: (
         Annotated[
-            Annotated[str, Tag("text")] | Annotated[AgentCommand, Tag("section")],
-            Discriminator(text_or("section", Mapping | AgentCommand)),
+            Annotated[str, Tag("text")] | Annotated[tuple[str, ...], Field(min_length=1), Tag("list")],
+            Discriminator(text_or("list", list | tuple)),
         ]
         | None
     ) = None
     """An agent that asks for turns over HTTP, with a client of its own: ``file.py:function``, which is ``async def
-    run(row, base_url, api_key)`` and returns the reward, or ``{command: [program, argument, …]}``."""
+    run(row, base_url, api_key)`` and returns the reward; or a command, ``[program, argument, …]``, which is given the
+    row as JSON on standard input, and the endpoint in the environment (``OPENAI_BASE_URL``, ``OPENAI_API_KEY``); the
+    reward is the last line that it prints."""
     sampling: Literal["override", "strict"] = "override"
     """What becomes of requests of agents for other sampling than the run's, which training could not follow: the run's
     holds, and they are counted, or they are refused."""

@@ -15,7 +15,7 @@ from itertools import product
 from math import lcm
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
 from headway.config.sections.losses import ChosenLoss, PpoClip
 from headway.config.sections.section import Every, NonNegative, Positive, Section
@@ -320,7 +320,8 @@ class FilterGroupsConfig(Section):
 
 
 class CorrectionConfig(Section):
-    """A correction of off-policy data."""
+    """Correction by w = π_prox/π_behav where the two differ (``async_training.use_rollout_log_probs: false``), or a
+    list of several, whose weights are multiplied: a rejection by the geometric mean beside ``truncate``, say."""
 
     name: str | None = None
     """Name of the correction: ``truncate``, ``mask`` (IcePop), ``reject``, ``veto``, ``off_policy_sequence_mask``, or
@@ -343,17 +344,11 @@ class CorrectionConfig(Section):
         return self.name is not None and not by_token
 
 
-class RolloutCorrectionConfig(CorrectionConfig):
-    """Correction by w = π_prox/π_behav where the two differ (``async_training.use_rollout_log_probs: false``)."""
-
-    also: tuple[CorrectionConfig, ...] = ()
-    """Further corrections, whose weights are multiplied with this one's: a rejection by the geometric mean, say, beside
-    ``truncate``."""
-
-    @property
-    def all(self) -> tuple[CorrectionConfig, ...]:
-        """The corrections in use: this one and those of ``also``, where they have a name."""
-        return tuple(one for one in (self, *self.also) if one.name is not None)
+OneOrSeveral = Annotated[
+    Annotated[CorrectionConfig, Tag("one")] | Annotated[tuple[CorrectionConfig, ...], Tag("list")],
+    Discriminator(lambda value: "list" if isinstance(value, list | tuple) else "one"),
+]
+"""A correction, or several, whose weights are multiplied."""
 
 
 class KlCtrlConfig(Section):
@@ -393,7 +388,7 @@ class AlgorithmConfig(Section):
     pass_k: Positive = 4
     """Number k of answers in pass@k (``pass_at_k``)."""
     policy_loss: ChosenLoss = PpoClip()
-    rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()
+    rollout_correction: OneOrSeveral = CorrectionConfig()
     filter_groups: FilterGroupsConfig = FilterGroupsConfig()
     overlong_filtering: bool = False
     """Leave answers that were cut off out of every loss (DAPO). Their rewards still count in their groups."""
@@ -405,10 +400,15 @@ class AlgorithmConfig(Section):
     guard: GuardConfig = GuardConfig()
 
     @property
+    def corrections(self) -> tuple[CorrectionConfig, ...]:
+        """Corrections in use: those that have a name."""
+        given = self.rollout_correction
+        return tuple(one for one in (given if isinstance(given, tuple) else (given,)) if one.name is not None)
+
+    @property
     def looks_at_sequences(self) -> bool:
         """True where the policy loss, or a correction, looks at whole sequences, or may do so."""
-        corrections = self.rollout_correction.all
-        return self.policy_loss.looks_at_sequences or any(one.looks_at_sequences for one in corrections)
+        return self.policy_loss.looks_at_sequences or any(one.looks_at_sequences for one in self.corrections)
 
 
 class SftConfig(Section):

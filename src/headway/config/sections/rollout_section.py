@@ -104,9 +104,6 @@ class ParamUpdateConfig(Section):
     encoding: Literal["full", "delta"] = "full"
     """Encoding of the weights. ``delta`` sends only what changed in the served dtype; the trainer then keeps a copy of
     it in host memory."""
-    backend: Literal["auto", "gloo", "nccl"] = "auto"
-    """Backend of ``broadcast``: ``nccl`` from GPU to GPU, ``gloo`` through host memory; ``auto`` is ``nccl`` where
-    there are GPUs and the trainer waits for the update."""
     directory: Folder | None = None
     """Directory for the files of ``disk``, which every worker must reach. Default: ``weights`` in the run's
     directory."""

@@ -114,7 +114,8 @@ def sections_in(annotation: Any) -> list[type[Section]]:
     """The section classes that a value of this type may be, or be a list of."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return [annotation]
-    return [section for argument in get_args(annotation) for section in sections_in(argument)]
+    found = (section for argument in get_args(annotation) for section in sections_in(argument))
+    return list(dict.fromkeys(found))
 
 
 def mappings_in(section: type[Section], prefix: str = "") -> Iterator[str]:

@@ -127,7 +127,7 @@ def _senders(config: Config, ranks: int, *, on_cpu: bool) -> int:
     """Number of the trainer's ranks that send weights to replicas on other devices."""
     update = config.param_update
     facts = TRANSPORTS[transport_of(update.transport, backend=config.cluster.backend, shared=False)]
-    if not on_cpu and facts.on_gpu and update.schedule == "synchronous" and update.backend != "gloo":
+    if not on_cpu and facts.on_gpu and update.schedule == "synchronous":
         return 1  # from device to device
     return min(facts.most_senders, ranks // config.actor.parallel.replicate)
 

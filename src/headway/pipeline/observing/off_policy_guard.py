@@ -121,11 +121,14 @@ class Guard:
         self._state.emit(Note(time=now(), level="warning" if ess < least else "info", text=text))
 
 
+MOST_SKIPPED = 10
+"""Most optimizer steps in a row that are skipped: a spike passes in a few, diverged weights never recover."""
+
+
 class SkippedSteps:
-    def __init__(self, lr_key: str, limit: int) -> None:
-        """Count from zero. ``lr_key``: the learning rate's setting; ``limit``: skipped steps allowed in a row."""
+    def __init__(self, lr_key: str) -> None:
+        """Count from zero. ``lr_key``: the learning rate's setting."""
         self._lr_key = lr_key
-        self._limit = limit
         self._in_row = 0
 
     def state(self) -> int:
@@ -136,10 +139,10 @@ class SkippedSteps:
         self._in_row = state
 
     def count(self, report: StepReport) -> None:
-        """Count the step of ``report`` if it was skipped. Raises `NonFinite` for more in a row than the limit."""
+        """Count the step of ``report`` if it was skipped. Raises `NonFinite` for more in a row than `MOST_SKIPPED`."""
         self._in_row = self._in_row + 1 if report.skipped else 0
-        if self._in_row > self._limit:
+        if self._in_row > MOST_SKIPPED:
             raise NonFinite(
-                f"{self._in_row} optimizer steps in a row were skipped because loss or gradient was not finite "
-                f"(trainer.max_nonfinite_steps); lower {self._lr_key}, or look at the rewards for extreme values"
+                f"{self._in_row} optimizer steps in a row were skipped because loss or gradient was not finite; "
+                f"lower {self._lr_key}, or look at the rewards for extreme values"
             )

@@ -110,7 +110,6 @@ class TrainSettings:
     mini_batches_per_fetch: int
     ppo_epochs: int
     steps_per_version: int
-    max_nonfinite_steps: int
     save_freq: int
     """Number of versions between two checkpoints; -1 for none before the end."""
     mask_cut_off: bool
@@ -168,7 +167,7 @@ class ActorTrain(Stage[Fetch | Resumed, PendingUpdate]):
         self._turn = turn
         self._critic = critic
         self._to_critic = to_critic
-        self._skipped = SkippedSteps("actor.optim.lr", settings.max_nonfinite_steps)
+        self._skipped = SkippedSteps("actor.optim.lr")
         self._steps = 0
         self._steps_of_version = 0
         self._to_publish: Resumed | None = None

@@ -194,7 +194,7 @@ def _remembered(directory: RunDirectory, name: str, say: TrackerMessages) -> Tra
 def _setting(config: Config, directory: RunDirectory) -> TrackerSetting:
     return TrackerSetting(
         project=config.reports.project,
-        name=config.reports.run_name or directory.path.resolve().name,
+        name=directory.path.resolve().name,
         folder=directory.trackers,
         config=written_values(config),
         prometheus_host=config.reports.prometheus_host,

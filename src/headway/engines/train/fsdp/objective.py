@@ -31,7 +31,7 @@ from headway.algorithms.corrections import Correction, CorrectionParams, build_c
 from headway.algorithms.kl import kl_penalty
 from headway.algorithms.losses import POLICY_LOSSES, LossInputs, PolicyLossParams, log_ratio
 from headway.config.schema import Config
-from headway.config.sections.learning import ActorConfig, CorrectionConfig, RolloutCorrectionConfig
+from headway.config.sections.learning import ActorConfig, CorrectionConfig
 from headway.data.interfaces.training import StepContext
 from headway.data.packing import CollatedRow, by_episode
 from headway.data.types import ColumnName, TrajectoryId
@@ -155,9 +155,9 @@ class Objective:
         """True where log π_prox is recomputed, and comes with each row."""
         self.needs_ref = actor.use_kl_loss or config.algorithm.use_kl_in_reward
         """True where the reference's log-probs come with each row."""
-        self._corrections = _corrections(config.algorithm.rollout_correction)
+        self._corrections = _corrections(config.algorithm.corrections)
         self._own_loss = names_user_code(config.algorithm.policy_loss.loss_mode)
-        self._own_correction = any(names_user_code(str(one.name)) for one in config.algorithm.rollout_correction.all)
+        self._own_correction = any(names_user_code(str(one.name)) for one in config.algorithm.corrections)
         self.looks_at_sequences = config.algorithm.looks_at_sequences
         """True where the loss, or a correction, looks at sequences: it then needs whole episodes."""
 
@@ -293,9 +293,9 @@ def _called(
     return flat(values), {name: flat(of) for name, of in per_token.items()}
 
 
-def _corrections(config: RolloutCorrectionConfig) -> tuple[Correction, CorrectionParams] | None:
+def _corrections(configs: Sequence[CorrectionConfig]) -> tuple[Correction, CorrectionParams] | None:
     """Combine all configured corrections; None for none. Raises `ConfigError` for parameters that make no sense."""
-    built = [_correction(one) for one in config.all]
+    built = [_correction(one) for one in configs]
     if len(built) < 2:
         return built[0] if built else None
     return product(built), built[0][1]  # a product has the parameters of each in it

@@ -86,7 +86,7 @@ def through_devices(config: Config, device: str) -> bool:
     update, kind = config.param_update, kind_of(device)
     transport = transport_of(update.transport, backend=config.cluster.backend, shared=False)
     takes_turns = update.schedule == "synchronous"  # else collectives would compete with training
-    return kind.collectives != "gloo" and update.backend != "gloo" and takes_turns and TRANSPORTS[transport].on_gpu
+    return kind.collectives != "gloo" and takes_turns and TRANSPORTS[transport].on_gpu
 
 
 def needs(transport: str, what: str) -> ConfigError:
