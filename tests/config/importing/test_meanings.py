@@ -288,6 +288,13 @@ def test_what_is_lost_is_not_said_to_be_taken_over() -> None:
     assert "kl_tau=0.001, is not there" in loss.answer.note
 
 
+def test_a_setting_that_is_left_out_is_not_said_to_be_taken_over() -> None:
+    found = imported("verl", {"actor_rollout_ref.rollout.tensor_model_parallel_size": 2})
+    (left_out,) = (one for one in found.outcomes if one.key.endswith("tensor_model_parallel_size"))
+    assert left_out.answer.part is ReportPart.WITHOUT
+    assert "left out, as it has no effect: with cluster.placement=shared" in left_out.answer.note
+
+
 def test_a_dataset_whose_columns_the_file_does_not_say_asks_for_them() -> None:
     found = imported("areal", {"train_dataset.path": "some/rows", "actor.path": "m"})
     assert any(line.startswith("data.prompt_key, data.answer_key") for line in found.unknown)

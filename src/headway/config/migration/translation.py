@@ -350,19 +350,21 @@ def _drop_refused(result: Translation, message: str) -> bool:
         for key in list(result.values):
             if re.search(rf"(^|\s){re.escape(key)}(\.\w+)*(\[\d+\]\S*)?:", line) or line.startswith(f"{key} "):
                 reason = re.sub(r" \(in [^)]*\)", "", line.partition(f"{key}")[2].lstrip(": "))
-                _drop(result, key, f"set {key} yourself: {reason}", ReportPart.WITHOUT)
+                _drop(result, key, f"set {key} yourself: {reason}")
                 found = True
     return found
 
 
-def _drop(result: Translation, key: str, note: str, part: ReportPart | None = None) -> None:
+def _drop(result: Translation, key: str, note: str) -> None:
+    """Take a value away; a setting whose first value it was is not taken over."""
     for name in [name for name in result.values if lies_in(name, key)]:
         del result.values[name]
     for one in result.outcomes:
         if any(lies_in(name, key) for name in one.answer.values):
             kept = {name: value for name, value in one.answer.values.items() if not lies_in(name, key)}
             remark = note if not kept else "; ".join(filter(None, (one.answer.note, f"{key} is {note}")))
-            one.answer = Translated(part or one.answer.part, kept, remark)
+            part = ReportPart.WITHOUT if lies_in(next(iter(one.answer.values)), key) else one.answer.part
+            one.answer = Translated(part, kept, remark)
 
 
 def shown_value(one: TranslationOutcome) -> str:

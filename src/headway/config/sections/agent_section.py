@@ -175,9 +175,9 @@ def program_problems(
         yield f"{' and '.join(chosen)} are given, and each makes the episodes by itself; keep one of them"
     yield from mcp_problems(agent.mcp, agent.step_timeout_s)
     for name, example in _EXAMPLES.items():
-        value = getattr(agent, name)
+        value = agent.client_function if name == "client" else getattr(agent, name)
         for spec in value if isinstance(value, tuple) else [value] if value else []:
-            if isinstance(spec, str) and not (names_user_code(spec) or _is_other_form(name, spec)):
+            if not (names_user_code(spec) or _is_other_form(name, spec)):
                 built_in = f", or the built-in {PYTHON}" if name == "tools" else ""
                 yield f"agent.{name}={spec}: expected file.py:name, such as {example}{built_in}"
     if agent.params and not (agent.environment or agent.program or agent.client_function):
