@@ -52,6 +52,10 @@ TABLE = [
         "40%",
     ),
     (TimeShares(trainer_waited=0.5, trained=0.2, saving=0.3), "Generation was the bottleneck", "50%"),
+    (TimeShares(trainer_waited=0.2, trained=0.5, between_steps=0.27), "Work between the trainer's steps", "27%"),
+    # Generation waits longer than the trainer is between steps, but that takes longer than training does.
+    (TimeShares(trainer_waited=0, trained=0.3, between_steps=0.5, rollout_idle=0.6), "Work between the", "50%"),
+    (TimeShares(trainer_waited=0, trained=0.6, between_steps=0.3, rollout_idle=0.5), "Training was the", "50%"),
 ]
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column
 
 from headway.api.eval.figures import ScoredAnswer, Solved, figures
 from headway.cli.eval_command import _print_by_source, print_samples
@@ -39,14 +38,6 @@ class Printed(Console):
         return lines
 
 
-def table_of(names: Sequence[str], numbers: Sequence[int]) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for number in numbers:
-        table.add_column(names[number])
-    table.add_row(*("x" for _ in numbers))
-    return table
-
-
 @pytest.mark.parametrize(
     ("columns", "heads"),
     [
@@ -60,7 +51,7 @@ def test_columns_that_do_not_fit_come_in_tables_below_behind_the_first_one(
 ) -> None:
     names = [f"column{i:02}" for i in range(columns)]
     console = Console(file=io.StringIO(), width=71)  # of seven columns of nine characters and their gaps
-    print_fitting(console, columns, lambda numbers: table_of(names, numbers))
+    print_fitting(console, [Column(name) for name in names], [["x"] * columns])
     assert isinstance(console.file, io.StringIO)
     tables = [block.splitlines()[0] for block in console.file.getvalue().split("\n\n")]
     shown = [head.split() for head in tables]

@@ -244,7 +244,7 @@ def _grid(lines: Mapping[str, str]) -> Table:
 
 def _print_by_source(console: Console, found: Mapping[str, Figures], ks: Sequence[int], called: str) -> None:
     from rich import box
-    from rich.table import Table
+    from rich.table import Column
     from rich.text import Text
 
     from headway.reports import human
@@ -257,15 +257,9 @@ def _print_by_source(console: Console, found: Mapping[str, Figures], ks: Sequenc
         rest = (f"{of.mean_tokens:.1f}", human.share(of.cut_off))
         lines.append([Text(c) for c in (source, human.count(of.problems), _estimate(of.accuracy), *shares, *rest)])
 
-    def table_of(numbers: Sequence[int]) -> Table:
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-        for number in numbers:
-            table.add_column(names[number], justify="right" if number else "left", no_wrap=number > 0, overflow="fold")
-        for line in lines:
-            table.add_row(*(line[number] for number in numbers))
-        return table
-
-    print_fitting(console, len(names), table_of)
+    columns = [Column(name, justify="right", no_wrap=True, overflow="fold") for name in names]
+    columns[0] = Column(names[0], overflow="fold")
+    print_fitting(console, columns, lines, box=box.SIMPLE_HEAD, header_style="table.header")
     if any(of.too_few[k] for of in found.values() for k in of.pass_at):
         console.print("* without problems of which too few answers count")
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column
 from rich.text import Text
 
 from headway.config.layers import overlay, read_file
@@ -235,25 +235,18 @@ def _print_table(
     title: str, found: Comparison, rows: Sequence[ComparisonRow], console: Console, *, whole: bool
 ) -> None:
     """``whole``: values stay on one line, and runs that have no room come in a table below."""
-    names = [title, *(run.name for run in found.runs)]
     widest = WIDEST
     if not whole:  # a path or two is broken rather than a table made for each run
         head = min(max(len(text) for text in (title, *(row.name for row in rows))), HEAD)
         widest = min(max((console.width - head) // len(found.runs) - GAP, NARROWEST), WIDEST)
 
-    def table_of(numbers: Sequence[int]) -> Table:
-        table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="bold")
-        table.add_column(title, overflow="fold", max_width=HEAD, no_wrap=whole)
-        for number in numbers[1:]:
-            heading = _as_it_is(names[number], widest)
-            table.add_column(heading, overflow="fold", justify="right", max_width=widest, no_wrap=whole)
-        for row in rows:
-            cells = [row.name, *row.cells]
-            shown = [_as_it_is(cells[number], widest if number else None, words=not whole) for number in numbers]
-            table.add_row(*shown)
-        return table
-
-    print_fitting(console, len(names), table_of)
+    columns = [
+        Column(_as_it_is(run.name, widest), overflow="fold", justify="right", max_width=widest, no_wrap=whole)
+        for run in found.runs
+    ]
+    cells = [[_as_it_is(row.name), *(_as_it_is(cell, widest, words=not whole) for cell in row.cells)] for row in rows]
+    first = Column(title, overflow="fold", max_width=HEAD, no_wrap=whole)
+    print_fitting(console, [first, *columns], cells, padding=(0, GAP, 0, 0))
 
 
 def _as_it_is(text: str, width: int | None = None, *, words: bool = False) -> Text:

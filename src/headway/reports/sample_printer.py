@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.console import Console, JustifyMethod
+from rich.console import Console
 from rich.padding import Padding
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from headway.reports import human
@@ -37,19 +37,11 @@ def print_table(lines: Sequence[Summary], console: Console, *, left_out: int = 0
     validation = any("validation" in line for line in lines)
     names = ("validation", "problem") if validation else ("group", "version")
     sources = len({line["source"] for line in lines}) > 1
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in names:
-        table.add_column(name, justify="right", no_wrap=True)
-    if not validation:
-        table.add_column("fate", no_wrap=True)
-        table.add_column("lag", justify="right", no_wrap=True)
-    table.add_column("reward", justify="right", no_wrap=True)
-    table.add_column("tokens", justify="right", no_wrap=True)
     turns = any((line["turns"] or 1) > 1 for line in lines)
-    if turns:
-        table.add_column("turns", justify="right", no_wrap=True)
-    if sources:
-        table.add_column("source", no_wrap=True, overflow="ellipsis", max_width=SOURCE)
+    numbers = [*names, *(() if validation else ("fate", "lag")), "reward", "tokens", *(("turns",) if turns else ())]
+    columns = [Column(name, justify="left" if name == "fate" else "right", no_wrap=True) for name in numbers]
+    columns += [Column("source", no_wrap=True, overflow="ellipsis", max_width=SOURCE)] if sources else []
+    table = Table(*columns, box=None, pad_edge=False, header_style="bold")
     table.add_column("prompt", no_wrap=True, overflow="ellipsis")
     for line in lines:
         cells = [str(line[name]) for name in names]
@@ -118,13 +110,14 @@ def print_story(story: GroupHistory, console: Console) -> None:
     lines["times"] = _times(moments, None if settled is None else settled.fate)
     _print_pairs(lines, console)
     if story.episodes:
-        table = _plain_table("episode", "replica", "tokens", "versions", "turns", "finish")
+        lines_of_episodes: list[list[Text]] = []
         for t in sorted(story.episodes, key=lambda t: t.k):
             versions = ", ".join(str(v) for v in dict.fromkeys(version for _, version in t.version_spans))
             end = f"failed: {t.failure}" if t.failure else (t.limit and f"limit: {t.limit}") or t.finish_reason
             cells = (str(t.k), t.replica, human.count(t.tokens), versions, str(t.turns), end)
-            table.add_row(*(Text(visible(cell)) for cell in cells))
-        console.print(table)
+            lines_of_episodes.append([Text(visible(cell)) for cell in cells])
+        columns = _columns("episode", "replica", "tokens", "versions", "turns", "finish")
+        print_fitting(console, columns, lines_of_episodes)
         for t in story.episodes:
             _print_notes(f"episode {t.k}: ", t.notes, console)
     console.print(Text(visible(story.kept)), soft_wrap=True)
@@ -190,13 +183,7 @@ def _print_episodes(episodes: Sequence[Mapping[str, Any]], console: Console) -> 
         cells += [", ".join(map(str, versions)) or human.UNKNOWN, human.duration(one["finished"] - one["started"])]
         lines.append([Text(visible(cell)) for cell in (*cells, one["replica"], _end_of(one))])
 
-    def table_of(numbers: Sequence[int]) -> Table:
-        table = _plain_table(*(columns[number] for number in numbers))
-        for line in lines:
-            table.add_row(*(line[number] for number in numbers))
-        return table
-
-    print_fitting(console, len(columns), table_of)
+    print_fitting(console, _columns(*columns), lines)
 
 
 def _print_episode(
@@ -285,12 +272,12 @@ def _one_line(text: str) -> str:
     return words if len(words) <= LINE else f"{words[: LINE - 1]}…"
 
 
-def _plain_table(*columns: str) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in columns:
-        justify: JustifyMethod = "left" if name in ("replica", "end", "finish", "versions") else "right"
-        table.add_column(visible(name), justify=justify, no_wrap=name not in ("end", "finish", "versions"))
-    return table
+def _columns(*names: str) -> list[Column]:
+    left, wrapped = ("replica", "end", "finish", "versions"), ("end", "finish", "versions")
+    return [
+        Column(visible(name), justify="left" if name in left else "right", no_wrap=name not in wrapped)
+        for name in names
+    ]
 
 
 def _print_pairs(lines: Mapping[str, str], console: Console) -> None:

@@ -5,32 +5,43 @@ from __future__ import annotations
 import os
 import sys
 import unicodedata
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from typing import IO, TextIO, cast
+from typing import IO, Any, TextIO, cast
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.measure import Measurement
-from rich.table import Table
-
-TableOf = Callable[[Sequence[int]], Table]
-"""Builds a table of the columns with these numbers."""
-
+from rich.table import Column, Table
 
 UNBOUNDED = 10_000
 """Width in which every table has its own."""
 
 
-def print_fitting(console: Console, columns: int, table_of: TableOf, *, together: int = 1) -> None:
-    """Print a table of ``columns`` columns as tables that fit ``console``, with an empty line between them.
+def print_fitting(
+    console: Console,
+    columns: Sequence[Column],
+    rows: Sequence[Sequence[RenderableType]],
+    *,
+    styles: Sequence[str | None] = (),
+    **looks: Any,
+) -> None:
+    """Print a table as tables that fit ``console``, with an empty line between them, each with the first column.
 
-    Columns that may wrap are broken between words before others move to another table. ``together``: number of columns
-    beside column 0 that each table has at least, where there are so many.
+    Columns that may wrap are broken between words before others move to another table. ``styles``: one for each row;
+    ``looks``: further arguments of the tables.
     """
-    rest = list(range(1, columns))
+    looks = {"box": None, "header_style": "bold"} | looks
+
+    def table_of(numbers: Sequence[int]) -> Table:
+        table = Table(*(columns[number].copy() for number in numbers), pad_edge=False, **looks)
+        for row, style in zip(rows, styles or [None] * len(rows), strict=True):
+            table.add_row(*(row[number] for number in numbers), style=style)
+        return table
+
+    rest = list(range(1, len(columns)))
     while True:
         most = len(rest)
-        while most > together and _narrowest(console, table_of([0, *rest[:most]])) > console.width:
+        while most > 1 and _narrowest(console, table_of([0, *rest[:most]])) > console.width:
             most -= 1
         console.print(table_of([0, *rest[:most]]))
         rest = rest[most:]

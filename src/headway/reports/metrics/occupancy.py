@@ -120,6 +120,8 @@ class Occupancy:
         """Waits of the trainer for groups."""
         self.saves = IntervalUnion()
         """Spans in which checkpoints were saved."""
+        self.handovers = IntervalUnion()
+        """Spans in which shared devices changed hands."""
         self._stage_waits: dict[tuple[str, str], IntervalUnion] = {}
         self._stage_work: dict[str, IntervalUnion] = {}
         self._origin = self._summed_until = -inf
@@ -144,7 +146,7 @@ class Occupancy:
         for stage in self.stages.values():
             self._account(stage, until)
         window = (self._summed_until, until)
-        for within in (self._saved, self._idle_while_saving, self._waited_for_reward):
+        for within in (self._saved, self._between_steps, self._idle_while_saving, self._waited_for_reward):
             self._summed[within.__name__] += within(window)
         for replica in self.replicas.values():
             replica.sum_up(until)
@@ -153,7 +155,7 @@ class Occupancy:
         self._summed_until = until
 
     def _unions(self) -> Iterator[IntervalUnion]:
-        yield from (self.trainer.busy, self.trainer_waits, self.saves)
+        yield from (self.trainer.busy, self.trainer_waits, self.saves, self.handovers)
         yield from self._stage_waits.values()
         yield from self._stage_work.values()
 
@@ -230,6 +232,18 @@ class Occupancy:
 
     def _saved(self, window: Span) -> float:
         return length(intersection(self.saves.spans, complement(self.trainer.busy.spans, window)))
+
+    def between_steps(self, window: Span) -> float:
+        """Seconds of ``window`` in which the trainer had a fetch and computed nothing: advantages, rows or results were
+        on their way. Saving a checkpoint, and waiting for shared devices, are not among them.
+        """
+        return self._whole(self._between_steps, window)
+
+    def _between_steps(self, window: Span) -> float:
+        if (working := self._stage_work.get(TRAINER_STAGE)) is None:
+            return 0.0
+        other = [*self.trainer.busy.spans, *self.saves.spans, *self.handovers.spans]
+        return length(intersection(working.spans, complement(other, window)))
 
     def rollouter_idle(self, window: Span) -> float | None:
         """Share of the replicas' time in ``window`` without a sequence prefilling or decoding.

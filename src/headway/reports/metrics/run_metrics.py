@@ -145,6 +145,7 @@ class RunMetrics:
                 self._on_update(event)
             case events.LeaseChanged():
                 self.lease_validation_s += event.validation_s
+                self.occupancy.handovers.add((event.asked, event.time))
             case events.ValidationFinished():
                 self._on_validation(event)
             case events.RunStarted():
@@ -222,7 +223,7 @@ class RunMetrics:
         self.totals.count_step(event)
         if self._last_step is None or event.time > self._last_step:
             self._last_step = event.time
-            self.updates.stepped(event.time)
+            self.updates.stepped()
 
     def _on_phase(self, event: events.UpdatePhase) -> None:
         # A probe on shared devices may come when its update's row is closed: it then counts in the next one.

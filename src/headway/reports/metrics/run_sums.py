@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from math import inf
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from headway.events import UpdateFinished, ValidationFinished
@@ -95,24 +94,14 @@ class UpdateSums:
     """Stalls of the updates that had finished when the last optimizer step, and the wall time with it, ended."""
     phases: Counter[str] = field(default_factory=Counter)
     """Phase of updates → its seconds, added up."""
-    _last_step: float = -inf
-    _since_then: list[tuple[UpdateFinished, PhaseTimes]] = field(default_factory=list)
 
     def add(self, event: UpdateFinished, phases: PhaseTimes) -> None:
         self.stalls.add(event, phases)
         self.phases.update(phases.totals())
-        self._since_then.append((event, phases))
-        self.stepped(self._last_step)
 
-    def stepped(self, time: float) -> None:
-        """Note that an optimizer step ended at ``time``."""
-        self._last_step, since = time, []
-        for event, phases in self._since_then:
-            if event.time <= time:
-                self.before_last_step.add(event, phases)
-            else:
-                since.append((event, phases))
-        self._since_then = since
+    def stepped(self) -> None:
+        """Note that an optimizer step ended."""
+        self.before_last_step = replace(self.stalls)
 
 
 def halved(items: Sequence[T]) -> list[T]:

@@ -3,7 +3,7 @@
 The sentence says who the bottleneck was, for what share of the time, and what to change. The side that waits is never
 the bottleneck; the side that it waits for is. So: the trainer waiting for groups blames generation (or the reward, or a
 filter that leaves little of what is generated), generation with nothing admitted blames training, or the saving of
-checkpoints that keeps the trainer from it, and both in turn blame the schedule.
+checkpoints or the work between steps that keeps the trainer from it, and both in turn blame the schedule.
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ class TimeShares:
     """Share of the wall time that the phases of updates took; of send and recv, side by side, the longer one counts."""
     trained: float = 1.0
     """Share of the wall time in which the trainer computed."""
+    between_steps: float = 0.0
+    """Share of the wall time in which the trainer had a fetch and computed nothing: advantages, rows, results."""
     saving: float = 0.0
     """Share of the wall time in which the trainer saved checkpoints and computed nothing."""
     idle_while_saving: float = 0.0
@@ -89,6 +91,11 @@ SENTENCES = {
         "Saving checkpoints was the bottleneck: the trainer did that {saving} of the time, and did not train; save "
         "less often with a larger trainer.save_freq."
     ),
+    "between": (
+        "Work between the trainer's steps was the bottleneck: for {between} of the time it had groups and computed "
+        "nothing, as advantages were computed and rows handed to it; make fewer, larger steps with a larger "
+        "actor.ppo_mini_batch_size{devices}."
+    ),
     "filter": (
         "The filter was the bottleneck: the trainer waited for groups {generation} of the time, and {filtered} of "
         "those that were generated were filtered, as all their answers got the same reward; take prompts of another "
@@ -131,6 +138,7 @@ def bottleneck(shares: TimeShares) -> str:
         "validation": shares.waited_for_validation,
         "reward": shares.waited_for_reward,
         "saving": shares.saving,
+        "between": shares.between_steps,
         "generation": generation,
         "training": training,
     }
@@ -144,6 +152,7 @@ def bottleneck(shares: TimeShares) -> str:
         update=share(update),
         rollout_stalled=share(shares.rollout_stalled),
         saving=share(shares.saving),
+        between=share(shares.between_steps),
         slots=share(shares.slot_utilization),
         in_environments=share(shares.in_environments),
         filtered=share(shares.filtered),
@@ -155,8 +164,9 @@ def _name(worst: str, losses: Mapping[str, float], shares: TimeShares) -> str:
     """Return the key of the sentence, by what lost the most time and what explains it."""
     if losses[worst] < BALANCED_BELOW:
         return "balanced"
-    if worst == "training" and shares.saving > shares.trained:
-        return "saving"
+    instead = {"saving": shares.saving, "between": shares.between_steps}
+    if worst == "training" and max(instead.values()) > shares.trained:
+        return max(instead, key=instead.__getitem__)
     generation = losses["generation"]
     turns = worst in ("generation", "training") and min(generation, losses["training"]) >= TURNS_ABOVE
     mostly_filtered = shares.filtered >= MOSTLY_FILTERED and shares.draining <= 0.5 * generation
@@ -255,6 +265,7 @@ def time_shares(metrics: RunMetrics) -> TimeShares | None:
         waited_for_validation=share(stalls.validation + metrics.lease_validation_s),
         moving_weights=share(stalls.moving_weights),
         trained=1.0 if idle is None else 1.0 - idle,
+        between_steps=share(occupancy.between_steps(window)),
         saving=share(occupancy.trainer_saved(window)),
         idle_while_saving=occupancy.idle_while_saving(window),
         rollout_idle=occupancy.rollouter_idle(window) or 0.0,

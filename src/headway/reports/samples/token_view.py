@@ -17,8 +17,8 @@ from enum import StrEnum
 from itertools import accumulate
 from typing import Any
 
-from rich.console import Console, JustifyMethod
-from rich.table import Table
+from rich.console import Console
+from rich.table import Column
 from rich.text import Text
 
 from headway.reports import human
@@ -207,7 +207,8 @@ def print_token_table(row: Row, console: Console) -> None:
     """Print a table with a line for each token of a row, and all its numbers."""
     columns = row["columns"]
     names = ["#", "token", "version", "engine", "trainer", "gap", "entropy", *columns]
-    lines: list[tuple[list[Text], str | None]] = []
+    lines: list[list[Text]] = []
+    styles: list[str | None] = []
     numbers = [row["behaviour"], row["logprobs"], gaps(row), row["entropy"], *columns.values()]
     half = len(row["ids"]) // 2 if row["cut"] else len(row["ids"])
     steps = [1] * len(row["ids"])
@@ -218,20 +219,19 @@ def print_token_table(row: Row, console: Console) -> None:
         cells = [human.UNKNOWN if version < 0 else _number(values[place]) for values in numbers]
         shown = repr(visible(piece))[1:-1] if piece.strip() else repr(piece)
         of_version = human.UNKNOWN if version < 0 else str(version)
-        texts = [Text(cell) for cell in (str(at - 1), shown, of_version, *cells)]
-        lines.append((texts, QUIET if read else None))
+        lines.append([Text(cell) for cell in (str(at - 1), shown, of_version, *cells)])
+        styles.append(QUIET if read else None)
 
-    def table_of(numbers: Sequence[int]) -> Table:
-        table = Table(box=None, pad_edge=False, header_style="bold")
-        for number in numbers:
-            heading = visible(_HEADINGS.get(names[number], names[number]))
-            justify: JustifyMethod = "left" if names[number] == "token" else "right"
-            table.add_column(heading, justify=justify, no_wrap=True, style=QUIET if number == 0 else None)
-        for texts, style in lines:
-            table.add_row(*(texts[number] for number in numbers), style=style)
-        return table
-
-    print_fitting(console, len(names), table_of)
+    headings = [
+        Column(
+            visible(_HEADINGS.get(name, name)),
+            justify="left" if name == "token" else "right",
+            no_wrap=True,
+            style=QUIET if name == "#" else "",
+        )
+        for name in names
+    ]
+    print_fitting(console, headings, lines, styles=styles)
 
 
 _HEADINGS = {

@@ -13,6 +13,7 @@ reported, or where the next one begins if that is earlier.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -249,7 +250,9 @@ NO_ROOM = "no requests: the staleness limit is reached"
 NONE_ADMITTED = "no requests: all groups of the run are admitted"
 NONE_FOR_IT = "no requests for this replica"
 NO_MORE = "nothing left to do"
-PREPARES = "prepares a fetch or an update"
+PREPARES = "between steps: advantages are computed and rows handed over"
+SETTLES = "between steps: results are taken and groups settled"
+RELEASED = "waits for the driver, which is at work elsewhere"
 HALTED = {"load": "halted: loads new weights", "lease": "halted: training has the shared devices"}
 
 
@@ -298,10 +301,20 @@ class TrainerLanes:
             [idle(span, STEPS_AWAITED) for span in intersection(waits, in_steps)],
             [idle(span, GROUPS_AWAITED) for span in waits],
             *_update_claims(stage, updates, drains),
+            [idle(span, SETTLES) for span in _behind((span.end for span in self._work), stage.when(PROCESSING))],
             [idle(span, PREPARES) for span in stage.when(PROCESSING)],
             [idle(span, NO_MORE) for span in stage.when(*ENDED)],
         ]
         return Lane(TRAINER, "trainer", lay_out(self._work, claims, life))
+
+
+def _behind(moments: Iterable[float], spans: Iterable[Span]) -> Iterator[Span]:
+    """Return the part of each of ``spans`` behind the last of ``moments`` in it."""
+    ordered = sorted(moments)
+    for start, end in spans:
+        last = bisect_right(ordered, end) - 1
+        if last >= 0 and ordered[last] >= start:
+            yield ordered[last], end
 
 
 def _update_claims(stage: StageLog, updates: UpdateLanes, drains: bool) -> list[list[LaneSpan]]:
@@ -315,6 +328,7 @@ def _update_claims(stage: StageLog, updates: UpdateLanes, drains: bool) -> list[
         [idle(span, TRANSFER_AWAITED) for span in intersection(transfers, waited)],
         [idle(span, LOAD_AWAITED) for span in intersection(loads, waited)],
         clipped(validations, waited),
+        [idle(span, RELEASED) for span in _behind((event.time for event in updates.finished), waited)],
         [idle(span, DRAIN_AWAITED if drains else UPDATE_AWAITED) for span in waited],
     ]
 
