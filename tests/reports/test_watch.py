@@ -422,22 +422,22 @@ def served(run: Path) -> Iterator[WatchServer]:
     follower = Follower(RunDirectory(run))
     server = WatchServer(follower, "a run", 0)
     follower.start()
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:
         yield server
     finally:
         server.shutdown()
-        server.server_close()
         follower.close()
+        thread.join()
 
 
 def ask(
     server: WatchServer, path: str, host: str | None = None, method: str = "GET"
 ) -> tuple[http.client.HTTPResponse, bytes]:
-    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=10)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
     connection.putrequest(method, path, skip_host=True)
-    connection.putheader("Host", host or f"127.0.0.1:{server.server_port}")
+    connection.putheader("Host", host or f"127.0.0.1:{server.port}")
     connection.endheaders()
     response = connection.getresponse()
     body = response.read()
@@ -447,7 +447,7 @@ def ask(
 
 @contextmanager
 def streamed(server: WatchServer) -> Iterator[Iterator[dict[str, Any]]]:
-    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=20)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
     connection.request("GET", f"/{server.token}/stream")
     response = connection.getresponse()
     assert response.headers["Content-Type"] == "text/event-stream"
@@ -484,7 +484,7 @@ def test_a_page_that_calls_this_machine_by_a_name_of_its_own_sees_nothing(run: P
         path = urlsplit(server.url).path
         for host in (
             "evil.example",
-            f"evil.example:{server.server_port}",
+            f"evil.example:{server.port}",
             "127.0.0.1.evil.example",
             "",
             "localhost:80@evil",
@@ -523,7 +523,7 @@ def test_idle_connections_of_others_are_hung_up_on_and_keep_nobody_out(
     monkeypatch.setattr(watch_server, "MOST_STRANGERS", 2)
     with served(run) as server, streamed(server) as messages, ExitStack() as idle:
         next(messages)
-        address = ("127.0.0.1", server.server_port)
+        address = ("127.0.0.1", server.port)
         connections = [idle.enter_context(socket.create_connection(address, timeout=10)) for _ in range(4)]
         for connection in connections[:2]:
             assert connection.recv(1) == b""  # the oldest

@@ -135,10 +135,6 @@ class Follower:
     def closing(self) -> bool:
         return self._closing.is_set()
 
-    def pause(self, seconds: float) -> None:
-        """Wait so long, or until following ends."""
-        self._closing.wait(seconds)
-
     def first_look(self, timeout_s: float) -> bool:
         """Wait until the run was read, so many seconds at most; tell whether it can be followed, as far as is known."""
         with self._changed:

@@ -14,6 +14,7 @@ directory.
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import logging
 import os
@@ -24,14 +25,16 @@ import threading
 import time
 import webbrowser
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from html import escape
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 from urllib.parse import parse_qs, urlsplit
+
+from aiohttp import web
+from aiohttp.web_protocol import RequestHandler
 
 from headway.errors import ConfigError, DataError, UserError
 from headway.reports.record.events_file import to_json_line
@@ -48,10 +51,10 @@ IDLE_S = 15.0
 """Seconds without a change after which a stream says that it is alive, and notices a page that was closed."""
 BETWEEN_S = 0.25
 """Least seconds between two messages of a stream."""
-REQUEST_TIMEOUT_S = 30.0
+KEEP_S = 30.0
+"""Seconds that a connection stays open without a request."""
 MOST_STRANGERS = 128
-"""Connections that are open at a time without having shown the token, a thread each: anybody on this machine can make
-some."""
+"""Connections that are open at a time without having shown the token: anybody on this machine can make some."""
 FULL = b"retry: 5000\nevent: full\ndata: %d\n\n" % MOST_STREAMS
 """Stream of one page too many. A browser asks again after it, in so many milliseconds, and never after an error."""
 HEADERS = {
@@ -61,168 +64,153 @@ HEADERS = {
     "X-Frame-Options": "DENY",
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cross-Origin-Opener-Policy": "same-origin",
+    "Server": "headway",
 }
 
 
-class WatchServer(ThreadingHTTPServer):
-    """Server of one run's page. ``serve_forever`` serves until `shutdown`, from another thread."""
+_Strangers = dict[RequestHandler, None]
+"""Connections that have not shown the token, the oldest first."""
 
-    daemon_threads = True
-    block_on_close = False
+
+class _Connection(RequestHandler):
+    """Connection that answers bad HTTP as it answers everybody without the token."""
+
+    def __init__(self, answers: web.Server, loop: asyncio.AbstractEventLoop, strangers: _Strangers) -> None:
+        no_log: Any = None  # addresses hold the token
+        super().__init__(answers, loop=loop, access_log=no_log, keepalive_timeout=KEEP_S)
+        self._strangers = strangers
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._strangers[self] = None
+        if len(self._strangers) > MOST_STRANGERS:
+            oldest = next(iter(self._strangers))
+            del self._strangers[oldest]
+            oldest.force_close()
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._strangers.pop(self, None)
+        super().connection_lost(exc)
+
+    def handle_error(self, *args: Any, **named: Any) -> web.StreamResponse:
+        return _refused()
+
+
+class WatchServer:
+    """Server of one run's page. ``serve_forever`` serves until `shutdown`, from another thread."""
 
     def __init__(self, follower: Follower, name: str, port: int = 0) -> None:
         """Listen on loopback. ``name`` is the page's title; ``port`` 0 takes a free one.
 
         Raises `UserError` where the port cannot be had.
         """
-        self.follower = follower
         self.token = secrets.token_urlsafe(32)
-        self.page = live_page(name).encode()
-        self.streams = threading.BoundedSemaphore(MOST_STREAMS)
-        self._strangers: dict[socket.socket, None] = {}
-        """Connections that have not shown the token, the oldest first."""
-        self._lock = threading.Lock()
+        self._follower = follower
+        self._page = live_page(name).encode()
+        self._streams = 0
+        """Number of streams that are open."""
+        self._strangers: _Strangers = {}
         try:
-            super().__init__((LOOPBACK, port), _Handler)
+            self._socket = socket.create_server((LOOPBACK, port))
         except (OSError, OverflowError) as cause:
+            why = os.strerror(cause.errno) if isinstance(cause, OSError) and cause.errno else cause
             raise UserError(
-                f"--port {port}: cannot listen there ({getattr(cause, 'strerror', None) or cause}); give another port, "
-                "or none, to take any that is free"
+                f"--port {port}: cannot listen there ({why}); give another port, or none, to take any that is free"
             ) from cause
+        self.port: int = self._socket.getsockname()[1]
+        self._loop = asyncio.new_event_loop()
+        self._loop.set_default_executor(ThreadPoolExecutor(MOST_STREAMS + 1, thread_name_prefix="watch"))
+        self._ending = asyncio.Event()
 
     @property
     def url(self) -> str:
-        return f"http://{LOOPBACK}:{self.server_port}/{self.token}/"
+        return f"http://{LOOPBACK}:{self.port}/{self.token}/"
 
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer on a new thread. Closes the oldest of too many connections without the token."""
-        with self._lock:
-            self._strangers[request] = None
-            if len(self._strangers) > MOST_STRANGERS:
-                oldest = next(iter(self._strangers))
-                del self._strangers[oldest]
-                with suppress(OSError):  # its thread reads the end, and closes it
-                    oldest.shutdown(socket.SHUT_RDWR)
-        super().process_request(request, client_address)
+    def serve_forever(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._serve())
 
-    def shutdown_request(self, request: Any) -> None:
-        self.known(request)
-        super().shutdown_request(request)
+    def shutdown(self) -> None:
+        with suppress(RuntimeError):  # it is over already
+            self._loop.call_soon_threadsafe(self._ending.set)
 
-    def known(self, request: Any) -> None:
-        """Note that a connection is no stranger's, or is over."""
-        with self._lock:
-            self._strangers.pop(request, None)
+    async def _serve(self) -> None:
+        answers = web.Server(self._answer)
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore a request that broke off: its reader is gone."""
+        listening = await self._loop.create_server(
+            lambda: _Connection(answers, self._loop, self._strangers), sock=self._socket
+        )
+        await self._ending.wait()
+        listening.close()
+        await answers.shutdown(0.0)
 
+    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        where = self._authorized(request) if request.method == "GET" else None
+        body: bytes | None = None
+        match where:
+            case "":
+                return _response(self._page, "text/html; charset=utf-8")
+            case "stream":
+                return await self._stream(request)
+            case "timeline":
+                body = self._follower.timeline()
+            case "sample" if key := _key(parse_qs(urlsplit(request.raw_path).query)):
+                with suppress(OSError):
+                    body = await asyncio.to_thread(self._follower.sample, key)
+        return _response(body, "application/json") if body else _refused()
 
-@dataclass(frozen=True, slots=True)
-class _Reply:
-    body: bytes
-    kind: str = "application/json"
-
-
-class _Handler(BaseHTTPRequestHandler):
-    server: WatchServer
-    timeout = REQUEST_TIMEOUT_S
-    protocol_version = "HTTP/1.1"
-    named: ClassVar[str] = "headway"
-
-    def version_string(self) -> str:
-        return self.named
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Log nothing: addresses hold the token."""
-
-    def do_GET(self) -> None:
-        where = self._authorized()
-        if where == "stream":
-            self._stream()
-        elif (reply := self._reply(where)) is None:
-            self._refuse()
-        else:
-            self._send(HTTPStatus.OK, reply)
-
-    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """Refuse other requests than GET, and bad HTTP, without the page that http.server would send."""
-        self._refuse()
-
-    def _refuse(self) -> None:
-        """Send an empty 404, and hang up: frees the thread at once, and leaves the body unread."""
-        self.close_connection = True
-        self._send(HTTPStatus.NOT_FOUND, _Reply(b"", "text/plain"))
-
-    def _authorized(self) -> str | None:
+    def _authorized(self, request: web.BaseRequest) -> str | None:
         """Return what is asked for, behind the token; None for a request without it, or for another host."""
-        host = self.headers.get("Host", "").lower()
+        host = request.headers.get("Host", "").lower()
         name, colon, port = host.rpartition(":")
         if (name if colon and port.isdigit() else host) not in NAMES:
             return None
-        _, _, rest = urlsplit(self.path).path.partition("/")
+        _, _, rest = urlsplit(request.raw_path).path.partition("/")
         token, slash, where = rest.partition("/")
         # Both as bytes: strings are compared only where they are ASCII.
-        allowed = hmac.compare_digest(token.encode("utf-8", "replace"), self.server.token.encode())
-        if not (allowed and slash):
+        if not (hmac.compare_digest(token.encode("utf-8", "replace"), self.token.encode()) and slash):
             return None
-        self.server.known(self.connection)
+        self._strangers.pop(request.protocol, None)
         return where
 
-    def _reply(self, where: str | None) -> _Reply | None:
-        match where:
-            case "":
-                return _Reply(self.server.page, "text/html; charset=utf-8")
-            case "timeline":
-                timeline = self.server.follower.timeline()
-                return _Reply(timeline) if timeline else None
-            case "sample":
-                key = _key(parse_qs(urlsplit(self.path).query))
-                with suppress(OSError):
-                    sample = None if key is None else self.server.follower.sample(key)
-                    return None if sample is None else _Reply(sample)
-        return None
-
-    def _send(self, status: HTTPStatus, reply: _Reply) -> None:
-        self._begin(status, reply.kind)
-        self.send_header("Content-Length", str(len(reply.body)))
-        self.end_headers()
-        self.wfile.write(reply.body)
-
-    def _begin(self, status: HTTPStatus, kind: str) -> None:
-        self.send_response(status)
-        self.send_header("Content-Type", kind)
-        for name, value in HEADERS.items():
-            self.send_header(name, value)
-        if self.close_connection:
-            self.send_header("Connection", "close")
-        if kind.startswith("text/html"):
-            self.send_header("Content-Security-Policy", "frame-ancestors 'none'")
-
-    def _stream(self) -> None:
+    async def _stream(self, request: web.BaseRequest) -> web.StreamResponse:
         """Send what changes until the page is closed, or nothing is followed any more."""
-        if not self.server.streams.acquire(blocking=False):
-            self._send(HTTPStatus.OK, _Reply(FULL, "text/event-stream"))
-            return
-        follower = self.server.follower
-        self.close_connection = True
+        if self._streams >= MOST_STREAMS:
+            return _response(FULL, "text/event-stream")
+        follower = self._follower
+        response = web.StreamResponse(headers=HEADERS | {"Content-Type": "text/event-stream"})
+        response.force_close()
+        self._streams += 1
         follower.page_opened()
         try:
-            self._begin(HTTPStatus.OK, "text/event-stream")
-            self.end_headers()
+            await response.prepare(request)
             since, epoch = 0, -1
             while not follower.closing:
-                if follower.wait(since, epoch, IDLE_S):
-                    message = follower.message(since, epoch)
+                if await asyncio.to_thread(follower.wait, since, epoch, IDLE_S):
+                    message = await asyncio.to_thread(follower.message, since, epoch)
                     since, epoch = message["serial"], message["epoch"]
-                    self.wfile.write(b"data: " + to_json_line(message).encode() + b"\n\n")
-                    follower.pause(BETWEEN_S)
+                    await response.write(b"data: " + to_json_line(message).encode() + b"\n\n")
+                    await asyncio.sleep(BETWEEN_S)
                 else:
-                    self.wfile.write(b": nothing new\n\n")
-                self.wfile.flush()
+                    await response.write(b": nothing new\n\n")
+        except ConnectionError:
+            """The page was closed."""
         finally:
             follower.page_closed()
-            self.server.streams.release()
+            self._streams -= 1
+        return response
+
+
+def _response(body: bytes, kind: str) -> web.Response:
+    policy = {"Content-Security-Policy": "frame-ancestors 'none'"} if kind.startswith("text/html") else {}
+    return web.Response(body=body, headers=HEADERS | {"Content-Type": kind} | policy)
+
+
+def _refused() -> web.Response:
+    """An empty 404, after which the connection is closed."""
+    response = web.Response(status=HTTPStatus.NOT_FOUND, headers=HEADERS | {"Connection": "close"})
+    response.force_close()
+    return response
 
 
 def _key(query: Mapping[str, list[str]]) -> Key | None:
@@ -274,7 +262,6 @@ def serve(
         if hint is not None:
             hint.unlink(missing_ok=True)
         server.shutdown()
-        server.server_close()
         follower.close()
 
 
