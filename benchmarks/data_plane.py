@@ -32,8 +32,10 @@ from headway.cluster.worker_plan import ClusterPlan, WorkerSpec
 from headway.config.schema import Config
 from headway.config.sizing.placement import node_shares
 from headway.data.assignment import Cost
+from headway.data.interfaces.episode_groups import Group
+from headway.data.interfaces.rollout import SamplingParams
 from headway.data.interfaces.training import StepContext
-from headway.data.types import ColumnName, FinishReason, Group, Prompt, RowAt, Sample, Trajectory
+from headway.data.types import ColumnName, FinishReason, Prompt, RowAt, Sample, Trajectory
 from headway.pipeline.admission.fetches import Fetch, outcomes, samples_of
 from headway.pipeline.stages.actor_train import COLUMNS
 
@@ -69,7 +71,9 @@ def _group(number: int, prompt_length: int, lengths: NDArray[np.int64], file: To
         for k, n in enumerate(lengths)
     )
     rewards = np.random.default_rng(number).integers(0, 2, len(lengths)).astype(np.float32)
-    return Group(number, prompt, trajectories, file, rewards)
+    return Group(
+        number, prompt, len(lengths), SamplingParams(1), trajectories=trajectories, tokens=file, rewards=rewards
+    )
 
 
 async def _one_fetch(

@@ -33,7 +33,7 @@ from headway.agents.episodes.episode_worker import local_episode_worker
 from headway.agents.episodes.program_episode import Hosting, Turn
 from headway.agents.interface.program_chat import Chat, Tally
 from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart, said
-from headway.data.interfaces.episode_groups import GroupRequest
+from headway.data.interfaces.episode_groups import Group
 from headway.data.interfaces.rollout import FinishedCall, GenerateRequest, SamplingParams
 from headway.data.types import FinishReason, Prompt, SampledTokens, TrajectoryId
 from headway.errors import RunError
@@ -211,7 +211,7 @@ async def play(workload: Workload, programs: Any) -> Measured:
             for row in range(first, first + workload.episodes):
                 extra, messages = {"steps": workload.steps(row)}, [said("user", "guess a number")]
                 prompt = Prompt(0, row, 0, "bench", "", np.zeros(1, np.int32), extra=extra, messages=messages)
-                async for group in worker.generate([GroupRequest(row, prompt, 1, SamplingParams(1000))]):
+                async for group in worker.generate([Group(row, prompt, 1, SamplingParams(1000))]):
                     (episode,) = group.trajectories
                     measured.turns += episode.turns
                     if episode.failure is not None:

@@ -81,7 +81,7 @@ async def _serve(load: Load) -> dict[str, Any]:
     from headway.agents.episodes.episode_limits import EpisodeLimits
     from headway.agents.episodes.episode_worker import local_episode_worker
     from headway.agents.episodes.program_episode import Hosting
-    from headway.data.interfaces.episode_groups import GroupRequest
+    from headway.data.interfaces.episode_groups import Group
     from headway.data.interfaces.rollout import SamplingParams
     from headway.data.types import Prompt
 
@@ -94,7 +94,7 @@ async def _serve(load: Load) -> dict[str, Any]:
     await hosting.start()
     async with local_episode_worker(SleepingEngine(lambda call: 0.0, answer), hosting=hosting) as worker:
         prompts = [Prompt(0, row, 0, "bench", "", np.zeros(1, np.int32), messages=[]) for row in range(load.episodes)]
-        requests = [GroupRequest(prompt.row, prompt, 1, SamplingParams(1000)) for prompt in prompts]
+        requests = [Group(prompt.row, prompt, 1, SamplingParams(1000)) for prompt in prompts]
         groups = asyncio.create_task(_drained(worker.generate(requests)))
         await agents.all_open.wait()
         try:

@@ -22,7 +22,7 @@ from benchmarks.rollout_workload import BATCHED_TOKENS, PROMPT, Cell, Request, S
 from benchmarks.runner import serve
 
 if TYPE_CHECKING:
-    from headway.data.interfaces.episode_groups import GroupRequest
+    from headway.data.interfaces.episode_groups import Group
 
 PAGE = 64
 """Tokens of a page of transformers' continuous batching. Other sizes were not faster."""
@@ -49,16 +49,16 @@ class Engine(Protocol):
     def close(self) -> None: ...
 
 
-def groups(requests: Sequence[Request], row: int = 0) -> list[GroupRequest]:
+def groups(requests: Sequence[Request], row: int = 0) -> list[Group]:
     """Groups of one answer, as an episode worker takes them; ``row``: of the first."""
     import numpy as np
 
-    from headway.data.interfaces.episode_groups import GroupRequest
+    from headway.data.interfaces.episode_groups import Group
     from headway.data.interfaces.rollout import SamplingParams
     from headway.data.types import Prompt
 
     return [
-        GroupRequest(
+        Group(
             number,
             Prompt(0, row + number, 0, "bench", "", np.array(request.prompt, np.int32)),
             1,

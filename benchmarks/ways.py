@@ -188,7 +188,7 @@ def turn(folder: Path) -> Way:
     from headway.agents.episodes.episode_worker import local_episode_worker
     from headway.agents.episodes.program_episode import Hosting
     from headway.agents.interface.program_messages import said
-    from headway.data.interfaces.episode_groups import GroupRequest
+    from headway.data.interfaces.episode_groups import Group
     from headway.data.interfaces.rollout import SamplingParams
     from headway.data.types import Prompt
     from headway.runtime.workers.worker_pool import Runners
@@ -205,7 +205,7 @@ def turn(folder: Path) -> Way:
         engine = SleepingEngine(lambda call: 0.0, answer)
         prompt = Prompt(0, 0, 0, "", "", np.zeros(1, np.int32), messages=[said("user", "add")])
         async with local_episode_worker(engine, hosting=hosting) as worker:
-            async for _ in worker.generate([GroupRequest(0, prompt, 1, SamplingParams(1000))]):
+            async for _ in worker.generate([Group(0, prompt, 1, SamplingParams(1000))]):
                 pass
 
     with traced(is_of_a_turn) as way:

@@ -15,7 +15,7 @@ from benchmarks.gpu_checks.setting import Passed, Setting, one_rank_group, requi
 from headway.config.schema import Config, RolloutConfig
 from headway.config.sections.learning import ActorConfig, ParallelConfig
 from headway.config.sections.model_section import ModelConfig
-from headway.data.interfaces.episode_groups import GroupRequest
+from headway.data.interfaces.episode_groups import Group
 from headway.data.interfaces.rollout import GenerateRequest, OnUpdate
 from headway.data.packing import CollatedRow
 from headway.data.types import GroupTokens, RowTokens
@@ -149,7 +149,7 @@ def same(expected: Tokens, found: Tokens, this: str, other: str) -> None:
         )
 
 
-def generated(model: PreTrainedModel, request: GroupRequest) -> list[int]:
+def generated(model: PreTrainedModel, request: Group) -> list[int]:
     """Greedy tokens by ``transformers.generate``."""
     ids = torch.from_numpy(request.prompt.token_ids.astype(np.int64))[None].to(model.device)
     with torch.inference_mode():
@@ -159,7 +159,7 @@ def generated(model: PreTrainedModel, request: GroupRequest) -> list[int]:
     return [int(token) for token in out[0, ids.shape[1] :]]
 
 
-def finish(core: EngineCore, asked: Sequence[GroupRequest], interrupt_after: int | None = None) -> list[GroupTokens]:
+def finish(core: EngineCore, asked: Sequence[Group], interrupt_after: int | None = None) -> list[GroupTokens]:
     """Answer all; after so many steps everything that decodes is interrupted, and goes on from its context."""
     places = [(request, k) for request in asked for k in range(request.n)]
     calls = [

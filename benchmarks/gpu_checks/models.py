@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config, Qwen3Config
 
 from benchmarks.gpu_checks.setting import Setting
-from headway.data.interfaces.episode_groups import GroupRequest
+from headway.data.interfaces.episode_groups import Group
 from headway.data.interfaces.rollout import SamplingParams
 from headway.data.packing import CollatedRow
 from headway.data.types import GroupTokens, Prompt
@@ -93,14 +93,14 @@ def on_device(folder: Path, setting: Setting, dtype: torch.dtype = torch.float32
 
 def requests(
     lengths: Sequence[int], vocabulary: int, *, n: int = 1, tokens: int, temperature: float = 1.0
-) -> list[GroupRequest]:
+) -> list[Group]:
     """One for each prompt length, each with ``n`` answers of ``tokens`` tokens."""
     noise = np.random.default_rng(0)
     asked = []
     for number, length in enumerate(lengths):
         ids = noise.integers(0, vocabulary, length).astype(np.int32)
         prompt = Prompt(epoch=0, row=number, attempt=0, source="check", text="", token_ids=ids)
-        asked.append(GroupRequest(number, prompt, n, SamplingParams(tokens, temperature=temperature)))
+        asked.append(Group(number, prompt, n, SamplingParams(tokens, temperature=temperature)))
     return asked
 
 

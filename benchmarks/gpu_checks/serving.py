@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from benchmarks.gpu_checks.models import Shape, checked_shape, manifest_of, on_device, peaked_model, requests, windows
 from benchmarks.gpu_checks.setting import Passed, Setting, require
 from headway.agents.episodes.episode_worker import local_episode_worker
-from headway.data.interfaces.episode_groups import FinishedGroup, GroupRequest
+from headway.data.interfaces.episode_groups import Group
 from headway.data.interfaces.rollout import OnUpdate
 from headway.engines.rollout.native import NativeEngine
 from headway.engines.weights.outgoing_version import Stream
@@ -74,7 +74,7 @@ def update(setting: Setting) -> Passed:
 
 async def _updated(
     setting: Setting, folder: Path, new: PreTrainedModel, dual_buffer: bool
-) -> tuple[list[FinishedGroup], NDArray[np.float32]]:
+) -> tuple[list[Group], NDArray[np.float32]]:
     """Answers that begin under version 0 and end under version 1, and the probe of version 1."""
     manifest = manifest_of(new)
 
@@ -113,7 +113,7 @@ async def _probe(setting: Setting, folder: Path) -> NDArray[np.float32]:
         return probed
 
 
-def of_reference(model: PreTrainedModel, group: FinishedGroup, k: int) -> NDArray[np.float32]:
+def of_reference(model: PreTrainedModel, group: Group, k: int) -> NDArray[np.float32]:
     """[T] log-probs of an answer by one plain forward pass on the CPU."""
     prompt, response = group.tokens[0].prompt_ids, group.tokens[k].ids
     ids = torch.from_numpy(np.concatenate([prompt, response]).astype(np.int64))
@@ -242,6 +242,6 @@ async def _serving(setting: Setting, model: PreTrainedModel, context: int, **mor
         await engine.close()
 
 
-async def _answers(engine: NativeEngine, asked: Sequence[GroupRequest]) -> list[FinishedGroup]:
+async def _answers(engine: NativeEngine, asked: Sequence[Group]) -> list[Group]:
     async with local_episode_worker(engine) as worker:
         return [group async for group in worker.generate(asked)]

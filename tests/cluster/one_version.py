@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from headway.cluster.workers import Workers
 from headway.config.schema import Config
-from headway.data.interfaces.episode_groups import FinishedGroup, GroupRequest
+from headway.data.interfaces.episode_groups import Group
 from headway.data.interfaces.rollout import OnUpdate, SamplingParams
 from headway.data.interfaces.training import StepContext
 from headway.data.interfaces.weights import ReceiveReport, SendReport
@@ -34,9 +34,9 @@ def tiny_config(backend: str, **sections: Any) -> Config:
     return Config(**base)
 
 
-def request(row: int) -> GroupRequest:
+def request(row: int) -> Group:
     prompt = Prompt(epoch=0, row=row, attempt=0, source="test", text="", token_ids=np.array([5, 6, 7 + row], np.int32))
-    return GroupRequest(number=row, prompt=prompt, n=N, sampling=SamplingParams(max_tokens=8, stop_token_ids=(1,)))
+    return Group(number=row, prompt=prompt, n=N, sampling=SamplingParams(max_tokens=8, stop_token_ids=(1,)))
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Outcome:
     """Between the trainer and what is served."""
 
 
-async def generate(workers: Workers, rows: range) -> list[FinishedGroup]:
+async def generate(workers: Workers, rows: range) -> list[Group]:
     (worker,), replica = workers.episode_workers, workers.rollouts[0]
     await worker.join(replica)
     await worker.route([replica.name])

@@ -16,7 +16,7 @@ from typing import Any
 from headway.cluster.roles.weight_roles import Send, Sent, WeightSendRole
 from headway.config.schema import Config
 from headway.config.transport_facts import TRANSPORTS
-from headway.data.interfaces.episode_groups import FinishedGroup
+from headway.data.interfaces.episode_groups import Group
 from headway.data.interfaces.rollout import OnUpdate
 from headway.engines.weights.buckets import pack, whole
 from headway.engines.weights.outgoing_version import Window
@@ -119,7 +119,7 @@ async def test_no_output_mixes_two_versions(
     """Up to two hundred updates of a model that decodes meanwhile, and a look at every pass."""
     manifest = Source(model(0)).manifest
     trainer = Trainer(transport, schedule, encoding, manifest, tmp_path)
-    groups: list[FinishedGroup] = []
+    groups: list[Group] = []
     over = False
     settings: dict[str, Any] = {"receive": trainer.receive, "manifest": manifest, "slots": 6}
 

@@ -29,7 +29,7 @@ from headway.cluster.machine.token_files import (
 from headway.cluster.roles.episode_worker_role import EpisodeWorkerRole
 from headway.cluster.worker_engines import RemoteEpisodeWorker
 from headway.config.schema import Config
-from headway.data.interfaces.episode_groups import FinishedGroup
+from headway.data.interfaces.episode_groups import Group
 from headway.data.interfaces.rollout import Priority
 from headway.data.types import GroupTokens, RowTokens, TurnSpan
 from headway.errors import RunError
@@ -179,37 +179,36 @@ async def test_files_of_groups_that_the_driver_has_forgotten_are_removed_here_or
 
         async def each(self, method: str, *args: Any) -> AsyncGenerator[Any, None]:
             heard.append(list(args[-1]))
-            yield FinishedGroup(len(heard), (), TokenFile("there", f"{tmp_path}/{len(heard)}"))
+            yield len(heard), (), TokenFile("there", f"{tmp_path}/{len(heard)}")
 
     class Worker:
         name, heartbeat, lost = "episode-worker-0", None, None
         peer = Peer
 
     worker = RemoteEpisodeWorker(Worker())  # type: ignore[arg-type]
-    kept = [group async for group in worker.generate([])]
-    kept += [group async for group in worker.generate([])]
+    kept = [group for number in (1, 2) async for group in worker.generate([request(number)])]
     assert heard == [[], []] and here.exists()
     del kept[0]
     gc.collect()
     assert not here.exists()
-    assert [group.number async for group in worker.generate([])] == [3]
+    assert [group.number async for group in worker.generate([request(3)])] == [3]
     gc.collect()
-    assert [group.number async for group in worker.generate([])] == [4]
+    assert [group.number async for group in worker.generate([request(4)])] == [4]
     assert heard[2:] == [[], [TokenFile("there", f"{tmp_path}/3")]]
     assert kept[0].tokens == TokenFile("there", f"{tmp_path}/2")
 
 
 async def test_only_groups_that_are_trained_leave_files(tmp_path: Path) -> None:
     class FakeWorker:
-        async def generate(self, requests: Any, on: Any) -> AsyncGenerator[FinishedGroup, None]:
+        async def generate(self, requests: Any, on: Any) -> AsyncGenerator[Group, None]:
             for one in requests:
-                yield FinishedGroup(one.number, (), group_tokens(3, 1.0))
+                yield replace(one, tokens=group_tokens(3, 1.0))
 
     role = object.__new__(EpisodeWorkerRole)
     role._files = TokenFiles("episode-worker-0", TokenPlace("10.0.0.1", tmp_path), "10.0.0.1")
     role.worker = FakeWorker()  # type: ignore[assignment]
     requests = [replace(request(number), priority=priority) for number, priority in enumerate(Priority)]
     groups = [group async for group in role.generate(requests, None, [])]
-    trained = [group.number for group in groups if group.tokens is not None]
+    trained = [number for number, _, tokens in groups if tokens is not None]
     assert trained == [number for number, priority in enumerate(Priority) if priority is Priority.TRAINING]
     assert next(role._files._numbers) == 1, "nothing else was written"

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from headway.data.interfaces.episode_groups import Group
+from headway.data.interfaces.rollout import SamplingParams
 from headway.data.types import (
     Column,
     FinishReason,
-    Group,
     Prompt,
     RowAt,
     RowTokens,
@@ -43,7 +44,7 @@ def group(*version_spans: list[list[int]]) -> Group:
         )
         for k, spans in enumerate(version_spans)
     )
-    return Group(number=7, prompt=PROMPT, trajectories=trajectories, tokens=None)
+    return Group(7, PROMPT, len(trajectories), SamplingParams(8), trajectories=trajectories)
 
 
 def test_a_group_is_as_old_as_its_oldest_token() -> None:
@@ -83,8 +84,10 @@ def episode(k: int, *rows: RowAt, **changed: Any) -> Trajectory:
 def forked() -> Group:
     """Three episodes, the first of two rows and the second failed."""
     return Group(
-        number=3,
-        prompt=PROMPT,
+        3,
+        PROMPT,
+        3,
+        SamplingParams(8),
         trajectories=(
             episode(0, RowAt(0, 2, 5), RowAt(1, 4, 3), turn_rewards=(0.5, 0.25), limit="turns"),
             episode(1, failure="the sandbox is away"),

@@ -17,11 +17,10 @@ from headway.agents.episodes.episode_worker import local_episode_worker
 from headway.config.loading import load
 from headway.config.sections.learning import ParallelConfig
 from headway.config.sizing.placement import concurrent
-from headway.data.interfaces.episode_groups import GroupRequest
+from headway.data.interfaces.episode_groups import Group
 from headway.data.interfaces.rollout import SamplingParams
 from headway.data.interfaces.training import StepContext
 from headway.data.sources import build_sources
-from headway.data.types import Group
 from headway.engines.rollout.native.engine import NativeEngine
 from headway.engines.train.batch_advantages import FetchAdvantages
 from headway.engines.train.fsdp import FsdpEngine
@@ -73,12 +72,12 @@ async def plain_loop(config_path: Path, out: Path) -> None:
     advantages = FetchAdvantages(config.algorithm)
     for step in range(steps):
         batch = [prompts.next() for _ in range(config.actor.ppo_mini_batch_size)]
-        requests = [GroupRequest(i, prompt, config.rollout.n, sampling) for i, prompt in enumerate(batch)]
+        requests = [Group(i, prompt, config.rollout.n, sampling) for i, prompt in enumerate(batch)]
         groups = []
         async with local_episode_worker(engine, decode=decode) as worker:
             async for done in worker.generate(requests):
                 rewards = torch.tensor([score(t.text, batch[done.number].answer) for t in done.trajectories]).numpy()
-                groups.append(Group(done.number, batch[done.number], done.trajectories, done.tokens, rewards))
+                groups.append(replace(done, rewards=rewards))
         groups.sort(key=lambda group: group.number)
         rows = resolve([sample for group in groups for sample in group.samples()], lambda handle: handle)
         columns = advantages(rows, outcomes(groups))["advantages"]

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from headway.agents.episodes.episode_worker import EpisodeWorker
 from headway.agents.episodes.program_episode import Hosting
 from headway.agents.episodes.request_dispatcher import CallEngine
-from headway.data.interfaces.episode_groups import FinishedGroup, GroupRequest, Scores
+from headway.data.interfaces.episode_groups import Group, Scores
 from headway.data.interfaces.rollout import EngineStats, FinishedCall, GenerateRequest, OnUpdate, Paused, Priority
 from headway.data.interfaces.weights import ReceiveReport
 from headway.data.types import Prompt, TrajectoryId
@@ -77,9 +77,7 @@ class FakeEpisodeWorker(EpisodeWorker):
     def is_dead(self) -> bool:
         return self._death is not None
 
-    async def generate(
-        self, requests: Sequence[GroupRequest], *, on: str | None = None
-    ) -> AsyncGenerator[FinishedGroup, None]:
+    async def generate(self, requests: Sequence[Group], *, on: str | None = None) -> AsyncGenerator[Group, None]:
         self._check_alive()
         await self._unless_silent()
         self.asked.append((now(), [request.number for request in requests], requests[0].priority))
@@ -91,7 +89,7 @@ class FakeEpisodeWorker(EpisodeWorker):
             self._check_alive()
             yield finished if self._failing is None else self._some_failed(finished, self._failing)
 
-    def _some_failed(self, finished: FinishedGroup, failing: Failing) -> FinishedGroup:
+    def _some_failed(self, finished: Group, failing: Failing) -> Group:
         reasons = [(t, failing(finished.number, t.id.k)) for t in finished.trajectories]
         made = [t if reason is None else replace(t, failure=reason, rows=()) for t, reason in reasons]
         return replace(finished, trajectories=tuple(made))
@@ -133,8 +131,8 @@ class FakeEpisodeWorker(EpisodeWorker):
     async def leave(self, replica: str) -> None:
         await self._ordered(super().leave(replica))
 
-    async def route(self, replicas: Sequence[str], *, halted: bool = False) -> None:
-        await self._ordered(super().route(replicas, halted=halted))
+    async def route(self, replicas: Sequence[str], halted: bool = False) -> None:
+        await self._ordered(super().route(replicas, halted))
 
     async def hold(self) -> None:
         await self._ordered(super().hold())

@@ -7,7 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from headway.data.types import Conversation, FinishReason, Group, Prompt, Trajectory
+from headway.data.interfaces.episode_groups import Group
+from headway.data.interfaces.rollout import SamplingParams
+from headway.data.types import Conversation, FinishReason, Prompt, Trajectory
 from headway.events import GroupRewarded
 from headway.pipeline.channel import Channel
 from headway.pipeline.stages.reward import Reward, Scoring, own_scores
@@ -45,8 +47,10 @@ async def rewarded(*episodes: Trajectory, n: int = 2, seen: list[Any] | None = N
     def look(rewards: np.ndarray) -> None:
         (seen if seen is not None else []).append(rewards.tolist())
 
-    stage = Reward(state, channel, Channel("rewarded"), Scoring(None), look, n=n, **settings)
-    (group,) = [group async for group in stage.process_data(Group(number, PROMPT, episodes, None))]
+    stage = Reward(state, channel, Channel("rewarded"), Scoring(None), look, **settings)
+    (group,) = [
+        group async for group in stage.process_data(Group(number, PROMPT, n, SamplingParams(1), trajectories=episodes))
+    ]
     (told,) = [event.rewards for event in recorder.events if isinstance(event, GroupRewarded)]
     assert len(told) == len(group.trajectories)
     return group

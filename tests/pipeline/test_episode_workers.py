@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 
-from headway.data.interfaces.episode_groups import GroupRequest
+from headway.data.interfaces.episode_groups import Group
 from headway.data.interfaces.rollout import SamplingParams
 from headway.errors import HeadwayError, WorkerDied
 from headway.events import EpisodeWorkerLost, Event, GroupSettled, Note, ReplicaActivity, TrajectoryFinished
@@ -173,7 +173,7 @@ def test_an_episode_worker_that_joins_while_groups_are_held_back_starts_none_bef
     episode_workers = started.episode_workers
 
     async def main() -> None:
-        request = GroupRequest(0, prompt(0, 0), 1, SamplingParams(4))
+        request = Group(0, prompt(0, 0), 1, SamplingParams(4))
         (share,) = episode_workers.assign([request])
         making = asyncio.ensure_future(anext(episode_workers.generate(share)))
         await asyncio.sleep(1.0)

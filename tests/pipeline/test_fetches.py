@@ -10,7 +10,9 @@ from math import floor
 
 import pytest
 
-from headway.data.types import Group, Sample, TrajectoryId
+from headway.data.interfaces.episode_groups import Group
+from headway.data.interfaces.rollout import SamplingParams
+from headway.data.types import Sample, TrajectoryId
 from headway.events import FetchTaken, GroupAdmitted, GroupRewarded, GroupSettled, OptimizerStepped, UpdateFinished
 from headway.pipeline.admission.fetches import Fetch, Fetches
 from headway.pipeline.admission.ledger import Fate, Ledger
@@ -52,7 +54,7 @@ class Alone:
 
     async def rewarded(self, number: int) -> None:
         self.state.rewarded(number)
-        await self.state.queue.send(Group(number, prompt(0, number), (), None))
+        await self.state.queue.send(Group(number, prompt(0, number), 1, SamplingParams(1)))
 
     def trains(self, fetch: Fetch | None) -> None:
         assert fetch is not None

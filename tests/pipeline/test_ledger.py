@@ -31,7 +31,7 @@ def run_state(recorder: Recorder | None = None) -> RunState:
 def test_groups_are_numbered_in_the_order_of_admission():
     ledger = Ledger()
     assert [ledger.admit(prompt(0, row)) for row in (5, 3, 9)] == [0, 1, 2]
-    assert ledger.prompt(1).row == 3
+    assert [one.row for one in ledger.open_prompts] == [5, 3, 9]
     assert ledger.open_numbers == [0, 1, 2]
 
 

@@ -10,7 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.data.types import FinishReason, Group, Trajectory, TrajectoryId
+from headway.data.interfaces.episode_groups import Group
+from headway.data.interfaces.rollout import SamplingParams
+from headway.data.types import FinishReason, Trajectory, TrajectoryId
 from headway.errors import LedgerImbalance
 from headway.pipeline.admission.message_queue import MessageQueue
 from headway.pipeline.admission.staleness import Staleness
@@ -27,13 +29,13 @@ def queue(window: int | None = 1, b: int = 10, eta: Fraction = Fraction(0)) -> M
 
 
 def group(number: int) -> Group:
-    return Group(number, prompt(0, number), (), None)
+    return Group(number, prompt(0, number), 1, SamplingParams(1))
 
 
 def finished_with(number: int, version: int) -> Group:
     """A group whose oldest token is of ``version``."""
     answer = Trajectory(TrajectoryId(0, number, 0, 0), "", "", 1, 1, FinishReason.STOP, [[0, version]], 0, 0, ())
-    return Group(number, prompt(0, number), (answer,), None)
+    return Group(number, prompt(0, number), 1, SamplingParams(1), trajectories=(answer,))
 
 
 async def put(queue: MessageQueue, *numbers: int) -> None:

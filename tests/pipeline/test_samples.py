@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headway.data.interfaces.episode_groups import Scores
+from headway.data.interfaces.episode_groups import Group, Scores
+from headway.data.interfaces.rollout import SamplingParams
 from headway.data.interfaces.training import StepContext, StepReport, TrainedRow
 from headway.data.mixing import drawn_problems, place_of_group, share_of
-from headway.data.types import Conversation, Group, Sample, TrajectoryId
+from headway.data.types import Conversation, Sample, TrajectoryId
 from headway.events import FetchTaken, GroupAdmitted, GroupRewarded, GroupSettled, RunFinished, ValidationFinished
 from headway.pipeline.admission.ledger import Fate
 from headway.pipeline.admission.sample_collector import SampleOutlet, Samples, plain, rounded, storable
@@ -173,7 +174,7 @@ def test_a_run_that_fails_shows_what_was_in_flight():
 
 def test_a_groups_record_has_what_was_asked_said_scored_and_trained():
     kept: list[dict[str, Any]] = []
-    samples = Samples(SampleOutlet(kept.append, Spelled()), seed=0, share=1.0, problems=0, n=3)
+    samples = Samples(SampleOutlet(kept.append, Spelled()), seed=0, share=1.0, problems=0)
     asked = replace(prompt(0, 5), answer={"of": np.float32(0.5)}, messages=[{"role": "user", "content": "5?"}])
     told = Conversation([{"role": "user", "content": "5?"}], [{"role": "assistant", "content": "6"}])
     episodes = [
@@ -186,8 +187,9 @@ def test_a_groups_record_has_what_was_asked_said_scored_and_trained():
     ]
     episodes = [replace(one, id=asked.trajectory_id(k)) for k, one in enumerate(episodes)]
     samples.admitted(17, asked, 10.0)
-    samples.generated(17, episodes, 12.0)
-    group = Group(17, asked, tuple(one for one in episodes if one.failure is None), None)
+    group = Group(17, asked, 3, SamplingParams(1), trajectories=tuple(episodes))
+    samples.generated(group, 12.0)
+    group.trajectories = tuple(one for one in episodes if one.failure is None)
     group.baseline = 0.25
     scores = Scores(np.array([1 / 3, 0, 0.25], np.float32), {"exact": [1.0, 0.0, 0.25], "format": [None, 1.0, 0.0]})
     samples.rewarded(group, scores, 13.0)
@@ -290,13 +292,14 @@ def test_what_json_cannot_hold_is_text():
 
 def test_a_lone_surrogate_is_spelled_wherever_a_record_has_it():
     kept: list[dict[str, Any]] = []
-    samples = Samples(SampleOutlet(kept.append, Spelled()), seed=0, share=1.0, problems=1, n=1)
+    samples = Samples(SampleOutlet(kept.append, Spelled()), seed=0, share=1.0, problems=1)
     asked = replace(prompt(0, 5), source="half \ud83d", answer={"\udc00": ["\ud83d"]})
     answer = replace(episode(0), id=asked.trajectory_id(0), text="😀 \ud83d")
     samples.admitted(1, asked, 1.0)
-    samples.generated(1, [answer], 2.0)
+    group = Group(0, asked, 1, SamplingParams(1), trajectories=(answer,))
+    samples.generated(replace(group, number=1), 2.0)
     samples.settled(1, Fate.FILTERED.value, "said \udfff", None, version=0, time=3.0)
-    samples.validated(0, 0, asked, [answer], None, 4.0)
+    samples.validated(0, group, None, 4.0)
     for record in kept:
         json.dumps(record, ensure_ascii=False).encode()
         assert (record["source"], record["answer"]) == ("half \\ud83d", {"\\udc00": ["\\ud83d"]})

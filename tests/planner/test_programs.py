@@ -14,7 +14,7 @@ from headway.agents.episodes.episode_limits import EpisodeLimits
 from headway.agents.episodes.episode_worker import local_episode_worker
 from headway.agents.episodes.program_episode import Hosting
 from headway.agents.interface.program_messages import TurnRequest
-from headway.data.interfaces.episode_groups import GroupRequest
+from headway.data.interfaces.episode_groups import Group
 from headway.data.interfaces.rollout import FinishedCall, SamplingParams
 from headway.data.types import FinishReason, Prompt, RowAt, Trajectory
 from headway.events import ReplicaActivity, TrajectoryFinished
@@ -56,7 +56,7 @@ def made(
         programs = SimulatedPrograms(ProgramProfile.model_validate(program), troubles)
         prompt = Prompt(0, 0, 0, "", "", np.zeros(10, np.int32), messages=[said_in_tokens("user", "", 10)])
         async with local_episode_worker(replica_, hosting=Hosting(programs, SimulatedRecord, LIMITS, seed=1)) as worker:
-            (group,) = [g async for g in worker.generate([GroupRequest(0, prompt, n, SamplingParams(1000))])]
+            (group,) = [g async for g in worker.generate([Group(0, prompt, n, SamplingParams(1000))])]
             assert group.tokens is None, "there is nothing behind lengths"
             return group.trajectories, asyncio.get_running_loop().time(), replica_
 
@@ -146,7 +146,7 @@ def test_a_lost_runner_ends_its_programs_which_are_run_again():
         engine = replica(lambda row, k: 4, slots=8, decode=[(1, 1.0)])
         async with local_episode_worker(engine, hosting=Hosting(programs, SimulatedRecord, LIMITS)) as worker:
             asyncio.get_running_loop().call_later(5.0, programs.lose_runner, 0)  # in the first step
-            (group,) = [g async for g in worker.generate([GroupRequest(0, prompt, 3, SamplingParams(1000))])]
+            (group,) = [g async for g in worker.generate([Group(0, prompt, 3, SamplingParams(1000))])]
         return list(group.trajectories)
 
     episodes = run_virtual(main())

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 from weakref import finalize
 
@@ -17,7 +18,7 @@ from headway.cluster.roles.rollout_role import RolloutRole
 from headway.cluster.weight_sync.weight_sync import WeightPaths
 from headway.cluster.worker_group import ReplicaCalls, Worker, WorkerGroup, proxy
 from headway.config.sizing.placement import LOGP
-from headway.data.interfaces.episode_groups import EpisodeWorkerProtocol, FinishedGroup, GroupRequest
+from headway.data.interfaces.episode_groups import EpisodeWorkerProtocol, Group
 from headway.data.interfaces.rollout import Capabilities, RolloutEngine
 from headway.data.interfaces.training import CriticEngine, LogProbEngine, TrainEngine
 from headway.data.interfaces.weights import GatherReport, ReceiveReport, SendReport
@@ -159,21 +160,20 @@ class RemoteEpisodeWorker:
         self._forgotten: list[TokenFile] = []
         """Files on another machine of groups that nobody in this process knows any more."""
         there = proxy(peer, EpisodeWorkerProtocol, part="worker")
-        self.leave, self.hold, self.go_on = there.leave, there.hold, there.go_on
+        self.leave, self.route, self.hold, self.go_on = there.leave, there.route, there.hold, there.go_on
         self.abort_older_than, self.answer = there.abort_older_than, there.answer
         self.heartbeat = worker.heartbeat
         self.died = worker.lost  # one on a silent machine is as good as dead; another one goes on
 
-    async def generate(
-        self, requests: Sequence[GroupRequest], *, on: str | None = None
-    ) -> AsyncGenerator[FinishedGroup, None]:
+    async def generate(self, requests: Sequence[Group], *, on: str | None = None) -> AsyncGenerator[Group, None]:
         forgotten, self._forgotten = self._forgotten, []
+        open_groups = {group.number: group for group in requests}
         async with aclosing(self._peer.each("generate", list(requests), on, forgotten)) as finished:
-            async for group in finished:
-                if isinstance(group.tokens, TokenFile) and group.tokens.data is None:
-                    copy = TokenFile(group.tokens.host, group.tokens.path)  # what is forgotten must not refer to itself
-                    finalize(group.tokens, self._forget, copy).atexit = False
-                yield group
+            async for number, trajectories, tokens in finished:
+                if isinstance(tokens, TokenFile) and tokens.data is None:
+                    copy = TokenFile(tokens.host, tokens.path)  # what is forgotten must not refer to itself
+                    finalize(tokens, self._forget, copy).atexit = False
+                yield replace(open_groups.pop(number), trajectories=trajectories, tokens=tokens)
 
     def _forget(self, file: TokenFile) -> None:
         """Remove ``file``, or have its episode worker do so where that is on another machine."""
@@ -185,9 +185,6 @@ class RemoteEpisodeWorker:
     async def join(self, replica: RolloutEngine) -> None:
         assert isinstance(replica, RolloutReplica), "another process can call replicas of the cluster alone"
         await self._peer.call("worker.join", replica.calls)
-
-    async def route(self, replicas: Sequence[str], *, halted: bool = False) -> None:
-        await self._peer.call("route", list(replicas), halted)
 
     async def failures(self) -> AsyncGenerator[tuple[str, HeadwayError], None]:
         async with aclosing(self._peer.each("worker.failures")) as failures:

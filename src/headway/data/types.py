@@ -1,4 +1,6 @@
-"""The nouns of the pipeline: prompt, trajectory, group, row, training sample. Plain data; numpy, never torch.
+"""The nouns of the pipeline: prompt, trajectory, row, training sample. Plain data; numpy, never torch.
+
+The group is in `headway.data.interfaces.episode_groups`.
 
 Token arrays stay behind a `Handle` once a group left its engine: the driver reads metadata only and passes handles on,
 so a group's tokens travel from the process that sampled them to the process that trains on them, and nowhere else. A
@@ -10,7 +12,7 @@ Shape suffixes: P prompt tokens, T response tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple, TypeVar, Union
@@ -18,7 +20,6 @@ from typing import Any, NamedTuple, TypeVar, Union
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.errors import RunError
 from headway.runtime.pickling import pickled_by_fields
 
 T = TypeVar("T")
@@ -286,72 +287,6 @@ class Outcomes:
     """Rewards of each episode's turns, by number, E of them; empty where no episode has any."""
     lengths: NDArray[np.int64] | None = None
     """Number of tokens that each episode trains, [E], without holes; None where only their rows tell."""
-
-
-@dataclass(slots=True)
-class Group:
-    """One prompt with its ``rollout.n`` trajectories: the unit that streams. ``number`` counts admissions from 0."""
-
-    number: int
-    prompt: Prompt
-    trajectories: tuple[Trajectory, ...]
-    """The group's trajectories, in order of k."""
-    tokens: Handle[GroupTokens]
-    rewards: NDArray[np.float32] | None = None
-    """Each trajectory's own reward, beside those of its turns, [n]; set by the stage Reward."""
-    baseline: float | None = None
-    """The score of the policy's greedy episode, those of its turns included, where one was generated (ReMax)."""
-    columns: dict[str, tuple[AnyColumn, ...]] = field(default_factory=dict)
-    """The numbers computed per token, by name: one [T] column per row, in the order of `samples`. See `Sample.columns`.
-    """
-
-    @property
-    def id(self) -> tuple[int, int, int]:
-        """The group's identity: epoch, row and attempt, with which the ids of its trajectories begin."""
-        return self.prompt.epoch, self.prompt.row, self.prompt.attempt
-
-    def samples(self, columns: Collection[str] = (), *, mask_cut_off: bool = False) -> list[Sample]:
-        """The samples of the group for a forward or training step, with those of ``columns`` that it has.
-
-        There is one for each row of each trajectory, in order. ``mask_cut_off``: episodes that did not end by
-        themselves are in no loss (overlong filtering).
-        """
-        samples: list[Sample] = []
-        present = {name: self.columns[name] for name in columns if name in self.columns}
-        for trajectory in self.trajectories:
-            complete = trajectory.complete
-            for at in trajectory.rows:
-                place = len(samples)
-                samples.append(
-                    Sample(
-                        tokens=self.tokens,
-                        index=at.index,
-                        prompt_length=at.prompt_length,
-                        length=at.length,
-                        episode=trajectory.id,
-                        columns={name: of_rows[place] for name, of_rows in present.items()},
-                        finished=complete,
-                        masked=mask_cut_off and not complete,
-                    )
-                )
-        return samples
-
-    @property
-    def row_count(self) -> int:
-        """Number of rows of its trajectories."""
-        return sum(len(trajectory.rows) for trajectory in self.trajectories)
-
-    @property
-    def oldest_version(self) -> int:
-        """The oldest version that sampled any of the group's tokens. Raises `RunError` for a group without tokens."""
-        versions = [oldest for t in self.trajectories if (oldest := t.oldest_version) is not None]
-        if not versions:
-            ends = ", ".join(t.finish_reason for t in self.trajectories)
-            raise RunError(
-                f"group {self.number}: none of its {len(self.trajectories)} trajectories has a token ({ends}), so it "
-                "has no version of weights. Such a group cannot be trained on; its engine should not have delivered it"
-            )
-        return min(versions)
 
 
 @pickled_by_fields

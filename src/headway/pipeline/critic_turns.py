@@ -13,8 +13,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from headway.data.interfaces.episode_groups import Group
 from headway.data.interfaces.training import CriticEngine
-from headway.data.types import ColumnName, Group, Sample
+from headway.data.types import ColumnName, Sample
 from headway.events import CriticStepped, Emit
 from headway.pipeline.admission.fetches import Fetch, samples_of
 from headway.pipeline.admission.pipeline_state import now

@@ -20,7 +20,7 @@ from contextlib import aclosing, suppress
 from functools import partial
 from typing import Any
 
-from headway.data.interfaces.episode_groups import EpisodeWorkerProtocol, FinishedGroup, GroupRequest
+from headway.data.interfaces.episode_groups import EpisodeWorkerProtocol, Group
 from headway.data.interfaces.rollout import RolloutEngine
 from headway.errors import HeadwayError, RunError, WorkerDied
 from headway.events import EpisodeWorkerLost
@@ -70,9 +70,7 @@ class EpisodeWorkerClient(Remote):
     async def answer(self) -> None:
         await self._ask_soon(self.worker.answer(), "answer")
 
-    async def generate(
-        self, requests: Sequence[GroupRequest], *, on: str | None = None
-    ) -> AsyncGenerator[FinishedGroup, None]:
+    async def generate(self, requests: Sequence[Group], *, on: str | None = None) -> AsyncGenerator[Group, None]:
         """Yield groups as `EpisodeWorkerProtocol.generate` does, asked for after all orders so far. Bounded by the
         longest answer and the stall detector only.
         """
@@ -95,7 +93,7 @@ class EpisodeWorkerClient(Remote):
             await self._while_here(self.worker.close(), self._timeout_s, "leave all replicas")
 
 
-Share = tuple[EpisodeWorkerClient | None, list[GroupRequest]]
+Share = tuple[EpisodeWorkerClient | None, list[Group]]
 """An episode worker and its part of a wave; None for any episode worker, as soon as there is one."""
 
 
@@ -156,7 +154,7 @@ class EpisodeWorkers:
         """Order every worker to send new calls to ``replicas`` alone, where they wait if these are ``halted``."""
         names = list(replicas)
         self._route = names, halted
-        self._order(f"call {', '.join(names)}", lambda worker: worker.route(names, halted=halted))
+        self._order(f"call {', '.join(names)}", lambda worker: worker.route(names, halted))
 
     async def hold(self) -> None:
         """Have episode workers start no training group; return when all that were started are done. `go_on` ends it,
@@ -184,18 +182,18 @@ class EpisodeWorkers:
 
     # ------------------------------------------------------------------------------------- groups
 
-    def assign(self, wave: Sequence[GroupRequest]) -> list[Share]:
+    def assign(self, wave: Sequence[Group]) -> list[Share]:
         """Split a wave over the episode workers: each group goes to the one with the fewest unfinished groups."""
         if not self._serving:
             return [(None, list(wave))]
-        shares: dict[EpisodeWorkerClient, list[GroupRequest]] = {}
+        shares: dict[EpisodeWorkerClient, list[Group]] = {}
         for request in wave:
             worker = self._lightest()
             worker.load += 1
             shares.setdefault(worker, []).append(request)
         return [(worker, shares[worker]) for worker in self._serving.values() if worker in shares]
 
-    async def generate(self, share: Share) -> AsyncGenerator[FinishedGroup, None]:
+    async def generate(self, share: Share) -> AsyncGenerator[Group, None]:
         """Yield each group of the share when it is done. Another worker makes what a lost one has not handed on."""
         worker, requests = share
         left = {request.number: request for request in requests}
@@ -214,7 +212,7 @@ class EpisodeWorkers:
                 await self.lose(gone)
                 worker = None
 
-    async def generate_on(self, replica: str, requests: Sequence[GroupRequest]) -> AsyncGenerator[FinishedGroup, None]:
+    async def generate_on(self, replica: str, requests: Sequence[Group]) -> AsyncGenerator[Group, None]:
         """Have the first worker make groups with calls to ``replica`` alone. Raises `WorkerDied` when that leaves."""
         left = {request.number: request for request in requests}
         while left:
@@ -245,7 +243,7 @@ class EpisodeWorkers:
         for replica in self._replicas.values():
             client.order(f"connect to {replica.name}", lambda worker, replica=replica: worker.join(replica))  # type: ignore[misc]
         names, halted = self._route
-        client.order(f"call {', '.join(names)}", lambda worker: worker.route(names, halted=halted))
+        client.order(f"call {', '.join(names)}", lambda worker: worker.route(names, halted))
         self._attend(client)
         if self._tasks is not None:
             self._started.append(self._tasks.start(self._serve(client)))

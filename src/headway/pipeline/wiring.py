@@ -17,10 +17,9 @@ from typing import Any
 from headway.config.algorithm_checks import GROUP_RELATIVE, min_episodes
 from headway.config.schema import Config
 from headway.config.sizing.timeouts import Timeouts
-from headway.data.interfaces.episode_groups import EpisodeWorkerProtocol, PromptSource
+from headway.data.interfaces.episode_groups import EpisodeWorkerProtocol, Group, PromptSource
 from headway.data.interfaces.rollout import OnUpdate, RolloutEngine, SamplingParams
 from headway.data.mixing import share_of
-from headway.data.types import Group
 from headway.events import WAITS_FOR_GROUPS, Emit, Observer, fan_out
 from headway.pipeline.admission.fetches import Fetch, Fetches, FetchSource
 from headway.pipeline.admission.ledger import Ledger
@@ -133,7 +132,6 @@ def wire(config: Config, parts: Parts, observers: Sequence[Observer], checkpoint
             unrewarded,
             episode_workers,
             halts,
-            n=config.rollout.n,
             min_episodes=min_episodes(config),
             troubles=_troubles(config),
         ),
@@ -260,7 +258,7 @@ def _samples(config: Config, parts: Parts) -> Samples | None:
     if parts.samples is None or not wanted:
         return None
     share = share_of(wanted, config.groups_per_version)
-    return Samples(parts.samples, seed=config.run.seed, share=share, problems=wanted, n=config.rollout.n)
+    return Samples(parts.samples, seed=config.run.seed, share=share, problems=wanted)
 
 
 def _critic(config: Config, parts: Parts, emit: Emit) -> Critic | None:
@@ -294,7 +292,6 @@ def _rewarding(
             scoring,
             group_filter,
             shaping,
-            n=config.rollout.n,
             turn_discount=config.algorithm.turn_discount,
             equal=equal,
         )

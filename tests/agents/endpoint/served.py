@@ -15,7 +15,7 @@ from headway.agents.episodes.episode_worker import EpisodeWorker, local_episode_
 from headway.agents.episodes.program_episode import Hosting, Turn
 from headway.agents.episodes.program_workers import texts_of
 from headway.agents.interface.program_messages import Access, EpisodeEnd, EpisodeStart
-from headway.data.interfaces.episode_groups import FinishedGroup
+from headway.data.interfaces.episode_groups import Group
 from headway.data.interfaces.rollout import SamplingParams
 from headway.data.types import Trajectory
 from tests.agents.episodes.program_episodes import RENDERER, Here, Policy, check_trained_tokens, request
@@ -32,7 +32,7 @@ def endpoint(renderer: ChatRenderer = RENDERER, **settings: Any) -> Endpoint:
 class Served:
     """What a group of episodes of an agent came to."""
 
-    group: FinishedGroup
+    group: Group
     policies: Sequence[Policy]
     returned: list[Any] = field(default_factory=list)
     """What the agent returned, episode by episode as they ended."""

@@ -20,7 +20,7 @@ from headway.agents.episodes.episode_tokens import Chats
 from headway.agents.episodes.episode_worker import local_episode_worker
 from headway.agents.episodes.program_episode import Hosting, Turn
 from headway.agents.interface.program_messages import Access, EpisodeEnd, EpisodeStart
-from headway.data.interfaces.episode_groups import FinishedGroup
+from headway.data.interfaces.episode_groups import Group
 from headway.data.interfaces.rollout import GenerateRequest
 from tests.agents.endpoint.scripted import ADD, ADD_PARAMETERS, Made, Scripted, calling
 from tests.agents.endpoint.served import endpoint
@@ -65,7 +65,7 @@ class Open:
     def says(self, call: GenerateRequest) -> str:
         return f"the {MARKS[call.trajectory[-1]]} {ANSWERS[len(self.policy.record) % len(ANSWERS)]}"
 
-    async def make(self) -> FinishedGroup:
+    async def make(self) -> Group:
         stop_ids = tuple(sorted(RENDERER.end_ids))
         hosting = Hosting(
             Here(self.program), Chats(RENDERER).record, LIMITS, stop_ids=stop_ids, endpoint=(serving := endpoint())

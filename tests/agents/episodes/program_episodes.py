@@ -13,7 +13,7 @@ from headway.agents.episodes.episode_tokens import Chats
 from headway.agents.episodes.episode_worker import EpisodeWorker, local_episode_worker
 from headway.agents.episodes.program_episode import Hosting, Turn
 from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart, Message, TurnRequest, said
-from headway.data.interfaces.episode_groups import FinishedGroup, GroupRequest
+from headway.data.interfaces.episode_groups import Group
 from headway.data.interfaces.rollout import FinishedCall, GenerateRequest, SamplingParams
 from headway.data.types import FinishReason, Prompt, RowTokens, SampledTokens, TrajectoryId
 from headway.errors import EpisodeOver, RunnerLost
@@ -138,9 +138,9 @@ async def slow(start: EpisodeStart, ask: Turn) -> EpisodeEnd:
     return EpisodeEnd(1.0)
 
 
-def request(n: int = 1, number: int = 0) -> GroupRequest:
+def request(n: int = 1, number: int = 0) -> Group:
     prompt = Prompt(0, 7, 0, "test", "begin", np.zeros(1, np.int32), answer=5, messages=[said("user", "begin")])
-    return GroupRequest(number, prompt, n, SamplingParams(50))
+    return Group(number, prompt, n, SamplingParams(50))
 
 
 def hosting(programs: Here, limits: EpisodeLimits = LIMITS) -> Hosting:
@@ -155,11 +155,11 @@ def made(
     limits: EpisodeLimits = LIMITS,
     n: int = 1,
     meanwhile: Callable[[EpisodeWorker], Awaitable[None]] | None = None,
-) -> FinishedGroup:
+) -> Group:
     """One group of ``n`` episodes, on the virtual clock."""
     programs = program if isinstance(program, Here) else Here(program)
 
-    async def main() -> FinishedGroup:
+    async def main() -> Group:
         async with local_episode_worker(*(policies or [Policy()]), hosting=hosting(programs, limits)) as worker:
             beside = None if meanwhile is None else asyncio.ensure_future(meanwhile(worker))
             (group,) = [group async for group in worker.generate([request(n)])]
@@ -171,7 +171,7 @@ def made(
     return run_virtual(main())
 
 
-def check_trained_tokens(group: FinishedGroup) -> None:
+def check_trained_tokens(group: Group) -> None:
     """Check that metadata tells how many tokens an episode trains: estimators that see no tokens rely on it.
 
     Groups with an episode that was aborted are not trained.

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from headway.agents.episodes.episode_worker import EpisodeWorker
-from headway.data.interfaces.episode_groups import FinishedGroup, GroupRequest
+from headway.data.interfaces.episode_groups import Group
 from headway.data.interfaces.rollout import FinishedCall, GenerateRequest, Priority, SamplingParams
 from headway.data.types import FinishReason, Prompt, SampledTokens, TrajectoryId
 from headway.errors import DataError, RunError, WorkerDied
@@ -68,9 +68,9 @@ class ScriptedEngine:
         self._batches.put_nowait(WorkerDied(f"{self.name} was killed"))
 
 
-def request(number: int, n: int = 2, priority: Priority = Priority.TRAINING) -> GroupRequest:
+def request(number: int, n: int = 2, priority: Priority = Priority.TRAINING) -> Group:
     ids = np.arange(3, dtype=np.int32)
-    return GroupRequest(number, Prompt(0, number, 0, "test", "", ids), n, SAMPLING, priority)
+    return Group(number, Prompt(0, number, 0, "test", "", ids), n, SAMPLING, priority)
 
 
 @asynccontextmanager
@@ -86,11 +86,11 @@ async def worker_of(*engines: ScriptedEngine, gather_s: float = 0.0) -> AsyncGen
 class Asked:
     """A `generate` call under way, and the groups that it has given."""
 
-    def __init__(self, worker: EpisodeWorker, requests: Sequence[GroupRequest], on: str | None = None) -> None:
-        self.groups: list[FinishedGroup] = []
+    def __init__(self, worker: EpisodeWorker, requests: Sequence[Group], on: str | None = None) -> None:
+        self.groups: list[Group] = []
         self.task = asyncio.ensure_future(self._read(worker.generate(requests, on=on)))
 
-    async def _read(self, groups: AsyncIterator[FinishedGroup]) -> None:
+    async def _read(self, groups: AsyncIterator[Group]) -> None:
         async for group in groups:
             self.groups.append(group)
 
@@ -131,7 +131,7 @@ def test_a_baseline_is_one_more_answer_with_a_sampling_of_its_own():
     async def main() -> None:
         engine, greedy = ScriptedEngine("a"), SamplingParams(16, temperature=0.0)
         async with worker_of(engine) as worker:
-            asked = Asked(worker, [GroupRequest(0, request(0).prompt, 2, SAMPLING, baseline=greedy)])
+            asked = Asked(worker, [Group(0, request(0).prompt, 2, SAMPLING, baseline_sampling=greedy)])
             await settle()
             assert [call.sampling for call in engine.calls.values()] == [SAMPLING, SAMPLING, greedy]
             engine.finish_all()
@@ -145,7 +145,7 @@ def test_the_text_of_an_answer_is_without_the_stop_token_that_ended_it():
     async def main() -> None:
         engine, sampling = ScriptedEngine("a"), SamplingParams(16, stop_token_ids=(1,))
         async with worker_of(engine) as worker:
-            asked = Asked(worker, [GroupRequest(3, request(3).prompt, 2, sampling)])
+            asked = Asked(worker, [Group(3, request(3).prompt, 2, sampling)])
             await settle()
             engine.finish_all()  # each with its row and its k
             await asked.task

@@ -16,7 +16,7 @@ from headway.agents.episodes.episode_tokens import Chats
 from headway.agents.episodes.episode_worker import local_episode_worker
 from headway.agents.episodes.program_episode import Turn
 from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart, TurnRequest, said
-from headway.data.interfaces.episode_groups import FinishedGroup
+from headway.data.interfaces.episode_groups import Group
 from headway.errors import ProgramFailed
 from headway.planner.simulation.virtual_clock import run_virtual
 from tests.agents.episodes.program_episodes import (
@@ -134,7 +134,7 @@ def test_a_program_that_has_to_give_a_reward_and_gives_none_has_failed_alone():
         await ask(TurnRequest(start.messages))
         return EpisodeEnd(None if start.seed % 2 else 1.0)
 
-    async def main() -> FinishedGroup:
+    async def main() -> Group:
         asked = replace(hosting(Here(program)), gives_reward=True)
         async with local_episode_worker(Policy(), hosting=asked) as worker:
             (group,) = [group async for group in worker.generate([request(8)])]

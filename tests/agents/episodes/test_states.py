@@ -14,14 +14,14 @@ from headway.agents.episodes.episode_tokens import Chats
 from headway.agents.episodes.program_episode import Turn
 from headway.agents.episodes.token_tree import TokenTree, state_key
 from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart, Message, TurnRequest, said, tool_result
-from headway.data.interfaces.episode_groups import FinishedGroup
+from headway.data.interfaces.episode_groups import Group
 from headway.data.interfaces.rollout import FinishedCall
 from headway.data.types import FinishReason, RowTokens, SampledTokens
 from tests.agents.episodes.conftest import renderer_of
 from tests.agents.episodes.program_episodes import Here, made
 
 
-def states(group: FinishedGroup) -> list[dict[int, int]]:
+def states(group: Group) -> list[dict[int, int]]:
     """Of each episode: turn → state."""
     return [
         {turn.number: turn.state for at in episode.rows for turn in group.tokens[at.index].turns}

@@ -13,7 +13,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from headway.agents.episodes.episode_worker import local_episode_worker
-from headway.data.interfaces.episode_groups import FinishedGroup, GroupRequest
+from headway.data.interfaces.episode_groups import Group
 from headway.engines.rollout.native import NativeEngine
 from headway.engines.weights.buckets import pack, whole
 from headway.engines.weights.outgoing_version import Stream
@@ -83,7 +83,7 @@ async def serving(
         await engine.close()
 
 
-async def collect(engine: NativeEngine, requests: list[GroupRequest]) -> list[FinishedGroup]:
+async def collect(engine: NativeEngine, requests: list[Group]) -> list[Group]:
     """The groups in the order in which they are done, by an episode worker of their own."""
     name = f"episode-worker-{next(_WORKERS)}"
     async with asyncio.timeout(WAIT_S), local_episode_worker(engine, decode=decode, name=name) as worker:
@@ -97,6 +97,6 @@ async def until_asked(engine: NativeEngine, calls: int = 1) -> None:
             pass
 
 
-def endless(number: int, **changes: Any) -> GroupRequest:
+def endless(number: int, **changes: Any) -> Group:
     """As long as the context allows."""
     return make_request(number, max_tokens=CONTEXT, stop_token_ids=(), **changes)

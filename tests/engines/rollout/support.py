@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from headway.data.interfaces.episode_groups import FinishedGroup, GroupRequest
+from headway.data.interfaces.episode_groups import Group
 from headway.data.interfaces.rollout import FinishedCall, GenerateRequest, Priority, SamplingParams
 from headway.data.types import Prompt, RowAt, RowTokens, Trajectory
 from headway.engines.rollout.native.native_core import EngineCore, Finished
@@ -105,7 +105,7 @@ def decode(ids: Sequence[int]) -> str:
 class Asked:
     """A group that was asked for, and what has come of it."""
 
-    request: GroupRequest
+    request: Group
     client: str
     done: dict[int, FinishedCall] = field(default_factory=dict)
 
@@ -124,11 +124,11 @@ class Asked:
             rows=(RowAt(k, len(self.request.prompt.token_ids), call.length),),
         )
 
-    def group(self) -> FinishedGroup:
+    def group(self) -> Group:
         ks = range(self.request.n)
         prompt = np.asarray(self.request.prompt.token_ids, np.int32)
         rows = tuple(RowTokens.answer(prompt, self.done[k].tokens) for k in ks)
-        return FinishedGroup(self.request.number, tuple(map(self.trajectory, ks)), rows)
+        return replace(self.request, trajectories=tuple(map(self.trajectory, ks)), tokens=rows)
 
 
 class AskedCore(EngineCore):
@@ -140,7 +140,7 @@ class AskedCore(EngineCore):
         self.asked: dict[tuple[str, int], tuple[Asked, int]] = {}
         """(group, k) of what is unfinished, by client and number of the call."""
 
-    def ask(self, requests: Sequence[GroupRequest], client: str = "owner") -> None:
+    def ask(self, requests: Sequence[Group], client: str = "owner") -> None:
         calls, asked = [], {}
         for request in requests:
             group = Asked(request, client)
@@ -150,7 +150,7 @@ class AskedCore(EngineCore):
         self.submit(client, calls)
         self.asked |= asked
 
-    def groups(self, finished: Iterable[Finished]) -> list[FinishedGroup]:
+    def groups(self, finished: Iterable[Finished]) -> list[Group]:
         """The groups that this completes."""
         complete = []
         for client, call in finished:
@@ -160,7 +160,7 @@ class AskedCore(EngineCore):
                 complete.append(group.group())
         return complete
 
-    def abort_groups(self, numbers: Sequence[int]) -> list[FinishedGroup]:
+    def abort_groups(self, numbers: Sequence[int]) -> list[Group]:
         """Abort these training groups."""
         wanted: dict[str, list[int]] = {}
         for (client, number), (group, _) in self.asked.items():
@@ -173,7 +173,7 @@ class AskedCore(EngineCore):
         return sorted({group.request.number for group, _ in self.asked.values()})
 
 
-def make_call(request: GroupRequest, k: int = 0, number: int = 0, **changes: Any) -> GenerateRequest:
+def make_call(request: Group, k: int = 0, number: int = 0, **changes: Any) -> GenerateRequest:
     """The call of one answer of a group."""
     settings: dict[str, Any] = {
         "number": number,
@@ -209,13 +209,13 @@ def make_request(
     priority: Priority = Priority.TRAINING,
     attempt: int = 0,
     **sampling: Any,
-) -> GroupRequest:
+) -> Group:
     """A random prompt, the same for the same number."""
     rng = np.random.default_rng(number)
     tokens = rng.integers(2, VOCABULARY, length or int(rng.integers(3, 14))).astype(np.int32)
     prompt = Prompt(epoch=0, row=number, attempt=attempt, source="test", text="", token_ids=tokens)
     params = SamplingParams(**{"max_tokens": 16, "stop_token_ids": (STOP,), **sampling})
-    return GroupRequest(number, prompt, n, params, priority)
+    return Group(number, prompt, n, params, priority)
 
 
 def activate(core: EngineCore, version: int, model: PreTrainedModel) -> None:
@@ -232,26 +232,26 @@ def activate(core: EngineCore, version: int, model: PreTrainedModel) -> None:
     core.activate(version, load)
 
 
-def finish(core: AskedCore) -> list[FinishedGroup]:
+def finish(core: AskedCore) -> list[Group]:
     """Step until there is nothing to do."""
-    groups: list[FinishedGroup] = []
+    groups: list[Group] = []
     with torch.inference_mode():
         while core.has_work:
             groups.extend(core.groups(core.step()))
     return groups
 
 
-def steps(core: AskedCore, count: int) -> list[FinishedGroup]:
+def steps(core: AskedCore, count: int) -> list[Group]:
     with torch.inference_mode():
         return [group for _ in range(count) if core.has_work for group in core.groups(core.step())]
 
 
-def tokens_of(groups: Sequence[FinishedGroup]) -> dict[tuple[int, int], list[int]]:
+def tokens_of(groups: Sequence[Group]) -> dict[tuple[int, int], list[int]]:
     """Every trajectory's token ids by (number, k)."""
     return {(g.number, k): r.ids.tolist() for g in groups for k, r in enumerate(g.tokens)}
 
 
-def reference_logprobs(model: PreTrainedModel, group: FinishedGroup, k: int) -> NDArray[np.float32]:
+def reference_logprobs(model: PreTrainedModel, group: Group, k: int) -> NDArray[np.float32]:
     """[T] log-probs of one response by a plain Hugging Face forward over prompt and response."""
     prompt, response = group.tokens[0].prompt_ids, group.tokens[k].ids
     ids = torch.from_numpy(np.concatenate([prompt, response]).astype(np.int64))
@@ -261,7 +261,7 @@ def reference_logprobs(model: PreTrainedModel, group: FinishedGroup, k: int) -> 
     return chosen.squeeze(1).numpy()
 
 
-def assert_logprobs(groups: Sequence[FinishedGroup], model_of: Mapping[int, PreTrainedModel]) -> None:
+def assert_logprobs(groups: Sequence[Group], model_of: Mapping[int, PreTrainedModel]) -> None:
     """Every token's log-prob is that of its version's model, over the whole sequence; no other version sampled."""
     for group in groups:
         for k, response in enumerate(group.tokens):
@@ -272,9 +272,7 @@ def assert_logprobs(groups: Sequence[FinishedGroup], model_of: Mapping[int, PreT
                 np.testing.assert_allclose(response.logprobs[mine], expected[mine], atol=TOLERANCE, rtol=0)
 
 
-def _nearest(
-    model: PreTrainedModel, group: FinishedGroup, k: int, logprobs: NDArray[np.float32]
-) -> NDArray[np.float32]:
+def _nearest(model: PreTrainedModel, group: Group, k: int, logprobs: NDArray[np.float32]) -> NDArray[np.float32]:
     """[T] of a plain forward in the model's dtype, and where that is float32 and rounds otherwise, in float64."""
     plain = reference_logprobs(model, group, k)
     if model.dtype != torch.float32 or np.allclose(logprobs, plain, atol=TOLERANCE, rtol=0):

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.data.interfaces.episode_groups import GroupRequest
+from headway.data.interfaces.episode_groups import Group
 from headway.data.interfaces.rollout import Priority, SamplingParams
 from headway.data.types import FinishReason, Prompt
 from headway.engines.rollout.native.model_runner import BLOCK_COST, blocks_of
@@ -95,7 +95,7 @@ def test_a_request_that_cannot_be_served_is_refused_with_everything_submitted_be
     core = make_core(MODEL)
     prompt = Prompt(0, 9, 0, "test", "", np.array(tokens, np.int32))
     with pytest.raises(DataError, match=message):
-        core.ask([make_request(0), GroupRequest(1, prompt, 1, SamplingParams(4))], "owner")
+        core.ask([make_request(0), Group(1, prompt, 1, SamplingParams(4))], "owner")
     assert core.unfinished() == [] and not core.has_work
 
 

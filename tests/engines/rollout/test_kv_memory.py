@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.data.interfaces.episode_groups import FinishedGroup
+from headway.data.interfaces.episode_groups import Group
 from headway.data.interfaces.rollout import OnUpdate, Priority
 from headway.engines.rollout.native.kv_cache import ROOM_STEP, KvGeometry, SlotCache
 from headway.errors import ConfigError
@@ -28,9 +28,9 @@ def long_core(tokens: int, **changes: Any) -> AskedCore:
     return make_core(model, max_context=LONG, max_batched_tokens=LONG, kv_cache_bytes=tokens * OF_TOKEN, **changes)
 
 
-def watched(core: AskedCore, steps: int = 10**6) -> tuple[list[FinishedGroup], int]:
+def watched(core: AskedCore, steps: int = 10**6) -> tuple[list[Group], int]:
     """Step while there is work: what finished, and how often a row was parked. The cache never holds too much."""
-    finished: list[FinishedGroup] = []
+    finished: list[Group] = []
     parked = 0
     with torch.inference_mode():
         for _ in range(steps):

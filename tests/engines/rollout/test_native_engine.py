@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from headway.agents.episodes.episode_worker import local_episode_worker
-from headway.data.interfaces.episode_groups import GroupRequest
+from headway.data.interfaces.episode_groups import Group
 from headway.data.interfaces.rollout import OnUpdate, Priority
 from headway.data.types import FinishReason, TrajectoryId
 from headway.engines.weights.incoming_version import BackBuffer
@@ -224,7 +224,7 @@ async def test_validation_submitted_while_paused_waits_and_comes_first() -> None
         await engine.pause(OnUpdate.KEEP)
         order: list[str] = []
 
-        async def note(kind: str, request: GroupRequest) -> None:
+        async def note(kind: str, request: Group) -> None:
             await collect(engine, [request])
             order.append(kind)
 

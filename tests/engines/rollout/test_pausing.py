@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from headway.data.interfaces.episode_groups import FinishedGroup
+from headway.data.interfaces.episode_groups import Group
 from headway.data.interfaces.rollout import OnUpdate, Priority
 from headway.data.types import FinishReason
 from headway.errors import RunError
@@ -38,7 +38,7 @@ def undisturbed() -> dict[tuple[int, int], list[int]]:
 def test_a_pause_without_an_update_changes_no_token(policy: OnUpdate) -> None:
     core = make_core(MODEL, slots=5)
     core.ask(REQUESTS, "owner")
-    groups: list[FinishedGroup] = []
+    groups: list[Group] = []
     while len(groups) < len(REQUESTS):
         groups += steps(core, 3)
         core.pause(policy)
@@ -200,7 +200,7 @@ class Schedule:
         self.models = {0: MODEL}
         self.submitted: set[int] = set()
         self.aborted: set[int] = set()
-        self.groups: list[FinishedGroup] = []
+        self.groups: list[Group] = []
 
     def act(self) -> None:
         match self.rng.integers(8):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from headway.data.interfaces.episode_groups import GroupRequest
+from headway.data.interfaces.episode_groups import Group
 from headway.data.interfaces.rollout import OnUpdate
 from headway.engines.rollout.native.model.step_attention import AttentionShape, DecodeAttention, places_do_not_matter
 from headway.engines.rollout.native.model.step_layout import LEAST_CALLS, LEAST_TOKENS, TOGETHER, SharedPrompts, Windows
@@ -40,7 +40,7 @@ def long_core(model: PreTrainedModel, slots: int = 40, **changes: Any) -> AskedC
     return make_core(model, slots=slots, max_context=LONG, max_batched_tokens=400, **changes)
 
 
-def requests() -> list[GroupRequest]:
+def requests() -> list[Group]:
     """Groups with prompts of which one is shorter than what is attended to apart."""
     return [make_request(i, n=N, length=length, max_tokens=12) for i, length in enumerate((LEAST_TOKENS, 150, 40, 171))]
 

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from headway.data.interfaces.episode_groups import FinishedGroup, GroupRequest
+from headway.data.interfaces.episode_groups import Group
 from headway.data.interfaces.rollout import OnUpdate
 from headway.engines.rollout.native.model.fused_forward import FusedForward
 from headway.engines.rollout.native.native_core import EngineCore
@@ -176,7 +176,7 @@ def test_weights_from_a_mapped_file_can_be_given_up(tmp_path: Path) -> None:
     assert device_bytes(core) == 0
 
 
-def assert_theirs(groups: list[FinishedGroup], model_of: dict[int, PreTrainedModel]) -> None:
+def assert_theirs(groups: list[Group], model_of: dict[int, PreTrainedModel]) -> None:
     """Log-probs are those of each token's version, and greedy tokens the best; all versions sampled something."""
     assert_logprobs(groups, model_of)
     responses = [(group, k, response) for group in groups for k, response in enumerate(group.tokens)]
@@ -188,7 +188,7 @@ def assert_theirs(groups: list[FinishedGroup], model_of: dict[int, PreTrainedMod
                 assert np.array_equal(likeliest(model, group, k)[mine], response.ids[mine])
 
 
-def likeliest(model: PreTrainedModel, group: FinishedGroup, k: int) -> NDArray[np.int64]:
+def likeliest(model: PreTrainedModel, group: Group, k: int) -> NDArray[np.int64]:
     """[T] the best token at each place of a response, given what is before it."""
     prompt, response = group.tokens[0].prompt_ids, group.tokens[k].ids
     context = torch.from_numpy(np.concatenate([prompt, response]).astype(np.int64))
@@ -196,7 +196,7 @@ def likeliest(model: PreTrainedModel, group: FinishedGroup, k: int) -> NDArray[n
         return model(input_ids=context[None]).logits[0, len(prompt) - 1 : -1].argmax(-1).numpy()
 
 
-def endless_greedy(number: int) -> GroupRequest:
+def endless_greedy(number: int) -> Group:
     assert number >= GREEDY
     return endless(number, n=2, temperature=0.0)
 

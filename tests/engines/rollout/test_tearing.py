@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from headway.data.interfaces.episode_groups import FinishedGroup
+from headway.data.interfaces.episode_groups import Group
 from headway.data.interfaces.rollout import OnUpdate
 from headway.engines.rollout.native.model.policy_forward import PolicyForward
 from headway.engines.rollout.native.native_core import EngineCore
@@ -83,7 +83,7 @@ class Watching:
             assert torch.equal(served_tensors(self._core)[name], expected), name
 
 
-def assert_from_the_table(groups: list[FinishedGroup]) -> set[int]:
+def assert_from_the_table(groups: list[Group]) -> set[int]:
     """The versions that sampled."""
     seen: set[int] = set()
     for group in groups:
@@ -117,7 +117,7 @@ QUICK = [
 async def test_no_output_mixes_two_versions(policy: OnUpdate, dual_buffer: bool, updates: int) -> None:
     """Up to two hundred updates of a model that decodes meanwhile, and a look at every pass."""
     source = Source(model(0))
-    groups: list[FinishedGroup] = []
+    groups: list[Group] = []
     over = False
 
     async with serving(source, model=model(0), dual_buffer=dual_buffer, slots=3) as engine:

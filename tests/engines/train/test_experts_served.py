@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from headway.data.interfaces.episode_groups import GroupRequest
+from headway.data.interfaces.episode_groups import Group
 from headway.data.interfaces.rollout import OnUpdate
 from headway.data.interfaces.training import StepContext
 from headway.data.packing import CollatedRow
@@ -42,7 +42,7 @@ def sending(both: Pair, encoding: str) -> Send:
     return send
 
 
-def request(number: int) -> GroupRequest:
+def request(number: int) -> Group:
     asked = make_request(number, n=2, temperature=TEMPERATURE, stop_token_ids=())
     return replace(asked, prompt=replace(asked.prompt, token_ids=2 + asked.prompt.token_ids % (VOCABULARY - 2)))
 

@@ -2,7 +2,7 @@
 
     generate ─▶ group ─▶ n episodes ─call─▶ Calls ─▶ a replica
                   ▲            ▲                       │
-      FinishedGroup            └────── FinishedCall ◀──┘
+      Group, made              └────── FinishedCall ◀──┘
 
 An episode of the program of one turn is one call with the prompt's ids; one of a user's program is a
 `headway.agents.episodes.program_episode.ProgramEpisode`. All of it runs on one event loop: the driver's where roles run
@@ -26,7 +26,7 @@ from headway.agents.episodes.request_dispatcher import (
     RequestDispatcher,
     nothing_sampled,
 )
-from headway.data.interfaces.episode_groups import FinishedGroup, GroupRequest
+from headway.data.interfaces.episode_groups import Group
 from headway.data.interfaces.rollout import FinishedCall, GenerateRequest, Priority, SamplingParams
 from headway.data.types import (
     FinishReason,
@@ -41,8 +41,8 @@ from headway.errors import HeadwayError, RunError, WorkerDied, boundary
 class _OpenGroup:
     """One group on its way."""
 
-    request: GroupRequest
-    inbox: asyncio.Queue[FinishedGroup | HeadwayError]
+    request: Group
+    inbox: asyncio.Queue[Group | HeadwayError]
     """The queue of the `generate` call that asked for the group."""
     home: Affinity
     missing: int
@@ -59,13 +59,13 @@ class _OpenGroup:
 
     def sampling(self, k: int) -> SamplingParams:
         """Sampling of episode ``k``: the baseline's is its own."""
-        baseline = self.request.baseline
+        baseline = self.request.baseline_sampling
         return baseline if baseline is not None and k == self.request.n else self.request.sampling
 
     @property
     def oldest_version(self) -> int | None:
         """The oldest version in a finished call; None before the first token."""
-        versions = [made.trajectory.oldest_version for made in self.done.values()]
+        versions = [trajectory.oldest_version for trajectory, _ in self.done.values()]
         versions += [episode.oldest_version for episode, _ in self.programs.values()]
         versions += [version for _, finished in self.answers.values() for _, version in finished.version_spans]
         return min((version for version in versions if version is not None), default=None)
@@ -114,15 +114,13 @@ class EpisodeWorker:
 
     # ------------------------------------------------------------------------------------- groups
 
-    async def generate(
-        self, requests: Sequence[GroupRequest], *, on: str | None = None
-    ) -> AsyncGenerator[FinishedGroup, None]:
+    async def generate(self, requests: Sequence[Group], *, on: str | None = None) -> AsyncGenerator[Group, None]:
         """See `headway.data.interfaces.episode_groups.EpisodeWorkerProtocol.generate`."""
         if self._ended is not None:
             raise self._ended
         if on is not None and not self._calls.knows(on):
             raise WorkerDied(f"{on} is gone")
-        inbox: asyncio.Queue[FinishedGroup | HeadwayError] = asyncio.Queue()
+        inbox: asyncio.Queue[Group | HeadwayError] = asyncio.Queue()
         groups = [_OpenGroup(request, inbox, Affinity(on), request.episodes) for request in requests]
         missing = len(groups)
         for group in groups:
@@ -158,7 +156,7 @@ class EpisodeWorker:
         """See `headway.data.interfaces.episode_groups.EpisodeWorkerProtocol.leave`."""
         await self._calls.leave(replica)
 
-    async def route(self, replicas: Sequence[str], *, halted: bool = False) -> None:
+    async def route(self, replicas: Sequence[str], halted: bool = False) -> None:
         """See `headway.data.interfaces.episode_groups.EpisodeWorkerProtocol.route`."""
         if halted:
             self._clock.stop()
@@ -352,10 +350,10 @@ def _answer(group: _OpenGroup, k: int, decode: Callable[[Sequence[int]], str] | 
         finished=finished.finished,
         rows=(RowAt(0, len(prompt_ids), length),) if length else (),
     )
-    return MadeEpisode(trajectory, [RowTokens.answer(prompt_ids, tokens)] if length and tokens is not None else [])
+    return trajectory, [RowTokens.answer(prompt_ids, tokens)] if length and tokens is not None else []
 
 
-def _whole(group: _OpenGroup, decode: Callable[[Sequence[int]], str] | None) -> FinishedGroup:
+def _whole(group: _OpenGroup, decode: Callable[[Sequence[int]], str] | None) -> Group:
     """Put the episodes of ``group`` together, in order of k, and number their rows.
 
     Answers are read here, all at once, so that one that comes alone costs no more than a look.
@@ -364,14 +362,13 @@ def _whole(group: _OpenGroup, decode: Callable[[Sequence[int]], str] | None) -> 
     rows: list[RowTokens] = []
     count, simulated = 0, False
     for k in range(group.request.episodes):
-        made = group.done[k] if group.done else _answer(group, k, decode)
-        simulated |= len(made.rows) < len(made.trajectory.rows)
-        numbered = tuple(replace(at, index=count + n) for n, at in enumerate(made.trajectory.rows))
-        trajectories.append(replace(made.trajectory, rows=numbered) if count else made.trajectory)
+        trajectory, own = group.done[k] if group.done else _answer(group, k, decode)
+        simulated |= len(own) < len(trajectory.rows)
+        numbered = tuple(replace(at, index=count + n) for n, at in enumerate(trajectory.rows))
+        trajectories.append(replace(trajectory, rows=numbered) if count else trajectory)
         count += len(numbered)
-        rows += made.rows
-    tokens = None if simulated else tuple(rows)
-    return FinishedGroup(group.request.number, tuple(trajectories), tokens)
+        rows += own
+    return replace(group.request, trajectories=tuple(trajectories), tokens=None if simulated else tuple(rows))
 
 
 @asynccontextmanager

@@ -23,7 +23,7 @@ from headway.agents.episodes.episode_attempt import CallLog, EpisodeAttempt
 from headway.agents.episodes.episode_limits import EpisodeClock, EpisodeLimits, EpisodeTime
 from headway.agents.episodes.episode_tokens import EpisodeTokens, spans_of
 from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart, TurnAnswer, TurnRequest
-from headway.data.interfaces.episode_groups import GroupRequest
+from headway.data.interfaces.episode_groups import Group
 from headway.data.interfaces.rollout import FinishedCall, Priority, SamplingParams
 from headway.data.tokenize import template_kwargs
 from headway.data.types import FinishReason, RowAt, RowTokens, Trajectory, TrajectoryId
@@ -118,20 +118,14 @@ class Hosting:
             await self.endpoint.close()
 
 
-@dataclass(frozen=True, slots=True)
-class MadeEpisode:
-    """An episode that is over."""
-
-    trajectory: Trajectory
-    """Metadata, with rows numbered from 0."""
-    rows: list[RowTokens]
-    """Tokens of the rows; none where they are only simulated."""
+MadeEpisode = tuple[Trajectory, list[RowTokens]]
+"""An episode that is over: its metadata, with rows numbered from 0, and their tokens, none where only simulated."""
 
 
 class ProgramEpisode:
     """An episode on its way. `make` makes it; `oldest_version` says how old its tokens are meanwhile."""
 
-    def __init__(self, request: GroupRequest, log: CallLog, hosting: Hosting, clock: EpisodeClock) -> None:
+    def __init__(self, request: Group, log: CallLog, hosting: Hosting, clock: EpisodeClock) -> None:
         """``log``: of the episode's calls, none of which was made so far."""
         self.id: TrajectoryId = log.id
         self._request, self._log, self._hosting, self._limits = request, log, hosting, hosting.limits
@@ -204,7 +198,7 @@ class ProgramEpisode:
         not keep its place until the last replica has said how far it came.
         """
         cut = [call for call in self._log.cut if call.length]
-        return MadeEpisode(self._trajectory([*self._one.calls, *cut], FinishReason.ABORTED), [])
+        return self._trajectory([*self._one.calls, *cut], FinishReason.ABORTED), []
 
     # ------------------------------------------------------------------------------------- the program
 
@@ -323,7 +317,7 @@ class ProgramEpisode:
             },
             notes={str(note): reason for note, reason in one.notes.items()},
         )
-        return MadeEpisode(trajectory, [row for row in rows if isinstance(row, RowTokens)])
+        return trajectory, [row for row in rows if isinstance(row, RowTokens)]
 
     def _trajectory(self, calls: Sequence[FinishedCall], finish_reason: FinishReason) -> Trajectory:
         """The trajectory of ``calls`` so far, without rows."""

@@ -37,7 +37,7 @@ from headway.api.checks.preflight import (
 )
 from headway.config.schema import Config
 from headway.data.files import Record
-from headway.data.interfaces.episode_groups import GroupRequest
+from headway.data.interfaces.episode_groups import Group
 from headway.data.interfaces.rollout import FinishedCall, GenerateRequest
 from headway.data.rows import by_source
 from headway.data.sources import DataBundle, Rows
@@ -221,7 +221,7 @@ async def _try_program(
 async def _first_turn(config: Config, prompt: Prompt, hosting: Hosting) -> tuple[int | None, str | None]:
     """The tokens of an episode's first call of the policy, or why there is none."""
     replica = _Unanswered()
-    request = GroupRequest(0, prompt, 1, training_sampling(config, hosting.stop_ids))
+    request = Group(0, prompt, 1, training_sampling(config, hosting.stop_ids))
     async with local_episode_worker(replica, hosting=hosting, name="the trial") as worker:
         if hosting.endpoint is not None:
             await hosting.endpoint.start()

@@ -28,7 +28,7 @@ from headway.agents.rewards.scorers import RewardSpec
 from headway.api.eval.evaluation_settings import EvaluationJob
 from headway.api.eval.figures import ScoredAnswer, Solved
 from headway.cluster.machine.worker_setup import available_cores, math_environment
-from headway.data.interfaces.episode_groups import FinishedGroup, GroupRequest
+from headway.data.interfaces.episode_groups import Group
 from headway.data.interfaces.rollout import Priority, RolloutEngine, SamplingParams
 from headway.data.tokenize import Counts
 from headway.data.types import FinishReason, Prompt, Trajectory, conversations_of
@@ -186,13 +186,13 @@ async def _ask(
     tasks: Tasks,
 ) -> dict[int, Solved]:
     """Have ``prompts`` answered: prompt's number → its scored answers, complete when all of ``tasks`` have ended."""
-    requests = [GroupRequest(i, prompt, n, sampling, priority=Priority.VALIDATION) for i, prompt in enumerate(prompts)]
+    requests = [Group(i, prompt, n, sampling, priority=Priority.VALIDATION) for i, prompt in enumerate(prompts)]
     found: dict[int, Solved] = {}
     told = 0
 
-    async def score(finished: FinishedGroup) -> None:
+    async def score(finished: Group) -> None:
         nonlocal told
-        found[finished.number] = await _scored(reward, prompts[finished.number], finished)
+        found[finished.number] = await _scored(reward, finished)
         while told in found:
             solved(found[told])
             told += 1
@@ -204,9 +204,9 @@ async def _ask(
     return found
 
 
-async def _scored(reward: RewardRunners | None, prompt: Prompt, finished: FinishedGroup) -> Solved:
+async def _scored(reward: RewardRunners | None, finished: Group) -> Solved:
     """Score the episodes that did not fail. A problem of which all failed has no score."""
-    trajectories, failure = finished.trajectories, None
+    prompt, trajectories, failure = finished.prompt, finished.trajectories, None
     made = [t for t in trajectories if t.failure is None]
     rewards = [0.0] * len(made)
     parts: Mapping[str, Sequence[float | None]] = {}

@@ -31,7 +31,7 @@ from headway.config.schema import Config, TaskConfig
 from headway.config.sections.learning import AlgorithmConfig, OptimConfig, ParallelConfig
 from headway.config.sections.losses import Gpg
 from headway.config.sections.model_section import WarmupConfig
-from headway.data.interfaces.episode_groups import GroupRequest
+from headway.data.interfaces.episode_groups import Group
 from headway.data.interfaces.rollout import SamplingParams
 from headway.data.interfaces.training import StepContext, StepReport, TokenLoss
 from headway.data.tasks import make_task
@@ -265,7 +265,7 @@ class WarmupEvaluation:
             decode=text_of(self._tokenizer),
         )
         right = 0.0
-        requests = [GroupRequest(i, prompt, 1, self._sampling) for i, prompt in enumerate(self._held_out)]
+        requests = [Group(i, prompt, 1, self._sampling) for i, prompt in enumerate(self._held_out)]
         try:
             async with local_episode_worker(engine, decode=decode) as worker:
                 async for finished in worker.generate(requests):

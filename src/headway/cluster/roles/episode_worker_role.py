@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import ExitStack, aclosing
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,9 @@ from headway.cluster.machine.token_files import TokenFile, TokenFiles, TokenPlac
 from headway.cluster.machine.worker_setup import collecting_seldom
 from headway.cluster.roles.role import Role
 from headway.cluster.worker_group import Dispatch, register
-from headway.data.interfaces.episode_groups import FinishedGroup, GroupRequest
+from headway.data.interfaces.episode_groups import Group
 from headway.data.interfaces.rollout import Priority
+from headway.data.types import GroupTokens, Handle, Trajectory
 from headway.models.tokenizer import load_tokenizer, torch_hidden
 
 GATHER_S = 0.03
@@ -66,27 +66,21 @@ class EpisodeWorkerRole(Role):
             self.worker = EpisodeWorker(self.name, decode, hosting, gather_s=GATHER_S)
 
     async def generate(
-        self, requests: Sequence[GroupRequest], on: str | None, forgotten: Sequence[TokenFile]
-    ) -> AsyncGenerator[FinishedGroup, None]:
-        """Yield each group, its tokens behind a handle, without any where they are not for training. ``forgotten``:
-        handles that nobody has any more.
+        self, requests: Sequence[Group], on: str | None, forgotten: Sequence[TokenFile]
+    ) -> AsyncGenerator[tuple[int, tuple[Trajectory, ...], Handle[GroupTokens] | None], None]:
+        """Yield each group's number and episodes, and its tokens behind a handle: none where they are not for training.
+        ``forgotten``: handles that nobody has any more.
         """
         files = self._files
         if files is not None:
             files.remove(forgotten)
-        trained = {request.number for request in requests if request.priority is Priority.TRAINING}
         async with aclosing(self.worker.generate(requests, on=on)) as groups:
             async for group in groups:
-                if files is None:
-                    yield group
-                elif group.tokens is None or group.number not in trained:
-                    yield replace(group, tokens=None)
-                else:
-                    yield replace(group, tokens=files.write(group.tokens))
-
-    async def route(self, replicas: Sequence[str], halted: bool) -> None:
-        """Have the episode worker send new calls to these replicas alone."""
-        await self.worker.route(replicas, halted=halted)
+                tokens = group.tokens
+                if files is not None:
+                    trains = group.priority is Priority.TRAINING
+                    tokens = files.write(tokens) if tokens is not None and trains else None
+                yield group.number, group.trajectories, tokens
 
     async def leave_all(self) -> None:
         """Have the episode worker leave all replicas: the run is over."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any, Protocol
@@ -11,42 +11,96 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.data.interfaces.rollout import Priority, RolloutEngine, SamplingParams
-from headway.data.types import Conversation, GroupTokens, Handle, Prompt, Trajectory
-from headway.errors import HeadwayError
+from headway.data.types import AnyColumn, Conversation, GroupTokens, Handle, Prompt, Sample, Trajectory
+from headway.errors import HeadwayError, RunError
 from headway.runtime.pickling import pickled_by_fields
 
 
 @pickled_by_fields
-@dataclass(frozen=True, slots=True)
-class GroupRequest:
-    """A group to make: ``n`` episodes of one prompt, with ids ``prompt.trajectory_id(k)`` for k in 0 … n − 1."""
+@dataclass(slots=True)
+class Group:
+    """One prompt with its episodes: the unit that streams, from admission to training.
+
+    Its episodes have the ids ``prompt.trajectory_id(k)`` for k in 0 … n − 1.
+
+    admitted ─▶ made: trajectories, tokens ─▶ scored: rewards, baseline ─▶ columns ─▶ samples
+    """
 
     number: int
-    """The group's number; for validation, the problem's index (never mixed with groups: see ``priority``)."""
+    """Number of the admission, from 0; for validation, the problem's index (never mixed: see ``priority``)."""
     prompt: Prompt
     n: int
+    """Number of episodes to train on."""
     sampling: SamplingParams
     priority: Priority = Priority.TRAINING
-    baseline: SamplingParams | None = None
+    baseline_sampling: SamplingParams | None = None
     """Sampling of one more episode, k = n, which is not trained on; None without one."""
     shown: bool = False
     """True where the group leaves a sample: its episodes come with their conversations, whoever scores them."""
+    trajectories: tuple[Trajectory, ...] = ()
+    """One for each episode, in order of k; after scoring, those to train on."""
+    tokens: Handle[GroupTokens] | None = None
+    """None where the tokens are only simulated, or are not for training."""
+    rewards: NDArray[np.float32] | None = None
+    """Each trajectory's own reward, beside those of its turns, [n]; set by the stage Reward."""
+    baseline: float | None = None
+    """The score of the policy's greedy episode, those of its turns included, where one was generated (ReMax)."""
+    columns: dict[str, tuple[AnyColumn, ...]] = field(default_factory=dict)
+    """The numbers computed per token, by name: one [T] column per row, in the order of `samples`. See `Sample.columns`.
+    """
 
     @property
     def episodes(self) -> int:
-        """Number of the group's episodes, the baseline included."""
-        return self.n + (self.baseline is not None)
+        """Number of episodes to make, the baseline included."""
+        return self.n + (self.baseline_sampling is not None)
 
+    @property
+    def id(self) -> tuple[int, int, int]:
+        """The group's identity: epoch, row and attempt, with which the ids of its trajectories begin."""
+        return self.prompt.epoch, self.prompt.row, self.prompt.attempt
 
-@pickled_by_fields
-@dataclass(frozen=True, slots=True)
-class FinishedGroup:
-    """The group that an episode worker hands on for one request."""
+    def samples(self, columns: Collection[str] = (), *, mask_cut_off: bool = False) -> list[Sample]:
+        """The samples of the group for a forward or training step, with those of ``columns`` that it has.
 
-    number: int
-    trajectories: tuple[Trajectory, ...]
-    """One for each episode, in order of k."""
-    tokens: Handle[GroupTokens]
+        There is one for each row of each trajectory, in order. ``mask_cut_off``: episodes that did not end by
+        themselves are in no loss (overlong filtering).
+        """
+        samples: list[Sample] = []
+        present = {name: self.columns[name] for name in columns if name in self.columns}
+        for trajectory in self.trajectories:
+            complete = trajectory.complete
+            for at in trajectory.rows:
+                place = len(samples)
+                samples.append(
+                    Sample(
+                        tokens=self.tokens,
+                        index=at.index,
+                        prompt_length=at.prompt_length,
+                        length=at.length,
+                        episode=trajectory.id,
+                        columns={name: of_rows[place] for name, of_rows in present.items()},
+                        finished=complete,
+                        masked=mask_cut_off and not complete,
+                    )
+                )
+        return samples
+
+    @property
+    def row_count(self) -> int:
+        """Number of rows of its trajectories."""
+        return sum(len(trajectory.rows) for trajectory in self.trajectories)
+
+    @property
+    def oldest_version(self) -> int:
+        """The oldest version that sampled any of the group's tokens. Raises `RunError` for a group without tokens."""
+        versions = [oldest for t in self.trajectories if (oldest := t.oldest_version) is not None]
+        if not versions:
+            ends = ", ".join(t.finish_reason for t in self.trajectories)
+            raise RunError(
+                f"group {self.number}: none of its {len(self.trajectories)} trajectories has a token ({ends}), so it "
+                "has no version of weights. Such a group cannot be trained on; its engine should not have delivered it"
+            )
+        return min(versions)
 
 
 class EpisodeWorkerProtocol(Protocol):
@@ -54,7 +108,7 @@ class EpisodeWorkerProtocol(Protocol):
 
         await worker.join(replica)
         await worker.route([replica.name])              # new calls go to these
-        async for group in worker.generate([GroupRequest(0, prompt, n=8, sampling=sampling)]):
+        async for group in worker.generate([Group(0, prompt, n=8, sampling=sampling)]):
             ...                                         # each group when its last episode is over
 
     The calls of a replica that `leave` are asked again of another one.
@@ -62,9 +116,7 @@ class EpisodeWorkerProtocol(Protocol):
 
     name: str
 
-    def generate(
-        self, requests: Sequence[GroupRequest], *, on: str | None = None
-    ) -> AsyncGenerator[FinishedGroup, None]:
+    def generate(self, requests: Sequence[Group], *, on: str | None = None) -> AsyncGenerator[Group, None]:
         """Start all groups in one step, in order, and yield each when it is done.
 
         Leaving the iterator early drops the groups that it has not yielded. Aborted groups are yielded too, with finish
@@ -78,7 +130,7 @@ class EpisodeWorkerProtocol(Protocol):
     async def leave(self, replica: str) -> None:
         """Ask the unfinished calls of ``replica`` again of others: it is gone."""
 
-    async def route(self, replicas: Sequence[str], *, halted: bool = False) -> None:
+    async def route(self, replicas: Sequence[str], halted: bool = False) -> None:
         """Send new calls to these replicas alone. ``halted``: they wait there, and clocks of episodes stand still."""
 
     async def hold(self) -> None:

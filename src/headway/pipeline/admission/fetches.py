@@ -15,7 +15,8 @@ from typing import Protocol
 
 import numpy as np
 
-from headway.data.types import AnyColumn, Group, Outcomes, Sample
+from headway.data.interfaces.episode_groups import Group
+from headway.data.types import AnyColumn, Outcomes, Sample
 from headway.pipeline.admission.pipeline_state import RunState
 
 

@@ -63,9 +63,6 @@ class Ledger:
     def is_open(self, number: int) -> bool:
         return number in self._open
 
-    def prompt(self, number: int) -> Prompt:
-        return self._open[number]
-
     @property
     def open_prompts(self) -> list[Prompt]:
         """Prompts of the open groups, in order of the groups' numbers."""

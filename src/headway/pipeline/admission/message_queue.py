@@ -17,7 +17,7 @@ from collections.abc import Callable
 from math import floor
 from operator import itemgetter
 
-from headway.data.types import Group
+from headway.data.interfaces.episode_groups import Group
 from headway.errors import LedgerImbalance
 from headway.pipeline.admission.staleness import Staleness, takeable
 from headway.pipeline.channel import Signal

@@ -13,7 +13,8 @@ from fractions import Fraction
 from math import ceil
 from typing import Any
 
-from headway.data.types import Group, Prompt
+from headway.data.interfaces.episode_groups import Group
+from headway.data.types import Prompt
 from headway.errors import LedgerImbalance
 from headway.events import Emit, GroupAdmitted, GroupSettled
 from headway.pipeline.admission.ledger import Fate, Ledger

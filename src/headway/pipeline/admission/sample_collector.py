@@ -18,10 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.data.assignment import GroupId
-from headway.data.interfaces.episode_groups import Scores
+from headway.data.interfaces.episode_groups import Group, Scores
 from headway.data.interfaces.training import TrainedRow
 from headway.data.mixing import drawn_problems, place_of_group
-from headway.data.types import Group, Prompt, Trajectory
+from headway.data.types import Prompt, Trajectory
 from headway.errors import cut, writable_json
 
 DIGITS = 5
@@ -71,18 +71,16 @@ class _DrawnGroup:
 class Samples:
     """Keeps what drawn groups say, and hands on one record for each when its fate is settled."""
 
-    def __init__(self, outlet: SampleOutlet, *, seed: int, share: float, problems: int, n: int) -> None:
+    def __init__(self, outlet: SampleOutlet, *, seed: int, share: float, problems: int) -> None:
         """
         Args:
             share: of groups to draw, in [0, 1].
             problems: number of held-out problems to show at each validation.
-            n: trajectories of a group that are trained on; a further one is its baseline.
         """
         self._outlet = outlet
         self._seed = seed
         self._share = share
         self._problems = problems
-        self._n = n
         self._open: dict[int, _DrawnGroup] = {}
         self._numbers: dict[GroupId, int] = {}
         """Numbers of the groups in `_open`, by identity."""
@@ -99,11 +97,11 @@ class Samples:
             self._open[number] = _DrawnGroup(number, prompt, time)
             self._numbers[_identity(prompt)] = number
 
-    def generated(self, number: int, episodes: Sequence[Trajectory], time: float) -> None:
+    def generated(self, group: Group, time: float) -> None:
         """Take the texts of a group's episodes, where it was drawn."""
-        if (drawn := self._open.get(number)) is not None:
+        if (drawn := self._open.get(group.number)) is not None:
             drawn.generated = time
-            drawn.episodes = tuple(t for t in episodes if t.id.k < self._n)
+            drawn.episodes = tuple(t for t in group.trajectories if t.id.k < group.n)
 
     def rewarded(self, group: Group, scores: Scores, time: float) -> None:
         """Take the scores of a group's trajectories, in order, where it was drawn."""
@@ -139,21 +137,20 @@ class Samples:
     def validated(
         self,
         version: int,
-        problem: int,
-        prompt: Prompt,
-        episodes: Sequence[Trajectory],
+        problem: Group,
         scores: Scores | None,
         time: float,
     ) -> None:
         """Hand on the record of one problem at the validation of ``version``. ``scores``: of episodes that did not
         fail, in order; None where they could not be scored.
         """
+        episodes = problem.trajectories
         given = _by_episode([t for t in episodes if t.failure is None], scores) if scores is not None else {}
         answers = []
         for t in episodes:
             reward, parts = given.get(t.id.k, (None, {}))
             answers.append({**_said(t, reward, parts), "failure": t.failure})
-        record = {"validation": version, "problem": problem, **_asked(prompt)}
+        record = {"validation": version, "problem": problem.number, **_asked(problem.prompt)}
         self._outlet.keep(storable({**record, "time": _moment(time), "episodes": answers}))
 
     # ---------------------------------------------------------------------------------------- records

@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headway.data.assignment import GroupId
+from headway.data.interfaces.episode_groups import Group
 from headway.data.interfaces.training import (
     AdvantageFn,
     LogProbEngine,
@@ -35,7 +36,7 @@ from headway.data.interfaces.training import (
     StepReport,
     TrainEngine,
 )
-from headway.data.types import ColumnName, Group, Trajectory
+from headway.data.types import ColumnName, Trajectory
 from headway.events import WAITS_FOR_GROUPS, FetchTaken, OptimizerStepped, TrainerBusy
 from headway.pipeline.admission.fetches import Fetch, FetchSource, outcomes, samples_of
 from headway.pipeline.admission.ledger import Fate

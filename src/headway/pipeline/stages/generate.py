@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import AsyncGenerator
 
-from headway.data.interfaces.episode_groups import FinishedGroup
-from headway.data.types import FinishReason, Group, Trajectory
+from headway.data.interfaces.episode_groups import Group
+from headway.data.types import FinishReason
 from headway.events import Note, TrajectoryFinished
 from headway.pipeline.admission.ledger import Fate
 from headway.pipeline.admission.nothing_to_train import EPISODE_FAILED
@@ -38,14 +38,12 @@ class Generate(Stage[Share, Group]):
         episode_workers: EpisodeWorkers,
         halts: PauseController,
         *,
-        n: int,
         min_episodes: int = 1,
         troubles: EpisodeTroubles | None = None,
     ) -> None:
         """
         Args:
-            n: trajectories of a group that are trained on; a further one is its baseline.
-            min_episodes: fewest of them that must not have failed.
+            min_episodes: fewest episodes to train on that must not have failed.
             troubles: warns of programs' episodes; None where there is no program.
         """
         super().__init__(state.emit, output=output, gate=halts.gate)
@@ -53,7 +51,6 @@ class Generate(Stage[Share, Group]):
         self._waves = input
         self._episode_workers = episode_workers
         self._halts = halts
-        self._n = n
         self._min_episodes = min_episodes
         self._troubles = troubles
         self._shares: deque[Share] = deque()
@@ -67,36 +64,36 @@ class Generate(Stage[Share, Group]):
 
     async def process_data(self, share: Share) -> AsyncGenerator[Group, None]:
         with self._waiting_within(", ".join(self._halts.serving)):
-            async for finished in self._episode_workers.generate(share):
-                self._report(finished)
+            async for group in self._episode_workers.generate(share):
+                self._report(group)
                 if self._state.samples is not None:
-                    self._state.samples.generated(finished.number, finished.trajectories, now())
-                if any(t.finish_reason is FinishReason.ABORTED for t in finished.trajectories):
+                    self._state.samples.generated(group, now())
+                if any(t.finish_reason is FinishReason.ABORTED for t in group.trajectories):
                     reason = "overdue" if self._state.staleness.drops_overdue else "aborted"
-                    self._state.discard(finished.number, Fate.DROPPED, reason)
-                elif (made := self._made(finished)) is not None:
-                    yield Group(finished.number, self._state.ledger.prompt(finished.number), made, finished.tokens)
+                    self._state.discard(group.number, Fate.DROPPED, reason)
+                elif self._leaves_out_failed(group):
+                    yield group
 
-    def _made(self, finished: FinishedGroup) -> tuple[Trajectory, ...] | None:
-        """The episodes that have not failed; None where they are too few, or the baseline is missing."""
-        failed = [t for t in finished.trajectories if t.failure is not None]
+    def _leaves_out_failed(self, group: Group) -> bool:
+        """Leave out the episodes that failed. False where the others are too few, or the baseline is missing."""
+        failed = [t for t in group.trajectories if t.failure is not None]
         if not failed:
-            return finished.trajectories
-        made = tuple(t for t in finished.trajectories if t.failure is None)
-        enough = sum(t.id.k < self._n for t in made) >= self._min_episodes
-        if enough and all(t.id.k < self._n for t in failed):
-            return made
-        worst = next((t for t in failed if t.id.k >= self._n), failed[0])
-        self._state.discard(finished.number, Fate.FAILED, f"{EPISODE_FAILED}: {worst.failure}")
-        return None
+            return True
+        group.trajectories = tuple(t for t in group.trajectories if t.failure is None)
+        enough = sum(t.id.k < group.n for t in group.trajectories) >= self._min_episodes
+        if enough and all(t.id.k < group.n for t in failed):
+            return True
+        worst = next((t for t in failed if t.id.k >= group.n), failed[0])
+        self._state.discard(group.number, Fate.FAILED, f"{EPISODE_FAILED}: {worst.failure}")
+        return False
 
-    def _report(self, finished: FinishedGroup) -> None:
+    def _report(self, group: Group) -> None:
         time = now()
-        for trajectory in finished.trajectories:
+        for trajectory in group.trajectories:
             self._emit(
                 TrajectoryFinished(
                     time=time,
-                    number=finished.number,
+                    number=group.number,
                     k=trajectory.id.k,
                     replica=trajectory.replica,
                     prompt_tokens=trajectory.prompt_length,
@@ -105,7 +102,7 @@ class Generate(Stage[Share, Group]):
                     version_spans=trajectory.version_spans,
                     started=trajectory.started,
                     finished=trajectory.finished,
-                    baseline=trajectory.id.k >= self._n,
+                    baseline=trajectory.id.k >= group.n,
                     turns=trajectory.turns,
                     failure=trajectory.failure,
                     limit=trajectory.limit,
@@ -116,8 +113,8 @@ class Generate(Stage[Share, Group]):
                 )
             )
         # An aborted group's too: an episode that failed before has that fate, whatever becomes of its group.
-        if failed := sum(trajectory.failure is not None for trajectory in finished.trajectories):
-            self._state.ledger.episodes_failed(finished.number, failed)
+        if failed := sum(trajectory.failure is not None for trajectory in group.trajectories):
+            self._state.ledger.episodes_failed(group.number, failed)
         if self._troubles is not None:
-            for text in self._troubles.look(finished.trajectories):
+            for text in self._troubles.look(group.trajectories):
                 self._emit(Note(time=time, level="warning", text=text))

@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator
 from dataclasses import replace
 
 from headway.config.schema import Admission
-from headway.data.interfaces.episode_groups import GroupRequest, PromptSource
+from headway.data.interfaces.episode_groups import Group, PromptSource
 from headway.data.interfaces.rollout import SamplingParams
 from headway.data.types import Prompt
 from headway.pipeline.admission.pipeline_state import RunState
@@ -20,7 +20,7 @@ from headway.pipeline.admission.staleness import wave_size
 from headway.pipeline.channel import Channel
 from headway.pipeline.stage import Stage
 
-Wave = list[GroupRequest]
+Wave = list[Group]
 
 
 class PromptLoader(Stage[list[Prompt], Wave]):
@@ -69,10 +69,10 @@ class PromptLoader(Stage[list[Prompt], Wave]):
     async def process_data(self, prompts: list[Prompt]) -> AsyncGenerator[Wave, None]:
         yield [self._admit(prompt) for prompt in prompts]
 
-    def _admit(self, prompt: Prompt) -> GroupRequest:
+    def _admit(self, prompt: Prompt) -> Group:
         number, samples = self._state.admit(prompt), self._state.samples
         shown = samples is not None and samples.draws(number)
-        return GroupRequest(number, prompt, self._n, self._sampling, baseline=self._baseline, shown=shown)
+        return Group(number, prompt, self._n, self._sampling, baseline_sampling=self._baseline, shown=shown)
 
     def end(self) -> None:
         """Admit no further groups."""

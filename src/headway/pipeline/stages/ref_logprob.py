@@ -13,8 +13,9 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 
+from headway.data.interfaces.episode_groups import Group
 from headway.data.interfaces.training import LogProbEngine
-from headway.data.types import ColumnName, Group
+from headway.data.types import ColumnName
 from headway.pipeline.admission.fetches import add_column
 from headway.pipeline.admission.message_queue import MessageQueue
 from headway.pipeline.admission.pipeline_state import RunState

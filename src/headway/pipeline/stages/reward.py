@@ -26,8 +26,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.algorithms.scores import episode_scores
-from headway.data.interfaces.episode_groups import RewardFn, Scores
-from headway.data.types import Group, Prompt, Trajectory, conversations_of
+from headway.data.interfaces.episode_groups import Group, RewardFn, Scores
+from headway.data.types import Prompt, Trajectory, conversations_of
 from headway.errors import ScoringFailed
 from headway.events import GroupRewarded, Note
 from headway.pipeline.admission.ledger import Fate
@@ -159,19 +159,17 @@ class Reward(Stage[Group, Group]):
         group_filter: GroupFilter | None,
         shaping: Shaping | None = None,
         *,
-        n: int,
         turn_discount: float = 1.0,
         equal: EqualRewards | None = None,
     ) -> None:
-        """Build the stage. ``n``: trajectories of a group that are trained on; a further one is its baseline.
-        ``equal``: warns of groups without variance where nothing filters them; else the stage warns of much filtering.
+        """Build the stage. ``equal``: warns of groups without variance where nothing filters them; else the stage warns
+        of much filtering.
         """
         super().__init__(state.emit, input, output)
         self._state = state
         self._reward = reward
         self._filter = group_filter
         self._shaping = shaping
-        self._n = n
         self._turn_discount = turn_discount
         self._equal = equal
         self._filtered = FilteredGroups(state.staleness.groups_per_version)
@@ -190,7 +188,7 @@ class Reward(Stage[Group, Group]):
             shaped = self._shaping(rewards, np.array([t.length for t in group.trajectories]))
         own, compared, shaped = self._compared(group.trajectories, rewards, shaped)
         warning = self._equal.look(shaped) if self._equal is not None and self._filter is None else None
-        n = sum(t.id.k < self._n for t in group.trajectories)
+        n = sum(t.id.k < group.n for t in group.trajectories)
         if len(rewards) > n:
             group.baseline = float(shaped[n])
             rewards, own, compared = rewards[:n], own[:n], compared[:n]

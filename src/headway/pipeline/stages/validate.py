@@ -27,7 +27,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 
-from headway.data.interfaces.episode_groups import FinishedGroup, GroupRequest, Scores, means_of_parts
+from headway.data.interfaces.episode_groups import Group, Scores, means_of_parts
 from headway.data.interfaces.rollout import Priority, SamplingParams
 from headway.data.types import Prompt, Trajectory
 from headway.errors import ScoringFailed, WorkerDied
@@ -174,7 +174,7 @@ class Validate(Stage[Validation, None]):
         trajectories = [t for finished, _ in answers for t in finished.trajectories]
         scores = [score for _, score in answers]
         by_source = {
-            name: _accuracy([score for finished, score in answers if self._prompts[finished.number].source == name])
+            name: _accuracy([score for finished, score in answers if finished.prompt.source == name])
             for name in sorted({prompt.source for prompt in self._prompts})
         }
         await before.wait()
@@ -197,9 +197,8 @@ class Validate(Stage[Validation, None]):
         )
         if (samples := self._state.samples) is not None:
             for finished in sorted((answer for answer, _ in answers), key=lambda answer: answer.number):
-                if (number := finished.number) in self._shown:
-                    prompt, episodes = self._prompts[number], finished.trajectories
-                    samples.validated(version, number, prompt, episodes, scored.get(number), now())
+                if finished.shown:
+                    samples.validated(version, finished, scored.get(finished.number), now())
 
     def _check_scored(self, scores: Sequence[Score], version: int, *, first: bool) -> None:
         """Check whether all problems failed. If so, raises `NothingToTrain` for the ``first`` validation when it has
@@ -216,22 +215,22 @@ class Validate(Stage[Validation, None]):
 
     async def _answers_to(
         self, validation: Validation, first: bool, scored: dict[int, Scores], tasks: Tasks
-    ) -> list[tuple[FinishedGroup, Score]] | None:
+    ) -> list[tuple[Group, Score]] | None:
         """Return the answers to all problems and their scores; None when the replica asked is lost and others remain.
 
         ``scored``: where to leave all that the reward said of each problem.
         """
         requests = [
-            GroupRequest(i, prompt, self._n, self._sampling, Priority.VALIDATION, shown=i in self._shown)
+            Group(i, prompt, self._n, self._sampling, Priority.VALIDATION, shown=i in self._shown)
             for i, prompt in enumerate(self._prompts)
         ]
         scored.clear()
-        answers: list[FinishedGroup] = []
+        answers: list[Group] = []
         scoring: list[asyncio.Task[Score]] = []
         timeouts = ValidationTimeouts() if first else None
         replica = validation.replica
 
-        async def take(made: AsyncGenerator[FinishedGroup, None]) -> None:
+        async def take(made: AsyncGenerator[Group, None]) -> None:
             async with aclosing(made) as groups:
                 async for finished in groups:
                     answers.append(finished)
@@ -264,16 +263,13 @@ class Validate(Stage[Validation, None]):
         self._validators.let_go(validation)  # it may load again while scores come in
         return [(answer, await score) for answer, score in zip(answers, scoring, strict=True)]
 
-    async def _score(
-        self, finished: FinishedGroup, timeouts: ValidationTimeouts | None, scored: dict[int, Scores]
-    ) -> Score:
-        prompt = self._prompts[finished.number]
+    async def _score(self, finished: Group, timeouts: ValidationTimeouts | None, scored: dict[int, Scores]) -> Score:
         made = [t for t in finished.trajectories if t.failure is None]
         score: Score
         try:
             if not made:
                 raise ScoringFailed(f"{EPISODE_FAILED}: {finished.trajectories[0].failure}")
-            scores = await self._reward.score(prompt, made)
+            scores = await self._reward.score(finished.prompt, made)
             score = float(scores.rewards.mean())
             scored[finished.number] = scores
         except ScoringAbandoned:
