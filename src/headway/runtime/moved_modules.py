@@ -40,6 +40,8 @@ MOVED = {
 """Old path of a module → its path now."""
 RENAMED = {
     "Call": "GenerateRequest",
+    "FinishedGroup": "Group",
+    "GroupRequest": "Group",
     "Incoming": "IncomingWeights",
     "Keeper": "EpisodeWorkerProtocol",
     "Outgoing": "OutgoingWeights",
