@@ -1,7 +1,7 @@
 """Episodes whose engine and environments only sleep: what is left is what a turn costs Headway.
 
     Workload ─▶ a thousand chains of episodes ─▶ EpisodeWorker ─▶ SleepingEngine
-                                                     └─▶ Runners (processes), or the same program on the virtual clock
+                                                     └─▶ WorkerPool, or the same program on the virtual clock
 
 The same episodes run twice: in real time with runner processes, and on the virtual clock, where nothing costs anything.
 """
@@ -39,7 +39,7 @@ from headway.data.types import FinishReason, Prompt, SampledTokens, TrajectoryId
 from headway.errors import RunError
 from headway.planner.simulation.virtual_clock import run_virtual
 from headway.runtime.process_tree import descendants
-from headway.runtime.workers.worker_pool import Runners
+from headway.runtime.workers.worker_pool import WorkerPool
 
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
@@ -177,7 +177,7 @@ class Here:
 class Elsewhere:
     """The program in runners, which outlive the episode worker, so that what they spent can be asked for."""
 
-    def __init__(self, runners: Runners) -> None:
+    def __init__(self, runners: WorkerPool) -> None:
         self.run = runners.run
 
     async def close(self) -> None: ...
@@ -229,7 +229,7 @@ async def play(workload: Workload, programs: Any) -> Measured:
 
 async def _with_runners(workload: Workload, processes: int) -> Measured:
     spec = ProgramSpec(program=f"{Path(user_code.__file__)}:play").resolved()
-    runners = Runners("runner", spec, processes=processes, at_once=None, stall_s=60.0, log_path=None)
+    runners = WorkerPool("runner", spec, processes=processes, at_once=None, stall_s=60.0, log_path=None)
     try:
         await runners.start()
         before = sum(map(cpu_seconds, descendants(os.getpid())))

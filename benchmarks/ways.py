@@ -191,7 +191,7 @@ def turn(folder: Path) -> Way:
     from headway.data.interfaces.episode_groups import Group
     from headway.data.interfaces.rollout import SamplingParams
     from headway.data.types import Prompt
-    from headway.runtime.workers.worker_pool import Runners
+    from headway.runtime.workers.worker_pool import WorkerPool
 
     log = folder / "turn.txt"
     (folder / "tools.py").write_text(TOOL.format(root=str(ROOT), log=str(log)))
@@ -200,7 +200,7 @@ def turn(folder: Path) -> Way:
         made, answer = chats(TEMPLATE, CALL)
         limits = EpisodeLimits(max_length=100_000, max_turns=1)
         spec = ProgramSpec(tools=(f"{folder}/tools.py:add",)).resolved()
-        runners = Runners("runner", spec, processes=1, at_once=None, stall_s=60.0, log_path=folder / "log")
+        runners = WorkerPool("runner", spec, processes=1, at_once=None, stall_s=60.0, log_path=folder / "log")
         hosting = Hosting(runners, made.record, limits, stop_ids=tuple(made.renderer.end_ids))
         engine = SleepingEngine(lambda call: 0.0, answer)
         prompt = Prompt(0, 0, 0, "", "", np.zeros(1, np.int32), messages=[said("user", "add")])

@@ -72,11 +72,11 @@ class WorkerDied(RunError):
 
 
 class UserCodeFailed(RunError):
-    """Error for a job in a runner whose user code raised. The message is the exception's type and text, one line."""
+    """Error for a job in a worker whose user code raised. The message is the exception's type and text, one line."""
 
 
 class RunnerLost(RunError):
-    """Error for a job whose runner, the process that held its user code, ended or was ended before the job was over."""
+    """Error for a job whose worker, the process that held its user code, ended or was ended before the job was over."""
 
     def __init__(self, message: str, *, end: str = "", culprit: bool | None = None, timed_out: bool = False) -> None:
         """Say in ``end`` how the process ended, such as ``exit code 3`` or ``SIGKILL``, in ``culprit`` whether it was

@@ -96,7 +96,7 @@ class Fault(NamedTuple):
                 run.request_stop()
             case "loses a runner":
                 assert run.hosting is not None
-                run.hosting.programs.lose_runner(self.replica)  # type: ignore[attr-defined]
+                run.hosting.programs.lose_worker(self.replica)  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True, slots=True)

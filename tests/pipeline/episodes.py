@@ -139,8 +139,8 @@ class WatchedPrograms(SimulatedPrograms):
         self.lost = 0
         """Number of programs that were lost with their runners."""
 
-    def lose_runner(self, index: int) -> int:
-        victims = super().lose_runner(index)
+    def lose_worker(self, index: int) -> int:
+        victims = super().lose_worker(index)
         self.lost += victims
         return victims
 

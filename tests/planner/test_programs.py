@@ -139,13 +139,13 @@ def test_a_program_that_drifts_is_answered_anew_and_trained_on_its_last_try_alon
     assert {sizes(e) for e in episodes if e.failure is None} == {((10, 22),)}
 
 
-def test_a_lost_runner_ends_its_programs_which_are_run_again():
+def test_a_lost_worker_ends_its_programs_which_are_run_again():
     async def main() -> list[Trajectory]:
         programs = SimulatedPrograms(ProgramProfile.model_validate(THREE_TURNS))
         prompt = Prompt(0, 0, 0, "", "", np.zeros(10, np.int32), messages=[said_in_tokens("user", "", 10)])
         engine = replica(lambda row, k: 4, slots=8, decode=[(1, 1.0)])
         async with local_episode_worker(engine, hosting=Hosting(programs, SimulatedRecord, LIMITS)) as worker:
-            asyncio.get_running_loop().call_later(5.0, programs.lose_runner, 0)  # in the first step
+            asyncio.get_running_loop().call_later(5.0, programs.lose_worker, 0)  # in the first step
             (group,) = [g async for g in worker.generate([Group(0, prompt, 3, SamplingParams(1000))])]
         return list(group.trajectories)
 

@@ -89,13 +89,13 @@ class Slow(Policy):
 
 
 class Here:
-    """Runs programs on the test's own loop; ``lose`` names the tries whose runner dies, and after how many turns."""
+    """Runs programs on the test's own loop; ``lose`` names the tries whose worker dies, and after how many turns."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
         self.starts: list[EpisodeStart] = []
         self.lost: dict[int, tuple[int, bool | None]] = {}
-        """Number of the try → turns after which its runner dies, and whether it was this program's doing."""
+        """Number of the try → turns after which its worker dies, and whether it was this program's doing."""
 
     async def run(self, job: EpisodeStart, on_ask: Turn, *, on_begin: Callable[[], object] | None = None) -> EpisodeEnd:
         self.starts.append(job)
@@ -107,7 +107,7 @@ class Here:
         async def ask(request: TurnRequest) -> Any:
             nonlocal asked
             if asked == turns:
-                raise RunnerLost("its runner was killed by SIGKILL", culprit=culprit)
+                raise RunnerLost("its worker was killed by SIGKILL", culprit=culprit)
             asked += 1
             return await on_ask(request)
 

@@ -36,7 +36,7 @@ def test_what_is_away_for_a_time_is_tried_again_after_a_pause_and_its_turns_are_
     assert episode.failure == "ConnectionError: no route to host"
 
 
-def test_a_lost_runner_has_its_program_run_again_with_the_calls_that_the_log_knows():
+def test_a_lost_worker_has_its_program_run_again_with_the_calls_that_the_log_knows():
     whole = made(talk).tokens
     programs, policy = Here(talk), Policy()
     programs.lost = {1: (2, None), 2: (1, False)}
@@ -44,7 +44,7 @@ def test_a_lost_runner_has_its_program_run_again_with_the_calls_that_the_log_kno
     assert len(policy.calls) == 3, "no call is made twice"
     assert trained(group.tokens[0]) == trained(whole[0])
     assert group.trajectories[0].metrics["tries"] == 3
-    assert group.trajectories[0].again == "its runner was killed by SIGKILL"
+    assert group.trajectories[0].again == "its worker was killed by SIGKILL"
 
 
 def test_what_a_program_does_not_ask_again_is_not_trained():
@@ -57,7 +57,7 @@ def test_what_a_program_does_not_ask_again_is_not_trained():
         for text in ("one", "two") if tries == 1 else ("three",):
             await ask(TurnRequest([said("user", text)]))
         if tries == 1:
-            raise RunnerLost("its runner was killed by SIGKILL", culprit=False)
+            raise RunnerLost("its worker was killed by SIGKILL", culprit=False)
         return EpisodeEnd(1.0)
 
     policy = Policy()
@@ -77,7 +77,7 @@ def test_what_only_a_lost_try_had_asked_for_makes_no_episode_old():
         await ask(TurnRequest([said("user", f"one of try {tries}")]))
         if tries == 1:
             await ask(TurnRequest([said("user", "two")]))
-            raise RunnerLost("its runner was killed by SIGKILL", culprit=False)
+            raise RunnerLost("its worker was killed by SIGKILL", culprit=False)
         await asyncio.sleep(1)
         return EpisodeEnd(1.0)
 
@@ -92,11 +92,11 @@ def test_what_only_a_lost_try_had_asked_for_makes_no_episode_old():
     assert (episode.finish_reason, episode.oldest_version) == (FinishReason.STOP, 3)
 
 
-def test_a_program_that_loses_its_own_runners_is_given_up():
+def test_a_program_that_loses_its_own_workers_is_given_up():
     programs = Here(talk)
     programs.lost = dict.fromkeys(range(1, 20), (1, True))
     (episode,) = made(programs).trajectories
-    assert (episode.failure, len(programs.starts)) == ("its runner was killed by SIGKILL", 1 + LIMITS.retries)
+    assert (episode.failure, len(programs.starts)) == ("its worker was killed by SIGKILL", 1 + LIMITS.retries)
 
 
 def test_a_limit_that_ends_a_program_which_was_run_again_says_why_it_was():
@@ -110,7 +110,7 @@ def test_a_limit_that_ends_a_program_which_was_run_again_says_why_it_was():
     programs.lost = {1: (1, True)}
     (episode,) = made(programs, limits=EpisodeLimits(400, 5, step_timeout_s=100, episode_timeout_s=30)).trajectories
     assert episode.failure is not None
-    assert episode.failure.endswith("; before, its program was run again: its runner was killed by SIGKILL")
+    assert episode.failure.endswith("; before, its program was run again: its worker was killed by SIGKILL")
 
 
 async def given_up(ask: Turn, text: str) -> None:
@@ -163,7 +163,7 @@ def test_a_program_that_is_run_again_has_its_calls_whether_it_gives_turns_up_or_
         for _ in range(3):
             await ask(TurnRequest([said("user", "same")]))
         if tries == 1:
-            raise RunnerLost("its runner was killed by SIGKILL", culprit=False)
+            raise RunnerLost("its worker was killed by SIGKILL", culprit=False)
         return EpisodeEnd(1.0)
 
     policy = Policy()

@@ -33,7 +33,7 @@ from tests.agents.episodes.program_episodes import (
 
 
 def own(run: Callable[..., Awaitable[Any]]) -> Program:
-    """The program of a user's own function, as a runner serves it."""
+    """The program of a user's own function, as a worker serves it."""
     loaded = LoadedProgram(OwnProgram(run, "own.py:run", {}), "program own.py:run")
     return loaded.serve
 

@@ -70,7 +70,7 @@ def start(prompt: str | Sequence[Any] = "Play.", seed: int = 7, **row: Any) -> E
 
 
 async def play(program: LoadedProgram | ProgramSpec, ask: Script, begin: EpisodeStart | None = None) -> EpisodeEnd:
-    """Make one episode; a synchronous program has no event loop, as in a runner, and awaits nothing but ``ask``."""
+    """Make one episode; a synchronous program has no event loop, as in a worker, and awaits nothing but ``ask``."""
     loaded = program.load() if isinstance(program, ProgramSpec) else program
     if loaded.is_async:
         return await loaded.serve(begin or start(), ask)

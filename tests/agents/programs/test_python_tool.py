@@ -12,7 +12,7 @@ from headway.agents.adapters.program_loader import ProgramSpec, Tool, load_tools
 from headway.errors import ConfigError, SandboxFailed, Unavailable, UserCodeError
 from headway.runtime.sandbox import sandbox as door
 from headway.runtime.sandbox.python_tool import MOST_SHOWN, told
-from headway.runtime.sandbox.sandbox_limits import Ran, SandboxLimits, SandboxSpec
+from headway.runtime.sandbox.sandbox_limits import SandboxLimits, SandboxResult, SandboxSpec
 from tests.agents.programs.scripted import Script, calling, play
 
 SPEC = SandboxSpec("bubblewrap", SandboxLimits(wall_s=20.0, memory_mib=256, processes=16, output_kib=32, scratch_mib=8))
@@ -78,13 +78,13 @@ async def test_calls_of_several_episodes_run_side_by_side(python: Tool) -> None:
 @pytest.mark.parametrize(
     ("ran", "says"),
     [
-        (Ran("a\n", "", 137, "wall"), "a\nError: the code was ended, for it took longer than 20 s"),
-        (Ran("", "", 137, "memory"), "Error: the code was ended, for it took more than 256 MiB of memory"),
-        (Ran("", "", 137, "output"), "Error: the code was ended, for it printed more than 32 KiB"),
-        (Ran("", "", 139, None), "Error: the code ended with exit code 139"),
+        (SandboxResult("a\n", "", 137, "wall"), "a\nError: the code was ended, for it took longer than 20 s"),
+        (SandboxResult("", "", 137, "memory"), "Error: the code was ended, for it took more than 256 MiB of memory"),
+        (SandboxResult("", "", 137, "output"), "Error: the code was ended, for it printed more than 32 KiB"),
+        (SandboxResult("", "", 139, None), "Error: the code ended with exit code 139"),
     ],
 )
-def test_the_model_is_told_which_limit_ended_its_code(ran: Ran, says: str) -> None:
+def test_the_model_is_told_which_limit_ended_its_code(ran: SandboxResult, says: str) -> None:
     assert told(ran, SPEC.limits) == says
 
 
@@ -94,13 +94,13 @@ def test_the_model_is_told_that_loopback_is_refused_too(python: Tool) -> None:
 
 
 def test_long_output_is_told_by_its_beginning_and_its_end() -> None:
-    text = told(Ran("a" * 10000 + "z", "", 0), SPEC.limits)
+    text = told(SandboxResult("a" * 10000 + "z", "", 0), SPEC.limits)
     assert len(text) < MOST_SHOWN + 100
     assert text.startswith("aaa") and text.endswith("az")
     assert "6001 characters left out" in text
 
 
-def test_the_tool_is_asynchronous_so_that_episodes_share_a_runner(python: Tool) -> None:
+def test_the_tool_is_asynchronous_so_that_episodes_share_a_worker(python: Tool) -> None:
     assert python.is_async
     function = python.schema["function"]
     assert function["name"] == "python"
@@ -117,7 +117,7 @@ async def test_an_episode_calls_the_tool_and_goes_on(python: Tool) -> None:
 
 
 async def test_a_sandbox_that_fails_is_no_news_for_the_model(python: Tool, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def fail(*_: object, **__: object) -> Ran:
+    async def fail(*_: object, **__: object) -> SandboxResult:
         raise SandboxFailed("no memory is left")
 
     monkeypatch.setattr(door.Sandbox, "run", fail)

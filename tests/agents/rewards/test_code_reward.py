@@ -28,7 +28,7 @@ from headway.agents.rewards.scorers import RewardPart, RewardSpec, make_scorer
 from headway.errors import ConfigError, SandboxFailed, ScoringFailed
 from headway.runtime.sandbox import sandbox as door
 from headway.runtime.sandbox.sandbox_call import ENDS_S
-from headway.runtime.sandbox.sandbox_limits import Ran, SandboxLimits, SandboxSpec
+from headway.runtime.sandbox.sandbox_limits import SandboxLimits, SandboxResult, SandboxSpec
 
 SPEC = SandboxSpec("bubblewrap", SandboxLimits(memory_mib=256, processes=16, output_kib=32, scratch_mib=8))
 needs_bwrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="there is no bwrap here: apt install bubblewrap")
@@ -404,9 +404,9 @@ def test_code_that_uses_up_its_time_is_scored_however_long_its_sandbox_takes_to_
 ) -> None:
     left = []
 
-    def run(*_: object, limits: SandboxLimits, **__: object) -> Ran:
+    def run(*_: object, limits: SandboxLimits, **__: object) -> SandboxResult:
         left.append(signal.getitimer(signal.ITIMER_REAL)[0] - limits.wall_s)
-        return Ran("", "", 137, "wall")
+        return SandboxResult("", "", 137, "wall")
 
     monkeypatch.setattr(door.Sandbox, "probe", lambda _: None)
     monkeypatch.setattr(door.Sandbox, "run_blocking", run)
@@ -424,13 +424,13 @@ def test_as_many_responses_of_a_group_run_side_by_side_as_the_worker_has_cores(
     """Each call ends only when so many are under way."""
     meeting, waiting, most = threading.Barrier(at_once, timeout=60), [], []
 
-    def run(*_: object, files: dict[str, str], **__: object) -> Ran:
+    def run(*_: object, files: dict[str, str], **__: object) -> SandboxResult:
         waiting.append(1)
         most.append(len(waiting))
         meeting.wait()
         waiting.pop()
         meeting.wait()
-        return Ran(files[ANSWER], "", 0)
+        return SandboxResult(files[ANSWER], "", 0)
 
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)))
     monkeypatch.setattr(door.Sandbox, "probe", lambda _: None)
@@ -446,9 +446,9 @@ def test_the_trial_of_a_rows_tests_has_as_long_as_the_tests_of_a_response(monkey
     """Each test takes all of its time, and is passed."""
     now = [0.0]
 
-    def run(*_: object, files: dict[str, str], limits: SandboxLimits, **__: object) -> Ran:
+    def run(*_: object, files: dict[str, str], limits: SandboxLimits, **__: object) -> SandboxResult:
         now[0] += limits.wall_s
-        return Ran(json.loads(files[JOB])["word"], "", 0)
+        return SandboxResult(json.loads(files[JOB])["word"], "", 0)
 
     monkeypatch.setattr(code_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(door.Sandbox, "probe", lambda _: None)

@@ -16,7 +16,7 @@ import pytest
 
 import headway
 from headway.runtime.sandbox.sandbox import Sandbox
-from headway.runtime.sandbox.sandbox_limits import Ran, SandboxLimits, SandboxSpec
+from headway.runtime.sandbox.sandbox_limits import SandboxLimits, SandboxResult, SandboxSpec
 
 SMALL = SandboxLimits(wall_s=30.0, cpu_s=10.0, memory_mib=256, processes=16, output_kib=16, scratch_mib=8)
 """Limits of calls that are to end by themselves, even on a busy machine."""
@@ -32,7 +32,7 @@ job = json.load(sys.stdin)
 ran = Sandbox(SandboxSpec()).run_blocking(job["code"], stdin=job["stdin"], limits=SandboxLimits(**job["limits"]))
 json.dump(asdict(ran), sys.stdout)
 """
-Run = Callable[..., Ran]
+Run = Callable[..., SandboxResult]
 
 
 @cache
@@ -52,7 +52,7 @@ def variables() -> dict[str, str]:
     return {"PYTHONPATH": SOURCES, "PATH": os.environ["PATH"]}
 
 
-def in_another_process(code: str, *, stdin: str = "", limits: SandboxLimits = SMALL) -> Ran:
+def in_another_process(code: str, *, stdin: str = "", limits: SandboxLimits = SMALL) -> SandboxResult:
     command = a_user_without_rights()
     assert command is not None
     job = json.dumps({"code": code, "stdin": stdin, "limits": asdict(limits)})
@@ -68,7 +68,7 @@ def in_another_process(code: str, *, stdin: str = "", limits: SandboxLimits = SM
     )
     assert done.returncode == 0, done.stderr
     told: Mapping[str, object] = json.loads(done.stdout)
-    return Ran(**told)  # type: ignore[arg-type]
+    return SandboxResult(**told)  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""What the runners of these tests hold: code that does what its job says."""
+"""What the workers of these tests hold: code that does what its job says."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ class Code:
         return lambda: 0
 
     async def not_here(self, ask: Any) -> Any:
-        """A class that only the runner has."""
+        """A class that only the worker has."""
         module = type(sys)("only_there")
         sys.modules["only_there"] = module
         module.Thing = type("Thing", (), {"__module__": "only_there"})  # type: ignore[attr-defined]

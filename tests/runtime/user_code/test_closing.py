@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from headway.agents.episodes.program_workers import ProgramRunners
+from headway.agents.episodes.program_workers import ProgramWorkers
 from headway.agents.interface.program_messages import EpisodeStart, TurnRequest, said
 from headway.config.schema import Config
 from headway.config.sections.agent_section import AgentConfig
@@ -40,7 +40,7 @@ async def test_every_environment_that_was_made_is_closed(a: str, tmp_path: Path)
     (tmp_path / "game.py").write_text(GAME.format(a=a))
 
     agent = AgentConfig(environment=f"{tmp_path}/game.py:Game", workers=1, environment_processes=1)
-    runners = ProgramRunners("episode-worker", Config(agent=agent), tmp_path)
+    workers = ProgramWorkers("episode-worker", Config(agent=agent), tmp_path)
 
     async def episode(k: int, answer: str) -> None:
         script = Script(answer)
@@ -48,10 +48,10 @@ async def test_every_environment_that_was_made_is_closed(a: str, tmp_path: Path)
         async def ask(request: TurnRequest) -> object:
             return await script(request)
 
-        await runners.run(EpisodeStart(f"episode {k}", [said("user", "go")], {}, k), ask)
+        await workers.run(EpisodeStart(f"episode {k}", [said("user", "go")], {}, k), ask)
 
     try:
-        await runners.start()
+        await workers.start()
         for k in range(2):
             await episode(k, "go")
         closed = read(tmp_path).count("closed")
@@ -60,7 +60,7 @@ async def test_every_environment_that_was_made_is_closed(a: str, tmp_path: Path)
         assert read(tmp_path).count("closed") == closed + 1
         await episode(3, "go")
     finally:
-        await runners.close()
+        await workers.close()
     assert read(tmp_path).count("closed") == read(tmp_path).count("made") >= 2
 
 

@@ -1,4 +1,4 @@
-"""Runners that are lost: event loops that stand still, what the host may not take for that, and deaths."""
+"""WorkerPool that are lost: event loops that stand still, what the host may not take for that, and deaths."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ import pytest
 from headway.errors import RunnerLost
 from headway.runtime.process_tree import descendants
 from headway.runtime.workers import worker_process as process
-from headway.runtime.workers.worker_pool import Runners
-from tests.runtime.user_code.test_runners import ended, runners_of
+from headway.runtime.workers.worker_pool import WorkerPool
+from tests.runtime.user_code.test_workers import ended, workers_of
 
 STALL_S = 0.8
 
 
-async def patiently(runners: Runners, *job: Any, on_ask: Any = None, tries: int = 5) -> Any:
+async def patiently(workers: WorkerPool, *job: Any, on_ask: Any = None, tries: int = 5) -> Any:
     """Run a job, and again as long as it was lost by no fault of its own."""
     for tries_left in range(tries, -1, -1):
         try:
-            return await runners.run(job, on_ask)
+            return await workers.run(job, on_ask)
         except RunnerLost as lost:
             if lost.culprit is not False or not tries_left:
                 raise
@@ -32,37 +32,37 @@ async def patiently(runners: Runners, *job: Any, on_ask: Any = None, tries: int 
 
 
 @pytest.mark.parametrize("job", ["holds_the_loop", "holds_the_loop_in_a_task"])
-async def test_a_job_that_holds_its_event_loop_is_named_and_the_others_of_its_runner_are_not(job: str) -> None:
+async def test_a_job_that_holds_its_event_loop_is_named_and_the_others_of_its_worker_are_not(job: str) -> None:
     """Starts two processes of user code, and waits for one to be taken for lost."""
-    async with runners_of("shared", stall_s=STALL_S) as runners:
-        before = await runners.run(("pid",))
-        other = asyncio.create_task(runners.run(("sleeps", 60)))
+    async with workers_of("shared", stall_s=STALL_S) as workers:
+        before = await workers.run(("pid",))
+        other = asyncio.create_task(workers.run(("sleeps", 60)))
         await asyncio.sleep(0)
         began = time.monotonic()
         with pytest.raises(
-            RunnerLost, match=rf"held its runner's event loop for more than {STALL_S} s .agent.stall_s.; import at"
+            RunnerLost, match=rf"held its worker's event loop for more than {STALL_S} s .agent.stall_s.; import at"
         ) as lost:
-            await runners.run((job, 60))
+            await workers.run((job, 60))
         assert STALL_S <= time.monotonic() - began < 30
         assert (lost.value.culprit, lost.value.timed_out) == (True, True)
-        with pytest.raises(RunnerLost, match="its runner was lost: another job held its event loop") as lost:
+        with pytest.raises(RunnerLost, match="its worker was lost: another job held its event loop") as lost:
             await other
         assert (lost.value.culprit, lost.value.timed_out) == (False, False)
-        assert await runners.run(("pid",)) != before
+        assert await workers.run(("pid",)) != before
 
 
 @pytest.mark.parametrize("job", ["backtracks", "keeps_the_lock", "stops"])
 async def test_a_loop_that_nothing_of_python_can_interrupt_is_replaced(job: str) -> None:
-    async with runners_of("shared", stall_s=STALL_S) as runners:
-        with pytest.raises(RunnerLost, match="held its runner's event loop"):
-            await runners.run((job,))
-        assert await runners.run(("echo", 1)) == 1
+    async with workers_of("shared", stall_s=STALL_S) as workers:
+        with pytest.raises(RunnerLost, match="held its worker's event loop"):
+            await workers.run((job,))
+        assert await workers.run(("echo", 1)) == 1
 
 
 @pytest.mark.parametrize(
     ("number", "text"), [(signal.SIGKILL, "ended with SIGKILL"), (signal.SIGSTOP, "something held its event loop")]
 )
-async def test_of_a_runner_that_somebody_else_kills_or_stops_no_job_is_to_blame(number: int, text: str) -> None:
+async def test_of_a_worker_that_somebody_else_kills_or_stops_no_job_is_to_blame(number: int, text: str) -> None:
     asked: list[int] = []
     all_asked = asyncio.Event()
 
@@ -72,12 +72,12 @@ async def test_of_a_runner_that_somebody_else_kills_or_stops_no_job_is_to_blame(
             all_asked.set()
         return k
 
-    async with runners_of("shared", processes=2, stall_s=STALL_S) as runners:
-        await runners.start()
-        jobs = [asyncio.create_task(runners.run(("asks", 1, 3 * STALL_S), count_up)) for _ in range(6)]
+    async with workers_of("shared", processes=2, stall_s=STALL_S) as workers:
+        await workers.start()
+        jobs = [asyncio.create_task(workers.run(("asks", 1, 3 * STALL_S), count_up)) for _ in range(6)]
         await all_asked.wait()
         await asyncio.sleep(0.1)  # until none of them is in a step
-        os.kill(descendants(runners._runners[0].process.pid)[0], number)
+        os.kill(descendants(workers._workers[0].process.pid)[0], number)
         ends = await asyncio.gather(*jobs, return_exceptions=True)
         lost = [end for end in ends if isinstance(end, RunnerLost)]
         assert [end for end in ends if not isinstance(end, RunnerLost)] == [[0]] * 3
@@ -85,12 +85,12 @@ async def test_of_a_runner_that_somebody_else_kills_or_stops_no_job_is_to_blame(
 
 
 async def test_the_log_shows_where_a_loop_was_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a busy machine the runner may take longer to write than it is given."""
+    """On a busy machine the worker may take longer to write than it is given."""
     monkeypatch.setattr(process, "SHOWN_S", 600.0)
     log = tmp_path / "log"
-    async with runners_of("shared", stall_s=STALL_S, log_path=log) as runners:
+    async with workers_of("shared", stall_s=STALL_S, log_path=log) as workers:
         with pytest.raises(RunnerLost):
-            await runners.run(("backtracks",))
+            await workers.run(("backtracks",))
         async with asyncio.timeout(60):
             while "in backtracks" not in log.read_text():  # noqa: ASYNC110 - a file has no event
                 await asyncio.sleep(0.01)
@@ -98,35 +98,35 @@ async def test_the_log_shows_where_a_loop_was_held(tmp_path: Path, monkeypatch: 
 
 async def test_a_loop_that_is_slow_is_not_replaced() -> None:
     """Over 1 s: steps without a look at the connection, and single steps that are shorter than the limit."""
-    async with runners_of("shared", stall_s=STALL_S) as runners:
-        before = await runners.run(("pid",))
-        assert await runners.run(("steps_for", 3 * STALL_S)) == "stepped"
-        held = [runners.run(("holds_the_loop", 0.25 * STALL_S)) for _ in range(4)]
+    async with workers_of("shared", stall_s=STALL_S) as workers:
+        before = await workers.run(("pid",))
+        assert await workers.run(("steps_for", 3 * STALL_S)) == "stepped"
+        held = [workers.run(("holds_the_loop", 0.25 * STALL_S)) for _ in range(4)]
         assert await asyncio.gather(*held) == ["held"] * 4
-        assert await runners.run(("pid",)) == before
+        assert await workers.run(("pid",)) == before
 
 
 async def test_a_host_that_stands_still_itself_replaces_nobody() -> None:
-    """Takes several times the limit, during which the host's loop is blocked and the runner's is not."""
-    async with runners_of("shared", stall_s=STALL_S) as runners:
-        before = await runners.run(("pid",))
-        sleeping = asyncio.create_task(runners.run(("sleeps", 4 * STALL_S)))
-        asking = asyncio.create_task(runners.run(("asks", 3, 0.1), answer))
+    """Takes several times the limit, during which the host's loop is blocked and the worker's is not."""
+    async with workers_of("shared", stall_s=STALL_S) as workers:
+        before = await workers.run(("pid",))
+        sleeping = asyncio.create_task(workers.run(("sleeps", 4 * STALL_S)))
+        asking = asyncio.create_task(workers.run(("asks", 3, 0.1), answer))
         await asyncio.sleep(0.1)
         time.sleep(5 * STALL_S)  # noqa: ASYNC251
         assert (await sleeping, await asking) == ("slept", [0, 1, 2])
-        assert await runners.run(("pid",)) == before
+        assert await workers.run(("pid",)) == before
 
 
 async def test_a_machine_that_stands_still_costs_nobody() -> None:
-    """Takes longer than the limit, during which neither host nor runner does anything, though a ping is due.
+    """Takes longer than the limit, during which neither host nor worker does anything, though a ping is due.
 
-    The limit leaves a runner that goes on, on a busy machine, the time to answer.
+    The limit leaves a worker that goes on, on a busy machine, the time to answer.
     """
     stall_s = 4 * STALL_S
-    async with runners_of("shared", stall_s=stall_s) as runners:
-        pid = await runners.run(("pid",))
-        sleeping = asyncio.create_task(runners.run(("sleeps", STALL_S)))
+    async with workers_of("shared", stall_s=stall_s) as workers:
+        pid = await workers.run(("pid",))
+        sleeping = asyncio.create_task(workers.run(("sleeps", STALL_S)))
         await asyncio.sleep(0.1)
         os.kill(pid, signal.SIGSTOP)
         await asyncio.sleep(stall_s / 5)
@@ -135,98 +135,98 @@ async def test_a_machine_that_stands_still_costs_nobody() -> None:
         await asyncio.sleep(stall_s / 20)
         os.kill(pid, signal.SIGCONT)
         assert await sleeping == "slept"
-        assert await runners.run(("pid",)) == pid
+        assert await workers.run(("pid",)) == pid
 
 
-async def test_a_job_that_was_left_and_holds_its_loop_still_costs_its_runner_alone() -> None:
+async def test_a_job_that_was_left_and_holds_its_loop_still_costs_its_worker_alone() -> None:
     """Starts two processes of user code, and waits for one to be taken for lost."""
-    async with runners_of("shared", stall_s=STALL_S) as runners:
-        before = await runners.run(("pid",))
+    async with workers_of("shared", stall_s=STALL_S) as workers:
+        before = await workers.run(("pid",))
         begun = asyncio.Event()
 
         async def begins(_: int) -> None:
             begun.set()
 
-        process = runners._runners[0].process
-        left = asyncio.create_task(runners.run(("asks_and_blocks", 1, 60), begins))
+        process = workers._workers[0].process
+        left = asyncio.create_task(workers.run(("asks_and_blocks", 1, 60), begins))
         await begun.wait()
         await asyncio.sleep(0.2)  # until it holds the loop
         left.cancel()
         assert await asyncio.wait_for(asyncio.shield(process.ended), 60) == "SIGKILL"
-        assert await runners.run(("pid",)) != before
+        assert await workers.run(("pid",)) != before
 
 
-async def test_runners_without_jobs_are_not_looked_after() -> None:
-    async with runners_of("shared", stall_s=STALL_S) as runners:
-        await runners.run(("echo", 1))
+async def test_workers_without_jobs_are_not_looked_after() -> None:
+    async with workers_of("shared", stall_s=STALL_S) as workers:
+        await workers.run(("echo", 1))
         await asyncio.sleep(STALL_S / 4)
-        assert runners._ticking is None
-        assert await runners.run(("echo", 2)) == 2
+        assert workers._ticking is None
+        assert await workers.run(("echo", 2)) == 2
 
 
-async def test_a_killed_nursery_takes_its_runners_along_and_is_replaced() -> None:
-    async with runners_of("forked", processes=3) as runners:
-        pids = await asyncio.gather(*(runners.run(("pid",)) for _ in range(3)))
-        jobs = [asyncio.create_task(patiently(runners, "asks_and_blocks", 4, 0.05, on_ask=answer)) for _ in range(9)]
+async def test_a_killed_fork_server_takes_its_workers_along_and_is_replaced() -> None:
+    async with workers_of("forked", processes=3) as workers:
+        pids = await asyncio.gather(*(workers.run(("pid",)) for _ in range(3)))
+        jobs = [asyncio.create_task(patiently(workers, "asks_and_blocks", 4, 0.05, on_ask=answer)) for _ in range(9)]
         await asyncio.sleep(0.05)
-        assert runners._nursery is not None
+        assert workers._fork_server is not None
         with ended(pids[0]):
-            os.kill(runners._nursery.process.pid, signal.SIGKILL)
+            os.kill(workers._fork_server.process.pid, signal.SIGKILL)
         assert await asyncio.gather(*jobs) == [[0, 1, 2, 3]] * 9
 
 
-async def test_jobs_lost_with_a_nursery_are_not_to_blame() -> None:
-    async with runners_of("forked") as runners:
+async def test_jobs_lost_with_a_fork_server_are_not_to_blame() -> None:
+    async with workers_of("forked") as workers:
         begun = asyncio.Event()
-        job = asyncio.create_task(runners.run(("holds_the_loop", 60), on_begin=begun.set))
+        job = asyncio.create_task(workers.run(("holds_the_loop", 60), on_begin=begun.set))
         await begun.wait()
-        assert runners._nursery is not None
-        os.kill(runners._nursery.process.pid, signal.SIGKILL)
-        with pytest.raises(RunnerLost, match="its runner was lost: it ended with the process that forked it") as lost:
+        assert workers._fork_server is not None
+        os.kill(workers._fork_server.process.pid, signal.SIGKILL)
+        with pytest.raises(RunnerLost, match="its worker was lost: it ended with the process that forked it") as lost:
             await job
         assert lost.value.culprit is False
 
 
-async def test_a_nursery_that_was_killed_while_idle_costs_no_job() -> None:
-    async with runners_of("forked") as runners:
+async def test_a_fork_server_that_was_killed_while_idle_costs_no_job() -> None:
+    async with workers_of("forked") as workers:
         with pytest.raises(RunnerLost):
-            await runners.run(("dies",))
-        assert runners._nursery is not None
-        nursery, *_ = descendants(runners._nursery.process.pid)  # which would fork for a moment after its guard's end
-        os.kill(nursery, signal.SIGKILL)
-        assert await runners.run(("echo", 1)) == 1
+            await workers.run(("dies",))
+        assert workers._fork_server is not None
+        fork_server, *_ = descendants(workers._fork_server.process.pid)  # it would fork for a moment
+        os.kill(fork_server, signal.SIGKILL)
+        assert await workers.run(("echo", 1)) == 1
 
 
-async def test_an_idle_runner_that_was_killed_costs_no_job_once_its_end_is_seen() -> None:
-    async with runners_of("spawned") as runners:
-        pid = await runners.run(("pid",))
+async def test_an_idle_worker_that_was_killed_costs_no_job_once_its_end_is_seen() -> None:
+    async with workers_of("spawned") as workers:
+        pid = await workers.run(("pid",))
         with ended(pid):
             os.kill(pid, signal.SIGKILL)
         await asyncio.sleep(0.05)
-        assert await runners.run(("pid",)) != pid
+        assert await workers.run(("pid",)) != pid
 
 
 async def answer(message: Any) -> Any:
     return message
 
 
-async def test_a_job_that_goes_on_after_it_was_cancelled_costs_its_runner(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_job_that_goes_on_after_it_was_cancelled_costs_its_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headway.runtime.workers.user_code_worker.LEAVES_S", 0.2)
-    async with runners_of("shared") as runners:
+    async with workers_of("shared") as workers:
         begun = asyncio.Event()
 
         async def begin(_: str) -> None:
             begun.set()
 
-        before = await runners.run(("pid",))
-        other = asyncio.create_task(runners.run(("sleeps", 60)))
-        job = asyncio.create_task(runners.run(("swallows",), begin))
+        before = await workers.run(("pid",))
+        other = asyncio.create_task(workers.run(("sleeps", 60)))
+        job = asyncio.create_task(workers.run(("swallows",), begin))
         await begun.wait()
         job.cancel()
         with pytest.raises(RunnerLost, match=r"another job went on for 0.2 s after it was cancelled") as lost:
             await other
         assert lost.value.culprit is False
-        assert await runners.run(("pid",)) != before
+        assert await workers.run(("pid",)) != before
 
 
 async def test_user_code_is_closed_although_a_job_goes_on_when_the_process_is_to_end(tmp_path: Path) -> None:
@@ -236,9 +236,9 @@ async def test_user_code_is_closed_although_a_job_goes_on_when_the_process_is_to
     async def begin(_: str) -> None:
         begun.set()
 
-    log = tmp_path / "runner.log"
-    async with runners_of("shared", log_path=log, close_s=30) as runners:
-        job = asyncio.create_task(runners.run(("swallows",), begin))
+    log = tmp_path / "worker.log"
+    async with workers_of("shared", log_path=log, close_s=30) as workers:
+        job = asyncio.create_task(workers.run(("swallows",), begin))
         await begun.wait()
     with pytest.raises(RunnerLost, match="was closed"):
         await job
@@ -246,5 +246,5 @@ async def test_user_code_is_closed_although_a_job_goes_on_when_the_process_is_to
 
 
 async def test_each_of_many_jobs_may_wait_in_a_thread() -> None:
-    async with runners_of("shared") as runners:
-        assert await runners.run(("meet_in_threads", 100)) == 100
+    async with workers_of("shared") as workers:
+        assert await workers.run(("meet_in_threads", 100)) == 100

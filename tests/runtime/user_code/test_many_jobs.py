@@ -12,7 +12,7 @@ import pytest
 
 from headway.errors import RunnerLost
 from tests.runtime.user_code.test_losses import patiently
-from tests.runtime.user_code.test_runners import runners_of
+from tests.runtime.user_code.test_workers import workers_of
 
 NAP_S = 0.05
 TURNS = 6
@@ -46,11 +46,11 @@ async def run_all(shared: int, forked: int, *, with_holders: bool) -> tuple[Turn
     """Run so many jobs of both kinds; returns their turns, and the processes that were lost."""
     turns = Turns()
     async with (
-        runners_of("shared", processes=3, stall_s=1.0) as asynchronous,
-        runners_of("forked", processes=min(forked, 64) + 1) as synchronous,
+        workers_of("shared", processes=3, stall_s=1.0) as asynchronous,
+        workers_of("forked", processes=min(forked, 64) + 1) as synchronous,
     ):
         await asyncio.gather(asynchronous.start(), synchronous.start())
-        before = {runner.process.pid for runner in asynchronous._runners}
+        before = {worker.process.pid for worker in asynchronous._workers}
         jobs = [
             *(patiently(asynchronous, "turns", TURNS, NAP_S, on_ask=turns.of_a_job()) for _ in range(shared)),
             *(patiently(synchronous, "blocking_turns", TURNS, NAP_S, on_ask=turns.of_a_job()) for _ in range(forked)),
@@ -65,7 +65,7 @@ async def run_all(shared: int, forked: int, *, with_holders: bool) -> tuple[Turn
         for end in await asyncio.gather(*holders, return_exceptions=True):
             assert isinstance(end, RunnerLost)
             assert (end.culprit, end.timed_out) == (True, True)
-        lost = frozenset(before - {runner.process.pid for runner in asynchronous._runners})
+        lost = frozenset(before - {worker.process.pid for worker in asynchronous._workers})
         assert len(lost) == with_holders
     return turns, lost
 
@@ -85,5 +85,5 @@ async def test_turns_elsewhere_are_as_quick_as_without_them() -> None:
         usual.append(turns.p99())
         turns, lost = await run_all(1000, 64, with_holders=True)
         beside.append(turns.p99(lost))
-    print(f"p99 of a turn's lateness, in s: {usual} without, {beside} in runners beside")
+    print(f"p99 of a turn's lateness, in s: {usual} without, {beside} in workers beside")
     assert min(beside) - min(usual) < 0.050

@@ -1,4 +1,4 @@
-"""Secrets in what runners print."""
+"""Secrets in what workers print."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ class EpisodeClock:
 MOST_STEPS = 32
 """Most spans that an episode has: its record stays small, however many turns it has."""
 SHORTEST_WAIT_S = 1e-3
-"""Shortest wait that is one: a program is handed to its runner faster than that."""
+"""Shortest wait that is one: a program is handed to its worker faster than that."""
 
 
 class StepTimes:

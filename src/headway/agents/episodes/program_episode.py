@@ -4,7 +4,7 @@
        ▲                                                   │ yes                     │
        └────────────── TurnAnswer ◀── record.answered ◀────┴─────────────────────────┘
 
-A runner that dies has its programs run again from the beginning. The log answers the calls that it knows; what is asked
+A worker that dies has its programs run again from the beginning. The log answers the calls that it knows; what is asked
 otherwise than before is sampled anew, and what is not asked again is not trained.
 """
 
@@ -44,15 +44,15 @@ Turn = Callable[[TurnRequest], Awaitable[TurnAnswer]]
 AWAY = wait_exponential(multiplier=0.5, max=30.0)
 """Seconds before a program is run again for something that was away."""
 LOST = wait_exponential(multiplier=0.05, max=1.0)
-"""Seconds before a program is run again whose runner was lost."""
+"""Seconds before a program is run again whose worker was lost."""
 _TOLD = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Settings of sampling that programs are told."""
 MOST_LOSSES = 200
-"""Number of runners that an episode may lose to other episodes' doing."""
+"""Number of workers that an episode may lose to other episodes' doing."""
 
 
 class Programs(Protocol):
-    """Host of programs: `headway.agents.episodes.program_workers.ProgramRunners`, or a simulation."""
+    """Host of programs: `headway.agents.episodes.program_workers.ProgramWorkers`, or a simulation."""
 
     async def start(self) -> Any:
         """Start the processes of user code, if there are any. Raises as `Hosting.start` says."""
@@ -346,7 +346,7 @@ def _error(state: RetryCallState) -> BaseException | None:
 
 
 def _may_pass(error: BaseException) -> bool:
-    """Tell whether a failure may not come again. A program that held its runner's event loop would do so again."""
+    """Tell whether a failure may not come again. A program that held its worker's event loop would do so again."""
     if isinstance(error, RunnerLost):
         return not (error.culprit and error.timed_out)
     return isinstance(error, ProgramAway)

@@ -27,7 +27,7 @@ from headway.config.schema import Config
 from headway.config.sizing.placement import concurrent, resolve_placement
 from headway.data.tokenize import TextStart
 from headway.errors import ConfigError, RunError
-from headway.runtime.workers.worker_pool import START_TIMEOUT_S, Runners
+from headway.runtime.workers.worker_pool import START_TIMEOUT_S, WorkerPool
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -39,7 +39,7 @@ CLOSE_S = 10.0
 """Seconds for environments to be closed when a run ends."""
 
 
-class ProgramRunners:
+class ProgramWorkers:
     """`headway.agents.episodes.program_episode.Programs` in processes of their own."""
 
     def __init__(self, name: str, config: Config, logs: Path | None, model_path: str | None = None) -> None:
@@ -53,7 +53,7 @@ class ProgramRunners:
         self._agent = config.agent
         self._spec = replace(program_spec(config), model_path=model_path)
         self._log = None if logs is None else logs / f"{name}-programs.log"
-        self._runners: Runners | None = None
+        self._pool: WorkerPool | None = None
 
     @property
     def waits_s(self) -> float:
@@ -67,8 +67,8 @@ class ProgramRunners:
             UserError: the code cannot be used; says why.
             WorkerDied: a process ended while it loaded the code.
         """
-        self._runners = self._made("environment process", self._agent.environment_processes, at_once=1, forked=True)
-        described: ProgramDescription = await self._runners.start()
+        self._pool = self._made("environment process", self._agent.environment_processes, at_once=1, forked=True)
+        described: ProgramDescription = await self._pool.start()
         return described
 
     async def start(self) -> ProgramDescription:
@@ -82,8 +82,8 @@ class ProgramRunners:
         if not described.is_async:
             return
         await self.close()
-        self._runners = self._made("runner", self._agent.workers, stall_s=self._agent.stall_s)
-        await self._runners.start()
+        self._pool = self._made("user-code worker", self._agent.workers, stall_s=self._agent.stall_s)
+        await self._pool.start()
 
     def _made(
         self,
@@ -93,8 +93,8 @@ class ProgramRunners:
         at_once: int | None = None,
         forked: bool = False,
         stall_s: float | None = None,
-    ) -> Runners:
-        return Runners(
+    ) -> WorkerPool:
+        return WorkerPool(
             f"{kind} of {self._name}",
             self._spec,
             processes=processes,
@@ -109,21 +109,21 @@ class ProgramRunners:
 
     async def run(self, job: EpisodeStart, on_ask: Turn, *, on_begin: Callable[[], object] | None = None) -> EpisodeEnd:
         """See `headway.agents.episodes.program_episode.Programs.run`."""
-        if self._runners is None:
-            raise RunError(f"{self._name}: the runners were not started")
+        if self._pool is None:
+            raise RunError(f"{self._name}: the workers were not started")
         received = ReceivedMessages()
 
         async def answer(request: TurnRequest) -> TurnAnswer:
             return await on_ask(received.whole(request))
 
         kept = replace(job, messages_are_kept=True)
-        end: EpisodeEnd = await self._runners.run(kept, answer, on_begin=on_begin)
+        end: EpisodeEnd = await self._pool.run(kept, answer, on_begin=on_begin)
         return end
 
     async def close(self) -> None:
         """End all processes."""
-        if self._runners is not None:
-            await self._runners.close()
+        if self._pool is not None:
+            await self._pool.close()
 
 
 def program_spec(config: Config) -> ProgramSpec:

@@ -75,7 +75,7 @@ AWAY_BY_NAME = frozenset(
 def failing(doing: str) -> Iterator[None]:
     """Turn what user code raises in the block into `ProgramFailed`, or `ProgramAway` where a peer is away for a time.
 
-    The traceback goes to standard error, which is the runner's log. `EpisodeOver` passes, also out of a group of
+    The traceback goes to standard error, which is the worker's log. `EpisodeOver` passes, also out of a group of
     exceptions or as the cause of another one; so do Headway's own errors, cancellation and interrupts.
     """
     try:

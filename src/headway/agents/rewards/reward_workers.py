@@ -1,7 +1,7 @@
-"""The runners that score, behind `data.interfaces.rewards.RewardFn`.
+"""The workers that score, behind `data.interfaces.rewards.RewardFn`.
 
-    score(prompt, responses) ─▶ one job per group ─▶ runner ─▶ n floats, and each part's values
-           ▲                          │ exception, time-out, nonsense, death of the runner
+    score(prompt, responses) ─▶ one job per group ─▶ worker ─▶ n floats, and each part's values
+           ▲                          │ exception, time-out, nonsense, death of the worker
            └── retry, then ScoringFailed(reason) ◀─┘
 
 A call that takes too long ends its process (`runtime.workers.user_code_boundary.killed_after`); an asynchronous one is
@@ -23,13 +23,13 @@ from headway.agents.rewards.score_request import ScoreRequest
 from headway.agents.rewards.scorers import RewardSpec
 from headway.data.interfaces.episode_groups import Scores
 from headway.errors import RunnerLost, ScoringFailed, ScoringTimedOut, UserCodeFailed
-from headway.runtime.workers.worker_pool import Runners
+from headway.runtime.workers.worker_pool import WorkerPool
 
 if TYPE_CHECKING:
     from headway.data.types import Conversation, Prompt
 
 START_TIMEOUT_S = 120.0
-"""Seconds for a runner to start and to load the reward; ``reward.timeout_s`` where that is longer."""
+"""Seconds for a worker to start and to load the reward; ``reward.timeout_s`` where that is longer."""
 GRACE_S = 1.0
 """Seconds by which the limit on a group exceeds the sum of its calls' limits."""
 AT_ONCE = 16
@@ -44,7 +44,7 @@ class _NoFurtherTry(ScoringFailed):
     """The reward has done nothing but time out so far."""
 
 
-class RewardRunners:
+class RewardWorkers:
     """Scores groups in ``workers`` processes. Use from one event loop.
 
     Making one is free; `start` or the first `score` starts the processes.
@@ -60,12 +60,12 @@ class RewardRunners:
         on_timeout: Callable[[int], object] | None = None,
         env: Mapping[str, str] | None = None,
     ) -> None:
-        """Make runners whose output goes to ``log_path`` (None: to this process's stderr). ``on_timeout`` is called at
+        """Make workers whose output goes to ``log_path`` (None: to this process's stderr). ``on_timeout`` is called at
         each try that took too long, with how many there were so far. ``env``: further environment variables.
         """
         self._spec = replace(spec, workers=workers)
         self._log_path, self._env = log_path, env
-        self._runners = self._make_runners()
+        self._pool = self._make_pool()
         self._retries = retries
         self._on_timeout = on_timeout
         self._timeouts = 0
@@ -78,7 +78,7 @@ class RewardRunners:
         self._closed = False
 
     async def load(self) -> None:
-        """Have a runner load the reward once: where all functions are asynchronous, it ends, and runners that groups
+        """Have a worker load the reward once: where all functions are asynchronous, it ends, and workers that groups
         share are still to start. Otherwise it stays, and the others follow.
 
         Raises:
@@ -86,19 +86,19 @@ class RewardRunners:
             UserCodeError: the user's file does not import, lacks the function, or the function's parameters do not fit.
             WorkerDied: the process ended, or did not get ready in time.
         """
-        if await self._runners.start() and not self._spec.shared:
-            await self._runners.close()
+        if await self._pool.start() and not self._spec.shared:
+            await self._pool.close()
             self._spec = replace(self._spec, shared=True)
-            self._runners = self._make_runners()
+            self._pool = self._make_pool()
 
     async def start(self) -> None:
-        """Load the reward, and start all runners that groups share. Raises as `load`."""
+        """Load the reward, and start all workers that groups share. Raises as `load`."""
         await self.load()
         if self._spec.shared:
-            await self._runners.start()
+            await self._pool.start()
 
-    def _make_runners(self) -> Runners:
-        return Runners(
+    def _make_pool(self) -> WorkerPool:
+        return WorkerPool(
             "reward worker",
             self._spec,
             processes=self._spec.workers,
@@ -159,7 +159,7 @@ class RewardRunners:
         self._closed = True
         for task in self._awaited:
             task.cancel()
-        await self._runners.close()
+        await self._pool.close()
 
     async def _try(self, request: ScoreRequest) -> Scores:
         if self._began is None:
@@ -203,13 +203,13 @@ class RewardRunners:
         return f"timeout after {min(map(self._spec.limit_s, self._spec.parts)):g} s"
 
     async def _run(self, request: ScoreRequest) -> Scores:
-        """Score in a runner, in a task that can be given up without its caller. Cancelling this ends it."""
+        """Score in a worker, in a task that can be given up without its caller. Cancelling this ends it."""
         if self._closed:
             raise ScoringFailed("the reward is closed")
         # One call more where groups share a process: whose call holds its event loop is to be found before.
         calls = len(request.responses) + (1 if self._spec.shared else 0)
         limit = calls * sum(map(self._spec.limit_s, self._spec.parts)) + GRACE_S
-        task: asyncio.Task[Scores] = asyncio.create_task(self._runners.run(request, timeout_s=limit))
+        task: asyncio.Task[Scores] = asyncio.create_task(self._pool.run(request, timeout_s=limit))
         self._awaited.add(task)
         try:
             return await task

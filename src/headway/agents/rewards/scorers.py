@@ -1,4 +1,4 @@
-"""A group's scores: each reward of the sum by its kind, checked, then added up. Runs in a runner, without torch.
+"""A group's scores: each reward of the sum by its kind, checked, then added up. Runs in a worker, without torch.
 
 ScoreRequest ─▶ part: built-in | task | user's function ─▶ n values, None where it does not apply ─┐
              └▶ part: …                                                                           ─┴▶ Σ weight · value
@@ -296,7 +296,7 @@ def _attributed(name: str | None) -> Iterator[None]:
         raise type(error)(writable(f"{where}{error}")) from error
     except HeadwayError:
         raise
-    except BaseException as error:  # an interrupt, too: runners ignore Ctrl-C, so that the function itself raised it
+    except BaseException as error:  # an interrupt, too: workers ignore Ctrl-C, so that the function itself raised it
         if isinstance(error, asyncio.CancelledError) and _is_cancelled():
             raise
         with suppress(OSError):  # it may also have closed what this process prints to

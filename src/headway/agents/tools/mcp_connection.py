@@ -170,7 +170,7 @@ class McpConnection:
         """Connect. Raises `Unavailable` for a server that is away, `ProgramFailed` for what is none."""
         who, loop = self._spec.who, asyncio.get_running_loop()
         ready: asyncio.Future[None] = loop.create_future()
-        # It belongs to no episode: not its context, by which runners tell whose code holds their loop.
+        # It belongs to no episode: not its context, by which workers tell whose code holds their loop.
         self.holder = loop.create_task(self._hold(ready), context=contextvars.Context())
         try:
             await asyncio.wait({ready, self.holder}, timeout=self._spec.timeout_s, return_when=asyncio.FIRST_COMPLETED)

@@ -91,7 +91,7 @@ class McpServer:
         if self.spec.command and isinstance(cause, ServerTimeout):
             return f"raise {who}.timeout_s, or try the command by hand"
         if self.spec.command:
-            return "what it printed is above, or in the runners' log"
+            return "what it printed is above, or in the workers' log"
         late = f"raise {who}.timeout_s, " if isinstance(cause, ServerTimeout) else ""
         return f"{late}start the server, or correct {who}.url"
 

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import urlsplit
 
 from headway.agents.endpoint.turns import check_address
-from headway.agents.episodes.program_workers import ProgramRunners, chats_of, program_spec, variables
+from headway.agents.episodes.program_workers import ProgramWorkers, chats_of, program_spec, variables
 from headway.agents.interface.program_messages import ProgramDescription
 from headway.agents.rewards.code_tests import unit_tests_of
-from headway.agents.rewards.reward_workers import RewardRunners
+from headway.agents.rewards.reward_workers import RewardWorkers
 from headway.agents.rewards.scorers import RewardSpec, make_scorer
 from headway.api.checks.model_checks import (
     check_biases,
@@ -95,7 +95,7 @@ def check_inputs(config: Config, *, user_code: bool = True) -> Rows:
     if agent.client is not None and agent.endpoint_host != "node" and config.cluster.address is None:
         asyncio.run(check_address(agent.endpoint_host, agent.endpoint_port))  # episode workers will all be here
     if config.agent.has_program and user_code:
-        programs = ProgramRunners("preflight", config, None)
+        programs = ProgramWorkers("preflight", config, None)
         asyncio.run(_closed_after(load_program(config, rows, programs), programs.close))
     if config.reward.by_program:
         return rows
@@ -103,7 +103,7 @@ def check_inputs(config: Config, *, user_code: bool = True) -> Rows:
     if spec.has_user_code:
         if not user_code:
             return rows
-        reward = one_reward_runner(config, spec)
+        reward = one_reward_worker(config, spec)
         asyncio.run(_closed_after(load_reward(reward, spec), reward.close))
     else:
         make_scorer(spec)
@@ -219,18 +219,18 @@ def reward_spec(config: Config, rows: Rows) -> RewardSpec:
     return replace(RewardSpec.of(config), columns=rows.columns, lacked=rows.lacked)
 
 
-def one_reward_runner(config: Config, spec: RewardSpec, log_path: Path | None = None) -> RewardRunners:
+def one_reward_worker(config: Config, spec: RewardSpec, log_path: Path | None = None) -> RewardWorkers:
     """A process for the reward, which prints to ``log_path``, or this one's stderr. Nothing is started."""
-    return RewardRunners(spec, workers=1, retries=0, log_path=log_path, env=variables(config.agent.env))
+    return RewardWorkers(spec, workers=1, retries=0, log_path=log_path, env=variables(config.agent.env))
 
 
-async def load_reward(reward: RewardRunners, spec: RewardSpec) -> None:
+async def load_reward(reward: RewardWorkers, spec: RewardSpec) -> None:
     """Load the user's reward in a subprocess. Raises `UserCodeError` if it cannot be used."""
     advice = "raise reward.timeout_s above the time that it needs"
     await _in_time(reward.load(), spec.function, max(LOAD_TIMEOUT_S, spec.timeout_s), advice)
 
 
-async def load_program(config: Config, rows: Rows, programs: ProgramRunners) -> ProgramDescription:
+async def load_program(config: Config, rows: Rows, programs: ProgramWorkers) -> ProgramDescription:
     """Load the program in a subprocess, check that rows have the columns it needs, and describe it."""
     shown = program_spec(config).shown
     limit = LOAD_TIMEOUT_S + programs.waits_s  # a server that is late says so itself

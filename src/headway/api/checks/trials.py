@@ -24,15 +24,15 @@ import numpy as np
 
 from headway.agents.episodes.episode_worker import local_episode_worker
 from headway.agents.episodes.program_episode import Hosting
-from headway.agents.episodes.program_workers import ProgramRunners, chat_hosting, limits_of, program_spec
+from headway.agents.episodes.program_workers import ProgramWorkers, chat_hosting, limits_of, program_spec
 from headway.agents.interface.program_messages import ProgramDescription
-from headway.agents.rewards.reward_workers import RewardRunners
+from headway.agents.rewards.reward_workers import RewardWorkers
 from headway.api.checks.preflight import (
     check_inputs,
     check_prompts,
     load_program,
     load_reward,
-    one_reward_runner,
+    one_reward_worker,
     reward_spec,
 )
 from headway.config.schema import Config
@@ -137,12 +137,12 @@ async def _call(config: Config, rows: Rows, logs: Path, stack: AsyncExitStack) -
     trials: list[Callable[[], Awaitable[str]]] = []
     if config.agent.has_program:
         agent = config.agent.model_copy(update={"workers": 1})  # one episode needs no more
-        programs = ProgramRunners("trial", config.model_copy(update={"agent": agent}), logs)
+        programs = ProgramWorkers("trial", config.model_copy(update={"agent": agent}), logs)
         stack.push_async_callback(programs.close)
         described = await load_program(config, rows, programs)
     if not config.reward.by_program:
         spec = reward_spec(config, rows)
-        reward = one_reward_runner(config, spec, logs / "reward.log")
+        reward = one_reward_worker(config, spec, logs / "reward.log")
         stack.push_async_callback(reward.close)
         await load_reward(reward, spec)
         trials.append(partial(_try_reward, config, rows, reward))
@@ -160,7 +160,7 @@ async def _call(config: Config, rows: Rows, logs: Path, stack: AsyncExitStack) -
 # ---------------------------------------------------------------------------------------------- rewards
 
 
-async def _try_reward(config: Config, rows: Rows, reward: RewardRunners) -> str:
+async def _try_reward(config: Config, rows: Rows, reward: RewardWorkers) -> str:
     names = ", ".join(one.function for one in config.reward.all)
     firsts = [record for _, records in by_source(rows.train, rows.parts) for record in records[:ROWS_TRIED]]
     scores = [await _score(reward, record, names) for record in firsts]
@@ -176,7 +176,7 @@ def _range(values: Sequence[float]) -> str:
     return f"{low:g}" if low == high else f"{low:g} to {high:g}"
 
 
-async def _score(reward: RewardRunners, record: Record, names: str) -> Sequence[float]:
+async def _score(reward: RewardWorkers, record: Record, names: str) -> Sequence[float]:
     truth = record.answer if isinstance(record.answer, str) else "" if record.answer is None else str(record.answer)
     try:
         scores: list[float] = (await reward.score(_prompt(record), [truth, ""])).rewards.tolist()
@@ -201,7 +201,7 @@ def _prompt(record: Record) -> Prompt:
 async def _try_program(
     config: Config,
     rows: Rows,
-    programs: ProgramRunners,
+    programs: ProgramWorkers,
     described: ProgramDescription,
     tokenizer: PreTrainedTokenizerBase | None,
     data: DataBundle | None,

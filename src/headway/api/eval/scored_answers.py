@@ -22,8 +22,8 @@ from rich.text import Text
 from headway.agents.chat.chat_template import answer_decoder
 from headway.agents.episodes.episode_worker import local_episode_worker
 from headway.agents.episodes.program_episode import Hosting
-from headway.agents.episodes.program_workers import ProgramRunners, chat_hosting, variables
-from headway.agents.rewards.reward_workers import RewardRunners
+from headway.agents.episodes.program_workers import ProgramWorkers, chat_hosting, variables
+from headway.agents.rewards.reward_workers import RewardWorkers
 from headway.agents.rewards.scorers import RewardSpec
 from headway.api.eval.evaluation_settings import EvaluationJob
 from headway.api.eval.figures import ScoredAnswer, Solved
@@ -109,7 +109,7 @@ async def solve(
     async with AsyncExitStack() as stack:
         reward = hosting = None
         if not config.reward.by_program:
-            reward = RewardRunners(
+            reward = RewardWorkers(
                 spec,
                 workers=config.reward.workers,
                 retries=config.reward.retries,
@@ -119,7 +119,7 @@ async def solve(
             stack.push_async_callback(reward.close)
             await reward.start()
         if config.agent.has_program:
-            programs = ProgramRunners("eval", config, None, str(config.model.path))
+            programs = ProgramWorkers("eval", config, None, str(config.model.path))
             hosting = chat_hosting(config, questions.tokenizer, programs)
             stack.push_async_callback(hosting.close)
             await hosting.start()
@@ -178,7 +178,7 @@ async def _ask(
     engine: RolloutEngine,
     decode: Callable[[Sequence[int]], str],
     hosting: Hosting | None,
-    reward: RewardRunners | None,
+    reward: RewardWorkers | None,
     prompts: Sequence[Prompt],
     n: int,
     sampling: SamplingParams,
@@ -204,7 +204,7 @@ async def _ask(
     return found
 
 
-async def _scored(reward: RewardRunners | None, finished: Group) -> Solved:
+async def _scored(reward: RewardWorkers | None, finished: Group) -> Solved:
     """Score the episodes that did not fail. A problem of which all failed has no score."""
     prompt, trajectories, failure = finished.prompt, finished.trajectories, None
     made = [t for t in trajectories if t.failure is None]

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.agents.episodes.program_workers import variables
-from headway.agents.rewards.reward_workers import HOPELESS, RewardRunners
+from headway.agents.rewards.reward_workers import HOPELESS, RewardWorkers
 from headway.agents.rewards.scorers import RewardSpec
 from headway.api.control_socket import RunControl, listening
 from headway.config.schema import Config
@@ -243,7 +243,7 @@ class TrainingRun:
         async with _warming_up(self._model, config.cluster.stall_timeout_s, reports) as warm:
             reward = None
             if not config.reward.by_program:
-                reward = RewardRunners(
+                reward = RewardWorkers(
                     RewardSpec.of(config),
                     workers=config.reward.workers,
                     retries=config.reward.retries,

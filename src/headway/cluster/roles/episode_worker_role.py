@@ -9,7 +9,7 @@ from typing import Any
 
 from headway.agents.chat.chat_template import answer_decoder
 from headway.agents.episodes.episode_worker import EpisodeWorker
-from headway.agents.episodes.program_workers import ProgramRunners, chat_hosting
+from headway.agents.episodes.program_workers import ProgramWorkers, chat_hosting
 from headway.cluster.machine.token_files import TokenFile, TokenFiles, TokenPlace
 from headway.cluster.machine.worker_setup import collecting_seldom
 from headway.cluster.roles.role import Role
@@ -50,10 +50,10 @@ class EpisodeWorkerRole(Role):
 
     @register(Dispatch.RANK_ZERO)
     async def serve(self) -> None:
-        """Begin to keep groups, on the running loop. Starts the runners of the program, where there is one."""
+        """Begin to keep groups, on the running loop. Starts the workers of the program, where there is one."""
         hosting = None
         if self._config.agent.has_program:
-            programs = ProgramRunners(self.name, self._config, self._logs, self._model_path)
+            programs = ProgramWorkers(self.name, self._config, self._logs, self._model_path)
             with torch_hidden():
                 hosting = chat_hosting(self._config, self._tokenizer, programs, self._host)
             await hosting.start()

@@ -117,7 +117,7 @@ class AgentConfig(Section):
     """Most processes of synchronous environments and tools, one for each episode that is open, on each machine that
     has replicas. Further episodes wait before their first turn."""
     stall_s: float = Field(2.0, gt=0)
-    """Seconds without a sign of a runner's event loop after which the runner is replaced."""
+    """Seconds without a sign of a user-code worker's event loop after which that is replaced."""
     max_turns: Positive = 10
     """Most turns of an episode."""
     max_turn_tokens: Positive | None = None
@@ -135,7 +135,7 @@ class AgentConfig(Section):
     """Fewest episodes of a group that must not have failed for the others to be trained on. Default: ``k`` for
     estimators of pass@k, 2 for those that compare the episodes of a group, else 1."""
     episode_retries: NonNegative = 2
-    """Number of times that a program is run again for what is away for a time: a lost runner, a connection."""
+    """Number of times that a program is run again for what is away a while: a lost user-code worker, a connection."""
     env: dict[str, str] = Field(default_factory=dict)
     """Environment variables of the processes that hold user code: name there → name in your environment. Their values
     are never written down, and are shown as ***. Of your other variables these processes get those of paths, language,

@@ -40,7 +40,7 @@ class Troubles:
     away: float = 0.0
     """Share of tries that meet something that is away for a time."""
     lost: float = 0.0
-    """Share of tries whose runner ends; every second time it is the episode's own doing."""
+    """Share of tries whose worker ends; every second time it is the episode's own doing."""
     drifts: float = 0.0
     """Share of further tries that go on otherwise than the first one from some turn on."""
     parallel: float = 0.0
@@ -55,23 +55,23 @@ NEVER = 1 << 62
 class SimulatedPrograms:
     """`headway.agents.episodes.program_episode.Programs` on the clock of the running loop.
 
-    Messages are those of `headway.planner.simulation.simulated_prompts`. Episodes sit on ``runners`` runners, which
-    `lose_runner` ends.
+    Messages are those of `headway.planner.simulation.simulated_prompts`. Episodes sit on ``workers`` workers, which
+    `lose_worker` ends.
     """
 
-    def __init__(self, profile: ProgramProfile, troubles: Troubles = NO_TROUBLES, *, runners: int = 1) -> None:
+    def __init__(self, profile: ProgramProfile, troubles: Troubles = NO_TROUBLES, *, workers: int = 1) -> None:
         self._profile = profile
         self._troubles = troubles
-        self._runners = runners
+        self._workers = workers
         self._room: AbstractAsyncContextManager[object] = nullcontext()
         if profile.environments is not None:
             self._room = asyncio.Semaphore(profile.environments)
         self._tries: Counter[str] = Counter()
         """Tries so far of the episodes that may be tried again, by name."""
         self._open: dict[asyncio.Task[object], int] = {}
-        """Programs that have begun → their runner."""
+        """Programs that have begun → their worker."""
         self._killed: dict[asyncio.Task[object], bool] = {}
-        """Programs whose runner was ended, and whether it was their doing."""
+        """Programs whose worker was ended, and whether it was their doing."""
 
     async def start(self) -> None:
         """Start nothing: there is no user code."""
@@ -79,11 +79,11 @@ class SimulatedPrograms:
     async def run(self, job: EpisodeStart, on_ask: Turn, *, on_begin: Callable[[], object] | None = None) -> EpisodeEnd:
         """See `headway.agents.episodes.program_episode.Programs.run`."""
         async with self._room:
-            return await self._on_a_runner(job, on_ask, on_begin)
+            return await self._on_a_worker(job, on_ask, on_begin)
 
-    def lose_runner(self, index: int) -> int:
-        """End a runner, and with it the programs on it, one of which is to blame. Returns how many there were."""
-        victims = [task for task, runner in self._open.items() if runner == index % self._runners]
+    def lose_worker(self, index: int) -> int:
+        """End a worker, and with it the programs on it, one of which is to blame. Returns how many there were."""
+        victims = [task for task, worker in self._open.items() if worker == index % self._workers]
         for place, task in enumerate(victims):
             if task not in self._killed:
                 self._killed[task] = place == 0
@@ -93,10 +93,10 @@ class SimulatedPrograms:
     async def close(self) -> None:
         """Do nothing: programs are their callers' tasks."""
 
-    async def _on_a_runner(self, job: EpisodeStart, on_ask: Turn, on_begin: Callable[[], object] | None) -> EpisodeEnd:
+    async def _on_a_worker(self, job: EpisodeStart, on_ask: Turn, on_begin: Callable[[], object] | None) -> EpisodeEnd:
         task = asyncio.current_task()
         assert task is not None
-        self._open[task] = job.seed % self._runners
+        self._open[task] = job.seed % self._workers
         attempt = self._tries[job.name]
         self._tries[job.name] += 1
         again = False
@@ -113,7 +113,7 @@ class SimulatedPrograms:
             if (culprit := self._killed.get(task)) is None or task.uncancel():
                 raise
             again = True
-            raise RunnerLost("its runner was ended by SIGKILL", end="SIGKILL", culprit=culprit) from None
+            raise RunnerLost("its worker was ended by SIGKILL", end="SIGKILL", culprit=culprit) from None
         finally:
             del self._open[task]
             self._killed.pop(task, None)
@@ -179,7 +179,7 @@ class _AttemptScript:
             return ProgramAway("something is away for a time")
         if (luck := luck - troubles.away) < troubles.lost:
             culprit = self._uniform("whose", self._attempt) < 0.5
-            return RunnerLost("its runner was ended by SIGKILL", end="SIGKILL", culprit=culprit)
+            return RunnerLost("its worker was ended by SIGKILL", end="SIGKILL", culprit=culprit)
         return None
 
     # ------------------------------------------------------------------------------------- draws

@@ -2,7 +2,7 @@
 
     sandbox = Sandbox(SandboxSpec())                 # the kind, and limits
     sandbox.probe()                                  # once on each machine: ConfigError where it cannot be had
-    ran = await sandbox.run("print(1 + 1)")          # Ran(stdout="2\\n", stderr="", code=0, limit=None)
+    ran = await sandbox.run("print(1 + 1)")          # SandboxResult(stdout="2\\n", stderr="", code=0, limit=None)
 
 `sandbox_limits` says what a call may take, and measures what it takes. `bubblewrap` makes a room, `interpreter` finds
 the files of the one that runs in there and opens the way to them, `seccomp` says what the kernel refuses;

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 
 from headway.errors import SandboxFailed, Unavailable
 from headway.runtime.sandbox.sandbox import Sandbox
-from headway.runtime.sandbox.sandbox_limits import Ran, SandboxLimits
+from headway.runtime.sandbox.sandbox_limits import SandboxLimits, SandboxResult
 
 PYTHON = "python"
 """Name of the tool in ``agent.tools``, and to the model."""
@@ -60,7 +60,7 @@ def python_tool(sandbox: Sandbox, limits: SandboxLimits) -> Callable[[str], Awai
     return python
 
 
-def told(ran: Ran, limits: SandboxLimits) -> str:
+def told(ran: SandboxResult, limits: SandboxLimits) -> str:
     """Return the model's view of a call: printed text, the end of a traceback, the limit that ended it."""
     parts = [_bounded(ran.stdout.rstrip("\n"))]
     errors = ran.stderr.rstrip("\n").splitlines()

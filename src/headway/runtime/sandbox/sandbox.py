@@ -15,7 +15,7 @@ from headway.runtime.sandbox.bubblewrap import Bubblewrap, BubblewrapRoom
 from headway.runtime.sandbox.interpreter import ISOLATED, base_python
 from headway.runtime.sandbox.process_limits import ProcessLimits, prlimit
 from headway.runtime.sandbox.sandbox_call import KILLED, Room, SandboxCall
-from headway.runtime.sandbox.sandbox_limits import Ran, SandboxLimits, SandboxSpec
+from headway.runtime.sandbox.sandbox_limits import SandboxLimits, SandboxResult, SandboxSpec
 from headway.runtime.sandbox.seccomp import seccomp_filter
 
 AT_ONCE = max(32, 2 * (os.cpu_count() or 1))
@@ -82,7 +82,7 @@ class Sandbox:
         stdin: str = "",
         files: Mapping[str, str] | None = None,
         limits: SandboxLimits | None = None,
-    ) -> Ran:
+    ) -> SandboxResult:
         """Run a program to its end. Cancelling this ends the program, and waits until nothing of it is left.
 
         Args:
@@ -113,7 +113,7 @@ class Sandbox:
         stdin: str = "",
         files: Mapping[str, str] | None = None,
         limits: SandboxLimits | None = None,
-    ) -> Ran:
+    ) -> SandboxResult:
         """`run`, for code without an event loop."""
         call, arguments = self._call(program, files or {}, limits or self._spec.limits)
         return call.run(arguments, _encoded(stdin))

@@ -18,7 +18,7 @@ from contextlib import ExitStack
 from typing import Protocol
 
 from headway.errors import SandboxFailed
-from headway.runtime.sandbox.sandbox_limits import Limit, Ran, SandboxLimits
+from headway.runtime.sandbox.sandbox_limits import Limit, SandboxLimits, SandboxResult
 
 LOOKS_S = 0.02
 """Seconds between two looks at what the processes take."""
@@ -100,7 +100,7 @@ class SandboxCall:
             if self._stopped is not None:
                 os.eventfd_write(self._stopped, 1)
 
-    def run(self, program: Sequence[str], stdin: bytes) -> Ran:
+    def run(self, program: Sequence[str], stdin: bytes) -> SandboxResult:
         """Run ``program`` to its end, and return what came of it.
 
         Raises:
@@ -109,7 +109,7 @@ class SandboxCall:
         with ExitStack() as held:
             with self._lock:
                 if self._was_stopped:
-                    return Ran("", "", KILLED)
+                    return SandboxResult("", "", KILLED)
                 self._stopped = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
             held.callback(self._forget_stop)
             try:
@@ -137,9 +137,9 @@ class SandboxCall:
             limit = limit or self._over_output()
             stdout, stderr = (bytes(self._texts[output]).decode(errors="replace") for output in outputs)
             if limit is not None or self._was_stopped:
-                return Ran(stdout, stderr, KILLED, limit)
+                return SandboxResult(stdout, stderr, KILLED, limit)
             code = self._room.code(returned, stderr)
-            return Ran(stdout, stderr, code, "cpu" if code == 128 + signal.SIGXCPU else None)
+            return SandboxResult(stdout, stderr, code, "cpu" if code == 128 + signal.SIGXCPU else None)
 
     def _watch(self, process: subprocess.Popen[bytes], started: float) -> Limit | None:
         """Read output and keep limits until the first process has ended, or is to."""

@@ -54,7 +54,7 @@ class SandboxSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Ran:
+class SandboxResult:
     """The outcome of one call."""
 
     stdout: str

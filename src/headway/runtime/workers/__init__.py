@@ -1,1 +1,1 @@
-"""Runners: processes that hold user code, and nothing else."""
+"""WorkerPool: processes that hold user code, and nothing else."""

@@ -1,6 +1,6 @@
 """Secrets and user code: the environment variables that its processes get, and secrets taken out of texts.
 
-The texts are those that people read: error messages, and the log of what runners print.
+The texts are those that people read: error messages, and the log of what workers print.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Worker that serves one job at a time, without an event loop: synchronous user code may run one.
 
-It may be forked by a nursery: a process that has loaded the user's code once, so that the workers it forks have it
-loaded. The nursery has one thread and no event loop, and runs no more of the user's code. It reaps an ended worker only
-when the host asks how that one ended: until then the system gives its process id to no other process.
+A fork server may have forked it: a process that has loaded the user's code once, so that the workers it forks have it
+loaded. The fork server has one thread and no event loop, and runs no more of the user's code. It reaps an ended worker
+only when the host asks how that one ended: until then the system gives its process id to no other process.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def serve_alone(channel: BlockingChannel, hosted: Hosted, redaction: Redaction) 
                 ended = Frame(
                     FrameKind.RESULT, frame.number, 0, pickle.dumps(_done(_SyncJob(channel, frame.number), hosted, job))
                 )
-            except BaseException as error:  # an interrupt, too: runners ignore Ctrl-C, so that user code raised it
+            except BaseException as error:  # an interrupt, too: workers ignore Ctrl-C, so that user code raised it
                 if not isinstance(error, HeadwayError):
                     print_traceback()
                 ended = Frame(FrameKind.ERROR, frame.number, 0, pickled_error(error, redaction))
@@ -63,7 +63,7 @@ class _SyncJob:
 
     async def ask(self, message: Any) -> Any:
         payload = pickle.dumps(message)
-        if os.getpid() != self._pid:  # a child that user code has forked, at the runner's connection
+        if os.getpid() != self._pid:  # a child that user code has forked, at the worker's connection
             os._exit(0)
         self._asks += 1
         self._channel.send(Frame(FrameKind.ASK, self._number, self._asks, payload))
@@ -88,18 +88,18 @@ def _done(job: _SyncJob, hosted: Hosted, what: Any) -> Any:
     )
 
 
-def fork_runners(sock: socket.socket, close: Callable[[], object]) -> BlockingChannel:
-    """Fork runners as the host orders on ``sock``. Returns only in the runners, with the runner's connection.
+def fork_workers(sock: socket.socket, close: Callable[[], object]) -> BlockingChannel:
+    """Fork workers as the host orders on ``sock``. Returns only in the workers, with the worker's connection.
 
-    ``close`` is called before the nursery ends.
+    ``close`` is called before the fork server ends.
     """
     if threading.active_count() > 1:
         print("the user's code started threads when it was imported; forked processes lack them", file=sys.stderr)
-    nursery = os.getpid()
+    fork_server = os.getpid()
     adopt_orphans()
-    kept = set(descendants(os.getpid()))  # runners, and what the user's code started when it was imported
+    kept = set(descendants(os.getpid()))  # workers, and what the user's code started when it was imported
     with suppress(OSError, ValueError):
-        sys.stdout.flush()  # else each runner would print it again
+        sys.stdout.flush()  # else each worker would print it again
     gc.collect()
     gc.freeze()  # pages that the collector does not write to stay shared
     sock.setblocking(True)
@@ -112,17 +112,17 @@ def fork_runners(sock: socket.socket, close: Callable[[], object]) -> BlockingCh
         if kind == FrameKind.REAP:
             end = os.waitstatus_to_exitcode(os.waitpid(detail, 0)[1])
             kept.discard(detail)
-            if not kept.issuperset(children()):  # an ended runner's: a live one adopts what it started
+            if not kept.issuperset(children()):  # an ended worker's: a live one adopts what it started
                 end_children(kept)
             sock.sendall(Frame(FrameKind.REAPED, order, end).packed())
             continue
         try:
             pid = os.fork()
-        except OSError as error:  # no memory or process id is free now; other runners go on
+        except OSError as error:  # no memory or process id is free now; other workers go on
             pid = -(error.errno or 1)
         if pid == 0:
             os.setsid()
-            die_with(nursery)
+            die_with(fork_server)
             adopt_orphans()
             os.close(sock.detach())
             return BlockingChannel(socket.socket(fileno=descriptors[0]))

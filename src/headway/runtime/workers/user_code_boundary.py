@@ -1,6 +1,6 @@
-"""The boundary between a runner process and the user code in it, which neither ends nor doubles the process.
+"""The boundary between a worker process and the user code in it, which neither ends nor doubles the process.
 
-class Echo:                                             # lives in the runner process: `Hosted`
+class Echo:                                             # lives in the worker process: `Hosted`
     def describe(self): return "an echo"
     async def serve(self, job, ask): return await ask(job)
     async def close(self): pass
@@ -10,7 +10,7 @@ class EchoSpec:                                         # travels to the process
     shown: str = "echo.py:echo"
     def load(self): return Echo()
 
-Everything imported here is imported in each runner: keep it light.
+Everything imported here is imported in each worker: keep it light.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Ask = Callable[[Any], Awaitable[Any]]
 
 
 class Hosted(Protocol):
-    """User code, loaded: what a runner process holds, and serves one job after another with."""
+    """User code, loaded: what a worker process holds, and serves one job after another with."""
 
     def describe(self) -> Any:
         """Return what the user's code turned out to be: plain data that pickles, told to the host at the start."""
@@ -55,7 +55,7 @@ class HostedSpec(Protocol):
         """The name of the user's code in messages, such as ``reward.py:score``."""
 
     def load(self) -> Hosted:
-        """Load the code, in the runner process. Raises `UserError` where it cannot be used."""
+        """Load the code, in the worker process. Raises `UserError` where it cannot be used."""
 
 
 async def closed(hosted: Hosted) -> None:
@@ -78,7 +78,7 @@ def print_traceback() -> None:
 def nothing_returns_but_this_process() -> Iterator[None]:
     """At the block's end, exit in the children that user code forked in it and let return.
 
-    Such a child holds the runner's connection; it would answer the host a second time.
+    Such a child holds the worker's connection; it would answer the host a second time.
     """
     pid = os.getpid()
     try:

@@ -1,4 +1,4 @@
-"""One runner, as its host sees it: its process, and the jobs that it has.
+"""One worker, as its host sees it: its process, and the jobs that it has.
 
 ready ── begin ─▶ has jobs ── result, error ─▶ ready            a job that is left: cancelled, or the process killed
                       └── the process ends, or its loop stands still ─▶ every job fails with `RunnerLost`
@@ -16,7 +16,7 @@ from typing import Any
 from headway.errors import HeadwayError, RunError, RunnerLost
 from headway.runtime.frames import Frame
 from headway.runtime.workers.wire import FrameKind, raised, unpickled
-from headway.runtime.workers.worker_process import WITH_NURSERY, StepNote, WorkerProcess
+from headway.runtime.workers.worker_process import WITH_FORK_SERVER, StepNote, WorkerProcess
 
 OnAsk = Callable[[Any], Awaitable[Any]]
 LEAVES_S = 30.0
@@ -35,8 +35,8 @@ class WorkerJob:
     on_begin: Callable[[], object] | None
     timeout_s: float | None
     result: asyncio.Future[Any]
-    runner: UserCodeWorker | None = None
-    """The runner that has begun the job; None while it waits for one."""
+    worker: UserCodeWorker | None = None
+    """The worker that has begun the job; None while it waits for one."""
     limit: asyncio.TimerHandle | None = None
     asks: dict[int, asyncio.Task[None]] = field(default_factory=dict)
     """Tasks of the asks that are being answered, by number."""
@@ -90,7 +90,7 @@ class UserCodeWorker:
     def begin(self, job: WorkerJob) -> None:
         """Send a job."""
         self.jobs[job.number] = job
-        job.runner = self
+        job.worker = self
         self.process.channel.send(Frame(FrameKind.JOB, job.number, payload=job.payload))
         job.payload = b""  # it may be large, and the job long
         if job.timeout_s is not None:
@@ -192,7 +192,7 @@ class UserCodeWorker:
 
     def _blame(self, number: int, whose: int | None, end: str) -> bool | None:
         if self._alone:
-            return end != WITH_NURSERY
+            return end != WITH_FORK_SERVER
         return number == whose if whose else None
 
     def _ended(self, end: str, culprit: bool | None) -> RunnerLost:

@@ -1,11 +1,11 @@
-"""Protocol between host and runner: frames over a socket.
+"""Protocol between host and worker: frames over a socket.
 
-    host   ─▶ runner:  START · JOB · ANSWER, REFUSAL (to an ask) · CANCEL · PING
-    runner ─▶ host:    LOADED, FAILED (the start) · ASK · WITHDRAWN (an ask) · RESULT, ERROR (the job) · PONG
-    host   ─▶ nursery: FORK (with the new runner's socket) · REAP          nursery ─▶ host: FORKED · REAPED
+    host   ─▶ worker:  START · JOB · ANSWER, REFUSAL (to an ask) · CANCEL · PING
+    worker ─▶ host:    LOADED, FAILED (the start) · ASK · WITHDRAWN (an ask) · RESULT, ERROR (the job) · PONG
+    host   ─▶ fork server: FORK (with the new worker's socket) · REAP          fork server ─▶ host: FORKED · REAPED
 
-A frame's number is that of the job, or of the order to a nursery; its detail is that of an ask within its job, and of a
-nursery's frames the process id, or how it ended.
+A frame's number is that of the job, or of the order to a fork server. Its detail is the number of an ask within its
+job; in a fork server's frames it is the process id, or how the process ended.
 
 Payloads are pickled apart from their frames: one that does not unpickle fails its own job alone.
 """

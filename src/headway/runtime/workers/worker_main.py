@@ -1,6 +1,6 @@
-"""The inside of a runner process: where it starts, and how it is set apart from its host.
+"""The inside of a worker process: where it starts, and how it is set apart from its host.
 
-Everything imported here is imported in each runner: keep it light.
+Everything imported here is imported in each worker: keep it light.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from headway.runtime.workers.user_code_boundary import (
 from headway.runtime.workers.wire import MOST_SAID, BlockingChannel, FrameKind, pickled_error
 
 HELD_BACK = {signal.SIGINT, signal.SIGHUP}
-"""Signals of a terminal, of which runners do not hear while they start."""
+"""Signals of a terminal, of which workers do not hear while they start."""
 SHOWS_WHERE = signal.SIGUSR2
-"""Signal at which a runner prints where its threads stand, even while C code keeps the interpreter's lock."""
+"""Signal at which a worker prints where its threads stand, even while C code keeps the interpreter's lock."""
 BOOT = f"{guarded()}from headway.runtime.workers.worker_main import main; main(*map(int, sys.argv[2:]))"
-"""Program of a runner process; its arguments are a name for people, and those of `main`."""
+"""Program of a worker process; its arguments are a name for people, and those of `main`."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerStart:
-    """The first message to a runner process."""
+    """The first message to a worker process."""
 
     spec: bytes
     """The pickled `HostedSpec`; apart, so that one that does not unpickle is told as a failure to load."""
     shown: str
     forks: bool
-    """The process is a nursery: it serves nothing itself, and forks runners."""
+    """The process is a fork server: it serves nothing itself, and forks workers."""
     alone: bool
     """One job at a time, without an event loop."""
     secrets: tuple[str, ...]
@@ -54,7 +54,7 @@ class WorkerStart:
 
 
 def main(descriptor: int, note: int) -> None:
-    """Run a runner process on the connection ``descriptor`` to its host.
+    """Run a worker process on the connection ``descriptor`` to its host.
 
     ``note`` is the descriptor of the file in which an event loop notes whose step it makes, or -1.
     """
@@ -75,9 +75,9 @@ def main(descriptor: int, note: int) -> None:
     if hosted is None:
         return
     if start.alone:
-        from headway.runtime.workers.sync_worker import close_alone, fork_runners, serve_alone
+        from headway.runtime.workers.sync_worker import close_alone, fork_workers, serve_alone
     if start.forks:
-        channel = fork_runners(channel.sock, partial(close_alone, hosted))  # goes on in each of the forked processes
+        channel = fork_workers(channel.sock, partial(close_alone, hosted))  # goes on in each of the forked processes
     if start.alone:
         serve_alone(channel, hosted, redaction)
     else:
@@ -109,7 +109,7 @@ def _leave_signals_to_the_host() -> None:
     """Ignore SIGINT, and drop a SIGHUP that came during the start. This process leads a new session.
 
     A SIGTERM to the host's group would have ended it before it left the group, which costs nothing: the host leaves at
-    that when it starts, and another runner takes the place of this one later.
+    that when it starts, and another worker takes the place of this one later.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)

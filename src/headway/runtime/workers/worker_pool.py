@@ -1,10 +1,10 @@
 """Processes that hold user code, and the jobs that they serve.
 
-    run(job) ─▶ waits for a runner with room ─▶ JOB ─▶ ASK, answered by on_ask, any number of times ─▶ result
+    run(job) ─▶ waits for a worker with room ─▶ JOB ─▶ ASK, answered by on_ask, any number of times ─▶ result
                         │                                                                         └▶ error with its text
-                        └ spawned, or forked from a nursery that has loaded the user's code
+                        └ spawned, or forked from a fork server that has loaded the user's code
 
-A runner that ends is replaced; its jobs fail with `RunnerLost`, and whoever asked for them decides what to do.
+A worker that ends is replaced; its jobs fail with `RunnerLost`, and whoever asked for them decides what to do.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from headway.runtime.workers.redaction import RedactedLog, Redaction, passed_on,
 from headway.runtime.workers.user_code_boundary import HostedSpec
 from headway.runtime.workers.user_code_worker import TICKS, OnAsk, UserCodeWorker, WorkerJob
 from headway.runtime.workers.worker_main import WorkerStart
-from headway.runtime.workers.worker_process import Launch, Nursery, StepNote, WorkerProcess
+from headway.runtime.workers.worker_process import ForkServer, Launch, StepNote, WorkerProcess
 
 START_TIMEOUT_S = 120.0
 """Seconds for a process to start and to load the user's code, which holds no model of the run's."""
 STOP_TIMEOUT_S = 2 * END_S + 10.0
-"""Seconds for processes that are killed to be gone: later than a nursery, and then its guard, give up."""
+"""Seconds for processes that are killed to be gone: later than a fork server, and then its guard, give up."""
 
 
-class Runners:
+class WorkerPool:
     """Runs jobs in at most ``processes`` processes that have loaded ``spec``. Use from one event loop.
 
     Making one is free; `start` or the first `run` starts a process.
@@ -53,7 +53,7 @@ class Runners:
         start_timeout_s: float = START_TIMEOUT_S,
         close_s: float = 0.0,
     ) -> None:
-        """Make runners that messages call ``name``.
+        """Make workers that messages call ``name``.
 
         ``at_once``: most jobs at once in a process, None for any number. With 1 there is no event loop in it, and a job
         that is left is killed with its process; with more, jobs share an event loop.
@@ -66,7 +66,7 @@ class Runners:
         the log and in errors, and so are this process's secrets in the log.
         """
         if forked and at_once != 1:
-            raise ValueError("runners that are forked take one job at a time")
+            raise ValueError("workers that are forked take one job at a time")
         self._name, self._spec = name, spec
         self._processes = processes
         self._at_once = at_once
@@ -76,9 +76,9 @@ class Runners:
         self._log_path, self._env = log_path, dict(env or {})
         self._start_timeout_s, self._close_s = start_timeout_s, close_s
         self._log: RedactedLog | None = None
-        self._nursery: Nursery | None = None
-        self._runners: list[UserCodeWorker] = []
-        """Runners that are ready, or whose process has not ended yet."""
+        self._fork_server: ForkServer | None = None
+        self._workers: list[UserCodeWorker] = []
+        """WorkerPool that are ready, or whose process has not ended yet."""
         self._alive: set[WorkerProcess] = set()
         self._launches: set[asyncio.Task[Any]] = set()
         self._waiting: deque[WorkerJob] = deque()
@@ -89,7 +89,7 @@ class Runners:
     async def start(self) -> Any:
         """Have one process load the user's code, and return what it describes itself as.
 
-        Shared runners are then all started, so that jobs spread over them; others start meanwhile or when needed.
+        Shared workers are then all started, so that jobs spread over them; others start meanwhile or when needed.
 
         Raises:
             UserError: as the user's code raised it while it was loaded, or `UserCodeError` for anything else.
@@ -119,7 +119,7 @@ class Runners:
         timeout_s: float | None = None,
         on_begin: Callable[[], object] | None = None,
     ) -> Any:
-        """Do ``job`` in a runner and return its result. Jobs wait for room in the order in which they come.
+        """Do ``job`` in a worker and return its result. Jobs wait for room in the order in which they come.
 
         Each ask of the job's is answered by awaiting ``on_ask``, whose `HeadwayError` the job gets in place of an
         answer; any other exception of it ends the job and is raised here. ``on_begin`` is called when the job begins,
@@ -139,8 +139,8 @@ class Runners:
         try:
             return await result
         finally:
-            if waiting.runner is not None:
-                waiting.runner.leave(waiting)
+            if waiting.worker is not None:
+                waiting.worker.leave(waiting)
             elif waiting in self._waiting:
                 self._waiting.remove(waiting)
 
@@ -158,17 +158,17 @@ class Runners:
         for job in self._waiting:
             job.end(error=closed())
         self._waiting.clear()
-        busy = {runner.process for runner in self._runners if runner.load and self._alone}
-        for runner in self._runners:
-            runner.lose(closed)
+        busy = {worker.process for worker in self._workers if worker.load and self._alone}
+        for worker in self._workers:
+            worker.lose(closed)
         if self._ticking is not None:
             self._ticking.cancel()
-        forking = self._nursery.process if self._nursery is not None else None
+        forking = self._fork_server.process if self._fork_server is not None else None
         within_s = self._close_s + STOP_TIMEOUT_S
         deadline = asyncio.get_running_loop().time() + within_s
         while self._alive or self._launches:
             for process in self._alive:
-                if process is not forking or len(self._alive) == 1:  # the nursery is last: it tells how the others end
+                if process is not forking or len(self._alive) == 1:  # last: it tells how the others end
                     if process in busy or not self._close_s or not process.loaded.done():
                         process.kill()
                     else:
@@ -185,35 +185,35 @@ class Runners:
 
     @property
     def _size(self) -> int:
-        return len(self._runners) + len(self._launches)
+        return len(self._workers) + len(self._launches)
 
     def _give_room(self) -> None:
         """Begin the jobs that there is room for, and start processes for those that wait."""
-        while self._waiting and (runner := self._free()) is not None:
-            runner.begin(self._waiting.popleft())
+        while self._waiting and (worker := self._free()) is not None:
+            worker.begin(self._waiting.popleft())
         while len(self._waiting) > len(self._launches) and self._size < self._processes:
             self._begin_launch()
         if self._stall_s is not None and self._ticking is None:
             self._tick()
 
     def _free(self) -> UserCodeWorker | None:
-        """Return the runner with the fewest jobs, if it has room for another one."""
-        free = [one for one in self._runners if not one.dying and (self._at_once is None or one.load < self._at_once)]
+        """Return the worker with the fewest jobs, if it has room for another one."""
+        free = [one for one in self._workers if not one.dying and (self._at_once is None or one.load < self._at_once)]
         return min(free, key=lambda one: one.load, default=None)
 
-    def _on_room(self, runner: UserCodeWorker) -> None:
-        if self._forked and runner.failed:
-            runner.kill()  # what its job has left behind is nobody's
+    def _on_room(self, worker: UserCodeWorker) -> None:
+        if self._forked and worker.failed:
+            worker.kill()  # what its job has left behind is nobody's
         self._give_room()
 
     def _tick(self) -> None:
-        """Look after the event loops of runners that have jobs, a while from now, and again while there are any."""
+        """Look after the event loops of workers that have jobs, a while from now, and again while there are any."""
         if self._stall_s is None:
             return
         self._ticking = None
-        for runner in self._runners:
-            runner.tick(self._stall_s)
-        if any(runner.load for runner in self._runners):
+        for worker in self._workers:
+            worker.tick(self._stall_s)
+        if any(worker.load for worker in self._workers):
             self._ticking = asyncio.get_running_loop().call_later(self._stall_s / TICKS, self._tick)
 
     # ------------------------------------------------------------------------------------------ processes
@@ -239,39 +239,39 @@ class Runners:
             self._give_room()
 
     async def _start_one(self) -> Any:
-        """Add a runner. Returns what its code describes itself as.
+        """Add a worker. Returns what its code describes itself as.
 
         Raises:
             UserError: the user's code does not load.
             RunnerLost: the process did not come up.
         """
         note = None if self._alone else StepNote()
-        runner = UserCodeWorker(self._name, alone=self._alone, note=note, on_room=self._on_room)
+        worker = UserCodeWorker(self._name, alone=self._alone, note=note, on_room=self._on_room)
         try:
             if self._forked:
-                described = await self._fork(runner)
-                self._watch(runner.process, runner)
+                described = await self._fork(worker)
+                self._watch(worker.process, worker)
             else:
-                runner.process = self._launch().spawn(runner.on_frame, note)
-                self._watch(runner.process, runner)
-                described = await self._loaded(runner.process)
+                worker.process = self._launch().spawn(worker.on_frame, note)
+                self._watch(worker.process, worker)
+                described = await self._loaded(worker.process)
         except OSError as cause:
             raise RunnerLost(f"a {self._name} could not be started: {said_by(cause)}", culprit=False) from cause
         if self._closed:
             raise RunnerLost(f"the {self._name} was closed", culprit=False)
-        self._runners.append(runner)
+        self._workers.append(worker)
         return described
 
-    async def _fork(self, runner: UserCodeWorker) -> Any:
-        """Give ``runner`` a process that the nursery forks. Returns what the code describes itself as."""
-        for tries_left in (1, 0):  # a nursery that has ended costs no job; one that does not come up does
-            if self._nursery is None or self._nursery.lost:
-                self._nursery = Nursery(self._launch())
-                self._watch(self._nursery.process)
-            nursery = self._nursery
-            described = await self._loaded(nursery.process)
+    async def _fork(self, worker: UserCodeWorker) -> Any:
+        """Give ``worker`` a process that the fork server forks. Returns what the code describes itself as."""
+        for tries_left in (1, 0):  # a fork server that has ended costs no job; one that does not come up does
+            if self._fork_server is None or self._fork_server.lost:
+                self._fork_server = ForkServer(self._launch())
+                self._watch(self._fork_server.process)
+            fork_server = self._fork_server
+            described = await self._loaded(fork_server.process)
             try:
-                runner.process = await nursery.fork(runner.on_frame)
+                worker.process = await fork_server.fork(worker.on_frame)
                 break
             except RunnerLost:
                 if not tries_left or self._closed:
@@ -286,21 +286,21 @@ class Runners:
         text = f"a {self._name} was not ready within {self._start_timeout_s:g} s"
         raise RunnerLost(text, end="SIGKILL", culprit=False, timed_out=True)
 
-    def _watch(self, process: WorkerProcess, runner: UserCodeWorker | None = None) -> None:
+    def _watch(self, process: WorkerProcess, worker: UserCodeWorker | None = None) -> None:
         self._alive.add(process)
-        process.ended.add_done_callback(partial(self._on_process_end, process, runner))
+        process.ended.add_done_callback(partial(self._on_process_end, process, worker))
 
     def _on_process_end(
-        self, process: WorkerProcess, runner: UserCodeWorker | None, ended: asyncio.Future[str]
+        self, process: WorkerProcess, worker: UserCodeWorker | None, ended: asyncio.Future[str]
     ) -> None:
         self._alive.discard(process)
-        if runner is None:
+        if worker is None:
             return
-        over_a_job = runner.dying or bool(runner.jobs)
-        runner.on_end(ended.result())
-        if self._closed or runner not in self._runners:
+        over_a_job = worker.dying or bool(worker.jobs)
+        worker.on_end(ended.result())
+        if self._closed or worker not in self._workers:
             return
-        self._runners.remove(runner)
+        self._workers.remove(worker)
         if over_a_job and not self._forked and self._size < self._processes:
             self._begin_launch()  # the next job finds it loaded
         self._give_room()

@@ -1,4 +1,4 @@
-"""A runner's or a nursery's process, as its host sees it: started, connected, watched until it is gone."""
+"""A worker's or a fork server's process, as its host sees it: started, connected, watched until it is gone."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ SHOWN_S = 0.2
 CUT_S = 1.0
 """Seconds that a process may outlive its connection."""
 TOLD_S = END_S + 10.0
-"""Seconds for a nursery to fork a runner, or to say how one ended, once it has killed what that one has left."""
-WITH_NURSERY = "the process that forked it"
-"""End of a runner whose nursery has ended: all of its runners end with it."""
+"""Seconds for a fork server to fork a worker, or to say how one ended, once it has killed what that one has left."""
+WITH_FORK_SERVER = "the process that forked it"
+"""End of a worker whose fork server has ended: all of its workers end with it."""
 
 
 class WorkerProcess:
@@ -140,7 +140,7 @@ class Launch:
                 raise
             finally:
                 if note is not None:
-                    os.close(note.descriptor)  # the runner has it by now
+                    os.close(note.descriptor)  # the worker has it by now
 
         async def end_of(_pid: int) -> str:
             return end_text(popen.wait())
@@ -150,8 +150,8 @@ class Launch:
         return process
 
 
-class Nursery:
-    """A process that forks runners."""
+class ForkServer:
+    """A process that forks workers."""
 
     def __init__(self, launch: Launch) -> None:
         """Start it. Raises `OSError` where the system refuses."""
@@ -163,7 +163,7 @@ class Nursery:
         self._last = 0
 
     async def fork(self, on_frame: Callable[[Frame], object]) -> WorkerProcess:
-        """Fork a runner. Raises `RunnerLost` where the nursery does not do it; it is ended then."""
+        """Fork a worker. Raises `RunnerLost` where the fork server does not do it; it is ended then."""
         here, there = socket.socketpair()
         try:
             with there:
@@ -173,7 +173,7 @@ class Nursery:
                 raise RunnerLost(f"could not be forked: {os.strerror(-pid)}", culprit=False)
             process = WorkerProcess(pid, here, on_frame, self._end_of)
         except OSError as cause:
-            here.close()  # a runner that was forked nevertheless ends at that
+            here.close()  # a worker that was forked nevertheless ends at that
             self.lost = True
             self.process.kill()
             raise RunnerLost(f"could not be forked: {cause}", culprit=False) from cause
@@ -184,7 +184,7 @@ class Nursery:
         try:
             return end_text(await self._ordered(Frame(FrameKind.REAP, detail=pid)))
         except OSError:
-            return WITH_NURSERY
+            return WITH_FORK_SERVER
 
     async def _ordered(self, order: Frame, descriptor: int | None = None) -> int:
         """Send an order, and return what comes back. Raises `OSError` where nothing does."""
@@ -216,10 +216,10 @@ class Nursery:
 
 
 class StepNote:
-    """The file in which a runner notes whose step its event loop is making."""
+    """The file in which a worker notes whose step its event loop is making."""
 
     def __init__(self) -> None:
-        self.descriptor = os.memfd_create("headway-runner")
+        self.descriptor = os.memfd_create("headway-worker")
         os.truncate(self.descriptor, mmap.PAGESIZE)
         self._memory = mmap.mmap(self.descriptor, mmap.PAGESIZE)
         self._view = memoryview(self._memory).cast("Q")

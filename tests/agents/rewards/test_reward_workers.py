@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from headway.agents.rewards import reward_workers as runners_module
-from headway.agents.rewards.reward_workers import RewardRunners
+from headway.agents.rewards.reward_workers import RewardWorkers
 from headway.agents.rewards.scorers import RewardPart, RewardSpec
 from headway.config.schema import TaskConfig
 from headway.data.interfaces.episode_groups import Scores
@@ -215,11 +215,11 @@ async def reward_of(
     log_path: Path | None = None,
     params: Any = None,
     on_timeout: Any = None,
-) -> AsyncIterator[RewardRunners]:
+) -> AsyncIterator[RewardWorkers]:
     spec = RewardSpec(
         (RewardPart.of(function, **(params or {})),), timeout_s, *((task.name, task.params) if task else ())
     )
-    reward = RewardRunners(spec, workers=workers, retries=retries, log_path=log_path, on_timeout=on_timeout)
+    reward = RewardWorkers(spec, workers=workers, retries=retries, log_path=log_path, on_timeout=on_timeout)
     try:
         await reward.start()
         yield reward
@@ -278,7 +278,7 @@ async def test_asynchronous_calls_that_compute_do_not_use_up_the_time_of_other_g
 async def test_loading_an_asynchronous_reward_to_check_it_starts_one_process(user_file: Path, tmp_path: Path) -> None:
     log = tmp_path / "reward.log"
     spec = RewardSpec((RewardPart.of(f"{user_file}:awaited"),), 10.0)
-    reward = RewardRunners(spec, workers=1, retries=0, log_path=log)
+    reward = RewardWorkers(spec, workers=1, retries=0, log_path=log)
     try:
         await reward.load()
         assert log.read_text().count("reward worker runs") == 1
@@ -455,7 +455,7 @@ async def test_functions_for_trl_and_verl_score_in_a_process(user_file: Path) ->
 
 async def test_the_parts_of_a_sum_come_with_it(user_file: Path) -> None:
     parts = (RewardPart.of(f"{user_file}:right"), RewardPart("exact_match", "exact", 0.5))
-    reward = RewardRunners(RewardSpec(parts, timeout_s=10), workers=1, retries=0, log_path=None)
+    reward = RewardWorkers(RewardSpec(parts, timeout_s=10), workers=1, retries=0, log_path=None)
     try:
         scores = await reward.score(prompt(), ["yes", " yes"])
         nothing = await reward.score(prompt(), [])
@@ -499,13 +499,13 @@ async def test_what_workers_print_goes_to_the_log_only(user_file: Path, tmp_path
 
 
 async def test_closing_leaves_no_process_and_fails_what_is_still_awaited(user_file: Path) -> None:
-    reward = RewardRunners(
+    reward = RewardWorkers(
         RewardSpec((RewardPart.of(f"{user_file}:moody"),), timeout_s=60), workers=2, retries=3, log_path=None
     )
     await reward.start()
     endless = [asyncio.create_task(reward.score(prompt(), ["loop"])) for _ in range(3)]
     await asyncio.sleep(0)
-    workers = [process.pid for process in reward._runners._alive]
+    workers = [process.pid for process in reward._pool._alive]
     await reward.close()
     for result in await asyncio.gather(*endless, return_exceptions=True):
         assert isinstance(result, ScoringFailed)
@@ -618,14 +618,14 @@ PARENT = """
 import asyncio, sys
 import numpy as np
 from headway.data.types import Prompt
-from headway.agents.rewards.reward_workers import RewardRunners
+from headway.agents.rewards.reward_workers import RewardWorkers
 from headway.agents.rewards.scorers import RewardPart, RewardSpec
 
 async def main():
     spec = RewardSpec((RewardPart.of(sys.argv[1]),), timeout_s=600)
-    reward = RewardRunners(spec, workers=1, retries=0, log_path=None)
+    reward = RewardWorkers(spec, workers=1, retries=0, log_path=None)
     await reward.start()
-    print(reward._runners._runners[0].process.pid, flush=True)
+    print(reward._pool._workers[0].process.pid, flush=True)
     await reward.score(Prompt(0, 0, 0, "", "", np.zeros(1, np.int32)), [sys.argv[2]])
 
 if __name__ == "__main__":

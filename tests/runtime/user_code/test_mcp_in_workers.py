@@ -1,4 +1,4 @@
-"""MCP servers in runner processes: called from shared ones and from those without a loop, and ended with them."""
+"""MCP servers in worker processes: called from shared ones and from those without a loop, and ended with them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from headway.agents.episodes.program_workers import ProgramRunners
+from headway.agents.episodes.program_workers import ProgramWorkers
 from headway.agents.interface.program_messages import EpisodeStart, TurnRequest, said
 from headway.config.schema import Config
 from headway.config.sections.agent_section import AgentConfig
@@ -31,13 +31,13 @@ def wait_for_the_end(process: int) -> None:
         return
     waiting = select.poll()
     waiting.register(ends, select.POLLIN)
-    assert waiting.poll(10_000), f"process {process} has survived its runner"
+    assert waiting.poll(10_000), f"process {process} has survived its worker"
     os.close(ends)
 
 
 @mostly_slow("tools", ["asynchronous", "synchronous"], quick=["asynchronous"])
-async def test_a_servers_process_serves_the_episodes_of_a_runner_and_none_survives_it(tmp_path, tools):
-    """Runners and servers are processes of Python, some of which import transformers or the SDK."""
+async def test_a_servers_process_serves_the_episodes_of_a_worker_and_none_survives_it(tmp_path, tools):
+    """WorkerPool and servers are processes of Python, some of which import transformers or the SDK."""
     (tmp_path / "tools.py").write_text(BLOCKING)
     agent = AgentConfig(
         tools=[f"{tmp_path}/tools.py:wait"] if tools == "synchronous" else [],
@@ -45,9 +45,9 @@ async def test_a_servers_process_serves_the_episodes_of_a_runner_and_none_surviv
         workers=1,
         environment_processes=1,
     )
-    runners = ProgramRunners("episode-worker", Config(agent=agent), tmp_path)
+    workers = ProgramWorkers("episode-worker", Config(agent=agent), tmp_path)
     try:
-        described = await runners.start()
+        described = await workers.start()
         assert described.is_async is (tools == "asynchronous")
         counted = []
         for k in range(2):
@@ -56,12 +56,12 @@ async def test_a_servers_process_serves_the_episodes_of_a_runner_and_none_surviv
             async def turn(request: TurnRequest, ask=ask):
                 return await ask(request)
 
-            await runners.run(EpisodeStart(f"episode {k}", [said("user", "Count.")], {}, k), turn)
+            await workers.run(EpisodeStart(f"episode {k}", [said("user", "Count.")], {}, k), turn)
             counted.append(ask.last[-1][1])
         assert [text.partition(" ")[0] for text in counted] == ["1", "2"], counted
         server = int(counted[-1].rpartition(" ")[2])
         os.kill(server, 0)
     finally:
-        await runners.close()
+        await workers.close()
     await asyncio.to_thread(wait_for_the_end, server)
     assert "has started threads" not in (tmp_path / "episode-worker-programs.log").read_text(), "a process was forked"
