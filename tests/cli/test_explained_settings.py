@@ -14,7 +14,7 @@ from headway.cli import cli
 from headway.cli.common import complete_config, complete_key, complete_setting
 from headway.cli.config_command import checks_of
 from headway.config.recipes import home, recipes
-from headway.config.reference import parts
+from headway.config.schema_keys import tables
 from headway.errors import ConfigError
 
 
@@ -27,7 +27,7 @@ def said(*arguments: str) -> str:
 
 def test_config_lists_all_sections() -> None:
     shown = said("config")
-    assert all(part.name in shown for part in parts() if "." not in part.name)
+    assert all(part.name in shown for part in tables() if "." not in part.name)
 
 
 def test_config_lists_the_keys_of_each_section() -> None:

@@ -7,7 +7,7 @@ import yaml
 
 from headway.config.doctor import diagnose
 from headway.config.loading import dump, load
-from headway.config.reference import parts
+from headway.config.schema_keys import tables
 from headway.config.sections.losses import LOSSES
 from headway.errors import ConfigError
 
@@ -29,7 +29,7 @@ def test_the_resolved_configuration_shows_the_defaults_that_apply(minimal: Load,
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_the_reference_shows_each_losss_keys_and_defaults(loss: str) -> None:
-    [part] = [part for part in parts() if part.chosen_by == f"loss_mode: {loss}"]
+    [part] = [part for part in tables() if part.chosen_by == f"loss_mode: {loss}"]
     shown = {key.name.rpartition(".")[2]: yaml.safe_load(key.default) for key in part.keys}
     assert shown == LOSSES[loss]().model_dump(exclude={"loss_mode"})
 

@@ -3,7 +3,8 @@ from typing import Annotated, Any, Literal
 import pytest
 from pydantic import Discriminator, Field, Tag, ValidationError
 
-from headway.config.schema_messages import explain, known_keys
+from headway.config.schema_keys import known_keys
+from headway.config.schema_messages import explain
 from headway.config.sections.section import Positive, Section
 
 

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import re
+from datetime import timedelta
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import pytest
 import yaml
-from pydantic import AfterValidator, Field
 
-from headway.config import reference
 from headway.config.aliases import USUAL
-from headway.config.layers import nest
+from headway.config.layers import MAPPINGS, nest
 from headway.config.presets import PRESETS
-from headway.config.reference import REQUIRED, keys, page, parts
+from headway.config.reference import page
 from headway.config.schema import Config
-from headway.config.schema_messages import known_keys
+from headway.config.schema_keys import REQUIRED, keys, known_keys, tables
 from headway.config.sections.section import Section
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
@@ -47,7 +46,7 @@ def test_the_page_has_every_key_once() -> None:
 
 
 def test_every_key_and_every_section_has_a_meaning() -> None:
-    silent = [key.name for key in keys() if not key.meaning] + [part.name for part in parts() if not part.meaning]
+    silent = [key.name for key in keys() if not key.meaning] + [table.name for table in tables() if not table.meaning]
     assert silent == []
 
 
@@ -77,6 +76,10 @@ def test_defaults_of_a_section_that_is_null_hold_once_it_is_given(section: str) 
     }
     assert given
     assert Config.model_validate(nest(given)) == Config.model_validate(nest({section: {}}))
+
+
+def test_names_of_the_users_are_those_in_mappings() -> None:
+    assert {key.plain for key in keys() if key.value.startswith("mapping") and ".NAME" not in key.name} == set(MAPPINGS)
 
 
 def test_required_keys_are_those_without_which_their_section_is_refused() -> None:
@@ -113,10 +116,10 @@ def test_the_critics_learning_rate_is_its_own_and_not_that_of_its_class() -> Non
     assert float(DEFAULTS["actor.optim.lr"]) == 1e-6
 
 
-@pytest.mark.parametrize("annotation", [bytes, Annotated[int, AfterValidator(abs)]])
+@pytest.mark.parametrize("annotation", [bytes, timedelta])
 def test_a_type_that_there_are_no_words_for_is_an_error(annotation: Any) -> None:
     class Odd(Section):
-        odd: annotation = Field(1)  # type: ignore[valid-type]
+        odd: annotation | None = None  # type: ignore[valid-type]
 
     with pytest.raises(TypeError, match="no words"):
-        list(reference.parts(Odd))
+        list(tables(Odd))

@@ -15,7 +15,7 @@ from headway.cli import cli
 from headway.config.doctor import diagnose
 from headway.config.loading import load, mode_config
 from headway.config.presets import PRESETS
-from headway.config.schema_messages import known_keys
+from headway.config.schema_keys import known_keys
 from headway.pipeline.admission.staleness import lag_bound
 
 ROOT = Path(__file__).parents[2]

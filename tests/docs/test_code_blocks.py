@@ -16,7 +16,7 @@ from typer.main import get_command
 from headway.cli import cli
 from headway.config.layers import flatten
 from headway.config.loading import load
-from headway.config.schema_messages import known_keys
+from headway.config.schema_keys import known_keys
 from headway.errors import ConfigError
 from tests.docs.blocks import DOCS, PAGES, ROOT, Block, blocks, commands
 

@@ -100,7 +100,7 @@ def complete_setting(incomplete: str) -> Iterator[str]:
     """Yield ``a.b=default`` for each key that begins with ``incomplete``; no value where the default is none, or
     a shell would take it apart.
     """
-    from headway.config.reference import REQUIRED, keys
+    from headway.config.schema_keys import REQUIRED, keys
 
     none = (REQUIRED, "null")
     written = (
@@ -112,9 +112,9 @@ def complete_setting(incomplete: str) -> Iterator[str]:
 
 def complete_key(incomplete: str) -> Iterator[str]:
     """Yield each section and each key that begins with ``incomplete``."""
-    from headway.config.reference import parts
+    from headway.config.schema_keys import tables
 
-    names = dict.fromkeys(chain.from_iterable((part.name, *(key.name for key in part.keys)) for part in parts()))
+    names = dict.fromkeys(chain.from_iterable((part.name, *(key.name for key in part.keys)) for part in tables()))
     yield from (name for name in names if name and name.startswith(incomplete))
 
 

@@ -19,7 +19,7 @@ from headway.errors import ConfigError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from headway.config.reference import Key, KeyTable
+    from headway.config.schema_keys import Key, KeyTable
 
 MOST_RELATED = 8
 """Most keys that are named as related to one."""
@@ -39,9 +39,9 @@ def config(
         from rich.console import Console
 
         from headway.config.aliases import canonical_key
-        from headway.config.reference import parts
+        from headway.config.schema_keys import tables as all_tables
 
-        console, tables = Console(markup=False, highlight=False), list(parts())
+        console, tables = Console(markup=False, highlight=False), list(all_tables())
         if key is None:
             _print_sections(console, tables)
             return
@@ -93,7 +93,7 @@ def _print_section(console: Console, sections: Sequence[KeyTable], inner: Sequen
 
 def _print_key(console: Console, named: Sequence[tuple[KeyTable, Key]], everyone: Sequence[Key]) -> None:
     from headway.config.presets import PRESETS
-    from headway.config.reference import spelled
+    from headway.config.schema_keys import spelled
 
     name = _plain(named[0][1].name)
     console.print(name)

@@ -19,12 +19,20 @@ from yaml import MarkedYAMLError, YAMLError
 
 from headway.config.aliases import canonical_key, notes_on_old_keys, translate
 from headway.config.recipes import find_recipe, similar_recipes
-from headway.config.schema import Config
-from headway.config.sections.section import mappings_in
 from headway.errors import ConfigError
 
 DEFAULTS = "defaults"
-MAPPINGS = tuple(dict.fromkeys(mappings_in(Config)))
+MAPPINGS = (
+    *("model.warmup.params", "data.task.params", "data.chat_template_kwargs", "reward.params"),
+    *(
+        "reward.functions.params",
+        "rollout.logit_bias",
+        "rollout.engine_kwargs",
+        "agent.mcp",
+        "agent.params",
+        "agent.env",
+    ),
+)
 """Keys of mappings with names of the user's: a dot in such a name is a part of it."""
 _DOT = "\u2024"
 """Sign that stands for the dot of a name in dotted keys, and looks like one."""

@@ -29,6 +29,7 @@ from pydantic import (
     model_validator,
 )
 
+from headway.config.presets import PRESETS
 from headway.config.sections.agent_section import AgentConfig, SandboxConfig
 from headway.config.sections.learning import (
     ActorConfig,
@@ -49,6 +50,7 @@ from headway.config.sections.section import (
     Section,
     Share,
     exact_fraction,
+    exact_number,
     on_or_off,
     shortest_spelling,
     text_or,
@@ -96,7 +98,13 @@ class TaskConfig(Section):
     """Parameters that are passed to the task."""
 
 
-Weight = Annotated[Fraction, BeforeValidator(exact_fraction), Field(gt=0), PlainSerializer(shortest_spelling)]
+Weight = Annotated[
+    Fraction,
+    BeforeValidator(exact_fraction),
+    Field(gt=0),
+    PlainSerializer(shortest_spelling),
+    exact_number(exclusiveMinimum=0),
+]
 
 
 class SourceConfig(Section):
@@ -440,7 +448,7 @@ class Config(Section):
 
     _written: dict[str, tuple[Any, Any]] = PrivateAttr(default_factory=dict)
     """By dotted key, a text with ``${oc.env:NAME}`` and what it is here, for what is written: it may be a secret."""
-    mode: str = "async_partial"
+    mode: str = Field("async_partial", json_schema_extra={"enum": list(PRESETS)})
     """The preset: a dictionary of values that lies under the user's own."""
     run: RunConfig = RunConfig()
     model: ModelConfig = ModelConfig()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
-from typing import Any, get_origin
+from typing import Any
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
@@ -14,7 +14,8 @@ from pydantic_core import ErrorDetails
 from headway.config.aliases import USUAL, canonical_key
 from headway.config.layers import lies_in
 from headway.config.schema import Config
-from headway.config.sections.section import Section, sections_in, told_apart_by, types_in
+from headway.config.schema_keys import Node, Schema, keys, known_keys, schema_of
+from headway.config.sections.section import Section
 from headway.errors import shown
 
 SIMILARITY = 0.75
@@ -38,18 +39,20 @@ def explain(error: ValidationError, origins: dict[str, str], root: type[Section]
     expected: dict[str, list[str]] = {}
     given: dict[str, str] = {}
     lines: list[str] = []
+    schema = schema_of(root)
+    nullable = {key.plain for key in keys(root) if key.default == "null"}
     for detail in error.errors():
-        key, sections = _find(detail, root)
+        key, sections = _find(detail, schema)
         if detail["type"] == "extra_forbidden":
             written = [written for written in reversed(origins) if lies_in(written, key)] or [key]
-            if reason := _of_another_alternative(detail, key, sections):
+            if reason := _of_another_alternative(detail, key, schema, sections):
                 lines.append(f"{key}{_where(key, origins)} has no effect: {reason}")
             else:
                 lines += [f"{one}: unknown key{_where(one, origins)}{_suggest(one, root)}" for one in written]
             continue
         value = _MISSING if detail["type"] == "missing" else detail["input"]
         if detail["type"] in _NO_ALTERNATIVE and isinstance(value, Mapping):
-            choice, values = told_apart_by(sections)
+            choice, values = schema.told_apart_by(sections)
             key, value = f"{key}.{choice}", value.get(choice, _MISSING)
             expectation = _one_of(list(chain(*values)), value)
         else:
@@ -58,81 +61,44 @@ def explain(error: ValidationError, origins: dict[str, str], root: type[Section]
         given[key] = "nothing" if value is _MISSING else "null" if value is None else shown(value, 60)
     for key, expectations in expected.items():
         what = " or ".join(dict.fromkeys(expectations))
-        if what.startswith(NUMBERS) and re.sub(r"\[\d+\]\.", ".", key) in _null_by_default(root):
+        if what.startswith(NUMBERS) and re.sub(r"\[\d+\]\.", ".", key) in nullable:
             what += ", or null, as where it is left out"
         lines.append(f"{key}: got {given[key]}{_where(key, origins)}, expected {what}")
     return "\n".join(lines)
 
 
-def known_keys(section: type[Section] = Config, prefix: str = "") -> Iterator[str]:
-    """Every dotted key of the schema that holds a value, in its order; those below a list are written without index.
-
-    A key that several alternatives of a union have comes once.
-    """
-    for name, field in section.model_fields.items():
-        key, inner, named = field.alias or name, sections_in(field.annotation), get_origin(field.annotation) is dict
-        if not inner or (str in types_in(field.annotation) and not named):
-            yield f"{prefix}{key}"
-        inside = f"{prefix}{key}.NAME." if named else f"{prefix}{key}."
-        yield from dict.fromkeys(chain(*(known_keys(alternative, inside) for alternative in inner)))
-
-
-def _keys_of(section: type[Section]) -> dict[str, list[type[Section]]]:
-    """Return the keys of a section, as they are written, with the sections that each value may be, or be a list of."""
-    return {field.alias or name: sections_in(field.annotation) for name, field in section.model_fields.items()}
-
-
-def _by_name(section: type[Section]) -> list[str]:
-    """Return the keys of a section whose values are sections by names that the user gives."""
-    return [
-        field.alias or name
-        for name, field in section.model_fields.items()
-        if get_origin(field.annotation) is dict and sections_in(field.annotation)
-    ]
-
-
-def _null_by_default(section: type[Section], prefix: str = "") -> Iterator[str]:
-    """Yield the dotted keys whose default is null."""
-    for name, field in section.model_fields.items():
-        key = f"{prefix}{field.alias or name}"
-        if field.default is None:
-            yield key
-        for inner in sections_in(field.annotation):
-            yield from _null_by_default(inner, f"{key}.")
-
-
-def _find(detail: ErrorDetails, root: type[Section]) -> tuple[str, list[type[Section]]]:
+def _find(detail: ErrorDetails, schema: Schema) -> tuple[str, list[Node]]:
     """Return the dotted key of a validation error, and the sections that its value may be.
 
     For an unknown key they are the sections that lack it. Alternatives of unions, which the error's location also
     names, are left out of the key.
     """
-    key = ""
-    sections = [root]
-    named = False
+    key, sections, named = "", [schema.root], False
     location = detail["loc"]
     for position, part in enumerate(location):
         if named:
             key, named = f"{key}.{part}", False
             continue
-        named = any(part in _by_name(section) for section in sections)
+        fields = [field for section in sections if (field := schema.keys(section).get(str(part))) is not None]
+        named = any(schema.by_name(field) and schema.sections(field) for field in fields)
         at_unknown = detail["type"] == "extra_forbidden" and position == len(location) - 1
-        known = {name: inner for section in sections for name, inner in _keys_of(section).items()}
         if isinstance(part, int):
             key += f"[{part}]"
-        elif at_unknown or part in known:
+        elif at_unknown or fields:
             key = f"{key}.{part}" if key else part
-            sections = sections if at_unknown else known.get(part, [])
+            sections = sections if at_unknown else schema.sections(fields[-1])
     return key, sections
 
 
-def _of_another_alternative(detail: ErrorDetails, key: str, sections: Sequence[type[Section]]) -> str:
+def _of_another_alternative(detail: ErrorDetails, key: str, schema: Schema, sections: Sequence[Node]) -> str:
     """Explain that an unknown key belongs to another alternative of the union; "" where none has it."""
     section, _, name = key.rpartition(".")
-    if not any(name in _keys_of(other) for other in sections):
+    if not any(name in schema.keys(other) for other in sections):
         return ""
-    choice, values = told_apart_by(sections)
-    users = [value for other, names in zip(sections, values, strict=True) for value in names if name in _keys_of(other)]
+    choice, values = schema.told_apart_by(sections)
+    users = [
+        value for other, names in zip(sections, values, strict=True) for value in names if name in schema.keys(other)
+    ]
     return f"{section}.{choice} is {detail['loc'][-2]}, and this is a key of {_listed(users)}"
 
 
@@ -184,24 +150,24 @@ def meant(key: str, root: type[Section] = Config) -> list[str]:
     """
     from headway.config.migration_tables.projects import last_part, whole_key  # large tables, for messages alone
 
-    keys = list(dict.fromkeys(known_keys(root)))
+    known = known_keys(root)
     plain = canonical_key(re.sub(r"\[\d+\]", "", key))
-    if plain in keys:
+    if plain in known:
         return [plain]
-    if (found := whole_key(plain)) and any(lies_in(found[2].here, known) for known in keys):
+    if (found := whole_key(plain)) and any(lies_in(found[2].here, key) for key in known):
         return [found[2].here]
     if found and found[1] == plain and found[2].note and not found[2].here and plain not in USUAL:
         return []  # it is known to have no counterpart: what is spelled alike is something else
-    same_name = [known for known in keys if _name(known) == _name(plain)]
+    same_name = [key for key in known if _name(key) == _name(plain)]
     section = f"{plain.partition('.')[0]}."
     return (
         difflib.get_close_matches(plain, same_name, n=1, cutoff=NEARLY_EQUAL)
-        or [known for known in same_name if known.startswith(section)]
-        or _in_section(USUAL.get(plain) or USUAL.get(_name(plain), ()), section, keys)
-        or _in_section((found[2].here,) if (found := last_part(plain)) else (), section, keys)
-        or _other_section(plain, keys)
+        or [key for key in same_name if key.startswith(section)]
+        or _in_section(USUAL.get(plain) or USUAL.get(_name(plain), ()), section, known)
+        or _in_section((found[2].here,) if (found := last_part(plain)) else (), section, known)
+        or _other_section(plain, known)
         or same_name
-        or _similar(plain, keys)
+        or _similar(plain, known)
     )
 
 

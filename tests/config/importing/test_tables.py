@@ -16,7 +16,7 @@ from headway.config.migration.settings_files import SettingsFile
 from headway.config.migration.translation import recipe, report, translate
 from headway.config.migration_tables.projects import PROJECTS, whole_key
 from headway.config.migration_tables.table_rows import ReportPart
-from headway.config.schema_messages import known_keys
+from headway.config.schema_keys import known_keys
 
 SECTIONS = ("rollout.engine_kwargs", "reward.params", "reward.functions", "data.train", "data.val", "mode")
 ODD = [None, True, False, 0, 1, -1, 8, 1.5, 1e-6, "", "text", "a/b", "cosine", [], ["a"], {}, "8 x"]

@@ -27,7 +27,7 @@ from headway.config.migration_tables.table_rows import Project, ReportPart, Tran
 from headway.config.migration_tables.trl import TRL
 from headway.config.migration_tables.verl import RENAMED, VERL
 from headway.config.schema import Config
-from headway.config.schema_messages import known_keys
+from headway.config.schema_keys import known_keys
 from headway.config.settings_without_effect import without_effect
 from headway.errors import ConfigError
 

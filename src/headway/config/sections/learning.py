@@ -388,6 +388,7 @@ class AlgorithmConfig(Section):
     pass_k: Positive = 4
     """Number k of answers in pass@k (``pass_at_k``)."""
     policy_loss: ChosenLoss = PpoClip()
+    """The policy loss, which ``loss_mode`` chooses. Each loss has keys that no other loss takes."""
     rollout_correction: OneOrSeveral = CorrectionConfig()
     filter_groups: FilterGroupsConfig = FilterGroupsConfig()
     overlong_filtering: bool = False

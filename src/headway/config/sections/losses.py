@@ -20,10 +20,9 @@ OWN = "file.py:function"
 
 
 class PolicyLossConfig(Section):
-    """The policy loss, which ``loss_mode`` chooses. Each loss has keys that no other loss takes."""
+    """The policy loss, which ``loss_mode`` chooses."""
 
     loss_mode: str
-    """The policy loss: a name (docs/algorithms), or ``file.py:function``."""
 
     clips: ClassVar[bool] = True
     """True where the loss looks at ``actor.clip_ratio``, ``clip_ratio_low`` and ``clip_ratio_high``."""
@@ -155,7 +154,7 @@ class OwnLoss(PolicyLossConfig):
     looks_at_sequences: ClassVar[bool] = True
 
     loss_mode: str = Field(examples=[OWN])
-    """The user's own loss, as ``file.py:function``."""
+    """The policy loss: a name (docs/algorithms), or ``file.py:function``."""
 
     @field_validator("loss_mode")
     @classmethod

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 
 from headway.config.sections.section import Every, Folder, NonNegative, Positive, Probability, Section
-from headway.config.transport_facts import known_transport
+from headway.config.transport_facts import TRANSPORTS, known_transport
 
 
 class RolloutConfig(Section):
@@ -27,7 +27,7 @@ class RolloutConfig(Section):
     """Sample only tokens of at least this share of the most likely one's probability; 0 is off."""
     repetition_penalty: float = Field(1.0, gt=0)
     """Penalty on tokens that prompt or answer have already; 1 is off."""
-    logit_bias: dict[int, float] = Field(default_factory=dict)
+    logit_bias: dict[int, float] = Field(default_factory=dict, json_schema_extra={"propertyNames": {"type": "integer"}})
     """Token id → number added to its logit. Filters, penalties and biases change the behaviour policy."""
     min_tokens: NonNegative = 0
     """Number of an answer's tokens before which no stop token is sampled."""
@@ -98,7 +98,9 @@ class ParamUpdateConfig(Section):
     schedule: Literal["synchronous", "overlapped"] = "synchronous"
     """Schedule of an update. ``synchronous``: the trainer waits until every replica has loaded. ``overlapped``: it
     waits for gather alone, and trains on while replicas receive and load, each at its own pace."""
-    transport: Annotated[str, AfterValidator(known_transport)] = "auto"
+    transport: Annotated[
+        str, AfterValidator(known_transport), Field(json_schema_extra={"enum": ["auto", *TRANSPORTS]})
+    ] = "auto"
     """The carrier of the weights, one of those below. ``auto`` is the one within the process where there is only one
     process, else the first that works with ``cluster.backend``."""
     encoding: Literal["full", "delta"] = "full"

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from fractions import Fraction
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, get_args, get_origin
 
 from pydantic import (
     AfterValidator,
@@ -15,6 +15,7 @@ from pydantic import (
     Field,
     PlainSerializer,
     ValidationInfo,
+    WithJsonSchema,
     field_validator,
 )
 
@@ -70,10 +71,36 @@ def shortest_spelling(value: Fraction) -> int | float | str:
     return float(value) if Fraction(str(float(value))) == value else str(value)
 
 
-Eta = Annotated[Fraction, BeforeValidator(exact_fraction), Field(ge=0), PlainSerializer(shortest_spelling)]
-Share = Annotated[Fraction, BeforeValidator(exact_fraction), Field(ge=0, le=1), PlainSerializer(shortest_spelling)]
+EXACT_NUMBER = "exact"
+"""Mark of a fraction in the JSON schema, whose bounds are numbers and whose default is a text."""
+
+
+def exact_number(**bounds: float) -> WithJsonSchema:
+    """Return the JSON schema of a fraction within ``minimum``, ``maximum`` and so on."""
+    return WithJsonSchema({EXACT_NUMBER: True, **bounds})
+
+
+Eta = Annotated[
+    Fraction,
+    BeforeValidator(exact_fraction),
+    Field(ge=0),
+    PlainSerializer(shortest_spelling),
+    exact_number(minimum=0),
+]
+Share = Annotated[
+    Fraction,
+    BeforeValidator(exact_fraction),
+    Field(ge=0, le=1),
+    PlainSerializer(shortest_spelling),
+    exact_number(minimum=0, maximum=1),
+]
 Folder = Annotated[Path, BeforeValidator(folder_path)]
-Every = Annotated[int, Field(ge=-1), AfterValidator(never_or_every)]
+Every = Annotated[
+    int,
+    Field(ge=-1),
+    AfterValidator(never_or_every),
+    WithJsonSchema({"type": "integer", "minimum": -1, "not": {"const": 0}}),
+]
 """A number of versions between two events, or -1."""
 
 
@@ -108,38 +135,3 @@ class Section(BaseModel):
         if isinstance(value, bool) and {int, float} & types_in(cls.model_fields[info.field_name or ""].annotation):
             raise ValueError("expected a number")
         return value
-
-
-def sections_in(annotation: Any) -> list[type[Section]]:
-    """The section classes that a value of this type may be, or be a list of."""
-    if isinstance(annotation, type) and issubclass(annotation, Section):
-        return [annotation]
-    found = (section for argument in get_args(annotation) for section in sections_in(argument))
-    return list(dict.fromkeys(found))
-
-
-def mappings_in(section: type[Section], prefix: str = "") -> Iterator[str]:
-    """Yield the dotted keys whose values are mappings with names of the user's."""
-    for name, field in section.model_fields.items():
-        key = f"{prefix}{field.alias or name}"
-        if get_origin(field.annotation) is dict:
-            yield key
-        else:
-            for inner in sections_in(field.annotation):
-                yield from mappings_in(inner, f"{key}.")
-
-
-def told_apart_by(sections: Sequence[type[Section]]) -> tuple[str, list[list[str]]]:
-    """The key that tells the alternatives of a union apart, and the values by which each alternative is chosen.
-
-    A key that takes more than a few names has examples of its values in their place (``file.py:function``).
-    """
-    for name in sections[0].model_fields:
-        fields = [section.model_fields[name] for section in sections if name in section.model_fields]
-        values = [
-            list(get_args(field.annotation)) if get_origin(field.annotation) is Literal else field.examples or []
-            for field in fields
-        ]
-        if len(fields) == len(sections) and all(values):
-            return name, values
-    raise AssertionError(f"{sections} are not told apart by a key of their own")
