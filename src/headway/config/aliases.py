@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from headway.config.migration_tables.verl_values import FIXED
+from headway.config.migration_tables.verl import FIXED
 from headway.errors import ConfigError
 
 USUAL: Mapping[str, tuple[str, ...]] = {

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from headway.config.aliases import USUAL
+from headway.config.migration_tables.projects import VERL
 from headway.config.migration_tables.table_rows import ReportPart
-from headway.config.migration_tables.verl import VERL
-from headway.config.migration_tables.verl_values import FIXED
+from headway.config.migration_tables.verl import FIXED
 from headway.config.presets import PRESETS
 from headway.config.schema_keys import REQUIRED, keys, one_of, spelled, tables
 from headway.config.transport_facts import TRANSPORTS

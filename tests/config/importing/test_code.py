@@ -11,7 +11,7 @@ import pytest
 from headway.config.migration.python_configs import read_code
 from headway.config.migration.settings_files import read
 from headway.config.migration.shell_scripts import missing, written
-from headway.config.migration_tables.trl_values import CONFIG
+from headway.config.migration_tables.trl import CONFIG
 
 
 def settings(text: str, **options: Any) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from headway.config.migration.shell_scripts import missing, unresolved
-from headway.config.migration_tables.trl_values import CONFIG, REWARDS
+from headway.config.migration_tables.trl import CONFIG, REWARDS
 from headway.errors import ConfigError
 
 CONFIGS = ("GRPOConfig", "RLOOConfig", "AsyncGRPOConfig")

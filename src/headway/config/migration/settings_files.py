@@ -18,11 +18,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from headway.config.migration.python_configs import read_code
 from headway.config.migration.shell_scripts import ShellScript, read_script, unresolved, written
-from headway.config.migration_tables.openrlhf import OPENRLHF
-from headway.config.migration_tables.trl import TRL
-from headway.config.migration_tables.trl_values import CONFIG, PROCESSES
-from headway.config.migration_tables.verl import VERL
-from headway.config.migration_tables.verl_values import FULLY_ASYNC, ONE_STEP_OFF, PPO, PROGRAM
+from headway.config.migration_tables.projects import OPENRLHF, TRL, VERL
+from headway.config.migration_tables.trl import CONFIG, PROCESSES
+from headway.config.migration_tables.verl import FULLY_ASYNC, ONE_STEP_OFF, PPO, PROGRAM
 from headway.errors import ConfigError
 
 KINDS = "a shell script, a YAML, TOML or Python file, or a command line in quotes"

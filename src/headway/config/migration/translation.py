@@ -20,12 +20,10 @@ from headway.config.layers import flatten, lies_in, nest
 from headway.config.loading import LoadedConfig, load, mode_config
 from headway.config.migration.settings_files import SettingsFile
 from headway.config.migration.shell_scripts import missing, written
-from headway.config.migration_tables.openrlhf import OPENRLHF, with_new_names
-from headway.config.migration_tables.prime_rl import PRIME_RL, SECTIONS
-from headway.config.migration_tables.projects import PROJECTS
+from headway.config.migration_tables.prime_rl import SECTIONS
+from headway.config.migration_tables.projects import OPENRLHF, PRIME_RL, PROJECTS, TRL, VERL
 from headway.config.migration_tables.table_rows import Project, ReportPart, Translated, taken, without
-from headway.config.migration_tables.trl import TRL
-from headway.config.migration_tables.verl import RENAMED, VERL
+from headway.config.migration_tables.verl import RENAMED
 from headway.config.schema import Config
 from headway.config.schema_keys import known_keys
 from headway.config.settings_without_effect import without_effect
@@ -204,8 +202,7 @@ def translate(project: Project, sources: Sequence[SettingsFile]) -> Translation:
         if not missing(value) and not name.startswith("~")
     }
     unknown = {_without_index(key): value for key, (_, value) in settings.items() if missing(value)}
-    if project is OPENRLHF:
-        given, unknown = with_new_names(given), with_new_names(unknown)
+    given, unknown = ({project.before.get(key, key): one[key] for key in one} | one for one in (given, unknown))
     defaults = {key: value for key, value in project.defaults(given).items() if key not in given | unknown}
     everything = _Settings(defaults | unknown | given)
     result = Translation(project, sources)

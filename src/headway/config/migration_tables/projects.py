@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from headway.config.migration_tables.areal import AREAL
-from headway.config.migration_tables.openrlhf import OPENRLHF
-from headway.config.migration_tables.prime_rl import PRIME_RL
-from headway.config.migration_tables.table_rows import Project, TableRow
-from headway.config.migration_tables.trl import TRL
-from headway.config.migration_tables.verl import VERL
+from headway.config.migration_tables import areal, openrlhf, prime_rl, trl, verl
+from headway.config.migration_tables.table_rows import Project, TableRow, read_project
 
+VERL = read_project("verl.toml", verl)
+TRL = read_project("trl.toml", trl)
+AREAL = read_project("areal.toml", areal)
+PRIME_RL = read_project("prime_rl.toml", prime_rl)
+OPENRLHF = read_project("openrlhf.toml", openrlhf)
 PROJECTS: Mapping[str, Project] = MappingProxyType(
     {"verl": VERL, "trl": TRL, "areal": AREAL, "prime-rl": PRIME_RL, "openrlhf": OPENRLHF}
 )

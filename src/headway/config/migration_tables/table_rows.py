@@ -1,20 +1,31 @@
-"""Rows of the tables: what one setting of another project is here.
+"""Tables of other projects' settings: what each is here, read from a file in TOML.
 
-TABLE = {
-    "num_generations": same("rollout.n"),
-    "max_steps": differs("rollout.total_rollout_steps", "it counts steps, Headway groups", groups_of_steps),
-    "use_liger_kernel": no("nothing to do: Headway computes log-probs in slices of the vocabulary's logits"),
-}
+"num_generations" = {same = "rollout.n", by = "whole"}
+"max_steps" = {differs = "rollout.total_rollout_steps", by = "steps", note = "steps in groups"}
+"use_liger_kernel" = {no = "nothing to do: log-probs are computed in slices of logits"}
+
+| row | setting |
+|---|---|
+| `same`, `differs` | has a counterpart, which means the same, or something else as `note` says; `by` converts values |
+| `no`, `off` | has none: what to do, always or where it is on |
+| `always` | is fixed here at these values |
+| `choice` | has other `names` of values |
+| `is`, `of` | has the row that a function makes, or one that several projects have |
+
+`says` is a remark in place of a value. `"prefix.: a b"` are several keys. A name after `by` and `is` is a function of
+the project's module, or of this one.
 """
 
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from fnmatch import fnmatchcase
 from math import ceil
+from pathlib import Path
 from typing import Any
 
 Given = Mapping[str, Any]
@@ -109,19 +120,6 @@ def choice(here: str, names: Mapping[Any, Any]) -> TableRow:
     return TableRow(here, convert)
 
 
-def several(prefix: str, names: str, row: TableRow) -> dict[str, TableRow]:
-    """Make one row for each of ``names`` behind ``prefix``; a name is a key there, or ``section.*``.
-
-    A project's keys without a counterpart are named: what a fork adds to the same section stays unknown.
-    """
-    return {prefix + name: row for name in names.split()}
-
-
-def like(rows: Mapping[str, TableRow], section: str, there: str, row: TableRow) -> dict[str, TableRow]:
-    """Make one row for the keys of ``section`` in the section ``there``, which has the same ones."""
-    return {there + key.removeprefix(section): row for key in rows if key.startswith(section)}
-
-
 def taken(values: Mapping[str, Any] | None = None, note: str = "") -> Translated:
     """Make the answer of a setting that is taken over."""
     return Translated(ReportPart.TAKEN, values or {}, note)
@@ -147,6 +145,8 @@ class Project:
     """Function of a file's settings: the values of settings that it leaves out."""
     marks: tuple[str, ...] = ()
     """Keys that no other project has, with ``*``."""
+    before: Mapping[str, str] = field(default_factory=dict)
+    """Keys of earlier releases of the project → those that the table has."""
 
     def row(self, key: str) -> TableRow | None:
         """Return the row of ``key``: its own, or that of the first pattern that fits it.
@@ -247,3 +247,90 @@ def _replica(value: Any, given: Given) -> Translated:
 
 REPLICA_SIZE = same("rollout.tensor_model_parallel_size", _replica)
 """Row of how many devices an engine is on."""
+
+
+def not_null(value: Any, given: Given) -> Any:
+    return taken() if value is None else value
+
+
+def numbers(value: Any, given: Given) -> list[float]:
+    return [float(one) for one in value]
+
+
+def number_or_zero(value: Any, given: Given) -> float:
+    return float(value or 0)
+
+
+def top_k(value: Any, given: Given) -> int:
+    """Return the number of tokens, with 0 for all."""
+    return max(whole(value or 0, given), 0)
+
+
+def bfloat16(value: Any, given: Given) -> Any:
+    return "bfloat16" if value else taken()
+
+
+def wandb(value: Any, given: Given) -> Translated:
+    return taken({"reports.trackers": ["wandb"]})
+
+
+_VALUES = {"true": True, "false": False, "null": None}
+"""Names of values in a ``choice`` that are no texts."""
+
+
+def read_project(file: str, module: Any) -> Project:
+    """Return the project of the table ``file`` beside this one. ``module``: its conversions, and its ``defaults``."""
+    table = tomllib.loads((Path(__file__).parent / file).read_text(encoding="utf-8"))
+    known = {**globals(), **vars(module)}
+    rows = {key: always(*rule.values, note=rule.reason) for key, rule in known.get("FIXED", {}).items()}
+    for names, entry in table["rows"].items():
+        row = _row(entry, known)
+        prefix, several, rest = names.partition(": ") if not names.startswith(": ") else ("", ": ", names[2:])
+        rows |= {prefix + name: row for name in rest.split()} if several else {names: row}
+    project = Project(table["name"], rows, known["defaults"], tuple(table["marks"]), table.get("before", {}))
+    rows |= {old: found for old, new in project.before.items() if (found := project.row(new)) is not None}
+    alike = {
+        one["there"] + key.removeprefix(one["section"]): no(one["no"])
+        for one in table.get("like", ())
+        for key in rows
+        if key.startswith(one["section"])
+    }
+    return replace(project, rows=alike | rows)
+
+
+def _row(entry: Mapping[str, Any], known: Mapping[str, Any]) -> TableRow:
+    convert, note = known[entry.get("by", "unchanged")], entry.get("note", "")
+    if "says" in entry:
+        convert = lambda value, given: taken(note=entry["says"])  # noqa: E731
+    match entry:
+        case {"same": here}:
+            return same(here, convert, note)
+        case {"differs": here}:
+            return differs(here, note, convert)
+        case {"no": what}:
+            return no(what)
+        case {"off": what}:
+            return off(what)
+        case {"always": values}:
+            return always(*values, note=note)
+        case {"choice": here, "names": names}:
+            return choice(here, {_VALUES.get(name, name): _answer(value, known) for name, value in names.items()})
+        case {"is": name}:
+            made = known[name]
+            if isinstance(made, TableRow):
+                return made
+            row: TableRow = made(*entry.get("of", ()), *([convert] if "by" in entry else []))
+            return row
+    raise AssertionError(f"no row of a table: {entry}")
+
+
+def _answer(value: Any, known: Mapping[str, Any]) -> Any:
+    """Return what a value is called here: its name, or a whole answer."""
+    match value:
+        case {"is": name}:
+            return known[name]
+        case {"taken": note}:
+            return taken(note=note)
+        case {"values": values, "note": note}:
+            return other(values, note)
+    return value
