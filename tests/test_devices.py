@@ -20,7 +20,6 @@ import torch
 
 import headway
 from headway.config.schema import ClusterConfig
-from headway.config.sections.rollout_section import ParamUpdateConfig
 from headway.devices import (
     ACCELERATORS,
     CPU,
@@ -42,11 +41,9 @@ CUDA = kind_of("cuda")
 WORDS = {word for kind in ACCELERATORS for word in (kind.name, kind.collectives)}
 USERS_WORDS = {
     "config/schema.py",
-    "config/sections/rollout_section.py",
     "config/doctor.py",
-    "config/migration_tables/verl.py",
 }
-"""Files in which such a word is a value of a setting: ``cluster.device=cuda``, verl's ``trainer.device=cuda``."""
+"""Files in which such a word is a value of a setting: ``cluster.device=cuda``."""
 
 
 def accelerators_named(tree: ast.AST) -> Iterator[str]:
@@ -96,10 +93,8 @@ def test_the_linter_finds_torchs_own_modules_of_devices(code: str) -> None:
     assert said_of(SOURCE / "devices.py") == ""
 
 
-def test_settings_take_every_kind_and_its_backend() -> None:
+def test_settings_take_every_kind() -> None:
     assert set(get_args(ClusterConfig.model_fields["device"].annotation)) == {"auto", *KINDS}
-    backends = {kind.collectives for kind in KINDS.values()}
-    assert set(get_args(ParamUpdateConfig.model_fields["backend"].annotation)) == {"auto", *backends}
 
 
 # ------------------------------------------------------------------------------------------ which kind
