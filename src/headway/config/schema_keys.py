@@ -41,14 +41,20 @@ class Key:
 
     name: str
     """The key's dotted name; ``[]`` after a list of sections, ``NAME`` for a name of the user's."""
-    value: str
-    """The key's type and range, in Markdown."""
+    schema: Schema
+    node: Node
+    """The key's part of the JSON schema."""
     default: str
     """The key's default as YAML on one line, or `REQUIRED`."""
     meaning: str
     """The key's meaning: plain Markdown on one line; empty where nobody has said it."""
     only_sections: bool = False
     """True where a value other than null is one section or several."""
+
+    @property
+    def value(self) -> str:
+        """The key's type and range, in Markdown. Raises `TypeError` for a type without words here."""
+        return self.schema.described(self.node)
 
     @property
     def plain(self) -> str:
@@ -198,19 +204,19 @@ def _tables(schema: Schema, section: Node, name: str, given: Mapping[str, Any] |
     own: list[Key] = []
     inner: list[tuple[list[Node], str, Any, str]] = []
     required = section.get("required", ())
-    for key, field in schema.keys(section).items():
+    for key, node in schema.keys(section).items():
         full = f"{name}.{key}".lstrip(".")
-        sections = schema.sections(field)
-        default = REQUIRED if key in required else field.get("default", {})
+        sections = schema.sections(node)
+        default = REQUIRED if key in required else node.get("default", {})
         default = default if given is None else given.get(key, default)
-        is_section = bool(sections) and isinstance(default, Mapping) and not schema.by_name(field)
+        is_section = bool(sections) and isinstance(default, Mapping) and not schema.by_name(node)
         if not is_section:
-            text = REQUIRED if key in required and given is None else spelled(_exact(field, default))
-            only = bool(sections) and not schema.is_text(field)
-            own.append(Key(full, schema.described(field), text, meaning(field.get("description")), only))
-        suffix = ".NAME" if schema.by_name(field) else "[]" if schema.is_list(field) and not is_section else ""
+            text = REQUIRED if key in required and given is None else spelled(_exact(node, default))
+            only = bool(sections) and not schema.is_text(node)
+            own.append(Key(full, schema, node, text, meaning(node.get("description")), only))
+        suffix = ".NAME" if schema.by_name(node) else "[]" if schema.is_list(node) and not is_section else ""
         if sections:
-            inner.append((sections, full + suffix, default if is_section else None, field.get("description", "")))
+            inner.append((sections, full + suffix, default if is_section else None, node.get("description", "")))
     yield KeyTable(name, meaning(section.get("description")), tuple(own))
     for sections, where, held, about in inner:
         if len(sections) == 1:
@@ -220,18 +226,20 @@ def _tables(schema: Schema, section: Node, name: str, given: Mapping[str, Any] |
 
 
 def _of_choice(
-    schema: Schema, sections: Sequence[Node], name: str, default: Mapping[str, Any], about: str
+    schema: Schema, sections: Sequence[Node], name: str, default: Mapping[str, Any] | None, about: str
 ) -> Iterator[KeyTable]:
     """Yield the table of the key that chooses among sections, then each section's own table."""
     choice, values = schema.told_apart_by(sections)
     key = f"{name}.{choice}"
     says = next((text for one in sections if (text := schema.keys(one)[choice].get("description"))), "")
-    chosen = Key(key, one_of([*chain(*values)]), spelled(default[choice]), meaning(says))
+    given = REQUIRED if default is None else spelled(default[choice])
+    chosen = Key(key, schema, {"enum": [*chain(*values)]}, given, meaning(says))
     yield KeyTable(name, meaning(about), (chosen,))
     for section, names in zip(sections, values, strict=True):
-        [table] = _tables(schema, section, name, None)
+        table, *inner = _tables(schema, section, name, None)
         own = tuple(one for one in table.keys if one.name != key)
         yield KeyTable(name, table.meaning, own, chosen_by=f"{choice}: {' or '.join(names)}")
+        yield from inner
 
 
 def keys(model: type[BaseModel] = Config) -> Iterator[Key]:
