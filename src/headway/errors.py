@@ -23,6 +23,8 @@ NOT_THE_USERS = ("<", str(Path(__file__).parent), str(Path(os.__file__).parent))
 """Beginnings of the names of files that are not the user's: Headway's, and Python's own."""
 INSTALLED = frozenset({"site-packages", "dist-packages"})
 """Names of folders of installed packages."""
+EXIT_STOPPED = 3
+"""Exit code of a run that would end again in the same way until a setting changes."""
 EXIT_INTERRUPTED = 130
 """Exit code of an interrupted run, as shells have it for a program that Ctrl-C ended."""
 
@@ -111,9 +113,13 @@ class LedgerImbalance(RunError):
 class NothingToTrain(RunError):
     """Error when nothing is left to train on: too many groups in a row were discarded, or none could be scored."""
 
+    exit_code = EXIT_STOPPED
+
 
 class StoppedByGuard(RunError):
     """Error when data was too far off policy, and ``algorithm.guard.action`` is ``stop``."""
+
+    exit_code = EXIT_STOPPED
 
 
 class UpdateFailed(RunError):

@@ -1,6 +1,7 @@
 """Whole runs of a tiny job that end early and are resumed, as a user does it."""
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -77,6 +78,38 @@ def test_on_policy_ends_with_the_weights_of_a_run_that_nobody_killed_bit_for_bit
     assert told["eval"] == expected["eval"]
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [row["version"] for row in rows] == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dies", ["the driver", "a training rank"])
+def test_a_run_with_restarts_ends_as_one_that_nothing_happened_to(
+    recipe: Path, undisturbed: Path, tmp_path: Path, dies: str
+) -> None:
+    """Starts Ray twice, and processes that import torch. With one restart, of which one is needed."""
+    run_dir = tmp_path / "run"
+    settings = ("trainer.save_freq=1", "cluster.backend=ray", f"run.dir={run_dir}")
+    attending = start("-m", "headway", "train", str(recipe), *settings, "--restarts", "1")
+    wait_for(REACHED, attending, run_dir, times=3)
+    (driver,) = children_of(attending.pid)
+    victims = [driver] if dies == "the driver" else [pid for pid in descendants(driver) if "actor-0" in title(pid)]
+    os.kill(victims[0], signal.SIGKILL)
+    code, output = finish(attending)
+    assert code == 0, output
+    assert "restart 1 of 1" in output
+    assert weights(run_dir / "model") == weights(undisturbed / "model")
+    told, expected = summary(run_dir), summary(undisturbed)
+    assert (told["resumed"], told["balanced"], told["groups"]) == (1, True, expected["groups"])
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def title(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    except OSError:
+        return ""
 
 
 @pytest.mark.slow

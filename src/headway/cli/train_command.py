@@ -205,6 +205,16 @@ Resume = Annotated[
     Path | None,
     typer.Option("--resume", metavar="RUN", help="Go on with the run in this directory, from its newest checkpoint."),
 ]
+Restarts = Annotated[
+    int,
+    typer.Option(
+        "--restarts",
+        min=0,
+        metavar="N",
+        help="Run in a process of its own, and where that fails or is killed go on from the newest checkpoint, N times "
+        "at the most.",
+    ),
+]
 ConfigFile = Annotated[Path, typer.Argument(help=A_CONFIG, autocompletion=complete_config)]
 DryRun = Annotated[
     bool,
@@ -220,6 +230,7 @@ def train(
     config: OptionalConfig = None,
     overrides: Overrides = None,
     resume: Resume = None,
+    restarts: Restarts = 0,
     dry_run: DryRun = False,
     static: Static = False,
     debug: Debug = False,
@@ -228,11 +239,11 @@ def train(
     with errors_as_messages(debug):
         if resume is not None:
             given = [] if config is None else [str(config)]
-            _resume(resume, [*given, *(overrides or [])], dry_run, static)
+            _resume(resume, [*given, *(overrides or [])], dry_run, static, 0 if dry_run else restarts)
         elif config is None:
             raise ConfigError("expected CONFIG, a YAML file or a recipe's name, like demo, or --resume RUN")
         else:
-            _train(config, overrides or [], dry_run, static)
+            _train(config, overrides or [], dry_run, static, 0 if dry_run else restarts)
 
 
 def demo(overrides: Overrides = None, dry_run: DryRun = False, static: Static = False, debug: Debug = False) -> None:
@@ -243,8 +254,15 @@ def demo(overrides: Overrides = None, dry_run: DryRun = False, static: Static = 
         _train(recipes()["demo"], overrides or [], dry_run, static)
 
 
-def _train(config: Path, overrides: list[str], dry_run: bool, static: bool) -> None:
+def _train(config: Path, overrides: list[str], dry_run: bool, static: bool, restarts: int = 0) -> None:
     loaded = load_checked(config, overrides)
+    if restarts:
+        from headway.cli.restarts import keep_going
+        from headway.reports.run_directory import free_names
+
+        chosen = loaded.config.run
+        place = chosen.dir or next(path for path in free_names(chosen.name) if not path.exists())
+        raise typer.Exit(keep_going(["train", str(config), *overrides, f"run.dir={place}"], place, restarts))
     if dry_run:
         _dry_run(loaded, static)
         return
@@ -256,13 +274,17 @@ def _train(config: Path, overrides: list[str], dry_run: bool, static: bool) -> N
     raise typer.Exit(run(loaded))
 
 
-def _resume(run: Path, overrides: list[str], dry_run: bool, static: bool) -> None:
+def _resume(run: Path, overrides: list[str], dry_run: bool, static: bool, restarts: int) -> None:
     from headway.api.python_settings import load_resumed
     from headway.config.loading import check_changes
 
     if files := [override for override in overrides if "=" not in override]:
         raise ConfigError(f"--resume RUN takes the settings that RUN was begun with; drop {files[0]}, or give a.b=c")
     before, loaded = load_resumed(run, overrides)
+    if restarts:
+        from headway.cli.restarts import keep_going
+
+        raise typer.Exit(keep_going(["train", "--resume", str(run), *overrides], run, restarts))
     if dry_run:
         check_changes(before, loaded.config, version=0)  # what depends on the checkpoint, resuming tells
         _dry_run(loaded, static)

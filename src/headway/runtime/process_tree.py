@@ -55,9 +55,11 @@ def run_guarded(owner: int, grace_s: float = 0.0) -> None:
         os._exit(code)  # also after an error: the guard must not run what its process runs
 
 
-def die_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent ends. The parent's main thread must have forked it."""
-    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+def die_with(parent: int, by: signal.Signals = signal.SIGKILL) -> None:
+    """Have the kernel send ``by`` to this process when its parent ends, whose main thread must have forked it."""
+    if sys.platform != "linux":
+        return
+    _prctl(PR_SET_PDEATHSIG, by)
     if os.getppid() != parent:  # it ended before this was set up
         os._exit(1)
 

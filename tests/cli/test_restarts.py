@@ -1,0 +1,134 @@
+"""``headway train --restarts N``, over processes that end as they are told. Real runs are in tests/integration."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from headway.cli import cli, restarts
+from headway.runtime.process_tree import IMPORTS_AS_HERE
+
+TOLD = """
+import pathlib
+run = pathlib.Path(sys.argv[-1])
+told = run / "told"
+lines = told.read_text().splitlines() if told.exists() else []
+told.write_text("\\n".join([*lines, " ".join(sys.argv[1:-1])]) + "\\n")
+ends = (run / "ends").read_text().split()
+end = int(ends[len(lines)])
+(run / "checkpoints" / f"version_{len(lines)}").mkdir(parents=True, exist_ok=True)
+import os, signal
+os.kill(os.getpid(), -end) if end < 0 else sys.exit(end)
+"""
+"""A program that notes its arguments, saves a checkpoint, and ends as the next word of ``ends`` says."""
+
+
+def attend(run: Path, most: int, program: str) -> subprocess.Popen[str]:
+    """A process that keeps the run of ``program`` going: it becomes the parent of what that leaves behind."""
+    attends = (
+        "import sys, pathlib; from headway.cli.restarts import keep_going; "
+        f"sys.exit(keep_going(['train', 'recipe.yaml', {str(run)!r}], pathlib.Path({str(run)!r}), {most}, "
+        f"{IMPORTS_AS_HERE + program!r}))"
+    )
+    return subprocess.Popen([sys.executable, "-c", attends], stderr=subprocess.PIPE, text=True)
+
+
+def kept_going(run: Path, most: int, program: str) -> tuple[int, str]:
+    """The exit code, and what was said."""
+    attending = attend(run, most, program)
+    said = attending.communicate(timeout=60)[1]
+    return attending.returncode, said
+
+
+def after(run: Path, ends: str, most: int) -> tuple[int, list[str], str]:
+    """The exit code, the arguments of each process, and what was said, where processes end like this."""
+    (run / "ends").write_text(ends)
+    code, said = kept_going(run, most, TOLD)
+    return code, (run / "told").read_text().splitlines(), said
+
+
+@pytest.mark.parametrize("end", ["1", f"-{signal.SIGKILL:d}", f"-{signal.SIGSEGV:d}"])
+def test_a_run_that_fails_or_is_killed_is_resumed(tmp_path: Path, end: str) -> None:
+    code, told, said = after(tmp_path, f"{end} 0", 3)
+    assert code == 0
+    assert told == ["train recipe.yaml", "train --resume"]
+    assert "going on from version 0, restart 1 of 3" in said
+
+
+@pytest.mark.parametrize("end", [0, 2, 3, 130])
+def test_what_would_end_again_in_the_same_way_is_not_resumed(tmp_path: Path, end: int) -> None:
+    assert after(tmp_path, f"{end} 0", 3) == (end, ["train recipe.yaml"], "")
+
+
+def test_a_run_is_not_resumed_more_often_than_asked_for(tmp_path: Path) -> None:
+    code, told, said = after(tmp_path, "1 1 -9 0", 2)
+    assert code == 128 + 9
+    assert len(told) == 3
+    assert "after 2 restarts (--restarts)" in said
+
+
+def test_a_run_without_a_checkpoint_is_not_resumed(tmp_path: Path) -> None:
+    code, said = kept_going(tmp_path, 3, "sys.exit(1)")
+    assert code == 1
+    assert "before its first checkpoint (trainer.save_freq)" in said
+
+
+def test_workers_that_a_killed_driver_left_are_ended_before_it_is_resumed(tmp_path: Path) -> None:
+    leaves = (
+        "import os, pathlib, signal, subprocess, time\n"
+        "run = pathlib.Path(sys.argv[-1]); left = run / 'left'\n"
+        "if left.exists():\n"
+        "    pathlib.Path(run / 'alive').write_text(str(os.path.exists('/proc/' + left.read_text())))\n"
+        "    sys.exit(0)\n"
+        "worker = subprocess.Popen(['sleep', '60'], start_new_session=True)\n"
+        "left.write_text(str(worker.pid))\n"
+        "(run / 'checkpoints' / 'version_1').mkdir(parents=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    assert kept_going(tmp_path, 1, leaves)[0] == 0
+    assert (tmp_path / "alive").read_text() == "False"
+
+
+def test_a_signal_is_passed_on_and_the_run_that_it_ends_is_not_resumed(tmp_path: Path) -> None:
+    """Whatever the run's process says at its end."""
+    asks = (
+        "import os, pathlib, signal, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))\n"
+        f"pathlib.Path({str(tmp_path / 'ready')!r}).touch()\n"
+        "time.sleep(60)\n"
+    )
+    attending = attend(tmp_path, 3, asks)
+    try:
+        until = time.monotonic() + 60
+        while not (tmp_path / "ready").exists():
+            assert time.monotonic() < until
+            time.sleep(0.02)
+        attending.send_signal(signal.SIGTERM)
+        assert attending.wait(60) == 1
+    finally:
+        attending.kill()
+        attending.communicate()
+
+
+def test_the_command_names_the_runs_directory_in_advance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[tuple[list[str], Path, int]] = []
+    monkeypatch.setattr(restarts, "keep_going", lambda *call: given.append(call) or 0)
+    monkeypatch.chdir(tmp_path)
+    assert CliRunner().invoke(cli, ["train", "demo", "--restarts", "2", "run.seed=3"]).exit_code == 0
+    ((arguments, run, most),) = given
+    assert arguments == ["train", "demo", "run.seed=3", f"run.dir={run}"]
+    assert run.parent == Path("runs")
+    assert most == 2
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_wrong_number_of_restarts_is_refused() -> None:
+    refused = CliRunner().invoke(cli, ["train", "demo", "--restarts", "-1"])
+    assert refused.exit_code == 2
+    assert "--restarts" in refused.output
