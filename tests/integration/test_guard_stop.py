@@ -25,7 +25,7 @@ def test_a_run_that_its_guard_stops_has_failed_and_goes_on_without_the_guard(tmp
         "train", str(recipe), "cluster.backend=inline", f"rollout.total_rollout_steps={versions * GROUPS_PER_VERSION}",
         *OFF_POLICY, "algorithm.guard.action=stop", f"run.dir={path}",
     )  # fmt: skip
-    assert done.exit_code == 1, done.output
+    assert done.exit_code == 3, done.output
     error, how = done.stderr.splitlines()
     assert error.startswith("error: algorithm.guard: the effective sample size of a step of version 0 is ")
     assert f"its model and a checkpoint are in {path}. Lower async_training.staleness_threshold" in error
