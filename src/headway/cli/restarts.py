@@ -18,12 +18,15 @@ from pathlib import Path
 from headway.cli.common import EXIT_FAILED, say
 from headway.reports.checkpoint_folders import Checkpoints
 from headway.reports.run_directory import RunDirectory
-from headway.runtime.process_tree import IMPORTS_AS_HERE, adopt_orphans, die_with, end_children, python_command
+from headway.runtime.process_tree import IMPORTS_AS_HERE, adopt_orphans, end_children, python_command
 from headway.runtime.signals import Repeats, interrupting_signals
 from headway.runtime.workers.worker_process import end_text
 
-HEADWAY = f"{IMPORTS_AS_HERE}from headway.cli.restarts import attended; attended(owner)"
-"""Program of the process that trains."""
+HEADWAY = (
+    f"{IMPORTS_AS_HERE}import signal; from headway.runtime.process_tree import die_with; "
+    "die_with(owner, signal.SIGTERM); from headway.cli import main; main()"
+)
+"""Program of the process that trains: the command, which saves and ends, as after SIGTERM, when this process ends."""
 
 
 def keep_going(arguments: Sequence[str], run: Path, restarts: int, program: str = HEADWAY) -> int:
@@ -72,11 +75,3 @@ def _finish(command: Sequence[str]) -> tuple[int, bool]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def attended(owner: int) -> None:
-    """Be the command ``headway``, which saves and ends, as after SIGTERM, when the process ``owner`` above it ends."""
-    from headway.cli import main
-
-    die_with(owner, signal.SIGTERM)
-    main()
