@@ -1,14 +1,17 @@
 """What all tests share: one thread each, deterministic hypothesis, at most one Ray at a time, a limit of time."""
 
+import functools
 import gc
 import logging
 import os
 import signal
+import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pytest
+import typer.testing
 from hypothesis import settings
 from xdist.scheduler import LoadScopeScheduling
 
@@ -33,6 +36,9 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
 
 settings.register_profile("headway", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("headway")
+
+# `typer.testing` builds all of Headway's commands anew for each command line, which takes longer than most of them.
+typer.testing._get_command = functools.cache(typer.testing._get_command)  # type: ignore[attr-defined]
 
 TESTS = Path(__file__).parent
 ONE_AT_A_TIME = frozenset({"cluster", "integration"})
@@ -83,6 +89,22 @@ class _Groups(LoadScopeScheduling):
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling | None:
     """Make ``--dist loadgroup`` go by folders: pytest 9.2 does not show xdist the groups that marks name."""
     return _Groups(config, log) if config.getvalue("dist") == "loadgroup" else None
+
+
+@pytest.fixture(autouse=True)
+def one_thread_each() -> Iterator[None]:
+    """No test leaves torch with more threads than it found: they would spin beside other tests until the end.
+
+    A job of a test sets ``trainer.threads`` and ``rollout.threads``; their default is all cores of the machine.
+    """
+    yield
+    torch = sys.modules.get("torch")
+    there = int(os.environ["OMP_NUM_THREADS"])
+    if torch is not None and (left := torch.get_num_threads()) != there:
+        torch.set_num_threads(there)
+        pytest.fail(
+            f"it leaves torch with {left} threads; give its job trainer.threads={there}, rollout.threads={there}"
+        )
 
 
 @pytest.fixture(scope="session")

@@ -51,7 +51,8 @@ def settings(model: Path, rows: list[dict[str, Any]], run: Path, *overrides: str
     data = run.with_suffix(".jsonl")
     data.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     fixed = [f"model.path={model}", f"data.train={data}", f"run.dir={run}", "cluster.backend=inline"]
-    return load(None, [*fixed, "cluster.device=cpu", "data.val_size=0", "reports.trackers=[]", *overrides])
+    small = ("cluster.device=cpu", "trainer.threads=1", "data.val_size=0", "reports.trackers=[]")
+    return load(None, [*fixed, *small, *overrides])
 
 
 def rows_of(run: Path) -> list[dict[str, Any]]:

@@ -84,7 +84,7 @@ def run(
 ) -> tuple[WarmupResult, Script, list[str]]:
     script, said = Script(accuracies), list[str]()
     warmup = WarmupConfig(batch_size=4, **{"eval_every": 8, "max_steps": 40, **settings})
-    config = Config.model_validate({"cluster": {"backend": "inline", "device": "cpu"}})
+    config = Config.model_validate({"cluster": {"backend": "inline", "device": "cpu"}, "trainer": {"threads": 1}})
     examples = taught(tokenizer, warmup, set())
     result = asyncio.run(warm_up(model, config, warmup, examples, script, report=said.append))
     return result, script, said
