@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from headway.api.checks import preflight
 from headway.api.checks.preflight import check_inputs, check_model
+from headway.api.checks.trials import check_dry
 from headway.config.schema import Config
 from headway.config.sections.model_section import MakeModelConfig
 from headway.errors import ConfigError, DataError, ModelError, UserCodeError, UserError
@@ -143,6 +145,19 @@ def test_vllm_that_is_not_installed_is_refused_by_the_doctor_too(
         check_inputs(changed(job, "rollout", name="vllm"))
     elsewhere = {**job, "cluster": {"address": "head:6379"}}
     check_inputs(changed(elsewhere, "rollout", name="vllm"))
+
+
+def test_all_packages_that_are_not_installed_are_named_at_once(
+    job: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "mcp", None)
+    asked: dict[str, Any] = {"rollout": {"name": "vllm"}, "reports": {"trackers": ["wandb", "mlflow"]}}
+    asked["agent"] = {"mcp": {"search": {"command": ["search"]}}}
+    with pytest.raises(ConfigError) as refused:
+        check_dry(Config.model_validate(job | asked))
+    trackers, vllm, mcp = str(refused.value).splitlines()
+    assert "headway[wandb,mlflow]" in trackers and "vLLM is not installed" in vllm and "headway[mcp]" in mcp
 
 
 def test_a_model_that_is_yet_to_be_made_has_no_prompts(job: dict[str, Any]) -> None:

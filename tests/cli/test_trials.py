@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from shutil import rmtree
+from tempfile import gettempdir
 
 import pytest
 
@@ -98,6 +99,8 @@ def dry_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., st
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own.py").write_text(OWN)
     (tmp_path / "recipe.yaml").write_text(RECIPE)
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
     (tmp_path / "data.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' * 4)
 
     def typed(*overrides: str, how: str = "--dry-run") -> str:
@@ -123,6 +126,8 @@ def test_a_fault_in_the_users_code_ends_it_with_file_and_line(dry_run: Callable[
         logs = Path(note.removeprefix("Its traceback, and what user code printed, are in "))
         assert any("own.py" in file.read_text() for file in logs.iterdir())
         rmtree(logs)
+    if not notes:
+        assert not list(Path(gettempdir()).glob("headway-dry-run-*")), "nothing was printed: nothing is left"
     assert dry_run(*settings.split(), how="--dry-run=static").startswith("0\n"), "it runs no user code"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -218,12 +218,13 @@ def import_files(
 ) -> None:
     """Turn a file of verl, TRL, AReaL, prime-rl or OpenRLHF into a recipe, and say what became of each setting."""
     with errors_as_messages(debug):
+        from headway.api.checks.preflight import missing_packages
         from headway.config.migration.settings_files import read
         from headway.config.migration.translation import recipe, recognise, report, translate
 
         sources = [read(file) for file in files]
         found = translate(recognise(sources, project), sources)
-        found.open += lacking_here(found.config)
+        found.open += missing_packages(found.config)
         if output is None:
             typer.echo(report(found), nl=False, err=True)
             typer.echo(recipe(found, None), nl=False)
@@ -233,15 +234,3 @@ def import_files(
             output.write_text(recipe(found, str(output)), encoding="utf-8")
         typer.echo(report(found), nl=False)
         typer.echo(f"\nrecipe: {output}\nnow: headway doctor {output}")
-
-
-def lacking_here(config: Config) -> Iterator[str]:
-    """Yield what the doctor says of packages that the settings ask for, and that are not installed."""
-    from headway.config.doctor import check_vllm_installed
-    from headway.reports.trackers.tracker_checks import check_packages
-
-    for check in (lambda: check_packages(config), *([check_vllm_installed] if config.rollout.name == "vllm" else [])):
-        try:
-            check()
-        except ConfigError as error:
-            yield str(error)

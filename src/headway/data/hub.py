@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -181,14 +182,19 @@ def _place_of(dataset: str, folder: Path, split: str | None, default_split: str)
     return folder / wanted
 
 
-def _library(dataset: str) -> Any:
-    try:
-        import datasets
-    except ImportError as cause:
+def check_library(dataset: str) -> None:
+    """Raise `ConfigError` where the library that reads ``dataset`` is not installed. Does not import it."""
+    if find_spec("datasets") is None:
         raise ConfigError(
             f"dataset {dataset}: Hugging Face datasets are read with the library datasets, which is not installed; "
             "pip install 'headway[datasets]', or give a .jsonl, .csv or .parquet file"
-        ) from cause
+        )
+
+
+def _library(dataset: str) -> Any:
+    check_library(dataset)
+    import datasets
+
     return datasets
 
 

@@ -217,6 +217,7 @@ class Toolbox:
         """The tools as they are known before the first episode."""
         found: dict[str, Tool] = {}
         for tool in self.tools:
+            _check_types(tool)
             if tool.name in found:
                 raise UserCodeError(_twice(tool, found[tool.name]))
             found[tool.name] = tool
@@ -276,6 +277,21 @@ def _twice(tool: Tool, other: Tool) -> str:
         f"{server}: the server lists two tools named {tool.name!r}, and the model tells tools apart by their names; "
         f"mend the server, or leave them out ({server}.tools)"
     )
+
+
+def _check_types(tool: Tool) -> None:
+    """Refuse a schema with a type that JSON Schema lacks: arguments of it could not be checked."""
+    from jsonschema.validators import Draft202012Validator, validator_for
+
+    parameters = tool.schema["function"].get("parameters") or {}
+    meta = validator_for(parameters, default=Draft202012Validator)
+    for error in meta(meta.META_SCHEMA).iter_errors(parameters):
+        if error.path and error.path[-1] == "type":
+            where = ".".join(map(str, error.path))
+            raise UserCodeError(
+                f"{tool.origin}: the parameters of the tool {tool.name!r} have {where}={shown(error.instance)}; "
+                "expected array, boolean, integer, null, number, object, string, or a list of these"
+            )
 
 
 async def _closed(part: EpisodeTools) -> None:

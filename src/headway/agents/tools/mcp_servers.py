@@ -39,6 +39,14 @@ MISSING = (
 )
 
 
+def check_sdk() -> None:
+    """Raise `UserCodeError` where the SDK is not installed."""
+    try:
+        from mcp import Client  # noqa: F401
+    except ImportError as cause:
+        raise UserCodeError(MISSING) from cause
+
+
 class McpServer:
     """A server's tools. Make one and `load` it where no event loop runs, or in any thread that may wait."""
 
@@ -59,10 +67,7 @@ class McpServer:
                 lacks a tool that is named.
             ProgramAway: it is away for a time.
         """
-        try:
-            from mcp import Client  # noqa: F401  # asked for here, where the message is the user's
-        except ImportError as cause:
-            raise UserCodeError(MISSING) from cause
+        check_sdk()
         others = threading.enumerate()
         with ThreadPoolExecutor(1) as thread:  # the SDK needs a loop, and one may run here
             try:

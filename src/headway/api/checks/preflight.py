@@ -14,6 +14,7 @@ import socket
 import urllib.request
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import urlsplit
@@ -24,6 +25,7 @@ from headway.agents.interface.program_messages import ProgramDescription
 from headway.agents.rewards.code_tests import unit_tests_of
 from headway.agents.rewards.reward_workers import RewardWorkers
 from headway.agents.rewards.scorers import RewardSpec, make_scorer
+from headway.agents.tools.mcp_servers import check_sdk
 from headway.api.checks.model_checks import (
     check_biases,
     check_built,
@@ -41,12 +43,24 @@ from headway.config.doctor import check_vllm_installed
 from headway.config.schema import Config
 from headway.config.sections.agent_section import CODE
 from headway.data.files import Record
+from headway.data.hub import check_library
 from headway.data.rows import by_source
 from headway.data.sources import DataBundle, Rows, build_sources, check_rows, read_rows
 from headway.devices import chosen
-from headway.errors import ConfigError, DataError, ModelError, ScoringFailed, UserCodeError, WorkerDied, boundary, shown
+from headway.errors import (
+    ConfigError,
+    DataError,
+    ModelError,
+    ScoringFailed,
+    UserCodeError,
+    UserError,
+    WorkerDied,
+    boundary,
+    shown,
+)
 from headway.models.logits import is_known
 from headway.models.model_folder import check_folder, find_folder, read_object, text_config
+from headway.reports.trackers.tracker_checks import check_packages
 from headway.runtime.user_code import check_call, load_function, names_user_code
 
 if TYPE_CHECKING:
@@ -108,6 +122,24 @@ def check_inputs(config: Config, *, user_code: bool = True) -> Rows:
     else:
         make_scorer(spec)
     return rows
+
+
+def missing_packages(config: Config) -> list[str]:
+    """Return a message for each optional package that the settings ask for, and that is not installed here."""
+    checks: list[Callable[[], None]] = [partial(check_packages, config)]
+    if config.rollout.name == "vllm" and config.cluster.address is None:  # workers will all be here
+        checks.append(check_vllm_installed)
+    if config.agent.mcp:
+        checks.append(check_sdk)
+    names = [source.dataset for source in (*config.data.train_sources, *config.data.held_out_sources)]
+    checks += [partial(check_library, name) for name in names if name and not Path(name).expanduser().is_dir()][:1]
+    missing = []
+    for check in checks:
+        try:
+            check()
+        except UserError as error:
+            missing.append(str(error))
+    return missing
 
 
 def check_prompts(config: Config, rows: Rows) -> tuple[PreTrainedTokenizerBase | None, DataBundle | None]:

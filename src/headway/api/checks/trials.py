@@ -32,6 +32,7 @@ from headway.api.checks.preflight import (
     check_prompts,
     load_program,
     load_reward,
+    missing_packages,
     one_reward_worker,
     reward_spec,
 )
@@ -42,7 +43,7 @@ from headway.data.interfaces.rollout import FinishedCall, GenerateRequest
 from headway.data.rows import by_source
 from headway.data.sources import DataBundle, Rows
 from headway.data.types import Outcomes, Prompt, TrajectoryId
-from headway.errors import HeadwayError, RunError, ScoringFailed, UserCodeError, shown
+from headway.errors import ConfigError, HeadwayError, RunError, ScoringFailed, UserCodeError, shown
 from headway.pipeline.wiring import training_sampling
 from headway.reports.trackers.tracker_checks import check_trackers
 from headway.runtime.user_code import names_user_code
@@ -62,6 +63,8 @@ def check_dry(config: Config, *, model_there: bool = True, loads: bool = True, c
 
     ``loads``: load user code; ``calls``: load it and call it.
     """
+    if missing := missing_packages(config):
+        raise ConfigError("\n".join(missing))
     check_trackers(config)
     if not model_there:
         return []
@@ -112,7 +115,7 @@ def _within_thread(trial: Callable[[], None], named: str) -> None:
 
 
 async def _tried(config: Config, rows: Rows) -> list[str]:
-    logs, named = Path(mkdtemp(prefix="headway-dry-run-")), False
+    logs, kept = Path(mkdtemp(prefix="headway-dry-run-")), False
     try:
         async with asyncio.timeout(LIMIT_S) as limit, AsyncExitStack() as stack:
             told = await _call(config, rows, logs, stack)
@@ -124,12 +127,20 @@ async def _tried(config: Config, rows: Rows) -> list[str]:
             "--dry-run=static runs no user code"
         ) from None
     except HeadwayError as error:
-        named = str(logs) in "\n".join([str(error), *getattr(error, "__notes__", ())])
+        printed = _printed(logs)
+        if printed:
+            error.add_note(f"Its traceback, and what user code printed, are in {logs}")
+        kept = printed or str(logs) in str(error)
         raise
     finally:
-        if not named:
+        if not kept:
             rmtree(logs, ignore_errors=True)
     return told
+
+
+def _printed(logs: Path) -> bool:
+    """Tell whether user code has printed: the first line of a log is Headway's."""
+    return any(log.read_bytes().count(b"\n") > 1 for log in logs.iterdir())
 
 
 async def _call(config: Config, rows: Rows, logs: Path, stack: AsyncExitStack) -> list[str]:
@@ -149,11 +160,7 @@ async def _call(config: Config, rows: Rows, logs: Path, stack: AsyncExitStack) -
     tokenizer, data = check_prompts(config, rows)
     if config.agent.has_program:
         trials.append(partial(_try_program, config, rows, programs, described, tokenizer, data))
-    try:
-        told = [await trial() for trial in trials]
-    except HeadwayError as error:
-        error.add_note(f"Its traceback, and what user code printed, are in {logs}")
-        raise
+    told = [await trial() for trial in trials]
     return [*(() if data is None else data.notes), *told]
 
 
