@@ -5,10 +5,10 @@ nearest measured setting of the preset ─▶ its training, generation and rest,
                                                ▼
                                          guess of a setting
 
-Everything   all settings: the baseline, then one of each preset, then the best guess
-Climb        the baseline; the splits of one preset, from the best guess on to either side as long as they get no
-             slower; the others, from the split that was best there; at last η and trigger at the best splits of the
-             best presets that run ahead
+The baseline comes first, then one setting of each preset, then the best guess. What is left out, unless everything is
+asked for: splits that look slower than the best measured one of their preset, but for those beside the best of all, and
+what looks much slower than that. At
+last come η and trigger at the best splits of the best presets that run ahead.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from fractions import Fraction
-from itertools import takewhile
 
 from headway.planner.grid import DeviceSplit, PlanSetting, Shares
 from headway.planner.measure import Measurement
@@ -24,7 +23,7 @@ from headway.planner.measure import Measurement
 MUCH_SLOWER = 1.25
 """Multiple of the best known step time beyond which a guess is not worth a simulation."""
 MAY_BE_QUICKER = 1.03
-"""Multiple of the best split's step time: a split beside it whose guess is below this may turn out to be quicker."""
+"""Multiple of the best measured split's step time: one whose guess is below this may turn out to be quicker."""
 VARIED = 3
 """Number of presets whose η and trigger are varied."""
 
@@ -83,14 +82,24 @@ class Guess:
         return self._forecasts[setting]
 
 
-class Everything:
-    """Search that simulates all settings."""
+class Search:
+    """The settings of a plan in the order in which they are simulated. All of them, or those that may be the best."""
 
-    def __init__(self, settings: Iterable[PlanSetting], guess: Guess, *, baseline: str) -> None:
-        """Search ``settings``, beginning with the preset ``baseline``."""
+    def __init__(
+        self,
+        settings: Iterable[PlanSetting],
+        guess: Guess,
+        *,
+        baseline: str,
+        around: Callable[[PlanSetting], Sequence[PlanSetting]] | None = None,
+    ) -> None:
+        """Search ``settings``, beginning with the preset ``baseline``. With ``around``, which returns a setting with η
+        and trigger varied, leave out what is expected to be slower.
+        """
         self._settings = list(dict.fromkeys(settings))
         self._guess = guess
         self._baseline = baseline
+        self._around = around
 
     def next(self) -> PlanSetting | None:
         """The setting to simulate now; None when there is no other."""
@@ -104,12 +113,17 @@ class Everything:
     @property
     def skipped(self) -> list[PlanSetting]:
         """Settings that are expected to be slower than others, and are not simulated for that reason."""
-        return []
+        candidates, begun = {*self._candidates()}, self._begun
+        passed = (each for each in self._settings if each.preset in begun and self._unknown(each))
+        return sorted((each for each in passed if each not in candidates), key=self._guess)
 
     @property
     def to_come(self) -> int:
         """Number of settings that are still to be simulated, roughly."""
-        return sum(1 for _ in self._candidates())
+        known, presets = sum(1 for _ in self._candidates()), {each.preset for each in self._settings}
+        if self._around is None or presets <= self._begun:
+            return known
+        return max(known, 2 * len(presets - self._begun)) + 2 * VARIED
 
     def measured(self, setting: PlanSetting, measurement: Measurement) -> None:
         self._guess.add(setting, measurement)
@@ -122,107 +136,48 @@ class Everything:
         return {setting.preset for setting in self._guess.measured}
 
     def _candidates(self) -> Iterator[PlanSetting]:
-        return (setting for setting in self._settings if setting not in self._guess.measured)
-
-
-class HillClimb(Everything):
-    """A search for the best split of each preset, as if step time had one minimum over them, then for η and trigger."""
-
-    def __init__(
-        self,
-        settings: Iterable[PlanSetting],
-        guess: Guess,
-        *,
-        baseline: str,
-        around: Callable[[PlanSetting], Sequence[PlanSetting]],
-    ) -> None:
-        """Search ``settings``, the splits of each preset; ``around`` returns a setting with η and trigger varied."""
-        super().__init__(settings, guess, baseline=baseline)
-        self._around = around
-        self._splits: dict[str, list[PlanSetting]] = {}
-        for setting in sorted(self._settings, key=lambda each: each.split):
-            self._splits.setdefault(setting.preset, []).append(setting)
-        self._leaders = {preset: self._leader(preset) for preset in self._splits}
-
-    @property
-    def skipped(self) -> list[PlanSetting]:
-        candidates, begun = {*self._candidates()}, self._begun
-        passed = (each for each in self._settings if each.preset in begun and self._unknown(each))
-        return sorted((each for each in passed if each not in candidates), key=self._guess)
-
-    @property
-    def to_come(self) -> int:
-        ahead = sum(min(len(splits), 3) for preset, splits in self._splits.items() if preset not in self._begun)
-        return max(super().to_come, ahead) + (VARIED * 2 if ahead else 0)
-
-    def _rank(self, setting: PlanSetting) -> tuple[object, ...]:
-        # Whoever comes later knows more: what a split does for one preset it does for others of its kind, roughly.
-        leader = self._leaders[setting.preset]
-        waits = leader != setting.preset and setting.preset not in self._begun and any(self._next_splits(leader))
-        baseline, *rest = super()._rank(setting)
-        return (baseline, waits, *rest)
-
-    def _candidates(self) -> Iterator[PlanSetting]:
-        following = {preset: list(self._next_splits(preset)) for preset in self._splits}
-        for splits in following.values():
-            yield from splits
-        best = [self._best(splits) for splits in self._splits.values()]
-        if None in best:
+        unknown = [setting for setting in self._settings if self._unknown(setting)]
+        if self._around is None:
+            yield from unknown
             return
-        ahead = [top for top in best if top is not None and top.eta > 0 and self._worth(top)]
-        for top in sorted(ahead, key=self._step_s)[:VARIED]:
-            if not following[top.preset]:
+        begun = self._begun
+        fresh = dict.fromkeys(each.preset for each in unknown if each.preset not in begun)
+        for preset in fresh:
+            yield min((each for each in unknown if each.preset == preset), key=self._guess)
+        promising = [each for each in unknown if each.preset in begun and self._may_be_best(each)]
+        yield from promising
+        if fresh:
+            return
+        best = [self._best_of(preset) for preset in {each.preset: None for each in self._settings}]
+        ahead = sorted((top for top in best if top.eta > 0 and self._worth(top)), key=self._step_s)
+        for top in ahead[:VARIED]:
+            if not any(each.preset == top.preset for each in promising):
                 yield from (each for each in self._around(top) if self._unknown(each) and self._worth(each))
 
-    def _next_splits(self, preset: str) -> Iterator[PlanSetting]:
-        splits, leader = self._splits[preset], self._leaders[preset]
-        if (top := self._best(splits)) is not None:
-            yield from self._neighbours(splits, top, leads=preset == leader)
-        elif (known := self._best(self._splits[leader])) is not None:
-            yield next(each for each in splits if each.split == known.split)
-        else:
-            yield min(splits, key=self._guess)
-
-    def _leader(self, preset: str) -> str:
-        """The preset of the same kind, with the same splits, that has the best forecast."""
-        places, kind = {each.split for each in self._splits[preset]}, self._splits[preset][0].synchronous
-        alike = [
-            other
-            for other, splits in self._splits.items()
-            if {each.split for each in splits} == places and splits[0].synchronous == kind
-        ]
-        return min(alike, key=lambda other: min(map(self._guess.forecast, self._splits[other])))
-
-    def _best(self, settings: Iterable[PlanSetting]) -> PlanSetting | None:
-        known = (setting for setting in settings if setting in self._guess.measured)
-        return min(known, key=self._step_s, default=None)
-
-    def _neighbours(self, splits: Sequence[PlanSetting], top: PlanSetting, *, leads: bool) -> Iterator[PlanSetting]:
-        """The next splits on either side of the best one: a leader's in any case, others where it may be quicker.
-        Behind splits that may be as good as the best, the next one where it looks quicker.
+    def _may_be_best(self, setting: PlanSetting) -> bool:
+        """Tell whether a split may be quicker than the best that was measured of its preset: it looks so, or it is
+        beside the best of all presets of its kind.
         """
-        at = splits.index(top)
-        for side in (splits[at + 1 :], splits[:at][::-1]):
-            passed = list(takewhile(lambda each: self._may_be_as_good(each, top), side))
-            for following in side[len(passed) : len(passed) + 1]:
-                limit = self._step_s(top) * (1 if passed else MAY_BE_QUICKER)
-                promising = self._guess(following) < limit and self._worth(following)
-                if self._unknown(following) and (promising or (leads and not passed)):
-                    yield following
+        top = self._best_of(setting.preset)
+        quickest = min(self._kind_of(setting), key=self._step_s)
+        splits = sorted(each.split for each in self._settings if each.preset == setting.preset)
+        beside = top == quickest and abs(splits.index(setting.split) - splits.index(top.split)) == 1
+        return beside or (self._guess(setting) < MAY_BE_QUICKER * self._step_s(top) and self._worth(setting))
 
-    def _may_be_as_good(self, setting: PlanSetting, top: PlanSetting) -> bool:
-        known = self._guess.measured
-        if setting not in known:
-            return False
-        return known[setting].step_s - known[setting].half_width <= known[top].step_s + known[top].half_width
+    def _best_of(self, preset: str) -> PlanSetting:
+        known = (each for each in self._settings if each.preset == preset and not self._unknown(each))
+        return min(known, key=self._step_s)
+
+    def _kind_of(self, setting: PlanSetting) -> list[PlanSetting]:
+        """Measured settings that ``setting`` is held against: synchronous or not; splits among themselves, as another
+        η or trigger may do for others what it did for the best.
+        """
+        known = [each for each in self._guess.measured if each.synchronous == setting.synchronous]
+        return [each for each in known if each in self._settings or setting not in self._settings]
 
     def _worth(self, setting: PlanSetting) -> bool:
-        """Tell whether ``setting`` is not much slower than the best of its kind. Synchronous settings are one kind,
-        since others are held against them; splits are one, since varying η and trigger may do for others what it did
-        for the best."""
-        varied = setting not in self._settings
-        kind = [other for other in self._guess.measured if other.synchronous == setting.synchronous]
-        best = min((self._step_s(other) for other in kind if varied or other in self._settings), default=math.inf)
+        """Tell whether ``setting`` is not much slower than the best of its kind."""
+        best = min(map(self._step_s, self._kind_of(setting)), default=math.inf)
         expected = self._guess(setting) if self._unknown(setting) else self._step_s(setting)
         return expected <= MUCH_SLOWER * best
 
