@@ -8,7 +8,7 @@ from html import unescape
 import pytest
 from rich.text import Text
 
-from headway.reports.live.live_view import Cell, curve, html
+from headway.reports.live.live_view import MOST_POINTS, Cell, curve, html
 
 
 def text_of(page: str) -> str:
@@ -40,6 +40,15 @@ def test_the_curve_goes_from_the_first_reward_to_the_last_within_its_frame() -> 
     assert points[1] == "48.0,122.0 320.0,122.0 592.0,18.0"
     assert {"0.250", "0.750"} <= set(re.findall(r">([\d.]+)</text>", curve([0.25, 0.75])))
     assert "592.0,122.0" in curve([1.0, 1.0])
+
+
+def test_the_curve_of_a_long_run_has_few_points_and_its_ends_and_extremes() -> None:
+    drawn = re.search('points="([^"]*)"', curve([0.5] + [0.0] * 3000 + [1.0] + [0.0] * 3000 + [0.25]))
+    assert drawn is not None
+    points = drawn[1].split()
+    assert len(points) <= MOST_POINTS
+    assert (points[0], points[-1]) == ("48.0,70.0", "592.0,96.0")
+    assert any(point.endswith(",18.0") for point in points)
 
 
 @pytest.mark.parametrize("rewards", [[0.0, 1e-9], [-5.0, 5.0, 0.0]])

@@ -9,6 +9,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headway.reports.metrics.run_sums import thinned
 from headway.reports.timeline.run_history import (
     ACCURACY,
     MOST_CURVES,
@@ -16,7 +17,6 @@ from headway.reports.timeline.run_history import (
     CurveLog,
     CurvePoint,
     point_at,
-    thinned,
     to_json,
 )
 

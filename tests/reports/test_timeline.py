@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -27,7 +28,7 @@ from headway.events import (
     UpdatePhase,
     UpdateSuperseded,
 )
-from headway.reports.timeline.html_timeline import busy_share
+from headway.reports.timeline.html_timeline import MAX_POINTS, busy_share, page_data
 from headway.reports.timeline.lanes import Counter, Lane, SpanKind
 from headway.reports.timeline.timeline import MarkKind, Timeline, build_timeline, idle_reasons
 from headway.reports.timeline.worker_lanes import REPLICAS, TRAINER
@@ -322,12 +323,14 @@ def test_no_counter_falls_below_zero_or_rises_above_its_limit(mode: str) -> None
         assert all(before < after for before, after in pairwise(found.times))
 
 
-def test_thinning_a_counter_keeps_its_extremes_and_its_end() -> None:
-    whole = Counter("c", tuple(i / 100 for i in range(1000)), tuple(float((i * 37) % 101) for i in range(1000)))
-    thin = whole.thinned(1.0)
-    assert len(thin.times) <= 3 * 11
-    assert (min(thin.values), max(thin.values)) == (min(whole.values), max(whole.values))
-    assert (thin.times[-1], thin.values[-1]) == (whole.times[-1], whole.values[-1])
+def test_a_counter_on_a_page_has_few_points_and_keeps_its_extremes_and_its_end() -> None:
+    count = 3 * MAX_POINTS
+    whole = Counter("c", tuple(i / 100 for i in range(count)), tuple(float((i * 37) % 101) for i in range(count)))
+    timeline = replace(simulated("async_partial"), counters=(whole,))
+    (drawn,) = page_data(timeline, (), 0.0)["counters"]
+    assert len(drawn["times"]) == len(drawn["values"]) <= MAX_POINTS
+    assert (min(drawn["values"]), max(drawn["values"])) == (min(whole.values), max(whole.values))
+    assert drawn["values"][-1] == whole.values[-1]
 
 
 # ------------------------------------------------------------------------------------------ runs that ended badly

@@ -15,7 +15,7 @@ from rich.console import Console
 from headway.events import Event, Note, PromptsLeftOut, ReplicaLost, RunStarted, ValidationFinished
 from headway.reports.live.console_view import FinishedFiles, report_end
 from headway.reports.live.live_view import LiveView
-from headway.reports.live.panel import HISTORY, RunProgress, panel
+from headway.reports.live.panel import RunProgress, panel
 from headway.reports.live.plain_log import PlainView, validation_line
 from headway.reports.metrics.run_metrics import RunMetrics
 from headway.reports.metrics.summary import summary
@@ -272,12 +272,3 @@ def test_a_validation_line_names_the_sources_where_there_are_several() -> None:
     assert "(" not in validation_line(one)
     several = validation_line(replace(one, by_source={"code": 0.25, "math": 0.75}))
     assert "mean reward 0.500 on 8 problems (code 0.250, math 0.750)" in several
-
-
-def test_the_curve_of_rewards_spans_a_long_run_and_begins_with_its_first() -> None:
-    progress = RunProgress(RunMetrics(), Clock())
-    for version in range(5000):
-        progress.on_row({"version": version, "reward/mean": version / 5000})
-    assert HISTORY <= len(progress.rewards) <= 2 * HISTORY
-    assert (progress.rewards[0], progress.rewards[-1]) == (0.0, 4999 / 5000)
-    assert progress.rewards == sorted(progress.rewards)

@@ -20,10 +20,6 @@ from headway.reports import human
 from headway.reports.metrics.group_tally import GroupsInFlight
 from headway.reports.metrics.occupancy import StageView
 from headway.reports.metrics.run_metrics import RunMetrics
-from headway.reports.metrics.run_sums import halved
-
-HISTORY = 200
-"""Least number of versions whose rewards are kept; of more than twice as many every second one is, and both ends."""
 
 
 class RunProgress:
@@ -32,7 +28,7 @@ class RunProgress:
     def __init__(self, metrics: RunMetrics, clock: Callable[[], float] = time.monotonic) -> None:
         self.metrics = metrics
         self.rewards: list[float] = []
-        """Mean rewards of versions, thinned."""
+        """Mean rewards of versions."""
         self.row: dict[str, Any] = {}
         """Newest value of each metric."""
         self._clock = clock
@@ -45,8 +41,6 @@ class RunProgress:
         self.row = self.row | row
         if "reward/mean" in row:
             self.rewards.append(row["reward/mean"])
-            if len(self.rewards) > 2 * HISTORY:
-                self.rewards = halved(self.rewards)
 
     @property
     def now(self) -> float:
@@ -148,7 +142,7 @@ def _bar(fraction: float, width: int, style: str) -> Text:
 def _learning(run: RunProgress, width: int) -> list[Row]:
     spark = min(max(width - 36, 8), 40)
     return [
-        ("validation", _validation([*run.metrics.evaluations][-HISTORY:], spark)),
+        ("validation", _validation(run.metrics.validated, spark)),
         ("reward", _reward(run, spark)),
         ("length", _lengths(run.row)),
         *([("episodes", _episodes(run.row))] if "num_turns/mean" in run.row else []),
@@ -156,17 +150,17 @@ def _learning(run: RunProgress, width: int) -> list[Row]:
     ]
 
 
-def _validation(evaluations: Sequence[ValidationFinished], spark: int) -> Text:
+def _validation(validated: Sequence[ValidationFinished], spark: int) -> Text:
     """Show the mean reward of the held-out problems: the first, the last, and the course between them."""
-    if not evaluations:
+    if not validated:
         return Text("not measured yet", style=QUIET)
-    history = [event.accuracy for event in evaluations]
+    history = [event.accuracy for event in validated]
     text = Text(human.score(history[0]))
     if len(history) > 1:
         style = f"bold {GOOD}" if history[-1] > history[0] else "bold"
         text.append("  ▸  ", QUIET).append(human.score(history[-1]), style)
         text.append(f"  {human.sparkline(history, spark)}", ACCENT)
-    return text.append(f"  version {evaluations[-1].version}", QUIET)
+    return text.append(f"  version {validated[-1].version}", QUIET)
 
 
 def _reward(run: RunProgress, spark: int) -> Text:

@@ -21,7 +21,7 @@ from headway import events
 from headway.events import Event, Span
 from headway.reports.metrics.group_tally import GroupTally
 from headway.reports.metrics.occupancy import Occupancy
-from headway.reports.metrics.run_sums import Evaluations, Pace, UpdateSums
+from headway.reports.metrics.run_sums import Pace, UpdateSums
 from headway.reports.metrics.version_row import EventSums, Mean, VersionRow, mean_of, validation_values
 
 KEPT_WARNINGS = 50
@@ -74,7 +74,8 @@ class RunMetrics:
         """Version that each replica has loaded."""
         self.lags: Counter[int] = Counter()
         """Lag → number of trained groups."""
-        self.evaluations = Evaluations()
+        self.validations: dict[int, events.ValidationFinished] = {}
+        """Results of validations, by version."""
         self.left_out: dict[str, dict[str, dict[str, int]]] = {}
         """Part (training or held-out) → source → reason → number of rows that were left out."""
         self.warnings: list[str] = []
@@ -242,7 +243,7 @@ class RunMetrics:
 
     def _on_validation(self, event: events.ValidationFinished) -> None:
         """Take a validation's scores. If its version's row was closed meanwhile, they become a row of their own."""
-        self.evaluations.add(event)
+        self.validations[event.version] = event
         if event.version < self._closed_below:
             self._closed.append(ClosedRow({"version": event.version, **validation_values(event)}))
             self._hand_out_known()
@@ -355,6 +356,11 @@ class RunMetrics:
             return None, None
         reported = (window[0], window[1] if known is None else min(window[1], known))
         return self.occupancy.trainer_idle(window), self.occupancy.rollouter_idle(reported)
+
+    @property
+    def validated(self) -> list[events.ValidationFinished]:
+        """Results of validations, in order of versions."""
+        return [self.validations[version] for version in sorted(self.validations)]
 
     def lag_so_far(self) -> tuple[float | None, int | None]:
         """Mean and maximum lag over trained groups so far."""

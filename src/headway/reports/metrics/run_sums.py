@@ -1,21 +1,19 @@
-"""Sums of what happens all through a run: sums alone are kept, and of results a bounded number.
+"""Sums of what happens all through a run, and one way to thin what is kept of each version.
 
-updates     ─▶ `UpdateSums`    over the run, and up to the last optimizer step
-validations ─▶ `Evaluations`   the first, the last, and of those between the more the newer they are
-fetches     ─▶ `Pace`          the last two versions, for the remaining time: early versions say little about late ones
+updates ─▶ `UpdateSums`   over the run, and up to the last optimizer step
+fetches ─▶ `Pace`         the last two versions, for the remaining time: early versions say little about late ones
+series  ─▶ `thinned`      of many values the first, the last, and of each stretch the extremes
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
 
-from headway.events import UpdateFinished, ValidationFinished
+from headway.events import UpdateFinished
 from headway.reports.metrics.version_row import PhaseTimes
 
-T = TypeVar("T")
 VERSIONS, FETCHES = 2, 8
 """Least numbers of versions and of fetches over which the pace is measured, so that it includes the updates and
 validations between fetches."""
@@ -63,10 +61,6 @@ class Pace:
         return left * (now - begun) / (taken - before + fetch)
 
 
-MOST_EVALUATIONS = 512
-"""Most results of validations that the summary lists: it has to stay readable, and fit on a nearly full disk."""
-
-
 @dataclass(slots=True)
 class Stalls:
     """Seconds that updates cost each side, added up."""
@@ -104,33 +98,17 @@ class UpdateSums:
         self.before_last_step = replace(self.stalls)
 
 
-def halved(items: Sequence[T]) -> list[T]:
-    """Return every second one of ``items``, and the last."""
-    return [*items[:-1:2], items[-1]]
+def thinned(values: Sequence[float], most: int) -> list[int]:
+    """Indices of at most ``most`` of the ``values``, ascending: the first, the last, and of each stretch the extremes.
 
-
-class Evaluations:
-    """Results of validations, by version: all of them or, of many, every second, fourth, … one, and the last."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        """Number of validations, those no longer kept included."""
-        self._every = 1
-        self._last = 0
-        """Version of the last validation."""
-        self._kept: dict[int, ValidationFinished] = {}
-
-    def add(self, event: ValidationFinished) -> None:
-        if event.version not in self._kept:
-            if (self.count - 1) % self._every:
-                del self._kept[self._last]  # it was there as the last one alone
-            self.count += 1
-            self._last = event.version
-        self._kept[event.version] = event
-        if len(self._kept) > MOST_EVALUATIONS:
-            self._every *= 2
-            self._kept = {one.version: one for one in halved(list(self._kept.values()))}
-
-    def __iter__(self) -> Iterator[ValidationFinished]:
-        """Iterate over the kept results, in order of versions."""
-        return iter([self._kept[version] for version in sorted(self._kept)])
+    ``most`` is 4 or more.
+    """
+    count = len(values)
+    if count <= most:
+        return list(range(count))
+    stretches = (most - 2) // 2
+    kept = {0, count - 1}
+    for stretch in range(stretches):
+        part = range(stretch * count // stretches, (stretch + 1) * count // stretches)
+        kept |= {min(part, key=values.__getitem__), max(part, key=values.__getitem__)}
+    return sorted(kept)

@@ -12,11 +12,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from headway.events import WAITS_FOR_GROUPS, Span, ValidationFinished
+from headway.events import WAITS_FOR_GROUPS, Span
 from headway.reports.human import share
 from headway.reports.metrics.run_metrics import RunMetrics
+from headway.reports.metrics.run_sums import thinned
 from headway.reports.metrics.version_row import histogram
 
+MOST_EVALUATIONS = 512
+"""Most results of validations that the summary lists."""
 BALANCED_BELOW = 0.10
 """Share of the wall time below which waits are not worth a change."""
 TURNS_ABOVE = 0.15
@@ -219,7 +222,7 @@ def summary(metrics: RunMetrics) -> dict[str, Any]:
             "prefilled": totals.prefilled_tokens,
             "cached": totals.cached_tokens,
         },
-        "eval": [_evaluation(event) for event in metrics.evaluations],
+        "eval": _evaluations(metrics),
         "lag": _lag(metrics),
         "trainer/idle_ratio": occupancy.trainer_idle(window) if window else None,
         "rollouter/idle_ratio": occupancy.rollouter_idle(window) if window else None,
@@ -228,7 +231,7 @@ def summary(metrics: RunMetrics) -> dict[str, Any]:
         "stale": {"samples_processed": metrics.stale_groups, "trajectory_processed": totals.stale_trajectories},
         "param_update": _param_update(metrics),
         "validation": {
-            "count": metrics.evaluations.count,
+            "count": len(metrics.validations),
             "stall_s": metrics.updates.stalls.validation + metrics.lease_validation_s,
         },
         "throughput": _throughput(metrics),
@@ -306,9 +309,15 @@ def _filtered(metrics: RunMetrics) -> dict[str, float | int | None]:
     }
 
 
-def _evaluation(event: ValidationFinished) -> dict[str, Any]:
-    by_source = {"by_source": event.by_source} if event.by_source else {}
-    return {"version": event.version, "accuracy": event.accuracy, **by_source}
+def _evaluations(metrics: RunMetrics) -> list[dict[str, Any]]:
+    """Results of validations, thinned: the summary has to stay readable, and fit on a nearly full disk."""
+    validated = metrics.validated
+    kept = [validated[place] for place in thinned([event.accuracy for event in validated], MOST_EVALUATIONS)]
+    return [
+        {"version": event.version, "accuracy": event.accuracy}
+        | ({"by_source": event.by_source} if event.by_source else {})
+        for event in kept
+    ]
 
 
 def _lag(metrics: RunMetrics) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from typing import Any
 
 from headway.events import Span
 from headway.reports import human
+from headway.reports.metrics.run_sums import thinned
 from headway.reports.record.events_file import to_json_line
 from headway.reports.record.file_access import whole_file
 from headway.reports.samples.samples_file import validation_line
@@ -131,7 +132,7 @@ def page_data(timeline: Timeline, lanes: Sequence[Lane], resolution: float) -> d
 
     used = {span.kind for lane in lanes for span in lane.spans}
     kinds = [kind for kind in SpanKind if kind in used]
-    thinned = [counter.thinned((timeline.window[1] - timeline.window[0]) / MAX_POINTS) for counter in timeline.counters]
+    points = [(counter, thinned(counter.values, MAX_POINTS)) for counter in timeline.counters]
     return {
         "end": clock(timeline.window[1]),
         "resolution": 1e6 * resolution,
@@ -148,10 +149,10 @@ def page_data(timeline: Timeline, lanes: Sequence[Lane], resolution: float) -> d
                 "name": counter.name,
                 "limit": counter.limit,
                 "most": max(counter.values),
-                "times": [clock(time) for time in counter.times],
-                "values": [round(value, 6) for value in counter.values],
+                "times": [clock(counter.times[place]) for place in kept],
+                "values": [round(counter.values[place], 6) for place in kept],
             }
-            for counter in thinned
+            for counter, kept in points
         ],
         "strings": list(strings),
     }

@@ -205,18 +205,6 @@ class Counter:
         points = [(max(time, begin), value) for time, value in list(self.points)[max(last, 0) :]]
         return replace(self, times=tuple(time for time, _ in points), values=tuple(value for _, value in points))
 
-    def thinned(self, resolution: float) -> Counter:
-        """Return the counter with only the lowest, highest and last point of each stretch of ``resolution`` seconds."""
-        kept: list[tuple[float, float]] = []
-        stretch: list[tuple[float, float]] = []
-        for point in self.points:
-            if stretch and point[0] >= stretch[0][0] + resolution:
-                kept += _extremes(stretch)
-                stretch = []
-            stretch.append(point)
-        kept += _extremes(stretch)
-        return replace(self, times=tuple(time for time, _ in kept), values=tuple(value for _, value in kept))
-
 
 @dataclass(slots=True)
 class Overlapping:
@@ -309,9 +297,3 @@ def _counter(name: str, points: list[tuple[float, float]]) -> Counter:
     """Make a counter from (time, value) points; of several at the same time the last one counts."""
     latest = dict(points)
     return Counter(name, tuple(latest), tuple(latest.values()))
-
-
-def _extremes(stretch: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    values = [value for _, value in stretch]
-    places = {values.index(min(values)), values.index(max(values)), len(values) - 1} if values else set()
-    return [stretch[place] for place in sorted(places)]

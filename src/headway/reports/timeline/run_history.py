@@ -18,6 +18,7 @@ from typing import Any
 from headway import events
 from headway.reports.metrics.group_tally import IN_FLIGHT
 from headway.reports.metrics.run_metrics import RunMetrics
+from headway.reports.metrics.run_sums import thinned
 from headway.reports.samples.samples_file import Sample, mean_of
 
 MOST_POINTS = 600
@@ -182,22 +183,6 @@ class CurveLog:
             if index < len(column) and not math.isnan(column[index])
         ]
         return [place for place, _ in found], [value for _, value in found]
-
-
-def thinned(values: Sequence[float], most: int) -> list[int]:
-    """Indices of at most ``most`` of the ``values``, ascending: the first, the last, and of each stretch the extremes.
-
-    ``most`` is 4 or more.
-    """
-    count = len(values)
-    if count <= most:
-        return list(range(count))
-    stretches = (most - 2) // 2
-    kept = {0, count - 1}
-    for stretch in range(stretches):
-        part = range(stretch * count // stretches, (stretch + 1) * count // stretches)
-        kept |= {min(part, key=values.__getitem__), max(part, key=values.__getitem__)}
-    return sorted(kept)
 
 
 def to_json(log: CurveLog, most: int = MOST_POINTS) -> dict[str, Any]:
