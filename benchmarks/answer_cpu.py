@@ -23,8 +23,7 @@ from headway.runtime.process_tree import descendants
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    given = {"type": int, "default": 1024, "help": "groups of the run; default: %(default)s"}
-    groups = parser("answer_cpu", "What an answer costs.", groups=given).parse_args(arguments).groups
+    groups = parser("answer_cpu", "What an answer costs.", groups=1024).parse_args(arguments).groups
     settings = ["cluster.backend=ray", *COMMON, f"rollout.total_rollout_steps={groups}"]
     config = load(DEMO, settings).config
     versions = groups // config.groups_per_version

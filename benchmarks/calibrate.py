@@ -5,16 +5,21 @@
                      build/bench/predictions.json ◀── --predict ──────────────┤
                      build/bench/sensitivity.json ◀── --sensitivity (refits) ─┘
 
-Only the three published rows of `benchmarks.workload` are fitted to. Training follows from them directly; generation is
-fitted by simulating ``colocate_sync`` on as many devices. What is predicted are asynchronous rows against colocated
-synchronous training, and how much each assumption moves them.
+Only the three rows of `PUBLISHED` are fitted to. Training follows from them directly; generation is fitted by
+simulating ``colocate_sync`` on as many devices. What is predicted are asynchronous rows against colocated synchronous
+training, and how much each assumption moves them.
+
+    decode step of a replica of t devices, with a active sequences and c tokens in its cache
+        = overhead + (weight bytes + c · cache bytes) / (t · bandwidth) + a · token compute / t
+    token compute of an engine = a share of the device-seconds that the published forward pass takes per token
+    training on a published number of devices = the published seconds over the workload's tokens
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from statistics import fmean
@@ -25,17 +30,26 @@ import yaml
 
 from benchmarks.runner import parser
 from benchmarks.table import Share, report
-from benchmarks.workload import PUBLISHED, Assumptions, Lengths, Parts, profile_of
 from headway.events import Event, LeaseChanged, TrainerBusy
 from headway.planner import planner
-from headway.planner.grid import PlanSetting, setting_of, split_of
+from headway.planner.grid import PlanSetting, mean_length, setting_of, split_of
 from headway.planner.plan_rows import PlanRow
-from headway.planner.profiles.job_profile import LognormalLengths, Profile, TrainPoint
+from headway.planner.profiles.job_profile import (
+    BatchProfile,
+    ConstantLengths,
+    LognormalLengths,
+    PhaseProfile,
+    Profile,
+    RolloutProfile,
+    SharedProfile,
+    TrainPoint,
+    TrainProfile,
+    UpdateProfile,
+)
 from headway.planner.profiles.profile_files import dump_profile, load_profile
 from headway.planner.simulation.simulated_run import Simulation, config_for
 
 RECIPE = Path("recipes/plan/qwen2.5-math-7b-dapo.yaml")
-START = Lengths(mean=4000, sigma=0.6)
 STEP, FINEST = 0.2, 0.05
 """Of the search, in logarithms. The published steps are far from being known as well as the finest."""
 VERSIONS = 4
@@ -64,6 +78,151 @@ ASSUMPTIONS = [
     "published parts leave out",
     "asynchronous rows take the engine's own log-probs; rewards cost nothing, and nothing is filtered",
 ]
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Seconds of a colocated synchronous step."""
+
+    total: float
+    generation: float
+    old_log_prob: float
+    update: float
+
+    @property
+    def rest(self) -> float:
+        """What the three parts do not add up to."""
+        return self.total - self.generation - self.old_log_prob - self.update
+
+
+PUBLISHED: Mapping[int, Parts] = {
+    32: Parts(790.10, 357.41, 107.71, 313.81),
+    64: Parts(365.28, 150.72, 70.26, 133.41),
+    128: Parts(356.30, 177.85, 53.92, 113.81),
+}
+"""By number of GPUs: Qwen2.5-Math-7B, DAPO, 512 prompts × 16 answers a step, mini-batches of 32 prompts."""
+BATCH = BatchProfile(groups_per_version=512, ppo_mini_batch_size=32, n=16)
+LONGEST = 28_672
+WEIGHT_BYTES = 15_200_000_000
+"""7.6 billion parameters in bf16."""
+CACHE_BYTES = 28 * 2 * 4 * 128 * 2
+"""Of one token: layers × (key and value) × key-value heads × their size × bytes of bf16."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Of answers: what is fitted."""
+
+    mean: float
+    """Before the cut, in tokens."""
+    sigma: float
+
+
+START = Lengths(mean=4000, sigma=0.6)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assumptions:
+    """What the record does not say."""
+
+    prompt_tokens: int = 150
+    within_group: float = 0.5
+    tensor_parallel: int = 4
+    slots: int = 256
+    bandwidth: float = 2.0e12
+    """Bytes that a device reads from its memory per second while it decodes."""
+    overhead_s: float = 2e-3
+    """Of a decode step, whatever its size."""
+    compute_share: float = 0.5
+    """An engine's compute per token, decoded or prefilled, over that of the trainer's forward pass."""
+    update_s: float = 5.5
+    """To bring new weights to replicas on devices of their own."""
+    longer: Mapping[int, float] = field(default_factory=dict)
+    """How much longer the answers of the run on so many devices were than the workload's; default: 1."""
+    train: Mapping[int, Parts] = field(default_factory=lambda: PUBLISHED)
+    """What old log-probs and updates take, by number of devices."""
+    recompute_old_log_probs: str = "shared"
+
+    def lengths_on(self, devices: int, lengths: Lengths) -> LognormalLengths:
+        """Those of the published run on so many devices."""
+        return LognormalLengths(
+            kind="lognormal",
+            mean=lengths.mean * self.longer.get(devices, 1.0),
+            sigma=lengths.sigma,
+            max=LONGEST,
+            within_group=self.within_group,
+        )
+
+
+def profile_of(assumptions: Assumptions, lengths: Lengths, response: LognormalLengths | None = None) -> Profile:
+    """The workload's profile; ``response`` are other answers than its own, at the same costs."""
+    points = [_train_point(assumptions, lengths, devices) for devices in sorted(assumptions.train)]
+    tensor_parallel, slots = assumptions.tensor_parallel, assumptions.slots
+    # Few devices forward most efficiently: with more, what does not scale counts.
+    compute_s = assumptions.compute_share * points[0].forward_token_s * points[0].devices / tensor_parallel
+    bytes_per_s = tensor_parallel * assumptions.bandwidth
+    fixed_s = assumptions.overhead_s + WEIGHT_BYTES / bytes_per_s
+    # Shared devices: all that the published parts leave out. Devices of their own: a guess, half of it sending.
+    local = assumptions.update_s / 2
+    handing_over = _rounded((fmean(parts.rest for parts in PUBLISHED.values()) - local) / 2)
+    quarter, half = PhaseProfile(latency_s=_rounded(local / 2)), PhaseProfile(latency_s=_rounded(local))
+    return Profile(
+        name="Qwen2.5-Math-7B, DAPO",
+        devices=max(PUBLISHED),
+        batch=BATCH,
+        prompt=ConstantLengths(kind="constant", tokens=assumptions.prompt_tokens),
+        response=response or assumptions.lengths_on(0, lengths),
+        rollout=RolloutProfile(
+            devices=tensor_parallel,
+            slots=slots,
+            decode=[(1, _rounded(fixed_s + compute_s)), (slots, _rounded(fixed_s + slots * compute_s))],
+            kv_token_s=_rounded(CACHE_BYTES / bytes_per_s),
+            prefill_token_s=_rounded(compute_s),
+        ),
+        train=TrainProfile.model_validate(
+            {"points": points, "min_devices": 8, "recompute_old_log_probs": assumptions.recompute_old_log_probs}
+        ),
+        update=UpdateProfile(nbytes=WEIGHT_BYTES, gather=quarter, send=half, load=quarter),
+        shared=SharedProfile(to_train_s=handing_over, to_generate_s=handing_over),
+    )
+
+
+def _train_point(assumptions: Assumptions, lengths: Lengths, devices: int) -> TrainPoint:
+    """The published seconds over the tokens that took them; what an optimizer step costs by itself is not known."""
+    response = assumptions.lengths_on(devices, lengths)
+    tokens = BATCH.groups_per_version * BATCH.n * (assumptions.prompt_tokens + mean_length(response))
+    parts = assumptions.train[devices]
+    update_s, forward_s = _rounded(parts.update / tokens), _rounded(parts.old_log_prob / tokens)
+    return TrainPoint(devices=devices, token_s=update_s, forward_token_s=forward_s)
+
+
+def _rounded(value: float) -> float:
+    """To four significant digits."""
+    return float(f"{value:.4g}")
+
+
+REFITTED: Mapping[str, dict[str, Any]] = {
+    "2 devices a replica": {"tensor_parallel": 2},
+    "8 devices a replica": {"tensor_parallel": 8},
+    "128 slots": {"slots": 128},
+    "512 slots": {"slots": 512},
+    "1.2 TB/s": {"bandwidth": 1.2e12},
+    "3 TB/s": {"bandwidth": 3e12},
+    "a decode step's overhead 4 ms": {"overhead_s": 4e-3},
+    "an engine computes like the trainer": {"compute_share": 1.0},
+    "a prompt's answers share 0.2": {"within_group": 0.2},
+    "a prompt's answers share 0.8": {"within_group": 0.8},
+    "prompts of 600 tokens": {"prompt_tokens": 600},
+    "the answers on 64 10% shorter": {"longer": {64: 0.9}},
+    "the answers on 64 10% longer": {"longer": {64: 1.1}},
+}
+"""Other assumptions that change the fit."""
+PRICED: Mapping[str, dict[str, Any]] = {
+    "an update takes nothing": {"update_s": 0.0},
+    "an update takes 11 s": {"update_s": 11.0},
+    "old log-probs in all rows": {"recompute_old_log_probs": "always"},
+}
+"""Other assumptions that change predictions alone."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -207,22 +366,15 @@ def predict(profile: Profile) -> None:
         baseline = setting_of(job, BASELINE, split_of(job, BASELINE, devices, devices))
         ahead = [_halved(job, mode, eta) for mode in RUNS_AHEAD for eta in ETAS]
         for row in _planned(job, [baseline, _halved(job, STREAMS), *ahead]):
-            measured = row.measured
+            figures = ("trainer_idle", "rollouter_idle", "slot_utilization", "trainer_waited_s", "lag_mean", "lag_max")
             rows.append(
                 {
                     "preset": row.setting.preset,
                     "split": str(row.setting.split),
                     "eta": float(row.setting.eta),
                     "step_s": row.step_s,
-                    "samples/s": row.samples_per_s,
-                    "speedup": row.speedup,
                     "over published": published.total / row.step_s,
-                    "trainer idle": measured.trainer_idle,
-                    "rollouter idle": measured.rollouter_idle,
-                    "slots used": measured.slot_utilization,
-                    "waited_s": measured.trainer_waited_s,
-                    "lag mean": measured.lag_mean,
-                    "lag max": measured.lag_max,
+                    **{name: getattr(row.measured, name) for name in figures},
                 }
             )
     report("predictions", {"Predicted seconds per B = 512 groups (require_batches 4, trigger 4)": rows})
@@ -239,67 +391,33 @@ def _halved(job: Profile, mode: str, eta: float | None = None) -> PlanSetting:
 
 def sensitivity() -> None:
     """Refit under each variation that matters to the fit, and predict."""
+    varied = {
+        "as shipped": (Assumptions(), shipped()),
+        "sigma 1": (Assumptions(), calibrate(Assumptions(), sigma=1.0, versions=2)),
+    }
+    for name, changes in REFITTED.items():
+        varied[name] = (assumed := Assumptions(**changes)), calibrate(assumed, versions=2)
+    smooth = Assumptions(train=_smooth())
+    varied["training takes a/devices + b"] = smooth, calibrate(smooth, versions=2)
+    varied |= {name: (Assumptions(**changes), shipped()) for name, changes in PRICED.items()}
+    profiles = {name: (profile_of(*both), both[1]) for name, both in varied.items()}
+    plain = profile_of(Assumptions(), shipped())
+    for times in (1.66, 2.35):
+        few = plain.train.points[0].model_copy(update={"devices": plain.train.points[0].devices // 2})
+        few = few.model_copy(update={name: times * getattr(few, name) for name in ("token_s", "forward_token_s")})
+        train = plain.train.model_copy(update={"points": [few, *plain.train.points]})
+        profiles[f"16 train in {times} × the time of 32"] = plain.model_copy(update={"train": train}), shipped()
     rows = []
-    for name, (assumptions, fitted) in _variations().items():
-        lengths = shipped() if fitted is None else calibrate(assumptions, versions=2, **fitted)
-        rows.append(_varied(name, profile_of(assumptions, lengths), lengths))
-        print(rows[-1], flush=True)
-    # Training on 16 devices takes 2^this times as long as on 32.
-    for name, exponent in {
-        "16 train in 1.66 × the time of 32": 0.73,
-        "16 train in 2.35 × the time of 32": 1.23,
-    }.items():
-        rows.append(_varied(name, _with_fewer_devices(profile_of(Assumptions(), shipped()), exponent), shipped()))
-    report("sensitivity", {"Speed-up over the published step": rows})
-
-
-def _varied(name: str, profile: Profile, lengths: Lengths) -> dict[str, Any]:
-    found: dict[str, Any] = {"assumed": name, "mean": lengths.mean, "sigma": lengths.sigma}
-    for mode, eta in ((RUNS_AHEAD[-1], max(ETAS)), (STREAMS, None)):
-        for devices, published in PUBLISHED.items():
+    for name, (profile, lengths) in profiles.items():
+        found: dict[str, Any] = {"assumed": name, "mean": lengths.mean, "sigma": lengths.sigma}
+        for (mode, eta), (devices, published) in product(
+            ((RUNS_AHEAD[-1], max(ETAS)), (STREAMS, None)), PUBLISHED.items()
+        ):
             job = profile.model_copy(update={"devices": devices})
             (row,) = _planned(job, [_halved(job, mode, eta)])
             found[f"{mode} {row.setting.split}"] = published.total / row.step_s
-    return found
-
-
-def _with_fewer_devices(profile: Profile, exponent: float) -> Profile:
-    least, longer = profile.train.points[0], 2**exponent
-    times = {name: getattr(least, name) * longer for name in ("token_s", "forward_token_s")}
-    half = TrainPoint(devices=least.devices // 2, **times)
-    train = profile.train.model_copy(update={"points": [half, *profile.train.points]})
-    return profile.model_copy(update={"train": train})
-
-
-def _variations() -> dict[str, tuple[Assumptions, dict[str, float] | None]]:
-    """Other assumptions, and how each is fitted; None: it changes nothing of the fit."""
-    refitted: Mapping[str, dict[str, Any]] = {
-        "2 devices a replica": {"tensor_parallel": 2},
-        "8 devices a replica": {"tensor_parallel": 8},
-        "128 slots": {"slots": 128},
-        "512 slots": {"slots": 512},
-        "1.2 TB/s": {"bandwidth": 1.2e12},
-        "3 TB/s": {"bandwidth": 3e12},
-        "a decode step's overhead 4 ms": {"overhead_s": 4e-3},
-        "an engine computes like the trainer": {"compute_share": 1.0},
-        "a prompt's answers share 0.2": {"within_group": 0.2},
-        "a prompt's answers share 0.8": {"within_group": 0.8},
-        "prompts of 600 tokens": {"prompt_tokens": 600},
-        "the answers on 64 10% shorter": {"longer": {64: 0.9}},
-        "the answers on 64 10% longer": {"longer": {64: 1.1}},
-        "training takes a/devices + b": {"train": _smooth()},
-    }
-    priced: Mapping[str, dict[str, Any]] = {
-        "an update takes nothing": {"update_s": 0.0},
-        "an update takes 11 s": {"update_s": 11.0},
-        "old log-probs in all rows": {"recompute_old_log_probs": "always"},
-    }
-    return {
-        "as shipped": (Assumptions(), None),
-        "sigma 1": (Assumptions(), {"sigma": 1.0}),
-        **{name: (Assumptions(**changes), {}) for name, changes in refitted.items()},
-        **{name: (Assumptions(**changes), None) for name, changes in priced.items()},
-    }
+        rows.append(found)
+    report("sensitivity", {"Speed-up over the published step": rows})
 
 
 def _smooth() -> dict[int, Parts]:

@@ -14,9 +14,10 @@ import random
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import exp
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -115,72 +116,61 @@ class Measured:
     """Part of them that rendered, tokenised and read."""
     runners_s: float = 0.0
     """CPU seconds of the processes with the program."""
-    ends: list[float] = field(default_factory=list)
-
-    @contextmanager
-    def rendering(self) -> Iterator[None]:
-        start = time.thread_time()
-        try:
-            yield
-        finally:
-            self.rendering_s += time.thread_time() - start
 
     def row(self, name: str, virtual: Measured) -> dict[str, Any]:
         """A line of the table; ``virtual``: what the virtual clock says."""
-        turns = max(1, self.turns)
         return {
             "run": name,
             "turns": self.turns,
             "95% over s": self.most_s,
             "all over s": self.wall_s,
             "throughput": virtual.most_s / self.most_s,
-            "CPU of a turn ms": (self.cpu_s - self.rendering_s) / turns * 1e3,
-            "rendering ms": self.rendering_s / turns * 1e3,
-            "runners ms": self.runners_s / turns * 1e3,
+            "CPU of a turn ms": (self.cpu_s - self.rendering_s) / self.turns * 1e3,
+            "rendering ms": self.rendering_s / self.turns * 1e3,
+            "runners ms": self.runners_s / self.turns * 1e3,
         }
 
 
 class TimedRecord:
-    """A record of chats whose CPU seconds are added up."""
+    """A record of chats whose CPU seconds are added up. Its texts are short: nothing else runs in ``prompt``."""
 
     def __init__(self, chats: Chats, measured: Measured) -> None:
         self._record, self._measured = chats.record(), measured
 
+    @contextmanager
+    def _rendering(self) -> Iterator[None]:
+        start = time.thread_time()
+        try:
+            yield
+        finally:
+            self._measured.rendering_s += time.thread_time() - start
+
     async def prompt(self, *args: Any) -> Any:
-        with self._measured.rendering():  # its texts are short, so that nothing else runs meanwhile
+        with self._rendering():
             return await self._record.prompt(*args)
 
     def answered(self, *args: Any) -> Any:
-        with self._measured.rendering():
+        with self._rendering():
             return self._record.answered(*args)
 
     def rows(self) -> Any:
-        with self._measured.rendering():
+        with self._rendering():
             return self._record.rows()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._record, name)
 
 
-class Here:
-    """The program on the episode worker's own loop: for the virtual clock, which does not see other processes."""
-
-    async def run(self, job: EpisodeStart, on_ask: Turn, *, on_begin: Callable[[], object] | None = None) -> EpisodeEnd:
-        if on_begin is not None:
-            on_begin()
-        row = {"prompt": job.messages, **job.row}
-        return EpisodeEnd(await user_code.play(row, Chat(on_ask, job, Tally(), "the program")))
-
-    async def close(self) -> None: ...
+async def play_here(job: EpisodeStart, on_ask: Turn, *, on_begin: Callable[[], object] | None = None) -> EpisodeEnd:
+    """Run the program on the episode worker's own loop: for the virtual clock, which does not see other processes."""
+    if on_begin is not None:
+        on_begin()
+    row = {"prompt": job.messages, **job.row}
+    return EpisodeEnd(await user_code.play(row, Chat(on_ask, job, Tally(), "the program")))
 
 
-class Elsewhere:
-    """The program in runners, which outlive the episode worker, so that what they spent can be asked for."""
-
-    def __init__(self, runners: WorkerPool) -> None:
-        self.run = runners.run
-
-    async def close(self) -> None: ...
+async def nothing() -> None:
+    """Close nothing: processes of the program outlive the episode worker, so that their CPU seconds can be read."""
 
 
 def chats(template: str = TEMPLATE, said: str = SAID) -> tuple[Chats, list[int]]:
@@ -197,13 +187,14 @@ def chats(template: str = TEMPLATE, said: str = SAID) -> tuple[Chats, list[int]]
     return Chats(renderer), [*renderer.encode(said).tolist(), min(renderer.end_ids)]
 
 
-async def play(workload: Workload, programs: Any) -> Measured:
-    """Run all episodes of ``workload`` by ``programs``, and measure."""
+async def play(workload: Workload, run: Callable[..., Any]) -> Measured:
+    """Run all episodes of ``workload`` by ``run``, and measure."""
     (made, answer), measured = chats(), Measured()
+    programs: Any = SimpleNamespace(run=run, close=nothing)
     limits = EpisodeLimits(max_length=100_000, max_turns=workload.turns)
     stop_ids = tuple(made.renderer.end_ids)
     hosting = Hosting(programs, lambda: TimedRecord(made, measured), limits, stop_ids=stop_ids)  # type: ignore[arg-type]
-    loop = asyncio.get_running_loop()
+    loop, ends = asyncio.get_running_loop(), list[float]()
     async with local_episode_worker(SleepingEngine(seconds_of, answer), hosting=hosting) as worker:
         start, cpu = loop.time(), time.process_time()
 
@@ -216,14 +207,13 @@ async def play(workload: Workload, programs: Any) -> Measured:
                     measured.turns += episode.turns
                     if episode.failure is not None:
                         raise RunError(f"an episode has failed, which none should: {episode.failure}")
-                    measured.ends.append(loop.time() - start)
+                    ends.append(loop.time() - start)
 
         async with asyncio.TaskGroup() as chains:
             for number in range(workload.chains):
                 chains.create_task(chain(number * workload.episodes))
         measured.cpu_s, measured.wall_s = time.process_time() - cpu, loop.time() - start
-    measured.ends.sort()
-    measured.most_s = measured.ends[int(0.95 * len(measured.ends)) - 1]
+    measured.most_s = sorted(ends)[int(0.95 * len(ends)) - 1]
     return measured
 
 
@@ -233,7 +223,7 @@ async def _with_runners(workload: Workload, processes: int) -> Measured:
     try:
         await runners.start()
         before = sum(map(cpu_seconds, descendants(os.getpid())))
-        measured = await play(workload, Elsewhere(runners))
+        measured = await play(workload, runners.run)
         measured.runners_s = sum(map(cpu_seconds, descendants(os.getpid()))) - before
     finally:
         await runners.close()
@@ -247,4 +237,4 @@ def really(workload: Workload, processes: int = 2) -> Measured:
 
 def virtually(workload: Workload) -> Measured:
     """Run ``workload`` on the virtual clock."""
-    return run_virtual(play(workload, Here()))
+    return run_virtual(play(workload, play_here))

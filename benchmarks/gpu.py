@@ -36,7 +36,7 @@ LEAST_S = 5.0
 TOGETHER = 4
 """Checks that are made at once on a GPU, where they measure nothing."""
 NO_GPU = 2
-MARKS = {"passed": "green", "failed": "bold red", "skipped": "yellow", "not run": "bold red"}
+OUTCOMES = ("passed", "failed", "skipped", "not run")
 
 Answer = dict[str, Any]
 """``name``, ``title``, ``outcome``, ``seconds``, ``lines`` and ``figures`` of one check."""
@@ -83,15 +83,14 @@ def lacking() -> list[str]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     missing = []
     for required in map(Requirement, project["dependencies"]):
-        if canonicalize_name(required.name) in NOT_IMPORTED:
-            continue
-        try:
-            there = version(required.name)
-        except PackageNotFoundError:
-            missing.append(required.name)
-        else:
-            if not required.specifier.contains(there, prereleases=True):
-                missing.append(f"{required} (it has {there})")
+        if canonicalize_name(required.name) not in NOT_IMPORTED:
+            try:
+                there = version(required.name)
+            except PackageNotFoundError:
+                missing.append(required.name)
+            else:
+                right = required.specifier.contains(there, prereleases=True)
+                missing += [] if right else [f"{required} (it has {there})"]
     return missing
 
 
@@ -131,27 +130,19 @@ def run(names: Sequence[str], setting: Setting, seconds: float) -> list[Answer]:
 
 
 def report(answers: Sequence[Answer], setting: Setting) -> int:
-    """Show the table, write the file; the exit code."""
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
+    """Show what was found, write the file; returns the exit code."""
     from benchmarks.table import write
 
     machine = described(setting)
-    table = Table(title=", ".join(str(value) for value in machine.values()), show_lines=True)
-    for heading, justify in (("check", "left"), ("", "left"), ("s", "right"), ("what was found", "left")):
-        table.add_column(heading, justify="right" if justify == "right" else "left", overflow="fold")
+    print(", ".join(machine.values()))
     for one in answers:
-        outcome = Text(one["outcome"], style=MARKS[one["outcome"]])
-        table.add_row(Text(one["title"]), outcome, f"{one['seconds']:.0f}", Text("\n".join(one["lines"])))
-    console = Console(width=None if sys.stdout.isatty() else 160)
-    console.print(table)
-    counts = {outcome: sum(one["outcome"] == outcome for one in answers) for outcome in MARKS}
+        print(f"\n{one['outcome']:<8} {one['seconds']:4.0f} s  {one['title']}")
+        print(*(f"{'':17}{line}" for line in one["lines"]), sep="\n")
+    counts = {outcome: sum(one["outcome"] == outcome for one in answers) for outcome in OUTCOMES}
     name = "gpu" if setting.on_gpu else "gpu-cpu-form"
     path = write(name, {"date": time.strftime("%Y-%m-%d"), "on": machine, "counts": counts, "checks": list(answers)})
-    console.print(", ".join(f"{count} {outcome}" for outcome, count in counts.items() if count), highlight=False)
-    console.print(f"written to {path}; what each check printed is in {path.parent / 'gpu'}", highlight=False)
+    print("\n" + ", ".join(f"{counts[outcome]} {outcome}" for outcome in OUTCOMES if counts[outcome]))
+    print(f"written to {path}; what each check printed is in {path.parent / 'gpu'}")
     return 1 if counts["failed"] or counts["not run"] else 0
 
 
@@ -164,13 +155,8 @@ def described(setting: Setting) -> Mapping[str, str]:
     if setting.on_gpu:
         properties = torch.cuda.get_device_properties(0)
         device = f"{torch.cuda.device_count()} × {properties.name}, {properties.total_memory / 2**30:.0f} GiB"
-    version = ".".join(map(str, sys.version_info[:3]))
-    return {
-        "device": device,
-        "torch": f"torch {torch.__version__}",
-        "transformers": f"transformers {transformers.__version__}",
-        "python": f"Python {version}",
-    }
+    libraries = {one.__name__: f"{one.__name__} {one.__version__}" for one in (torch, transformers)}
+    return {"device": device, **libraries, "python": f"Python {sys.version.split()[0]}"}
 
 
 if __name__ == "__main__":

@@ -2,15 +2,13 @@
 
 Each process is killed with SIGKILL, together with nothing else: what it started must end by itself. At the end the
 record is checked: every group has one fate, no prompt was trained twice within an epoch, as many groups were trained as
-the run is long. The learning curve is printed beside that of a run that nobody killed.
+the run is long. With ``--compare`` a run from the same model that was not killed stands beside it.
 """
 
 from __future__ import annotations
 
-import json
 import random
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -21,21 +19,21 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from benchmarks.runner import DEMO, parser, say
+from benchmarks.runner import DEMO, metrics_of, parser, say, summary_of
 from benchmarks.table import markdown
-from headway.events import GroupAdmitted, GroupSettled, RunResumed, RunStarted
+from headway.events import GroupAdmitted, GroupSettled, RunStarted
 from headway.reports.record.events_file import read_events
 from headway.runtime.process_tree import descendants
 
 STRAGGLERS_S = 20.0
-"""What a killed process started may take to notice it."""
+"""Seconds that processes of a killed one may take to notice it."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parser(
         "kill_and_resume",
         __doc__,
-        kills={"type": int, "default": 20},
+        kills=20,
         life={"type": float, "default": 10.0, "help": "most seconds that a process trains before it is killed"},
         seed={"type": int, "default": 0, "help": "of the moments"},
         recipe={"type": Path, "default": DEMO},
@@ -47,54 +45,45 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory(prefix="headway-kills-") as scratch:
         directory = chosen.keep or Path(scratch) / "run"
         settings = ["trainer.save_freq=1", *chosen.overrides]
-        moments = random.Random(chosen.seed)
-        killed = run_with_kills(directory, chosen.recipe, settings, chosen.kills, chosen.life, moments)
-        problems = check(directory)
-        print(markdown(killed))
-        curves = {"killed": curve(directory)}
+        print(markdown(run_with_kills(directory, chosen, settings)))
+        problems, runs = check(directory), {"killed": directory}
         if chosen.compare:
             model = directory / "initial_model"
-            same_model = [f"model.path={model}"] if model.is_dir() else []
-            undisturbed = Path(scratch) / "undisturbed"
-            end(start(undisturbed, chosen.recipe, [*settings, *same_model]))
-            curves["undisturbed"] = curve(undisturbed)
-        print(markdown(curve_table(curves)))
+            runs["undisturbed"] = Path(scratch) / "undisturbed"
+            settings += [f"model.path={model}"] if model.is_dir() else []
+            end(start(runs["undisturbed"], chosen.recipe, settings))
+        for name, run in runs.items():
+            print(f"{name}: accuracy", *(f"{one['accuracy']:.3f}" for one in summary_of(run)["eval"]))
         print("\n".join(problems) or "the ledger balances; nothing was lost and nothing trained twice")
     sys.exit(bool(problems))
 
 
-def run_with_kills(
-    directory: Path, recipe: Path, settings: Sequence[str], kills: int, life: float, moments: random.Random
-) -> list[dict[str, Any]]:
+def run_with_kills(directory: Path, chosen: Any, settings: Sequence[str]) -> list[dict[str, Any]]:
     """Return a line of the table for each kill."""
     killed: list[dict[str, Any]] = []
-    process = start(directory, recipe, settings)
-    while len(killed) < kills:
-        began, trained = time.monotonic(), wait_until_it_trains(process, directory, moments)
+    moments = random.Random(chosen.seed)
+    process = start(directory, chosen.recipe, settings)
+    while len(killed) < chosen.kills:
+        began, before, trained = time.monotonic(), starts(directory), moments.random() >= 1 / 5
         if trained:
-            wait(process, moments.uniform(0.0, life))
+            while process.poll() is None and starts(directory) == before:
+                time.sleep(0.05)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(moments.uniform(0.0, chosen.life if trained else 8.0))
         if process.poll() is not None:
             say(f"the run ended by itself after {len(killed)} kills: give it more groups, or less life")
             return killed
-        family = [pid for pid in descendants(process.pid) if not is_rays_own(pid)]
-        lived = time.monotonic() - began
-        process.send_signal(signal.SIGKILL)
+        family, lived = descendants(process.pid), time.monotonic() - began
+        process.kill()
         process.wait()
-        stragglers_s = wait_for_stragglers(family)
-        can_resume = any((directory / "checkpoints").glob("version_*"))
-        if not can_resume:
+        gone_s = wait_for_stragglers([pid for pid in family if not is_rays_own(pid)])
+        versions = [int(path.name.removeprefix("version_")) for path in directory.glob("checkpoints/version_*")]
+        if not versions:
             shutil.rmtree(directory, ignore_errors=True)
-        process = start(directory, recipe, settings, resume=can_resume)
-        went_on = f"version {newest(directory)}" if can_resume else "the beginning"
-        killed.append(
-            {
-                "kill": str(len(killed) + 1),
-                "killed": "in training" if trained else "at its start",
-                "lived s": lived,
-                "went on from": went_on,
-                "its workers gone after s": stragglers_s,
-            }
-        )
+        process = start(directory, chosen.recipe, settings, resume=bool(versions))
+        went_on = f"version {max(versions)}" if versions else "the beginning"
+        when = "in training" if trained else "at its start"
+        killed.append({"killed": when, "lived s": lived, "went on from": went_on, "its workers gone after s": gone_s})
         say(f"kill {len(killed)}: lived {lived:.1f} s; goes on from {went_on}")
     end(process)
     return killed
@@ -111,22 +100,6 @@ def start(directory: Path, recipe: Path, settings: Sequence[str], resume: bool =
 def end(process: subprocess.Popen[bytes]) -> None:
     if process.wait() != 0:
         sys.exit(f"the last process failed with {process.returncode}")
-
-
-def wait(process: subprocess.Popen[bytes], seconds: float) -> None:
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(seconds)
-
-
-def wait_until_it_trains(process: subprocess.Popen[bytes], directory: Path, moments: random.Random) -> bool:
-    """False: it is to be killed before that, one time in five."""
-    if moments.random() < 1 / 5:
-        wait(process, moments.uniform(0.0, 8.0))
-        return False
-    before = starts(directory)
-    while process.poll() is None and starts(directory) == before:
-        time.sleep(0.05)
-    return True
 
 
 def starts(directory: Path) -> int:
@@ -157,70 +130,36 @@ def title(pid: int) -> bytes:
         return b""
 
 
-def newest(directory: Path) -> int:
-    return max(int(path.name.removeprefix("version_")) for path in (directory / "checkpoints").glob("version_*"))
-
-
 def check(directory: Path) -> list[str]:
-    """Problems of the surviving history, counted from its events alone."""
-    admitted: dict[int, GroupAdmitted] = {}
-    fates: dict[int, GroupSettled] = {}
-    started: RunStarted | None = None
-    resumed = 0
-    for event in read_events(directory / "events.jsonl"):
-        match event:
-            case RunStarted():
-                started = event
-            case RunResumed():
-                resumed = event.times
-            case GroupAdmitted():
-                admitted[event.number] = event
-            case GroupSettled():
-                if event.number in fates:
-                    return [f"group {event.number} met two fates"]
-                fates[event.number] = event
-    problems: list[str] = []
-    trained = Counter((admitted[n].epoch, admitted[n].row) for n, settled in fates.items() if settled.fate == "trained")
-    ended = Counter((admitted[n].epoch, admitted[n].row) for n, settled in fates.items() if settled.reason != "resume")
-    if admitted.keys() != fates.keys():
-        problems.append(f"{len(admitted.keys() - fates.keys())} groups have no fate")
-    if sorted(admitted) != list(range(len(admitted))):
-        problems.append("group numbers do not follow each other")
-    if twice := [row for row, count in trained.items() if count > 1]:
-        problems.append(f"trained twice within an epoch: {twice[:10]}")
-    if lost := [row for row in {(e.epoch, e.row) for e in admitted.values()} if ended[row] == 0]:
-        problems.append(f"dropped at a resume and never run again: {sorted(lost)[:10]}")
-    if started is not None and started.total_groups not in (None, trained.total()):
-        problems.append(f"{trained.total()} groups were trained, not {started.total_groups}")
-    summary = json.loads((directory / "summary.json").read_text())
-    if not summary["balanced"]:
-        problems.append("summary.json says that the ledger does not balance")
-    rows = [json.loads(line)["version"] for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    repeated = [version for version, count in Counter(rows).items() if count > 2]  # a late validation has its own row
-    if repeated or sorted(set(rows)) != list(range(max(rows) + 1)):
-        problems.append(f"metrics.jsonl has not one row for each version: {rows}")
-    fate_counts = Counter(settled.fate for settled in fates.values())
-    resume_drops = sum(settled.reason == "resume" for settled in fates.values())
-    print(f"resumed {resumed} times; {len(admitted)} groups survive: {dict(fate_counts)}")
-    print(f"{resume_drops} groups were in flight at a checkpoint that was gone back to, and ran again")
-    return problems
+    """Return problems of the surviving history, counted from its events alone."""
+    events = list(read_events(directory / "events.jsonl"))
+    total = next((event.total_groups for event in reversed(events) if isinstance(event, RunStarted)), None)
+    admitted = {event.number: event for event in events if isinstance(event, GroupAdmitted)}
+    settled = [event for event in events if isinstance(event, GroupSettled)]
 
+    def rows(wanted: Sequence[GroupSettled]) -> Counter[tuple[int, int]]:
+        return Counter((admitted[event.number].epoch, admitted[event.number].row) for event in wanted)
 
-def curve(directory: Path) -> dict[int, dict[str, Any]]:
-    rows: dict[int, dict[str, Any]] = {}
-    for line in (directory / "metrics.jsonl").read_text().splitlines():
-        row = json.loads(line)
-        rows.setdefault(row["version"], {}).update(row)
-    return rows
-
-
-def curve_table(curves: dict[str, dict[int, dict[str, Any]]]) -> list[dict[str, Any]]:
-    shown = (("reward", "reward/mean"), ("accuracy", "validation/accuracy"))
-    return [
-        {"version": version}
-        | {f"{name}: {word}": rows.get(version, {}).get(key) for name, rows in curves.items() for word, key in shown}
-        for version in sorted({version for rows in curves.values() for version in rows})
-    ]
+    trained = rows([event for event in settled if event.fate == "trained"])
+    ended = rows([event for event in settled if event.reason != "resume"])
+    versions = Counter(row["version"] for row in metrics_of(directory))
+    found = {
+        "groups met two fates": len(settled) - len({event.number for event in settled}),
+        "groups have no fate": len(admitted.keys() - {event.number for event in settled}),
+        "gaps in the groups' numbers": 0 if sorted(admitted) == list(range(len(admitted))) else 1,
+        "prompts were trained twice within an epoch": sum(count > 1 for count in trained.values()),
+        "prompts were dropped at a resume and never run again": sum(
+            ended[event.epoch, event.row] == 0 for event in admitted.values()
+        ),
+        f"groups were trained, not {total}": 0 if total in (None, trained.total()) else trained.total(),
+        "summary.json says that the ledger does not balance": int(not summary_of(directory)["balanced"]),
+        "versions have no row in metrics.jsonl, or three": sum(  # a late validation has its own row
+            versions[version] not in (1, 2) for version in range(max(versions) + 1)
+        ),
+    }
+    print(f"{len(admitted)} groups survive: {dict(Counter(event.fate for event in settled))}")
+    print(f"{sum(event.reason == 'resume' for event in settled)} were in flight at a resume, and ran again")
+    return [f"{count} {what}" for what, count in found.items() if count]
 
 
 if __name__ == "__main__":

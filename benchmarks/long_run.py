@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import gc
 import io
-import os
 import sys
 import tempfile
 import time
@@ -22,11 +21,11 @@ from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import IO, Any, cast
+from typing import Any
 
 from rich.console import Console
 
-from benchmarks.runner import parser
+from benchmarks.runner import memory_of_process, parser, timed
 from benchmarks.table import report
 from headway.events import Event, GroupSettled, UpdateFinished
 from headway.planner.profiles.job_profile import Profile
@@ -60,23 +59,13 @@ PROFILE = {
 """Small where that changes nothing that grows: two answers a group, 64 groups a version, a tenth of groups filtered."""
 
 
-class Lines(io.TextIOBase):
-    """File of the plain view: counts the lines of versions, keeps nothing."""
-
-    rows = 0
-
-    def write(self, text: str) -> int:
-        self.rows += "  reward " in text
-        return len(text)
-
-
 class Meter:
     """An observer in front of the reports: what a row costs them, and how much memory this process has."""
 
-    def __init__(self, reports: Reports, lines: Lines, mark: int) -> None:
-        """``mark``: trained groups at the first look."""
+    def __init__(self, reports: Reports, view: io.StringIO, mark: int) -> None:
+        """``view``: file of the plain view; ``mark``: trained groups at the first look."""
         self.looks: list[dict[str, Any]] = []
-        self._reports, self._lines, self._mark = reports, lines, mark
+        self._reports, self._view, self._mark = reports, view, mark
         self._groups = self._events = 0
         self._rows: deque[float] = deque(maxlen=LAST)
         """Seconds of the calls in which a row was made."""
@@ -85,15 +74,15 @@ class Meter:
         self._started = time.perf_counter()
 
     def on_event(self, event: Event) -> None:
-        before, started = self._lines.rows, time.perf_counter()
-        self._reports.on_event(event)
-        ended = time.perf_counter()
+        seconds = timed(lambda: self._reports.on_event(event))
         self._events += 1
-        if self._lines.rows > before:
-            self._rows.append(ended - started)
+        if "  reward " in self._view.getvalue():
+            self._rows.append(seconds)
+        self._view.seek(0)
+        self._view.truncate()
         match event:
             case UpdateFinished():
-                self._updates.append(ended)
+                self._updates.append(time.perf_counter())
             case GroupSettled(fate="trained"):
                 self._groups += 1
                 if self._groups == self._mark:
@@ -103,6 +92,7 @@ class Meter:
 
     def look(self, now: float) -> None:
         """``now``: virtual seconds."""
+        gc.collect()
         seconds = time.perf_counter() - self._started
         self.looks.append(
             {
@@ -111,29 +101,22 @@ class Meter:
                 "wall s": seconds,
                 "µs per group": 1e6 * seconds / self._groups,
                 "events": self._events,
-                "MiB": resident_mib(),
+                "MiB": memory_of_process()["VmRSS"] / 2**20,
                 "ms per row": 1e3 * median(self._rows),
                 "ms per version": 1e3 * median(after - before for before, after in pairwise(self._updates)),
             }
         )
 
 
-def resident_mib() -> float:
-    """Memory of this process that lies in RAM, after what is garbage is gone."""
-    gc.collect()
-    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
-
-
 def measured(groups: int, mark: int, directory: Path) -> tuple[list[dict[str, Any]], bool]:
     """Run once in ``directory``: what was seen at the mark and at the end, and whether the ledger balances."""
-    profile, lines = Profile.model_validate(PROFILE), Lines()
+    profile, view = Profile.model_validate(PROFILE), io.StringIO()
     versions = max(1, groups // profile.batch.groups_per_version)
     config = config_for(
         profile, "async_partial", train_devices=2, replicas=2, versions=versions, activity_interval_s=ACTIVITY_S
     )
-    reports = open_reports(config, directory, Console(file=cast(IO[str], lines), width=200))
-    meter = Meter(reports, lines, mark)
+    reports = open_reports(config, directory, Console(file=view, width=200))
+    meter = Meter(reports, view, mark)
     simulation = Simulation(profile, config, observers=[meter])
     simulation.run()
     meter.look(simulation.seconds)
@@ -142,9 +125,8 @@ def measured(groups: int, mark: int, directory: Path) -> tuple[list[dict[str, An
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    groups = {"type": int, "default": 1_000_000, "help": "groups that are trained (default: %(default)s)"}
     directory = {"type": Path, "help": "where the run's files go, and stay (default: nowhere)"}
-    options = parser("long_run", __doc__, groups=groups, directory=directory).parse_args(arguments)
+    options = parser("long_run", __doc__, groups=1_000_000, directory=directory).parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="headway-long-run-") as temporary:
         directory = options.directory or Path(temporary) / "run"
         (early, late), balanced = measured(options.groups, options.groups // 10, directory)

@@ -15,11 +15,10 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-from benchmarks.runner import DEMO, call, say, train, turns, warmed_up_model
-from benchmarks.table import Ratio, Rows, Share, report
+from benchmarks.runner import DEMO, call, say, summary_of, train, turns, warmed_up_model
+from benchmarks.table import Ratio, Rows, Share, medians, report
 
 ROUNDS = 5
 GROUPS = 256
@@ -80,10 +79,10 @@ def check(name: str, figures: Mapping[str, float]) -> None:
 
 def table(results: Mapping[str, Sequence[Figures]]) -> Rows:
     """Medians of each contender's rounds, and its samples per second over those of the plain loop and of TRL."""
-    medians = {name: {key: median(r[key] for r in same) for key in same[0]} for name, same in results.items()}
-    rates = {name: values["samples/s"] for name, values in medians.items()}
+    middle = {name: medians(same) for name, same in results.items()}
+    rates = {name: values["samples/s"] for name, values in middle.items()}
     rows: list[dict[str, Any]] = []
-    for name, values in medians.items():
+    for name, values in middle.items():
         shown = {key: Share(v) if key.endswith("idle") else v for key, v in values.items() if key not in COUNTED}
         over = {f"÷ {one}": Ratio(rates[name] / rates[one]) if one in rates else None for one in (PLAIN, TRL)}
         rows.append({"contender": name, **shown, "tokens/sample": values["tokens/s"] / values["samples/s"], **over})
@@ -102,7 +101,7 @@ def _job(python: str, module: str) -> Run:
 def _headway(mode: str) -> Run:
     def once(model: Path, run_dir: Path) -> Figures:
         train(run_dir, f"mode={mode}", f"model.path={model}", *COMMON, LENGTH, *HEADWAY)
-        summary: dict[str, Any] = json.loads((run_dir / "summary.json").read_text())
+        summary = summary_of(run_dir)
         wall = summary["wall_s"]
         return {
             "samples/s": summary["trajectories"] / wall,

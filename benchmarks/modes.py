@@ -7,17 +7,14 @@ cannot beat; on two cores the sides also slow each other down, so it is taken fr
 
 from __future__ import annotations
 
-import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from statistics import median
+from typing import Any
 
-from benchmarks.runner import parser, say, train, turns, warmed_up_model, words
-from benchmarks.table import Rows, report
+from benchmarks.runner import metrics_of, parser, say, summary_of, train, turns, warmed_up_model, words
+from benchmarks.table import Rows, medians, report
 from headway.config.presets import PRESETS
-from headway.events import FetchTaken, OptimizerStepped, ReplicaActivity, TrainerBusy, UpdatePhase
-from headway.reports.record.events_file import read_events
 
 PER = 64
 """Number of groups that times are given for."""
@@ -25,10 +22,8 @@ Figures = dict[str, float]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    groups = {"type": int, "default": 768, "help": "trained groups of a run; default: %(default)s"}
-    options = parser("modes", "The demo in every mode.", rounds={"type": int, "default": 3}, modes=words(PRESETS))
-    options.add_argument("--groups", **groups)
-    chosen = options.parse_args(arguments)
+    text = "The demo in every mode."
+    chosen = parser("modes", text, rounds=3, groups=768, modes=words(PRESETS)).parse_args(arguments)
     found: dict[str, list[Figures]] = {mode: [] for mode in chosen.modes}
     with tempfile.TemporaryDirectory(prefix="headway-bench-") as scratch:
         model = warmed_up_model(Path(scratch))
@@ -42,41 +37,32 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def figures(run: Path) -> Figures:
-    """Return held-out accuracy, and seconds per `PER` groups from the first optimizer step to the last."""
-    events = list(read_events(run / "events.jsonl"))
-    steps = [event.time for event in events if isinstance(event, OptimizerStepped)]
-    start, end = steps[0], steps[-1]
-    groups = sum(len(event.numbers) for event in events if isinstance(event, FetchTaken) and start < event.time <= end)
+    """Return held-out accuracy, and seconds per `PER` groups from the first version to the last."""
+    rows = [row for row in metrics_of(run) if "time/seconds" in row and "groups/trained" in row]
+    first, measured = rows[0], rows[1:]
+    groups = rows[-1]["groups/trained"] - first["groups/trained"]
 
-    def inside(span: tuple[float, float]) -> float:
-        return max(0.0, min(span[1], end) - max(span[0], start)) * PER / groups
+    def seconds(of: Callable[[dict[str, Any]], float]) -> float:
+        return sum(map(of, measured)) * PER / groups
 
-    trained = sum(inside(e.span) for e in events if isinstance(e, TrainerBusy) and e.what != "checkpoint")
-    activity = [event for event in events if isinstance(event, ReplicaActivity)]
-    decoded = sum(inside(span) for event in activity for span in event.busy)
-    loads = [event for event in events if isinstance(event, UpdatePhase) and event.phase == "load"]
-    loaded = sum(load.seconds for load in loads if start < load.time <= end) * PER / groups
-    generated = (decoded + loaded) / len({event.replica for event in activity})
-    accuracy = [entry["accuracy"] for entry in json.loads((run / "summary.json").read_text())["eval"]]
-    step, bound = inside((start, end)), max(trained, generated)
+    step = seconds(lambda row: row["time/seconds"])
+    trained = seconds(lambda row: (1 - row["trainer/idle_ratio"]) * row["time/seconds"])
+    decoded = seconds(lambda row: (1 - row["rollouter/idle_ratio"]) * row["time/seconds"])
+    generated = decoded + seconds(lambda row: row.get("param_update/load_s", 0.0))
+    accuracy, bound = [entry["accuracy"] for entry in summary_of(run)["eval"]], max(trained, generated)
     return {
         "accuracy before": accuracy[0],
         "after": accuracy[-1],
         "step s": step,
         "train + gather s": trained,
         "generate + load s": generated,
-        "bound s": bound,
         "step / bound": step / bound,
     }
 
 
 def table(found: dict[str, list[Figures]]) -> Rows:
     return [
-        {
-            "mode": mode,
-            **{name: median(one[name] for one in same) for name in same[0]},
-            "least after": min(one["after"] for one in same),
-        }
+        {"mode": mode, **medians(same), "least after": min(one["after"] for one in same)}
         for mode, same in found.items()
     ]
 

@@ -103,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser(
         "predict",
         "Predicted against measured.",
-        rounds={"type": int, "default": 3},
+        rounds=3,
         versions={"type": int, "default": 16, "help": f"of each run; a version is {B} groups"},
         profiled={"default": "on_policy", "help": "the mode whose run is profiled; default: %(default)s"},
     )

@@ -9,13 +9,12 @@ Each picture has the sick run over the good one. The runs lie in ``build/reading
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.runner import parser, train, warmed_up_model
+from benchmarks.runner import metrics_of, parser, train, warmed_up_model
 from benchmarks.study_figure import figure
 from benchmarks.study_staleness import START, TRUNCATED
 
@@ -78,8 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             for name in missing:
                 print(f"training {name}: {TITLES[name]}", flush=True)
                 train(OUT / name, f"model.path={model}", *START, *BASE, *PATIENTS[name])
-    lines = {name: (OUT / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines() for name in wanted}
-    rows = {name: [json.loads(line) for line in of_run] for name, of_run in lines.items()}
+    rows = {name: metrics_of(OUT / name) for name in wanted}
     for name in wanted:
         draw(rows[name], rows[GOOD], TITLES[name], IMAGES / f"reading-{name}.svg")
         print(f"{name:8} {_said(rows[name])}")

@@ -1,33 +1,49 @@
 """The engines that ``make bench-rollout`` compares, each behind two calls: load, and answer some requests.
 
-    python -m benchmarks.rollout_engines ENGINE FOLDER SETTING      one engine in a process of its own, for `Worker`
+    python -m benchmarks.rollout_engines ENGINE FOLDER CELL      one engine in a process of its own, for `Worker`
 
-Between two cells a process is blocked on its input: nothing computes while another engine is measured.
+Every engine gets the same prompts and writes the same number of tokens for each: there is no stop token, and each
+request has its own ``max_tokens``. Lengths are not drawn but are the quantiles of their distribution, in a random
+order, so that a batch of 32 has the shape of one of 128.
 
-All serve the same folder in float32 and sample from the whole distribution at temperature 1. Each module is imported by
-the engine that needs it: vLLM lives in an environment of its own.
+    uniform       as many requests as slots, all prompts and all answers equally long
+    long-tailed   as many requests as slots, prompts and answers log-normal: most short, few as long as is allowed
+    ragged        the same with twice as many requests as slots: a slot that is free is taken again
+    prefill       long prompts, one token each
+
+All serve the same folder and sample from the whole distribution at temperature 1. Each module is imported by the engine
+that needs it: vLLM lives in an environment of its own. Between two cells a process is blocked on its input.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import random
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from benchmarks.rollout_workload import BATCHED_TOKENS, PROMPT, Cell, Request, Setting, requests, work
 from benchmarks.runner import serve
+from benchmarks.shapes import SIZES, long_tailed
 
 if TYPE_CHECKING:
     from headway.data.interfaces.episode_groups import Group
+    from headway.engines.rollout.native import NativeEngine
 
+KINDS = ("uniform", "long-tailed", "ragged", "prefill")
+PROMPT = 32
+"""Tokens of a prompt where all are equally long."""
+LONGEST_PROMPT, SHORTEST_PROMPT = 64, 4
+PREFILL_PROMPT = 256
+"""Tokens of a prompt where prefill alone is measured."""
+BATCHED_TOKENS = 2048
+"""Tokens of one step that prefills, for every engine that asks."""
 PAGE = 64
 """Tokens of a page of transformers' continuous batching. Other sizes were not faster."""
-WAIT_S = 1.0
-"""Between two looks at whether its thread is still there."""
 IN_PROCESS = "VLLM_ENABLE_V1_MULTIPROCESSING"
 VLLM_ENVIRONMENT: Mapping[str, str] = {
     "HF_HUB_OFFLINE": "1",
@@ -40,53 +56,103 @@ VLLM_ENVIRONMENT: Mapping[str, str] = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Request:
+    prompt: tuple[int, ...]
+    tokens: int
+    """Length of its answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One measurement."""
+
+    size: str
+    threads: int
+    concurrent: int
+    """Sequences that decode at once."""
+    kind: str
+    tokens: int
+    """The longest answer; 1 for prefill."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.size}, threads {self.threads}, concurrent {self.concurrent}: {self.kind} {self.tokens}"
+
+    @property
+    def context(self) -> int:
+        """Most tokens of a prompt and its answer."""
+        return max(LONGEST_PROMPT + self.tokens, PREFILL_PROMPT + 1)
+
+    def requests(self) -> list[Request]:
+        """Return the requests: a function of the cell alone."""
+        order = random.Random(f"{self.concurrent} {self.kind} {self.tokens}")
+        if self.kind == "uniform":
+            prompts, answers = [PROMPT] * self.concurrent, [self.tokens] * self.concurrent
+        elif self.kind == "prefill":
+            count = 8 if self.size == "100m" else 32
+            prompts, answers = [PREFILL_PROMPT] * count, [1] * count
+        else:
+            count = self.concurrent * (2 if self.kind == "ragged" else 1)
+            prompts = long_tailed(count, SHORTEST_PROMPT, LONGEST_PROMPT)
+            answers = long_tailed(count, 1, self.tokens)
+            order.shuffle(prompts)
+            order.shuffle(answers)
+        vocabulary = SIZES[self.size].vocabulary
+        return [
+            Request(tuple(order.randrange(1, vocabulary) for _ in range(prompt)), answer)
+            for prompt, answer in zip(prompts, answers, strict=True)
+        ]
+
+    def work(self, asked: Sequence[Request]) -> int:
+        """Return the number of tokens that count: of the answers, or of the prompts where prefill alone is measured."""
+        return sum(len(one.prompt) if self.kind == "prefill" else one.tokens for one in asked)
+
+
 class Engine(Protocol):
     """One that is loaded."""
 
     def run(self, requests: Sequence[Request]) -> list[int]:
-        """Answer all ``requests``; how many tokens each answer has."""
+        """Answer all ``requests``; returns how many tokens each answer has."""
 
     def close(self) -> None: ...
 
 
-def groups(requests: Sequence[Request], row: int = 0) -> list[Group]:
-    """Groups of one answer, as an episode worker takes them; ``row``: of the first."""
+def group_requests(requests: Sequence[Request], row: int = 0) -> list[Group]:
+    """Return groups of one answer, as an episode worker takes them; ``row``: of the first."""
     import numpy as np
 
     from headway.data.interfaces.episode_groups import Group
     from headway.data.interfaces.rollout import SamplingParams
     from headway.data.types import Prompt
 
+    prompts = [np.array(request.prompt, np.int32) for request in requests]
     return [
-        Group(
-            number,
-            Prompt(0, row + number, 0, "bench", "", np.array(request.prompt, np.int32)),
-            1,
-            SamplingParams(request.tokens),
-        )
-        for number, request in enumerate(requests)
+        Group(number, Prompt(0, row + number, 0, "bench", "", ids), 1, SamplingParams(request.tokens))
+        for number, (ids, request) in enumerate(zip(prompts, requests, strict=True))
     ]
+
+
+def native_engine(model: Any, **settings: Any) -> NativeEngine:
+    from headway.engines.rollout.native import NativeEngine
+
+    usual = {"name": "bench", "seed": 0, "max_batched_tokens": BATCHED_TOKENS, "decode": lambda ids: ""}
+    return NativeEngine(model, **{**usual, **settings})
 
 
 class Native:
     """Headway's own, driven as the pipeline does: from an event loop, beside its decoding thread."""
 
-    def __init__(self, folder: Path, setting: Setting) -> None:
+    def __init__(
+        self, folder: Path, slots: int, context: int, device: str = "cpu", dtype: str = "float32", **more: Any
+    ) -> None:
         import torch
 
-        from headway.engines.rollout.native import NativeEngine
         from headway.models.pretrained import load_model
 
+        model = load_model(folder, dtype=getattr(torch, dtype)).to(device)
         self._loop = asyncio.new_event_loop()
-        self._engine = NativeEngine(
-            load_model(folder, dtype=torch.float32),
-            name="bench",
-            seed=0,
-            slots=setting.concurrent,
-            max_context=setting.context,
-            max_batched_tokens=BATCHED_TOKENS,
-            decode=lambda ids: "",
-        )
+        self._engine = native_engine(model, slots=slots, max_context=context, **more)
         self._row = 0
 
     def run(self, requests: Sequence[Request]) -> list[int]:
@@ -95,7 +161,7 @@ class Native:
     async def _run(self, requests: Sequence[Request]) -> list[int]:
         from headway.agents.episodes.episode_worker import local_episode_worker
 
-        asked = groups(requests, self._row)
+        asked = group_requests(requests, self._row)
         self._row += len(asked)  # other uniforms in each round
         lengths = [0] * len(asked)
         async with local_episode_worker(self._engine) as worker:
@@ -109,14 +175,13 @@ class Native:
 
 
 class Generate:
-    """``transformers.generate`` with static batches of ``concurrent`` rows, padded on the left, in the order given.
+    """``transformers.generate`` with static batches of ``slots`` rows, padded on the left, in the order given.
 
     A batch decodes until its longest answer is written.
     """
 
-    def __init__(self, folder: Path, setting: Setting) -> None:
-        self._model = _module(folder)
-        self._rows = setting.concurrent
+    def __init__(self, folder: Path, slots: int, context: int, device: str = "cpu", dtype: str = "float32") -> None:
+        self._model, self._rows = _module(folder, dtype).to(device), slots
 
     def run(self, requests: Sequence[Request]) -> list[int]:
         lengths = []
@@ -132,11 +197,9 @@ class Generate:
         import torch
 
         width = max(map(len, prompts))
-        ids = torch.zeros(len(prompts), width, dtype=torch.int64)
-        mask = torch.zeros_like(ids)
-        for row, prompt in enumerate(prompts):
-            ids[row, width - len(prompt) :] = torch.tensor(prompt)
-            mask[row, width - len(prompt) :] = 1
+        ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts])
+        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+        ids, mask = ids.to(self._model.device), mask.to(self._model.device)
         with torch.inference_mode():
             out = self._model.generate(ids, attention_mask=mask, generation_config=_sampling(tokens))
         return int(out.shape[1]) - width
@@ -148,20 +211,19 @@ class Continuous:
     The cache is as large as all slots need. By itself it takes 60% of the machine's memory on a CPU.
     """
 
-    def __init__(self, folder: Path, setting: Setting) -> None:
+    def __init__(self, folder: Path, slots: int, context: int) -> None:
         from transformers import ContinuousBatchingConfig
 
         self._model = _module(folder)
-        pages = setting.concurrent * (-(-setting.context // PAGE) + 1)
         config = ContinuousBatchingConfig(
             page_size=PAGE,
-            num_blocks=pages + 1,
+            num_blocks=slots * (-(-context // PAGE) + 1) + 1,
             max_batch_tokens=BATCHED_TOKENS,
-            max_requests_per_batch=setting.concurrent,
+            max_requests_per_batch=slots,
             allow_block_sharing=False,
         )
         self._manager = self._model.init_continuous_batching(
-            generation_config=_sampling(setting.tokens), continuous_batching_config=config
+            generation_config=_sampling(context), continuous_batching_config=config
         )
         self._manager.warmup()
         self._manager.start()
@@ -169,22 +231,20 @@ class Continuous:
 
     def run(self, requests: Sequence[Request]) -> list[int]:
         self._calls += 1
-        names = {f"{self._calls}-{number}": number for number in range(len(requests))}
-        for name, number in names.items():
-            request = requests[number]
+        names = {f"{self._calls}-{number}": request for number, request in enumerate(requests)}
+        for name, request in names.items():
             self._manager.add_request(list(request.prompt), request_id=name, max_new_tokens=request.tokens)
-        lengths: dict[int, int] = {}
+        lengths: dict[str, int] = {}
         while len(lengths) < len(requests):
-            output = self._manager.get_result(timeout=WAIT_S)
+            output = self._manager.get_result(timeout=1.0)
             if output is None:
                 if not self._manager.is_running():
                     raise RuntimeError("the manager of continuous batching has ended")
-                continue
-            if output.error is not None:
+            elif output.error is not None:
                 raise RuntimeError(f"continuous batching failed: {output.error}")
-            if output.is_finished():
-                lengths[names[output.request_id]] = len(output.generated_tokens)
-        return [lengths[number] for number in range(len(requests))]
+            elif output.is_finished():
+                lengths[output.request_id] = len(output.generated_tokens)
+        return [lengths[name] for name in names]
 
     def close(self) -> None:
         self._manager.stop(block=True, hard_stop=True)
@@ -193,15 +253,15 @@ class Continuous:
 class Vllm:
     """vLLM's offline engine, in this process. Its environment has to be `VLLM_ENVIRONMENT`."""
 
-    def __init__(self, folder: Path, setting: Setting) -> None:
+    def __init__(self, folder: Path, slots: int, context: int) -> None:
         from vllm import LLM
 
         self._llm = LLM(
             model=str(folder),
             skip_tokenizer_init=True,
             dtype="float32",
-            max_model_len=setting.context,
-            max_num_seqs=setting.concurrent,
+            max_model_len=context,
+            max_num_seqs=slots,
             max_num_batched_tokens=BATCHED_TOKENS,
             enforce_eager=True,
             enable_prefix_caching=False,  # each round has the same prompts
@@ -220,7 +280,7 @@ class Vllm:
     def close(self) -> None: ...
 
 
-ENGINES: Mapping[str, Callable[[Path, Setting], Engine]] = {
+ENGINES: Mapping[str, Callable[[Path, int, int], Engine]] = {
     "native": Native,
     "generate": Generate,
     "continuous": Continuous,
@@ -228,11 +288,11 @@ ENGINES: Mapping[str, Callable[[Path, Setting], Engine]] = {
 }
 
 
-def _module(folder: Path) -> Any:
+def _module(folder: Path, dtype: str = "float32") -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
 
 
 def _sampling(tokens: int) -> Any:
@@ -241,27 +301,28 @@ def _sampling(tokens: int) -> Any:
     return GenerationConfig(do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=tokens, pad_token_id=0)
 
 
-# ------------------------------------------------------------------------------------------ a process
-
-
-def load(name: str, folder: Path, setting: Setting) -> Callable[[dict[str, Any]], dict[str, float]]:
-    """Load an engine, and touch what is touched first by a short run; returns what answers a cell."""
+def load(name: str, folder: Path, cell: Cell) -> Callable[[dict[str, Any]], dict[str, float]]:
+    """Load an engine for ``cell``, the longest, and touch memory by a short run; returns what answers a cell."""
     import torch
 
-    torch.set_num_threads(setting.threads)
-    engine = ENGINES[name](folder, setting)
-    engine.run([Request((1,) * PROMPT, 4)] * setting.concurrent)
-    return lambda cell: answer(engine, Cell(**cell))
+    torch.set_num_threads(cell.threads)
+    engine = ENGINES[name](folder, cell.concurrent, cell.context)
+    engine.run([Request((1,) * PROMPT, 4)] * cell.concurrent)
+    return lambda asked: answer(engine, Cell(**asked))
 
 
 def answer(engine: Engine, cell: Cell) -> dict[str, float]:
-    """Tokens of one run, and its seconds by the clock and on cores. Raises `ValueError` for one with other answers."""
-    asked = requests(cell)
+    """Return the tokens of one run, and its seconds by the clock and on cores.
+
+    Raises:
+        ValueError: an answer has not as many tokens as were wanted.
+    """
+    asked = cell.requests()
     start, computed = time.perf_counter(), time.process_time()
     lengths = engine.run(asked)
     seconds, computed = time.perf_counter() - start, time.process_time() - computed
     check(lengths, asked)
-    return {"seconds": seconds, "cpu_seconds": computed, "tokens": work(cell, asked)}
+    return {"seconds": seconds, "cpu_seconds": computed, "tokens": cell.work(asked)}
 
 
 def check(lengths: Sequence[int], asked: Sequence[Request]) -> None:
@@ -274,5 +335,5 @@ def check(lengths: Sequence[int], asked: Sequence[Request]) -> None:
 
 
 if __name__ == "__main__":
-    name, folder, setting = sys.argv[1:]
-    serve(lambda: load(name, Path(folder), Setting(**json.loads(setting))))
+    engine, folder, cell = sys.argv[1:]
+    serve(lambda: load(engine, Path(folder), Cell(**json.loads(cell))))

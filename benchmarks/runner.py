@@ -1,7 +1,4 @@
-"""Shared parts of all benchmarks: command lines, runs of training, processes that answer questions, and turns.
-
-Every process has `math_environment`, as Headway's own workers do.
-"""
+"""Shared parts of all benchmarks: command lines, contenders in turns, runs of training, processes that answer."""
 
 from __future__ import annotations
 
@@ -32,16 +29,26 @@ STOP_S = 60.0
 
 
 class Failed(SystemExit):
-    """A process has failed. Ends the benchmark with its last words, unless somebody catches it."""
+    """A process has failed. Ends the benchmark with its last words, where it is not caught."""
 
 
-def parser(module: str, text: str | None, /, **options: dict[str, Any]) -> argparse.ArgumentParser:
-    """Return the parser of ``python -m benchmarks.MODULE``; ``some_name={…}`` is the option ``--some-name``."""
+class TimedOut(Failed):
+    """No answer in time; the worker is gone."""
+
+
+def parser(module: str, text: str | None, /, **options: Any) -> argparse.ArgumentParser:
+    """Return the parser of ``python -m benchmarks.MODULE``; ``some_name=…`` is the option ``--some-name``.
+
+    An option is a default value, False for a flag, or a dictionary of arguments for ``add_argument``.
+    """
     made = argparse.ArgumentParser(
         prog=f"python -m benchmarks.{module}", description=text, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     for name, given in options.items():
-        made.add_argument(f"--{name.replace('_', '-')}", **given)
+        usual = {"action": "store_true"} if given is False else {"type": type(given), "default": given}
+        option = given if isinstance(given, dict) else usual
+        helped = {"help": "default: %(default)s", **option} if option.get("default") is not None else option
+        made.add_argument(f"--{name.replace('_', '-')}", **helped)
     return made
 
 
@@ -62,14 +69,14 @@ def numbers(text: str) -> list[int]:
 
 
 def say(text: str) -> None:
-    """Tell who waits how far it is; standard output is for the tables."""
+    """Print progress; standard output is for the tables."""
     print(text, file=sys.stderr, flush=True)
 
 
 def turns(contenders: Mapping[str, T], rounds: int, seconds: float = float("inf")) -> Iterator[tuple[str, T]]:
     """Yield every contender once a round, so that a machine that slows down slows all of them down.
 
-    After the first round there is none that would end later than ``seconds`` after the beginning.
+    No round but the first begins that would end later than ``seconds`` after the start.
     """
     start = time.monotonic()
     for done in range(rounds):
@@ -79,8 +86,15 @@ def turns(contenders: Mapping[str, T], rounds: int, seconds: float = float("inf"
         yield from contenders.items()
 
 
+def timed(work: Callable[[], object]) -> float:
+    """Return the seconds that ``work`` takes."""
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
 def cpu_seconds(pid: int) -> float:
-    """Return what a process has computed so far; 0 of one that has ended."""
+    """Return the CPU seconds of a process so far; 0 of one that has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -89,7 +103,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 def memory_of_process() -> dict[str, int]:
-    """Return what the kernel says of this process's memory, such as ``RssAnon`` and ``VmHWM``, in bytes."""
+    """Return the kernel's account of this process's memory, such as ``RssAnon`` and ``VmHWM``, in bytes."""
     lines = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
     return {parts[0].rstrip(":"): int(parts[1]) * 1024 for parts in lines if len(parts) == 3 and parts[2] == "kB"}
 
@@ -103,6 +117,14 @@ def train(directory: Path, *settings: str, recipe: Path = DEMO) -> Path:
     return directory
 
 
+def summary_of(run: Path) -> Any:
+    return json.loads((run / "summary.json").read_text(encoding="utf-8"))
+
+
+def metrics_of(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
 def warmed_up_model(scratch: Path, *settings: str) -> Path:
     """Return the demo's model after warm-up; its run has to train something."""
     train(scratch / "model-run", *settings, "rollout.total_rollout_steps=64")
@@ -110,7 +132,7 @@ def warmed_up_model(scratch: Path, *settings: str) -> Path:
 
 
 def call(*command: str) -> str:
-    """Run ``command`` to its end and return what it printed. Raises `Failed`."""
+    """Run ``command`` to its end and return its output. Raises `Failed`."""
     process = subprocess.Popen(
         command,
         env={**PASSIVE, **os.environ},
@@ -121,25 +143,19 @@ def call(*command: str) -> str:
     )
     try:
         output, _ = process.communicate(timeout=RUN_S)
-    except subprocess.TimeoutExpired:
-        raise Failed(f"{' '.join(command)}: not over after {RUN_S:g} s:\n{_stop(process)}") from None
-    except BaseException:
-        _stop(process)
+    except BaseException as error:  # told to stop, so that a run ends its workers
+        process.send_signal(signal.SIGINT)
+        try:
+            output, _ = process.communicate(timeout=STOP_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            output, _ = process.communicate()
+        if isinstance(error, subprocess.TimeoutExpired):
+            raise Failed(f"{' '.join(command)}: not over after {RUN_S:g} s:\n{_last_lines(output)}") from None
         raise
     if process.returncode:
         raise Failed(f"{' '.join(command)} failed:\n{_last_lines(output)}")
     return output
-
-
-def _stop(process: subprocess.Popen[str]) -> str:
-    """End a process, by force if it does not end when asked; returns what it printed last."""
-    process.send_signal(signal.SIGINT)
-    try:
-        output, _ = process.communicate(timeout=STOP_S)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        output, _ = process.communicate()
-    return _last_lines(output)
 
 
 def _last_lines(output: str) -> str:
@@ -149,15 +165,10 @@ def _last_lines(output: str) -> str:
 # ------------------------------------------------------------------------------------------ processes that answer
 
 
-class TimedOut(Failed):
-    """No answer in time; the worker is gone."""
-
-
 class Worker:
-    """A process that answers questions, a line of JSON each. Started again by the next question after it has ended.
+    """A process that answers questions, a line of JSON each. The next question starts one that has ended again.
 
-    What else it prints goes to ``log``. One that has ended before its first answer, or has said why it cannot give
-    any, is not started again.
+    Its other output goes to ``log``. One that cannot be loaded is not started again.
     """
 
     def __init__(self, command: Sequence[str], log: Path, environment: Mapping[str, str] = PASSIVE) -> None:
@@ -172,18 +183,13 @@ class Worker:
         if self._process is not None:
             return
         self._log.parent.mkdir(parents=True, exist_ok=True)
+        environment, pipe = {**os.environ, **self._environment}, subprocess.PIPE
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
-                self._command,
-                env={**os.environ, **self._environment},
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                start_new_session=True,
+                self._command, env=environment, stdin=pipe, stdout=pipe, stderr=log, text=True, start_new_session=True
             )
         try:
-            self.answer(timeout_s)
+            self._answer(timeout_s)
         except Failed as error:
             self.stop()
             self._unusable = f"not loaded: {error}"
@@ -191,36 +197,27 @@ class Worker:
 
     def ask(self, question: Any, timeout_s: float) -> Any:
         """Return the answer to ``question``. Raises `Failed`."""
-        self.tell(question)
-        return self.answer(timeout_s)
-
-    def tell(self, question: Any) -> None:
-        """Ask, and leave the answer to `answer`."""
         self.start()
         assert self._process is not None and self._process.stdin is not None
-        try:
+        with suppress(BrokenPipeError):  # the answer says why
             self._process.stdin.write(json.dumps(question) + "\n")
             self._process.stdin.flush()
-        except BrokenPipeError:
-            raise self._ended() from None
+        return self._answer(timeout_s)
 
-    def answer(self, timeout_s: float) -> Any:
+    def _answer(self, timeout_s: float) -> Any:
         assert self._process is not None and self._process.stdout is not None
         if not select.select([self._process.stdout], [], [], timeout_s)[0]:
             self.stop(by_force=True)
             raise TimedOut(f"over {timeout_s:g} s")
         line = self._process.stdout.readline()  # written at once: the rest of it is there
         if not line:
-            raise self._ended()
+            self.stop()
+            lines = self._log.read_text(errors="replace").strip().splitlines() or ["nothing"]
+            raise Failed(f"its process ended; the last that it printed: {lines[-1][:200]}")
         said = json.loads(line)
         if "error" in said:
             raise Failed(said["error"])
         return said["answer"]
-
-    def _ended(self) -> Failed:
-        self.stop()
-        lines = self._log.read_text(errors="replace").strip().splitlines() or ["nothing"]
-        return Failed(f"its process ended; the last that it printed: {lines[-1][:200]}")
 
     def stop(self, *, by_force: bool = False) -> None:
         """End the process, and all that it started."""
@@ -240,28 +237,24 @@ class Worker:
 
 
 def serve(load: Callable[[], Callable[[Any], Any]]) -> None:
-    """Be a `Worker`'s process: ``load`` returns what answers a question. Ends with its input."""
+    """Be a `Worker`'s process: ``load`` returns the function that answers a question. Ends with its input."""
     # What libraries print goes to the log: the pipe is for answers alone.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-    print(json.dumps(_said(found := _tried(load))), file=answers)
-    for line in sys.stdin if callable(found) else ():
-        print(json.dumps(_said(_tried(lambda line=line: found(json.loads(line))))), file=answers)
+
+    def tried(work: Callable[..., Any], *given: Any) -> Any:
+        try:
+            found = work(*given)
+            said = {"answer": None if callable(found) else found}
+        except Exception as error:
+            traceback.print_exc()
+            found, text = None, " ".join(str(error).split()).replace("|", "/")  # one line, for a table
+            said = {"error": f"{type(error).__name__}: {text[:200]}"}
+        print(json.dumps(said), file=answers)
+        return found
+
+    answer = tried(load)
+    for line in sys.stdin if answer else ():
+        tried(answer, json.loads(line))
     answers.flush()
     os._exit(0)  # threads of the libraries would keep the process
-
-
-def _tried(work: Callable[[], Any]) -> Any:
-    try:
-        return work()
-    except Exception as error:
-        traceback.print_exc()
-        return error
-
-
-def _said(found: Any) -> dict[str, Any]:
-    """Return ``found`` as a line of JSON has it; an error in one line, for a table."""
-    if isinstance(found, Exception):
-        text = " ".join(str(found).split()).replace("|", "/")
-        return {"error": f"{type(found).__name__}: {text[:200]}"}
-    return {"answer": None if callable(found) else found}

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import os
 import subprocess
-import time
 from collections.abc import Callable, Sequence
 from statistics import median, quantiles
 
-from benchmarks.runner import parser, turns
+from benchmarks.runner import parser, timed, turns
 from benchmarks.table import report
 from headway.runtime.sandbox.interpreter import base_python
 from headway.runtime.sandbox.sandbox import ISOLATED, Sandbox
@@ -22,8 +21,7 @@ BARE = "bare: python -I -c pass"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    calls = {"type": int, "default": 100, "help": "calls of each kind; default: %(default)s"}
-    number = parser("sandbox", "What a call costs.", calls=calls).parse_args(arguments).calls
+    number = parser("sandbox", "What a call costs.", calls=100).parse_args(arguments).calls
     took = measure(number)
     rows = [
         {
@@ -50,9 +48,7 @@ def measure(calls: int) -> dict[str, list[float]]:
     }
     took: dict[str, list[float]] = {name: [] for name in kinds}
     for name, call in turns(kinds, calls + 1):
-        began = time.perf_counter()
-        call()
-        took[name].append((time.perf_counter() - began) * 1e3)
+        took[name].append(timed(call) * 1e3)
     return {name: ms[1:] for name, ms in took.items()}
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from benchmarks.runner import parser, say, train, warmed_up_model
+from benchmarks.runner import metrics_of, parser, say, summary_of, train, warmed_up_model
 from benchmarks.study_figure import draw
 from benchmarks.table import Rows, Share, markdown
 from headway.cluster.machine.worker_setup import available_cores, cpu_model
@@ -228,8 +228,7 @@ def execute(run: Run, model: Path) -> Result:
 
 def read(run: Run, directory: Path, seconds: float) -> Result:
     """From the run's ``summary.json`` and ``metrics.jsonl``."""
-    summary = json.loads((directory / "summary.json").read_text(encoding="utf-8"))
-    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    summary, rows = summary_of(directory), metrics_of(directory)
 
     def series(name: str) -> list[float]:
         return [row[name] for row in rows if name in row]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from headway.cluster.machine.worker_setup import available_cores, cpu_model
@@ -28,17 +29,19 @@ class Share(float):
         return f"{self:.1%}"
 
 
-def shown(value: object) -> str:
-    match value:
-        case None:
-            return "—"
-        case Ratio() | Share() | str():
-            return str(value)
-        case int():
-            return f"{value:,}"
-        case float():
-            return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
-    raise TypeError(f"a table cannot show {value!r}")
+def medians(rounds: Rows) -> dict[str, Any]:
+    """Return the median of each column over ``rounds``."""
+    return {name: median(one[name] for one in rounds) for name in rounds[0]}
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return "—"
+    if type(value) is int:
+        return f"{value:,}"
+    if type(value) is float:
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return str(value)
 
 
 def markdown(rows: Rows) -> str:
@@ -46,21 +49,16 @@ def markdown(rows: Rows) -> str:
     if not rows:
         return ""
     rule = ["---" if isinstance(value, str) else "---:" for value in rows[0].values()]
-    lines = (list(rows[0]), rule, *(map(shown, row.values()) for row in rows))
+    lines = (list(rows[0]), rule, *(map(_cell, row.values()) for row in rows))
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 
-def page(tables: Mapping[str, Rows], notes: Iterable[str] = ()) -> str:
-    """Return titles with their tables, without those that are empty, and ``notes`` as a list."""
+def report(name: str, tables: Mapping[str, Rows], notes: Sequence[str] = (), *, show: bool = True, **more: Any) -> str:
+    """Write ``tables``, ``notes`` and, to the JSON alone, ``more``; print them where they are to be shown."""
     parts = [f"{available_cores()} cores of {cpu_model()}.\n"]
     parts += [f"### {title}\n\n{markdown(rows)}" for title, rows in tables.items() if rows]
-    return "\n".join([*parts, *(f"- {note}" for note in notes)]) + "\n"
-
-
-def report(name: str, tables: Mapping[str, Rows], notes: Sequence[str] = (), *, show: bool = True, **more: Any) -> str:
-    """Write ``tables``, ``notes`` and what else a reader of the JSON may want; print them unless told otherwise."""
+    text = "\n".join([*parts, *(f"- {note}" for note in notes)]) + "\n"
     path = write(name, {"tables": tables, "notes": list(notes), **more})
-    text = page(tables, notes)
     path.with_suffix(".md").write_text(text, encoding="utf-8")
     if show:
         print(f"{text}\nwritten to {path.with_suffix('.md')} and {path}", flush=True)
@@ -68,7 +66,7 @@ def report(name: str, tables: Mapping[str, Rows], notes: Sequence[str] = (), *, 
 
 
 def write(name: str, content: Mapping[str, Any]) -> Path:
-    """Write ``content``, and what it was measured on, to ``build/bench/<name>.json``."""
+    """Write ``content``, and the hardware that it was measured on, to ``build/bench/<name>.json``."""
     OUT.mkdir(parents=True, exist_ok=True)
     path = OUT / f"{name}.json"
     hardware = {"cores": available_cores(), "cpu": cpu_model()}

@@ -1,92 +1,96 @@
-"""The sides of ``make bench-train``: Headway's engine, rows laid out as it is told, and a plain loop.
-
-A step here is forward, loss and backward over all micro-batches, and the gradient's norm. The optimizer's step, which
-is the same for all sides and large beside so short ones, is left out, and so are its states.
-"""
+"""Sides of a training step: the train engine, rows laid out as it is told, and a plain loop over transformers."""
 
 from __future__ import annotations
 
 import ctypes
 import gc
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.train_workload import Kind
 from headway.config.schema import Config
-from headway.config.sections.learning import ActorConfig, ParallelConfig
-from headway.config.sections.model_section import ModelConfig
 from headway.data.interfaces.training import StepContext
 from headway.data.packing import CollatedRow, token_budget_batches
 from headway.engines.train.fsdp.device_mesh import TrainMesh
 from headway.engines.train.fsdp.engine import FsdpEngine
 from headway.models.pretrained import load_model
 
-CLIP = 0.2
 UNLIMITED = 1e9
+"""Norm to which a gradient is clipped that is compared."""
+
+
+def train_engine(folder: Path, device: str = "cpu", steps: int = 10**9, **sections: Any) -> FsdpEngine:
+    """Return the train engine. ``sections`` of the configuration. Needs torch.distributed's default group."""
+    config = Config.model_validate(sections)
+    mesh = TrainMesh.make(config.actor.parallel, torch.device(device))
+    return FsdpEngine(model_path=str(folder), config=config, total_optimizer_steps=steps, mesh=mesh)
+
+
+def next_token_logprobs(model: Any, rows: Sequence[CollatedRow]) -> torch.Tensor:
+    """Return the log-probs of all rows' answers, one behind the other, from one forward pass over padded rows."""
+    device = model.device
+    ids = pad_sequence([torch.from_numpy(row.input_ids).long() for row in rows], batch_first=True).to(device)
+    lengths = torch.tensor([len(row.input_ids) for row in rows], device=device)
+    prompts = torch.tensor([row.prompt_length for row in rows], device=device)
+    position = torch.arange(ids.shape[1] - 1, device=device)
+    predicts = (position >= prompts[:, None] - 1) & (position < lengths[:, None] - 1)
+    with torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else nullcontext():
+        hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+        logits = model.get_output_embeddings()(hidden[:, :-1][predicts])
+    return -cross_entropy(logits.float(), ids[:, 1:][predicts], reduction="none")
 
 
 class Plain:
     """Plain loop over transformers, written well.
 
-    Rows are sorted by length, padded on the right, in micro-batches of so many tokens; the head sees answers alone.
+    Rows are sorted by length, padded on the right, in micro-batches of so many tokens; the head sees answers alone. On
+    a GPU it runs under autocast.
     """
 
-    def __init__(self, folder: Path, budget: int) -> None:
-        self._model = load_model(folder, dtype=torch.float32)
+    def __init__(self, folder: Path, budget: int, device: str = "cpu") -> None:
+        self.model = load_model(folder, dtype=torch.float32).to(device)
         self._budget = budget
 
     def gradient(self, rows: Sequence[CollatedRow]) -> dict[str, torch.Tensor]:
-        self._backward(rows)
-        found = {name: p.grad.clone() for name, p in self._model.named_parameters() if p.grad is not None}
-        self._model.zero_grad()
+        self.backward(rows)
+        found = {name: p.grad.clone() for name, p in self.model.named_parameters() if p.grad is not None}
+        self.model.zero_grad()
         return found
 
     def step(self, rows: Sequence[CollatedRow]) -> None:
-        self._backward(rows)
-        self._model.zero_grad()
+        self.backward(rows)
+        self.model.zero_grad()
 
-    def _backward(self, rows: Sequence[CollatedRow]) -> None:
+    def backward(self, rows: Sequence[CollatedRow], clip: float = UNLIMITED) -> float:
+        """Add the gradient of the loss; returns its norm."""
         total = sum(len(row.logprobs) for row in rows)
         for batch in token_budget_batches([len(row.input_ids) for row in rows], self._budget):
             self._loss([rows[i] for i in batch], total).backward()
-        torch.nn.utils.clip_grad_norm_(self._model.parameters(), UNLIMITED)
+        return float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), clip))
 
     def _loss(self, rows: Sequence[CollatedRow], total: int) -> torch.Tensor:
-        ids = pad_sequence([torch.from_numpy(row.input_ids).long() for row in rows], batch_first=True)
-        lengths = torch.tensor([len(row.input_ids) for row in rows])
-        prompts = torch.tensor([row.prompt_length for row in rows])
-        position = torch.arange(ids.shape[1] - 1)
-        predicts = (position >= prompts[:, None] - 1) & (position < lengths[:, None] - 1)
-        hidden = self._model.base_model(input_ids=ids, use_cache=False).last_hidden_state
-        logits = self._model.get_output_embeddings()(hidden[:, :-1][predicts])
-        logprobs = -cross_entropy(logits.float(), ids[:, 1:][predicts], reduction="none")
-        behaviour = torch.cat([torch.from_numpy(row.logprobs) for row in rows])
-        advantages = torch.cat([torch.from_numpy(row.columns["advantages"]) for row in rows])
+        logprobs = next_token_logprobs(self.model, rows)
+        behaviour = torch.cat([torch.from_numpy(row.logprobs) for row in rows]).to(logprobs.device)
+        advantages = torch.cat([torch.from_numpy(row.columns["advantages"]) for row in rows]).to(logprobs.device)
         ratio = (logprobs - behaviour).exp()
-        return -torch.minimum(ratio * advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages).sum() / total
+        return -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages).sum() / total
 
 
-class Headway:
-    """The train engine on one rank, without its optimizer's step. Needs torch.distributed's default group."""
+class Side:
+    """The train engine on one rank, without its optimizer's step."""
 
-    def __init__(self, folder: Path, budget: int, kind: Kind) -> None:
-        config = Config(
-            actor=ActorConfig(ppo_max_token_len_per_gpu=budget, grad_clip=UNLIMITED, clip_ratio=CLIP),
-            model=ModelConfig(packing=kind.value, enable_gradient_checkpointing=False),
-        )
-        self._engine = FsdpEngine(
-            model_path=str(folder),
-            config=config,
-            total_optimizer_steps=10**9,
-            mesh=TrainMesh.make(ParallelConfig(), torch.device("cpu")),
-        )
-        if kind is not Kind.PADDED and self._engine.padded is not None:
-            raise RuntimeError(f"the engine pads rows that are to be {kind}: {self._engine.padded}")
+    def __init__(self, folder: Path, budget: int, packing: str) -> None:
+        actor = {"ppo_max_token_len_per_gpu": budget, "grad_clip": UNLIMITED, "clip_ratio": 0.2}
+        model = {"packing": packing, "enable_gradient_checkpointing": False}
+        self._engine = train_engine(folder, actor=actor, model=model)
+        if packing != "padded" and self._engine.padded is not None:
+            raise RuntimeError(f"the engine pads rows that are to be {packing}: {self._engine.padded}")
         self._found: dict[str, torch.Tensor] | None = None
         self._engine._learner._update = self._keep  # type: ignore[method-assign]
 
@@ -101,30 +105,20 @@ class Headway:
             raise ArithmeticError(f"the step's loss is {report.metrics['loss']}")
 
     def gradient(self, rows: Sequence[CollatedRow]) -> dict[str, torch.Tensor]:
-        self._found = {}
-        try:
-            self.step(rows)
-            return self._found
-        finally:
-            self._found = None
+        self._found = found = {}
+        self.step(rows)
+        self._found = None
+        return found
 
 
-Side = Plain | Headway
-"""One way to compute a mini-batch's gradient (``step``), and to return it by the parameter's name (``gradient``)."""
-
-
-def side_of(kind: Kind, folder: Path, budget: int) -> Side:
-    return Plain(folder, budget) if kind is Kind.PLAIN else Headway(folder, budget, kind)
-
-
-def distance(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    """‖found − expected‖ ÷ ‖expected‖ over all parameters."""
+def distance(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> float:
+    """‖found − expected‖ ÷ ‖expected‖ over all tensors."""
     off = sum(float((found[name].double() - e.double()).square().sum()) for name, e in expected.items())
     return float((off / sum(float(e.double().square().sum()) for e in expected.values())) ** 0.5)
 
 
-def peak_bytes(side: Side, rows: Sequence[CollatedRow]) -> int:
-    """Most bytes of tensors that a step holds at once, beyond what was there before it.
+def peak_bytes(side: Plain | Side, rows: Sequence[CollatedRow]) -> int:
+    """Return the most bytes of tensors that a step holds at once, beyond what was there before it.
 
     From torch's own record of every allocation: unlike the process's resident size it knows nothing of what malloc
     keeps, and is the same each time.

@@ -7,9 +7,8 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from benchmarks.gpu_checks.setting import CheckFailed, Passed, Setting, require
 
@@ -52,28 +51,21 @@ def train(settings: Sequence[str]) -> None:
 
 def verdict(directory: Path, groups: int, seconds: float) -> Passed:
     """What the run's summary says. Raises `CheckFailed`."""
-    summary = _summary(directory)
-    trained = summary["groups"]["trained"]
+    try:
+        summary = json.loads((directory / "summary.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as cause:
+        raise CheckFailed(f"{directory} has no summary of the run: {cause}") from cause
+    trained, updates = summary["groups"]["trained"], summary["param_update"]["count"]
     require(summary["status"] == "completed", f"the run ended as {summary['status']!r}: {summary['reason']}")
     require(bool(summary["balanced"]), f"the ledger does not balance: {summary['groups']}")
     require(trained == groups, f"{trained} groups were trained; {groups} were asked for")
     require(summary["skipped_steps"] == 0, f"{summary['skipped_steps']} optimizer steps were not finite")
-    updates = summary["param_update"]["count"]
     require(updates == summary["version"] > 0, f"{updates} updates of the weights for version {summary['version']}")
     require((directory / "model" / "model.safetensors").exists(), f"there is no exported model in {directory}")
-    throughput = summary["throughput"]
-    accuracy = [evaluation["accuracy"] for evaluation in summary["eval"]]
+    throughput, accuracy = summary["throughput"], [evaluation["accuracy"] for evaluation in summary["eval"]]
     line = (
         f"{trained} groups trained in {summary['optimizer_steps']} steps, {updates} verified updates; "
         f"{throughput['generated_tokens_per_s']:.0f} tokens/s generated; validation {accuracy[0]:.2f} → "
         f"{accuracy[-1]:.2f}; {seconds:.0f} s from the command to its end"
     )
     return Passed([line], {"seconds": seconds, "throughput": throughput, "accuracy": accuracy})
-
-
-def _summary(directory: Path) -> Mapping[str, Any]:
-    try:
-        summary: Mapping[str, Any] = json.loads((directory / "summary.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as cause:
-        raise CheckFailed(f"{directory} has no summary of the run: {cause}") from cause
-    return summary

@@ -12,17 +12,13 @@ from transformers import PreTrainedModel
 
 from benchmarks.gpu_checks.models import checked_shape, on_device, peaked_model, requests, rows_of
 from benchmarks.gpu_checks.setting import Passed, Setting, one_rank_group, require
-from headway.config.schema import Config, RolloutConfig
-from headway.config.sections.learning import ActorConfig, ParallelConfig
-from headway.config.sections.model_section import ModelConfig
+from benchmarks.train_sides import train_engine
 from headway.data.interfaces.episode_groups import Group
 from headway.data.interfaces.rollout import GenerateRequest, OnUpdate
 from headway.data.packing import CollatedRow
 from headway.data.types import GroupTokens, RowTokens
 from headway.devices import Compute, GraphRecorder
 from headway.engines.rollout.native.native_core import EngineCore
-from headway.engines.train.fsdp.device_mesh import TrainMesh
-from headway.engines.train.fsdp.engine import FsdpEngine
 
 TEMPERATURE = 0.8
 FLOAT32_TOLERANCE = 1e-3
@@ -84,17 +80,8 @@ def sampled_rows(setting: Setting, folder: Path, dtype: str) -> list[CollatedRow
 
 def trainer_logprobs(setting: Setting, folder: Path, dtype: str, rows: Sequence[CollatedRow]) -> NDArray[np.float32]:
     """[all tokens] nats."""
-    config = Config(
-        actor=ActorConfig(ppo_max_token_len_per_gpu=4096),
-        rollout=RolloutConfig(temperature=TEMPERATURE),
-        model=ModelConfig(dtype=dtype),
-    )
-    engine = FsdpEngine(
-        model_path=str(folder),
-        config=config,
-        total_optimizer_steps=1,
-        mesh=TrainMesh.make(ParallelConfig(), torch.device(setting.device)),
-    )
+    sections = {"rollout": {"temperature": TEMPERATURE}, "model": {"dtype": dtype}}
+    engine = train_engine(folder, setting.device, actor={"ppo_max_token_len_per_gpu": 4096}, **sections)
     return np.concatenate(engine.forward_logprobs(rows))
 
 

@@ -12,29 +12,20 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import torch
 
-from benchmarks.gpu_checks.models import Shape, checked_shape, peaked_model
+from benchmarks.gpu_checks.models import checked_shape, peaked_model
 from benchmarks.gpu_checks.setting import Passed, Setting, one_rank_group, require
 from benchmarks.gpu_checks.speed import LARGE_GPU_GB, headway_step, measured, model_folder, peak_tflops, shape_of
-from benchmarks.gpu_checks.training import (
-    FLOAT32_TOLERANCE,
-    Layout,
-    compare,
-    engine_of,
-    random_rows,
-    reference,
-    tolerance,
-)
-from benchmarks.rollout_workload import Size, long_tailed
-from benchmarks.train_workload import Kind, work
+from benchmarks.gpu_checks.training import FLOAT32_TOLERANCE, compare, engine_of, random_rows, reference, tolerance
+from benchmarks.shapes import Shape, group_rows, long_tailed, work
 from headway.data.packing import CollatedRow
 from headway.data.types import TrajectoryId
 
-LAYOUTS: tuple[Layout, ...] = get_args(Layout)[::-1]
+LAYOUTS = ("padded", "packed", "shared")
 """Values of ``model.packing``, the plainest first."""
 WINDOW = 8
 """Positions that a token sees in layers with a window."""
@@ -64,14 +55,14 @@ def gradients(setting: Setting) -> Passed:
         require(engine.padded is None, f"rows of a model with windows are padded: {engine.padded}")
         torch._dynamo.config.fail_on_recompile_limit_hit = True  # beyond it a kernel computes all scores at once
         expected = reference(with_windows, rows)
-        off = compare(engine, rows, expected, "shared, windows", FLOAT32_TOLERANCE)["gradient"]
-        lines.append(f"every second layer with a window of {WINDOW}: gradient off by {off:.2g} of its norm")
-        figures["windows"] = {"shared": off}
+        windows = compare(engine, rows, expected, "shared, windows", FLOAT32_TOLERANCE)["gradient"]
+        lines.append(f"every second layer with a window of {WINDOW}: gradient off by {windows:.2g} of its norm")
+        figures["windows"] = {"shared": windows}
     return Passed(lines, figures)
 
 
 def windowed(folder: Path) -> Path:
-    """A copy of the model whose every second layer sees `WINDOW` tokens."""
+    """Return a copy of the model whose every second layer sees `WINDOW` tokens."""
     copy = Path(shutil.copytree(folder, f"{folder}-windows", dirs_exist_ok=True))
     path = copy / "config.json"
     config = json.loads(path.read_text())
@@ -87,63 +78,31 @@ def speed(setting: Setting) -> Passed:
     folder, shape = model_folder(setting), shape_of(setting)
     large = (setting.kind.total_memory(setting.device) or 0) > LARGE_GPU_GB * 1e9
     length, budget = (64, 256) if setting.small else (512, 8192 if large else 4096)
-    rows = tailed_rows(shape, 2 * N, length)
+    answers = np.random.default_rng(0).permutation(long_tailed(2 * N, 2, length)).tolist()
+    rows = group_rows([length] * 2, answers, shape.vocabulary)
     tokens = sum(len(row.input_ids) for row in rows)
-    size = Size(
-        *(shape.name, shape.vocabulary, shape.hidden, shape.layers, shape.heads, shape.kv_heads),
-        *(shape.hidden // shape.heads, shape.intermediate, 0),
-    )
-    flops = {layout: work(Kind(layout), rows, budget).flops(size) for layout in LAYOUTS}
+    flops = {layout: work(layout, rows, budget).flops(shape) for layout in LAYOUTS}
     figures: dict[str, Any] = {"device": peak_tflops(setting)[1], "tokens": tokens, "micro_batch_tokens": budget}
     lines = []
     with one_rank_group(setting):
         for layout in LAYOUTS:
-            seconds, memory = measured(setting, headway_step(setting, folder, rows, budget, layout))
+            seconds, memory = measured(setting, headway_step(setting, folder, rows, budget, packing=layout))
             allowed = flops["padded"] / flops[layout]
             figures[layout] = {"tokens_per_s": tokens / seconds, "allowed": allowed, "memory_gb": memory}
             ratio = figures[layout]["tokens_per_s"] / figures["padded"]["tokens_per_s"]
             said = f"{layout}: {tokens / seconds:,.0f} tokens/s, {ratio:.2f} × padded (arithmetic: {allowed:.2f})"
             lines.append(said + ("" if memory is None else f", {memory:.1f} GB at most"))
-    lines.append(f"{len(rows) // N} prompts of {length} tokens, {N} answers to each, up to as long; {budget} at once")
+    lines.append(f"2 prompts of {length} tokens, {N} answers to each, up to as long; {budget} at once")
     return Passed(lines, figures)
 
 
 def grouped(rows: Sequence[CollatedRow], shape: Shape) -> list[CollatedRow]:
-    """The answers of ``rows`` as those of groups of `N`, behind a prompt that each group shares."""
+    """Return the answers of ``rows`` as those of groups of `N`, behind a prompt that each group shares."""
     noise, made = np.random.default_rng(2), []
     for index, row in enumerate(rows):
         group, k = divmod(index, N)
         if k == 0:
             prompt = noise.integers(0, shape.vocabulary, int(noise.integers(1, 40))).astype(np.int32)
-        answer = row.input_ids[row.prompt_length :]
-        made.append(
-            replace(
-                row,
-                input_ids=np.concatenate([prompt, answer]),
-                prompt_length=len(prompt),
-                episode=TrajectoryId(0, group, 0, k),
-            )
-        )
+        ids = np.concatenate([prompt, row.input_ids[row.prompt_length :]])
+        made.append(replace(row, input_ids=ids, prompt_length=len(prompt), episode=TrajectoryId(0, group, 0, k)))
     return made
-
-
-def tailed_rows(shape: Shape, count: int, longest: int) -> list[CollatedRow]:
-    """Groups of `N` answers, long-tailed lengths up to ``longest``, to prompts of ``longest`` tokens."""
-    noise = np.random.default_rng(0)
-    answers = noise.permutation(long_tailed(count, 2, longest)).tolist()
-    rows = []
-    for group in range(count // N):
-        prompt = noise.integers(0, shape.vocabulary, longest)
-        for k, answer in enumerate(answers[group * N : (group + 1) * N]):
-            rows.append(
-                CollatedRow(
-                    input_ids=np.concatenate([prompt, noise.integers(0, shape.vocabulary, answer)]).astype(np.int32),
-                    prompt_length=longest,
-                    logprobs=np.full(answer, -np.log(shape.vocabulary), np.float32),
-                    versions=np.zeros(answer, np.int32),
-                    loss_mask=np.ones(answer, np.bool_),
-                    columns={"advantages": noise.standard_normal(answer).astype(np.float32)},
-                    episode=TrajectoryId(0, group, 0, k),
-                )
-            )
-    return rows

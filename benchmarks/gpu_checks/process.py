@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -17,14 +17,6 @@ from typing import Any
 from benchmarks.gpu_checks.setting import Setting
 
 ROOT = Path(__file__).parents[2]
-ENVIRONMENT: Mapping[str, str] = {
-    "HF_HUB_OFFLINE": "1",
-    "MKL_CBWR": "AUTO,STRICT",
-    "OMP_WAIT_POLICY": "PASSIVE",
-    "TOKENIZERS_PARALLELISM": "false",
-    "TORCH_CUDNN_SDPA_DEPRIORITIZED": "1",
-}
-"""Variables of a check's process: those of Headway's own, and never a look at the network."""
 RUNNING: set[int] = set()
 """Process groups of the checks that are being made."""
 LAST_CHARACTERS = 300
@@ -41,9 +33,13 @@ def answer_of(command: Sequence[str], answer: Path, log: Path, limit_s: float) -
 
     Its output, and that of all processes that it started, goes to ``log``; these end with it.
     """
+    from headway.cluster.machine.worker_setup import math_environment  # it is known by now that Headway can be run
+
     answer.unlink(missing_ok=True)
     path = os.pathsep.join(filter(None, [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    environment = {**ENVIRONMENT, **os.environ, "PYTHONPATH": path}
+    # Those of Headway's own processes but for the number of threads, and never a look at the network.
+    own = {name: value for name, value in math_environment(0).items() if not name.endswith("_NUM_THREADS")}
+    environment = {**own, "HF_HUB_OFFLINE": "1", **os.environ, "PYTHONPATH": path}
     started = time.monotonic()
     with log.open("w", encoding="utf-8") as output:
         process = subprocess.Popen(
@@ -77,10 +73,8 @@ def end_all() -> None:
 def _ended(code: int) -> str:
     if code >= 0:
         return f"ended with exit code {code}"
-    try:
-        return f"was ended by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"was ended by signal {-code}"
+    known = -code in {one.value for one in signal.Signals}
+    return f"was ended by {signal.Signals(-code).name if known else f'signal {-code}'}"
 
 
 def _last(log: Path) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import os
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -15,15 +15,14 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from benchmarks.gpu_checks.models import Shape, checked_shape, manifest_of, on_device, peaked_model, requests, windows
+from benchmarks.gpu_checks.models import checked_shape, manifest_of, on_device, peaked_model, receive_from, requests
 from benchmarks.gpu_checks.setting import Passed, Setting, require
+from benchmarks.rollout_engines import native_engine
+from benchmarks.shapes import Shape
 from headway.agents.episodes.episode_worker import local_episode_worker
 from headway.data.interfaces.episode_groups import Group
 from headway.data.interfaces.rollout import OnUpdate
 from headway.engines.rollout.native import NativeEngine
-from headway.engines.weights.outgoing_version import Stream
-from headway.engines.weights.protocols import IncomingWeights, WeightSink
-from headway.engines.weights.weight_layout import Manifest
 
 TOLERANCE = 2e-3
 """Nats, in float32."""
@@ -76,19 +75,10 @@ async def _updated(
     setting: Setting, folder: Path, new: PreTrainedModel, dual_buffer: bool
 ) -> tuple[list[Group], NDArray[np.float32]]:
     """Answers that begin under version 0 and end under version 1, and the probe of version 1."""
-    manifest = manifest_of(new)
-
-    def receive(version: int, incoming: IncomingWeights) -> None:
-        (sink,) = incoming.shares
-        weights = Stream(manifest, windows(new, manifest, BUCKET))
-        for chunk in weights:
-            sink.room(chunk.header).copy_(chunk.payload)
-            sink.filled(chunk.header)
-        sink.ended(weights.digests)
-
     context = checked_shape(setting).context
     asked = requests([5, 30, 60], checked_shape(setting).vocabulary, n=2, tokens=300 if setting.small else context - 64)
-    more = {"receive": receive, "manifest": manifest, "dual_buffer": dual_buffer}
+    receive = receive_from(dict(new.named_parameters()), BUCKET)
+    more = {"receive": receive, "manifest": manifest_of(new), "dual_buffer": dual_buffer}
     async with _serving(setting, on_device(folder, setting), context, **more) as engine, asyncio.timeout(WAIT_S):
         answering = asyncio.create_task(_answers(engine, asked))
         while not (await engine.stats()).generated_tokens:  # answered between two steps
@@ -153,17 +143,17 @@ def sleep(setting: Setting) -> Passed:
 
 async def _slept(setting: Setting, keep: bool) -> dict[str, float]:
     shape = SMALL_SLEEPER if setting.small else SLEEPER
-    model = _random(shape, setting)
+    model = shape.random().eval().to(setting.device)
     manifest = manifest_of(model)
     weights = {name: p.detach().to("cpu", copy=True) for name, p in model.named_parameters()}
-
-    def receive(version: int, incoming: IncomingWeights) -> None:
-        (sink,) = incoming.shares
-        _send(weights, manifest, sink)
-
     asked = requests([40] * 4, shape.vocabulary, tokens=16)
     # In place: a back buffer is host memory, which a GPU does not see, and a CPU would count.
-    more = {"receive": receive, "manifest": manifest, "dual_buffer": False, "kv_cache_bytes": _kv_bytes(shape)}
+    more = {
+        "receive": receive_from(weights),
+        "manifest": manifest,
+        "dual_buffer": False,
+        "kv_cache_bytes": _kv_bytes(shape),
+    }
     async with _serving(setting, model, shape.context, **more) as engine, asyncio.timeout(WAIT_S):
         await _answers(engine, asked)
         before = await engine.probe()
@@ -199,43 +189,13 @@ def _kv_bytes(shape: Shape) -> int:
     return SLOTS * shape.context * shape.layers * 2 * shape.kv_heads * head_dim * 4
 
 
-def _random(shape: Shape, setting: Setting) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(shape.config("qwen3"), dtype=torch.float32)
-    return model.eval().to(setting.device)
-
-
-def _send(weights: Mapping[str, torch.Tensor], manifest: Manifest, sink: WeightSink) -> None:
-    from headway.engines.weights.buckets import pack, whole
-    from headway.engines.weights.weight_layout import buckets
-
-    shards = whole(weights)
-    stream = Stream(manifest, pack(manifest, shards, buckets(manifest.nbytes, 2**22)))
-    for chunk in stream:
-        sink.room(chunk.header).copy_(chunk.payload)
-        sink.filled(chunk.header)
-    sink.ended(stream.digests)
-
-
 # ---------------------------------------------------------------------------------------- shared
 
 
 @asynccontextmanager
 async def _serving(setting: Setting, model: PreTrainedModel, context: int, **more: Any) -> AsyncIterator[NativeEngine]:
-    engine = NativeEngine(
-        model,
-        name="check",
-        seed=0,
-        slots=SLOTS,
-        max_context=context,
-        max_batched_tokens=512,
-        decode=lambda ids: "",
-        consume_bucket_bytes=BUCKET,
-        **more,
-    )
+    sizes = {"slots": SLOTS, "max_context": context, "max_batched_tokens": 512, "consume_bucket_bytes": BUCKET}
+    engine = native_engine(model, **sizes, **more)
     try:
         yield engine
     finally:

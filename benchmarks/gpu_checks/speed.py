@@ -1,6 +1,6 @@
 """How fast: a random model of Qwen2.5-0.5B's shape, trained and decoded, beside what one would write first.
 
-    training    FsdpEngine, and a plain step: Hugging Face's module under autocast, whole logits, AdamW
+    training    FsdpEngine, and a plain step: Hugging Face's module under autocast, AdamW
     decoding    the native engine with and without CUDA graphs, and ``transformers.generate``
 
 One after the other in one process, each with the device for itself. The only thing that can be wrong here is a figure
@@ -9,33 +9,25 @@ that is not finite or an answer that is too short.
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
 import torch
-from torch.nn.functional import cross_entropy
-from transformers import AutoModelForCausalLM
 
-from benchmarks.gpu_checks.models import HALF_BILLION, LIKE_HALF_BILLION, Shape, requests
+from benchmarks.gpu_checks.models import HALF_BILLION, LIKE_HALF_BILLION
 from benchmarks.gpu_checks.setting import Passed, Setting, one_rank_group, require
-from benchmarks.gpu_checks.training import Layout
-from headway.agents.episodes.episode_worker import local_episode_worker
-from headway.config.schema import Config
-from headway.config.sections.learning import ActorConfig, ParallelConfig
-from headway.config.sections.model_section import ModelConfig
+from benchmarks.rollout_engines import Engine, Generate, Native, Request
+from benchmarks.runner import timed
+from benchmarks.shapes import Shape, group_rows, work
+from benchmarks.train_sides import Plain, train_engine
 from headway.data.interfaces.training import StepContext
 from headway.data.packing import CollatedRow
-from headway.engines.rollout.native import NativeEngine
-from headway.engines.train.fsdp.device_mesh import TrainMesh
-from headway.engines.train.fsdp.engine import FsdpEngine
-from headway.models.pretrained import load_model
 
 PEAKS = {
     "B200": 2250.0,
@@ -57,7 +49,7 @@ PROMPT = 128
 TOKENS = 128
 LARGE_GPU_GB = 60
 
-Once = Callable[[], object]
+Once = Callable[[], None]
 
 
 def shape_of(setting: Setting) -> Shape:
@@ -65,13 +57,11 @@ def shape_of(setting: Setting) -> Shape:
 
 
 def model_folder(setting: Setting) -> Path:
-    """The model, made once: on the device, which is quicker."""
+    """Return the model's folder, made once: on the device, which is quicker."""
     folder = setting.scratch / shape_of(setting).name
     if not (folder / "config.json").exists():
         with torch.device(setting.device):
-            model = AutoModelForCausalLM.from_config(shape_of(setting).config("qwen2"), dtype=torch.bfloat16)
-        model.save_pretrained(folder)
-        del model
+            shape_of(setting).random("qwen2").to(torch.bfloat16).save_pretrained(folder)
         _empty(setting)
     return folder
 
@@ -87,10 +77,10 @@ def training_speed(setting: Setting) -> Passed:
     rows = rows_of_length(shape, 8 if setting.small else 16, length)
     contenders = {
         "headway": headway_step(setting, folder, rows, budget),
-        "plain": _plain_step(setting, folder, rows, budget),
+        "plain": partial(_plain_step, setting, folder, rows, budget),
     }
     if setting.on_gpu:
-        contenders["headway, compiled layers"] = headway_step(setting, folder, rows, budget, compiled=True)
+        contenders["headway, compiled layers"] = headway_step(setting, folder, rows, budget, compile=True)
     peak, name = peak_tflops(setting)
     tokens = sum(len(row.input_ids) for row in rows)
     figures: dict[str, Any] = {"device": name, "peak_tflops": peak, "tokens": tokens, "micro_batch_tokens": budget}
@@ -98,7 +88,7 @@ def training_speed(setting: Setting) -> Passed:
     with one_rank_group(setting):
         steps = {contender: measured(setting, make) for contender, make in contenders.items()}
     for contender, (seconds, memory) in steps.items():
-        tflops = training_flops(shape, rows) / seconds / 1e12
+        tflops = work("packed", rows, budget).flops(shape) / seconds / 1e12
         mfu = None if peak is None else tflops / peak
         figures[contender] = {"tokens_per_s": tokens / seconds, "tflops": tflops, "mfu": mfu, "memory_gb": memory}
         said = f"{contender}: {tokens / seconds:,.0f} tokens/s, {tflops:.3g} Tflop/s"
@@ -128,26 +118,14 @@ def measured(setting: Setting, make: Callable[[], Once]) -> tuple[float, float |
 
 
 def headway_step(
-    setting: Setting,
-    folder: Path,
-    rows: Sequence[CollatedRow],
-    budget: int,
-    packing: Layout = "shared",
-    *,
-    compiled: bool = False,
+    setting: Setting, folder: Path, rows: Sequence[CollatedRow], budget: int, **model: Any
 ) -> Callable[[], Once]:
+    """Return what makes a step of the train engine. ``model``: settings of that section."""
+
     def make() -> Once:
-        config = Config(
-            actor=ActorConfig(ppo_max_token_len_per_gpu=budget),
-            model=ModelConfig(enable_gradient_checkpointing=False, packing=packing, compile=compiled),
-        )
-        device = torch.device(setting.device)
-        engine = FsdpEngine(
-            model_path=str(folder),
-            config=config,
-            total_optimizer_steps=100,
-            mesh=TrainMesh.make(ParallelConfig(), device),
-        )
+        sections = {"actor": {"ppo_max_token_len_per_gpu": budget}}
+        sections["model"] = {"enable_gradient_checkpointing": False, **model}
+        engine = train_engine(folder, setting.device, 100, **sections)
 
         def once() -> None:
             loss = engine.train_step(rows, StepContext()).metrics["loss"]
@@ -158,65 +136,23 @@ def headway_step(
     return make
 
 
-def _plain_step(setting: Setting, folder: Path, rows: Sequence[CollatedRow], budget: int) -> Callable[[], Once]:
+def _plain_step(setting: Setting, folder: Path, rows: Sequence[CollatedRow], budget: int) -> Once:
     """All rows are equally long, so that nothing is padded."""
+    side = Plain(folder, budget, setting.device)
+    optimizer = torch.optim.AdamW(side.model.parameters(), lr=1e-6, fused=True)
 
-    def make() -> Once:
-        model = load_model(folder, dtype=torch.float32).to(setting.device)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
-        ids = torch.from_numpy(np.stack([row.input_ids for row in rows]).astype(np.int64)).to(setting.device)
-        advantages = torch.from_numpy(np.stack([row.columns["advantages"] for row in rows])).to(setting.device)
-        behaviour = torch.from_numpy(np.stack([row.logprobs for row in rows])).to(setting.device)
-        prompt, together = rows[0].prompt_length, max(1, budget // ids.shape[1])
+    def once() -> None:
+        norm = side.backward(rows, clip=1.0)
+        require(bool(np.isfinite(norm)), f"the plain step has a gradient norm of {norm}")
+        optimizer.step()
+        optimizer.zero_grad()
 
-        def once() -> None:
-            for part in torch.arange(len(ids)).split(together):
-                with torch.autocast(setting.device, torch.bfloat16) if setting.on_gpu else nullcontext():
-                    logits = model(ids[part], use_cache=False).logits[:, prompt - 1 : -1]
-                targets = ids[part, prompt:]
-                logp = -cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none")
-                ratio = (logp.view_as(targets) - behaviour[part]).exp()
-                terms = torch.minimum(ratio * advantages[part], ratio.clamp(0.8, 1.2) * advantages[part])
-                (-terms.sum() / advantages.numel()).backward()
-            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            require(bool(norm.isfinite()), f"the plain step has a gradient norm of {float(norm)}")
-            optimizer.step()
-            optimizer.zero_grad()
-
-        return once
-
-    return make
+    return once
 
 
 def rows_of_length(shape: Shape, count: int, length: int) -> list[CollatedRow]:
     """A quarter prompt, the rest response."""
-    noise, prompt = np.random.default_rng(0), length // 4
-    response = length - prompt
-    return [
-        CollatedRow(
-            input_ids=noise.integers(0, shape.vocabulary, length).astype(np.int32),
-            prompt_length=prompt,
-            logprobs=np.full(response, -np.log(shape.vocabulary), np.float32),
-            versions=np.zeros(response, np.int32),
-            loss_mask=np.ones(response, np.bool_),
-            columns={"advantages": noise.standard_normal(response).astype(np.float32)},
-        )
-        for _ in range(count)
-    ]
-
-
-def training_flops(shape: Shape, rows: Sequence[CollatedRow]) -> float:
-    """What a step has to compute: 6 per weight and token, the head's for predicted tokens alone, causal attention."""
-    head_dim = shape.hidden // shape.heads
-    attention = shape.hidden * head_dim * (2 * shape.heads + 2 * shape.kv_heads)
-    body = shape.layers * (attention + 3 * shape.hidden * shape.intermediate)
-    head = shape.hidden * shape.vocabulary
-    total = 0.0
-    for row in rows:
-        length = len(row.input_ids)
-        total += 6.0 * (body * length + head * len(row.logprobs))
-        total += 6.0 * shape.layers * shape.hidden * length**2  # two products over half of length², three times
-    return total
+    return group_rows([length // 4] * count, [length - length // 4] * count, shape.vocabulary)
 
 
 def peak_tflops(setting: Setting) -> tuple[float | None, str]:
@@ -230,99 +166,52 @@ def peak_tflops(setting: Setting) -> tuple[float | None, str]:
 
 def decoding_speed(setting: Setting) -> Passed:
     """Tokens per second at 1 to 256 sequences, prompts included, by each way to decode."""
-    folder = model_folder(setting)
-    counts = (1, 4) if setting.small else CONCURRENT
-    tokens = 16 if setting.small else TOKENS
-    ways = {"native": _native(setting, folder, eager=False), "generate": _generate(setting, folder)}
+    counts, tokens = ((1, 4), 16) if setting.small else (CONCURRENT, TOKENS)
+    served = "bfloat16" if setting.on_gpu else "float32"
+    common = (model_folder(setting), max(counts), PROMPT + tokens, setting.device, served)
+    ways: dict[str, Callable[[], Engine]] = {
+        "native": lambda: Native(*common, max_batched_tokens=8192),
+        "generate": lambda: Generate(*common),
+    }
     if setting.on_gpu:
-        ways["without graphs"] = _native(setting, folder, eager=True)
+        ways["without graphs"] = lambda: Native(*common, max_batched_tokens=8192, enforce_eager=True)
     rates: dict[str, dict[int, float]] = {}
     memory: dict[str, float] = {}
-    for way, decode in ways.items():
+    for way, load in ways.items():
         _empty(setting)
         setting.kind.reset_peak(setting.device)
-        rates[way] = decode(counts, tokens)
+        rates[way] = _decoded(setting, load(), counts, tokens)
         if (peak := setting.kind.peak_memory(setting.device)) is not None:
             memory[way] = peak / 1e9
-    lines = [_decoding_line(count, {way: rates[way][count] for way in ways}) for count in counts]
+    lines = []
+    for count in counts:
+        others = ", ".join(f"{way} {rates[way][count]:,.0f}" for way in ways if way != "native")
+        native, ratio = rates["native"][count], rates["native"][count] / rates["generate"][count]
+        lines.append(f"{count:>3} sequences: {native:,.0f} tokens/s ({ratio:.1f}× generate); {others}")
     if memory:
         lines.append("memory at most: " + ", ".join(f"{way} {gb:.1f} GB" for way, gb in memory.items()))
     lines.append(f"prompts of {PROMPT} tokens, answers of {tokens}; tokens of answers ÷ all of the time")
     return Passed(lines, {"tokens_per_s": rates, "memory_gb": memory, "prompt": PROMPT, "tokens": tokens})
 
 
-def _decoding_line(count: int, rates: dict[str, float]) -> str:
-    others = ", ".join(f"{way} {rate:,.0f}" for way, rate in rates.items() if way != "native")
-    ratio = rates["native"] / rates["generate"]
-    return f"{count:>3} sequences: {rates['native']:,.0f} tokens/s ({ratio:.1f}× generate); {others}"
-
-
-Decode = Callable[[Sequence[int], int], dict[int, float]]
-"""(numbers of sequences, tokens of each answer) → tokens per second by number."""
-
-
-def _native(setting: Setting, folder: Path, *, eager: bool) -> Decode:
-    async def run(counts: Sequence[int], tokens: int) -> dict[int, float]:
-        engine = NativeEngine(
-            load_model(folder, dtype=_served(setting)).to(setting.device),
-            name="bench",
-            seed=0,
-            slots=max(counts),
-            max_context=PROMPT + tokens,
-            max_batched_tokens=8192,
-            enforce_eager=eager,
-            decode=lambda ids: "",
-        )
-        rates = {}
-        try:
-            for count in counts:
-                asked = requests([PROMPT] * count, shape_of(setting).vocabulary, tokens=tokens)
-                for _ in range(2):  # the first records graphs
-                    started = time.perf_counter()
-                    async with local_episode_worker(engine) as worker:
-                        groups = [group async for group in worker.generate(asked)]
-                    seconds = time.perf_counter() - started
-                written = sum(group.trajectories[0].length for group in groups)
-                require(written == count * tokens, f"{count} answers have {written} tokens, not {count * tokens}")
-                rates[count] = written / seconds
-        finally:
-            await engine.close()
-        return rates
-
-    return lambda counts, tokens: asyncio.run(run(counts, tokens))
-
-
-def _generate(setting: Setting, folder: Path) -> Decode:
-    def decode(counts: Sequence[int], tokens: int) -> dict[int, float]:
-        model = load_model(folder, dtype=_served(setting)).to(setting.device)
-        rates = {}
+def _decoded(setting: Setting, engine: Engine, counts: Sequence[int], tokens: int) -> dict[int, float]:
+    """Return tokens per second by the number of sequences. ``engine`` is closed at the end."""
+    noise, rates = np.random.default_rng(0), {}
+    try:
         for count in counts:
-            asked = requests([PROMPT] * count, shape_of(setting).vocabulary, tokens=tokens)
-            ids = torch.from_numpy(np.stack([r.prompt.token_ids for r in asked]).astype(np.int64)).to(setting.device)
-            for written in (4, tokens):  # the first touches what is touched first
-                started = time.perf_counter()
-                with torch.inference_mode():
-                    out = model.generate(
-                        ids,
-                        attention_mask=torch.ones_like(ids),
-                        do_sample=True,
-                        top_k=0,
-                        top_p=1.0,
-                        min_new_tokens=written,
-                        max_new_tokens=written,
-                        pad_token_id=0,
-                    )
+            prompts = noise.integers(1, shape_of(setting).vocabulary, (count, PROMPT)).tolist()
+            asked, lengths = [Request(tuple(ids), tokens) for ids in prompts], list[int]()
+
+            def once(asked: Sequence[Request] = asked, lengths: list[int] = lengths) -> None:
+                lengths[:] = engine.run(asked)
                 setting.wait()
-                seconds = time.perf_counter() - started
-            require(out.shape[1] == PROMPT + tokens, f"generate wrote {out.shape[1] - PROMPT} tokens, not {tokens}")
-            rates[count] = count * tokens / seconds
-        return rates
 
-    return decode
-
-
-def _served(setting: Setting) -> torch.dtype:
-    return torch.bfloat16 if setting.on_gpu else torch.float32
+            once()  # records graphs
+            rates[count] = count * tokens / timed(once)
+            require(lengths == [tokens] * count, f"{count} answers have {sum(lengths)} tokens, not {count * tokens}")
+    finally:
+        engine.close()
+    return rates
 
 
 def _empty(setting: Setting) -> None:

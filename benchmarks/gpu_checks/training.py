@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import torch
@@ -22,12 +21,11 @@ from transformers import PreTrainedModel
 
 from benchmarks.gpu_checks.models import checked_shape, peaked_model
 from benchmarks.gpu_checks.setting import CheckFailed, Passed, Setting, one_rank_group, require
-from headway.config.schema import Config
-from headway.config.sections.learning import ActorConfig, FsdpConfig, OptimConfig, ParallelConfig
-from headway.config.sections.model_section import ModelConfig
+from benchmarks.shapes import random_row
+from benchmarks.train_sides import UNLIMITED, distance, train_engine
+from headway.config.sections.learning import OptimConfig
 from headway.data.interfaces.training import StepContext
 from headway.data.packing import CollatedRow
-from headway.engines.train.fsdp.device_mesh import TrainMesh
 from headway.engines.train.fsdp.engine import FsdpEngine
 from headway.models.pretrained import load_model
 
@@ -47,8 +45,6 @@ MEET_S = 60.0
 """Limit for all ranks to be there, and for any collective."""
 
 Weights = Mapping[str, torch.Tensor]
-Layout = Literal["shared", "packed", "padded"]
-"""A value of ``model.packing``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,12 +191,6 @@ def gathered(engine: FsdpEngine) -> dict[str, torch.Tensor]:
     return {s.name: flat[s.offset : s.end].view(torch.float32).view(s.shape) for s in manifest.slots}
 
 
-def distance(found: Weights, expected: Weights) -> float:
-    """‖found − expected‖ ÷ ‖expected‖ over all tensors."""
-    off = sum(float((found[name].double() - e.double()).square().sum()) for name, e in expected.items())
-    return float((off / sum(float(e.double().square().sum()) for e in expected.values())) ** 0.5)
-
-
 def worst(found: Weights, expected: Weights) -> str:
     """The tensor that is furthest from what it should be, in its own norm."""
     return max(expected, key=lambda name: distance({name: found[name]}, {name: expected[name] + 1e-30}))
@@ -215,41 +205,27 @@ def engine_of(
     dtype: str,
     *,
     offload: bool = False,
-    packing: Layout = "shared",
+    packing: str = "shared",
     compiled: bool = False,
 ) -> FsdpEngine:
-    actor = ActorConfig(
-        ppo_max_token_len_per_gpu=MICRO_BATCH_TOKENS,
-        grad_clip=1e9,  # not clipped: the gradient itself is compared
-        optim=OptimConfig(lr=LR, weight_decay=0.0),
-        fsdp_config=FsdpConfig(param_offload=offload),
-    )
-    config = Config(actor=actor, model=ModelConfig(dtype=dtype, packing=packing, compile=compiled))
-    device = torch.device(setting.device)
-    return FsdpEngine(
-        model_path=str(folder),
-        config=config,
-        total_optimizer_steps=10**9,
-        mesh=TrainMesh.make(ParallelConfig(), device),
-    )
+    actor = {
+        "ppo_max_token_len_per_gpu": MICRO_BATCH_TOKENS,
+        "grad_clip": UNLIMITED,
+        "optim": {"lr": LR, "weight_decay": 0.0},
+        "fsdp_config": {"param_offload": offload},
+    }
+    model = {"dtype": dtype, "packing": packing, "compile": compiled}
+    return train_engine(folder, setting.device, actor=actor, model=model)
 
 
 def random_rows(setting: Setting, count: int = 12) -> list[CollatedRow]:
-    """Rows of very different lengths, with masked tokens."""
-    noise = np.random.default_rng(0)
+    """Return rows of very different lengths, with masked tokens."""
+    noise, vocabulary = np.random.default_rng(0), checked_shape(setting).vocabulary
     rows = []
     for _ in range(count):
-        prompt, response = int(noise.integers(1, 20)), int(noise.integers(1, 60))
-        rows.append(
-            CollatedRow(
-                input_ids=noise.integers(0, checked_shape(setting).vocabulary, prompt + response).astype(np.int32),
-                prompt_length=prompt,
-                logprobs=np.zeros(response, np.float32),
-                versions=np.zeros(response, np.int32),
-                loss_mask=noise.random(response) < 0.8,
-                columns={"advantages": noise.standard_normal(response).astype(np.float32)},
-            )
-        )
+        prompt, answer = (noise.integers(0, vocabulary, int(noise.integers(1, most))) for most in (20, 60))
+        row = random_row(prompt, answer, noise.standard_normal(len(answer)))
+        rows.append(replace(row, loss_mask=noise.random(len(answer)) < 0.8))
     return rows
 
 
@@ -267,16 +243,11 @@ def reference(folder: Path, rows: list[CollatedRow]) -> Reference:
 
 
 def tolerance(setting: Setting, folder: Path, rows: Sequence[CollatedRow], expected: Reference, dtype: str) -> float:
-    """Limit of a gradient's distance from ``expected`` in ``dtype``: in bfloat16 by what rounding alone makes of it."""
+    """Limit of a gradient's distance from ``expected``: in bfloat16 by that of Hugging Face's module on the device."""
     if dtype != "bfloat16":
         return FLOAT32_TOLERANCE
-    return BFLOAT16_FACTOR * rounding(setting, folder, rows, expected)
-
-
-def rounding(setting: Setting, folder: Path, rows: Sequence[CollatedRow], expected: Reference) -> float:
-    """How far Hugging Face's module is from ``expected`` in bfloat16 on the device."""
     _, gradient = plain(load_model(folder, dtype=torch.bfloat16).to(setting.device), rows)
-    return distance({name: g.cpu() for name, g in gradient.items()}, expected.gradient)
+    return BFLOAT16_FACTOR * distance({name: g.cpu() for name, g in gradient.items()}, expected.gradient)
 
 
 def plain(model: PreTrainedModel, rows: Sequence[CollatedRow]) -> tuple[float, dict[str, torch.Tensor]]:

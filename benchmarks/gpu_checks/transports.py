@@ -64,19 +64,17 @@ class Ends:
 
     def carry(self, version: int, weights: OutgoingWeights, into: BackBuffer | InPlace) -> None:
         """Returns when ``into`` has ``version``, complete and checked."""
+
+        def receive(stored: StoredVersion | None, incoming: IncomingWeights) -> None:
+            (sink,) = incoming.shares
+            self.receiver.receive(version, sink, stored)
+
         if self.streamed:
-            filling = self.pool.submit(self._fill, version, into, None)
+            filling = self.pool.submit(into.fill, version, partial(receive, None))
             self.sender.send(version, weights)
             filling.result(TIMEOUT_S)
         else:
-            self._fill(version, into, self.sender.send(version, weights))
-
-    def _fill(self, version: int, into: BackBuffer | InPlace, parcel: StoredVersion | None) -> None:
-        def receive(incoming: IncomingWeights) -> None:
-            (sink,) = incoming.shares
-            self.receiver.receive(version, sink, parcel)
-
-        into.fill(version, receive)
+            into.fill(version, partial(receive, self.sender.send(version, weights)))
 
 
 def transports(setting: Setting) -> Passed:

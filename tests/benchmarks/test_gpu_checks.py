@@ -15,6 +15,7 @@ import torch
 from benchmarks.gpu_checks import demo, engine, packing, serving, speed, training, transports
 from benchmarks.gpu_checks.models import HALF_BILLION
 from benchmarks.gpu_checks.setting import CheckFailed, Passed, Setting
+from benchmarks.shapes import work
 from headway.config.transport_facts import TRANSPORTS
 from headway.data.interfaces.training import StepReport
 from headway.data.packing import Segments
@@ -203,8 +204,8 @@ def sleep_keeps_the_weights(patch: pytest.MonkeyPatch) -> None:
 
 
 def other_weights_wake_up(patch: pytest.MonkeyPatch) -> None:
-    right = serving._send
-    patch.setattr(serving, "_send", lambda weights, *more: right({n: 0.5 * w for n, w in weights.items()}, *more))
+    right = serving.receive_from
+    patch.setattr(serving, "receive_from", lambda weights, *more: right({n: 0.5 * w for n, w in weights.items()}))
 
 
 def losses_are_not_finite(patch: pytest.MonkeyPatch) -> None:
@@ -213,8 +214,8 @@ def losses_are_not_finite(patch: pytest.MonkeyPatch) -> None:
 
 
 def answers_are_cut_short(patch: pytest.MonkeyPatch) -> None:
-    right = speed.requests
-    patch.setattr(speed, "requests", lambda *given, tokens: right(*given, tokens=tokens - 1))
+    right = speed.Native.run
+    patch.setattr(speed.Native, "run", lambda self, asked: [length - 1 for length in right(self, asked)])
 
 
 @pytest.mark.parametrize(
@@ -317,7 +318,7 @@ def test_the_flops_of_a_step_are_six_for_each_weight_and_token_and_those_of_atte
     weights = 493_961_216  # without norms and biases; the embedding is the head
     head = 151_936 * 896
     by_hand = 6.0 * ((weights - head) * 64 + head * 48) + 6.0 * 24 * 896 * 64**2
-    assert speed.training_flops(HALF_BILLION, rows) == pytest.approx(by_hand, rel=1e-3)
+    assert work("packed", rows, 64).flops(HALF_BILLION) == pytest.approx(by_hand, rel=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -8,23 +8,22 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import train, train_workload
+from benchmarks import train
 from benchmarks.gpu_checks.setting import Setting, one_rank_group
-from benchmarks.rollout_workload import Size
-from benchmarks.train import Measured, check, told
-from benchmarks.train_sides import Plain, distance, peak_bytes, side_of
-from benchmarks.train_workload import SIZES, Cell, Kind, Lengths, Work, cells, rows_of, work
+from benchmarks.shapes import SIZES, Shape, Work, work
+from benchmarks.train import BUDGET, LENGTHS, SIDES, Cell, Measured, cells, check, told
+from benchmarks.train_sides import Plain, Side, distance, peak_bytes
 from headway.data.packing import Packing
 
-EVEN = Cell("10m", Lengths.EVEN, 8)
-TAILED = Cell("10m", Lengths.LONG_TAILED, 8)
-TINY = Size("tiny", 4096, 32, 2, heads=2, kv_heads=1, head_dim=16, intermediate=64, prefill_requests=0)
+EVEN = Cell("10m", "1:1", 8)
+TAILED = Cell("10m", "long-tailed", 8)
+TINY = Shape("tiny", 4096, 32, 2, heads=2, kv_heads=1, intermediate=64)
 
 # ---------------------------------------------------------------------------------------- the workload
 
 
 def test_the_rows_of_a_group_share_their_prompt_and_nothing_else() -> None:
-    rows = rows_of(EVEN)
+    rows = EVEN.rows()
     assert [len(row.input_ids) for row in rows] == [128] * 32
     prompts = {tuple(row.input_ids[:64].tolist()) for row in rows}
     answers = {tuple(row.input_ids[64:].tolist()) for row in rows}
@@ -33,20 +32,20 @@ def test_the_rows_of_a_group_share_their_prompt_and_nothing_else() -> None:
 
 
 def test_long_tailed_rows_are_few_long_ones_and_many_short_ones_and_the_same_each_time() -> None:
-    lengths = [len(row.logprobs) for row in rows_of(TAILED)]
-    assert max(lengths) == train_workload.LONGEST_ANSWER
+    lengths = [len(row.logprobs) for row in TAILED.rows()]
+    assert max(lengths) == train.LONGEST_ANSWER
     assert np.median(lengths) < max(lengths) / 6
-    assert all(np.array_equal(a.input_ids, b.input_ids) for a, b in zip(rows_of(TAILED), rows_of(TAILED), strict=True))
+    assert all(np.array_equal(a.input_ids, b.input_ids) for a, b in zip(TAILED.rows(), TAILED.rows(), strict=True))
 
 
 def test_arithmetic_of_rows_that_are_equally_long_by_hand() -> None:
-    rows = rows_of(Cell("100m", Lengths.EVEN, 8))  # two groups
+    rows = Cell("100m", "1:1", 8).rows()  # two groups
     seen = 128 * 129 // 2
-    assert work(Kind.PADDED, rows) == work(Kind.PACKED, rows) == Work(16 * 128, 16 * 64, 16 * seen)
+    assert work("padded", rows, BUDGET) == work("packed", rows, BUDGET) == Work(16 * 128, 16 * 64, 16 * seen)
     of_group = 64 * 65 // 2 + 8 * (64 * 64 + 64 * 65 // 2)
-    assert work(Kind.SHARED, rows) == Work(2 * (64 + 8 * 64), 16 * 64, 2 * of_group)
+    assert work("shared", rows, BUDGET) == Work(2 * (64 + 8 * 64), 16 * 64, 2 * of_group)
     # Without attention and head it is a ratio of tokens: 1.78 at 1:1 and eight answers.
-    ratio = work(Kind.PADDED, rows).tokens / work(Kind.SHARED, rows).tokens
+    ratio = work("padded", rows, BUDGET).tokens / work("shared", rows, BUDGET).tokens
     assert ratio == pytest.approx(16 / 9)
 
 
@@ -58,24 +57,24 @@ def test_operations_are_two_for_each_weight_and_token_three_times() -> None:
     assert Work(0, 0, 10).flops(size) == 3 * 4 * 320 * 7 * 10
 
 
-@pytest.mark.parametrize("lengths", Lengths)
-def test_the_arithmetic_counts_the_tokens_that_the_engine_packs(lengths: Lengths) -> None:
-    rows = rows_of(Cell("10m", lengths, 8))
-    for kind, shared in ((Kind.PACKED, False), (Kind.SHARED, True)):
-        packs = Packing(train_workload.BUDGET, packed=True, shared=shared)(rows)
-        assert sum(pack.tokens for pack in packs) == work(kind, rows).tokens
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_the_arithmetic_counts_the_tokens_that_the_engine_packs(lengths: str) -> None:
+    rows = Cell("10m", lengths, 8).rows()
+    for layout, shared in (("packed", False), ("shared", True)):
+        packs = Packing(BUDGET, packed=True, shared=shared)(rows)
+        assert sum(pack.tokens for pack in packs) == work(layout, rows, BUDGET).tokens
 
 
 def test_padding_counts_in_padded_rows_alone() -> None:
-    rows = rows_of(TAILED)
-    assert work(Kind.PADDED, rows).tokens > 1.15 * work(Kind.PACKED, rows).tokens
-    assert work(Kind.PLAIN, rows) == work(Kind.PADDED, rows)
+    rows = TAILED.rows()
+    assert work("padded", rows, BUDGET).tokens > 1.15 * work("packed", rows, BUDGET).tokens
+    assert work("plain", rows, BUDGET) == work("padded", rows, BUDGET)
 
 
 def test_every_combination_is_a_cell_and_long_tailed_lengths_are_measured_once() -> None:
-    made = cells(["1m", "10m"], list(Lengths), [8, 16])
+    made = cells(["1m", "10m"], LENGTHS, [8, 16])
     assert len(made) == 2 * (3 * 2 + 1)
-    assert [cell.n for cell in made if cell.lengths is Lengths.LONG_TAILED] == [8, 8]
+    assert [cell.n for cell in made if cell.lengths == "long-tailed"] == [8, 8]
 
 
 @pytest.mark.parametrize("flags", [("--models", "9m"), ("--lengths", "2:3")])
@@ -94,17 +93,18 @@ def test_all_sides_compute_one_gradient_and_a_wrong_one_ends_the_benchmark(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Computes four steps of a tiny model, and one more."""
-    folder, rows = tmp_path / "model", rows_of(TAILED)[:16]
+    folder, rows = tmp_path / "model", TAILED.rows()[:16]
     TINY.make(folder)
     with one_rank_group(Setting("cpu", tmp_path)):
-        gradients = {kind: side_of(kind, folder, 1024).gradient(rows) for kind in Kind}
+        sides = {"plain": Plain(folder, 1024), **{name: Side(folder, 1024, name) for name in SIDES[1:]}}
+        gradients = {name: side.gradient(rows) for name, side in sides.items()}
     check(TAILED, gradients)
     right = Plain._loss
     monkeypatch.setattr(Plain, "_loss", lambda self, rows, total: right(self, rows, total + 1))
     wrong = Plain(folder, 1024).gradient(rows)
-    assert distance(wrong, gradients[Kind.PLAIN]) > 0
+    assert distance(wrong, gradients["plain"]) > 0
     with pytest.raises(SystemExit, match="shared rows is off by"):
-        check(TAILED, {**gradients, Kind.SHARED: wrong})
+        check(TAILED, {**gradients, "shared": wrong})
 
 
 def test_peak_memory_is_what_was_held_at_once_beyond_what_was_there() -> None:
@@ -124,12 +124,12 @@ def test_peak_memory_is_what_was_held_at_once_beyond_what_was_there() -> None:
 # ---------------------------------------------------------------------------------------- the table
 
 
-def measured(cell: Cell, memory: int = 2_000_000, **seconds: float) -> Measured:
-    found = Measured.of(cell, rows_of(cell))
-    for kind in Kind:
-        for slower in (1.0, 1.1, 9.0):
-            found.add(kind, slower * seconds[kind], slower * seconds[kind])
-        found.bytes[kind] = memory if kind is Kind.SHARED else 2_000_000
+def measured(cell: Cell, **seconds: float) -> Measured:
+    found = Measured(
+        cell, cell.rows(), {side: [slower * s for slower in (1.0, 1.1, 9.0)] for side, s in seconds.items()}
+    )
+    found.cpu_seconds = sum(map(sum, found.seconds.values()))
+    found.bytes = dict.fromkeys(SIDES, 2_000_000)
     return found
 
 
@@ -137,15 +137,11 @@ def test_ratios_are_of_medians_and_stand_beside_what_arithmetic_allows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    good = measured(EVEN, plain=4.0, padded=4.0, packed=4.0, shared=2.5)
-    bad = measured(TAILED, memory=3_000_000, plain=4.0, padded=4.0, packed=3.6, shared=3.6)
-    assert good.ratio(Kind.SHARED) == pytest.approx(1.6)
-    assert 1.6 < good.allowed(Kind.SHARED) < 16 / 9
-    assert good.reached(Kind.SHARED) == pytest.approx(1.6 / good.allowed(Kind.SHARED))
-    text = told([good, bad], {"10m": 10_000_000}, 2, show=False)
+    even = measured(EVEN, plain=4.0, padded=4.0, packed=4.0, shared=2.5)
+    tailed = measured(TAILED, plain=4.0, padded=4.0, packed=3.6, shared=3.6)
+    assert even.ratio("shared") == pytest.approx(1.6)
+    assert 1.6 < even.allowed("shared") < 16 / 9
+    text = told([even, tailed], {"10m": 10_000_000}, 2, show=False)
     assert Path("build/bench/train.md").read_text(encoding="utf-8") == text
-    assert f"| 1.60× | {good.allowed(Kind.SHARED):.2f}× |" in text
-    assert "1.15 × padded on long-tailed lengths: 0 of 1 cells, 1.11× to 1.11×" in text
-    assert "of what arithmetic allows: 1 of 2 cells, " in text
-    assert "memory of shared ≤ that of padded: 1 of 2 cells, 1.00× to 1.50×" in text
+    assert f"| 1.60× | {even.allowed('shared'):.2f}× | {1.6 / even.allowed('shared'):.1%} |" in text
     assert "mean over a cell: 1.00 to 1.00 of 2" in text

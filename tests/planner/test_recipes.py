@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import calibrate
-from benchmarks.calibrate import PartsMeter, misfit, pattern_search
+from benchmarks.calibrate import PUBLISHED, Assumptions, Lengths, PartsMeter, misfit, pattern_search, profile_of
 from benchmarks.predict import DEMO, B, trainable_modes
-from benchmarks.workload import PUBLISHED, Assumptions, Lengths, profile_of
 from headway.config.loading import load
 from headway.config.presets import PRESETS
 from headway.planner.grid import mean_length, own
