@@ -12,7 +12,6 @@ its new start.
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -45,15 +44,9 @@ from headway.reports.trackers.tracker_set import open_trackers
 
 Lock = AbstractContextManager[Any]
 
-MANY = (events.TrajectoryFinished, events.StageChanged, events.GroupAdmitted, events.GroupRewarded, events.GroupSettled)
-"""Events that come with every group. They wait a moment for others: handled in between the run's own work, each of them
-finds none of the reports' code in the core's cache."""
-MOST_WAITING = 512
 MOST_STATES = 8
 """Most states of the metrics that wait for the disk."""
 WITHOUT_STATE = "no state of the metrics was kept: reports and a resume of this run read more events, and take longer"
-WAIT_S = 0.25
-"""Seconds on the events' clock after whose end the next event has those that wait handled."""
 
 
 @dataclass(slots=True)
@@ -118,25 +111,11 @@ class Reports:
         self._log = EventLog(directory.path)
         # Metrics before the view, so that what is shown includes the event that caused it to be shown.
         self._observers: list[Observer] = [self._events, metrics, view, self._log]
-        self._waiting: deque[Event] = deque()
-        """Events that no report has seen yet, in order."""
         self._closed = False
 
     def on_event(self, event: Event) -> None:
-        """Hand ``event`` to every report: at once, with all before it, or in a moment where it is one of `MANY`."""
+        """Hand ``event`` to every report."""
         with self._lock:
-            waiting = self._waiting
-            waiting.append(event)
-            late = event.time - waiting[0].time >= WAIT_S
-            if late or len(waiting) >= MOST_WAITING or not isinstance(event, MANY):
-                self._hand_on()
-            if isinstance(event, events.RunStarted):
-                self._trackers.start()
-
-    def _hand_on(self) -> None:
-        """Hand the events that wait to every report. An interrupt leaves those that it has not got to waiting."""
-        while self._waiting:
-            event = self._waiting.popleft()
             if self._clock is not None:
                 event = self._clock.read(event)
             for observer in self._observers:
@@ -144,6 +123,8 @@ class Reports:
             lines = self._events.lines
             if isinstance(event, events.VersionReached) and lines is not None and self._events.told == event.version:
                 self._keep_state(event, lines)
+            if isinstance(event, events.RunStarted):
+                self._trackers.start()
 
     def _keep_state(self, event: events.VersionReached, lines: int) -> None:
         """Keep the metrics' state for readers. Only its copy is made here; it is written beside the run.
@@ -179,14 +160,12 @@ class Reports:
     def summary(self) -> dict[str, Any]:
         """Return the run so far as one object, as in ``summary.json``."""
         with self._lock:
-            self._hand_on()
             return summary(self._metrics)
 
     @property
     def groups(self) -> dict[str, int]:
         """Numbers of groups by fate so far, derived from the events; the ledger's balance has the same."""
         with self._lock:
-            self._hand_on()
             return self._metrics.tally.counts()
 
     @property
@@ -206,7 +185,6 @@ class Reports:
         made from the record has that moment.
         """
         with self._lock:
-            self._hand_on()
             first = self._metrics.first
             return 0.0 if first is None else (time if self._clock is None else self._clock.at(time)) - first
 
@@ -232,7 +210,6 @@ class Reports:
         self._closed = True
         try:
             with self._lock:
-                self._hand_on()
                 for observer in self._observers:
                     if observer is not self._view:
                         observer.close()
