@@ -59,7 +59,7 @@ class EchoRole(Role):
 
     @register(Dispatch.SPLIT, Collect.COLUMNS)
     def logprobs_plus(self, samples: Sequence[Sample], offset: float) -> list[NDArray[np.float32]]:
-        return [row.logprobs + np.float32(offset) for row in self._rows(samples)]
+        return [row.logprobs + np.float32(offset) for row in self.batch.rows(samples)]
 
     @register(Dispatch.SPLIT)
     def lengths(self, samples: Sequence[Sample]) -> list[int]:
@@ -67,7 +67,7 @@ class EchoRole(Role):
 
     @register(Dispatch.SPLIT)
     def columns_seen(self, samples: Sequence[Sample]) -> list[float]:
-        return [float(row.columns["ref_logprobs"][0]) for row in self._rows(samples)]
+        return [float(row.columns["ref_logprobs"][0]) for row in self.batch.rows(samples)]
 
     @register(Dispatch.ONE_TO_ALL)
     def fail_on(self, rank: int) -> None:
@@ -95,7 +95,7 @@ class EchoRole(Role):
 
     @register(Dispatch.SPLIT)
     def lengths_fetched(self, samples: Sequence[Sample]) -> list[int]:
-        return [len(row.logprobs) for row in self._rows(samples)]
+        return [len(row.logprobs) for row in self.batch.rows(samples)]
 
     async def numbers(self, count: int) -> AsyncGenerator[int, None]:
         for number in range(count):

@@ -89,7 +89,7 @@ async def served() -> AsyncIterator[tuple[Answers, CallServer, WorkerConnection]
     yield role, server, connection
     connection.close()
     server.close()
-    await host.close()
+    await host.end()
 
 
 Served = tuple[Answers, CallServer, WorkerConnection]
@@ -157,7 +157,7 @@ async def test_an_ipv6_address_will_do() -> None:
     assert await connection.call("note", 1) == 1
     connection.close()
     server.close()
-    await host.close()
+    await host.end()
 
 
 async def test_nobody_is_served_without_the_key(served: Served) -> None:
@@ -236,7 +236,7 @@ async def test_a_connection_that_breaks_again_and_again_loses_and_repeats_no_cal
         assert proxy.left < 6, "connections were cut"
         connection.close()
     server.close()
-    await host.close()
+    await host.end()
 
 
 async def test_a_worker_where_nothing_listens_any_more_is_gone_at_once() -> None:
@@ -251,7 +251,7 @@ async def test_a_worker_where_nothing_listens_any_more_is_gone_at_once() -> None
         await waiting
     with pytest.raises(ConnectionEnded, match="nothing listens there any more"):
         await connection.call("note", 1)
-    await host.close()
+    await host.end()
 
 
 async def test_a_server_that_does_not_know_the_session_is_another_process(served: Served) -> None:

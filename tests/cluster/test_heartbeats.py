@@ -42,7 +42,7 @@ class Busy:
 
 async def doing(host: RoleHost, pattern: str) -> Heartbeat:
     async with asyncio.timeout(60):
-        while not re.match(f"{pattern}$", (beat := host.heartbeat()).doing):  # noqa: ASYNC110 - another thread moves on
+        while not re.match(f"{pattern}$", (beat := await host.heartbeat()).doing):  # noqa: ASYNC110 - another thread moves on
             await asyncio.sleep(0.001)
     return beat
 
@@ -57,14 +57,14 @@ async def test_a_role_tells_of_its_thread_while_it_works_and_is_idle_afterwards(
     assert beat.quiet_s < 30
     role.go_on.release()
     await step
-    assert host.heartbeat() == Heartbeat("")
-    await host.close()
+    assert await host.heartbeat() == Heartbeat("")
+    await host.end()
 
 
 async def test_calls_that_wait_are_told_by_method_and_are_no_progress() -> None:
     """Else the question that a monitor asks each second would be a sign of life."""
     host, until = RoleHost(Busy(), "rollout-0"), asyncio.Event()
-    stream = host.stream("generate", until)
+    stream = host.each("generate", until)
     await anext(stream)
     calls = [asyncio.create_task(host.call("pause", until)) for _ in range(3)]
     beat = await doing(host, r"1 × generate for \d+ s; 3 × pause for \d+ s")
@@ -72,8 +72,8 @@ async def test_calls_that_wait_are_told_by_method_and_are_no_progress() -> None:
     until.set()
     await asyncio.gather(*calls)
     assert [item async for item in stream] == []
-    assert host.heartbeat() == Heartbeat("")
-    await host.close()
+    assert await host.heartbeat() == Heartbeat("")
+    await host.end()
 
 
 def test_a_rank_waits_for_another_longer_than_any_step_whatever_the_stall_detector_is_set_to(

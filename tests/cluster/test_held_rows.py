@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +30,11 @@ class TrainerLike(Role):
 
     @register(Dispatch.SPLIT, Collect.COLUMNS)
     def forward(self, samples: Sequence[Sample]) -> list[NDArray[np.float32]]:
-        return [row.logprobs + 1 for row in self._rows(samples)]
+        return [row.logprobs + 1 for row in self.batch.rows(samples)]
 
     @register(Dispatch.SPLIT)
     def step(self, samples: Sequence[Sample]) -> None:
-        for row in self._rows(samples):
+        for row in self.batch.rows(samples):
             assert (row.columns["prox_logprobs"] == row.logprobs + 1).all()
             assert (row.columns["advantages"] == np.float32(0.1)).all()
 
@@ -58,7 +59,7 @@ class Rank:
         return read
 
     async def call(self, method: str, *args: Any) -> Any:
-        return getattr(self.role, method)(*args)
+        return attrgetter(method)(self.role)(*args)
 
     async def keep(self, method: str, parts: Sequence[Sequence[int]], *args: Any) -> list[Any]:
         result = await self.call(method, *args)
@@ -126,10 +127,10 @@ async def test_a_rank_reads_its_share_of_a_fetch_once_whatever_is_computed_from_
     assert sum(rank.files for rank in ranks) <= (1.1 if few else 1.02) * whole
     before = [rank.fetches for rank in ranks]
     await trainer.end_fetch()
-    assert all(not rank.role._held._rows and not rank.role._held._columns for rank in ranks)
+    assert all(not rank.role.batch._rows and not rank.role.batch._columns for rank in ranks)
     await trainer.forward(samples)
     assert all(rank.fetches > fetches for rank, fetches in zip(ranks, before, strict=True)), "it was forgotten"
-    assert all(not rank.role._held._rows for rank in ranks), "without a fetch nothing is held"
+    assert all(not rank.role.batch._rows for rank in ranks), "without a fetch nothing is held"
 
 
 def test_what_is_asked_for_once_is_not_held_and_what_is_held_is_not_fetched_for_it() -> None:

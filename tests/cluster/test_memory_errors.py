@@ -64,7 +64,7 @@ async def test_a_worker_whose_memory_is_not_enough_says_so_and_what_needs_less(
         with pytest.raises(RunError, match=f"^worker actor-0 ran out of memory in '{method}': .*{says}") as raised:
             await host.call(method, takes)
     finally:
-        await host.close()
+        await host.end()
     assert "lower actor.ppo_max_token_len_per_gpu" in str(raised.value)
     assert "\n" not in str(raised.value)
 
@@ -78,9 +78,9 @@ async def test_an_engine_that_ended_over_its_memory_says_what_needs_less() -> No
     host = RoleHost(Hungry(), "rollout-0")
     try:
         with pytest.raises(WorkerDied, match=r"ended: OutOfMemoryError: CUDA out of memory\. Training needs less with"):
-            await anext(host.stream("generate", ended))
+            await anext(host.each("generate", ended))
     finally:
-        await host.close()
+        await host.end()
 
 
 @pytest.mark.parametrize("error", [RuntimeError("boom"), OSError(errno.ENOSPC, "No space left"), ConfigError("no")])
@@ -93,5 +93,5 @@ async def test_what_else_a_role_raises_arrives_as_it_was_raised(error: Exception
         with pytest.raises(type(error)) as raised:
             await host.call("step", fail)
     finally:
-        await host.close()
+        await host.end()
     assert raised.value is error

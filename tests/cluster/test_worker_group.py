@@ -162,13 +162,13 @@ async def test_between_its_begin_and_its_end_all_calls_find_the_episodes_of_a_fe
         await ranks.total(mini_batch, 1)
     for worker in workers:
         begun, (_, all_of_it), *steps = worker.calls
-        assert begun == ("begin_fetch",)
+        assert begun == ("batch.begin",)
         for (_, share, _), mini_batch in zip(steps, (fetch[:3], fetch[3:], fetch[:3]), strict=True):
             assert share == [sample for sample in all_of_it if sample in mini_batch] != []
     with pytest.raises(RunError, match=r"w0, w1: episode \(0, 0, 1, 0\) is not of the fetch that has begun"):
         await ranks.total([replace(fetch[0], episode=TrajectoryId(0, 0, 1, 0))], 1)
     await ranks.end_fetch()
-    assert [worker.calls[-1] for worker in workers] == [("end_fetch",)] * 2
+    assert [worker.calls[-1] for worker in workers] == [("batch.end",)] * 2
     await ranks.total(samples(1, 1), 1)
 
 
@@ -195,7 +195,7 @@ async def test_the_ranks_of_an_inner_mesh_compute_the_same_samples_and_the_first
     ranks = WorkerGroup(Doubler, workers, inner=2)
     fetch = samples(9, 2, 1, 8, 7, 3)
     await ranks.begin_fetch([fetch])
-    assert [worker.calls for worker in workers] == [[("begin_fetch",)]] * 6
+    assert [worker.calls for worker in workers] == [[("batch.begin",)]] * 6
     columns = await ranks.columns(fetch)
     assert await ranks.joined(fetch) == 10**0 + 10**2 + 10**4
     assert await ranks.total(fetch, 3) == 1
@@ -205,8 +205,8 @@ async def test_the_ranks_of_an_inner_mesh_compute_the_same_samples_and_the_first
         _, (_, share), (_, again), (_, once_more, factor) = first.calls
         assert share == again == once_more != [] and factor == 3
         shares.append(share)
-        assert first.came_back == ["begin_fetch", "joined", "total"]
-        assert beside.came_back == ["begin_fetch"], "what it computes is not sent to anybody"
+        assert first.came_back == ["batch.begin", "joined", "total"]
+        assert beside.came_back == ["batch.begin"], "what it computes is not sent to anybody"
         assert beside.kept == [("columns", 0), ("joined", 0), ("total", 0)]
     assert sorted(sample.tokens for share in shares for sample in share) == list(range(6))
     for sample, column in zip(fetch, columns, strict=True):

@@ -24,7 +24,7 @@ def test_a_worker_that_fails_leaves_its_traceback_in_the_drivers_log_under_its_o
         host = RoleHost(Role(), "actor-1")
         with pytest.raises(ValueError, match="no such folder"):
             await host.call("build")
-        await host.close()
+        await host.end()
 
     log = DriverLog(tmp_path / "logs", "first")
     try:

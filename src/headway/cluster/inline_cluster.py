@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, NoReturn
 
 from headway.cluster.machine.worker_setup import math_environment, threads_of
@@ -14,7 +14,6 @@ from headway.config.schema import Config
 from headway.data.types import Handle
 from headway.devices import chosen, kind_of
 from headway.errors import ConfigError
-from headway.runtime.progress import Heartbeat
 
 
 def _themselves(handles: Sequence[Handle[Any]]) -> list[Any]:
@@ -25,28 +24,21 @@ def _itself(value: Any) -> Handle[Any]:
     return value
 
 
-class InlineWorker:
-    """Implementation of `Worker` in this process: handles are the objects themselves."""
+class InlineWorker(RoleHost):
+    """Implementation of `Worker` and `Peer` in this process: handles are the objects themselves."""
 
     def __init__(self, spec: WorkerSpec, device: str, threads: int) -> None:
-        self.name = spec.name
         role = spec.role(
             **spec.arguments, name=spec.name, device=device, threads=threads, fetch=_themselves, put=_itself
         )
-        self._host = RoleHost(role, spec.name)
+        super().__init__(role, spec.name)
 
     async def up(self) -> None:
         """Return at once: the worker is this process."""
 
-    async def call(self, method: str, *args: Any) -> Any:
-        return await self._host.call(method, *args)
-
     async def keep(self, method: str, parts: Sequence[Sequence[int]], *args: Any) -> list[Handle[Any]]:
-        result = await self._host.call(method, *args)
+        result = await self.call(method, *args)
         return [[result[place] for place in part] for part in parts]
-
-    def each(self, method: str, *args: Any, apart_s: float = 0.0) -> AsyncGenerator[Any, None]:
-        return self._host.stream(method, *args)
 
     def peer(self) -> InlineWorker:
         """Return the worker itself: all others are in its process."""
@@ -54,9 +46,6 @@ class InlineWorker:
 
     def close(self) -> None:
         """Do nothing, as a `Peer`: the worker itself ends with `kill`."""
-
-    async def heartbeat(self) -> Heartbeat:
-        return self._host.heartbeat()
 
     async def died(self) -> NoReturn:
         """Wait for ever: there is no process that could end alone."""
@@ -68,7 +57,7 @@ class InlineWorker:
         await self.died()
 
     async def kill(self) -> None:
-        await self._host.close()
+        await self.end()
 
 
 class InlineCluster:

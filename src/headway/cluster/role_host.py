@@ -79,7 +79,7 @@ class RoleHost:
 
     def __init__(self, role: Any, name: str) -> None:
         self._role = role
-        self._name = name
+        self.name = name
         self._progress = Progress()
         """Progress of the role's thread, where a rank computes. An engine reports its own in `RolloutEngine.stats`."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=name, initializer=count_for, initargs=(self._progress,))
@@ -95,7 +95,7 @@ class RoleHost:
         Raises what the method raises, and `RunError` where its memory was not enough.
         """
         function = attrgetter(method)(self._role)
-        with self._failures_logged(method), memory_errors_told(self._name, method):
+        with self._failures_logged(method), memory_errors_told(self.name, method):
             if inspect.iscoroutinefunction(function):
                 with self._call(method):
                     return await function(*args)
@@ -103,15 +103,17 @@ class RoleHost:
                 self._thread, partial(self._run, method, function, args)
             )
 
-    async def stream(self, method: str, *args: Any) -> AsyncGenerator[Any, None]:
-        """Yield what the role's asynchronous generator yields. Raises as `call` does."""
-        with self._failures_logged(method), memory_errors_told(self._name, method), self._call(method):
+    async def each(self, method: str, *args: Any, apart_s: float = 0.0) -> AsyncGenerator[Any, None]:
+        """Yield what the role's asynchronous generator yields, at once: ``apart_s`` is for other processes. Raises as
+        `call` does.
+        """
+        with self._failures_logged(method), memory_errors_told(self.name, method), self._call(method):
             async with aclosing(attrgetter(method)(self._role)(*args)) as items:
                 async for item in items:
                     yield item
 
-    def heartbeat(self) -> Heartbeat:
-        """Return a description of what the role does, while it does it; call this on the event loop's thread."""
+    async def heartbeat(self) -> Heartbeat:
+        """Return a description of what the role does, on the event loop's thread, while the role's own computes."""
         beat = self._progress.heartbeat()
         counts = Counter(method for method, _ in self._open.values())
         first = dict(reversed(self._open.values()))  # the oldest call of each method counts
@@ -145,7 +147,7 @@ class RoleHost:
         finally:
             del self._open[call]
 
-    async def close(self) -> None:
+    async def end(self) -> None:
         """Close the role once its current work is done, and end its thread. A second call does nothing."""
         if self._closing:
             return

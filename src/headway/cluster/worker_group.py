@@ -269,27 +269,20 @@ class WorkerGroup:
             raise AttributeError(f"{name!r} is not a registered method of {self.__dict__.get('_role')}")
         return partial(self._start, name, registration)
 
-    def call(self, method: str, *args: Any) -> asyncio.Task[Any]:
-        """Call the registered ``method`` by its name, as a `proxy` does."""
-        task: asyncio.Task[Any] = getattr(self, method)(*args)
-        return task
+    def call(self, method: str, *args: Any) -> Awaitable[Any]:
+        """Call the ``method`` by its name, as a `proxy` does."""
+        called: Awaitable[Any] = getattr(self, method)(*args)
+        return called
 
-    def begin_fetch(self, mini_batches: Sequence[Sequence[Sample]]) -> asyncio.Task[Any]:
+    async def begin_fetch(self, mini_batches: Sequence[Sequence[Sample]]) -> None:
         """Assign a fetch to the data ranks, which hold what they read of it until `end_fetch`."""
-        return asyncio.create_task(self._begin_fetch(mini_batches), name=f"{self._role.__name__}.begin_fetch")
-
-    async def _begin_fetch(self, mini_batches: Sequence[Sequence[Sample]]) -> None:
         self._owners = await self._assigned(mini_batches)
-        await self._tell("begin_fetch")
+        await concurrently(worker.call("batch.begin") for worker in self.workers)
 
-    def end_fetch(self) -> asyncio.Task[Any]:
+    async def end_fetch(self) -> None:
         """Forget the fetch, on the ranks, too."""
         self._owners = None
-        return self._tell("end_fetch")
-
-    def _tell(self, method: str) -> asyncio.Task[Any]:
-        calls = concurrently(worker.call(method) for worker in self.workers)
-        return asyncio.create_task(calls, name=f"{self._role.__name__}.{method}")
+        await concurrently(worker.call("batch.end") for worker in self.workers)
 
     def _start(self, method: str, registration: Registration, *args: Any) -> asyncio.Task[Any]:
         args = tuple(argument.absolute() if isinstance(argument, Path) else argument for argument in args)

@@ -254,7 +254,7 @@ class _Caller:
                 result = await self._host.call(method, *args)
                 self._send(CallFrameKind.RESULT, frame.number, result)
                 return
-            async with aclosing(self._host.stream(method, *args)) as items:
+            async with aclosing(self._host.each(method, *args)) as items:
                 async for item in items:
                     self._send(CallFrameKind.ITEM, frame.number, item)
                     await self._session.has_room.wait()

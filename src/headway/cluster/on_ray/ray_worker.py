@@ -193,8 +193,7 @@ class WorkerActor:
         return self._server.address
 
     async def heartbeat(self) -> Heartbeat:
-        """Return the role's heartbeat, on the event loop's thread, while the role's own thread computes."""
-        return self._host.heartbeat()
+        return await self._host.heartbeat()
 
     async def forever(self) -> None:
         """Wait for ever: the call fails when the process ends."""

@@ -114,17 +114,17 @@ class ActorRole(WithCritic):
 
     @register(Dispatch.SPLIT, Collect.COLUMNS)
     def forward_logprobs(self, samples: Sequence[Sample]) -> list[NDArray[np.float32]]:
-        return self._engine.forward_logprobs(self._rows(samples))
+        return self._engine.forward_logprobs(self.batch.rows(samples))
 
     @register(Dispatch.SPLIT, Collect.COLUMNS)
     def reference_logprobs(self, samples: Sequence[Sample]) -> list[NDArray[np.float32]]:
         if self._reference is None:
             raise RunError("this run has no reference policy: nothing in its algorithm asks for one")
-        return self._reference.forward_logprobs(self._rows(samples))
+        return self._reference.forward_logprobs(self.batch.rows(samples))
 
     @register(Dispatch.SPLIT, Collect.COLUMNS)
     def proximal_logprobs(self, samples: Sequence[Sample], version: int) -> list[NDArray[np.float32]]:
-        return self._engine.proximal_logprobs(self._rows(samples), version)
+        return self._engine.proximal_logprobs(self.batch.rows(samples), version)
 
     @register(Dispatch.RANK_ZERO)
     def outcome_advantages(self, outcomes: Outcomes) -> NDArray[np.float32] | None:
@@ -134,7 +134,7 @@ class ActorRole(WithCritic):
     @register(Dispatch.RANK_ZERO, Collect.COLUMNS)
     def advantages(self, samples: Sequence[Sample], outcomes: Outcomes) -> list[NDArray[np.float32]]:
         """Return the advantages of each sample of a whole fetch, all of whose tokens are looked at here."""
-        columns = self._advantages(self._held.rows(samples, once=True), outcomes)
+        columns = self._advantages(self.batch.rows(samples, once=True), outcomes)
         self._returns = columns.get(ColumnName.RETURNS, [])
         return columns[ColumnName.ADVANTAGES]
 
@@ -146,12 +146,12 @@ class ActorRole(WithCritic):
 
     @register(Dispatch.SPLIT, Collect.JOINED)
     def train_step(self, samples: Sequence[Sample], context: StepContext) -> StepReport:
-        return self._engine.train_step(self._rows(samples), context)
+        return self._engine.train_step(self.batch.rows(samples), context)
 
     @register(Dispatch.SPLIT, Collect.JOINED)
     def token_loss(self, samples: Sequence[Sample]) -> TokenLoss:
         """Return the loss of the tokens that the samples train, under the current weights."""
-        rows = self._rows(samples)
+        rows = self.batch.rows(samples)
         logprobs = self._engine.forward_logprobs(rows)
         nats = -sum(float(of_row[row.loss_mask].sum()) for row, of_row in zip(rows, logprobs, strict=True))
         return TokenLoss(nats, sum(int(row.loss_mask.sum()) for row in rows))

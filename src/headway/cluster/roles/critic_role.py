@@ -37,11 +37,11 @@ class WithCritic(Role):
 
     @register(Dispatch.SPLIT, Collect.COLUMNS)
     def forward_values(self, samples: Sequence[Sample]) -> list[NDArray[np.float32]]:
-        return self._the_critic.forward_values(self._rows(samples))
+        return self._the_critic.forward_values(self.batch.rows(samples))
 
     @register(Dispatch.SPLIT)
     def critic_step(self, samples: Sequence[Sample]) -> StepReport:
-        return self._the_critic.train_step(self._rows(samples))
+        return self._the_critic.train_step(self.batch.rows(samples))
 
     @register(Dispatch.ONE_TO_ALL, files="saving the critic's checkpoint")
     def save_critic(self, path: Path) -> None:

@@ -74,7 +74,7 @@ class LogpRole(Role):
 
     @register(Dispatch.SPLIT, Collect.COLUMNS)
     def proximal_logprobs(self, samples: Sequence[Sample], version: int) -> list[NDArray[np.float32]]:
-        return self._copy.proximal_logprobs(self._rows(samples), version)
+        return self._copy.proximal_logprobs(self.batch.rows(samples), version)
 
     async def stage_weights(self, version: int, left: Left) -> ReceiveReport:
         """Stage ``version``. ``left``: what senders left, or where another process has the version."""
@@ -118,4 +118,4 @@ class RefRole(Role):
 
     @register(Dispatch.SPLIT, Collect.COLUMNS)
     def reference_logprobs(self, samples: Sequence[Sample]) -> list[NDArray[np.float32]]:
-        return self._engine.forward_logprobs(self._rows(samples))
+        return self._engine.forward_logprobs(self.batch.rows(samples))

@@ -13,8 +13,7 @@ from headway.cluster.profiled_processes import ProcessProfile
 from headway.cluster.roles.file_probe import FileProbe
 from headway.config.schema import Config
 from headway.config.sizing.timeouts import Timeouts, model_nbytes
-from headway.data.packing import CollatedRow
-from headway.data.types import Handle, Sample
+from headway.data.types import Handle
 from headway.devices import kind_of
 from headway.engines.weights.transports.links import Address, EndContext
 
@@ -51,7 +50,8 @@ class Role:
         self._host = host
         self.lookout = FileProbe(host)
         self.profile = ProcessProfile(name)
-        self._held = BatchCache(fetch)
+        self.batch = BatchCache(fetch)
+        """The rows of the fetch that has begun."""
 
     def hardware(self) -> Hardware:
         """Return a description of the hardware that this rank computes on; call it once the role is built."""
@@ -62,18 +62,6 @@ class Role:
         from headway.engines.weights.incoming_version import memory_domain
 
         return memory_domain()
-
-    def begin_fetch(self) -> None:
-        """Hold from now on the rows that calls ask for, until `end_fetch`."""
-        self._held.begin()
-
-    def end_fetch(self) -> None:
-        """Forget the rows that are held."""
-        self._held.end()
-
-    def _rows(self, samples: Sequence[Sample]) -> list[CollatedRow]:
-        """Return the samples with their arrays, fetched once for all calls of a fetch."""
-        return self._held.rows(samples)
 
     def _set_threads(self) -> None:
         import torch

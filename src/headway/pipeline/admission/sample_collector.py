@@ -109,10 +109,6 @@ class Samples:
             drawn.rewarded, drawn.baseline = time, group.baseline
             drawn.scores = _by_episode(group.trajectories, scores)
 
-    def of(self, groups: Iterable[Group]) -> frozenset[GroupId]:
-        """Return the identities of those of ``groups`` that were drawn."""
-        return frozenset(group.id for group in groups if group.number in self._open)
-
     def trained(self, rows: Iterable[TrainedRow]) -> None:
         """Take rows of drawn groups, as an optimizer step saw them."""
         for row in rows:

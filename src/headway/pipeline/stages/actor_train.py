@@ -26,7 +26,6 @@ from contextlib import AbstractContextManager, aclosing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from headway.data.assignment import GroupId
 from headway.data.interfaces.episode_groups import Group
 from headway.data.interfaces.training import (
     AdvantageFn,
@@ -279,13 +278,11 @@ class ActorTrain(Stage[Fetch | Resumed, PendingUpdate]):
     async def _step(self, groups: Sequence[Group], *, first: bool) -> StepReport:
         """Make one optimizer step. ``first``: in the first epoch, whose rows are shown where their groups are drawn."""
         mask_cut_off, samples = self._settings.mask_cut_off, self._state.samples
-        shown = samples.of(groups) if samples is not None and first else frozenset[GroupId]()
+        shown = frozenset(group.id for group in groups if first and group.shown)
         rows = [
             sample
             for group in groups
-            for sample in group.samples(
-                SHOWN_COLUMNS if shown and group.id in shown else COLUMNS, mask_cut_off=mask_cut_off
-            )
+            for sample in group.samples(SHOWN_COLUMNS if group.id in shown else COLUMNS, mask_cut_off=mask_cut_off)
         ]
         progress = self._steps_of_version / self._settings.steps_per_version
         context = StepContext(self._state.version, progress, self._guard.clip_scale, shown)
