@@ -34,8 +34,8 @@ from headway.data.types import (
     SampledTokens,
     Trajectory,
 )
-from headway.engines.train.batch_advantages import FetchAdvantages
-from headway.pipeline.admission.fetches import add_column, outcomes, samples_of
+from headway.engines.train.batch_advantages import BatchAdvantages
+from headway.pipeline.admission.train_batches import add_column, outcomes, samples_of
 
 MINI_BATCHES = 4
 COST = Cost(4096)
@@ -75,7 +75,7 @@ def write(number: int, lengths: Sequence[int], files: TokenFiles) -> Group:
 def advantages(groups: Sequence[Group]) -> None:
     """Give each row its advantage, from rewards alone, as rank zero and the driver do."""
     of = outcomes(groups)
-    computed = FetchAdvantages(AlgorithmConfig()).of_outcomes(of)
+    computed = BatchAdvantages(AlgorithmConfig()).of_outcomes(of)
     assert computed is not None
     add_column(groups, "advantages", computed[of.episode_of].tolist())
 

@@ -8,11 +8,26 @@ import tomllib
 from collections import defaultdict
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
+from importlib import import_module
+from inspect import isclass, signature
 from pathlib import Path
+from pkgutil import iter_modules
 
 import pytest
 
 from headway.pipeline import run, stages
+from headway.pipeline.actor_critic import Actor, Critic
+from headway.pipeline.episode_workers import EpisodeWorkers
+from headway.pipeline.off_policy_guard import Guard
+from headway.pipeline.recovery.checkpoint_manager import CheckpointManager
+from headway.pipeline.recovery.run_monitor import RunMonitor
+from headway.pipeline.recovery.supervision import Supervision
+from headway.pipeline.stage import Stage
+from headway.pipeline.stages.validate import Validators
+from headway.pipeline.update.pause_controller import PauseController
+from headway.pipeline.update.replica_pool import ReplicaPool
+from headway.pipeline.update.version_transfer import VersionTransfer
+from headway.pipeline.update.weight_loading import WeightLoading
 
 ROOT = Path(__file__).parents[1]
 FIRST, LAST = "┌──────── ground truth", "└─▶ Validate"
@@ -35,10 +50,34 @@ def test_the_picture_is_the_same_wherever_it_is_shown(shown: str) -> None:
     assert picture_in(shown) == DRAWN
 
 
-def test_each_stage_has_a_file_and_a_box_in_the_picture() -> None:
-    files = {path.stem for path in Path(stages.__file__).parent.glob("[!_]*.py")}
+MODULES = [import_module(f"{stages.__name__}.{module.name}") for module in iter_modules(stages.__path__)]
+CLASSES = {cls.__name__: cls for module in MODULES for cls in vars(module).values() if isclass(cls)}
+STAGES = [cls for _, cls in sorted(CLASSES.items()) if issubclass(cls, Stage) and cls is not Stage]
+MADE = (
+    Actor,
+    CheckpointManager,
+    Critic,
+    EpisodeWorkers,
+    Guard,
+    PauseController,
+    ReplicaPool,
+    RunMonitor,
+    Supervision,
+    Validators,
+    VersionTransfer,
+    WeightLoading,
+)
+"""Parts that stages are made with, and that watch over them."""
+
+
+def test_each_stage_has_a_box_in_the_picture() -> None:
     boxes = set(re.findall(r"[A-Z][a-z]+(?:[A-Z][A-Za-z]+)?", DRAWN)) - {"MessageQueue", "Staleness"}
-    assert {name.replace("_", "") for name in files} == {name.lower() for name in boxes}
+    assert {stage.__name__ for stage in STAGES} == boxes
+
+
+@pytest.mark.parametrize("part", [*STAGES, *MADE], ids=lambda part: part.__name__)
+def test_a_stage_or_part_of_the_pipeline_is_made_of_eight_things_at_most(part: type) -> None:
+    assert len(signature(part).parameters) <= 8
 
 
 def test_the_layers_in_the_docs_are_those_of_the_linter() -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Protocol, Self, TypeVar, dataclass_transform
 
 WAITS_FOR_GROUPS = "groups from the message queue"
-"""Value of ``StageChanged.waiting_for`` for a stage that takes fetches; reports look for this text."""
+"""Value of ``StageChanged.waiting_for`` for a stage that takes batches; reports look for this text."""
 
 Span = tuple[float, float]
 
@@ -190,7 +190,7 @@ class GroupSettled(Event):
 
 
 @event("fetch.taken", "waited")
-class FetchTaken(Event):
+class BatchTaken(Event):
     fetch: int
     version: int
     numbers: list[int]

@@ -101,7 +101,7 @@ def test_equal_rewards_and_single_answers_give_exactly_zero(name: str, value: fl
 
 
 @pytest.mark.parametrize("name", RELATIVE)
-def test_an_empty_fetch_has_no_advantages(name: str) -> None:
+def test_an_empty_batch_has_no_advantages(name: str) -> None:
     nothing = torch.zeros(0, dtype=torch.long)
     assert ADVANTAGES.get(name)(AdvantageInputs(torch.zeros(0), nothing, nothing)).shape == (0,)
 

@@ -145,7 +145,7 @@ def test_an_answer_that_was_cut_off_goes_on_with_its_last_value_by_hand() -> Non
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("of_tokens", [True, False])
 @pytest.mark.parametrize("gamma", [1.0, 0.97, 0.0])
-def test_reinforce_plus_plus_whitens_returns_over_the_whole_fetch(seed: int, of_tokens: bool, gamma: float) -> None:
+def test_reinforce_plus_plus_whitens_returns_over_the_whole_batch(seed: int, of_tokens: bool, gamma: float) -> None:
     inputs = fetch(seed, of_tokens=of_tokens)
     rows = []
     for s in range(len(inputs.rewards)):
@@ -234,7 +234,7 @@ def test_the_order_of_trajectories_does_not_matter(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(ADVANTAGES.names()))
 @pytest.mark.parametrize("size", [0, 1, 3])
-def test_a_fetch_in_which_the_policy_wrote_nothing_has_no_advantage(name: str, size: int) -> None:
+def test_a_batch_in_which_the_policy_wrote_nothing_has_no_advantage(name: str, size: int) -> None:
     inputs = AdvantageInputs(
         rewards=torch.arange(size).float(),
         groups=torch.zeros(size, dtype=torch.long),

@@ -64,7 +64,7 @@ def test_one_right_answer_in_four_by_hand() -> None:
     assert got == pytest.approx([0.75 / (0.5 + 1e-6)] + [-0.25 / (0.5 + 1e-6)] * 3)
 
 
-def test_an_empty_fetch_has_no_advantages() -> None:
+def test_an_empty_batch_has_no_advantages() -> None:
     empty = AdvantageInputs(torch.zeros(0), torch.zeros(0, dtype=torch.long), torch.zeros(0, dtype=torch.long))
     assert grpo(empty).shape == (0,)
 

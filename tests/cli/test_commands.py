@@ -146,7 +146,7 @@ def test_a_dry_run_prints_a_configuration_that_loads_again_and_does_not_train(
 def test_the_doctor_shows_what_follows_from_the_settings(recipe: str) -> None:
     lines = [line.split() for line in run("doctor", recipe, "trainer.n_gpus_per_node=2").output.splitlines()]
     said = {words[0]: " ".join(words[1:]) for words in lines if words}
-    assert said["B"] == "64 groups per version: fetches 4 × mini-batches 1 × groups 16"
+    assert said["B"] == "64 groups per version: train batches 4 × mini-batches 1 × groups 16"
     assert said["η"] == "0.5: at most 96 groups admitted and not trained"
     assert said["lag"] == "at most 2 versions"
     assert said["length"] == "640 groups = 10 versions"

@@ -1,4 +1,4 @@
-"""What ranks read of a fetch: their own groups from files, once, and columns of these alone."""
+"""What ranks read of a batch: their own groups from files, once, and columns of these alone."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def fetch_of(groups: Sequence[tuple[int, Sequence[int]]], files: TokenFiles) -> 
 
 
 @pytest.mark.parametrize("few", [False, True], ids=["groups stay whole", "groups are cut"])
-async def test_a_rank_reads_its_share_of_a_fetch_once_whatever_is_computed_from_it(tmp_path: Path, few: bool) -> None:
+async def test_a_rank_reads_its_share_of_a_batch_once_whatever_is_computed_from_it(tmp_path: Path, few: bool) -> None:
     rng = np.random.default_rng(1)
     count, mini = (3, 3) if few else (32, 8)
     groups = [(int(rng.integers(200, 900)), rng.integers(1000, 8000, 8).tolist()) for _ in range(count)]
@@ -99,7 +99,7 @@ async def test_a_rank_reads_its_share_of_a_fetch_once_whatever_is_computed_from_
     ranks = [Rank(rank) for rank in range(RANKS)]
     trainer = WorkerGroup(TrainerLike, ranks)  # type: ignore[arg-type]
 
-    await trainer.begin_fetch(mini_batches)
+    await trainer.begin_batch(mini_batches)
     samples = list(chain(*mini_batches))
     columns: list[Column] = await trainer.forward(samples)
     await trainer.forward(samples)
@@ -126,11 +126,11 @@ async def test_a_rank_reads_its_share_of_a_fetch_once_whatever_is_computed_from_
     whole = 13 * sum(sample.length for sample in samples) + 4 * sum(prompt for prompt, _ in groups)
     assert sum(rank.files for rank in ranks) <= (1.1 if few else 1.02) * whole
     before = [rank.fetches for rank in ranks]
-    await trainer.end_fetch()
+    await trainer.end_batch()
     assert all(not rank.role.batch._rows and not rank.role.batch._columns for rank in ranks)
     await trainer.forward(samples)
     assert all(rank.fetches > fetches for rank, fetches in zip(ranks, before, strict=True)), "it was forgotten"
-    assert all(not rank.role.batch._rows for rank in ranks), "without a fetch nothing is held"
+    assert all(not rank.role.batch._rows for rank in ranks), "without a batch nothing is held"
 
 
 def test_what_is_asked_for_once_is_not_held_and_what_is_held_is_not_fetched_for_it() -> None:
@@ -151,7 +151,7 @@ def test_what_is_asked_for_once_is_not_held_and_what_is_held_is_not_fetched_for_
     assert fetched == [1, 1, 1], "all of it is held"
 
 
-def test_a_column_that_is_asked_for_once_stays_borrowed_until_the_fetch_ends() -> None:
+def test_a_column_that_is_asked_for_once_stays_borrowed_until_the_batch_ends() -> None:
     class Reference:
         """Handle that can be hashed, as Ray's."""
 

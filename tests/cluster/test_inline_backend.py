@@ -29,7 +29,7 @@ async def test_a_version_goes_round_in_one_process(tiny_model: str, tmp_path: Pa
     config = tiny_config("inline", **sections)
     workers = await start_backend(config, model_path=tiny_model, run_dir=tmp_path, total_optimizer_steps=4)
     try:
-        assert "ref" in workers.inside_fetch
+        assert "ref" in workers.on_trainer_ranks
         outcome = await one_version(workers)
         assert outcome.sent.checksum == outcome.received.checksum
         assert outcome.sent.nbytes == outcome.received.nbytes > 0
@@ -49,7 +49,7 @@ async def test_two_replicas_and_a_reference_of_its_own_in_one_process(tiny_model
     config = tiny_config("inline", rollout={"n_gpus_per_node": 2}, ref={"nnodes": 1})
     workers = await start_backend(config, model_path=tiny_model, run_dir=tmp_path, total_optimizer_steps=4)
     try:
-        assert "ref" not in workers.inside_fetch
+        assert "ref" not in workers.on_trainer_ranks
         assert workers.ref is not None
         assert [replica.name for replica in workers.rollouts] == ["rollout-0", "rollout-1"]
     finally:

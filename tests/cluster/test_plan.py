@@ -110,14 +110,14 @@ def test_what_is_reserved_by_node_are_the_devices_that_have_a_worker() -> None:
 
 def test_a_reference_without_ranks_of_its_own_runs_on_the_trainers() -> None:
     planned = plan(actor={"use_kl_loss": True})
-    assert "ref" in planned.inside_fetch
+    assert "ref" in planned.on_trainer_ranks
     assert planned.ref == ()
     assert planned.workers[0].arguments["with_reference"] is True
 
 
 def test_a_reference_with_ranks_of_its_own_is_a_group_of_its_own() -> None:
     planned = plan(actor={"use_kl_loss": True}, ref={"nnodes": 1, "n_gpus_per_node": 2})
-    assert "ref" not in planned.inside_fetch
+    assert "ref" not in planned.on_trainer_ranks
     assert [s.name for s in planned.ref] == ["ref-0", "ref-1"]
     assert planned.workers[0].arguments["with_reference"] is False
 
@@ -142,7 +142,7 @@ def test_on_shared_devices_actor_and_rollout_are_parts_of_one_worker() -> None:
 
 def test_without_a_kl_loss_there_is_no_reference() -> None:
     planned = plan()
-    assert (planned.ref, planned.inside_fetch) == ((), frozenset())
+    assert (planned.ref, planned.on_trainer_ranks) == ((), frozenset())
 
 
 async def test_one_process_has_one_training_rank() -> None:

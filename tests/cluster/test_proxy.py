@@ -48,7 +48,7 @@ def test_what_is_no_coroutine_method_of_the_protocol_is_not_there() -> None:
         assert not hasattr(engine, name)
 
 
-OF_THE_GROUP = {"begin_fetch", "end_fetch"}
+OF_THE_GROUP = {"begin_batch", "end_batch"}
 """What a group of ranks does itself, and tells them."""
 
 

@@ -35,7 +35,7 @@ from headway.data.interfaces.training import StepContext, StepReport
 from headway.data.interfaces.weights import ReceiveReport, SendReport
 from headway.data.packing import CollatedRow
 from headway.data.types import Column, GroupTokens, Outcomes, RowTokens, Sample, TrajectoryId
-from headway.engines.train.batch_advantages import FetchAdvantages
+from headway.engines.train.batch_advantages import BatchAdvantages
 from headway.engines.train.fsdp.critic_engine import FsdpCritic
 from headway.engines.train.fsdp.device_mesh import TrainMesh
 from headway.errors import ConfigError, RunError, WorkerDied
@@ -181,7 +181,7 @@ def assert_makes_sense(outcome: Outcome) -> None:
         np.testing.assert_allclose(reference, current, atol=1e-5)  # nothing was trained yet
     assert all((values == 0).all() for values in columns["values"])
     algorithm = config().algorithm
-    for name, expected in FetchAdvantages(algorithm)(outcome.rows, outcome.outcomes).items():
+    for name, expected in BatchAdvantages(algorithm)(outcome.rows, outcome.outcomes).items():
         for got, wanted in zip(columns[name], expected, strict=True):
             assert np.array_equal(got, wanted)
     assert not outcome.critic_step.skipped and not outcome.actor_step.skipped
@@ -232,7 +232,7 @@ async def test_a_version_goes_round_whichever_way_weights_take(
     cfg = config(**sections)
     workers = await start(cfg, tiny_model, tmp_path)
     try:
-        assert workers.inside_fetch == frozenset()
+        assert workers.on_trainer_ranks == frozenset()
         assert [receiver.name for receiver in workers.receivers] == ["logp"]
         assert_makes_sense(await one_version(workers, cfg, itself))
         whole = load_model(tiny_model, dtype=torch.float32).num_parameters() * 4
@@ -249,7 +249,7 @@ async def test_ranks_of_their_own_compute_what_the_trainers_ranks_would(tiny_mod
         cfg = config(**sections)
         workers = await start(cfg, tiny_model, tmp_path)
         try:
-            assert workers.inside_fetch == (frozenset() if sections is OWN else {"ref", "logp", "critic"})
+            assert workers.on_trainer_ranks == (frozenset() if sections is OWN else {"ref", "logp", "critic"})
             assert (workers.proximal is workers.train) is (sections is INSIDE)
             outcomes.append(await one_version(workers, cfg, itself))
         finally:
@@ -265,7 +265,7 @@ async def test_on_shared_devices_a_critic_and_a_reference_of_their_own_change_no
         cfg = config(cluster={"placement": "shared"}, **sections)
         workers = await start(cfg, tiny_model, tmp_path)
         try:
-            assert workers.inside_fetch == ({"ref", "logp", "critic"} if sections is INSIDE else {"logp"})
+            assert workers.on_trainer_ranks == ({"ref", "logp", "critic"} if sections is INSIDE else {"logp"})
             outcomes.append(await one_version(workers, cfg, itself))
             assert_makes_sense(outcomes[-1])
         finally:
@@ -327,7 +327,7 @@ async def test_a_run_that_asks_for_none_of_them_has_none(tiny_model: str, tmp_pa
     workers = await start(cfg, tiny_model, tmp_path)
     try:
         assert (workers.ref, workers.proximal, workers.critic) == (None, None, None)
-        assert list(workers.receivers) == [] and workers.inside_fetch == frozenset()
+        assert list(workers.receivers) == [] and workers.on_trainer_ranks == frozenset()
     finally:
         await workers.close()
 
@@ -352,7 +352,7 @@ async def test_on_ray_a_version_equals_one_process_and_a_dead_copy_ends_the_run(
     cfg = config("ray", trainer={"threads": 1}, cluster={"start_timeout_s": 400})
     workers = await start(cfg, tiny_model, tmp_path)
     try:
-        assert workers.inside_fetch == frozenset()
+        assert workers.on_trainer_ranks == frozenset()
         outcome = await one_version(workers, cfg, from_ray)
         assert_makes_sense(outcome)
         assert_same(outcome, expected, after_steps_within=1e-6)
@@ -388,7 +388,7 @@ async def test_on_ray_two_ranks_each_get_their_shares_and_deltas_in_their_own_dt
     )
     workers = await start(cfg, tiny_model, tmp_path)
     try:
-        assert workers.inside_fetch == {"ref"}
+        assert workers.on_trainer_ranks == {"ref"}
         assert [receiver.name for receiver in workers.receivers] == ["logp"]
         assert_makes_sense(await one_version(workers, cfg, from_ray))
         again, received = await update(workers, 2, cfg)
@@ -444,7 +444,7 @@ def test_by_counts_each_role_follows_the_last_on_devices_of_its_own() -> None:
     }
     assert (placed.total, placed.idle) == (12, ())
     plan = planned(of)
-    assert plan.inside_fetch == frozenset()
+    assert plan.on_trainer_ranks == frozenset()
     for ranks, count, role in ((plan.ref, 1, "Ref"), (plan.logp, 4, "Logp"), (plan.critic, 2, "Critic")):
         assert [rank.name for rank in ranks] == [f"{role.lower()}-{i}" for i in range(count)]
         specs = [spec for spec in plan.workers if spec.role.__name__ == f"{role}Role"]
@@ -459,7 +459,7 @@ def test_without_devices_of_their_own_they_are_the_trainers_ranks() -> None:
     of = asking(*ALL, trainer={"n_gpus_per_node": 2})
     placed, plan = resolve_placement(of), planned(of)
     assert {placed.devices[role] for role in (ACTOR, *ALL)} == {(0, 1)}
-    assert plan.inside_fetch == {REF, LOGP, CRITIC}
+    assert plan.on_trainer_ranks == {REF, LOGP, CRITIC}
     assert (plan.ref, plan.logp, plan.critic) == ((), (), ())
     assert {s.name for s in plan.workers} == {"actor-0", "actor-1", "rollout-0", "episode-worker-0"}
     assert plan.workers[1].arguments["with_reference"] is True
@@ -470,7 +470,7 @@ def test_a_role_that_nothing_asks_for_gets_no_device_even_if_it_is_given_some() 
     of = asking(ref={"nnodes": 1}, logp={"nnodes": 1}, critic={"nnodes": 1})
     placed, plan = resolve_placement(of), planned(of)
     assert placed.devices.keys() == {ACTOR, ROLLOUT} and placed.total == 2
-    assert (plan.inside_fetch, plan.logp, plan.critic) == (frozenset(), (), ())
+    assert (plan.on_trainer_ranks, plan.logp, plan.critic) == (frozenset(), (), ())
 
 
 def test_interpolated_log_probs_need_no_role() -> None:
@@ -496,7 +496,7 @@ def test_on_shared_devices_the_critic_may_have_ranks_of_its_own() -> None:
         ("critic-0", "CriticRole", 1),
         ("episode-worker-0", "EpisodeWorkerRole", 0),
     ]
-    assert plan.inside_fetch == {LOGP} and plan.shared
+    assert plan.on_trainer_ranks == {LOGP} and plan.shared
 
 
 def test_shares_lie_side_by_side_where_they_fit_and_the_critic_comes_on_top() -> None:
@@ -510,7 +510,7 @@ def test_shares_lie_side_by_side_where_they_fit_and_the_critic_comes_on_top() ->
         CRITIC: (8, 9),
     }
     assert placed.total == 10
-    assert planned(of).inside_fetch == frozenset()
+    assert planned(of).on_trainer_ranks == frozenset()
 
 
 def test_shares_that_leave_devices_over_leave_them_idle() -> None:
@@ -523,14 +523,14 @@ def test_shares_that_add_up_to_more_than_all_put_log_probs_on_the_trainers_devic
     of = shares(4, 0.5, 0.5, 0.5, 0.5, roles=(LOGP, REF))
     placed = resolve_placement(of)
     assert dict(placed.devices) == {ACTOR: (0, 1), LOGP: (0, 1), REF: (0, 1), ROLLOUT: (2, 3)}
-    assert planned(of).inside_fetch == {LOGP, REF}
+    assert planned(of).on_trainer_ranks == {LOGP, REF}
 
 
-def test_a_share_of_none_computes_log_probs_inside_the_fetch() -> None:
+def test_a_share_of_none_computes_log_probs_inside_the_batch() -> None:
     of = shares(4, 0.5, 0, 0, 0.5, roles=ALL)
     placed = resolve_placement(of)
     assert {placed.devices[role] for role in (ACTOR, *ALL)} == {(0, 1)}
-    assert planned(of).inside_fetch == {REF, LOGP, CRITIC}
+    assert planned(of).on_trainer_ranks == {REF, LOGP, CRITIC}
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,7 @@ def look(
         ref=(),
         logp=tuple(ranks("logp")),
         critic=tuple(ranks("critic")),
-        inside_fetch=frozenset(),
+        on_trainer_ranks=frozenset(),
         shared=False,
         shares=(),
     )

@@ -163,8 +163,8 @@ def test_files_are_in_memory_unless_that_has_too_little_room(
 def test_the_bytes_of_what_may_wait_grow_with_staleness() -> None:
     one, two = (Config(async_training={"staleness_threshold": eta}) for eta in (0, 1))  # type: ignore[arg-type]
     group = (one.rollout.n + 1) * (one.data.max_prompt_length + one.data.max_response_length) * 13
-    assert token_bytes(one) == (one.groups_per_version + one.groups_per_fetch) * group
-    assert token_bytes(two) == (2 * two.groups_per_version + two.groups_per_fetch) * group
+    assert token_bytes(one) == (one.groups_per_version + one.groups_per_batch) * group
+    assert token_bytes(two) == (2 * two.groups_per_version + two.groups_per_batch) * group
 
 
 async def test_files_of_groups_that_the_driver_has_forgotten_are_removed_here_or_by_their_episode_worker(

@@ -152,11 +152,11 @@ def test_columns_come_back_in_the_samples_order_and_point_into_the_right_ranks_r
         assert {one.episode[:3] for one in kept} == {sample.episode[:3]}, "a handle is one group's"
 
 
-async def test_between_its_begin_and_its_end_all_calls_find_the_episodes_of_a_fetch_on_the_same_ranks() -> None:
+async def test_between_its_begin_and_its_end_all_calls_find_the_episodes_of_a_batch_on_the_same_ranks() -> None:
     workers = [Scripted(0), Scripted(1)]
     ranks = group(*workers)
     fetch = samples(9, 2, 1, 8, 7, 3)
-    await ranks.begin_fetch([fetch[:3], fetch[3:]])
+    await ranks.begin_batch([fetch[:3], fetch[3:]])
     await ranks.columns(fetch)
     for mini_batch in (fetch[:3], fetch[3:], fetch[:3]):
         await ranks.total(mini_batch, 1)
@@ -165,9 +165,9 @@ async def test_between_its_begin_and_its_end_all_calls_find_the_episodes_of_a_fe
         assert begun == ("batch.begin",)
         for (_, share, _), mini_batch in zip(steps, (fetch[:3], fetch[3:], fetch[:3]), strict=True):
             assert share == [sample for sample in all_of_it if sample in mini_batch] != []
-    with pytest.raises(RunError, match=r"w0, w1: episode \(0, 0, 1, 0\) is not of the fetch that has begun"):
+    with pytest.raises(RunError, match=r"w0, w1: episode \(0, 0, 1, 0\) is not of the batch that has begun"):
         await ranks.total([replace(fetch[0], episode=TrajectoryId(0, 0, 1, 0))], 1)
-    await ranks.end_fetch()
+    await ranks.end_batch()
     assert [worker.calls[-1] for worker in workers] == [("batch.end",)] * 2
     await ranks.total(samples(1, 1), 1)
 
@@ -194,7 +194,7 @@ async def test_the_ranks_of_an_inner_mesh_compute_the_same_samples_and_the_first
     workers = [OfAMesh(rank) for rank in range(6)]
     ranks = WorkerGroup(Doubler, workers, inner=2)
     fetch = samples(9, 2, 1, 8, 7, 3)
-    await ranks.begin_fetch([fetch])
+    await ranks.begin_batch([fetch])
     assert [worker.calls for worker in workers] == [[("batch.begin",)]] * 6
     columns = await ranks.columns(fetch)
     assert await ranks.joined(fetch) == 10**0 + 10**2 + 10**4

@@ -12,7 +12,7 @@ reward: {function: task}
 actor: {ppo_mini_batch_size: 16}
 rollout: {total_rollout_steps: 640}
 """
-"""The smallest configuration that the doctor passes. B is 64, and 16 in modes with one fetch a version."""
+"""The smallest configuration that the doctor passes. B is 64, and 16 in modes with one batch a version."""
 
 Write = Callable[..., Path]
 Load = Callable[..., LoadedConfig]

@@ -92,7 +92,7 @@ def test_the_longest_rank_is_near_the_best_placement_of_whole_groups_or_better(g
         assert longest < (4 / 3) * best
 
 
-def test_many_groups_stay_whole_and_the_ranks_are_even_in_each_mini_batch_and_in_the_fetch() -> None:
+def test_many_groups_stay_whole_and_the_ranks_are_even_in_each_mini_batch_and_in_the_batch() -> None:
     rng = np.random.default_rng(0)
     groups = [(int(rng.integers(50, 500)), rng.integers(20, 2000, 16).tolist()) for _ in range(256)]
     mini_batches = [samples_of(groups[i : i + 64], first=i) for i in range(0, 256, 64)]
@@ -104,7 +104,7 @@ def test_many_groups_stay_whole_and_the_ranks_are_even_in_each_mini_batch_and_in
         assert max(of_ranks) <= within * np.mean(of_ranks)
 
 
-def test_bins_of_mini_batches_that_are_not_even_make_an_even_fetch() -> None:
+def test_bins_of_mini_batches_that_are_not_even_make_an_even_batch() -> None:
     """Three groups on two ranks in each mini-batch: the rank with two of them changes."""
     mini_batches = [samples_of([(1000, [1])] * 3, first=3 * number) for number in range(4)]
     owners = assign(mini_batches, 2, COST)

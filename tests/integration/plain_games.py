@@ -24,7 +24,7 @@ from headway.data.packing import CollatedRow
 from headway.data.sources import build_sources
 from headway.data.types import Outcomes, Prompt, SampledTokens, TurnSpan
 from headway.engines.rollout.native.engine import NativeEngine
-from headway.engines.train.batch_advantages import FetchAdvantages
+from headway.engines.train.batch_advantages import BatchAdvantages
 from headway.engines.train.fsdp import FsdpEngine
 from headway.engines.train.fsdp.device_mesh import TrainMesh
 from headway.engines.weights.outgoing_version import Stream
@@ -133,7 +133,7 @@ async def plain_games(config_path: Path, out: Path) -> None:
         manifest=manifest,
     )
     table = Table(engine, tokenizer, config.agent.max_turn_tokens, room)
-    advantages = FetchAdvantages(config.algorithm)
+    advantages = BatchAdvantages(config.algorithm)
     for step in range(steps):
         groups = list[list[tuple[CollatedRow, float]]]()
         while len(groups) < size:  # groups that all end alike are replaced

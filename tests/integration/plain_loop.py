@@ -22,14 +22,14 @@ from headway.data.interfaces.rollout import SamplingParams
 from headway.data.interfaces.training import StepContext
 from headway.data.sources import build_sources
 from headway.engines.rollout.native.engine import NativeEngine
-from headway.engines.train.batch_advantages import FetchAdvantages
+from headway.engines.train.batch_advantages import BatchAdvantages
 from headway.engines.train.fsdp import FsdpEngine
 from headway.engines.train.fsdp.device_mesh import TrainMesh
 from headway.engines.weights.outgoing_version import Stream
 from headway.engines.weights.protocols import IncomingWeights
 from headway.models.pretrained import load_model
 from headway.models.tokenizer import load_tokenizer
-from headway.pipeline.admission.fetches import outcomes
+from headway.pipeline.admission.train_batches import outcomes
 from headway.runtime.user_code import load_function
 from tests.data.resolving import resolve
 
@@ -69,7 +69,7 @@ async def plain_loop(config_path: Path, out: Path) -> None:
         manifest=manifest,
     )
     sampling = SamplingParams(config.data.max_response_length, stop_token_ids=(tokenizer.eos_token_id,))
-    advantages = FetchAdvantages(config.algorithm)
+    advantages = BatchAdvantages(config.algorithm)
     for step in range(steps):
         batch = [prompts.next() for _ in range(config.actor.ppo_mini_batch_size)]
         requests = [Group(i, prompt, config.rollout.n, sampling) for i, prompt in enumerate(batch)]

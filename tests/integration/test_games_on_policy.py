@@ -11,7 +11,7 @@ import pytest
 from headway.data.interfaces.training import StepContext, StepReport
 from headway.data.packing import CollatedRow
 from headway.data.types import Outcomes
-from headway.engines.train.batch_advantages import FetchAdvantages
+from headway.engines.train.batch_advantages import BatchAdvantages
 from headway.engines.train.fsdp import FsdpEngine
 from tests.integration.plain_games import run_plain_games
 from tests.integration.support import train
@@ -43,24 +43,24 @@ class Trained:
         """By step."""
         self.rewards: list[list[float]] = []
         self.reports: list[StepReport] = []
-        step, of_rows, of_outcomes = FsdpEngine.train_step, FetchAdvantages.__call__, FetchAdvantages.of_outcomes
+        step, of_rows, of_outcomes = FsdpEngine.train_step, BatchAdvantages.__call__, BatchAdvantages.of_outcomes
 
         def train_step(engine: FsdpEngine, rows: Sequence[CollatedRow], context: StepContext) -> StepReport:
             self.rows.append([plain(row) for row in rows])
             self.reports.append(step(engine, rows, context))
             return self.reports[-1]
 
-        def estimate(estimator: FetchAdvantages, rows: Sequence[CollatedRow], outcomes: Outcomes) -> Any:
+        def estimate(estimator: BatchAdvantages, rows: Sequence[CollatedRow], outcomes: Outcomes) -> Any:
             self.rewards.append(outcomes.rewards.tolist())
             return of_rows(estimator, rows, outcomes)
 
-        def estimate_without_rows(estimator: FetchAdvantages, outcomes: Outcomes) -> Any:
+        def estimate_without_rows(estimator: BatchAdvantages, outcomes: Outcomes) -> Any:
             self.rewards.append(outcomes.rewards.tolist())
             return of_outcomes(estimator, outcomes)
 
         patch.setattr(FsdpEngine, "train_step", train_step)
-        patch.setattr(FetchAdvantages, "__call__", estimate)
-        patch.setattr(FetchAdvantages, "of_outcomes", estimate_without_rows)
+        patch.setattr(BatchAdvantages, "__call__", estimate)
+        patch.setattr(BatchAdvantages, "of_outcomes", estimate_without_rows)
 
 
 def plain(row: CollatedRow) -> dict[str, Any]:

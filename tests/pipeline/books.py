@@ -19,8 +19,8 @@ from math import floor
 from headway.data.types import TrajectoryId
 from headway.errors import ScoringFailed
 from headway.events import (
+    BatchTaken,
     Event,
-    FetchTaken,
     GroupAdmitted,
     GroupRewarded,
     GroupSettled,
@@ -122,7 +122,7 @@ class Books:
         self.head = 0
         self.fetch: list[int] = []
         self.steps: list[OptimizerStepped] = []
-        self.steps_of_fetch = 0
+        self._steps_of_batch = 0
         self.trained: set[int] = set()
         self._wave = False
 
@@ -149,7 +149,7 @@ class Books:
                 self._finished(event)
             case GroupRewarded():
                 self._rewarded(event)
-            case FetchTaken():
+            case BatchTaken():
                 self._taken(event)
             case OptimizerStepped():
                 self._stepped(event)
@@ -253,7 +253,7 @@ class Books:
             self.kept.append(event.number)
             self.in_a_row = 0
 
-    def _taken(self, event: FetchTaken) -> None:
+    def _taken(self, event: BatchTaken) -> None:
         rules = self.rules
         assert event.version == self.version
         assert event.waited[0] <= event.waited[1] == event.time
@@ -266,7 +266,7 @@ class Books:
                 assert self.youngest < number + rules.window, "lemma 3: overtaken by more than W − 1"
             self.taken[number] = event.version
             self.youngest = max(self.youngest, number)
-        self.fetch, self.steps_of_fetch = event.numbers, 0
+        self.fetch, self._steps_of_batch = event.numbers, 0
 
     def _head(self) -> int:
         while self.head in self.taken or self.head in self.fates:
@@ -321,7 +321,7 @@ class Books:
 
     def _stepped(self, event: OptimizerStepped) -> None:
         rules = self.rules
-        first = self.steps_of_fetch * rules.mini_batch % (-(-len(self.fetch) // rules.mini_batch) * rules.mini_batch)
+        first = self._steps_of_batch * rules.mini_batch % (-(-len(self.fetch) // rules.mini_batch) * rules.mini_batch)
         groups = self.fetch[first : first + rules.mini_batch]
         trajectories = [t for number in groups for t in sorted(self.trajectories[number], key=lambda t: t.k)]
         token_lag: Counter[int] = Counter()
@@ -342,7 +342,7 @@ class Books:
         if not event.skipped:
             self.trained.update(groups)
         self.steps.append(event)
-        self.steps_of_fetch += 1
+        self._steps_of_batch += 1
 
     # ------------------------------------------------------------------------------------------ the end
 

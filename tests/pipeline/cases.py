@@ -50,7 +50,7 @@ SCHEDULES = {
 """Random runs that the test of that name makes, at the least; a share of them in the quick tests."""
 
 SHAPES = [(1, 1, 1), (1, 1, 3), (2, 1, 2), (1, 2, 2), (4, 1, 1), (3, 1, 2), (2, 2, 2), (1, 1, 8), (5, 1, 2), (3, 1, 3)]
-"""Fetches per version, mini-batches per fetch, groups per mini-batch."""
+"""Fetches per version, mini-batches per batch, groups per mini-batch."""
 ETAS = [
     Fraction(eta)
     for eta in ["0", "0", "0", "0.1", "0.25", "0.3", "1/3", "0.5", "0.5", "2/3", "1", "1", "4/3", "1.5", "2", "3"]
@@ -212,7 +212,7 @@ class Case:
             },
             update=UpdateProfile(gather=PhaseProfile(latency_s=0.25), recv=PhaseProfile(latency_s=self.recv_s)),
             reference=FakeReference() if self.reference == "own ranks" else None,
-            reference_inside_fetch=self.reference == "inside the fetch",
+            reference_on_trainer_ranks=self.reference == "inside the batch",
             script=self._arrange if self.faults else None,
             **length,
         )
@@ -311,7 +311,7 @@ def cases(draw: st.DrawFn, /, **fixed: Any) -> Case:
         step_s=pick("step_s", [0.0, 0.5, 4.0]),
         reward_s=pick("reward_s", [0.0, 1.0, 10.0]),
         longest=pick("longest", [1, 20, 20, 120]),
-        reference=pick("reference", ["none", "none", "own ranks", "inside the fetch"]),
+        reference=pick("reference", ["none", "none", "own ranks", "inside the batch"]),
         use_rollout_log_probs=pick("use_rollout_log_probs", [True, False]),
         faults=fixed.get("faults", ()),
         double_buffered=fixed.get("double_buffered", True),

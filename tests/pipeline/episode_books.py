@@ -14,7 +14,7 @@ from headway.config.algorithm_checks import min_episodes
 from headway.data.types import RowTokens, TrajectoryId
 from headway.errors import EpisodeOver, NothingToTrain, ScoringFailed, UpdateFailed, WorkerDied
 from headway.events import EpisodeWorkerLost, GroupRewarded, OptimizerStepped, TrajectoryFinished
-from headway.pipeline.admission.nothing_to_train import FAILED_AT_FIRST
+from headway.pipeline.admission.ledger import FAILED_AT_FIRST
 from tests.pipeline.books import Books
 from tests.pipeline.episodes import FIRST_SAID, EpisodeCase, TellingRollout, WatchedPrograms
 from tests.pipeline.fakes import prompt
@@ -98,7 +98,7 @@ class EpisodeBooks(Books):
 
     def _stepped(self, event: OptimizerStepped) -> None:
         rules = self.rules
-        first = self.steps_of_fetch * rules.mini_batch % (-(-len(self.fetch) // rules.mini_batch) * rules.mini_batch)
+        first = self._steps_of_batch * rules.mini_batch % (-(-len(self.fetch) // rules.mini_batch) * rules.mini_batch)
         groups = self.fetch[first : first + rules.mini_batch]
         ids = [id for number in groups for id in self.answered(number)]
         assert event.step == len(self.steps)
@@ -121,7 +121,7 @@ class EpisodeBooks(Books):
         if not event.skipped:
             self.trained.update(groups)
         self.steps.append(event)
-        self.steps_of_fetch += 1
+        self._steps_of_batch += 1
 
 
 def programs_of(run: Run) -> WatchedPrograms:

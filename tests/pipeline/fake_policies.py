@@ -98,7 +98,7 @@ class FakeTrainer(SimulatedTrainer):
         self.probes: Probe | None = None
         """What its probe finds under a version."""
         self.fetches: list[tuple[list[list[Sample]], int, int | None]] = []
-        """Mini-batches of each fetch that was begun, steps made until then, and until its end."""
+        """Mini-batches of each batch that was begun, steps made until then, and until its end."""
         self.reports: dict[str, Any] = {}
         """Values of every `SendReport`."""
         self._step_s = step_s
@@ -106,11 +106,11 @@ class FakeTrainer(SimulatedTrainer):
         self._ess = ess
         self._forward_s = forward_s
 
-    async def begin_fetch(self, mini_batches: Sequence[Sequence[Sample]]) -> None:
-        assert not self.fetches or self.fetches[-1][2] is not None, "the fetch before has not ended"
+    async def begin_batch(self, mini_batches: Sequence[Sequence[Sample]]) -> None:
+        assert not self.fetches or self.fetches[-1][2] is not None, "the batch before has not ended"
         self.fetches.append(([list(samples) for samples in mini_batches], len(self.steps), None))
 
-    async def end_fetch(self) -> None:
+    async def end_batch(self) -> None:
         mini_batches, begun, ended = self.fetches.pop()
         assert ended is None, "it was ended before"
         self.fetches.append((mini_batches, begun, len(self.steps)))
@@ -228,7 +228,7 @@ class FakeLogProb:
 
 
 class Turn(NamedTuple):
-    """What was done with a fetch, by its number, and when."""
+    """What was done with a batch, by its number, and when."""
 
     what: str
     """``values``, ``advantages`` or ``train``."""
@@ -264,10 +264,10 @@ class FakeCritic:
         self.fetches: list[str] = []
         """What was said of fetches, in order: ``begin`` and ``end``."""
 
-    async def begin_fetch(self, mini_batches: Sequence[Sequence[Sample]]) -> None:
+    async def begin_batch(self, mini_batches: Sequence[Sequence[Sample]]) -> None:
         self.fetches.append("begin")
 
-    async def end_fetch(self) -> None:
+    async def end_batch(self) -> None:
         self.fetches.append("end")
 
     async def forward_values(self, samples: Sequence[Sample]) -> list[Column]:

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.events import (
+    BatchTaken,
     Event,
-    FetchTaken,
     GroupAdmitted,
     GroupSettled,
     OptimizerStepped,
@@ -184,7 +184,7 @@ def check_engines(run: Run, utilization: float, slots: float, inside: slice) -> 
 
 def check_counts(run: Run, told: dict[str, Any]) -> None:
     trained = {event.number: event.lag for event in run.of(GroupSettled) if event.lag is not None}
-    taken_at = {number: event.version for event in run.of(FetchTaken) for number in event.numbers}
+    taken_at = {number: event.version for event in run.of(BatchTaken) for number in event.numbers}
     trajectories = run.of(TrajectoryFinished)
     spans = [max(vs) - min(vs) for t in trajectories if (vs := [v for _, v in t.version_spans])]
     lags = Counter(trained.values())
@@ -207,7 +207,7 @@ def check_counts(run: Run, told: dict[str, Any]) -> None:
     assert told["trajectories"] == len(trajectories)
     assert told["tokens"]["generated"] == sum(t.tokens for t in trajectories)
     assert told["tokens"]["trained"] == sum(t.tokens for t in trajectories if t.number in trained)
-    assert told["fetches"] == sum(bool(event.numbers) for event in run.of(FetchTaken))
+    assert told["fetches"] == sum(bool(event.numbers) for event in run.of(BatchTaken))
     steps = run.of(OptimizerStepped)
     assert (told["optimizer_steps"], told["skipped_steps"]) == (
         sum(not step.skipped for step in steps),

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from hypothesis import strategies as st
 
 from headway.errors import NothingToTrain, UpdateFailed, WorkerDied
-from headway.events import FetchTaken, OptimizerStepped, ReplicaActivity, RunFinished, TrainerBusy
+from headway.events import BatchTaken, OptimizerStepped, ReplicaActivity, RunFinished, TrainerBusy
 from tests.pipeline.books import Books
 from tests.pipeline.cases import Case, for_each
 from tests.pipeline.figures import check_figures
@@ -53,33 +53,33 @@ def check_however_it_ended(run: Run, books: type[Books], check: Callable[[Run], 
     return check(run)
 
 
-class FetchesAhead(Books):
+class BatchesAhead(Books):
     """Books of a run in which fetches are taken while the trainer is busy with earlier ones."""
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
         self.fetches: list[list[int]] = []
         self.trains = -1
-        """The fetch of the last optimizer step."""
+        """The batch of the last optimizer step."""
 
-    def _taken(self, event: FetchTaken) -> None:
-        trained = self.fetch, self.steps_of_fetch
+    def _taken(self, event: BatchTaken) -> None:
+        trained = self.fetch, self._steps_of_batch
         super()._taken(event)
         assert event.fetch == len(self.fetches)
         self.fetches.append(event.numbers)
-        self.fetch, self.steps_of_fetch = trained
+        self.fetch, self._steps_of_batch = trained
 
     def _stepped(self, event: OptimizerStepped) -> None:
         if event.fetch != self.trains:
             assert event.fetch == self.trains + 1, "fetches are trained in the order in which they were taken"
-            self.trains, self.fetch, self.steps_of_fetch = event.fetch, self.fetches[event.fetch], 0
+            self.trains, self.fetch, self._steps_of_batch = event.fetch, self.fetches[event.fetch], 0
         super()._stepped(event)
 
 
 def check_everything_ahead(run: Run) -> Run:
     """`check_everything`, where a stage with ranks of its own stands between the queue and the trainer."""
     run.assert_clean()
-    FetchesAhead(run).check()
+    BatchesAhead(run).check()
     for replica in run.rollouts:
         check_tokens(run, replica)
         check_loads(run, replica)
@@ -125,7 +125,7 @@ def check_cancelled_at_any_moment(
         left_at_once += 1
         assert run.ended == run.cancelled_at, "it did not end at once"
         assert run.of(RunFinished)[0].reason == "left at once"
-        FetchesAhead(run.assert_clean()).check()
+        BatchesAhead(run.assert_clean()).check()
         check(run)
 
     for_each(st.tuples(cases, st.integers(1, 600)), schedules, check_one)

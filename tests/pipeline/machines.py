@@ -9,7 +9,7 @@ from itertools import pairwise
 from math import isclose
 
 from headway.events import (
-    FetchTaken,
+    BatchTaken,
     GroupSettled,
     LeaseChanged,
     Note,
@@ -164,7 +164,7 @@ def check_updates(run: Run) -> None:
     if died(run):
         return  # transfers that began again, and gathers that were for nothing
     gathers = {b.version: b.span for b in run.of(TrainerBusy) if b.what == "gather"}
-    fetches = run.of(FetchTaken)
+    fetches = run.of(BatchTaken)
     overlapped = run.scenario.config.param_update.schedule == "overlapped"
     for update in updates:
         if run.scenario.epochs is not None and update.version == run.version:
@@ -184,7 +184,7 @@ def check_updates(run: Run) -> None:
 def reached(run: Run, version: int) -> float:
     """When the trainer had consumed what makes ``version``."""
     b = run.pipeline.config.groups_per_version
-    taken = {number for fetch in run.of(FetchTaken) for number in fetch.numbers}
+    taken = {number for fetch in run.of(BatchTaken) for number in fetch.numbers}
     consumed = [event.time for event in run.of(GroupSettled) if event.number in taken and event.fate != "in_flight"]
     return consumed[min(version * b, len(consumed)) - 1]
 
@@ -219,21 +219,21 @@ def check_trainer(run: Run) -> None:
     told = sorted((busy.span, busy.what) for busy in run.of(TrainerBusy))
     if run.status is not None and not died(run):
         assert told == ranks
-    fetched = {fetch.version: fetch.time for fetch in reversed(run.of(FetchTaken))}
+    fetched = {fetch.version: fetch.time for fetch in reversed(run.of(BatchTaken))}
     for busy in run.of(TrainerBusy):
         assert busy.what == "gather" or busy.span[0] >= fetched[busy.version]
 
 
 def check_lease(run: Run) -> None:
-    """Training and generation never compute at once, and the devices change hands with a whole fetch in hand."""
+    """Training and generation never compute at once, and the devices change hands with a whole batch in hand."""
     changes = run.of(LeaseChanged)
     assert [change.holder for change in changes] == (["train", "generate"] * len(changes))[: len(changes)]
-    fetches = [fetch.time for fetch in run.of(FetchTaken)]
+    fetches = [fetch.time for fetch in run.of(BatchTaken)]
     takes = [change for change in changes if change.holder == "train"]
     gives = [change for change in changes if change.holder == "generate"]
     assert [take.asked for take in takes][: len(fetches)] == fetches[: len(takes)]
     if run.status is not None:
-        assert len(takes) == len(gives) >= len(fetches), "returned after each fetch"
+        assert len(takes) == len(gives) >= len(fetches), "returned after each batch"
     held = list(zip((take.time for take in takes), [*(give.asked for give in gives), FOREVER], strict=False))
     trains = [busy.span for busy in run.of(TrainerBusy)]
     decodes = [span for event in run.of(ReplicaActivity) for span in event.busy]

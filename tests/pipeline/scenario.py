@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from headway.agents.episodes.program_episode import Hosting
 from headway.config.presets import PRESETS
 from headway.config.schema import Config
-from headway.config.sizing.placement import needs_logp
+from headway.config.sizing.placement import CRITIC, LOGP, REF, needs_logp
 from headway.events import (
     Event,
     GroupAdmitted,
@@ -23,8 +23,9 @@ from headway.events import (
     ValidationFinished,
 )
 from headway.pipeline.admission.sample_collector import SampleOutlet
-from headway.pipeline.run import Parts, Pipeline, Status
+from headway.pipeline.run import Pipeline, Status
 from headway.pipeline.stages.reward import GroupFilter
+from headway.pipeline.wiring import Parts
 from headway.planner.profiles.job_profile import UpdateProfile
 from headway.planner.simulation.simulated_prompts import zero_advantages
 from headway.planner.simulation.simulated_trainer import SimulatedTransport
@@ -199,7 +200,7 @@ def assert_admission_kept_the_inequality(run: Run) -> None:
 
 @dataclass(slots=True)
 class Scenario:
-    """Defaults: one replica, B = 4 per fetch, two answers each, twelve groups, no validation."""
+    """Defaults: one replica, B = 4 per batch, two answers each, twelve groups, no validation."""
 
     mode: str = "async_partial"
     async_training: dict[str, Any] = field(default_factory=dict)
@@ -230,13 +231,13 @@ class Scenario:
     """What the phases of an update take, but for load."""
     reference: FakeReference | None = None
     """On ranks of its own."""
-    reference_inside_fetch: bool = False
+    reference_on_trainer_ranks: bool = False
     logp_ranks: int = 0
     """Ranks of their own that recompute log π_prox; 0 without ``use_rollout_log_probs`` is the trainer's."""
     logp_s: float = 0.5
-    """What they take for a fetch."""
+    """What they take for a batch."""
     critic: FakeCritic | None = None
-    critic_inside_fetch: bool = False
+    critic_on_trainer_ranks: bool = False
     script: Callable[[Run], None] | None = None
     """Called before the run starts, to arrange what will happen."""
     beside: Callable[[Run], Coroutine[Any, Any, None]] | None = None
@@ -318,8 +319,9 @@ class Scenario:
         others = [FakeReceiver(name, transport) for name in self.receivers]
         ranks = [FakeReceiver(f"logp-{rank}", transport) for rank in range(self.logp_ranks)]
         logp = FakeLogProb(ranks, self.logp_s) if ranks else None
-        if self.critic is not None and self.critic_inside_fetch:
+        if self.critic is not None and self.critic_on_trainer_ranks:
             self.critic.ranks = trainer._compute
+        shared = {REF: self.reference_on_trainer_ranks, LOGP: logp is None, CRITIC: self.critic_on_trainer_ranks}
         parts = Parts(
             source=source,
             validation=validation_prompts(self.problems),
@@ -330,12 +332,10 @@ class Scenario:
             advantages=zero_advantages if self.critic is None else self.critic.advantages,
             group_filter=self.group_filter,
             greedy_baseline=self.greedy_baseline,
-            reference=trainer if self.reference_inside_fetch else self.reference,
+            reference=trainer if self.reference_on_trainer_ranks else self.reference,
             proximal=(logp or trainer) if needs_logp(self.config) else None,
-            proximal_inside_fetch=logp is None,
             critic=self.critic,
-            critic_inside_fetch=self.critic_inside_fetch,
-            reference_inside_fetch=self.reference_inside_fetch,
+            own_ranks=[role for role, shares in shared.items() if not shares],
             receivers=[*others, *ranks],
             watch_replica=(lambda replica: replica.died()) if self.supervised else None,  # type: ignore[attr-defined]
             watch_episode_worker=(lambda worker: worker.died()) if self.supervised else None,  # type: ignore[attr-defined]

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from headway.data.types import Prompt
-from headway.events import FetchTaken, GroupAdmitted, GroupSettled, RunStarted
+from headway.events import BatchTaken, GroupAdmitted, GroupSettled, RunStarted
 from headway.pipeline.admission.staleness import admission_limit, lag_bound
 from tests.pipeline.adversary import Live, State, World, exceeds, reachable, worst
 from tests.pipeline.fakes import FakeReward, without_variance
@@ -129,7 +129,7 @@ def threshold(b: int, eta: Fraction) -> int:
 
 
 def blocked(world: World, state: State) -> bool:
-    """The fetch waits, and whoever finishes may not be taken."""
+    """The batch waits, and whoever finishes may not be taken."""
     return bool(state.live) and not any(world.may_take(state, group) for group in state.live)
 
 
@@ -239,7 +239,7 @@ class Example:
         rows = []
         for version in range(VERSIONS):
             under = [event for event in admissions if event.version == version]
-            trained = [number for fetch in run.of(FetchTaken) if fetch.version == version for number in fetch.numbers]
+            trained = [number for fetch in run.of(BatchTaken) if fetch.version == version for number in fetch.numbers]
             gone = {event.number for event in under if settled[event.number].fate == "filtered"}
             rows.append(
                 [

@@ -1,4 +1,4 @@
-"""The critic's turns: values of a fetch, advantages, training on them; on ranks of its own, and on the trainer's."""
+"""The critic's turns: values of a batch, advantages, training on them; on ranks of its own, and on the trainer's."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 
 from headway.errors import NonFinite, StallError, WorkerDied
-from headway.events import CheckpointSaved, CriticStepped, FetchTaken, StageChanged, TrainerBusy
-from headway.pipeline.observing import off_policy_guard
+from headway.events import BatchTaken, CheckpointSaved, CriticStepped, StageChanged, TrainerBusy
+from headway.pipeline import off_policy_guard
 from headway.pipeline.run import Status
 from tests.pipeline.cases import TICK, Case, cases, faulty, for_each
 from tests.pipeline.fake_policies import FakeCritic
 from tests.pipeline.fakes import Time
 from tests.pipeline.figures import check_figures
 from tests.pipeline.invariants import (
-    FetchesAhead,
+    BatchesAhead,
     check_cancelled_at_any_moment,
     check_everything_ahead,
     check_however_it_ended,
@@ -30,7 +30,7 @@ from tests.pipeline.test_end_of_run import ENDS
 from tests.pipeline.test_update_recovery import failed
 from tests.tiers import a_share_and_all, enough
 
-places = pytest.mark.parametrize("inside", [True, False], ids=["inside the fetch", "ranks of its own"])
+places = pytest.mark.parametrize("inside", [True, False], ids=["inside the batch", "ranks of its own"])
 
 
 def critic(run: Run) -> FakeCritic:
@@ -47,7 +47,7 @@ def critic_steps(run: Run, fetch: int) -> list[Time]:
 
 
 def actor_steps(run: Run, fetch: int) -> list[Time]:
-    """Of the optimizer steps on a fetch, which their advantages tell."""
+    """Of the optimizer steps on a batch, which their advantages tell."""
     spans = [span for what, span in run.trainer.computed if what == "an optimizer step"]
     of = [{sample.columns["advantages"].handle for sample in samples} for samples in run.trainer.steps]
     return [span for span, fetches in zip(spans, of, strict=False) if fetches == {fetch}]
@@ -55,7 +55,7 @@ def actor_steps(run: Run, fetch: int) -> list[Time]:
 
 def check_turns(run: Run) -> Run:
     """values ▶ advantages ▶ training, fetch after fetch, one thing at a time; and the events say just that."""
-    config, fetches = run.pipeline.config, run.of(FetchTaken)
+    config, fetches = run.pipeline.config, run.of(BatchTaken)
     epochs, size = config.critic.ppo_epochs, config.actor.ppo_mini_batch_size
     due = [
         (what, fetch.fetch)
@@ -66,7 +66,7 @@ def check_turns(run: Run) -> Run:
         due.append(("values", len(fetches)))  # of one that did not reach the trainer any more
     done = critic(run).turns
     assert turns(run) == due[: len(done)]
-    assert run.status is None or len(done) == len(due), "a fetch that was taken was not learned from"
+    assert run.status is None or len(done) == len(due), "a batch that was taken was not learned from"
     assert all(a.span[1] <= b.span[0] for a, b in pairwise(done))
     told, trained = run.of(CriticStepped), [turn for turn in done if turn.what == "train"]
     assert [(event.fetch, event.span) for event in told] == [(turn.fetch, turn.span) for turn in trained]
@@ -89,13 +89,13 @@ def check_saved(run: Run) -> Run:
     for version, (_, (began, end)), (_, whole) in zip(versions, critic(run).saved, saved, strict=False):
         assert end <= whole[0]
         learned = {turn.fetch for turn in critic(run).turns if turn.what == "train" and turn.span[1] <= began}
-        assert learned == {fetch.fetch for fetch in run.of(FetchTaken) if fetch.version < version}
+        assert learned == {fetch.fetch for fetch in run.of(BatchTaken) if fetch.version < version}
         assert not any(overlap((began, end), turn.span) for turn in critic(run).turns), "it was busy when it was saved"
     return run
 
 
 def check_all(run: Run) -> Run:
-    if not run.scenario.critic_inside_fetch:
+    if not run.scenario.critic_on_trainer_ranks:
         check_figures(run)
     return check_saved(check_turns(check_everything_ahead(run)))
 
@@ -105,8 +105,8 @@ def check_all(run: Run) -> Run:
 
 @places
 @pytest.mark.parametrize("mode", MODES)
-def test_every_fetch_is_valued_then_given_advantages_then_trained_on(mode: str, inside: bool):
-    run = Scenario(mode, critic=FakeCritic(), critic_inside_fetch=inside, replicas=2, problems=2).run()
+def test_every_batch_is_valued_then_given_advantages_then_trained_on(mode: str, inside: bool):
+    run = Scenario(mode, critic=FakeCritic(), critic_on_trainer_ranks=inside, replicas=2, problems=2).run()
     check_all(run.assert_completed())
     assert len(turns(run)) == 3 * run.groups["trained"] // 4
     stages = {event.stage for event in run.of(StageChanged)} & {"Values", "CriticTrain"}
@@ -114,9 +114,9 @@ def test_every_fetch_is_valued_then_given_advantages_then_trained_on(mode: str, 
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_inside_the_fetch_it_is_trained_before_the_actor_and_the_ranks_do_one_thing_at_a_time(mode: str):
-    run = Scenario(mode, critic=FakeCritic(), critic_inside_fetch=True).run().assert_completed()
-    for fetch in run.of(FetchTaken):
+def test_inside_the_batch_it_is_trained_before_the_actor_and_the_ranks_do_one_thing_at_a_time(mode: str):
+    run = Scenario(mode, critic=FakeCritic(), critic_on_trainer_ranks=True).run().assert_completed()
+    for fetch in run.of(BatchTaken):
         assert critic_steps(run, fetch.fetch)[-1][1] <= actor_steps(run, fetch.fetch)[0][0]
     spans = sorted(span for _, span in run.trainer.computed)
     assert all(a[1] <= b[0] for a, b in pairwise(spans))
@@ -125,26 +125,26 @@ def test_inside_the_fetch_it_is_trained_before_the_actor_and_the_ranks_do_one_th
     assert busy == ["critic", "critic", "step"] * per_version
 
 
-def test_the_critics_training_inside_the_fetch_is_the_trainers_work():
-    run = Scenario("on_policy", critic=FakeCritic(), critic_inside_fetch=True).run().assert_completed()
+def test_the_critics_training_inside_the_batch_is_the_trainers_work():
+    run = Scenario("on_policy", critic=FakeCritic(), critic_on_trainer_ranks=True).run().assert_completed()
     check_figures(run)
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_on_ranks_of_its_own_it_is_trained_beside_the_actor(mode: str):
     run = Scenario(mode, critic=FakeCritic(step_s=2.0)).run().assert_completed()
-    for fetch in run.of(FetchTaken):
+    for fetch in run.of(BatchTaken):
         (mine,), (theirs,) = critic_steps(run, fetch.fetch), actor_steps(run, fetch.fetch)
         assert mine[0] == theirs[0] and overlap(mine, theirs)
     assert {event.what for event in run.of(TrainerBusy)} == {"step", "gather"}
 
 
-def test_a_slow_critic_keeps_the_next_fetch_waiting_and_changes_nothing_of_what_is_learned():
+def test_a_slow_critic_keeps_the_next_batch_waiting_and_changes_nothing_of_what_is_learned():
     """Groups come in the same order; which critic a value comes from does not depend on who was faster."""
     orders = []
     for step_s in (0.0, 0.5, 8.0):
         run = Scenario("on_policy", critic=FakeCritic(step_s=step_s)).run().assert_completed()
-        orders.append((turns(check_turns(run)), [fetch.numbers for fetch in run.of(FetchTaken)]))
+        orders.append((turns(check_turns(run)), [fetch.numbers for fetch in run.of(BatchTaken)]))
     assert orders[0] == orders[1] == orders[2]
     slow = Scenario("async_partial", critic=FakeCritic(step_s=8.0)).run().assert_completed()
     waits = [b[0] - a[1] for a, b in pairwise(actor_steps(slow, f)[0] for f in range(24))]
@@ -161,7 +161,7 @@ def test_it_makes_its_own_number_of_epochs_in_the_actors_mini_batches(epochs: in
         async_training={"require_batches": 3},
         sections=sections,
         critic=FakeCritic(),
-        critic_inside_fetch=inside,
+        critic_on_trainer_ranks=inside,
     ).run()
     check_all(run.assert_completed())
     indices = [[sample.columns["returns"].index for sample in samples] for samples in critic(run).trained]
@@ -171,14 +171,14 @@ def test_it_makes_its_own_number_of_epochs_in_the_actors_mini_batches(epochs: in
     }
     assert len(actor_steps(run, 0)) == 6
     assert [event.metrics["critic/loss"] for event in run.of(CriticStepped)] == list(range(3 * epochs))
-    told = [] if inside else ["begin", "end"] * len(run.of(FetchTaken))
+    told = [] if inside else ["begin", "end"] * len(run.of(BatchTaken))
     assert critic(run).fetches == told, "on the trainer's ranks the trainer tells them"
 
 
 @places
 @pytest.mark.parametrize("rows", ENDS.values(), ids=ENDS)
-def test_when_the_data_gives_out_it_learns_from_the_short_fetch_and_sees_no_empty_one(rows: int, inside: bool):
-    scenario = Scenario("async_stale", rows=rows, epochs=1, critic=FakeCritic(), critic_inside_fetch=inside)
+def test_when_the_data_gives_out_it_learns_from_the_short_batch_and_sees_no_empty_one(rows: int, inside: bool):
+    scenario = Scenario("async_stale", rows=rows, epochs=1, critic=FakeCritic(), critic_on_trainer_ranks=inside)
     run = check_all(scenario.run().assert_completed())
     assert [len(samples) for samples in critic(run).trained] == [8] * (rows // 4) + [2 * (rows % 4)] * (rows % 4 > 0)
 
@@ -204,7 +204,7 @@ def test_too_many_skipped_steps_in_a_row_end_the_run_naming_the_critics_learning
         Scenario(
             "async_partial",
             critic=FakeCritic(skips=lambda step: step >= 3),
-            critic_inside_fetch=inside,
+            critic_on_trainer_ranks=inside,
         ),
         NonFinite,
         rf"^{limit + 1} optimizer steps in a row .*lower critic\.optim\.lr",
@@ -220,7 +220,7 @@ def test_as_many_as_are_borne_between_finite_ones_change_nothing(monkeypatch: py
     run = Scenario(
         "async_partial",
         critic=FakeCritic(skips=lambda step: step % 3 > 0),
-        critic_inside_fetch=inside,
+        critic_on_trainer_ranks=inside,
         trainer={"skips": lambda step: step % 3 > 0},
     ).run()
     assert check_turns(run.assert_completed()).groups["dropped"] == 64
@@ -233,7 +233,7 @@ def test_as_many_as_are_borne_between_finite_ones_change_nothing(monkeypatch: py
 @pytest.mark.parametrize("step_s", [0.25, 8.0])
 @places
 def test_its_last_checkpoint_comes_before_the_trainers_and_after_all_its_steps(inside: bool, step_s: float):
-    run = Scenario("async_partial", critic=FakeCritic(step_s=step_s), critic_inside_fetch=inside).run()
+    run = Scenario("async_partial", critic=FakeCritic(step_s=step_s), critic_on_trainer_ranks=inside).run()
     check_all(run.assert_completed())
     assert [path.name for path, _ in critic(run).saved] == ["version_6"]
 
@@ -241,9 +241,9 @@ def test_its_last_checkpoint_comes_before_the_trainers_and_after_all_its_steps(i
 @pytest.mark.parametrize("step_s", [0.25, 8.0])
 @pytest.mark.parametrize("inside", [True, False])
 @pytest.mark.parametrize("mode", ["one_step_off", "async_stale", "async_partial", "overlapped"])
-def test_so_do_those_for_which_the_next_fetch_is_already_valued(mode: str, inside: bool, step_s: float):
+def test_so_do_those_for_which_the_next_batch_is_already_valued(mode: str, inside: bool, step_s: float):
     run = Scenario(
-        mode, critic=FakeCritic(step_s=step_s), critic_inside_fetch=inside, sections={"trainer": {"save_freq": 1}}
+        mode, critic=FakeCritic(step_s=step_s), critic_on_trainer_ranks=inside, sections={"trainer": {"save_freq": 1}}
     ).run()
     check_all(run.assert_completed())
     assert [path.name for path, _ in critic(run).saved] == [f"version_{version}" for version in range(1, 7)]
@@ -257,14 +257,14 @@ def with_critic(case: Case) -> Scenario:
     scenario = case.scenario()
     ticks = (32 * TICK, 0.0, 128 * TICK)
     scenario.critic = FakeCritic(value_s=ticks[case.seed % 3], step_s=ticks[case.seed // 3 % 3])
-    scenario.critic_inside_fetch = case.seed // 9 % 2 == 0
+    scenario.critic_on_trainer_ranks = case.seed // 9 % 2 == 0
     scenario.logp_ranks = case.seed // 18 % 2 if not case.use_rollout_log_probs else 0
     scenario.sections["critic"] = {"ppo_epochs": 1 + case.seed // 36 % 2}
     return scenario
 
 
 def check_case(case: Case) -> Run:
-    return check_however_it_ended(with_critic(case).run(), FetchesAhead, check_all)
+    return check_however_it_ended(with_critic(case).run(), BatchesAhead, check_all)
 
 
 @a_share_and_all
@@ -277,7 +277,7 @@ def test_everything_holds_in_every_run_with_a_critic(share: float):
         run = check_case(case)
         beside += any(
             overlap(mine, theirs)
-            for fetch in run.of(FetchTaken)
+            for fetch in run.of(BatchTaken)
             for mine in critic_steps(run, fetch.fetch)
             for theirs in actor_steps(run, fetch.fetch)
         )

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from headway.events import CheckpointSaved, FetchTaken, GroupAdmitted, RunFinished, RunStarted, UpdateFinished
+from headway.events import BatchTaken, CheckpointSaved, GroupAdmitted, RunFinished, RunStarted, UpdateFinished
 from headway.pipeline.run import Status
 from tests.pipeline.fakes import FakeReward, fails, without_variance
 from tests.pipeline.scenario import MODES, Run, Scenario
@@ -63,9 +63,9 @@ def test_a_checkpoint_in_between_tells_which_rows_are_open():
 
 ENDS = {
     "exactly at a version's boundary": 32,
-    "exactly at a fetch's boundary inside a version": 40,
-    "inside a fetch": 42,
-    "before the first fetch is full": 3,
+    "exactly at a batch's boundary inside a version": 40,
+    "inside a batch": 42,
+    "before the first batch is full": 3,
 }
 """Rows of one epoch, for four fetches of four groups a version."""
 
@@ -91,12 +91,12 @@ def test_the_last_wave_may_be_short(mode: str, rows: int):
     assert run.validated() == list(range(-(-rows // 4) + 1))
 
 
-def test_only_the_last_fetch_is_short_and_none_is_empty():
+def test_only_the_last_batch_is_short_and_none_is_empty():
     for rows in ENDS.values():
         run = Scenario("async_stale", rows=rows, epochs=1).run().assert_completed()
-        sizes = [len(fetch.numbers) for fetch in run.of(FetchTaken)]
+        sizes = [len(fetch.numbers) for fetch in run.of(BatchTaken)]
         assert sizes == [4] * (rows // 4) + [rows % 4] * (rows % 4 > 0)
-        assert [fetch.fetch for fetch in run.of(FetchTaken)] == list(range(len(sizes)))
+        assert [fetch.fetch for fetch in run.of(BatchTaken)] == list(range(len(sizes)))
 
 
 def test_with_epochs_discards_are_not_refilled():
@@ -167,7 +167,7 @@ def test_a_stopped_run_says_so():
     assert run.of(RunFinished)[0].status == "interrupted"
 
 
-def test_a_stop_before_the_first_fetch_leaves_at_version_0_without_waiting_for_answers():
+def test_a_stop_before_the_first_batch_leaves_at_version_0_without_waiting_for_answers():
     run = interrupted(Scenario("async_partial", lengths=lambda _: 10_000), 2.0)
     assert run.version == 0
     assert run.groups["in_flight"] == run.groups["admitted"] == 24

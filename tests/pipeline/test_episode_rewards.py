@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from headway.config.schema import Config
 from headway.data.interfaces.episode_groups import Group
 from headway.data.interfaces.rollout import SamplingParams
 from headway.data.types import Conversation, FinishReason, Prompt, Trajectory
@@ -38,7 +39,9 @@ def episode(k: int, reward: float | None = None, of_turns: tuple[float, ...] = (
     )
 
 
-async def rewarded(*episodes: Trajectory, n: int = 2, seen: list[Any] | None = None, **settings: Any) -> Group:
+async def rewarded(
+    *episodes: Trajectory, n: int = 2, seen: list[Any] | None = None, turn_discount: float = 1.0
+) -> Group:
     recorder = Recorder()
     state = run_state(recorder)
     number = state.admit(PROMPT)
@@ -47,7 +50,8 @@ async def rewarded(*episodes: Trajectory, n: int = 2, seen: list[Any] | None = N
     def look(rewards: np.ndarray) -> None:
         (seen if seen is not None else []).append(rewards.tolist())
 
-    stage = Reward(state, channel, Channel("rewarded"), Scoring(None), look, **settings)
+    values = {"mode": "on_policy", "algorithm": {"turn_discount": turn_discount}}
+    stage = Reward(Config.model_validate(values), state, channel, Channel("rewarded"), Scoring(None), look)
     (group,) = [
         group async for group in stage.process_data(Group(number, PROMPT, n, SamplingParams(1), trajectories=episodes))
     ]

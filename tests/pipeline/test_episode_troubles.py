@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 
 from headway.data.types import FinishReason, Trajectory, TrajectoryId
-from headway.pipeline.observing.episode_troubles import LEAST_WINDOW, EpisodeTroubles
+from headway.pipeline.admission.episode_troubles import LEAST_WINDOW, EpisodeTroubles
 
 
 def episode(

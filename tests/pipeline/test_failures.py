@@ -19,8 +19,8 @@ from headway.errors import (
     WorkerDied,
 )
 from headway.events import (
+    BatchTaken,
     CheckpointSaved,
-    FetchTaken,
     GroupAdmitted,
     GroupRewarded,
     ReplicaLost,
@@ -136,7 +136,7 @@ def test_a_trainer_that_raises_ends_the_run_and_names_the_stage(mode: str, step:
 
     run = failed(Scenario(mode, script=script, total=48), StageFailed, "ActorTrain failed: ArithmeticError: overflow")
     assert isinstance(run.error.__cause__, ArithmeticError)
-    assert run.groups["in_flight"] >= 4, "the groups of the fetch met no other fate"
+    assert run.groups["in_flight"] >= 4, "the groups of the batch met no other fate"
     assert run.of(CheckpointSaved) == []
 
 
@@ -166,7 +166,7 @@ def test_a_foreign_exception_while_validation_is_scored_names_validate():
 
 
 def test_a_stage_that_fails_does_not_pass_for_the_end_of_the_data():
-    """One group of two waits for the trainer when the rest of the run fails: it is no fetch, and makes no version."""
+    """One group of two waits for the trainer when the rest of the run fails: it is no batch, and makes no version."""
     reward = FakeReward(lambda prompt: [0.0, 1.0] if prompt.row == 0 else [1.0, 1.0])
     run = failed(
         Scenario("async_stale", mini_batch=2, total=8, reward=reward, group_filter=without_variance),
@@ -174,7 +174,7 @@ def test_a_stage_that_fails_does_not_pass_for_the_end_of_the_data():
         "groups in a row were discarded",
     )
     assert run.of(GroupRewarded)[-1].rewards == [1.0, 1.0] and [0.0, 1.0] in [e.rewards for e in run.of(GroupRewarded)]
-    assert run.of(FetchTaken) == [] and [event.version for event in run.of(VersionReached)] == [0]
+    assert run.of(BatchTaken) == [] and [event.version for event in run.of(VersionReached)] == [0]
 
 
 def test_a_source_that_raises_ends_the_run():

@@ -15,7 +15,7 @@ from headway.events import (
     TrajectoryFinished,
     UpdateFinished,
 )
-from headway.pipeline.observing import off_policy_guard
+from headway.pipeline import off_policy_guard
 from tests.pipeline.fakes import FakeReward, fails, without_variance
 from tests.pipeline.scenario import MODES, Scenario
 

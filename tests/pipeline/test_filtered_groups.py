@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.events import Note
-from headway.pipeline.observing.equal_rewards import FILTERED_FROM, LEAST_WINDOW, LONGER, MUCH_WORSE, FilteredGroups
+from headway.pipeline.admission.group_warnings import FILTERED_FROM, LEAST_WINDOW, LONGER, MUCH_WORSE, FilteredGroups
 from tests.pipeline.fakes import FakeReward, without_variance
 from tests.pipeline.scenario import Run, Scenario
 

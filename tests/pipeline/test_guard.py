@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headway.config.sections.learning import GuardConfig
 from headway.data.interfaces.training import StepReport
 from headway.errors import NothingToTrain
 from headway.events import (
@@ -30,7 +31,7 @@ from headway.pipeline.admission.ledger import Ledger
 from headway.pipeline.admission.message_queue import MessageQueue
 from headway.pipeline.admission.pipeline_state import RunState
 from headway.pipeline.admission.staleness import Staleness
-from headway.pipeline.observing.off_policy_guard import Guard, GuardSettings
+from headway.pipeline.off_policy_guard import Guard
 from headway.pipeline.run import Status
 from headway.planner.simulation.virtual_clock import run_virtual
 from tests.pipeline.cases import ETAS, Case, cases, faulty, for_each
@@ -65,7 +66,7 @@ class Alone:
         self.stopped: list[str] = []
         self.staleness = Staleness(Fraction(eta), b, 1, None, {"rollout-0": 0})
         state = RunState(self.staleness, Ledger(), MessageQueue(self.staleness), self.events.append)
-        self.guard = Guard(GuardSettings(least, action), state, self.stopped.append)
+        self.guard = Guard(GuardConfig(min_ess=least, action=action), state, self.stopped.append)
 
     def sees(self, *sizes: float | None, skipped: bool = False) -> Alone:
         async def main() -> None:
@@ -335,7 +336,7 @@ def test_it_stops_a_run_whose_length_the_data_decides():
     assert (run.version, run.groups["trained"]) == (1, 16)
 
 
-def test_it_stops_a_run_in_which_fetches_are_taken_ahead_after_all_of_them_were_trained():
+def test_it_stops_a_run_in_which_batches_are_taken_ahead_after_all_of_them_were_trained():
     scenario = guarded("stop", lambda step: 0.1 if step == 1 else 0.9, logp_ranks=1, slots=64)
     scenario.lengths = lambda _: 1
     run = scenario.run().assert_clean()

@@ -11,7 +11,7 @@ import pytest
 from headway.data.types import TrajectoryId
 from headway.errors import UpdateFailed, WorkerDied
 from headway.events import (
-    FetchTaken,
+    BatchTaken,
     LeaseChanged,
     OptimizerStepped,
     ReplicaActivity,
@@ -62,9 +62,9 @@ def test_training_and_generation_never_compute_at_once(mode: str, replicas: int)
     assert decoding
 
 
-def test_the_devices_change_hands_only_for_a_whole_fetch_and_are_returned_after_each_one():
+def test_the_devices_change_hands_only_for_a_whole_batch_and_are_returned_after_each_one():
     run = check_everything(several_fetches(lengths=long_or_short).run().assert_completed())
-    fetches = run.of(FetchTaken)
+    fetches = run.of(BatchTaken)
     takes, gives = run.of(LeaseChanged)[::2], run.of(LeaseChanged)[1::2]
     assert [change.asked for change in takes] == [fetch.time for fetch in fetches]
     assert len(gives) == len(fetches) == 8 and len(run.of(UpdateFinished)) == 2, "also when no update is due"
@@ -176,12 +176,12 @@ def test_a_replica_gives_its_weights_up_only_where_new_ones_come_before_it_wakes
         assert [keeps for _, keeps in replica.slept] == [True, True, True, False] * 2
 
 
-def test_with_one_fetch_a_version_the_weights_are_always_given_up():
+def test_with_one_batch_a_version_the_weights_are_always_given_up():
     run = check_everything(Scenario("colocate_sync").run().assert_completed())
     assert [keeps for _, keeps in run.rollouts[0].slept] == [False] * 6
 
 
-def test_a_last_fetch_that_the_data_left_short_brings_new_weights_too():
+def test_a_last_batch_that_the_data_left_short_brings_new_weights_too():
     values = {"trigger_parameter_sync_step": 4, "staleness_threshold": 0.5}
     for rows in (21, 22, 24):
         run = Scenario("colocate_async", async_training=values, rows=rows, epochs=1, slots=4).run().assert_completed()

@@ -184,7 +184,7 @@ def test_a_version_that_the_data_left_short_counts_all_the_same():
 def test_a_stop_shrinks_the_total_to_the_next_version_boundary(consumed: int, fetching: int, total: int):
     async def main() -> int | None:
         state = run_state()
-        state.consumed, state.fetching = consumed, fetching
+        state.consumed, state.in_training = consumed, fetching
         state.request_stop()
         return state.staleness.total
 

@@ -1,4 +1,4 @@
-"""log π_prox: a stage between queue and trainer where it has ranks of its own, otherwise a part of the fetch."""
+"""log π_prox: a stage between queue and trainer where it has ranks of its own, otherwise a part of the batch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import strategies as st
 
 from headway.errors import RunError, StallError, UpdateFailed, WorkerDied
-from headway.events import FetchTaken, RunFinished, RunStarted, StageChanged, UpdateFinished
+from headway.events import BatchTaken, RunFinished, RunStarted, StageChanged, UpdateFinished
 from headway.pipeline.run import Status
 from headway.reports.metrics.summary import summary
 from tests.pipeline.cases import TICK, Case, cases, faulty, for_each
@@ -16,7 +16,7 @@ from tests.pipeline.fake_policies import FakeLogProb, FakeReceiver
 from tests.pipeline.fakes import FakeReward, Time, fails, without_variance
 from tests.pipeline.figures import check_figures, replay
 from tests.pipeline.invariants import (
-    FetchesAhead,
+    BatchesAhead,
     check_cancelled_at_any_moment,
     check_everything_ahead,
     check_however_it_ended,
@@ -30,9 +30,9 @@ from tests.tiers import a_share_and_all, enough
 STREAMING = ["stream_off_policy", "async_stale", "async_partial"]
 """Modes with four fetches a version."""
 RUN_AHEAD = ["one_step_off", "async_stale", "async_partial", "overlapped"]
-"""Modes in which a version's first fetch may be there before the version is served."""
+"""Modes in which a version's first batch may be there before the version is served."""
 SHAPES = [(4, 1, 1), (3, 1, 2), (2, 2, 2), (8, 1, 1), (2, 1, 3), (1, 2, 2)]
-"""As `cases.SHAPES`, of which most have one fetch per version: there nothing can be computed ahead."""
+"""As `cases.SHAPES`, of which most have one batch per version: there nothing can be computed ahead."""
 
 
 def logp(run: Run) -> FakeLogProb:
@@ -45,11 +45,11 @@ def steps(run: Run) -> list[Time]:
 
 
 def check_versions(run: Run) -> Run:
-    """Each fetch was asked about once, in order, under the version that it was trained at, and trained on the answer.
+    """Each batch was asked about once, in order, under the version that it was trained at, and trained on the answer.
 
     The engine refuses every version but the one that it serves, from the start of the question to its end.
     """
-    asked, fetches = [ask.version for ask in logp(run).asked], [fetch.version for fetch in run.of(FetchTaken)]
+    asked, fetches = [ask.version for ask in logp(run).asked], [fetch.version for fetch in run.of(BatchTaken)]
     # In a run that broke off, one that was asked about may not have reached the trainer, or the other way round.
     both = len(fetches) if run.status is not None else min(len(asked), len(fetches))
     assert asked[:both] == fetches[:both]
@@ -71,7 +71,7 @@ def check_ahead(run: Run) -> Run:
 
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("mode", MODES)
-def test_on_ranks_of_its_own_it_computes_every_fetch_under_the_version_that_trains_it(mode: str, ranks: int):
+def test_on_ranks_of_its_own_it_computes_every_batch_under_the_version_that_trains_it(mode: str, ranks: int):
     run = check_ahead(Scenario(mode, logp_ranks=ranks, replicas=2, problems=2).run().assert_completed())
     assert len(logp(run).asked) == run.groups["trained"] // 4
     assert {ask.samples for ask in logp(run).asked} == {8}
@@ -86,17 +86,17 @@ def test_the_run_names_its_stages_in_the_order_in_which_data_flows():
 
 
 @pytest.mark.parametrize("mode", STREAMING)
-def test_it_works_on_a_versions_next_fetches_while_the_trainer_is_busy(mode: str):
+def test_it_works_on_a_versions_next_batches_while_the_trainer_is_busy(mode: str):
     run = Scenario(mode, logp_ranks=1, logp_s=1.0, trainer={"step_s": lambda _: 4.0}).run().assert_completed()
     asked, made = logp(run).asked, steps(run)
     for index, ask in enumerate(asked):
         busy = any(overlap(ask.span, step) for step in made)
         assert busy == (index % 4 > 0), "beside the steps of its version, but for the first"
-    assert all(ask.span[1] <= step[0] for ask, step in zip(asked, made, strict=True)), "before the fetch's own step"
+    assert all(ask.span[1] <= step[0] for ask, step in zip(asked, made, strict=True)), "before the batch's own step"
 
 
 def test_what_the_trainer_would_have_computed_itself_takes_it_no_time():
-    """Twelve fetches in four versions: it waits for the log-probs of each version's first fetch alone."""
+    """Twelve fetches in four versions: it waits for the log-probs of each version's first batch alone."""
     timing = {"total": 48, "lengths": lambda _: 1, "slots": 64, "trainer": {"step_s": lambda _: 4.0, "forward_s": 1.0}}
     settings = {"trigger_parameter_sync_step": 3, "staleness_threshold": 1}
     inside = Scenario("async_stale", async_training={**settings, "use_rollout_log_probs": False}, **timing).run()
@@ -118,20 +118,20 @@ def test_time_in_which_the_trainer_computes_is_no_time_in_which_it_waits_for_gro
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_it_takes_no_fetch_of_a_version_that_the_trainer_has_not_reached(mode: str):
+def test_it_takes_no_batch_of_a_version_that_the_trainer_has_not_reached(mode: str):
     """It is much faster than the trainer, and much more is generated than the trainer takes."""
     scenario = Scenario(mode, logp_ranks=1, logp_s=0.0, lengths=lambda _: 1, slots=64)
     scenario.trainer = {"step_s": lambda _: 16.0}
     run = check_ahead(scenario.run().assert_completed())
     per_version = run.pipeline.config.groups_per_version // 4
-    for index, fetch in enumerate(run.of(FetchTaken)):
+    for index, fetch in enumerate(run.of(BatchTaken)):
         made = sum(end <= fetch.time for _, end in steps(run))
         assert made >= index // per_version * per_version
         assert fetch.version == index // per_version
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_the_first_fetch_of_a_version_waits_until_all_its_ranks_serve_it(mode: str):
+def test_the_first_batch_of_a_version_waits_until_all_its_ranks_serve_it(mode: str):
     def slow(run: Run) -> None:
         run.others[1]._load_s = 5.0
 
@@ -146,7 +146,7 @@ def test_the_first_fetch_of_a_version_waits_until_all_its_ranks_serve_it(mode: s
 
 @pytest.mark.parametrize("mode", STREAMING)
 @pytest.mark.parametrize("rows", ENDS.values(), ids=ENDS)
-def test_when_the_data_gives_out_the_last_fetch_is_short_and_an_empty_one_is_not_asked_about(rows: int, mode: str):
+def test_when_the_data_gives_out_the_last_batch_is_short_and_an_empty_one_is_not_asked_about(rows: int, mode: str):
     run = check_ahead(Scenario(mode, rows=rows, epochs=1, problems=2, logp_ranks=1).run().assert_completed())
     assert run.groups["trained"] == run.groups["admitted"] == rows
     assert [update.version for update in run.of(UpdateFinished)] == list(range(1, -(-rows // 16) + 1))
@@ -162,8 +162,8 @@ def test_discards_change_nothing_about_it(mode: str):
     assert run.version == 6
 
 
-def test_together_with_a_reference_inside_the_fetch_both_columns_arrive():
-    run = check_ahead(Scenario("async_partial", logp_ranks=1, reference_inside_fetch=True).run().assert_completed())
+def test_together_with_a_reference_inside_the_batch_both_columns_arrive():
+    run = check_ahead(Scenario("async_partial", logp_ranks=1, reference_on_trainer_ranks=True).run().assert_completed())
     columns = {tuple(sorted(sample.columns)) for samples in run.trainer.steps for sample in samples}
     assert columns == {("advantages", "prox_logprobs", "ref_logprobs")}
 
@@ -187,7 +187,7 @@ def test_everything_holds_in_every_run_with_it(share: float):
 
     def check(case: Case) -> None:
         nonlocal ahead
-        run = check_however_it_ended(beside(case).run(), FetchesAhead, check_ahead)
+        run = check_however_it_ended(beside(case).run(), BatchesAhead, check_ahead)
         ends.add(run.status)
         ahead += any(overlap(ask.span, step) for ask in logp(run).asked for step in steps(run))
 
@@ -203,7 +203,7 @@ def test_a_run_may_be_stopped_at_any_time_and_ends_at_a_version(share: float):
 
     def check(case: Case) -> None:
         nonlocal stopped
-        run = check_however_it_ended(beside(case).run(), FetchesAhead, check_ahead)
+        run = check_however_it_ended(beside(case).run(), BatchesAhead, check_ahead)
         stopped += run.status is Status.INTERRUPTED
 
     for_each(faulty("stop", use_rollout_log_probs=False), share * 60, check)
@@ -215,7 +215,7 @@ def test_replicas_may_die_join_or_hang_meanwhile(share: float):
     """Takes seconds: many random schedules."""
 
     def check(case: Case) -> None:
-        check_however_it_ended(beside(case).run(), FetchesAhead, check_ahead)
+        check_however_it_ended(beside(case).run(), BatchesAhead, check_ahead)
 
     for_each(faulty("dies", "joins", use_rollout_log_probs=False), share * 30, check)
     limits = {"update_timeout_s": 20.0, "recv_s": 0.25, "load_s": 0.125}
@@ -313,15 +313,15 @@ def test_ranks_that_compute_for_ever_end_the_run_with_the_stages_name_when_nothi
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("shape", [(1, 1), (2, 2)])
-def test_on_the_trainers_ranks_it_is_asked_once_per_fetch_and_before_a_versions_first_step(
+def test_on_the_trainers_ranks_it_is_asked_once_per_batch_and_before_a_versions_first_step(
     mode: str, shape: tuple[int, int]
 ):
-    """``shape``: mini-batches per fetch and epochs. The trainer keeps weights of its own for the later fetches."""
+    """``shape``: mini-batches per batch and epochs. The trainer keeps weights of its own for the later fetches."""
     batches, epochs = shape
     settings = {"use_rollout_log_probs": False, "require_batches": batches}
     run = Scenario(mode, async_training=settings, sections={"actor": {"ppo_epochs": epochs}}).run().assert_completed()
     per_fetch = batches * epochs
-    fetches = [fetch.version for fetch in run.of(FetchTaken)]
+    fetches = [fetch.version for fetch in run.of(BatchTaken)]
     assert run.trainer.proximal == [(version, index * per_fetch) for index, version in enumerate(fetches)]
     per_version = run.pipeline.config.groups_per_version // (4 * batches)
     for version in range(6):

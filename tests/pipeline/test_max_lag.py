@@ -11,7 +11,7 @@ import pytest
 
 from headway.data.types import TrajectoryId
 from headway.errors import NothingToTrain
-from headway.events import FetchTaken, GroupSettled, OptimizerStepped, RunStarted, TrajectoryFinished
+from headway.events import BatchTaken, GroupSettled, OptimizerStepped, RunStarted, TrajectoryFinished
 from headway.reports.metrics.run_metrics import RunMetrics
 from tests.pipeline.cases import SCHEDULES, Case, cases, for_each
 from tests.pipeline.fakes import FakeReward
@@ -23,7 +23,7 @@ B = 4
 
 
 def ready(on_overdue: str, max_lag: int | None, eta: float = 1, **more: Any) -> Scenario:
-    """One fetch of four groups a version, in completion order."""
+    """One batch of four groups a version, in completion order."""
     values = {
         "trigger_parameter_sync_step": 1,
         "staleness_threshold": eta,
@@ -63,11 +63,11 @@ def test_wait_keeps_the_largest_lag_and_drops_nothing(eta: float, more: int):
     assert run.fates() == {"trained": 48}
 
 
-def test_the_fetch_waits_for_a_group_that_would_become_overdue_although_others_are_ready():
-    """Group 3 takes 15 s. With η = 1 and max_lag 1 it may be trained at version 1, not later: that fetch waits."""
+def test_the_batch_waits_for_a_group_that_would_become_overdue_although_others_are_ready():
+    """Group 3 takes 15 s. With η = 1 and max_lag 1 it may be trained at version 1, not later: that batch waits."""
     run = ready("wait", 1, lengths=lambda t: 120 if t.row == 3 else 8, trainer={"step_s": lambda _: 0.5}).run()
     run.assert_completed()
-    taken = {fetch.version: fetch for fetch in run.of(FetchTaken)}
+    taken = {fetch.version: fetch for fetch in run.of(BatchTaken)}
     assert 3 in taken[1].numbers
     finished = max(t.finished for t in run.of(TrajectoryFinished) if t.number == 3)
     assert taken[1].time == finished + 0.25, "as soon as it is rewarded"
@@ -80,7 +80,7 @@ def test_nothing_waits_while_whatever_is_due_still_fits():
 
     def fetches(max_lag: int | None) -> list[list[int]]:
         run = ready("wait", max_lag, lengths=lambda t: 8 + t.row % 5).run().assert_completed()
-        return [fetch.numbers for fetch in run.of(FetchTaken)]
+        return [fetch.numbers for fetch in run.of(BatchTaken)]
 
     assert fetches(3) == fetches(None)
 
@@ -130,7 +130,7 @@ def test_what_still_decodes_when_its_version_is_over_is_aborted_at_once():
     run = ready("drop", 1, lengths=lambda t: 4000 if t.row == 3 else 8).run().assert_completed()
     (dropped,) = [event for event in run.of(GroupSettled) if event.fate == "dropped"]
     assert (dropped.number, dropped.reason) == (3, "overdue")
-    begins = next(fetch.time for fetch in run.of(FetchTaken) if fetch.version == 2)
+    begins = next(fetch.time for fetch in run.of(BatchTaken) if fetch.version == 2)
     steps = [step.time for step in run.of(OptimizerStepped) if step.version == 1]
     assert steps[-1] == dropped.time <= begins, "as soon as version 2 began"
     aborted = [t for t in run.of(TrajectoryFinished) if t.number == 3]
@@ -145,7 +145,7 @@ def test_what_is_queued_and_overdue_is_dropped_when_it_would_be_taken():
     check_everything(run.assert_completed())
     dropped = {event.number: event.time for event in run.of(GroupSettled) if event.reason == "overdue"}
     assert 3 in dropped
-    assert dropped[3] in {fetch.waited[0] for fetch in run.of(FetchTaken)}
+    assert dropped[3] in {fetch.waited[0] for fetch in run.of(BatchTaken)}
     assert {t.finish_reason for t in run.of(TrajectoryFinished) if t.number == 3} == {"stop"}
 
 

@@ -111,7 +111,7 @@ def test_discards_ahead_of_the_head_are_remembered():
     assert run_virtual(main()) == [0, 3, 5]
 
 
-def test_take_waits_for_the_whole_fetch():
+def test_take_waits_for_the_whole_batch():
     async def main() -> tuple[list[int], float]:
         q = queue()
         taking = asyncio.ensure_future(take(q, 3))
@@ -123,7 +123,7 @@ def test_take_waits_for_the_whole_fetch():
     assert run_virtual(main()) == ([0, 1, 2], 3)
 
 
-def test_after_close_the_last_fetch_is_short_and_then_empty():
+def test_after_close_the_last_batch_is_short_and_then_empty():
     async def main() -> list[list[int]]:
         q = queue()
         await put(q, 0, 1, 2)
@@ -145,7 +145,7 @@ def test_close_wakes_whoever_waits_for_more():
     assert run_virtual(main()) == [0]
 
 
-def test_abandon_gives_a_waiting_fetch_nothing():
+def test_abandon_gives_a_waiting_batch_nothing():
     async def main() -> list[int]:
         q = queue()
         await put(q, 0)
@@ -182,7 +182,7 @@ def test_a_group_that_comes_twice_is_refused():
     run_virtual(main())
 
 
-def test_a_fetch_that_can_never_be_filled_waits():
+def test_a_batch_that_can_never_be_filled_waits():
     async def main() -> None:
         q = queue()
         await put(q, 1, 2)

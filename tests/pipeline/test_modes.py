@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from headway.events import (
-    FetchTaken,
+    BatchTaken,
     GroupRewarded,
     OptimizerStepped,
     RunStarted,
@@ -109,7 +109,7 @@ def test_one_step_off_training_a_batch_never_delays_the_launch_of_the_next(step_
         assert launches[4 * batch] == max(loads[batch - 1], rewarded[batch - 1]), (
             "wait for one, update, launch the next"
         )
-    fetches = {fetch.version: fetch for fetch in run.of(FetchTaken)}
+    fetches = {fetch.version: fetch for fetch in run.of(BatchTaken)}
     for batch in range(1, 5):
         assert launches[4 * (batch + 1)] <= fetches[batch].time
 
@@ -119,7 +119,7 @@ def test_stream_off_policy_streams_within_a_version_at_lag_zero(step_s: float):
     run = Scenario("stream_off_policy", trainer={"step_s": lambda _: step_s}).run().assert_completed()
     assert run.lags_by_version() == {version: {0} for version in range(6)}
     # Training starts while the version is still being generated: that is what streaming is for.
-    first_fetch = run.of(FetchTaken)[0]
+    first_fetch = run.of(BatchTaken)[0]
     assert first_fetch.time < max(t.finished for t in run.of(TrajectoryFinished) if t.number < 16)
 
 
@@ -180,19 +180,19 @@ def test_the_trainer_reports_what_it_did_and_when():
     assert busy == [("step", 0, 1.0), ("gather", 1, 0.25), ("step", 1, 1.0), ("gather", 2, 0.25)]
 
 
-def test_require_batches_makes_several_optimizer_steps_of_one_fetch():
+def test_require_batches_makes_several_optimizer_steps_of_one_batch():
     run = Scenario(
         "async_stale", async_training={"require_batches": 2, "trigger_parameter_sync_step": 2}, total=32
     ).run()
     run.assert_completed()
-    assert [len(fetch.numbers) for fetch in run.of(FetchTaken)] == [8, 8, 8, 8]
+    assert [len(fetch.numbers) for fetch in run.of(BatchTaken)] == [8, 8, 8, 8]
     steps = run.of(OptimizerStepped)
     assert [(s.step, s.fetch, s.version, len(s.lags)) for s in steps] == [
         (i, i // 2, i // 4, 4) for i in range(8)
     ]  # fmt: skip
 
 
-def test_ppo_epochs_repeat_the_mini_batches_of_a_fetch_and_count_groups_once():
+def test_ppo_epochs_repeat_the_mini_batches_of_a_batch_and_count_groups_once():
     run = Scenario("on_policy", total=8, sections={"actor": {"ppo_epochs": 3}}).run().assert_completed()
     assert [(s.step, s.fetch) for s in run.of(OptimizerStepped)] == [(i, i // 3) for i in range(6)]
     assert run.groups["trained"] == 8

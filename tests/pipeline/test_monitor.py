@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
@@ -38,10 +39,13 @@ class Replica:
 
 
 class Serving:
-    """A fleet of one."""
+    """A pool of one replica."""
 
-    def __init__(self, replica: Replica) -> None:
+    def __init__(self, replica: Replica, stall_s: float) -> None:
         self.serving = [replica]
+        self.timeouts = Timeouts(60, 10, stall_s)
+        self.episode_workers = EpisodeWorkers([], cast(RunState, None), timeout_s=1.0)
+        self.pauses = SimpleNamespace(stands=lambda replica: False)
 
 
 class Rank:
@@ -67,13 +71,12 @@ def monitor(replica: Replica, recorder: Recorder, timeout: float = 10.0, workers
     movement = Movement()
     recorder.on = movement.on_event
     return RunMonitor(
-        Serving(replica),  # type: ignore[arg-type]
-        EpisodeWorkers([], cast(RunState, None), timeout_s=1.0),
+        Serving(replica, timeout),  # type: ignore[arg-type]
+        [],
         [],
         movement,
         recorder.on_event,
         workers=lambda: workers,
-        timeouts=Timeouts(60, 10, timeout),
         interval_s=1.0,
     )
 

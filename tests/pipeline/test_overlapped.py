@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from headway.data.types import TrajectoryId
 from headway.errors import WorkerDied
 from headway.events import (
-    FetchTaken,
+    BatchTaken,
     GroupAdmitted,
     OptimizerStepped,
     TrainerBusy,
@@ -51,7 +51,7 @@ def gathers(run: Run) -> list[tuple[float, float]]:
 
 def test_the_trainer_goes_on_after_gather_while_replicas_receive_and_load():
     run = check_everything(overlapped(replicas=2).run().assert_completed())
-    for update, (_, gathered), fetch in zip(run.of(UpdateFinished), gathers(run), run.of(FetchTaken)[1:], strict=False):
+    for update, (_, gathered), fetch in zip(run.of(UpdateFinished), gathers(run), run.of(BatchTaken)[1:], strict=False):
         assert update.trainer_stall_s == 0
         assert fetch.waited[0] == gathered < update.time
     for replica in run.rollouts:
@@ -217,7 +217,7 @@ def test_a_synchronous_update_is_loaded_everywhere_before_the_trainer_goes_on():
     scenario.sections = {"param_update": {"schedule": "synchronous", "transport": "auto"}}
     run = check_everything(scenario.run().assert_completed())
     assert run.of(UpdateSuperseded) == []
-    for update, fetch in zip(run.of(UpdateFinished), run.of(FetchTaken)[1:], strict=False):
+    for update, fetch in zip(run.of(UpdateFinished), run.of(BatchTaken)[1:], strict=False):
         assert max(dict(replica.loads)[update.version] for replica in run.rollouts) == update.time == fetch.waited[0]
 
 

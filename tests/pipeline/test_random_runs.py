@@ -14,7 +14,7 @@ from itertools import pairwise
 
 import pytest
 
-from headway.events import FetchTaken, GroupAdmitted, OptimizerStepped, TrajectoryFinished
+from headway.events import BatchTaken, GroupAdmitted, OptimizerStepped, TrajectoryFinished
 from headway.pipeline.admission.staleness import admission_limit, lag_bound
 from headway.pipeline.run import Status
 from tests.pipeline.books import Rules
@@ -87,7 +87,7 @@ def test_on_policy_batches_do_not_depend_on_timing(share: float):
     in_order = {"eta": Fraction(0), "admission": "batch", "order": "fifo", "nonfinite": 0.0}
 
     def batches(case: Case) -> list[list[int]]:
-        return [fetch.numbers for fetch in run_and_check(case).of(FetchTaken)]
+        return [fetch.numbers for fetch in run_and_check(case).of(BatchTaken)]
 
     def check(case: Case) -> None:
         slower = replace(case, step_s=8.0, reward_s=3.0, longest=61, replicas=5 - case.replicas, slots=1)

@@ -1,4 +1,4 @@
-"""The reference policy: a stage of its own where it has ranks of its own, otherwise a part of the fetch."""
+"""The reference policy: a stage of its own where it has ranks of its own, otherwise a part of the batch."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ def test_on_ranks_of_its_own_it_takes_all_groups_that_wait_as_one_batch():
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_on_the_trainers_ranks_it_runs_once_inside_each_fetch(mode: str):
+def test_on_the_trainers_ranks_it_runs_once_inside_each_batch(mode: str):
     """The fake trainer asserts that it is never asked to do two things at once."""
-    run = Scenario(mode, reference_inside_fetch=True).run().assert_completed()
+    run = Scenario(mode, reference_on_trainer_ranks=True).run().assert_completed()
     assert columns(run) == {("advantages", "ref_logprobs")}
     assert [count for _, count in run.trainer.forwards] == [8] * (run.groups["trained"] // 4)
     assert "RefLogProb" not in {event.stage for event in run.of(StageChanged)}
 
 
-def test_a_forward_inside_a_fetch_is_time_in_which_the_trainer_was_busy():
-    run = Scenario("on_policy", total=4, reference_inside_fetch=True).run().assert_completed()
+def test_a_forward_inside_a_batch_is_time_in_which_the_trainer_was_busy():
+    run = Scenario("on_policy", total=4, reference_on_trainer_ranks=True).run().assert_completed()
     forward, step, gather = run.of(TrainerBusy)
     assert [(b.what, b.span[1] - b.span[0]) for b in (forward, step, gather)] == [
         ("forward", 0.5),
@@ -50,7 +50,7 @@ def test_a_forward_inside_a_fetch_is_time_in_which_the_trainer_was_busy():
     assert forward.span[1] <= step.span[0] and step.span[1] <= gather.span[0]
 
 
-def test_recomputed_log_probs_are_computed_once_per_fetch_and_kept_for_all_its_steps():
+def test_recomputed_log_probs_are_computed_once_per_batch_and_kept_for_all_its_steps():
     run = Scenario(
         "on_policy",
         total=8,
@@ -66,7 +66,7 @@ def test_recomputed_log_probs_are_computed_once_per_fetch_and_kept_for_all_its_s
 
 
 def test_reference_and_recomputation_together_make_two_forwards_one_after_the_other():
-    scenario = Scenario("on_policy", total=4, reference_inside_fetch=True)
+    scenario = Scenario("on_policy", total=4, reference_on_trainer_ranks=True)
     scenario.async_training = {"use_rollout_log_probs": False}
     run = scenario.run().assert_completed()
     assert [busy.what for busy in run.of(TrainerBusy)] == ["forward", "forward", "step", "gather"]
@@ -79,7 +79,7 @@ def test_without_either_no_forward_is_made():
     assert columns(run) == {("advantages",)}
 
 
-def test_advantages_are_computed_once_per_fetch_and_reach_every_sample():
+def test_advantages_are_computed_once_per_batch_and_reach_every_sample():
     run = Scenario("on_policy", total=8, async_training={"require_batches": 2}).run().assert_completed()
     indices = [[sample.columns["advantages"].index for sample in samples] for samples in run.trainer.steps]
     assert indices == [list(range(8)), list(range(8, 16))]

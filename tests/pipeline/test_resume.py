@@ -12,9 +12,9 @@ import pytest
 from hypothesis import strategies as st
 
 from headway.events import (
+    BatchTaken,
     CriticStepped,
     Event,
-    FetchTaken,
     GroupAdmitted,
     GroupSettled,
     OptimizerStepped,
@@ -106,7 +106,7 @@ def test_on_policy_goes_on_as_if_nothing_had_happened():
 
     def batches(events: list[Event]) -> list[tuple[Any, ...]]:
         rows = {event.number: (event.epoch, event.row, event.attempt) for event in of(events, GroupAdmitted)}
-        return [(e.fetch, e.version, [(n, rows[n]) for n in e.numbers]) for e in of(events, FetchTaken)]
+        return [(e.fetch, e.version, [(n, rows[n]) for n in e.numbers]) for e in of(events, BatchTaken)]
 
     assert batches(rest.events) == batches(whole.events)[3:]
     steps = [(e.step, e.version, e.fetch) for e in rest.of(OptimizerStepped)]
@@ -240,7 +240,7 @@ def test_validations_go_on_in_step(version: int, test_freq: int, expected: list[
 @pytest.mark.parametrize("inside", [True, False])
 def test_the_critics_turns_go_on(inside: bool):
     def scenario() -> Scenario:
-        return Scenario("async_stale", sections=SAVES, critic=FakeCritic(), critic_inside_fetch=inside)
+        return Scenario("async_stale", sections=SAVES, critic=FakeCritic(), critic_on_trainer_ranks=inside)
 
     whole, state = in_mid_run(scenario())
     assert state["critic"]["steps"] == sum(event.version < 2 for event in whole.of(CriticStepped))
@@ -269,9 +269,9 @@ def test_the_guard_keeps_what_it_lowered():
     lowered = guarded("lower_eta").pipeline
     assert lowered._state.staleness.eta == Fraction(1)
     assert lowered._state.staleness.eta_now == Fraction(1, 2)
-    assert lowered._wiring.actor._guard.clip_scale == 1.0
+    assert lowered._wiring.actor.guard.clip_scale == 1.0
     tightened = guarded("tighten").pipeline
-    assert (tightened._state.staleness.eta_now, tightened._wiring.actor._guard.clip_scale) == (Fraction(1), 0.25)
+    assert (tightened._state.staleness.eta_now, tightened._wiring.actor.guard.clip_scale) == (Fraction(1), 0.25)
 
 
 def test_a_resumed_run_that_is_stopped_before_it_reaches_a_boundary_leaves_its_checkpoint_as_it_is():

@@ -9,8 +9,7 @@ import pytest
 from headway.data.types import Prompt
 from headway.errors import NothingToTrain
 from headway.events import Note, ValidationFinished
-from headway.pipeline.admission.ledger import Fate
-from headway.pipeline.admission.nothing_to_train import FAILED_AT_FIRST, FAILED_AT_VALIDATION, all_discarded
+from headway.pipeline.admission.ledger import FAILED_AT_FIRST, FAILED_AT_VALIDATION, Fate, all_discarded
 from tests.pipeline.fakes import FakeReward, fails, without_variance
 from tests.pipeline.scenario import MODES, Scenario
 

@@ -15,7 +15,7 @@ from headway.data.interfaces.rollout import SamplingParams
 from headway.data.interfaces.training import StepContext, StepReport, TrainedRow
 from headway.data.mixing import drawn_problems, place_of_group, share_of
 from headway.data.types import Conversation, Sample, TrajectoryId
-from headway.events import FetchTaken, GroupAdmitted, GroupRewarded, GroupSettled, RunFinished, ValidationFinished
+from headway.events import BatchTaken, GroupAdmitted, GroupRewarded, GroupSettled, RunFinished, ValidationFinished
 from headway.pipeline.admission.ledger import Fate
 from headway.pipeline.admission.sample_collector import SampleOutlet, Samples, plain, rounded, storable
 from tests.pipeline.fakes import FakeReward, fails, prompt, validation_prompts, without_variance
@@ -94,7 +94,7 @@ def test_each_drawn_group_leaves_one_record_of_its_fate_and_no_other_does():
     drawn = [number for number in settled if is_drawn(run, number)]
     assert [record["group"] for record in kept] == drawn
     assert {record["fate"] for record in kept} == {"trained", "filtered", "failed"}
-    taken = {number: event.version for event in run.of(FetchTaken) for number in event.numbers}
+    taken = {number: event.version for event in run.of(BatchTaken) for number in event.numbers}
     admitted = {event.number: event for event in run.of(GroupAdmitted)}
     for record in kept:
         event = settled[record["group"]]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from headway.data.types import Prompt
 from headway.events import GroupAdmitted, GroupRewarded, Note, TrajectoryFinished, ValidationFinished
-from headway.pipeline.observing.equal_rewards import VERSIONS, EqualRewards, fewest
+from headway.pipeline.admission.group_warnings import VERSIONS, EqualRewards, fewest
 from tests.pipeline.fakes import FakeReward, validation_prompts, without_variance
 from tests.pipeline.scenario import Run, Scenario
 

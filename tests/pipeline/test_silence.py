@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -80,12 +81,15 @@ LIMITS = Timeouts(60, 20, 1000, compiles=True)
 
 
 class Scripted:
-    """A replica that says one thing after the other of itself; and the fleet that it is all of."""
+    """A replica that says one thing after the other of itself; and the pool that it is all of."""
 
     name = "rollout-0"
 
-    def __init__(self, said: Iterator[EngineStats]) -> None:
+    def __init__(self, said: Iterator[EngineStats], stands: Callable[[float], bool]) -> None:
         self._said = said
+        self.timeouts = LIMITS
+        self.episode_workers = EpisodeWorkers([], cast(Any, None), timeout_s=1.0)
+        self.pauses = SimpleNamespace(stands=lambda replica: stands(asyncio.get_running_loop().time()))
         self.serving = [self]
         self.lost: list[tuple[float, WorkerUnavailable]] = []
 
@@ -99,24 +103,22 @@ class Scripted:
 
 def lost_at(said: Iterator[EngineStats], stands: Callable[[float], bool] = lambda time: False) -> float | None:
     """Return the time at which such a replica was fenced off within 900 s; None where it was not."""
-    fleet = Scripted(said)
+    pool = Scripted(said, stands)
 
     async def main() -> None:
         monitor = RunMonitor(
-            cast(Any, fleet),
-            EpisodeWorkers([], cast(Any, None), timeout_s=1.0),
+            cast(Any, pool),
+            [],
             [],
             Movement(),
             lambda event: None,
-            timeouts=LIMITS,
             interval_s=1.0,
-            stands=lambda replica: stands(asyncio.get_running_loop().time()),
         )
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(monitor.run(), 900)
 
     run_virtual(main())
-    return fleet.lost[0][0] if fleet.lost else None
+    return pool.lost[0][0] if pool.lost else None
 
 
 def says(*parts: tuple[int, EngineStats]) -> Iterator[EngineStats]:

@@ -17,7 +17,7 @@ LENGTHS = {
 
 
 def stopped(mode: str, length: dict[str, int], consumed: int, reward: FakeReward | None = None) -> Run:
-    """With the first fetch of which the run has trained so many groups."""
+    """With the first batch of which the run has trained so many groups."""
 
     def script(run: Run) -> None:
         emit = run.recorder.on

@@ -15,9 +15,9 @@ from headway.config.layers import nest
 from headway.config.presets import preset
 from headway.config.schema import Config
 from headway.events import (
+    BatchTaken,
     DecodeSteps,
     Event,
-    FetchTaken,
     GroupAdmitted,
     GroupRewarded,
     GroupSettled,
@@ -244,7 +244,7 @@ class RecordedRun:
     def _train(self, groups: list[tuple[int, int]]) -> None:
         numbers = [number for number, _ in groups]
         self._emit(
-            FetchTaken, fetch=self._version, version=self._version, numbers=numbers, waited=(self._now, self._now)
+            BatchTaken, fetch=self._version, version=self._version, numbers=numbers, waited=(self._now, self._now)
         )
         self._work("forward", self.forward_token_s * sum(tokens for _, tokens in groups))
         for first in [*range(0, len(groups), self.mini_batch)] * self.epochs:

@@ -31,7 +31,7 @@ def test_the_rank_with_most_answers_decides(ranks: int, expected: int) -> None:
     assert Division(ranks).tokens(samples([100, 100], [100, 100], prompt=10)) == expected
 
 
-def test_a_part_of_a_fetch_stays_with_the_ranks_that_the_fetch_was_assigned_to() -> None:
+def test_a_part_of_a_batch_stays_with_the_ranks_that_the_batch_was_assigned_to() -> None:
     first, second = samples([100], [100]), samples([0], [0], [60], [60])[2:]
     division = Division(2)
     division.begin([first, second])

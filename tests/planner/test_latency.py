@@ -79,14 +79,14 @@ def test_a_replica_decodes_on_while_the_answer_to_resume_is_under_way_but_only_a
     assert run_virtual(main()) == ([0.0, 5.0], 10 + 3)
 
 
-def test_the_latency_of_a_fetch_passes_within_its_first_step() -> None:
+def test_the_latency_of_a_batch_passes_within_its_first_step() -> None:
     async def main() -> list[float]:
         update = UpdateProfile()
         cost = TrainCost(step_s=2.0, token_s=0.0, forward_token_s=0.0)
         trainer = SimulatedTrainer(cost, update, SimulatedTransport(update), fetch_s=1.0)
         times = []
         for _ in range(2):
-            trainer.fetch_prepared()
+            trainer.batch_prepared()
             for _ in range(2):
                 await trainer.train_step([], StepContext())
                 times.append(now())

@@ -6,8 +6,8 @@ from fractions import Fraction
 import pytest
 
 from headway.events import (
+    BatchTaken,
     Event,
-    FetchTaken,
     OptimizerStepped,
     ReplicaActivity,
     RunStarted,
@@ -66,7 +66,7 @@ def version(start: float, seconds: float, number: int, tokens: int = 5) -> list[
         ),
         finished(half, [[0, number]], tokens),
         finished(half, [[0, number - 1], [3, number]], tokens),
-        FetchTaken(time=half, fetch=0, version=number, numbers=[0], waited=(start, half)),
+        BatchTaken(time=half, fetch=0, version=number, numbers=[0], waited=(start, half)),
         *steps,
         UpdateFinished(time=end, version=number + 1, trainer_stall_s=0.25, rollout_stall_s=0.0, interrupted=0),
     ]

@@ -180,7 +180,7 @@ def test_under_noise_the_costs_still_add_up_to_the_time_that_was_spent(tmp_path:
     assert decode_cost(profile.rollout).step_s(8, 300) == pytest.approx(two_slopes(8) + 2e-6 * 300, rel=0.02)
 
 
-def test_each_epoch_goes_through_the_mini_batches_of_the_fetch_again() -> None:
+def test_each_epoch_goes_through_the_mini_batches_of_the_batch_again() -> None:
     run = RecordedRun(versions=1, epochs=2)
     steps = recording_of(run.events(), mini_batch=run.mini_batch).training.steps
     assert [step.tokens for step in steps[:2]] == [step.tokens for step in steps[2:]]

@@ -1,15 +1,15 @@
-"""A fetch's latency is what passes while the trainer neither computes nor waits."""
+"""A batch's latency is what passes while the trainer neither computes nor waits."""
 
 from __future__ import annotations
 
 from headway.data.types import Sample, TrajectoryId
-from headway.events import Event, FetchTaken, LeaseChanged, OptimizerStepped, Span, TrainerBusy
+from headway.events import BatchTaken, Event, LeaseChanged, OptimizerStepped, Span, TrainerBusy
 from headway.planner.measurement.recording import TrainingRecord
 from headway.planner.profiles.costs import Division
 
 
 def fetch(at: float, asked: float, numbers: list[int]) -> Event:
-    return FetchTaken(time=at, fetch=0, version=0, numbers=numbers, waited=(asked, at))
+    return BatchTaken(time=at, fetch=0, version=0, numbers=numbers, waited=(asked, at))
 
 
 def busy(what: str, span: Span) -> Event:
@@ -34,7 +34,7 @@ def recorded(*events: Event, mini_batch: int = 1, ranks: int = 1) -> TrainingRec
     return record
 
 
-def test_gaps_before_between_and_after_the_work_of_a_fetch_add_up_to_its_latency() -> None:
+def test_gaps_before_between_and_after_the_work_of_a_batch_add_up_to_its_latency() -> None:
     record = recorded(
         fetch(at=10, asked=5, numbers=[0, 1]),
         busy("forward", (11, 13)),
@@ -48,7 +48,7 @@ def test_gaps_before_between_and_after_the_work_of_a_fetch_add_up_to_its_latency
     assert [(work.seconds, work.tokens) for work in record.steps] == [(5, 10), (6, 20)]
 
 
-def test_without_an_update_a_fetch_ends_where_the_wait_for_the_next_one_begins() -> None:
+def test_without_an_update_a_batch_ends_where_the_wait_for_the_next_one_begins() -> None:
     record = recorded(fetch(at=0, asked=0, numbers=[0]), *step(1, 2), fetch(at=9, asked=4, numbers=[1]), *step(9, 10))
     assert [done.latency_s for done in record.fetches] == [1 + 2]
 
@@ -63,7 +63,7 @@ def test_the_wait_for_shared_devices_is_no_latency() -> None:
     assert [done.latency_s for done in record.fetches] == [1]
 
 
-def test_a_fetch_that_was_never_trained_is_not_among_them() -> None:
+def test_a_batch_that_was_never_trained_is_not_among_them() -> None:
     assert not recorded(fetch(at=0, asked=0, numbers=[0]), fetch(at=5, asked=5, numbers=[0])).fetches
 
 

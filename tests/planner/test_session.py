@@ -143,7 +143,7 @@ def test_figures_that_contain_uneven_loads_are_divided_evenly() -> None:
     assert step_times(run) == pytest.approx([2.0 + 4 * 110 * 1e-3 / 3] * 3, rel=1e-9)
 
 
-def test_old_log_probs_and_a_reference_each_cost_a_forward_pass_over_the_fetch() -> None:
+def test_old_log_probs_and_a_reference_each_cost_a_forward_pass_over_the_batch() -> None:
     point = {"devices": 1, "token_s": 1e-3, "forward_token_s": 5e-4}
     job = profile(train={"points": [point], "recompute_old_log_probs": "always", "reference": True})
     run = simulated(job, "on_policy")

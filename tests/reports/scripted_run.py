@@ -9,8 +9,8 @@ import random
 from dataclasses import dataclass, field
 
 from headway.events import (
+    BatchTaken,
     Event,
-    FetchTaken,
     GroupAdmitted,
     GroupRewarded,
     GroupSettled,
@@ -163,7 +163,7 @@ class ScriptedRun:
                 time=waited[0], stage="ActorTrain", state="waiting_input", waiting_for="groups from the message queue"
             )
         )
-        self._add(FetchTaken(time=begun, fetch=version, version=version, numbers=numbers, waited=waited))
+        self._add(BatchTaken(time=begun, fetch=version, version=version, numbers=numbers, waited=waited))
         self._add(StageChanged(time=begun, stage="ActorTrain", state="processing", active=1))
         forward = (begun, begun + self.forward_s)
         self._add(TrainerBusy(time=forward[1], what="forward", version=version, span=forward))

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.events import (
+    BatchTaken,
     CheckpointSaved,
     Event,
-    FetchTaken,
     GroupAdmitted,
     GroupRewarded,
     GroupSettled,
@@ -125,7 +125,7 @@ def test_a_version_row_has_the_groups_trained_at_it_and_the_update_that_ended_it
     _, rows = observe(run)
     assert [row["version"] for row in rows] == [0, 1, 2, 3]
 
-    numbers = of_type(run, FetchTaken)[1].numbers
+    numbers = of_type(run, BatchTaken)[1].numbers
     rewards = [r for e in of_type(run, GroupRewarded) if e.number in numbers for r in e.rewards]
     lengths = [e.tokens for e in of_type(run, TrajectoryFinished) if e.number in numbers]
     row = rows[1]
@@ -193,7 +193,7 @@ def interleaved(instant: list[Event], rng: random.Random) -> list[Event]:
     """A random order of simultaneous events in which those of one group, and those of one stage, keep theirs."""
     lanes: dict[str, list[Event]] = {}
     for index, event in enumerate(instant):
-        if isinstance(event, FetchTaken):  # concerns many groups: everything before it stays before it
+        if isinstance(event, BatchTaken):  # concerns many groups: everything before it stays before it
             return interleaved_around(instant, event, rng)
         lane = getattr(event, "number", getattr(event, "stage", f"alone {index}"))
         lanes.setdefault(str(lane), []).append(event)
@@ -289,7 +289,7 @@ def test_lag_is_split_into_what_passed_in_flight_and_what_passed_in_the_queue() 
             finished(0, [[0, 1], [4, 2]]),
             finished(0, [[0, 2], [4, 3]], k=1),
             GroupRewarded(time=1.0, number=0, rewards=[1.0, 0.0]),
-            FetchTaken(time=2.0, fetch=0, version=7, numbers=[0], waited=(0.0, 2.0)),
+            BatchTaken(time=2.0, fetch=0, version=7, numbers=[0], waited=(0.0, 2.0)),
             stepped(3.0, 7),
             GroupSettled(time=3.0, number=0, fate="trained", lag=6),
         ]
@@ -306,7 +306,7 @@ def test_a_group_trained_in_several_epochs_is_counted_once() -> None:
             started(),
             admitted(0, 1.0),
             finished(0, [[0, 0]]),
-            FetchTaken(time=2.0, fetch=0, version=0, numbers=[0], waited=(0.0, 2.0)),
+            BatchTaken(time=2.0, fetch=0, version=0, numbers=[0], waited=(0.0, 2.0)),
             stepped(3.0, 0, loss=1.0, ratio_max=1.0, lr=0.5),
             stepped(4.0, 0, loss=3.0, ratio_max=5.0, lr=0.25),
             stepped(4.5, 0, skipped=True, loss=1e9),
@@ -521,7 +521,7 @@ def trained(number: int, rewards: list[float], source: str = "", **parts: list[f
         replace(admitted(number, 1.0), source=source),
         finished(number, [[0, 0]]),
         GroupRewarded(time=1.0, number=number, rewards=rewards, parts=parts),
-        FetchTaken(time=2.0, fetch=0, version=0, numbers=[number], waited=(0.0, 2.0)),
+        BatchTaken(time=2.0, fetch=0, version=0, numbers=[number], waited=(0.0, 2.0)),
         stepped(3.0, 0),
         GroupSettled(time=3.0, number=number, fate="trained", lag=0),
     ]
@@ -589,7 +589,7 @@ def test_a_run_that_saves_for_longer_than_it_trains_blames_the_saving() -> None:
         [
             started(),
             admitted(0, 0.0),
-            FetchTaken(time=2.0, fetch=0, version=0, numbers=[0], waited=(0.0, 2.0)),
+            BatchTaken(time=2.0, fetch=0, version=0, numbers=[0], waited=(0.0, 2.0)),
             TrainerBusy(time=4.0, what="step", version=0, span=(2.0, 4.0)),
             CheckpointSaved(time=9.0, version=1, path="", span=(4.0, 9.0)),
             ReplicaActivity(

@@ -186,7 +186,7 @@ def test_the_reward_is_waited_for_only_while_nothing_decodes() -> None:
     assert occupancy.trainer_waits.within((0.0, 10.0)) == pytest.approx(10.0)
 
 
-def test_time_with_a_fetch_and_without_work_is_between_steps_unless_it_has_another_reason() -> None:
+def test_time_with_a_batch_and_without_work_is_between_steps_unless_it_has_another_reason() -> None:
     occupancy = Occupancy()
     occupancy.stage_changed(stage(0.0, "ActorTrain", "processing"))
     occupancy.trainer.report(busy("step", (2.0, 4.0)))

@@ -23,13 +23,13 @@ def paced(intervals: list[float], groups: int = 4, per_version: int = 16) -> tup
 def test_at_a_steady_pace_the_time_left_is_exact(
     fetches: int, groups: int, seconds: float, more: int, since: float
 ) -> None:
-    """The last fetch of the run takes as long to train as it took to come."""
+    """The last batch of the run takes as long to train as it took to come."""
     pace, now = paced([seconds] * fetches, groups)
     left = pace.seconds_left(now + since * seconds, (fetches + more) * groups)
     assert left == pytest.approx((more + 1 - since) * seconds, rel=1e-6, abs=1e-6 * seconds)
 
 
-def test_nothing_is_said_before_the_first_fetch() -> None:
+def test_nothing_is_said_before_the_first_batch() -> None:
     assert paced([])[0].seconds_left(1.0, 100) is None
     assert paced([2.0])[0].seconds_left(2.0, 100) == 50.0
     assert Pace().seconds_left(1.0, 100) is None
@@ -42,15 +42,15 @@ def test_early_versions_are_forgotten() -> None:
 
 
 @pytest.mark.parametrize("per_version", [4, 16, 128])
-def test_the_pace_is_that_of_two_versions_and_eight_fetches_at_least(per_version: int) -> None:
-    """Each version's first fetch comes late, behind an update: any whole number of versions has the true mean."""
+def test_the_pace_is_that_of_two_versions_and_eight_batches_at_least(per_version: int) -> None:
+    """Each version's first batch comes late, behind an update: any whole number of versions has the true mean."""
     fetches = per_version // 4
     pace, now = paced(([9.0] + [1.0] * (fetches - 1)) * 20, per_version=per_version)
     mean = (8 + fetches) / fetches
     assert pace.seconds_left(now, 4 * (20 * fetches + 10)) == pytest.approx(11 * mean)
 
 
-def test_a_fetch_that_does_not_come_makes_the_time_left_longer_and_never_nothing() -> None:
+def test_a_batch_that_does_not_come_makes_the_time_left_longer_and_never_nothing() -> None:
     """The bound: the next one comes at once, and all that follow come as it did, on the mean."""
     pace, now = paced([1.0] * 20)
     waits = [pace.seconds_left(now + waited, 4 * 30) for waited in (1.0, 5.0, 60.0, 600.0)]

@@ -232,7 +232,7 @@ def test_json_is_the_sample_itself(run_dir: Path) -> None:
 def test_a_group_that_was_not_drawn_is_told_from_the_record(run_dir: Path) -> None:
     told = said(run_dir, "4")
     assert told.splitlines()[0] == "group 4: trained"
-    for line in ("admitted: at version 0", "taken: at version 0, into fetch 0", "lag: 0", "rewards: "):
+    for line in ("admitted: at version 0", "taken: at version 0, into batch 0", "lag: 0", "rewards: "):
         assert line in told
     assert told.splitlines()[-1] == (
         "It was not drawn, so its text was not kept: about 2 groups of each version leave theirs. A larger "

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.events import FetchTaken, GroupAdmitted, GroupRewarded, GroupSettled
+from headway.events import BatchTaken, GroupAdmitted, GroupRewarded, GroupSettled
 from headway.reports.metrics.group_tally import FATES, MOST_REASONS, OTHER_REASONS, GroupsInFlight, GroupTally
 
 
@@ -74,7 +74,7 @@ def test_a_group_moves_from_generating_to_the_queue_to_training() -> None:
     tally.reward(GroupRewarded(time=1.0, number=0, rewards=[1.0]))
     tally.reward(GroupRewarded(time=1.0, number=1, rewards=[1.0]))
     assert tally.whereabouts() == GroupsInFlight(1, 2, 0)
-    tally.take(FetchTaken(time=2.0, fetch=0, version=0, numbers=[0], waited=(0.0, 2.0)))
+    tally.take(BatchTaken(time=2.0, fetch=0, version=0, numbers=[0], waited=(0.0, 2.0)))
     assert tally.whereabouts() == GroupsInFlight(1, 1, 1)
     tally.settle(settled(0, "trained"))
     assert tally.whereabouts() == GroupsInFlight(1, 1, 0)

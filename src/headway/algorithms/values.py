@@ -24,7 +24,7 @@ def value_loss(
 
     Args:
         values: V, the critic's, with gradient.
-        old_values: V_old, the critic's before the fetch's first step.
+        old_values: V_old, the critic's before the batch's first step.
         returns: R, what `advantages.gae` returns; without gradient, like ``old_values``.
         mask: True at valid tokens.
         cliprange: ε, in the rewards' unit.

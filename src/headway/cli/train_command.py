@@ -373,7 +373,7 @@ def summary(config: Config) -> dict[str, str]:
         "mode": config.mode,
         "model": config.model.path or f"made here ({config.model.make.architecture if config.model.make else ''})",
         "data": config.data.label,
-        "B": f"{b} groups per version: fetches {settings.trigger_parameter_sync_step} × "
+        "B": f"{b} groups per version: train batches {settings.trigger_parameter_sync_step} × "
         f"mini-batches {settings.require_batches} × groups {config.actor.ppo_mini_batch_size}",
         "η": f"{float(eta):g}: at most {admission_limit(0, eta, b)} groups admitted and not trained",
         "lag": "no bound (order ready)" if bound is None else f"at most {bound} versions",

@@ -225,8 +225,8 @@ class Startup:
                 others=[spec.device for spec in plan.workers if spec.role in (RolloutRole, FusedRole)],
             )
             alone |= self._registered(episode_workers_replaced, EpisodeWorkerRole, launched)
-        critic = groups.actor if CRITIC in plan.inside_fetch else groups.critic
-        reference = groups.actor if REF in plan.inside_fetch else groups.ref
+        critic = groups.actor if CRITIC in plan.on_trainer_ranks else groups.critic
+        reference = groups.actor if REF in plan.on_trainer_ranks else groups.ref
         train = TrainGroup(groups.actor, paths, with_returns=critic is not None)
         own = None if groups.logp is None else proxy(groups.logp, ProximalEngine)
         return Workers(
@@ -234,10 +234,10 @@ class Startup:
             rollouts=rollouts,
             episode_workers=episode_workers,
             ref=None if reference is None else reference_of(reference),
-            proximal=train if LOGP in plan.inside_fetch else own,
+            proximal=train if LOGP in plan.on_trainer_ranks else own,
             critic=None if critic is None else critic_of(critic),
             receivers=apart,
-            inside_fetch=plan.inside_fetch,
+            on_trainer_ranks=plan.on_trainer_ranks,
             needed=[worker for name, worker in workers.items() if name not in alone],
             cluster=self._cluster,
             timeouts=self.timeouts,

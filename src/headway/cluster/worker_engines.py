@@ -36,7 +36,7 @@ class TrainGroup:
         self._engine = engine = proxy(ranks, TrainEngine)
         self.forward_logprobs, self.proximal_logprobs = engine.forward_logprobs, engine.proximal_logprobs
         self.train_step, self.save, self.load = engine.train_step, engine.save, engine.load
-        self.begin_fetch, self.end_fetch = engine.begin_fetch, engine.end_fetch
+        self.begin_batch, self.end_batch = engine.begin_batch, engine.end_batch
         self._paths = paths
         self._with_returns = with_returns
 

@@ -47,7 +47,7 @@ class Dispatch(StrEnum):
     RANK_ZERO = "rank_zero"
     """Call rank zero alone."""
     SPLIT = "split"
-    """Divide the first argument, a list of samples, over the data ranks: as the fetch was assigned that has begun, or
+    """Divide the first argument, a list of samples, over the data ranks: as the batch was assigned that has begun, or
     else by themselves. See `headway.data.assignment`. The ranks of an inner mesh get the same samples."""
 
 
@@ -238,7 +238,7 @@ class WorkerGroup:
     and returns a task: await it to block, or keep it as a future. The first rank that fails fails the call. Paths are
     sent absolute: workers may run in another directory.
 
-    Between `begin_fetch` and `end_fetch` calls with samples are about these samples alone: each rank gets those of the
+    Between `begin_batch` and `end_batch` calls with samples are about these samples alone: each rank gets those of the
     episodes that were assigned to it, in every call, and holds what it has read of them.
 
     With an inner mesh of k ranks, k neighbours are one data rank: they compute the same samples, and the first of them
@@ -257,7 +257,7 @@ class WorkerGroup:
         self._methods = registered(role)
         self._cost = cost or Cost()
         self._owners: dict[TrajectoryId, int] | None = None
-        """Data rank of each episode of the fetch that has begun; None without one."""
+        """Data rank of each episode of the batch that has begun; None without one."""
 
     @property
     def name(self) -> str:
@@ -274,13 +274,13 @@ class WorkerGroup:
         called: Awaitable[Any] = getattr(self, method)(*args)
         return called
 
-    async def begin_fetch(self, mini_batches: Sequence[Sequence[Sample]]) -> None:
-        """Assign a fetch to the data ranks, which hold what they read of it until `end_fetch`."""
+    async def begin_batch(self, mini_batches: Sequence[Sequence[Sample]]) -> None:
+        """Assign a batch to the data ranks, which hold what they read of it until `end_batch`."""
         self._owners = await self._assigned(mini_batches)
         await concurrently(worker.call("batch.begin") for worker in self.workers)
 
-    async def end_fetch(self) -> None:
-        """Forget the fetch, on the ranks, too."""
+    async def end_batch(self) -> None:
+        """Forget the batch, on the ranks, too."""
         self._owners = None
         await concurrently(worker.call("batch.end") for worker in self.workers)
 
@@ -365,5 +365,5 @@ class WorkerGroup:
             return split(samples, owners, len(self._meshes))
         except KeyError as unknown:
             raise RunError(
-                f"{self.name}: episode {tuple(unknown.args[0])} is not of the fetch that has begun; end that first"
+                f"{self.name}: episode {tuple(unknown.args[0])} is not of the batch that has begun; end that first"
             ) from None

@@ -73,7 +73,7 @@ class ClusterPlan:
     """Ranks of the reference; empty without one, or where it shares the trainer's ranks."""
     logp: tuple[Rank, ...]
     critic: tuple[Rank, ...]
-    inside_fetch: frozenset[str]
+    on_trainer_ranks: frozenset[str]
     """Roles that share the trainer's ranks: ``ref``, ``logp``, ``critic``."""
     shared: bool
     """True where each replica shares the device, and the process, of a training rank."""
@@ -173,7 +173,7 @@ def plan_cluster(
         ref=ranks(REF),
         logp=ranks(LOGP),
         critic=ranks(CRITIC),
-        inside_fetch=inside,
+        on_trainer_ranks=inside,
         shared=shared,
         shares=tuple(part for share in placement.shares if (part := share.only(used)).devices),
     )

@@ -175,7 +175,7 @@ class Workers:
     """Engine of the critic; None where the algorithm asks for none."""
     receivers: Sequence[PolicyReceiver]
     """Workers that hold a copy of the policy and generate nothing."""
-    inside_fetch: frozenset[str]
+    on_trainer_ranks: frozenset[str]
     """Roles, of ``ref``, ``logp`` and ``critic``, that run on the trainer's ranks."""
     needed: Sequence[Worker]
     """Workers each of which the run cannot go on without, for supervision."""

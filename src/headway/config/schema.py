@@ -325,9 +325,9 @@ class AsyncTrainingConfig(Section):
     """Limits on generation that runs ahead, and the taking of groups. A mode is a set of values for this section."""
 
     trigger_parameter_sync_step: Positive = 1
-    """Number of fetches per parameter update."""
+    """Number of train batches per parameter update."""
     require_batches: Positive = 1
-    """Number of mini-batches per fetch."""
+    """Number of mini-batches per train batch."""
     staleness_threshold: Eta = Fraction(0)
     """η: versions' worth of groups that may be admitted ahead. May be fractional; kept exactly."""
     partial_rollout: bool | None = None
@@ -347,17 +347,17 @@ class AsyncTrainingConfig(Section):
     """Unit that ``on_update: drain`` finishes where a program makes the episodes: all episodes of the groups that were
     started, or the turns that decode."""
     fill_queue: bool = False
-    """Let the first fetch wait until ⌊(1+η)·B⌋ groups are queued: for studies of staleness, of which η is only a
+    """Let the first train batch wait until ⌊(1+η)·B⌋ groups are queued: for studies of staleness, of which η is only a
     bound."""
     max_lag: NonNegative | None = None
     """Largest lag that is trained on with ``order: ready``, which has no bound of its own."""
     on_overdue: Literal["wait", "drop"] = "wait"
     """Handling of overdue groups. ``wait``: groups that the next version would make older than ``max_lag`` are taken
-    first, and the fetch waits for them. ``drop``: older groups are discarded, aborted if they still decode; that
+    first, and the train batch waits for them. ``drop``: older groups are discarded, aborted if they still decode; that
     favours short answers."""
     use_rollout_log_probs: bool = True
-    """Take the engine's log-probs for π_prox (the PPO denominator). False: the trainer recomputes them at each
-    fetch."""
+    """Take the engine's log-probs for π_prox (the PPO denominator). False: the trainer recomputes them at each train
+    batch."""
 
 
 class TrainerConfig(Section):
@@ -482,13 +482,13 @@ class Config(Section):
         return {**values, "reward": {**reward, "function": PROGRAM}}
 
     @property
-    def groups_per_fetch(self) -> int:
+    def groups_per_batch(self) -> int:
         return self.async_training.require_batches * self.actor.ppo_mini_batch_size
 
     @property
     def groups_per_version(self) -> int:
         """Groups per version, B."""
-        return self.async_training.trigger_parameter_sync_step * self.groups_per_fetch
+        return self.async_training.trigger_parameter_sync_step * self.groups_per_batch
 
     @property
     def window(self) -> int | None:

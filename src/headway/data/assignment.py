@@ -1,4 +1,4 @@
-"""Assignment of a fetch to data ranks: who trains on which groups, once for everything that is done with the fetch.
+"""Assignment of a batch to data ranks: who trains on which groups, once for everything that is done with the batch.
 
 mini-batches of samples ─▶ assign ─▶ episode → rank ─▶ split ─▶ one list of samples per rank and call
 
@@ -90,9 +90,9 @@ class _Placed:
 
 
 def assign(mini_batches: Sequence[Sequence[Sample]], ranks: int, cost: Cost) -> dict[TrajectoryId, int]:
-    """Assign the episodes of a fetch to data ranks, whole groups where possible; a function of its arguments alone.
+    """Assign the episodes of a batch to data ranks, whole groups where possible; a function of its arguments alone.
 
-    Each mini-batch is balanced by ``cost``, since ranks wait for each other at each optimizer step; so is the fetch as
+    Each mini-batch is balanced by ``cost``, since ranks wait for each other at each optimizer step; so is the batch as
     a whole, which is computed on at once before its first step. A group is cut into pieces, never an episode, where the
     longest rank's work becomes shorter: when groups are fewer than ranks, or one is larger than a rank's share.
     """
@@ -102,7 +102,7 @@ def assign(mini_batches: Sequence[Sequence[Sample]], ranks: int, cost: Cost) -> 
     totals = [0.0] * ranks
     for samples in mini_batches:
         placed = _best(_groups(samples, cost), ranks)
-        # Any bin may be any rank's: the heaviest one goes to the rank that has least of the fetch so far.
+        # Any bin may be any rank's: the heaviest one goes to the rank that has least of the batch so far.
         heaviest_first = sorted(range(ranks), key=lambda bin: (-placed.loads[bin], bin))
         for bin, rank in zip(heaviest_first, sorted(range(ranks), key=lambda r: (totals[r], r)), strict=True):
             totals[rank] += placed.loads[bin]

@@ -271,7 +271,7 @@ def conversations_of(episodes: Sequence[Trajectory]) -> list[Conversation] | Non
 
 @dataclass(frozen=True, slots=True)
 class Outcomes:
-    """The outcomes of the E episodes of one fetch, and which of its S samples are whose."""
+    """The outcomes of the E episodes of one batch, and which of its S samples are whose."""
 
     ids: tuple[TrajectoryId, ...]
     """Identities of the episodes, E of them."""

@@ -70,7 +70,7 @@ class Channel(Generic[T]):
 
     Example:
         >>> async def hand_over():
-        ...     channel = Channel("from Generate to Reward")
+        ...     channel = Channel("Generate")
         ...     await channel.send("group 0")
         ...     channel.close()
         ...     return await channel.get(), await channel.get()
@@ -80,6 +80,7 @@ class Channel(Generic[T]):
     """
 
     def __init__(self, name: str) -> None:
+        """Open a channel. ``name``: its producer's, for messages."""
         self.name = name
         self._items: deque[T] = deque()
         self._producer_closed = False
@@ -93,7 +94,7 @@ class Channel(Generic[T]):
         if self._consumer_closed:
             return False
         if self._producer_closed:
-            raise RuntimeError(f"channel {self.name}: sent after close")
+            raise RuntimeError(f"{self.name} sent after it had closed its channel")
         self._items.append(item)
         self._signal.changed()
         return True

@@ -98,11 +98,14 @@ Share = tuple[EpisodeWorkerClient | None, list[Group]]
 
 
 class EpisodeWorkers:
-    """Every episode worker of one run: a `ReplicaPoolListener`, and `RunMembers` for supervision."""
+    """Every episode worker of one run. `ReplicaPool` tells it which replicas serve."""
+
+    kind = "episode worker"
+    then = "makes its groups again"
 
     def __init__(self, episode_workers: Sequence[EpisodeWorkerProtocol], state: RunState, *, timeout_s: float) -> None:
         """Set up ``episode_workers``, one at least. Quick answers may take ``timeout_s``."""
-        self.lost: Channel[str] = Channel("lost episode workers")
+        self.lost: Channel[str] = Channel("EpisodeWorkers")
         """Names of episode workers that are gone, for whoever starts replacements."""
         self._state = state
         self._timeout_s = timeout_s

@@ -25,10 +25,9 @@ from headway.data.interfaces.rollout import RolloutEngine
 from headway.errors import UpdateFailed, WorkerDied
 from headway.events import Note, Observer, RunFinished, RunStarted
 from headway.pipeline.admission.pipeline_state import now
-from headway.pipeline.parts import Parts
 from headway.pipeline.recovery.checkpoint_manager import Taken
 from headway.pipeline.weight_receiver import Replica, WorkerUnavailable
-from headway.pipeline.wiring import AnyStage, wire
+from headway.pipeline.wiring import AnyStage, Parts, Wiring
 from headway.runtime.task_groups import Tasks, concurrently, failing_as_one
 
 TRAINING_SHARE = 0.75
@@ -56,9 +55,8 @@ class Pipeline:
         self.config = config
         self._parts = parts
         self._resume_from = resume_from
-        self._wiring = wire(config, parts, observers, checkpoints)
+        self._wiring = Wiring(config, parts, observers, checkpoints)
         self._state = self._wiring.state
-        self._fleet = self._wiring.fleet
 
     @property
     def stages(self) -> list[AnyStage]:
@@ -100,7 +98,7 @@ class Pipeline:
         """
         if self.config.cluster.placement == "shared":
             raise ValueError("cluster.placement=shared: every device is in use, a replica cannot join")
-        self._wiring.supervision.join(replica)
+        self._wiring.replicas.join(replica)
 
     def request_stop(self) -> None:
         """Finish the version that was begun, save, and return from `run` within ``run.stop_timeout_s``.
@@ -108,7 +106,7 @@ class Pipeline:
         Nothing new is begun. Only where the last boundary has no checkpoint, other groups take the places of discarded
         ones, so that the next boundary is reached.
         """
-        state, saved = self._state, self._wiring.boundaries.saved
+        state, saved = self._state, self._wiring.checkpoints.saved
         state.hurried = True
         state.request_stop()
         if saved == state.version:
@@ -118,65 +116,79 @@ class Pipeline:
     @property
     def unfinished(self) -> bool:
         """True when the run was stopped within a version, because the groups that the rest needs did not come."""
-        return not self._wiring.boundaries.can_save
+        return not self._wiring.checkpoints.can_save
 
     def _begin(self) -> None:
         """Begin at the boundary of version 0, or of the checkpoint, which the earlier run reported and saved."""
         wiring = self._wiring
         if self._resume_from is None:
-            wiring.boundaries.reached(0, wiring.actor.counters())
+            wiring.checkpoints.reached(0)
             return
-        wiring.boundaries.restore(self._resume_from)
+        wiring.checkpoints.restore(self._resume_from)
         version = self._state.version
-        wiring.actor.restore(self._resume_from["trainer"], version)
-        wiring.update.restore(version)
+        wiring.actor_train.publish_first(version)
+        wiring.validators.newest = max(0, version - 1)  # the result of the checkpoint's own validation is not known
 
     async def _run_to_the_end(self, tasks: Tasks) -> None:
-        """Run until the downstream stages end; then stop admission, and let upstream run dry or interrupt it."""
+        """Run all stages side by side, until those behind the queue end; then end those before it."""
         wiring = self._wiring
-        watchers = [tasks.start(watch()) for watch in (wiring.monitor.run, self._parts.watch) if watch]
-        watchers.append(tasks.start(wiring.scoring.watch(self._scores_given_up)))
-        serving_again = tasks.start(wiring.update.serve_again())
-        supervisions = (wiring.supervision, wiring.supervision_of_episode_workers)
-        for supervision in supervisions:
+        watchers = self._start_watchers(tasks)
+        serving_again = tasks.start(wiring.param_update.serve_again())
+        for supervision in wiring.supervisions:
             supervision.start(tasks)
-        wiring.episode_workers.start(tasks, self._fleet.failed)
+        wiring.episode_workers.start(tasks, wiring.pool.failed)
         upstream = [tasks.start(stage.run(), name=stage.name) for stage in wiring.upstream]
         downstream = tasks.start(concurrently(stage.run() for stage in wiring.downstream))
         cutting_off = tasks.start(self._cut_off(downstream))
-        await asyncio.wait([downstream])
-        cut_off = downstream.cancelled()
-        if not cut_off:
-            downstream.result()
+
+        cut_off = await self._ended_or_cut_off(downstream)
         cutting_off.cancel()
-        wiring.loader.end()
+        wiring.prompt_loader.end()
         serving_again.cancel()
-        for supervision in supervisions:
+        for supervision in wiring.supervisions:
             supervision.stop()
-        if self._state.ledger.open_numbers:
-            if not cut_off:
-                await concurrently(self._interrupt(replica) for replica in self._fleet.serving)
-            for task in upstream:
-                task.cancel()
-        await asyncio.wait(upstream)
+        await self._end_upstream(upstream, interrupt=not cut_off)
         if not cut_off:
             with suppress(WorkerDied, UpdateFailed):  # nothing more is needed from replicas
                 await wiring.monitor.report()
         if not self.unfinished:
-            await wiring.boundaries.save(self._state.version)
+            await wiring.checkpoints.save(self._state.version)
         wiring.episode_workers.stop()
         for watcher in watchers:
             watcher.cancel()
 
+    def _start_watchers(self, tasks: Tasks) -> list[asyncio.Task[None]]:
+        """Start what ends a run that stalls, a run whose workers die, and scores that a stop does not wait for."""
+        wiring = self._wiring
+        watchers = [tasks.start(watch()) for watch in (wiring.monitor.run, self._parts.watch) if watch]
+        return [*watchers, tasks.start(wiring.scoring.watch(self._scores_given_up))]
+
+    async def _ended_or_cut_off(self, downstream: asyncio.Task[list[None]]) -> bool:
+        """Wait for the end of ``downstream``. Returns whether it was cut off; raises its failure."""
+        await asyncio.wait([downstream])
+        if downstream.cancelled():
+            return True
+        downstream.result()
+        return False
+
+    async def _end_upstream(self, upstream: Sequence[asyncio.Task[None]], *, interrupt: bool) -> None:
+        """Let the stages before the queue end, of themselves where no group is open. ``interrupt`` replicas else."""
+        if self._state.ledger.open_numbers:
+            if interrupt:
+                await concurrently(self._interrupt(replica) for replica in self._wiring.pool.serving)
+            for task in upstream:
+                task.cancel()
+        await asyncio.wait(upstream)
+
     async def _cut_off(self, downstream: asyncio.Task[list[None]]) -> None:
         """End what is downstream of the queue, when the time for a stop is over. A checkpoint is written to its end."""
-        state, boundaries, limit_s = self._state, self._wiring.boundaries, self.config.run.stop_timeout_s
+        state, checkpoints, limit_s = self._state, self._wiring.checkpoints, self.config.run.stop_timeout_s
         await state.changed.until(lambda: state.hurried)
         await asyncio.sleep(TRAINING_SHARE * limit_s)
-        if boundaries.writing.locked():
-            text = f"the stop waits for the checkpoint that is being written; one takes {boundaries.takes}"
+        if checkpoints.writing.locked():
+            text = f"the stop waits for the checkpoint that is being written; one takes {checkpoints.takes}"
             state.emit(Note(time=now(), level="info", text=text))
-        async with boundaries.writing:
+        async with checkpoints.writing:
             state.give_up()
             text = f"the stop waits no longer (run.stop_timeout_s={limit_s:g}): {self._wiring.monitor.who_waits()}"
             state.emit(Note(time=now(), level="warning", text=text))
@@ -188,7 +200,7 @@ class Pipeline:
         text = f"the stop does not wait for {count} scores that did not come within {scoring.patience_s:.0f} s"
         self._state.emit(Note(time=now(), level="warning", text=text))
         if scoring.closed:
-            self._wiring.loader.end()
+            self._wiring.prompt_loader.end()
             self._state.give_up_version()
 
     def _why_unfinished(self) -> str | None:
@@ -199,10 +211,10 @@ class Pipeline:
 
     async def _interrupt(self, replica: Replica) -> None:
         try:
-            await self._wiring.halts.end(replica)
+            await self._wiring.pool.pauses.end(replica)
         except WorkerUnavailable as gone:
             with suppress(WorkerDied, UpdateFailed):  # the last one, too, is not needed any more
-                await self._fleet.lose(gone)
+                await self._wiring.pool.lose(gone)
 
     async def _validate_first_version(self) -> None:
         """Order the validation of the first version, before anything is admitted, like every other validation."""
@@ -214,7 +226,7 @@ class Pipeline:
         total, state = self.config.rollout.total_rollout_steps, self._state
         if total is not None:
             return state.consumed >= total
-        return not state.ledger.open_numbers and not state.waiting_again and self._wiring.source.next() is None
+        return not state.ledger.open_numbers and not state.waiting_again and self._parts.source.next() is None
 
     def _emit_finished(self, status: Status, reason: str | None) -> None:
         self._state.leave_open_in_flight()

@@ -11,8 +11,6 @@ each transition emits are here, once. Timelines, idle time and "who waits for wh
 stages take from one channel and send to another, and so have only `process_data`:
 
     class Even(Stage[int, int]):
-        waits_for_input = "Numbers"
-
         async def process_data(self, number: int) -> AsyncGenerator[int, None]:
             if number % 2 == 0:
                 yield number
@@ -41,7 +39,11 @@ Taken = TypeVar("Taken", contravariant=True)
 
 
 class StageSource(Protocol[Given]):
-    """Source of a stage's input: a channel, or the queue's fetches."""
+    """Source of a stage's input: a channel, or the queue's train batches."""
+
+    @property
+    def name(self) -> str:
+        """What a stage without input waits for, in words for the user: a channel has the name of its producer."""
 
     async def get(self) -> Given | None:
         """Return the next item, or None when there will be none."""
@@ -79,8 +81,8 @@ class Stage(ABC, Generic[In, Out]):
     """Base class of stages. ``concurrency``: number of items processed at once; None: all that were admitted."""
 
     concurrency: int | None = 1
-    waits_for_input: str = "input"
-    """Words for what the stage waits for when it has no input, shown to the user."""
+    waits_for_input: str | None = None
+    """Words for what the stage waits for when it has no input, shown to the user; None for its input's name."""
     waits_for_output: str | None = "its consumer"
     """Words for what the stage waits for when its output is full, shown to the user. None where sending never waits:
     then the stage has no such state, and emits no event for it."""
@@ -103,6 +105,8 @@ class Stage(ABC, Generic[In, Out]):
         """Names of what `process_data` waits for right now, for the message when nothing moves any more."""
         self._emit = emit
         self._input = input
+        if self.waits_for_input is None and input is not None:
+            self.waits_for_input = input.name
         self._output = output
         self._input_ended = False
         self._gate = gate if gate is not None else Gate()
@@ -131,7 +135,7 @@ class Stage(ABC, Generic[In, Out]):
         """Work until the input ends. Raises the stage's own failure; leaves no task behind.
 
         A stage that failed or was cancelled does not close its output: whoever runs it ends its consumer, which must
-        not take what came so far for all that there is, and train on a fetch that is not full.
+        not take what came so far for all that there is, and train on a batch that is not full.
         """
         self._tell()
         try:

@@ -1,244 +1,210 @@
 """Construction: every part of one run, connected. `headway.pipeline.run` runs what is built here.
 
-    observers ◀── emit ◀── state ◀── fleet, halts, boundaries ◀── stages ◀── monitor
+    observers ◀── emit ◀── state ◀── pool, checkpoints ◀── stages ◀── monitor
 
-Built from left to right, each part with what it needs in its constructor; nothing is attached to anything afterwards. A
-part that changes something gets those that must be told of the change: `ReplicaPoolListener`, `Channel`, `Gate`.
+Built from left to right, each part with what it needs in its constructor. `Wiring._wire` has the stages: what each
+reads, and what it writes.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Coroutine, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headway.config.algorithm_checks import GROUP_RELATIVE, min_episodes
 from headway.config.schema import Config
+from headway.config.sizing.placement import CRITIC, LOGP, REF
 from headway.config.sizing.timeouts import Timeouts
-from headway.data.interfaces.episode_groups import EpisodeWorkerProtocol, Group, PromptSource
-from headway.data.interfaces.rollout import OnUpdate, RolloutEngine, SamplingParams
+from headway.data.interfaces.episode_groups import EpisodeWorkerProtocol, Group, PromptSource, RewardFn
+from headway.data.interfaces.rollout import RolloutEngine
+from headway.data.interfaces.training import AdvantageFn, CriticEngine, LogProbEngine, ProximalEngine, TrainEngine
+from headway.data.interfaces.weights import PolicyReceiver
 from headway.data.mixing import share_of
-from headway.events import WAITS_FOR_GROUPS, Emit, Observer, fan_out
-from headway.pipeline.admission.fetches import Fetch, Fetches, FetchSource
+from headway.data.types import Prompt
+from headway.events import Emit, Observer, fan_out
+from headway.pipeline.actor_critic import Actor, Critic
 from headway.pipeline.admission.ledger import Ledger
 from headway.pipeline.admission.message_queue import MessageQueue
 from headway.pipeline.admission.pipeline_state import RunState
-from headway.pipeline.admission.sample_collector import Samples
+from headway.pipeline.admission.sample_collector import SampleOutlet, Samples
 from headway.pipeline.admission.staleness import Staleness
+from headway.pipeline.admission.train_batches import TrainBatch, TrainBatches
 from headway.pipeline.channel import Channel
-from headway.pipeline.critic_turns import Critic
 from headway.pipeline.episode_workers import EpisodeWorkers
-from headway.pipeline.observing.episode_troubles import EpisodeTroubles
-from headway.pipeline.observing.equal_rewards import EqualRewards
-from headway.pipeline.observing.off_policy_guard import Guard, GuardSettings
-from headway.pipeline.parts import Parts
-from headway.pipeline.recovery.checkpoint_manager import CheckpointManager, DriverState
+from headway.pipeline.off_policy_guard import Guard
+from headway.pipeline.recovery.checkpoint_manager import CheckpointManager
 from headway.pipeline.recovery.run_monitor import Movement, RunMonitor
-from headway.pipeline.recovery.supervision import Supervision
+from headway.pipeline.recovery.supervision import Replace, Supervision, Watch
 from headway.pipeline.stage import Stage
-from headway.pipeline.stages.actor_train import ActorTrain, PendingUpdate, Preparation, TrainSettings
-from headway.pipeline.stages.critic_train import CriticTrain
+from headway.pipeline.stages.actor_train import ActorTrain, PendingUpdate
 from headway.pipeline.stages.generate import Generate
-from headway.pipeline.stages.logprob import LogProb
+from headway.pipeline.stages.own_ranks import CriticTrain, LogProb, RefLogProb, Values
 from headway.pipeline.stages.param_update import ParamUpdate
 from headway.pipeline.stages.prompt_loader import PromptLoader, Wave
-from headway.pipeline.stages.ref_logprob import RefLogProb
-from headway.pipeline.stages.reward import Reward, Scoring
+from headway.pipeline.stages.reward import GroupFilter, Reward, Scoring, Shaping
 from headway.pipeline.stages.validate import Validate, Validation, Validators
-from headway.pipeline.stages.values import Values
-from headway.pipeline.update.pause_controller import OwnDevices, PauseController, SharedDevices
+from headway.pipeline.update.pause_controller import PauseController
 from headway.pipeline.update.replica_pool import ReplicaPool
+from headway.pipeline.update.trainer_lease import ColocationLease, TrainerLease
+from headway.runtime.progress import Living
 
 AnyStage = Stage[Any, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Wiring:
-    """Parts of one run that are started, stopped or queried from outside the stages."""
+class Parts:
+    """Machinery of a run: everything behind a protocol, so that any of it can be simulated."""
 
-    state: RunState
-    fleet: ReplicaPool
-    episode_workers: EpisodeWorkers
-    halts: PauseController
     source: PromptSource
-    scoring: Scoring
-    supervision: Supervision[RolloutEngine]
-    supervision_of_episode_workers: Supervision[EpisodeWorkerProtocol]
-    monitor: RunMonitor
-    boundaries: CheckpointManager
-    loader: PromptLoader
-    actor: ActorTrain
-    update: ParamUpdate
-    validations: Channel[Validation]
-    validators: Validators
-    upstream: Sequence[AnyStage]
-    """Stages from the prompts to the message queue, in the order in which data flows."""
-    downstream: Sequence[AnyStage]
-    """Stages behind the message queue, in the order in which data flows."""
+    validation: Sequence[Prompt]
+    rollouts: Sequence[RolloutEngine]
+    episode_workers: Sequence[EpisodeWorkerProtocol]
+    """The episode workers, which make groups with calls to ``rollouts``. One at least."""
+    trainer: TrainEngine
+    reward: RewardFn | None
+    """The reward of answers; None where episodes have the rewards that their programs give."""
+    advantages: AdvantageFn
+    group_filter: GroupFilter | None = None
+    shaping: Shaping | None = None
+    greedy_baseline: bool = False
+    """True where each group gets a greedy answer beside its sampled ones; its reward is the group's baseline."""
+    reference: LogProbEngine | None = None
+    proximal: ProximalEngine | None = None
+    """Engine that recomputes log π_prox; None where the rollout engine's log-probs, or an approximation, take its
+    place. On ranks of its own it consists of all ``receivers``."""
+    critic: CriticEngine | None = None
+    own_ranks: Collection[str] = ()
+    """Roles, of ``ref`` (the reference), ``logp`` (``proximal``) and ``critic``, that do not share the trainer's
+    ranks."""
+    stop_token_ids: tuple[int, ...] = ()
+    watch: Callable[[], Coroutine[Any, Any, None]] | None = None
+    """Coroutine function that runs until cancelled and raises `WorkerDied` when a worker ends that the run needs."""
+    watch_replica: Watch[RolloutEngine] | None = None
+    """Coroutine function that runs until cancelled and raises `WorkerDied` when the given replica's process ends."""
+    replace_replica: Replace[RolloutEngine] | None = None
+    """Coroutine function that starts a replica in the place of the one named; None where that is impossible."""
+    watch_episode_worker: Watch[EpisodeWorkerProtocol] | None = None
+    """Coroutine function that runs until cancelled, and raises `WorkerDied` when the worker's process ends."""
+    replace_episode_worker: Replace[EpisodeWorkerProtocol] | None = None
+    """Coroutine function that starts an episode worker in the place of the one named; None where that is impossible."""
+    receivers: Sequence[PolicyReceiver] = ()
+    """Receivers that hold the policy and generate nothing. They serve each version before its update is over."""
+    timeouts: Timeouts | None = None
+    """Time limits for the model's size and for what was measured at the start; None: those of a model without size."""
+    workers: Callable[[], Sequence[Living]] = tuple
+    """Function that returns the workers to ask for a heartbeat when no event came for long."""
+    samples: SampleOutlet | None = None
+    """Outlet of samples of what was said; None where there are none."""
+    probe_tolerance: Callable[[str], float] = lambda name: 1e-3
+    """Function from a receiver's name to the nats by which its log-probs may differ from the trainer's by rounding."""
 
 
-def wire(config: Config, parts: Parts, observers: Sequence[Observer], checkpoints: Path) -> Wiring:
-    """Build all parts of a run. Raises `TypeError` when the trainer cannot follow ``param_update.schedule``."""
-    movement = Movement()
-    emit = fan_out([*observers, movement])
-    state = _state(config, parts, emit)
-    timeouts = parts.timeouts or Timeouts.of(config)
-    episode_workers = EpisodeWorkers(parts.episode_workers, state, timeout_s=timeouts.update_timeout_s)
-    by_episodes = config.agent.has_program and config.async_training.drain == "episode"
-    halts = PauseController(state, OnUpdate(config.async_training.on_update), episode_workers, by_episodes=by_episodes)
-    fleet = ReplicaPool(
-        parts.rollouts,
-        parts.receivers,
-        state,
-        listeners=[episode_workers, halts],
-        timeouts=timeouts,
-        # Within one process the only replica ends with the run: what killed it has killed all.
-        replaceable=parts.replace_replica is not None and config.cluster.backend == "ray",
-    )
-    fetches = Fetches(state, config.groups_per_fetch, fill_first=config.async_training.fill_queue)
-    scoring = Scoring(parts.reward)
+class Wiring:
+    """All parts of one run, connected: those that are started, stopped or queried from outside the stages."""
 
-    def stop(reason: str) -> None:
-        state.request_stop(reason)
-        scoring.stop()
-
-    guard_settings = config.algorithm.guard
-    guard = Guard(GuardSettings(guard_settings.min_ess, guard_settings.action), state, stop)
-    critic = _critic(config, parts, emit)
-    lowers_eta = guard_settings.action == "lower_eta"
-    driver = DriverState(state, parts.source, fetches, guard, lowers_eta=lowers_eta, critic=critic)
-    boundaries = CheckpointManager(driver, parts.trainer, checkpoints, timeouts)
-
-    waves: Channel[Wave] = Channel("waves")
-    unrewarded: Channel[Group] = Channel("unrewarded")
-    updates: Channel[PendingUpdate] = Channel("updates")
-    validations: Channel[Validation] = Channel("validations")
-    loader = PromptLoader(
-        state,
-        parts.source,
-        waves,
-        admission=config.async_training.admission,
-        n=config.rollout.n,
-        sampling=training_sampling(config, parts.stop_token_ids),
-        with_greedy=parts.greedy_baseline,
-    )
-    upstream: list[AnyStage] = [
-        loader,
-        Generate(
+    def __init__(self, config: Config, parts: Parts, observers: Sequence[Observer], checkpoints: Path) -> None:
+        """Build the run. Raises `TypeError` when the trainer cannot follow ``param_update.schedule``."""
+        movement = Movement()
+        emit = fan_out([*observers, movement])
+        timeouts = parts.timeouts or Timeouts.of(config)
+        self.state = state = _state(config, parts, emit)
+        self.scoring = Scoring(parts.reward)
+        self.episode_workers = EpisodeWorkers(parts.episode_workers, state, timeout_s=timeouts.update_timeout_s)
+        self.pool = ReplicaPool(
             state,
-            waves,
-            unrewarded,
-            episode_workers,
-            halts,
-            min_episodes=min_episodes(config),
-            troubles=_troubles(config),
-        ),
-        *_rewarding(config, parts, state, scoring, unrewarded),
-    ]
-    columns, source, follows = _columns(parts, state, fleet, fetches, critic)
-    to_critic = None if critic is None or parts.critic_inside_fetch else Channel[Fetch]("fetches for the critic")
-    shared = config.cluster.placement == "shared"
-    turn = asyncio.Lock()
-    actor = ActorTrain(
-        state,
-        source,
-        updates,
-        parts.trainer,
-        _preparation(parts, critic),
-        _train_settings(config),
-        lease=SharedDevices(state, fleet, halts) if shared else OwnDevices(),
-        fleet=fleet,
-        episode_workers=episode_workers,
-        guard=guard,
-        boundaries=boundaries,
-        turn=turn,
-        critic=critic,
-        to_critic=to_critic,
-        follows=follows,
-    )
-    validators = Validators(state, fleet, everywhere=config.agent.has_program)
-    update = ParamUpdate(
-        state,
-        updates,
-        validations,
-        parts.trainer,
-        fleet,
-        halts,
-        validators,
-        turn,
-        overlapped=config.param_update.schedule == "overlapped",
-        test_freq=config.rollout.test_freq if parts.validation else -1,
-        timeouts=timeouts,
-        probe_tolerance=parts.probe_tolerance,
-    )
-    validate = Validate(
-        state,
-        validations,
-        validators,
-        episode_workers,
-        parts.validation,
-        scoring,
-        n=config.rollout.val_n,
-        sampling=_sampling(config, parts.stop_token_ids, config.rollout.val_temperature),
-    )
-    beside = [] if critic is None or to_critic is None else [CriticTrain(emit, to_critic, critic)]
-    downstream: list[AnyStage] = [*columns, actor, *beside, update, validate]
-    supervision = Supervision(
-        state,
-        fleet,
-        parts.watch_replica,
-        parts.replace_replica,
-        config.cluster.max_replica_restarts,
-        timeouts=timeouts,
-        kind="replica",
-        then="serves from the next version on, or at once where no other one does",
-    )
-    supervision_of_episode_workers = Supervision(
-        state,
-        episode_workers,
-        parts.watch_episode_worker,
-        parts.replace_episode_worker,
-        config.cluster.max_replica_restarts,
-        timeouts=timeouts,
-        kind="episode worker",
-        then="makes its groups again",
-    )
-    return Wiring(
-        state=state,
-        fleet=fleet,
-        episode_workers=episode_workers,
-        halts=halts,
-        source=parts.source,
-        scoring=scoring,
-        supervision=supervision,
-        supervision_of_episode_workers=supervision_of_episode_workers,
-        monitor=RunMonitor(
-            fleet,
-            episode_workers,
-            [*upstream, *downstream],
+            parts.rollouts,
+            parts.receivers,
+            PauseController(config, state, self.episode_workers),
+            timeouts,
+            # Within one process the only replica ends with the run: what killed it has killed all.
+            replaceable=parts.replace_replica is not None and config.cluster.backend == "ray",
+            probe_tolerance=parts.probe_tolerance,
+        )
+        shared = config.cluster.placement == "shared"
+        self.lease = ColocationLease(state, self.pool) if shared else TrainerLease()
+        self.actor = _actor(config, parts, state, self.stop)
+        self.batches = TrainBatches(state, config.groups_per_batch, fill_first=config.async_training.fill_queue)
+        save_freq = config.trainer.save_freq
+        self.checkpoints = CheckpointManager(
+            state, parts.source, self.batches, self.actor, checkpoints, timeouts, save_freq
+        )
+        self.validators = Validators(config, state, self.pool, parts.validation)
+        self._wire(config, parts)
+        restarts = config.cluster.max_replica_restarts
+        self.replicas = Supervision(state, self.pool, parts.watch_replica, parts.replace_replica, restarts, timeouts)
+        self.supervisions: Sequence[Supervision[Any]] = [
+            self.replicas,
+            Supervision(
+                state,
+                self.episode_workers,
+                parts.watch_episode_worker,
+                parts.replace_episode_worker,
+                restarts,
+                timeouts,
+            ),
+        ]
+        self.monitor = RunMonitor(
+            self.pool,
+            [*self.upstream, *self.downstream],
+            self.supervisions,
             movement,
             emit,
             workers=parts.workers,
-            starts_until=lambda: max(supervision.starts_until, supervision_of_episode_workers.starts_until),
-            timeouts=timeouts,
             interval_s=config.reports.activity_interval_s,
-            stands=halts.stands,
-        ),
-        boundaries=boundaries,
-        loader=loader,
-        actor=actor,
-        update=update,
-        validations=validations,
-        validators=validators,
-        upstream=upstream,
-        downstream=downstream,
-    )
+        )
+
+    def stop(self, reason: str) -> None:
+        """End the run after the current version, for a ``reason`` that the run itself has."""
+        self.state.request_stop(reason)
+        self.scoring.stop()
+
+    def _wire(self, config: Config, parts: Parts) -> None:
+        """Build the stages: what each reads, and what it writes. A channel has the name of its producer."""
+        state, emit, queue, pool, lease = self.state, self.state.emit, self.state.queue, self.pool, self.lease
+        scoring, validators, tokens, greedy = self.scoring, self.validators, parts.stop_token_ids, parts.greedy_baseline
+        reference = parts.reference if REF in parts.own_ranks else None
+        proximal = parts.proximal if LOGP in parts.own_ranks else None
+        critic = self.actor.critic if CRITIC in parts.own_ranks else None
+
+        waves = Channel[Wave]("PromptLoader")
+        made = Channel[Group]("Generate")
+        rewarded = Channel[Group]("Reward")
+        with_logprobs = Channel[TrainBatch]("LogProb")
+        with_values = Channel[TrainBatch]("Values")
+        to_critic = Channel[TrainBatch]("ActorTrain")
+        updates = Channel[PendingUpdate]("ActorTrain")
+        validations = self.validations = Channel[Validation]("ParamUpdate")
+        to_ref = rewarded if reference else queue
+        to_values = with_logprobs if proximal else self.batches
+        to_train = with_values if critic else to_values
+        beside = to_critic if critic else None
+
+        self.prompt_loader = PromptLoader(config, state, parts.source, waves, tokens, with_greedy=greedy)
+        self.actor_train = ActorTrain(state, to_train, updates, beside, self.actor, lease, self.checkpoints)
+        self.param_update = ParamUpdate(config, state, updates, validations, parts.trainer, pool, validators, lease)
+        self.upstream = _existing(
+            self.prompt_loader,
+            Generate(config, state, waves, made, pool),
+            Reward(config, state, made, to_ref, scoring, parts.group_filter, parts.shaping),
+            RefLogProb(emit, rewarded, queue, reference) if reference else None,
+        )
+        self.downstream = _existing(
+            LogProb(state, self.batches, with_logprobs, proximal, pool) if proximal else None,
+            Values(emit, to_values, with_values, critic) if critic else None,
+            self.actor_train,
+            CriticTrain(emit, to_critic, critic) if critic else None,
+            self.param_update,
+            Validate(config, state, validations, pool, validators, scoring, tokens),
+        )
+
+
+def _existing(*stages: AnyStage | None) -> list[AnyStage]:
+    return [stage for stage in stages if stage is not None]
 
 
 def _state(config: Config, parts: Parts, emit: Emit) -> RunState:
-    settings = config.async_training
+    settings, reports = config.async_training, config.reports
     staleness = Staleness(
         eta=settings.staleness_threshold,
         groups_per_version=config.groups_per_version,
@@ -248,121 +214,26 @@ def _state(config: Config, parts: Parts, emit: Emit) -> RunState:
         max_lag=settings.max_lag,
         drops_overdue=settings.on_overdue == "drop",
     )
+    samples = None
+    if parts.samples is not None and reports.samples:
+        share = share_of(reports.samples, config.groups_per_version)
+        samples = Samples(parts.samples, seed=config.run.seed, share=share, problems=reports.samples)
     ledger = Ledger(config.rollout.n + parts.greedy_baseline)
-    return RunState(staleness, ledger, MessageQueue(staleness), emit, samples=_samples(config, parts))
+    return RunState(staleness, ledger, MessageQueue(staleness), emit, samples=samples)
 
 
-def _samples(config: Config, parts: Parts) -> Samples | None:
-    """Return the record of what drawn groups say; None where none are drawn."""
-    wanted = config.reports.samples
-    if parts.samples is None or not wanted:
-        return None
-    share = share_of(wanted, config.groups_per_version)
-    return Samples(parts.samples, seed=config.run.seed, share=share, problems=wanted)
-
-
-def _critic(config: Config, parts: Parts, emit: Emit) -> Critic | None:
-    if parts.critic is None:
-        return None
-    return Critic(
-        parts.critic,
-        emit,
-        mini_batch_size=config.actor.ppo_mini_batch_size,
-        epochs=config.critic.ppo_epochs,
-        mask_cut_off=config.algorithm.overlong_filtering,
-        own_ranks=not parts.critic_inside_fetch,
-    )
-
-
-def _rewarding(
-    config: Config, parts: Parts, state: RunState, scoring: Scoring, unrewarded: Channel[Group]
-) -> list[AnyStage]:
-    """Return the stages from a joined group to the queue: Reward, and RefLogProb if the reference has own ranks."""
-    equal = None
-    if parts.group_filter is None:
-        within_groups = config.algorithm.adv_estimator in GROUP_RELATIVE
-        equal = EqualRewards(config.groups_per_version, within_groups=within_groups)
-
-    def reward(output: Channel[Group] | MessageQueue) -> Reward:
-        group_filter, shaping = parts.group_filter, parts.shaping
-        return Reward(
-            state,
-            unrewarded,
-            output,
-            scoring,
-            group_filter,
-            shaping,
-            turn_discount=config.algorithm.turn_discount,
-            equal=equal,
-        )
-
-    if parts.reference is None or parts.reference_inside_fetch:
-        return [reward(state.queue)]
-    rewarded: Channel[Group] = Channel("rewarded")
-    return [reward(rewarded), RefLogProb(state, rewarded, state.queue, parts.reference)]
-
-
-def _troubles(config: Config) -> EpisodeTroubles | None:
-    return EpisodeTroubles(config.groups_per_version * config.rollout.n) if config.agent.has_program else None
-
-
-def _columns(
-    parts: Parts, state: RunState, fleet: ReplicaPool, fetches: Fetches, critic: Critic | None
-) -> tuple[list[AnyStage], FetchSource, str]:
-    """Return the stages that add columns on their own ranks, the source of ActorTrain's fetches, and its name."""
-    stages: list[AnyStage] = []
-    source: FetchSource = fetches
-    follows = WAITS_FOR_GROUPS
-    if parts.proximal is not None and not parts.proximal_inside_fetch:
-        proximal: Channel[Fetch] = Channel("proximal")
-        stages.append(LogProb(state, source, proximal, parts.proximal, fleet))
-        source, follows = proximal, stages[-1].name
-    if critic is not None and not parts.critic_inside_fetch:
-        valued: Channel[Fetch] = Channel("valued")
-        stages.append(Values(state.emit, source, valued, critic, follows=follows))
-        source, follows = valued, stages[-1].name
-    return stages, source, follows
-
-
-def _preparation(parts: Parts, critic: Critic | None) -> Preparation:
-    return Preparation(
+def _actor(config: Config, parts: Parts, state: RunState, stop: Callable[[str], None]) -> Actor:
+    """Return the actor, with those roles that share its ranks."""
+    own, critic = parts.own_ranks, None
+    if parts.critic is not None:
+        critic = Critic(config, parts.critic, state.emit, own_ranks=CRITIC in own)
+    return Actor(
+        config,
+        state,
+        parts.trainer,
         parts.advantages,
-        reference=parts.reference if parts.reference_inside_fetch else None,
-        proximal=parts.proximal if parts.proximal_inside_fetch else None,
-        critic=critic if parts.critic_inside_fetch else None,
-    )
-
-
-def _sampling(config: Config, stop_token_ids: tuple[int, ...], temperature: float) -> SamplingParams:
-    return SamplingParams(
-        max_tokens=config.data.max_response_length,
-        temperature=temperature,
-        stop_token_ids=stop_token_ids,
-        stop=config.rollout.stop,
-    )
-
-
-def training_sampling(config: Config, stop_token_ids: tuple[int, ...]) -> SamplingParams:
-    """The sampling of training episodes, whose answers end with one of ``stop_token_ids``."""
-    rollout = config.rollout
-    return replace(
-        _sampling(config, stop_token_ids, rollout.temperature),
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
-        min_p=rollout.min_p,
-        repetition_penalty=rollout.repetition_penalty,
-        logit_bias=tuple(rollout.logit_bias.items()),
-        min_tokens=rollout.min_tokens,
-    )
-
-
-def _train_settings(config: Config) -> TrainSettings:
-    size, epochs = config.actor.ppo_mini_batch_size, config.actor.ppo_epochs
-    return TrainSettings(
-        mini_batch_size=size,
-        mini_batches_per_fetch=config.async_training.require_batches,
-        ppo_epochs=epochs,
-        steps_per_version=config.groups_per_version // size * epochs,
-        mask_cut_off=config.algorithm.overlong_filtering,
-        save_freq=config.trainer.save_freq,
+        Guard(config.algorithm.guard, state, stop),
+        reference=None if REF in own else parts.reference,
+        proximal=None if LOGP in own else parts.proximal,
+        critic=critic,
     )

@@ -76,9 +76,9 @@ class PlanSetting:
     split: DeviceSplit
     eta: Fraction
     trigger: int
-    """Number of fetches per version."""
+    """Number of batches per version."""
     require_batches: int
-    """Number of mini-batches per fetch."""
+    """Number of mini-batches per batch."""
 
     @property
     def values(self) -> Values:
@@ -176,7 +176,7 @@ def setting_of(
     if trigger not in triggers(profile):
         raise ConfigError(
             f"{mode}: got trigger {trigger}, but a version is {mini_batches} mini-batches: expected one of "
-            f"{', '.join(map(str, triggers(profile)))}, so that each fetch has whole ones"
+            f"{', '.join(map(str, triggers(profile)))}, so that each batch has whole ones"
         )
     own_eta = values["async_training.staleness_threshold"]
     return PlanSetting(mode, split, exact_fraction(own_eta if eta is None else eta), trigger, mini_batches // trigger)
@@ -202,7 +202,7 @@ def split_of(profile: Profile, mode: str, train_devices: int, rollout_devices: i
 
 
 def triggers(profile: Profile) -> list[int]:
-    """Numbers of fetches per version that leave whole mini-batches in each fetch."""
+    """Numbers of batches per version that leave whole mini-batches in each batch."""
     mini_batches = profile.batch.groups_per_version // profile.batch.ppo_mini_batch_size
     return [trigger for trigger in range(1, mini_batches + 1) if mini_batches % trigger == 0]
 
@@ -271,7 +271,7 @@ class Shares:
 
     def step_s(self, setting: PlanSetting) -> float:
         """Combine both sides into a step time: the slower one's if they work side by side, the sum on shared devices or
-        in turns. With η = 0 the last fetch of a version is trained on while nothing is generated."""
+        in turns. With η = 0 the last batch of a version is trained on while nothing is generated."""
         if setting.synchronous or setting.split.shared:
             return self.training + self.generation
         if setting.eta == 0:

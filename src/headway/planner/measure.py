@@ -21,8 +21,8 @@ from typing import Any
 
 from headway.config.schema import Config
 from headway.events import (
+    BatchTaken,
     Event,
-    FetchTaken,
     OptimizerStepped,
     ReplicaActivity,
     RunStarted,
@@ -116,7 +116,7 @@ class StepMeter:
             OptimizerStepped: self._step,
             TrainerBusy: self._occupancy.trainer.report,
             ReplicaActivity: self._occupancy.replica_active,
-            FetchTaken: self._fetch,
+            BatchTaken: self._batch,
             UpdateFinished: self._update,
             RunStarted: self._run,
         }
@@ -168,7 +168,7 @@ class StepMeter:
             self._counted += 1
             self._partial += len(event.version_spans) > 1
 
-    def _fetch(self, event: FetchTaken) -> None:
+    def _batch(self, event: BatchTaken) -> None:
         if self._measuring:
             start, end = event.waited
             self._trainer_waited_s += end - start

@@ -92,7 +92,7 @@ def print_story(story: GroupHistory, console: Console) -> None:
     console.print(Text(f"group {admitted.number}: {fate}", style="bold"))
     lines = {"source": admitted.source or human.UNKNOWN, "admitted": f"at version {admitted.version}"}
     if story.taken is not None:
-        lines["taken"] = f"at version {story.taken.version}, into fetch {story.taken.fetch}"
+        lines["taken"] = f"at version {story.taken.version}, into batch {story.taken.fetch}"
     if settled is not None and settled.lag is not None:
         lines["lag"] = str(settled.lag)
     if story.rewarded is not None:

@@ -25,7 +25,7 @@ OF_A_GROUP = (
     events.GroupAdmitted,
     events.TrajectoryFinished,
     events.GroupRewarded,
-    events.FetchTaken,
+    events.BatchTaken,
     events.GroupSettled,
 )
 ALL_FATES = (*FATES, IN_FLIGHT)
@@ -52,7 +52,7 @@ class GroupHistory:
     admitted: events.GroupAdmitted
     episodes: list[events.TrajectoryFinished] = field(default_factory=list)
     rewarded: events.GroupRewarded | None = None
-    taken: events.FetchTaken | None = None
+    taken: events.BatchTaken | None = None
     settled: events.GroupSettled | None = None
     kept: str = ""
     """One sentence: why there is no text, and how there would be."""
@@ -193,7 +193,7 @@ def _story(run: Path, number: int, damaged: list[int]) -> GroupHistory:
                 story.episodes.append(event)
             case events.GroupRewarded(number=n) if n == number and story is not None:
                 story.rewarded = event
-            case events.FetchTaken() if number in event.numbers and story is not None:
+            case events.BatchTaken() if number in event.numbers and story is not None:
                 story.taken = event
             case events.GroupSettled(number=n) if n == number and story is not None:
                 story.settled = event

@@ -20,7 +20,7 @@ COLUMNS = ("now", "advantages", "values", "ref_logprobs", "prox_logprobs", "entr
 def whole(seed: int, *, turns: int = 4) -> tuple[list[CollatedRow], Outcomes]:
     """Episodes of 1 to ``turns`` turns in one row each, with holes between turns, rewards and states of turns.
 
-    The column ``place`` numbers all tokens of the fetch.
+    The column ``place`` numbers all tokens of the batch.
     """
     rng, of_states = np.random.default_rng(seed), np.random.default_rng([seed, 1])
     rows, count = [], 0

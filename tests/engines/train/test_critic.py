@@ -312,7 +312,7 @@ def test_returns_far_from_zero_have_the_explained_variance_that_numpy_finds(
 
 
 def test_a_critic_learns_returns_that_stay_the_same(one_rank: None, model_path: ModelPath) -> None:
-    """Each step as a fetch of its own: the values are what the critic says before it."""
+    """Each step as a batch of its own: the values are what the critic says before it."""
     critic, rows = build(model_path(), head=False, steps=40), random_rows(6)
     rows = [with_columns(row, returns=row.input_ids[row.prompt_length - 1 : -1].astype(np.float32) / 9) for row in rows]
     losses, explained = [], []

@@ -19,7 +19,7 @@ from headway.algorithms.scores import episode_scores
 from headway.config.sections.learning import AlgorithmConfig
 from headway.data.packing import CollatedRow
 from headway.data.types import Outcomes
-from headway.engines.train.batch_advantages import FetchAdvantages
+from headway.engines.train.batch_advantages import BatchAdvantages
 from headway.errors import RunError
 from tests.engines.train.episodes import GROUPS, cut_anywhere, dealt, in_rows, whole
 
@@ -30,7 +30,7 @@ KL = {"use_kl_in_reward": True, "kl_ctrl": {"kl_coef": 0.1}}
 
 def compute(rows: Sequence[CollatedRow], outcomes: Outcomes, **algorithm: Any) -> dict[str, dict[int, float]]:
     """Each column's values by token, at the tokens that count; holes are checked to be 0."""
-    columns = FetchAdvantages(AlgorithmConfig.model_validate(algorithm))(rows, outcomes)
+    columns = BatchAdvantages(AlgorithmConfig.model_validate(algorithm))(rows, outcomes)
     found: dict[str, dict[int, float]] = {}
     for name, arrays in columns.items():
         assert len(arrays) == len(rows)
@@ -87,7 +87,7 @@ def test_cutting_an_episodes_row_into_several_changes_no_advantage(
 
 
 Episode = list[tuple[int, int, CollatedRow, int]]
-"""The tokens of an episode in order: (turn, place in the fetch, row, index in the row)."""
+"""The tokens of an episode in order: (turn, place in the batch, row, index in the row)."""
 
 
 def tokens_of(rows: Sequence[CollatedRow]) -> Episode:

@@ -16,15 +16,15 @@ from headway.algorithms.advantages import ADVANTAGES, looks_at_tokens
 from headway.config.sections.learning import AlgorithmConfig
 from headway.data.packing import CollatedRow, spread
 from headway.data.types import Outcomes
-from headway.engines.train.batch_advantages import FetchAdvantages
+from headway.engines.train.batch_advantages import BatchAdvantages
 from headway.errors import ConfigError, RunError
 from tests.engines.train.episodes import GROUPS, cut_anywhere, dealt, in_rows, whole
 
 FROM_OUTCOMES = sorted(name for name in ADVANTAGES.names() if not looks_at_tokens(ADVANTAGES.get(name)))
 
 
-def estimator(**algorithm: Any) -> FetchAdvantages:
-    return FetchAdvantages(AlgorithmConfig.model_validate(algorithm))
+def estimator(**algorithm: Any) -> BatchAdvantages:
+    return BatchAdvantages(AlgorithmConfig.model_validate(algorithm))
 
 
 def fetch(
@@ -124,7 +124,7 @@ def test_an_estimator_of_ones_own_looks_at_tokens_unless_it_says_otherwise(tmp_p
         estimator(adv_estimator=f"{tmp_path}/own.py:per_token").of_outcomes(outcomes)
 
 
-def test_an_estimator_that_writes_into_its_inputs_changes_no_rewards_of_the_fetch(tmp_path: Path) -> None:
+def test_an_estimator_that_writes_into_its_inputs_changes_no_rewards_of_the_batch(tmp_path: Path) -> None:
     """What tensors and arrays share, torch warns of where the arrays are read-only, as an object store's are."""
     (tmp_path / "own.py").write_text(OWN)
     _, outcomes = fetch(3, holes=True, cuts=[[4]] * len(GROUPS), hands=[1] * len(GROUPS))

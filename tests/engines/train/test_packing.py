@@ -139,7 +139,7 @@ def assert_same_numbers(actual: Sequence[NDArray[Any]], expected: Sequence[NDArr
 # ---------------------------------------------------------------------------------------------- the policy
 
 
-def test_the_fetches_of_these_tests_fork_and_are_cut() -> None:
+def test_the_batches_of_these_tests_fork_and_are_cut() -> None:
     rows = fetch(0)
     one_line, cut = Packing(ROOMY)(rows), Packing(30)(rows)
     tokens = sum(len(row.input_ids) for row in rows)
@@ -154,7 +154,7 @@ def test_the_fetches_of_these_tests_fork_and_are_cut() -> None:
 def test_packed_rows_have_the_gradient_of_padded_ones_and_of_the_loss_written_out(
     one_rank: None, model_path: ModelPath, architecture: str, seed: int
 ) -> None:
-    """Takes seconds: gradients of a fetch in float64, once for each packing and budget."""
+    """Takes seconds: gradients of a batch in float64, once for each packing and budget."""
     path, rows = model_path(architecture, seed > 0), fetch(seed)
     model, config = load_model(path, dtype=torch.float64), configured("padded")
     loss = plain_loss(model, [_without_prox(row) for row in rows], config)

@@ -73,7 +73,7 @@ def build(path: str, mode: str, correction: CorrectionConfig = NO_CORRECTION, bu
 
 
 def prepared(trainer: FsdpEngine, mode: str, rows: Sequence[CollatedRow]) -> list[CollatedRow]:
-    """What a fetch adds to its rows before the first step."""
+    """What a batch adds to its rows before the first step."""
     if mode != RECOMPUTE:
         return list(rows)
     prox = trainer.proximal_logprobs(rows, VERSION)
@@ -210,7 +210,7 @@ def test_before_the_first_step_the_anchor_of_an_older_token_is_the_policy_itself
     assert abs(reports[BEHAVIOUR][1]["loss"] - reports[RECOMPUTE][1]["loss"]) > 1e-3
 
 
-def test_in_one_fetch_each_token_has_the_anchor_of_its_own_lag(one_rank: None, model_path: ModelPath) -> None:
+def test_in_one_batch_each_token_has_the_anchor_of_its_own_lag(one_rank: None, model_path: ModelPath) -> None:
     """Tokens of the current version keep π_behav where it is interpolated, which recomputing would also give them."""
     path, context = model_path(), StepContext(version=VERSION)
     rows = stale(random_rows(7))

@@ -61,7 +61,7 @@ def same(left: Logprobs, right: Logprobs) -> bool:
 def two_versions(path: str, asks: bool, dtype: str = "float32") -> dict[str, Any]:
     """Two versions of three fetches with two steps each. What was answered, what it should be, and every report.
 
-    With ``asks`` each fetch's log-probs are asked for twice; without, nothing is ever asked for.
+    With ``asks`` each batch's log-probs are asked for twice; without, nothing is ever asked for.
     """
     trainer = engine(path, dtype=dtype)
     answers: list[bool] = []
@@ -81,7 +81,7 @@ def two_versions(path: str, asks: bool, dtype: str = "float32") -> dict[str, Any
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_every_fetch_of_a_version_gets_the_log_probs_of_its_start_and_training_does_not_notice(
+def test_every_batch_of_a_version_gets_the_log_probs_of_its_start_and_training_does_not_notice(
     one_rank: None, model_path: ModelPath, dtype: str
 ) -> None:
     asked, unasked = two_versions(model_path(), True, dtype), two_versions(model_path(), False, dtype)
@@ -129,7 +129,7 @@ def test_asking_for_the_first_time_after_a_step_is_an_error(
         trainer.proximal_logprobs(rows, 2)
 
 
-def test_with_one_fetch_per_version_no_copy_is_kept(one_rank: None, model_path: ModelPath) -> None:
+def test_with_one_batch_per_version_no_copy_is_kept(one_rank: None, model_path: ModelPath) -> None:
     trainer, rows = engine(model_path(), fetches=1), random_rows(3)
     for version in range(3):
         assert same(trainer.proximal_logprobs(rows, version), trainer.forward_logprobs(rows))

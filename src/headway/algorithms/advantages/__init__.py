@@ -1,7 +1,7 @@
 """Advantages: from rewards to how much better each trajectory, or token, was than expected.
 
     inputs           what an estimator gets and returns; the registry
-    groups           sums within groups, along tokens, over a fetch
+    groups           sums within groups, along tokens, over a batch
     group_relative   grpo, dr_grpo, rloo, opo, maxrl, grpo_passk, pass_at_k
     reinforce        reinforce_plus_plus, reinforce_plus_plus_baseline, remax, gae
     gigpo            gigpo

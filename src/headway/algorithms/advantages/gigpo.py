@@ -1,6 +1,6 @@
 """Group-in-group advantages: each episode against the others of its group, each turn against turns in the same state.
 
-Shape suffixes: S trajectories of one fetch, T response tokens (padded), K turns (padded), N turns that have tokens.
+Shape suffixes: S trajectories of one batch, T response tokens (padded), K turns (padded), N turns that have tokens.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ are exactly 0, in every estimator of this file. verl gives the only answer of a 
 
 `grpo_passk` and `pass_at_k` are for the best of several answers instead of their mean.
 
-Shape suffixes: S trajectories of one fetch, G groups, N answers of the largest group.
+Shape suffixes: S trajectories of one batch, G groups, N answers of the largest group.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def maxrl(inputs: AdvantageInputs) -> Tensor:
     if (scores_S < 0).any():
         index = int((scores_S < 0).nonzero()[0])
         raise RunError(
-            f"maxrl: the reward of trajectory {index} (of {len(scores_S)} in the fetch) is {float(scores_S[index])}. A "
+            f"maxrl: the reward of trajectory {index} (of {len(scores_S)} in the batch) is {float(scores_S[index])}. A "
             "group's mean reward stands for its rate of success: rewards must not be negative; give 0 and 1"
         )
     groups = Groups.of(inputs.groups)

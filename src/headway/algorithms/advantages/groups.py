@@ -1,6 +1,6 @@
 """Sums, means and ranks within groups of any sizes, without a loop over groups; operations along response tokens.
 
-Shape suffixes: S trajectories of one fetch, G groups, T response tokens (padded).
+Shape suffixes: S trajectories of one batch, G groups, T response tokens (padded).
 """
 
 from __future__ import annotations

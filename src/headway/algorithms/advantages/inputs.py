@@ -9,7 +9,7 @@ over a hole: to discounting and to GAE, the tokens on its two sides are neighbou
 A trajectory is an episode, with the tokens of all its turns one after the other, whichever rows they are trained in.
 From one turn to the next ``turn_discount`` δ applies: an episode's score is Σ δ^t·r_t over its turns t.
 
-Shape suffixes: S trajectories of one fetch, T response tokens (padded).
+Shape suffixes: S trajectories of one batch, T response tokens (padded).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from headway.errors import ConfigError, RunError
 
 @dataclass(frozen=True, slots=True)
 class AdvantageInputs:
-    """All trajectories of one fetch, in any order. Groups may differ in size.
+    """All trajectories of one batch, in any order. Groups may differ in size.
 
     Raises:
         ConfigError: ``turn_discount`` is not in [0, 1].
@@ -216,7 +216,7 @@ def from_outcomes_alone(estimator: E) -> E:
     """Declare that ``estimator`` looks at outcomes and never at tokens, unless these have rewards of their own.
 
     It is then given ``rewards``, ``groups``, ``baselines`` and, as ``lengths``, the number of tokens of each trajectory
-    that count (`AdvantageInputs.written`); there is no mask, and it returns [S]. No token of a fetch is fetched for it,
+    that count (`AdvantageInputs.written`); there is no mask, and it returns [S]. No token of a batch is fetched for it,
     and one number per trajectory travels instead of one per token.
     """
     setattr(estimator, _OUTCOMES_ALONE, True)
@@ -273,7 +273,7 @@ def _check_finite(values: Tensor, what: str) -> None:
     if not finite.all():
         index = int((~finite).nonzero()[0])
         raise RunError(
-            f"the {what} of trajectory {index} (of {len(values)} in the fetch) is {float(values[index])}; advantages "
+            f"the {what} of trajectory {index} (of {len(values)} in the batch) is {float(values[index])}; advantages "
             "need finite numbers, and one that is not would spoil its whole group"
         )
 
@@ -284,7 +284,7 @@ def _of_tokens(values: Tensor, counts: Tensor, what: str) -> Tensor:
     if not finite_ST.all():
         row, token = (int(i) for i in (~finite_ST).nonzero()[0])
         raise RunError(
-            f"the {what} of token {token} of trajectory {row} (of {len(values)} in the fetch) is "
+            f"the {what} of token {token} of trajectory {row} (of {len(values)} in the batch) is "
             f"{float(values[row, token])}; advantages need finite numbers"
         )
     return result_ST

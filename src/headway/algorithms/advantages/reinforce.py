@@ -1,6 +1,6 @@
 """REINFORCE with a baseline that costs no critic (whitening, the greedy answer's reward), and GAE, which has one.
 
-Shape suffixes: S trajectories of one fetch, T response tokens (padded).
+Shape suffixes: S trajectories of one batch, T response tokens (padded).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from headway.algorithms.advantages.inputs import ADVANTAGES, AdvantageInputs, Ad
 
 @ADVANTAGES.register("reinforce_plus_plus")
 def reinforce_plus_plus(inputs: AdvantageInputs, *, gamma: float = 1.0) -> Float[Tensor, "S T"]:
-    """The return of each token, Σ_{u ≥ t} γ^(u − t)·r_u, whitened over all tokens of the fetch that count.
+    """The return of each token, Σ_{u ≥ t} γ^(u − t)·r_u, whitened over all tokens of the batch that count.
 
     At the step from one turn to the next γ is γ·``inputs.turn_discount``.
 
@@ -40,9 +40,9 @@ def reinforce_plus_plus(inputs: AdvantageInputs, *, gamma: float = 1.0) -> Float
 @ADVANTAGES.register("reinforce_plus_plus_baseline")
 @from_outcomes_alone
 def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> Tensor:
-    """Advantages r − mean of the group, whitened over all tokens of the fetch: an answer counts once for each token.
+    """Advantages r − mean of the group, whitened over all tokens of the batch: an answer counts once for each token.
 
-    So a group whose rewards are all equal ends at −mean/std of the fetch, which is 0 only where lengths do not go with
+    So a group whose rewards are all equal ends at −mean/std of the batch, which is 0 only where lengths do not go with
     rewards. A single answer is its own mean; verl takes 0 for its mean instead.
 
     Returns:
@@ -93,7 +93,7 @@ def gae(inputs: AdvantageInputs, *, gamma: float = 1.0, lam: float = 1.0, whiten
     After the last one V is 0 where the answer is ``finished``. Where it was cut off, the value of the state that was
     reached is not known, and the last known one, V of the last token, stands for it.
 
-    With ``whitened``, advantages (never returns) are whitened over all tokens of the fetch, as in verl and TRL:
+    With ``whitened``, advantages (never returns) are whitened over all tokens of the batch, as in verl and TRL:
     (A − mean) / sqrt(var + 1e-8), the unbiased variance. verl knows no ``finished``: there, everything is.
 
     Source: Schulman et al. 2016, arXiv:1506.02438, equation 16; unfinished answers: "extended GAE" of truncated PPO,

@@ -191,11 +191,11 @@ def check_model(config: Config, rows: Rows, *, when_too_long: str = LOWER) -> Da
             the model is of a kind that trainer or rollout engine cannot run.
         UserCodeError: an own loss, estimator or correction cannot be called as it will be.
     """
-    from headway.engines.train.batch_advantages import FetchAdvantages
+    from headway.engines.train.batch_advantages import BatchAdvantages
     from headway.engines.train.fsdp.objective import Objective
 
     _check_own_functions(config)
-    FetchAdvantages(config.algorithm)
+    BatchAdvantages(config.algorithm)
     Objective(config)
     if config.cluster.address is not None:
         timeout_s = min(config.cluster.start_timeout_s, CONNECT_TIMEOUT_S)

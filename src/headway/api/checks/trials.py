@@ -44,7 +44,7 @@ from headway.data.rows import by_source
 from headway.data.sources import DataBundle, Rows
 from headway.data.types import Outcomes, Prompt, TrajectoryId
 from headway.errors import ConfigError, HeadwayError, RunError, ScoringFailed, UserCodeError, shown
-from headway.pipeline.wiring import training_sampling
+from headway.pipeline.stages.prompt_loader import training_sampling
 from headway.reports.trackers.tracker_checks import check_trackers
 from headway.runtime.user_code import names_user_code
 
@@ -279,7 +279,7 @@ def _try_algorithm(config: Config) -> None:
     from headway.algorithms.corrections import CORRECTIONS, CorrectionParams
     from headway.algorithms.losses import POLICY_LOSSES, LossInputs, PolicyLossParams
     from headway.data.packing import CollatedRow
-    from headway.engines.train.batch_advantages import FetchAdvantages
+    from headway.engines.train.batch_advantages import BatchAdvantages
 
     algorithm, own = config.algorithm, set(_own_functions(config))
     if algorithm.adv_estimator in own:
@@ -294,7 +294,7 @@ def _try_algorithm(config: Config) -> None:
             np.zeros(4, np.float32),
             lengths=np.array(lengths),
         )
-        estimator = FetchAdvantages(algorithm)
+        estimator = BatchAdvantages(algorithm)
         try:
             if estimator.of_outcomes(outcomes) is None:
                 estimator(rows, outcomes)

@@ -33,7 +33,7 @@ from headway.data.interfaces.rollout import Priority, RolloutEngine, SamplingPar
 from headway.data.tokenize import Counts
 from headway.data.types import FinishReason, Prompt, Trajectory, conversations_of
 from headway.errors import DataError, ScoringFailed
-from headway.pipeline.admission.nothing_to_train import EPISODE_FAILED
+from headway.pipeline.admission.ledger import EPISODE_FAILED
 from headway.pipeline.stages.reward import own_scores
 from headway.reports.live.live_view import Cell
 from headway.runtime.task_groups import Tasks, failing_as_one

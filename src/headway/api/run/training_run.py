@@ -23,6 +23,7 @@ from headway.agents.episodes.program_workers import variables
 from headway.agents.rewards.reward_workers import HOPELESS, RewardWorkers
 from headway.agents.rewards.scorers import RewardSpec
 from headway.api.control_socket import RunControl, listening
+from headway.api.run.profile_window import ProfileWindow
 from headway.config.schema import Config
 from headway.config.sizing.placement import CRITIC, LOGP, REF, needs_critic, needs_greedy_baseline
 from headway.data.sources import Rows, build_sources
@@ -30,11 +31,10 @@ from headway.data.tokenize import LeftOutRows
 from headway.errors import HeadwayError, RunError, StallError, boundary, said_by
 from headway.events import Note, PromptsLeftOut, WorkerDescribed
 from headway.pipeline.admission.sample_collector import SampleOutlet
-from headway.pipeline.observing.profile_window import ProfileWindow
-from headway.pipeline.parts import Parts
 from headway.pipeline.recovery.checkpoint_manager import Taken
 from headway.pipeline.run import Pipeline, Status
 from headway.pipeline.stages.reward import GroupFilter, Shaping
+from headway.pipeline.wiring import Parts
 from headway.reports.checkpoint_folders import Checkpoints, Retention, version_of, write_version
 from headway.reports.report_manager import Reports
 from headway.reports.run_directory import RunDirectory
@@ -283,11 +283,9 @@ class TrainingRun:
             shaping=_shaping(config),
             greedy_baseline=needs_greedy_baseline(config),
             reference=workers.ref,
-            reference_inside_fetch=REF in workers.inside_fetch,
             proximal=workers.proximal,
-            proximal_inside_fetch=LOGP in workers.inside_fetch,
             critic=workers.critic,
-            critic_inside_fetch=CRITIC in workers.inside_fetch,
+            own_ranks={REF, LOGP, CRITIC} - workers.on_trainer_ranks,
             receivers=workers.receivers,
             stop_token_ids=stop_token_ids(self._model_path, tokenizer),
             watch=workers.watch,

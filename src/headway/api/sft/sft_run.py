@@ -36,7 +36,7 @@ from headway.data.rows import TRAIN_SPLIT, VAL_SPLIT, digests, rows_of, split
 from headway.engines.train.state_file import read_state
 from headway.errors import EXIT_INTERRUPTED, ConfigError, DataError, RunError, UserError
 from headway.models.model_folder import check_folder
-from headway.pipeline.observing.off_policy_guard import MOST_SKIPPED
+from headway.pipeline.off_policy_guard import MOST_SKIPPED
 from headway.pipeline.recovery.run_monitor import WorkerAnswers
 from headway.pipeline.run import Status
 from headway.reports.checkpoint_folders import Checkpoints

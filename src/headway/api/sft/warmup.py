@@ -59,9 +59,9 @@ class SftSteps:
     async def step(self, number: int, batch: Sequence[Example]) -> StepReport:
         """Take the optimizer step ``number`` on a batch, and return its report; ``loss`` is in nats per token."""
         samples = self._samples(number, batch)
-        await self.engine.begin_fetch([samples])
+        await self.engine.begin_batch([samples])
         report = await self.engine.train_step(samples, StepContext())
-        await self.engine.end_fetch()
+        await self.engine.end_batch()
         return report
 
     async def loss(self, number: int, batch: Sequence[Example]) -> TokenLoss:

@@ -1,8 +1,8 @@
-"""Rows that a rank holds while its role works on a fetch: what several calls ask for is fetched once.
+"""Rows that a rank holds while its role works on a batch: what several calls ask for is fetched once.
 
 begin ─▶ rows, rows, …: each row and column is fetched when it is first asked for ─▶ end: all are forgotten
 
-Held are the rank's own rows of one fetch, and no more. Without a fetch a call's rows are forgotten with the call.
+Held are the rank's own rows of one batch, and no more. Without a batch a call's rows are forgotten with the call.
 
 Also here: time limits for work with files, by its progress: checkpoints that are saved or loaded, a model that is
 exported.
@@ -41,7 +41,7 @@ class BatchCache:
         self._columns: dict[Hashable, tuple[Handle[Any], Any]] = {}
         """Lists of columns by handle."""
         self._borrowed: dict[Hashable, Handle[Any]] = {}
-        """Handles of all columns that the fetch's calls asked for, those asked for once as well: once in a while Ray
+        """Handles of all columns that the batch's calls asked for, those asked for once as well: once in a while Ray
         never delivered an object whose reference had been given back and borrowed again."""
 
     def begin(self) -> None:

@@ -208,7 +208,7 @@ def token_bytes(config: Config) -> int:
     """Return the bytes of all tokens that may wait at once, one row for an episode."""
     group = (config.rollout.n + 1) * (config.data.max_prompt_length + config.data.max_response_length)
     ahead = (1 + config.async_training.staleness_threshold) * config.groups_per_version
-    return int((ahead + config.groups_per_fetch) * group * BYTES_PER_TOKEN)
+    return int((ahead + config.groups_per_batch) * group * BYTES_PER_TOKEN)
 
 
 Read = Callable[[int, int], bytearray]

@@ -238,5 +238,5 @@ def object_store_bytes(config: Config) -> int:
     """Return the bytes for all columns of all groups that may be in flight, twice over."""
     bytes_per_token = 4 * len(ColumnName)
     group = config.rollout.n * (config.data.max_prompt_length + config.data.max_response_length) * bytes_per_token
-    groups = (1 + config.async_training.staleness_threshold) * config.groups_per_version + config.groups_per_fetch
+    groups = (1 + config.async_training.staleness_threshold) * config.groups_per_version + config.groups_per_batch
     return max(MIN_OBJECT_STORE, int(2 * groups * group))

@@ -50,7 +50,7 @@ class ActorRole(WithCritic):
         self._store: Any = None
         self._outbox = WeightSendRole(self._config, rank=rank)
         self._returns: list[NDArray[np.float32]] = []
-        """Returns of a fetch, from `advantages` until `returns` takes them."""
+        """Returns of a batch, from `advantages` until `returns` takes them."""
 
     @register(Dispatch.RANK_ZERO)
     def open_store(self) -> Address:
@@ -64,7 +64,7 @@ class ActorRole(WithCritic):
     @register(Dispatch.ONE_TO_ALL)
     def build(self, store: Address | None) -> None:
         """Join the ranks that meet at ``store``, and load the trainer's model."""
-        from headway.engines.train.batch_advantages import FetchAdvantages
+        from headway.engines.train.batch_advantages import BatchAdvantages
         from headway.engines.train.fsdp.engine import FsdpEngine
         from headway.engines.train.fsdp.policy_copies import ReferenceEngine
 
@@ -81,7 +81,7 @@ class ActorRole(WithCritic):
             self._reference = ReferenceEngine(model_path=self._model_path, config=self._config, mesh=self._mesh)
         if self._total_critic_steps is not None:
             self._build_critic(self._total_critic_steps)
-        self._advantages = FetchAdvantages(self._config.algorithm)
+        self._advantages = BatchAdvantages(self._config.algorithm)
 
     @register(Dispatch.RANK_ZERO)
     def layout(self, dtype: str) -> Manifest:
@@ -128,12 +128,12 @@ class ActorRole(WithCritic):
 
     @register(Dispatch.RANK_ZERO)
     def outcome_advantages(self, outcomes: Outcomes) -> NDArray[np.float32] | None:
-        """Return the advantage of each episode of a whole fetch, [E]; None where tokens have to be looked at."""
+        """Return the advantage of each episode of a whole batch, [E]; None where tokens have to be looked at."""
         return self._advantages.of_outcomes(outcomes)
 
     @register(Dispatch.RANK_ZERO, Collect.COLUMNS)
     def advantages(self, samples: Sequence[Sample], outcomes: Outcomes) -> list[NDArray[np.float32]]:
-        """Return the advantages of each sample of a whole fetch, all of whose tokens are looked at here."""
+        """Return the advantages of each sample of a whole batch, all of whose tokens are looked at here."""
         columns = self._advantages(self.batch.rows(samples, once=True), outcomes)
         self._returns = columns.get(ColumnName.RETURNS, [])
         return columns[ColumnName.ADVANTAGES]

@@ -21,7 +21,7 @@ from headway.models.tokenizer import load_tokenizer, torch_hidden
 
 GATHER_S = 0.03
 """Seconds for which finished groups are gathered. Waking up for each of them costs episode worker and driver as much as
-what they do for it, on cores that trainer and engine share with them; a fetch of groups takes far longer."""
+what they do for it, on cores that trainer and engine share with them; a batch of groups takes far longer."""
 
 
 class EpisodeWorkerRole(Role):

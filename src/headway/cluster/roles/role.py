@@ -51,7 +51,7 @@ class Role:
         self.lookout = FileProbe(host)
         self.profile = ProcessProfile(name)
         self.batch = BatchCache(fetch)
-        """The rows of the fetch that has begun."""
+        """The rows of the batch that has begun."""
 
     def hardware(self) -> Hardware:
         """Return a description of the hardware that this rank computes on; call it once the role is built."""

@@ -232,7 +232,7 @@ class ActorConfig(Section):
     ppo_mini_batch_size: Positive = 32
     """Number of groups in one optimizer step."""
     ppo_epochs: Positive = 1
-    """Number of training passes over each fetch."""
+    """Number of training passes over each train batch."""
     ppo_max_token_len_per_gpu: Positive = 16_384
     """Most tokens of one micro-batch on each rank: those that are computed, and padding where rows are padded
     (``model.packing``). A longer answer has a micro-batch of its own."""
@@ -279,7 +279,7 @@ class RefConfig(Section):
     """The reference policy, where the algorithm asks for one."""
 
     nnodes: NonNegative = 0
-    """Number of machines of the reference; 0 puts it on the trainer's ranks, inside each fetch."""
+    """Number of machines of the reference; 0 puts it on the trainer's ranks, inside each train batch."""
     n_gpus_per_node: Positive = 1
     """Devices on each of the reference's machines (on CPUs: processes)."""
 
@@ -289,7 +289,7 @@ class LogpConfig(Section):
 
     nnodes: NonNegative = 0
     """Number of machines of this role: its ranks hold a copy of the policy together, and get every update. 0 puts it on
-    the trainer's ranks, inside each fetch."""
+    the trainer's ranks, inside each train batch."""
     n_gpus_per_node: Positive = 1
     """Devices on each of this role's machines (on CPUs: processes)."""
 
@@ -300,13 +300,13 @@ class CriticConfig(Section):
     enable: bool | None = None
     """Use a critic. null: with ``gae``. true: for an estimator of your own that looks at values."""
     nnodes: NonNegative = 0
-    """Number of machines of the critic; 0 puts it on the trainer's ranks, inside each fetch."""
+    """Number of machines of the critic; 0 puts it on the trainer's ranks, inside each train batch."""
     n_gpus_per_node: Positive = 1
     """Devices on each of the critic's machines (on CPUs: processes)."""
     ppo_epochs: Positive = 1
-    """Number of the critic's passes over each fetch; mini-batches are the actor's."""
+    """Number of the critic's passes over each train batch; mini-batches are the actor's."""
     cliprange_value: float | None = Field(0.5, gt=0)
-    """Largest change that values are trained to from what they were at the fetch's start; null: no limit."""
+    """Largest change that values are trained to from what they were at the train batch's start; null: no limit."""
     grad_clip: float = Field(1.0, gt=0)
     """Maximum norm of the critic's gradient."""
     optim: OptimConfig = OptimConfig(lr=1e-5)

@@ -135,7 +135,7 @@ class Timeouts:
             config.cluster.stall_timeout_s,
             weights_nbytes,
             step_tokens=max(config.rollout.max_batched_tokens, context),
-            batch_nbytes=config.groups_per_fetch * config.rollout.n * context * TOKEN_BYTES,
+            batch_nbytes=config.groups_per_batch * config.rollout.n * context * TOKEN_BYTES,
             workers=workers,
             on_gpu=on_gpu,
             compiles=config.rollout.name == "vllm",

@@ -108,22 +108,22 @@ class Profiled(Protocol):
         """
 
 
-class FetchEngine(Protocol):
-    """Engine that is asked several times about one fetch, which it divides over its ranks once.
+class BatchEngine(Protocol):
+    """Engine that is asked several times about one batch, which it divides over its ranks once.
 
-        await engine.begin_fetch(mini_batches)              # each rank gets groups that are its own from now on
+        await engine.begin_batch(mini_batches)              # each rank gets groups that are its own from now on
         values = await engine.forward_values(samples)       # it reads their tokens, and holds them
         await engine.train_step(mini_batches[0])
-        await engine.end_fetch()                            # they are forgotten
+        await engine.end_batch()                            # they are forgotten
 
-    Calls in between are about samples of that fetch alone.
+    Calls in between are about samples of that batch alone.
     """
 
-    async def begin_fetch(self, mini_batches: Sequence[Sequence[Sample]]) -> None:
-        """Assign the samples of a fetch to ranks. ``mini_batches``: those of each optimizer step."""
+    async def begin_batch(self, mini_batches: Sequence[Sequence[Sample]]) -> None:
+        """Assign the samples of a batch to ranks. ``mini_batches``: those of each optimizer step."""
 
-    async def end_fetch(self) -> None:
-        """Forget the fetch, and what was read of it."""
+    async def end_batch(self) -> None:
+        """Forget the batch, and what was read of it."""
 
 
 class LogProbEngine(Protocol):
@@ -143,7 +143,7 @@ class ProximalEngine(Protocol):
         """
 
 
-class SupervisedEngine(FetchEngine, Protocol):
+class SupervisedEngine(BatchEngine, Protocol):
     """Training engine, as supervised fine-tuning drives it: the trainer's ranks, driven as one."""
 
     async def train_step(self, samples: Sequence[Sample], context: StepContext) -> StepReport:
@@ -162,13 +162,13 @@ class SupervisedEngine(FetchEngine, Protocol):
         """Write a Hugging Face folder that ``AutoModelForCausalLM.from_pretrained`` opens."""
 
 
-class TrainEngine(FetchEngine, LogProbEngine, ProximalEngine, Protocol):
+class TrainEngine(BatchEngine, LogProbEngine, ProximalEngine, Protocol):
     """Training engine: the trainer's ranks, driven as one.
 
-        await trainer.begin_fetch(mini_batches)
+        await trainer.begin_batch(mini_batches)
         for mini_batch in mini_batches:
             await trainer.train_step(mini_batch, StepContext(version=2))
-        await trainer.end_fetch()
+        await trainer.end_batch()
         await trainer.reach(["rollout-0"])
         await trainer.send_weights(3, ["rollout-0"])        # while rollout-0 stages version 3
         await trainer.save(path, driver_state)
@@ -223,7 +223,7 @@ class OverlappingTrainEngine(TrainEngine, Protocol):
         """
 
 
-class CriticEngine(FetchEngine, Protocol):
+class CriticEngine(BatchEngine, Protocol):
     """Critic's ranks, driven as one: V(s_t), an estimate of the rewards from token t on, before token t."""
 
     async def forward_values(self, samples: Sequence[Sample]) -> list[Column]:
@@ -239,7 +239,7 @@ class CriticEngine(FetchEngine, Protocol):
 
 
 class AdvantageFn(Protocol):
-    """Function that computes the advantages of one fetch, once, where the fetch's tokens are."""
+    """Function that computes the advantages of one batch, once, where the batch's tokens are."""
 
     async def __call__(self, samples: Sequence[Sample], outcomes: Outcomes) -> Mapping[str, Sequence[AnyColumn]]:
         """Return ``advantages`` and, where there is a critic, ``returns``: for each sample a [T] float32 column, or the

@@ -1,4 +1,4 @@
-"""Advantages of a fetch: from its episodes and rewards to the estimators' tensors, and back to rows.
+"""Advantages of a batch: from its episodes and rewards to the estimators' tensors, and back to rows.
 
 rewards ──────────────────────────────────────▶ estimator ─▶ one number per episode, where outcomes are enough
 rewards ─▶ [− kl_coef · KL(π_prox‖π_ref) per token] ─▶ estimator ─▶ advantages, and a critic's returns
@@ -38,7 +38,7 @@ Get = Callable[[CollatedRow], NDArray[Any]]
 
 
 class Episodes:
-    """The episodes of a fetch's rows.
+    """The episodes of a batch's rows.
 
     An episode of one row is that row as it is, holes included. One of several rows has the tokens that they train, in
     the order of its turns: that defines what comes before what, also where turns fork.
@@ -114,8 +114,8 @@ Arrays = list[NDArray[np.float32]]
 """Float32 arrays, one [T] for each row, or one [L] for each episode."""
 
 
-class FetchAdvantages:
-    """Computes a fetch's advantages: the configured estimator, with the steps before and after it."""
+class BatchAdvantages:
+    """Computes a batch's advantages: the configured estimator, with the steps before and after it."""
 
     def __init__(self, algorithm: AlgorithmConfig) -> None:
         """Look up the configured estimator. Raises `ConfigError` or `UserCodeError` when it does not exist."""

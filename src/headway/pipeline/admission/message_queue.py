@@ -3,7 +3,7 @@
     Reward (or RefLogProb) ──put──▶ [ finished groups ] ──take(n) in order──▶ ActorTrain
 
 A group is *live* from its admission until it is taken or discarded. With a largest lag that is waited for, a
-group is taken only if whatever is due by any coming version still fits, and the fetch waits for what must go first;
+group is taken only if whatever is due by any coming version still fits, and the batch waits for what must go first;
 with one that drops, overdue groups are discarded when they would be taken.
 
 It needs no capacity setting: admission lets at most ⌊(1 + η)·B⌋ groups exist behind Generate, and the queue asserts it.

@@ -17,15 +17,16 @@ from headway.data.interfaces.episode_groups import Group
 from headway.data.types import Prompt
 from headway.errors import LedgerImbalance
 from headway.events import Emit, GroupAdmitted, GroupSettled
-from headway.pipeline.admission.ledger import Fate, Ledger
-from headway.pipeline.admission.message_queue import MessageQueue
-from headway.pipeline.admission.nothing_to_train import (
+from headway.pipeline.admission.ledger import (
     DISCARDED_VERSIONS,
     FAILED_AT_FIRST,
     Ends,
+    Fate,
+    Ledger,
     all_discarded,
     never_scored,
 )
+from headway.pipeline.admission.message_queue import MessageQueue
 from headway.pipeline.admission.sample_collector import Samples
 from headway.pipeline.admission.staleness import Staleness
 from headway.pipeline.channel import Signal
@@ -33,15 +34,15 @@ from headway.pipeline.channel import Signal
 
 @dataclass(slots=True)
 class RunState:
-    """Bookkeeping of one run. ``consumed`` counts groups taken into fetches that ended; version = ⌊consumed / B⌋."""
+    """Bookkeeping of one run. ``consumed`` counts groups taken into batches that ended; version = ⌊consumed / B⌋."""
 
     staleness: Staleness
     ledger: Ledger
     queue: MessageQueue
     emit: Emit
     consumed: int = 0
-    fetching: int = 0
-    """Number of groups that were taken into fetches which have not ended."""
+    in_training: int = 0
+    """Number of groups that were taken into batches which have not ended."""
     data_ended: bool = False
     """True once the data ended within a version; that version, though short of groups, counts as one."""
     gave_up: bool = False
@@ -79,8 +80,8 @@ class RunState:
 
     @property
     def taken(self) -> int:
-        """Number of groups that were taken into fetches, ended or not."""
-        return self.consumed + self.fetching
+        """Number of groups that were taken into batches, ended or not."""
+        return self.consumed + self.in_training
 
     @property
     def took_version(self) -> bool:
@@ -95,7 +96,7 @@ class RunState:
     @property
     def unfinished(self) -> bool:
         """True when the run gave up between two versions: only some groups of a version were trained on."""
-        return self.gave_up and (self.fetching > 0 or not (self.at_boundary or self.data_ended))
+        return self.gave_up and (self.in_training > 0 or not (self.at_boundary or self.data_ended))
 
     @property
     def trains_more(self) -> bool:
@@ -110,7 +111,7 @@ class RunState:
         return staleness.total is not None and staleness.admitted - staleness.discarded >= staleness.total
 
     def state(self) -> dict[str, Any]:
-        """Return the run state's part of a checkpoint, at a version boundary, where no group is in a fetch."""
+        """Return the run state's part of a checkpoint, at a version boundary, where no group is in a batch."""
         return {
             "version": self.version,
             "consumed": self.consumed,
@@ -179,7 +180,7 @@ class RunState:
         self._wake()
 
     def discard(self, number: int, fate: Fate, reason: str) -> None:
-        """End a group that was not taken into a fetch; its place under the inequality is free again.
+        """End a group that was not taken into a batch; its place under the inequality is free again.
 
         Raises `NothingToTrain` after 10·B discards in a row, and after 32 failures when the reward never worked.
         """
@@ -200,7 +201,7 @@ class RunState:
         """Give up the version after a stop, when no further group will be scored: nothing more is trained on, unless
         the groups scored so far are enough.
         """
-        scored = len(self.ledger.open_numbers) - self.unrewarded - self.fetching
+        scored = len(self.ledger.open_numbers) - self.unrewarded - self.in_training
         missing = (self.staleness.total or 0) - self.taken
         if missing > scored:
             self.give_up()
@@ -217,7 +218,7 @@ class RunState:
         self._wake()
 
     def _give_up_if_short(self) -> None:
-        on_their_way = len(self.ledger.open_numbers) - self.fetching
+        on_their_way = len(self.ledger.open_numbers) - self.in_training
         if not self.admits and (self.staleness.total or 0) - self.taken > on_their_way:
             self.give_up()
 
@@ -229,13 +230,13 @@ class RunState:
             self.discard(group.number, Fate.DROPPED, "overdue")
 
         groups = await self.queue.take(count, version, drop)
-        self.fetching += len(groups)
+        self.in_training += len(groups)
         return groups
 
     def consume(self, number: int, fate: Fate, reason: str | None = None, lag: int | None = None) -> None:
-        """End a group that was taken into a fetch; trained on or not, it counts as consumed."""
+        """End a group that was taken into a batch; trained on or not, it counts as consumed."""
         self._settle(number, fate, reason, lag)
-        self.fetching -= 1
+        self.in_training -= 1
         self.consumed += 1
         if self.at_boundary:
             self._wake()
@@ -284,7 +285,7 @@ class RunState:
             self._settle(number, Fate.IN_FLIGHT, None)
 
     def request_stop(self, reason: str | None = None) -> None:
-        """Request the end at the next version boundary, to which the run's total shrinks. A pending fetch is abandoned.
+        """Request the end at the next version boundary, to which the run's total shrinks. A pending batch is abandoned.
 
         ``reason``: why the run stops itself; the first reason given is kept.
         """

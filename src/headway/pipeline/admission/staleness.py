@@ -66,7 +66,7 @@ class Staleness:
     max_lag: int | None = None
     """Largest lag that a trained group may have, in completion order; None where the order of consumption bounds it."""
     drops_overdue: bool = False
-    """True where groups older than ``max_lag`` are dropped; False where a fetch waits for those soon too old."""
+    """True where groups older than ``max_lag`` are dropped; False where a batch waits for those soon too old."""
     admitted: int = 0
     discarded: int = 0
     starts_at: int = 0

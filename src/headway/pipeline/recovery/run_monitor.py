@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from headway.config.sizing.timeouts import HEARTBEAT_S, Timeouts, file_stall_s
+from headway.config.sizing.timeouts import HEARTBEAT_S, file_stall_s
 from headway.data.interfaces.rollout import EngineStats
 from headway.errors import HeadwayError, StallError, WorkerDied
 from headway.events import Emit, Event, ReplicaActivity
 from headway.pipeline.admission.pipeline_state import now
-from headway.pipeline.episode_workers import EpisodeWorkers
+from headway.pipeline.recovery.supervision import Supervision
 from headway.pipeline.stage import Stage, State
 from headway.pipeline.update.replica_pool import ReplicaPool
 from headway.pipeline.weight_receiver import Replica, WorkerUnavailable
@@ -108,28 +108,23 @@ class RunMonitor:
 
     def __init__(
         self,
-        fleet: ReplicaPool,
-        episode_workers: EpisodeWorkers,
+        pool: ReplicaPool,
         stages: Sequence[Stage[Any, Any]],
+        supervisions: Sequence[Supervision[Any]],
         movement: Movement,
         emit: Emit,
         *,
         workers: Callable[[], Sequence[Living]] = tuple,
-        starts_until: Callable[[], float] = lambda: 0.0,
-        timeouts: Timeouts,
         interval_s: float,
-        stands: Callable[[str], bool] = lambda replica: False,
     ) -> None:
-        """Set up monitoring. ``starts_until`` returns the time by which a worker that is being started is up."""
-        self._fleet = fleet
-        self._episode_workers = episode_workers
+        """Set up monitoring. ``supervisions``: those that start workers, for which the stall detector waits."""
+        self._pool = pool
         self._stages = stages
         self._emit = emit
         self._workers = workers
-        self._starts_until = starts_until
-        self._timeouts = timeouts
+        self._supervisions = supervisions
+        self._timeouts = pool.timeouts
         self._interval_s = interval_s
-        self._stands = stands
         self._work: dict[str, OpenWork] = {}
         """Open work of each replica, by its name."""
         self._movement = movement
@@ -143,12 +138,13 @@ class RunMonitor:
     async def _report_always(self) -> None:
         while True:
             await asyncio.sleep(self._timeouts.look_s(self._interval_s))
-            await concurrently([self.report(), self._episode_workers.check()])
+            await concurrently([self.report(), self._pool.episode_workers.check()])
 
     async def _end_when_stalled(self) -> None:
         while True:
             stall_s = self._timeouts.stall_s
-            deadline = max(self._movement.last, self._starts_until()) + stall_s
+            starts_until = [supervision.starts_until for supervision in self._supervisions]
+            deadline = max([self._movement.last, *starts_until]) + stall_s
             if now() >= deadline:
                 answers = await ask(self._workers(), within_s=min(HEARTBEAT_S, stall_s))
                 deadline = max(deadline, self._movement.last + stall_s, answers.deadline(stall_s, file_stall_s))
@@ -161,13 +157,13 @@ class RunMonitor:
 
     async def report(self) -> None:
         """Emit one `ReplicaActivity` per serving replica, for the time since its last one."""
-        await concurrently(self._report_one(replica) for replica in self._fleet.serving)
+        await concurrently(self._report_one(replica) for replica in self._pool.serving)
 
     async def _report_one(self, replica: Replica) -> None:
         try:
             stats = await replica.stats()
         except WorkerUnavailable as gone:
-            await self._fleet.lose(gone)
+            await self._pool.lose(gone)
         else:
             self._emit(activity(replica.name, stats))
             await self._fence_silent(replica, stats)
@@ -175,7 +171,7 @@ class RunMonitor:
     async def _fence_silent(self, replica: Replica, stats: EngineStats) -> None:
         """Give ``replica`` up where it computed no token of its open calls for too long."""
         work = self._work.setdefault(replica.name, OpenWork())
-        calls = 0 if self._stands(replica.name) else stats.running + stats.waiting
+        calls = 0 if self._pool.pauses.stands(replica.name) else stats.running + stats.waiting
         moved = stats.generated_tokens + stats.prefilled_tokens > 0
         silent_s = work.silent_s(now(), is_open=calls > 0, moved=moved)
         if silent_s >= self._timeouts.seen_silence_s(self._interval_s, began=work.began):
@@ -183,7 +179,7 @@ class RunMonitor:
                 f"{replica.name} answers, but computed no token for {silent_s:.0f} s while {calls} of its calls were "
                 "open: its engine hangs. Its log may say why; where a step takes so long, raise param_update.timeout_s"
             )
-            await self._fleet.lose(WorkerUnavailable(replica, StallError(why)))
+            await self._pool.lose(WorkerUnavailable(replica, StallError(why)))
 
     def who_waits(self) -> str:
         """Describe the waits of all stages: ``ActorTrain waits for groups from the message queue; Generate …``."""

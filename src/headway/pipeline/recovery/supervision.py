@@ -40,6 +40,10 @@ Replace = Callable[[str], Coroutine[Any, Any, M]]
 class RunMembers(Protocol[M]):
     """Members of a run that come and go: its replicas (`ReplicaPool`), or its episode workers (`EpisodeWorkers`)."""
 
+    kind: str
+    """Name of a member in messages."""
+    then: str
+    """What a member does that takes the place of another, for messages."""
     lost: Channel[str]
     """Names of those that are gone."""
 
@@ -73,14 +77,10 @@ class Supervision(Generic[M]):
         watch: Watch[M] | None,
         replace: Replace[M] | None,
         max_restarts: int,
-        *,
         timeouts: Timeouts,
-        kind: str,
-        then: str,
     ) -> None:
         """Set up supervision. Without ``watch`` no member is watched; with ``replace``, which ends within
-        `Timeouts.start_s`, lost ones are replaced, ``max_restarts`` times in the run. ``kind`` names a member in
-        messages, ``then`` says what a new one does.
+        `Timeouts.start_s`, lost ones are replaced, ``max_restarts`` times in the run.
         """
         self._state = state
         self._members = members
@@ -92,8 +92,6 @@ class Supervision(Generic[M]):
         """Number of lost members in whose place others are being started."""
         self.starts_until = 0.0
         """Time on the event clock by which the newest replacement has started or failed."""
-        self._kind = kind
-        self._then = then
         self._tasks: Tasks | None = None
         self._started: list[asyncio.Task[None]] = []
 
@@ -128,7 +126,7 @@ class Supervision(Generic[M]):
     async def _replace_lost(self, tasks: Tasks) -> None:
         while (lost := await self._members.lost.get()) is not None:
             if self._replace is None:
-                self._go_on_without(lost, f"no {self._kind} can be started in its place")
+                self._go_on_without(lost, f"no {self._members.kind} can be started in its place")
             else:
                 self._replacing += 1
                 self._started.append(tasks.start(self._replace_one(lost, self._replace)))
@@ -142,20 +140,20 @@ class Supervision(Generic[M]):
             if not self._members.present:
                 self._warn(
                     lost,
-                    f"it was the last {self._kind}, and the run waits for another one to start in its place, for "
-                    f"{self._timeouts.start_limit()} at most",
+                    f"it was the last {self._members.kind}, and the run waits for another one to start in its place, "
+                    f"for {self._timeouts.start_limit()} at most",
                 )
             try:
                 newcomer = await replace(lost)
             except HeadwayError as failure:
-                why = f"no {self._kind} could be started in its place: {failure}"
+                why = f"no {self._members.kind} could be started in its place: {failure}"
                 self._warn(lost, why)
                 continue
             self._replacing -= 1
             self.join(newcomer)
-            self._warn(lost, f"{newcomer.name} takes its place, and {self._then}")
+            self._warn(lost, f"{newcomer.name} takes its place, and {self._members.then}")
             return
-        used_up = f"no further {self._kind} is started in its place: cluster.max_replica_restarts is used up"
+        used_up = f"no further {self._members.kind} is started in its place: cluster.max_replica_restarts is used up"
         self._warn(lost, used_up)
         self._replacing -= 1
         self._go_on_without(lost, f"{why}; {used_up}" if why else used_up)
@@ -165,7 +163,7 @@ class Supervision(Generic[M]):
         if not (self._members.present or self._replacing or len(self._members.lost)):
             reason = self._members.reason(lost)
             raise type(reason)(
-                f"{reason}. It was the last {self._kind}, without which no group is made, and {why}"
+                f"{reason}. It was the last {self._members.kind}, without which no group is made, and {why}"
             ) from reason
 
     def _warn(self, lost: str, what: str) -> None:

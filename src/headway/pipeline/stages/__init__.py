@@ -1,1 +1,1 @@
-"""The stages of the pipeline, one file per box of the picture in `headway.pipeline.run`."""
+"""The stages of the pipeline: the boxes of the picture in `headway.pipeline.run`."""

@@ -11,48 +11,43 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import AsyncGenerator
 
+from headway.config.algorithm_checks import min_episodes
+from headway.config.schema import Config
 from headway.data.interfaces.episode_groups import Group
 from headway.data.types import FinishReason
 from headway.events import Note, TrajectoryFinished
-from headway.pipeline.admission.ledger import Fate
-from headway.pipeline.admission.nothing_to_train import EPISODE_FAILED
+from headway.pipeline.admission.episode_troubles import EpisodeTroubles
+from headway.pipeline.admission.ledger import EPISODE_FAILED, Fate
 from headway.pipeline.admission.pipeline_state import RunState, now
 from headway.pipeline.channel import Channel
-from headway.pipeline.episode_workers import EpisodeWorkers, Share
-from headway.pipeline.observing.episode_troubles import EpisodeTroubles
+from headway.pipeline.episode_workers import Share
 from headway.pipeline.stage import Stage
 from headway.pipeline.stages.prompt_loader import Wave
-from headway.pipeline.update.pause_controller import PauseController
+from headway.pipeline.update.replica_pool import ReplicaPool
 
 
 class Generate(Stage[Share, Group]):
     concurrency = None
-    waits_for_input = "PromptLoader"
     waits_for_output = None
 
     def __init__(
         self,
+        config: Config,
         state: RunState,
         input: Channel[Wave],
         output: Channel[Group],
-        episode_workers: EpisodeWorkers,
-        halts: PauseController,
-        *,
-        min_episodes: int = 1,
-        troubles: EpisodeTroubles | None = None,
+        pool: ReplicaPool,
     ) -> None:
-        """
-        Args:
-            min_episodes: fewest episodes to train on that must not have failed.
-            troubles: warns of programs' episodes; None where there is no program.
-        """
-        super().__init__(state.emit, output=output, gate=halts.gate)
+        super().__init__(state.emit, output=output, gate=pool.pauses.gate)
+        self.waits_for_input = input.name
         self._state = state
         self._waves = input
-        self._episode_workers = episode_workers
-        self._halts = halts
-        self._min_episodes = min_episodes
-        self._troubles = troubles
+        self._episode_workers = pool.episode_workers
+        self._pool = pool
+        self._min_episodes = min_episodes(config)
+        """Fewest episodes of a group, its baseline aside, that must not have failed."""
+        episodes = config.groups_per_version * config.rollout.n
+        self._troubles = EpisodeTroubles(episodes) if config.agent.has_program else None
         self._shares: deque[Share] = deque()
 
     async def get_input_data(self) -> Share | None:
@@ -63,7 +58,7 @@ class Generate(Stage[Share, Group]):
         return self._shares.popleft()
 
     async def process_data(self, share: Share) -> AsyncGenerator[Group, None]:
-        with self._waiting_within(", ".join(self._halts.serving)):
+        with self._waiting_within(", ".join(replica.name for replica in self._pool.serving)):
             async for group in self._episode_workers.generate(share):
                 self._report(group)
                 if self._state.samples is not None:

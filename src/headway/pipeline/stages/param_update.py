@@ -24,7 +24,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from headway.config.sizing.timeouts import Timeouts
+from headway.config.schema import Config
 from headway.data.interfaces.training import OverlappingTrainEngine, TrainEngine
 from headway.data.interfaces.weights import GatherReport
 from headway.events import UpdateFinished, UpdateSuperseded
@@ -33,8 +33,8 @@ from headway.pipeline.channel import Channel
 from headway.pipeline.stage import Stage
 from headway.pipeline.stages.actor_train import PendingUpdate
 from headway.pipeline.stages.validate import Validation, Validators
-from headway.pipeline.update.pause_controller import PauseController
 from headway.pipeline.update.replica_pool import ReplicaPool
+from headway.pipeline.update.trainer_lease import TrainerLease
 from headway.pipeline.update.version_transfer import Delivery, VersionTransfer
 from headway.pipeline.update.weight_loading import LoadCost, Probe, WeightLoading
 from headway.pipeline.weight_receiver import ReceiverClient, Replica
@@ -143,54 +143,40 @@ def _known(loads: Iterable[LoadCost | None]) -> list[LoadCost]:
 
 class ParamUpdate(Stage[PendingUpdate, Validation]):
     concurrency = None
-    waits_for_input = "ActorTrain"
 
     def __init__(
         self,
+        config: Config,
         state: RunState,
         input: Channel[PendingUpdate],
         output: Channel[Validation],
         trainer: TrainEngine,
-        fleet: ReplicaPool,
-        halts: PauseController,
+        pool: ReplicaPool,
         validators: Validators,
-        turn: asyncio.Lock,
-        *,
-        overlapped: bool,
-        test_freq: int,
-        timeouts: Timeouts,
-        probe_tolerance: Callable[[str], float],
+        lease: TrainerLease,
     ) -> None:
-        """Build the stage. ``turn``: lock for calls of the trainer. ``test_freq``: number of versions from one
-        validation to the next; -1 for none.
-        """
+        """Build the stage. Raises `TypeError` when the trainer cannot follow ``param_update.schedule``."""
         super().__init__(state.emit, input, output)
         self._state = state
-        self._fleet = fleet
+        self._pool = pool
         self._validators = validators
-        self._turn = turn
-        self._test_freq = test_freq
-        self._validated = 0
-        """Newest version for which a validation was due and ordered."""
-        transfer = VersionTransfer(state, fleet, self._waiting_within, timeouts)
-        loading = WeightLoading(
-            state, fleet, halts, self._waiting_within, self._order_validation, probe_tolerance=probe_tolerance
-        )
+        self._lease = lease
+        transfer = VersionTransfer(state, pool, self._waiting_within)
+        loading = WeightLoading(state, pool, self._waiting_within, self._order_validation)
         self._schedule: Schedule
-        if overlapped:
+        if config.param_update.schedule == "overlapped":
             if not isinstance(trainer, OverlappingTrainEngine):
                 raise TypeError(f"{type(trainer).__name__} cannot send weights while it trains on")
             self._schedule = Overlapped(state, trainer, transfer, loading)
         else:
             self._schedule = Synchronous(trainer, transfer, loading)
 
-    def restore(self, version: int) -> None:
-        """Prepare to publish ``version`` first, and to order its validation if due: the result is not known."""
-        self._validated = max(0, version - 1)
-
     async def process_data(self, update: PendingUpdate) -> AsyncGenerator[Validation, None]:
+        oldest = self._state.staleness.oldest_trainable(update.version)
+        if oldest is not None and self._state.trains_more:  # what is queued is dropped when it would be taken
+            await self._pool.abort_older_than(oldest)
         started = now()
-        published = await self._schedule.publish(update, lambda: self._fleet.receivers)
+        published = await self._schedule.publish(update, lambda: self._pool.receivers)
         released = update.released_at if update.released_at is not None else now()
         loads, stall_s = published.loads, released - started - published.gather_s
         self._emit(
@@ -205,8 +191,7 @@ class ParamUpdate(Stage[PendingUpdate, Validation]):
                 changed=published.changed,
             )
         )
-        if self._validators.everywhere and loads and self._is_due(update.version):
-            self._validated = update.version
+        if self._validators.everywhere and loads and self._validators.is_due(update.version):
             yield self._validators.order(update.version)
 
     async def serve_again(self) -> None:
@@ -216,29 +201,23 @@ class ParamUpdate(Stage[PendingUpdate, Validation]):
         the trainer's of this moment: between two steps of a version they count as that version's.
         """
         while True:
-            await self._state.changed.until(lambda: self._fleet.needs_version)
-            async with self._turn:
-                if self._fleet.needs_version:
-                    await self._schedule.publish(PendingUpdate(self._state.version), lambda: self._fleet.joining)
+            await self._state.changed.until(lambda: self._pool.needs_version)
+            async with self._lease.turn:
+                if self._pool.needs_version:
+                    await self._schedule.publish(PendingUpdate(self._state.version), lambda: self._pool.joining)
 
     def close_output(self) -> None:
         super().close_output()
-        self._test_freq = -1  # the last version's validation is ordered by whoever runs it
-
-    def _is_due(self, version: int) -> bool:
-        """Tell whether ``version`` is to be validated, or one before it that was superseded was."""
-        if self._state.hurried:
-            return False
-        return self._test_freq > 0 and version // self._test_freq > self._validated // self._test_freq
+        self._validators.order_no_more()  # Validate orders the last version's
 
     async def _order_validation(self, replica: Replica, version: int) -> None:
         """Order the validation of ``version`` if it is due, before that version lets further groups in."""
-        if not self._is_due(version):
+        if not self._validators.is_due(version):
             return
         if self._validators.everywhere:
             self._validators.keep(replica)  # the others have to load before it is ordered
-        elif replica is self._fleet.validator:
-            self._validated = version
+        elif replica is self._pool.validator:
+            self._validators.newest = version
             # Else one that another replica was lost over waits behind this halt already, and will be this version's.
             if replica.name not in self._state.validating:
                 await self.send_output_data(self._validators.order(version))

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from dataclasses import replace
 
-from headway.config.schema import Admission
+from headway.config.schema import Config
 from headway.data.interfaces.episode_groups import Group, PromptSource
 from headway.data.interfaces.rollout import SamplingParams
 from headway.data.types import Prompt
@@ -29,23 +29,22 @@ class PromptLoader(Stage[list[Prompt], Wave]):
 
     def __init__(
         self,
+        config: Config,
         state: RunState,
         source: PromptSource,
         output: Channel[Wave],
+        stop_token_ids: tuple[int, ...],
         *,
-        admission: Admission,
-        n: int,
-        sampling: SamplingParams,
         with_greedy: bool = False,
     ) -> None:
-        """Build the stage. ``with_greedy``: each group gets a greedy answer beside its ``n``, as its baseline."""
+        """Build the stage. ``with_greedy``: each group gets a greedy answer beside its others, as its baseline."""
         super().__init__(state.emit, output=output)
         self._state = state
         self._source = source
-        self._admission = admission
-        self._n = n
-        self._sampling = sampling
-        self._baseline = replace(sampling, temperature=0.0, top_p=1.0, top_k=0) if with_greedy else None
+        self._admission = config.async_training.admission
+        self._n = config.rollout.n
+        self._sampling = training_sampling(config, stop_token_ids)
+        self._baseline = replace(self._sampling, temperature=0.0, top_p=1.0, top_k=0) if with_greedy else None
         self._ended = False
 
     @property
@@ -104,3 +103,27 @@ class PromptLoader(Stage[list[Prompt], Wave]):
             validation_runs=state.staleness.eta == 0 and bool(state.validating),
             groups_per_version=state.staleness.groups_per_version,
         )
+
+
+def sampling(config: Config, stop_token_ids: tuple[int, ...], temperature: float) -> SamplingParams:
+    """Sampling that training and validation have in common. Answers end with one of ``stop_token_ids``."""
+    return SamplingParams(
+        max_tokens=config.data.max_response_length,
+        temperature=temperature,
+        stop_token_ids=stop_token_ids,
+        stop=config.rollout.stop,
+    )
+
+
+def training_sampling(config: Config, stop_token_ids: tuple[int, ...]) -> SamplingParams:
+    """Sampling of training episodes, whose answers end with one of ``stop_token_ids``."""
+    rollout = config.rollout
+    return replace(
+        sampling(config, stop_token_ids, rollout.temperature),
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        min_p=rollout.min_p,
+        repetition_penalty=rollout.repetition_penalty,
+        logit_bias=tuple(rollout.logit_bias.items()),
+        min_tokens=rollout.min_tokens,
+    )

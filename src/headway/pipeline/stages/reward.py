@@ -26,15 +26,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.algorithms.scores import episode_scores
+from headway.config.algorithm_checks import GROUP_RELATIVE
+from headway.config.schema import Config
 from headway.data.interfaces.episode_groups import Group, RewardFn, Scores
 from headway.data.types import Prompt, Trajectory, conversations_of
 from headway.errors import ScoringFailed
 from headway.events import GroupRewarded, Note
+from headway.pipeline.admission.group_warnings import EqualRewards, FilteredGroups
 from headway.pipeline.admission.ledger import Fate
 from headway.pipeline.admission.message_queue import MessageQueue
 from headway.pipeline.admission.pipeline_state import RunState, now
 from headway.pipeline.channel import Channel, Signal
-from headway.pipeline.observing.equal_rewards import EqualRewards, FilteredGroups
 from headway.pipeline.stage import Stage
 
 LEAST_PATIENCE_S, MOST_PATIENCE_S = 5.0, 30.0
@@ -147,36 +149,31 @@ GroupFilter = Callable[[NDArray[np.float32]], str | None]
 
 class Reward(Stage[Group, Group]):
     concurrency = None
-    waits_for_input = "Generate"
     waits_for_output = None
 
     def __init__(
         self,
+        config: Config,
         state: RunState,
         input: Channel[Group],
         output: Channel[Group] | MessageQueue,
-        reward: Scoring,
+        scoring: Scoring,
         group_filter: GroupFilter | None,
         shaping: Shaping | None = None,
-        *,
-        turn_discount: float = 1.0,
-        equal: EqualRewards | None = None,
     ) -> None:
-        """Build the stage. ``equal``: warns of groups without variance where nothing filters them; else the stage warns
-        of much filtering.
-        """
         super().__init__(state.emit, input, output)
         self._state = state
-        self._reward = reward
+        self._scoring = scoring
         self._filter = group_filter
         self._shaping = shaping
-        self._turn_discount = turn_discount
-        self._equal = equal
-        self._filtered = FilteredGroups(state.staleness.groups_per_version)
+        self._turn_discount = config.algorithm.turn_discount
+        within_groups = config.algorithm.adv_estimator in GROUP_RELATIVE
+        self._equal = EqualRewards(config.groups_per_version, within_groups=within_groups)
+        self._filtered = FilteredGroups(config.groups_per_version)
 
     async def process_data(self, group: Group) -> AsyncGenerator[Group, None]:
         try:
-            scores = await self._reward.score(group.prompt, group.trajectories)
+            scores = await self._scoring.score(group.prompt, group.trajectories)
         except ScoringAbandoned as given_up:
             self._state.drop_unscored(group.number, str(given_up))
             return
@@ -187,7 +184,7 @@ class Reward(Stage[Group, Group]):
         if self._shaping is not None:
             shaped = self._shaping(rewards, np.array([t.length for t in group.trajectories]))
         own, compared, shaped = self._compared(group.trajectories, rewards, shaped)
-        warning = self._equal.look(shaped) if self._equal is not None and self._filter is None else None
+        warning = self._equal.look(shaped) if self._filter is None else None
         n = sum(t.id.k < group.n for t in group.trajectories)
         if len(rewards) > n:
             group.baseline = float(shaped[n])

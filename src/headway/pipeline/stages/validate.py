@@ -27,12 +27,13 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 
+from headway.config.schema import Config
 from headway.data.interfaces.episode_groups import Group, Scores, means_of_parts
-from headway.data.interfaces.rollout import Priority, SamplingParams
+from headway.data.interfaces.rollout import Priority
 from headway.data.types import Prompt, Trajectory
 from headway.errors import ScoringFailed, WorkerDied
 from headway.events import Note, ValidationFinished
-from headway.pipeline.admission.nothing_to_train import (
+from headway.pipeline.admission.ledger import (
     EPISODE_FAILED,
     FAILED_AT_VALIDATION,
     cannot_be_scored,
@@ -41,8 +42,8 @@ from headway.pipeline.admission.nothing_to_train import (
 )
 from headway.pipeline.admission.pipeline_state import RunState, now
 from headway.pipeline.channel import Channel, Signal
-from headway.pipeline.episode_workers import EpisodeWorkers
 from headway.pipeline.stage import Stage
+from headway.pipeline.stages.prompt_loader import sampling
 from headway.pipeline.stages.reward import Scoring, ScoringAbandoned
 from headway.pipeline.update.replica_pool import ReplicaPool
 from headway.pipeline.weight_receiver import Replica
@@ -61,26 +62,42 @@ class Validation:
 class Validators:
     """The replicas of a run that answer its validations."""
 
-    def __init__(self, state: RunState, fleet: ReplicaPool, *, everywhere: bool) -> None:
-        """``everywhere``: all replicas answer."""
+    def __init__(self, config: Config, state: RunState, pool: ReplicaPool, prompts: Sequence[Prompt]) -> None:
+        self.prompts = prompts
+        self.everywhere = config.agent.has_program
+        """True where all replicas answer."""
+        self.newest = 0
+        """Newest version whose validation was ordered as due."""
         self._state = state
-        self._fleet = fleet
-        self.everywhere = everywhere
-        self._finishes = not everywhere or state.staleness.eta == 0
+        self._pool = pool
+        self._test_freq = config.rollout.test_freq if prompts else -1
+        """Number of versions from one validation to the next; -1 for none."""
+        self._finishes = not self.everywhere or state.staleness.eta == 0
         """Whoever answers finishes before it loads a newer version."""
+
+    def is_due(self, version: int) -> bool:
+        """Tell whether ``version`` is to be validated, or one before it that was superseded was."""
+        if self._state.hurried:
+            return False
+        return self._test_freq > 0 and version // self._test_freq > self.newest // self._test_freq
+
+    def order_no_more(self) -> None:
+        """Note that no validation is due any more."""
+        self._test_freq = -1
 
     async def order_when_served(self, version: int) -> Validation:
         """Make the validation of ``version`` once some replica serves."""
-        await self._fleet.served()
+        await self._pool.served()
         return self.order(version)
 
     def order(self, version: int) -> Validation:
         """Make the validation of ``version``, which all replicas have loaded that shall answer."""
+        self.newest = max(self.newest, version)
         if self.everywhere:
-            for replica in self._fleet.serving:
+            for replica in self._pool.serving:
                 self.keep(replica)
             return Validation(version, None)
-        replica = self._fleet.validator
+        replica = self._pool.validator
         self.keep(replica)
         return Validation(version, replica)
 
@@ -102,28 +119,25 @@ Score = float | ScoringFailed
 
 class Validate(Stage[Validation, None]):
     concurrency = None
-    waits_for_input = "ParamUpdate"
 
     def __init__(
         self,
+        config: Config,
         state: RunState,
         input: Channel[Validation],
+        pool: ReplicaPool,
         validators: Validators,
-        episode_workers: EpisodeWorkers,
-        prompts: Sequence[Prompt],
-        reward: Scoring,
-        *,
-        n: int,
-        sampling: SamplingParams,
+        scoring: Scoring,
+        stop_token_ids: tuple[int, ...],
     ) -> None:
         super().__init__(state.emit, input)
         self._state = state
         self._validators = validators
-        self._episode_workers = episode_workers
-        self._prompts = prompts
-        self._reward = reward
-        self._n = n
-        self._sampling = sampling
+        self._episode_workers = pool.episode_workers
+        self._prompts = prompts = validators.prompts
+        self._scoring = scoring
+        self._n = config.rollout.val_n
+        self._sampling = sampling(config, stop_token_ids, config.rollout.val_temperature)
         self._shown = frozenset[int]() if state.samples is None else state.samples.problems(prompts)
         """Indices of the problems that leave a sample of each validation."""
         self._newest: int | None = None
@@ -146,7 +160,7 @@ class Validate(Stage[Validation, None]):
         with self._waiting_within("the validations before the last one"):
             await self._finished.until(lambda: self._open == 0)
         known = not self._prompts or self._newest == self._state.version
-        if known or self._reward.closed or self._state.hurried:
+        if known or self._scoring.closed or self._state.hurried:
             return None
         self._open += 1
         return await self._validators.order_when_served(self._state.version)
@@ -244,7 +258,7 @@ class Validate(Stage[Validation, None]):
                     await concurrently(
                         take(self._episode_workers.generate(share)) for share in self._episode_workers.assign(requests)
                     )
-        except WorkerDied:  # the fleet, which lost it, has said so to the episode workers
+        except WorkerDied:  # the pool, which lost it, has said so to the episode workers
             if replica is None:
                 raise
             for task in scoring:
@@ -269,7 +283,7 @@ class Validate(Stage[Validation, None]):
         try:
             if not made:
                 raise ScoringFailed(f"{EPISODE_FAILED}: {finished.trajectories[0].failure}")
-            scores = await self._reward.score(finished.prompt, made)
+            scores = await self._scoring.score(finished.prompt, made)
             score = float(scores.rewards.mean())
             scored[finished.number] = scores
         except ScoringAbandoned:

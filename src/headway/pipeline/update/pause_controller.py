@@ -4,36 +4,22 @@
     release(replica, why):  what was to be checked first ▶ resume ▶ new requests again, once nobody else halts it
 
 ``drain`` lets what was submitted finish, ``interrupt`` and ``keep`` cut it; the tokens so far stay.
-
-Also here: the lease of devices that training and generation share: who computes there.
-
-    generate ──trainer asks, a whole fetch in hand──▶ validations end ▶ halt(policy) ▶ sleep ──▶ train
-        ▲                                                                                         │
-        └────────────────────────── wake ▶ resume ◀── after each fetch, update or not ────────────┘
-                                                        update: stage ▶ load, while they sleep
-
-A replica gives its copy of the weights up where new ones will come before it wakes, and keeps it otherwise.
-
-With devices of their own (``cluster.placement: split``) nobody asks and nothing changes hands.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
 
+from headway.config.schema import Config
 from headway.data.interfaces.rollout import OnUpdate, RolloutEngine
-from headway.events import LeaseChanged, ReplicaHalted
+from headway.events import ReplicaHalted
 from headway.pipeline.admission.pipeline_state import RunState, now
 from headway.pipeline.channel import Gate
 from headway.pipeline.episode_workers import EpisodeWorkers
-from headway.pipeline.stage import WaitingFor
-from headway.pipeline.update.replica_pool import ReplicaPool
 from headway.pipeline.weight_receiver import Replica, WorkerUnavailable
-from headway.runtime.task_groups import concurrently
 
 
 @dataclass(slots=True)
@@ -52,16 +38,16 @@ class ReplicaPause:
 
 
 class PauseController:
-    """Controller of the pauses of a run's replicas. A `ReplicaPoolListener`: it knows which replicas serve."""
+    """Controller of the pauses of a run's replicas. `ReplicaPool` tells it which replicas serve."""
 
-    def __init__(
-        self, state: RunState, policy: OnUpdate, episode_workers: EpisodeWorkers, *, by_episodes: bool = False
-    ) -> None:
-        """``episode_workers`` hear which replicas take new calls. ``by_episodes``: a drain finishes all episodes of the
-        groups that were started, whose next turns need the replica, before it pauses that."""
-        self.policy = policy
-        self._episode_workers = episode_workers
-        self._by_episodes = by_episodes and policy is OnUpdate.DRAIN
+    def __init__(self, config: Config, state: RunState, episode_workers: EpisodeWorkers) -> None:
+        """``episode_workers`` hear which replicas take new calls."""
+        self.policy = OnUpdate(config.async_training.on_update)
+        self.episode_workers = episode_workers
+        drains = self.policy is OnUpdate.DRAIN and config.async_training.drain == "episode"
+        self._by_episodes = drains and config.agent.has_program
+        """True where a drain finishes all episodes of the groups that were started, whose next turns need the replica,
+        before it pauses that."""
         self.gate = Gate()
         """Gate that is shut while every serving replica is halted."""
         self._state = state
@@ -74,11 +60,6 @@ class PauseController:
         """Names of replicas that resume, or that the end of the run has told to stop."""
         self._holding: set[str] = set()
         """Names of the replicas for whose halt episode workers start no group."""
-
-    @property
-    def serving(self) -> Collection[str]:
-        """Names of the serving replicas."""
-        return self._serving
 
     def joined(self, replica: RolloutEngine) -> None:
         self._serving[replica.name] = None
@@ -163,7 +144,7 @@ class PauseController:
         if replica.name not in self._serving or self._state.stopping:
             return  # it makes no episodes yet, or no more; or nobody waits for them
         self._holding.add(replica.name)
-        holding = asyncio.ensure_future(self._episode_workers.hold())
+        holding = asyncio.ensure_future(self.episode_workers.hold())
         holding.add_done_callback(lambda _: self._state.changed.changed())
         try:
             await self._state.changed.until(lambda: holding.done() or self._state.stopping)
@@ -176,7 +157,7 @@ class PauseController:
         """Let episode workers start groups again, as far as ``replica`` is concerned, if it held them back."""
         if replica in self._holding:
             self._holding.discard(replica)
-            self._episode_workers.go_on()
+            self.episode_workers.go_on()
 
     def others_halt(self, replica: Replica, why: str) -> bool:
         """Tell whether ``replica`` is halted for another reason beside ``why``."""
@@ -189,62 +170,4 @@ class PauseController:
     def _set_gate(self) -> None:
         self.gate.set(bool(self._available) or not self._serving)
         # Where every one is halted, calls can wait inside them.
-        self._episode_workers.route(tuple(self._available or self._serving), halted=not self._available)
-
-
-class ColocationLease(Protocol):
-    async def to_train(self, waiting_for: WaitingFor, *, new_weights: bool) -> None:
-        """Wait until nothing else computes on the trainer's devices. Call it only with complete input in hand.
-
-        ``new_weights``: every replica will have loaded a new version before `to_generate` is called.
-        """
-
-    async def to_generate(self, waiting_for: WaitingFor) -> None:
-        """Give the devices back to generation."""
-
-
-class OwnDevices:
-    """Lease where training has separate devices: nothing changes hands."""
-
-    async def to_train(self, waiting_for: WaitingFor, *, new_weights: bool) -> None: ...
-
-    async def to_generate(self, waiting_for: WaitingFor) -> None: ...
-
-
-class SharedDevices:
-    """Lease of one group of devices, which generation has unless training asks for it."""
-
-    def __init__(self, state: RunState, fleet: ReplicaPool, halts: PauseController) -> None:
-        self._state = state
-        self._fleet = fleet
-        self._halts = halts
-
-    async def to_train(self, waiting_for: WaitingFor, *, new_weights: bool) -> None:
-        asked = now()
-        keep = not new_weights
-        waited = await concurrently(self._take_from(replica, waiting_for, keep) for replica in self._fleet.serving)
-        self._state.emit(LeaseChanged(time=now(), holder="train", asked=asked, validation_s=max(waited, default=0.0)))
-
-    async def to_generate(self, waiting_for: WaitingFor) -> None:
-        returned = now()
-        await concurrently(self._give_back(replica, waiting_for) for replica in self._fleet.serving)
-        self._state.emit(LeaseChanged(time=now(), holder="generate", asked=returned))
-
-    async def _take_from(self, replica: Replica, waiting_for: WaitingFor, keep_weights: bool) -> float:
-        """Halt ``replica`` and take its devices. Returns the seconds spent waiting for its validation."""
-        try:
-            with waiting_for(f"{replica.name} to {self._halts.policy} and give the devices back"):
-                halt = await self._halts.halt(replica, "lease")
-                await replica.sleep(keep_weights=keep_weights)
-        except WorkerUnavailable as gone:
-            await self._fleet.lose(gone)
-            return 0.0
-        return halt.validation_s
-
-    async def _give_back(self, replica: Replica, waiting_for: WaitingFor) -> None:
-        try:
-            with waiting_for(f"{replica.name} to wake up"):
-                await replica.wake()
-                await self._halts.release(replica, "lease")
-        except WorkerUnavailable as gone:
-            await self._fleet.lose(gone)
+        self.episode_workers.route(tuple(self._available or self._serving), halted=not self._available)

@@ -10,8 +10,7 @@ ends when none is left and none can be started. Other receivers of the policy ca
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
 from headway.config.sizing.timeouts import Timeouts
 from headway.data.interfaces.rollout import RolloutEngine
@@ -20,39 +19,42 @@ from headway.errors import HeadwayError, NonFinite, RunError, WorkerDied
 from headway.events import ReplicaJoined, ReplicaLost
 from headway.pipeline.admission.pipeline_state import RunState, now
 from headway.pipeline.channel import Channel
+from headway.pipeline.update.pause_controller import PauseController
 from headway.pipeline.weight_receiver import ReceiverClient, Replica, WorkerUnavailable
 from headway.runtime.task_groups import concurrently
 
 
-class ReplicaPoolListener(Protocol):
-    """Object that has to know which replicas serve; called in the same step in which that changes."""
-
-    def joined(self, replica: RolloutEngine) -> None:
-        """Called when ``replica`` begins to serve, and for each one that serves at the start."""
-
-    def left(self, replica: str) -> None:
-        """Called when ``replica`` no longer serves."""
-
-
 class ReplicaPool:
+    """Replicas of a run, and other receivers of its policy. Tells episode workers and `PauseController` who serves."""
+
+    kind = "replica"
+    then = "serves from the next version on, or at once where no other one does"
+
     def __init__(
         self,
+        state: RunState,
         replicas: Sequence[RolloutEngine],
         others: Sequence[PolicyReceiver],
-        state: RunState,
-        *,
-        listeners: Sequence[ReplicaPoolListener] = (),
+        pauses: PauseController,
         timeouts: Timeouts,
+        *,
         replaceable: bool = False,
+        probe_tolerance: Callable[[str], float] = lambda name: 1e-3,
     ) -> None:
-        """Create the fleet. ``others`` hold the policy and generate nothing. ``replaceable``: another replica may be
-        started in the place of one that is gone.
+        """Create the pool.
+
+        Args:
+            others: hold the policy and generate nothing.
+            replaceable: another replica may be started in the place of one that is gone.
+            probe_tolerance: nats by which log-probs of the receiver of a given name may differ by rounding.
         """
-        self.lost: Channel[str] = Channel("lost replicas")
+        self.lost: Channel[str] = Channel("ReplicaPool")
         """Names of replicas that are gone, for whoever starts replacements."""
-        self._listeners = listeners
+        self.pauses = pauses
+        self.episode_workers = pauses.episode_workers
+        self.timeouts = timeouts
+        self.probe_tolerance = probe_tolerance
         self._state = state
-        self._timeouts = timeouts
         self._replaceable = replaceable
         self._serving = {engine.name: Replica(engine, timeouts) for engine in replicas}
         for engine in replicas:
@@ -113,7 +115,7 @@ class ReplicaPool:
         name = engine.name
         if name in self._gone or any(name == receiver.name for receiver in self.receivers):
             raise ValueError(f"a replica named {name!r} is or was part of this run; give it a name of its own")
-        self._joining[name] = Replica(engine, self._timeouts)
+        self._joining[name] = Replica(engine, self.timeouts)
         self._state.changed.changed()
         return self._joining[name]
 
@@ -164,11 +166,11 @@ class ReplicaPool:
         self._state.emit(ReplicaLost(time=now(), replica=replica.name, reason=str(gone.why)))
         if self._joining.pop(replica.name, None) is None:  # else it served nothing
             if len(self.replicas) == 1 and not self._replaceable:
-                raise gone.why  # and it stays: whoever asks it next learns that it is gone, not of an empty fleet
+                raise gone.why  # and it stays: whoever asks it next learns that it is gone, not of an empty pool
             del self._serving[replica.name]
             self._state.unload(replica.name)
-            for listener in self._listeners:
-                listener.left(replica.name)
+            self.episode_workers.left(replica.name)
+            self.pauses.left(replica.name)
         await self.lost.send(replica.name)
 
     async def failed(self, replica: str, error: HeadwayError) -> None:
@@ -179,12 +181,13 @@ class ReplicaPool:
             await self.lose(WorkerUnavailable(self._serving[replica], error))
 
     async def abort_older_than(self, version: int) -> None:
-        """Abort the calls that replicas are serving and that have a token of an older version than ``version``."""
+        """Abort the training groups and calls under way that have a token of an older version than ``version``."""
+        await self.episode_workers.abort_older_than(version)
         await concurrently(self._abort_older_at(replica, version) for replica in self.serving)
 
     def _tell_joined(self, replica: RolloutEngine) -> None:
-        for listener in self._listeners:
-            listener.joined(replica)
+        self.episode_workers.joined(replica)
+        self.pauses.joined(replica)
 
     async def _abort_older_at(self, replica: Replica, version: int) -> None:
         try:

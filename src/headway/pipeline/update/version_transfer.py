@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.config.sizing.timeouts import SETTLE_S, Timeouts
+from headway.config.sizing.timeouts import SETTLE_S
 from headway.data.interfaces.training import OverlappingTrainEngine, TrainEngine
 from headway.data.interfaces.weights import GatherReport, ReceiveReport, SendReport
 from headway.errors import UpdateFailed, UpdateMissed
@@ -220,11 +220,11 @@ class Delivery:
 class VersionTransfer:
     """Transfers of a run's versions, each repeated until the remaining receivers have it."""
 
-    def __init__(self, state: RunState, fleet: ReplicaPool, waiting_for: WaitingFor, timeouts: Timeouts) -> None:
+    def __init__(self, state: RunState, pool: ReplicaPool, waiting_for: WaitingFor) -> None:
         self._state = state
-        self._fleet = fleet
+        self._pool = pool
         self._waiting_for = waiting_for
-        self._timeouts = timeouts
+        self._timeouts = pool.timeouts
         self._sending = 0
         self._sent = Signal()
 
@@ -279,7 +279,7 @@ class VersionTransfer:
             arrived = {one: report for one, report in attempt.holding.items() if one not in again}
             self._accept(attempt, arrived, delivered, where)
             for gone in verdict.lost:
-                await self._fleet.lose(gone)
+                await self._pool.lose(gone)
             if verdict.again:
                 names = [receiver.name for audience in verdict.again for receiver in audience.receivers]
                 self._state.emit(UpdateRetried(time=now(), version=version, receivers=names, reason=verdict.reason))

@@ -22,7 +22,6 @@ from headway.errors import UpdateFailed
 from headway.events import UpdatePhase
 from headway.pipeline.admission.pipeline_state import RunState, now
 from headway.pipeline.stage import WaitingFor
-from headway.pipeline.update.pause_controller import PauseController
 from headway.pipeline.update.replica_pool import ReplicaPool
 from headway.pipeline.weight_receiver import ReceiverClient, Replica, WorkerUnavailable
 from headway.runtime.task_groups import concurrently
@@ -55,22 +54,16 @@ class WeightLoading:
     def __init__(
         self,
         state: RunState,
-        fleet: ReplicaPool,
-        halts: PauseController,
+        pool: ReplicaPool,
         waiting_for: WaitingFor,
         on_loaded: Callable[[Replica, int], Awaitable[None]],
-        *,
-        probe_tolerance: Callable[[str], float],
     ) -> None:
-        """Set up loading. ``on_loaded`` is called with each replica that has loaded a version, before it serves that.
-        ``probe_tolerance``: nats by which log-probs of the receiver of a given name may differ by rounding.
-        """
+        """Set up loading. ``on_loaded`` is called with each replica that has loaded, before it serves the version."""
         self._state = state
-        self._fleet = fleet
-        self._halts = halts
+        self._pool = pool
+        self._pauses = pool.pauses
         self._waiting_for = waiting_for
         self._on_loaded = on_loaded
-        self._probe_tolerance = probe_tolerance
         self._stopped: dict[str, _Stopped] = {}
 
     async def make_ready(self, receivers: Sequence[ReceiverClient]) -> None:
@@ -82,9 +75,9 @@ class WeightLoading:
         if isinstance(receiver, Replica) and receiver.name in self._stopped:
             del self._stopped[receiver.name]
             try:
-                await self._halts.release(receiver, "load")
+                await self._pauses.release(receiver, "load")
             except WorkerUnavailable as gone:
-                await self._fleet.lose(gone)
+                await self._pool.lose(gone)
 
     async def load(self, receiver: ReceiverClient, version: int, expected: Probe | None) -> LoadCost | None:
         """Make ``receiver`` serve the staged ``version``. Returns the cost; None without lost decoding, or if it is
@@ -96,9 +89,9 @@ class WeightLoading:
             if isinstance(receiver, Replica):
                 return await self._swap(receiver, version, expected)
             await self._report(receiver, version, await self._activate(receiver, version), expected)
-            self._fleet.serve_other(receiver, version)
+            self._pool.serve_other(receiver, version)
         except WorkerUnavailable as gone:
-            await self._fleet.lose(gone)
+            await self._pool.lose(gone)
         return None
 
     async def _make_ready(self, receiver: ReceiverClient) -> None:
@@ -106,11 +99,11 @@ class WeightLoading:
             try:
                 await self._stop(receiver)
             except WorkerUnavailable as gone:
-                await self._fleet.lose(gone)
+                await self._pool.lose(gone)
 
     async def _stop(self, replica: Replica) -> None:
-        with self._waiting_for(f"{replica.name} to {self._halts.policy}"):
-            halt = await self._halts.halt(replica, "load")
+        with self._waiting_for(f"{replica.name} to {self._pauses.policy}"):
+            halt = await self._pauses.halt(replica, "load")
         self._stopped[replica.name] = _Stopped(now(), halt.validation_s, halt.interrupted)
 
     async def _swap(self, replica: Replica, version: int, expected: Probe | None) -> LoadCost:
@@ -118,16 +111,16 @@ class WeightLoading:
             await self._stop(replica)
         stopped = self._stopped.pop(replica.name)
         seconds = await self._activate(replica, version)
-        if self._halts.others_halt(replica, "load"):  # asleep on shared devices: it computes nothing yet
+        if self._pauses.others_halt(replica, "load"):  # asleep on shared devices: it computes nothing yet
             await self._report(replica, version, seconds, None)
             if expected is not None:
                 check = partial(self._report, replica, version, 0.0, expected)
-                self._halts.check_before_release(replica, check)
+                self._pauses.check_before_release(replica, check)
         else:
             await self._report(replica, version, seconds, expected)
         await self._on_loaded(replica, version)
-        self._fleet.serve(replica, version)
-        await self._halts.release(replica, "load")
+        self._pool.serve(replica, version)
+        await self._pauses.release(replica, "load")
         return LoadCost(stopped.validation_s, now() - stopped.since, stopped.interrupted)
 
     async def _activate(self, receiver: ReceiverClient, version: int) -> float:
@@ -168,7 +161,7 @@ class WeightLoading:
             )
         differences = np.abs(served.astype(np.float64) - expected)
         largest = float(differences.max(initial=0.0))
-        tolerance = self._probe_tolerance(receiver.name)
+        tolerance = self._pool.probe_tolerance(receiver.name)
         if not largest <= tolerance:  # also for what is not a number
             raise UpdateFailed(
                 f"{who}: log-probs of the {differences.size} tokens of the probe differ from the trainer's by up to "

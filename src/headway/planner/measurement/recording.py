@@ -8,12 +8,12 @@
 Everything before the run's first parameter update is warm-up (caches, memory, compilation): it is left out of the costs
 wherever something was measured after it.
 
-`TrainingRecord`, fetch by fetch:
+`TrainingRecord`, batch by batch:
 
-    FetchTaken ──▶ forward ──▶ step ──▶ step ──▶ gather, or the next FetchTaken's wait
-          └─ gap ─┘      └ gap ┘  └ gap ┘  └ gap ┘           gaps: the driver's own work, the fetch's latency
+    BatchTaken ──▶ forward ──▶ step ──▶ step ──▶ gather, or the next BatchTaken's wait
+          └─ gap ─┘      └ gap ┘  └ gap ┘  └ gap ┘           gaps: the driver's own work, the batch's latency
 
-On shared devices a fetch is first waited with until the trainer has them: its latency counts from there.
+On shared devices a batch is first waited with until the trainer has them: its latency counts from there.
 
 `UpdatesRecord`, phase by phase:
 
@@ -33,8 +33,8 @@ from typing import Protocol, TypeVar
 
 from headway.data.types import Sample, TrajectoryId
 from headway.events import (
+    BatchTaken,
     Event,
-    FetchTaken,
     GroupAdmitted,
     GroupRewarded,
     GroupSettled,
@@ -58,7 +58,7 @@ from headway.reports.metrics.intervals import IntervalUnion
 
 @dataclass(frozen=True, slots=True)
 class TrainerWork:
-    """A forward pass over a fetch, or one optimizer step."""
+    """A forward pass over a batch, or one optimizer step."""
 
     began: float
     seconds: float
@@ -67,7 +67,7 @@ class TrainerWork:
 
 
 @dataclass(slots=True)
-class FetchRecord:
+class BatchRecord:
     began: float
     latency_s: float = 0.0
     """Seconds in which the trainer neither computed nor waited for groups, devices or an update."""
@@ -81,28 +81,28 @@ class TrainingRecord:
     samples_of: Callable[[int], Sequence[Sample]]
     """Function from a group's number to its trajectories; to none where the group is not on record."""
     division: Division
-    """Division of each fetch over the trainer's data ranks."""
+    """Division of each batch over the trainer's data ranks."""
     steps: list[TrainerWork] = field(default_factory=list)
     forwards: list[TrainerWork] = field(default_factory=list)
-    fetches: list[FetchRecord] = field(default_factory=list)
-    """Fetches whose training ended, in order."""
+    batches: list[BatchRecord] = field(default_factory=list)
+    """Batches whose training ended, in order."""
     _numbers: list[int] = field(default_factory=list)
-    """Groups of the fetch; none where one of them is not on record, and no step's tokens are known."""
-    _fetch: FetchRecord | None = None
+    """Groups of the batch; none where one of them is not on record, and no step's tokens are known."""
+    _batch: BatchRecord | None = None
     _reached: float = 0.0
-    """The time up to which the fetch is accounted for."""
-    _steps_of_fetch: int = 0
+    """The time up to which the batch is accounted for."""
+    _steps_of_batch: int = 0
     _step: TrainerBusy | None = None
     """The trainer's last span, as long as no `OptimizerStepped` has identified it as an optimizer step."""
 
     def add(self, event: Event) -> None:
         match event:
-            case FetchTaken(waited=(asked, _)):
-                self._end_fetch(asked)
+            case BatchTaken(waited=(asked, _)):
+                self._end_batch(asked)
                 known = all(map(self.samples_of, event.numbers))
-                self._numbers, self._steps_of_fetch = event.numbers if known else [], 0
+                self._numbers, self._steps_of_batch = event.numbers if known else [], 0
                 self.division.begin([self._samples(numbers) for numbers in self._mini_batches()])
-                self._fetch, self._reached = FetchRecord(event.time), event.time
+                self._batch, self._reached = BatchRecord(event.time), event.time
             case LeaseChanged(holder="train"):
                 self._reached = event.time
             case TrainerBusy(what="forward", span=(start, end)):
@@ -112,31 +112,31 @@ class TrainingRecord:
                 self._pass_to(start, end)
                 self._step = event
             case TrainerBusy(what="gather", span=(start, _)):
-                self._end_fetch(start)
+                self._end_batch(start)
             case OptimizerStepped():
                 self._stepped()
 
     def _pass_to(self, start: float, end: float) -> None:
-        if self._fetch is not None:
-            self._fetch.latency_s += start - self._reached
+        if self._batch is not None:
+            self._batch.latency_s += start - self._reached
         self._reached = end
 
-    def _end_fetch(self, at: float) -> None:
-        """End the fetch, which has no end event: the trainer's next work or wait begins at ``at``."""
-        if self._fetch is not None and self._steps_of_fetch:
+    def _end_batch(self, at: float) -> None:
+        """End the batch, which has no end event: the trainer's next work or wait begins at ``at``."""
+        if self._batch is not None and self._steps_of_batch:
             self._pass_to(at, at)
-            self.fetches.append(self._fetch)
-        self._fetch = None
+            self.batches.append(self._batch)
+        self._batch = None
 
     def _stepped(self) -> None:
-        """Record an optimizer step and its tokens. A fetch is split by group into mini-batches, epoch after epoch."""
+        """Record an optimizer step and its tokens. A batch is split by group into mini-batches, epoch after epoch."""
         if self._step is None:
             return
         start, end = self._step.span
         self._step = None
         batches = self._mini_batches()
-        numbers = batches[self._steps_of_fetch % len(batches)] if batches else []
-        self._steps_of_fetch += 1
+        numbers = batches[self._steps_of_batch % len(batches)] if batches else []
+        self._steps_of_batch += 1
         self.steps.append(TrainerWork(start, end - start, self._tokens(numbers)))
 
     def _mini_batches(self) -> list[list[int]]:

@@ -132,7 +132,7 @@ class _Profiling:
             if needed and not placement.shared(role, ACTOR):
                 self._assume(f"the devices of {role} are left out: what it computes delays nothing")
         if needs_critic(config) and placement.shared(CRITIC, ACTOR):
-            self._assume("what the critic costs is taken as the same for every fetch, on any number of devices")
+            self._assume("what the critic costs is taken as the same for every batch, on any number of devices")
         if not placement.shared(ACTOR, ROLLOUT):
             if config.cluster.backend == "inline":
                 had = "training and generation ran in one process, but count as if they had their own devices"
@@ -371,7 +371,7 @@ class _Profiling:
             self._assume("no replica was seen idle and then given groups: what sending them takes counts as nothing")
         return LatencyProfile(
             group_s=rounded(usual_mean(deliveries) + submission_s),
-            fetch_s=rounded(usual_mean(fetch.latency_s for fetch in recording.warm(recording.training.fetches))),
+            fetch_s=rounded(usual_mean(batch.latency_s for batch in recording.warm(recording.training.batches))),
             update_s=rounded(usual_mean(seconds for seconds in in_updates if seconds is not None)),
         )
 

@@ -127,19 +127,19 @@ def _between(low: TrainPoint, high: TrainPoint, devices: int) -> TrainCost:
 
 
 class Division:
-    """Work of a fetch over ``ranks`` data ranks, in tokens."""
+    """Work of a batch over ``ranks`` data ranks, in tokens."""
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
         self._owners: Mapping[TrajectoryId, int] | None = None
 
     def begin(self, mini_batches: Sequence[Sequence[Sample]]) -> None:
-        """Assign a fetch. Without one, samples are assigned by themselves."""
+        """Assign a batch. Without one, samples are assigned by themselves."""
         if self._ranks > 1:
             self._owners = self._assigned(mini_batches)
 
     def end(self) -> None:
-        """Forget the fetch."""
+        """Forget the batch."""
         self._owners = None
 
     def tokens(self, samples: Sequence[Sample]) -> int:

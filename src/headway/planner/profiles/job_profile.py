@@ -268,11 +268,11 @@ class TrainProfile(Section):
     min_devices: Positive = 1
     """Fewest devices that hold the model, its gradients and optimizer."""
     recompute_old_log_probs: Literal["never", "shared", "always"] = "never"
-    """The modes in which one forward pass over each fetch precedes its first step (``use_rollout_log_probs: false``),
+    """The modes in which one forward pass over each batch precedes its first step (``use_rollout_log_probs: false``),
     instead of taking the engine's own log-probs. ``shared``: only where training and generation share devices, as
     colocated synchronous systems usually do."""
     reference: bool = False
-    """True if each fetch takes one more forward pass, for the reference policy."""
+    """True if each batch takes one more forward pass, for the reference policy."""
     threads: NonNegative = 0
 
     def divided_over(self, devices: int) -> int:
@@ -366,8 +366,8 @@ class LatencyProfile(Section):
     """Seconds of a group's way to its replica and back, from admission to its first step and from its last token to the
     reward. It holds no slot."""
     fetch_s: Seconds = 0.0
-    """Seconds of each fetch: advantages, the driver's work before, between and after its optimizer steps. A simulation
-    counts it as part of the fetch's first step."""
+    """Seconds of each batch: advantages, the driver's work before, between and after its optimizer steps. A simulation
+    counts it as part of the batch's first step."""
     update_s: Seconds = 0.0
     """Seconds of each parameter update beside its phases: the trainer is held for so much longer, decoding is not."""
 

@@ -30,8 +30,8 @@ from headway.config.transport_facts import TRANSPORTS
 from headway.data.types import Column, Outcomes, Sample
 from headway.errors import ConfigError
 from headway.events import Observer
-from headway.pipeline.parts import Parts
 from headway.pipeline.run import Pipeline, Status
+from headway.pipeline.wiring import Parts
 from headway.planner.profiles.costs import Contention, phase_seconds, train_cost
 from headway.planner.profiles.job_profile import (
     ConstantLengths,
@@ -159,8 +159,8 @@ def _hosting(profile: Profile, config: Config, replicas: Sequence[SimulatedRollo
 async def _advantages(
     trainer: SimulatedTrainer, samples: Sequence[Sample], outcomes: Outcomes
 ) -> dict[str, list[Column]]:
-    """Tell the trainer that a fetch is prepared, and return advantages without contents. Called once for each fetch."""
-    trainer.fetch_prepared()
+    """Tell the trainer that a batch is prepared, and return advantages without contents. Called once for each batch."""
+    trainer.batch_prepared()
     return await zero_advantages(samples, outcomes)
 
 
@@ -210,7 +210,7 @@ def config_for(
     """The configuration of ``mode`` for the profile's job, so many ``versions`` long; B is the profile's.
 
     Raises:
-        ConfigError: there is no such mode, the devices do not suffice, or a fetch would not be whole mini-batches.
+        ConfigError: there is no such mode, the devices do not suffice, or a batch would not be whole mini-batches.
     """
     values: dict[str, Any] = {"mode": mode, **preset(mode)}
     if eta is not None:
@@ -219,7 +219,7 @@ def config_for(
         values["async_training.trigger_parameter_sync_step"] = trigger
     shared = values["cluster.placement"] == "shared"
     _check_devices(profile, train_devices, replicas, shared=shared)
-    values["async_training.require_batches"] = _mini_batches_per_fetch(
+    values["async_training.require_batches"] = _mini_batches_per_batch(
         profile, values["async_training.trigger_parameter_sync_step"]
     )
     values |= {
@@ -297,13 +297,13 @@ def _program_values(profile: Profile) -> dict[str, Any]:
     }
 
 
-def _mini_batches_per_fetch(profile: Profile, trigger: int) -> int:
+def _mini_batches_per_batch(profile: Profile, trigger: int) -> int:
     mini_batches = profile.batch.groups_per_version // profile.batch.ppo_mini_batch_size
     if trigger < 1 or mini_batches % trigger:
         possible = ", ".join(str(t) for t in range(1, mini_batches + 1) if mini_batches % t == 0)
         raise ConfigError(
             f"async_training.trigger_parameter_sync_step: got {trigger}, but B = {profile.batch.groups_per_version} "
-            f"groups are {mini_batches} mini-batches of {profile.batch.ppo_mini_batch_size}, which {trigger} fetches "
+            f"groups are {mini_batches} mini-batches of {profile.batch.ppo_mini_batch_size}, which {trigger} batches "
             f"cannot share evenly; expected one of {possible}"
         )
     return mini_batches // trigger

@@ -3,7 +3,7 @@
 ranks      train_step | forward_logprobs | gather | save        one at a time
 beside     send_gathered to any number of replicas, from the copy that gather made
 
-What the driver does for a fetch beside these passes is within the first step after its advantages.
+What the driver does for a batch beside these passes is within the first step after its advantages.
 
 `SimulatedTransport` brings weights to replicas:
 
@@ -180,7 +180,7 @@ class SimulatedTrainer:
         self._transport = transport
         self._fetch_s = fetch_s
         self._owed_s = 0.0
-        """Latency, in seconds, of a fetch whose first step is still to come; 0 after that step."""
+        """Latency, in seconds, of a batch whose first step is still to come; 0 after that step."""
         self._save_s = save_s
         self._contention = contention
         self.name = "trainer"
@@ -193,15 +193,15 @@ class SimulatedTrainer:
         """Number of transfers of the copy that are under way."""
         self._saved: tuple[Path, dict[str, Any]] | None = None
 
-    def fetch_prepared(self) -> None:
-        """Note that a fetch's advantages were computed: the next step is the first one of a fetch."""
+    def batch_prepared(self) -> None:
+        """Note that a batch's advantages were computed: the next step is the first one of a batch."""
         self._owed_s = self._fetch_s
 
-    async def begin_fetch(self, mini_batches: Sequence[Sequence[Sample]]) -> None:
-        """Divide the fetch over the data ranks. They have no tokens, and hold none."""
+    async def begin_batch(self, mini_batches: Sequence[Sequence[Sample]]) -> None:
+        """Divide the batch over the data ranks. They have no tokens, and hold none."""
         self._division.begin(mini_batches)
 
-    async def end_fetch(self) -> None:
+    async def end_batch(self) -> None:
         self._division.end()
 
     async def forward_logprobs(self, samples: Sequence[Sample]) -> list[Column]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict, deque
 from dataclasses import dataclass, field
 
-from headway.events import FetchTaken, GroupAdmitted, GroupRewarded, GroupSettled, RunStarted, TrajectoryFinished
+from headway.events import BatchTaken, GroupAdmitted, GroupRewarded, GroupSettled, RunStarted, TrajectoryFinished
 
 FATES = ("trained", "filtered", "dropped", "failed")
 IN_FLIGHT = "in_flight"
@@ -49,7 +49,7 @@ class GroupRecord:
     reported: int = 0
     """Number of its episodes that ended, its baseline included."""
     taken_at: int | None = None
-    """The trainer's version when the group was taken into a fetch."""
+    """The trainer's version when the group was taken into a batch."""
 
     def add(self, event: TrajectoryFinished) -> None:
         self.reported += 1
@@ -128,7 +128,7 @@ class GroupTally:
         if (record := self._records.get(event.number)) is not None:
             record.rewards, record.parts = event.rewards, event.parts
 
-    def take(self, event: FetchTaken) -> None:
+    def take(self, event: BatchTaken) -> None:
         for number in event.numbers:
             if (record := self._records.get(number)) is not None:
                 record.taken_at = event.version

@@ -1,7 +1,7 @@
 """Occupancy: when the trainer, each replica and each stage were busy, as unions of intervals on the event clock.
 
     TrainerBusy ──────┐
-    FetchTaken.waited ┤                            ┌─▶ idle ratios, slot utilization
+    BatchTaken.waited ┤                            ┌─▶ idle ratios, slot utilization
     ReplicaActivity ──┼─▶ IntervalUnion per party ─┤
     StageChanged ─────┤        (clipped to a window) └─▶ who waited for whom, for how long
     CheckpointSaved ──┘
@@ -234,7 +234,7 @@ class Occupancy:
         return length(intersection(self.saves.spans, complement(self.trainer.busy.spans, window)))
 
     def between_steps(self, window: Span) -> float:
-        """Seconds of ``window`` in which the trainer had a fetch and computed nothing: advantages, rows or results were
+        """Seconds of ``window`` in which the trainer had a batch and computed nothing: advantages, rows or results were
         on their way. Saving a checkpoint, and waiting for shared devices, are not among them.
         """
         return self._whole(self._between_steps, window)

@@ -134,8 +134,8 @@ class RunMetrics:
                 self.occupancy.saves.add(event.span)
             case events.WorkerDescribed():
                 self.workers[event.worker] = event
-            case events.FetchTaken():
-                self._on_fetch(event)
+            case events.BatchTaken():
+                self._on_batch(event)
             case events.OptimizerStepped():
                 self._on_step(event)
             case events.CriticStepped():
@@ -212,7 +212,7 @@ class RunMetrics:
             self.lags[event.lag] += 1
         self._row(self.version if group.taken_at is None else group.taken_at).add_trained(group, event.lag)
 
-    def _on_fetch(self, event: events.FetchTaken) -> None:
+    def _on_batch(self, event: events.BatchTaken) -> None:
         self.tally.take(event)
         self.occupancy.trainer_waits.add(event.waited)
         if event.numbers:

@@ -1,7 +1,7 @@
 """Sums of what happens all through a run, and one way to thin what is kept of each version.
 
 updates ─▶ `UpdateSums`   over the run, and up to the last optimizer step
-fetches ─▶ `Pace`         the last two versions, for the remaining time: early versions say little about late ones
+batches ─▶ `Pace`         the last two versions, for the remaining time: early versions say little about late ones
 series  ─▶ `thinned`      of many values the first, the last, and of each stretch the extremes
 """
 
@@ -15,18 +15,18 @@ from headway.events import UpdateFinished
 from headway.reports.metrics.version_row import PhaseTimes
 
 VERSIONS, FETCHES = 2, 8
-"""Least numbers of versions and of fetches over which the pace is measured, so that it includes the updates and
-validations between fetches."""
+"""Least numbers of versions and of batches over which the pace is measured, so that it includes the updates and
+validations between batches."""
 
 
 class Pace:
-    """The pace of a run: its last marks of (event clock in seconds, groups taken into fetches until then).
+    """The pace of a run: its last marks of (event clock in seconds, groups taken into batches until then).
 
     Example:
         >>> pace = Pace()
         >>> pace.begin(0.0)
         >>> pace.took(10.0, groups=8, per_version=8)
-        >>> pace.seconds_left(10.0, total=24)  # two more fetches, and the training of the last one
+        >>> pace.seconds_left(10.0, total=24)  # two more batches, and the training of the last one
         30.0
     """
 
@@ -38,7 +38,7 @@ class Pace:
         self._marks.append((time, 0))
 
     def took(self, time: float, groups: int, per_version: int) -> None:
-        """Note that a fetch of ``groups`` was taken; a version has ``per_version``."""
+        """Note that a batch of ``groups`` was taken; a version has ``per_version``."""
         marks = self._marks
         taken = (marks[-1][1] if marks else 0) + groups
         marks.append((time, taken))
@@ -46,7 +46,7 @@ class Pace:
             marks.popleft()
 
     def seconds_left(self, now: float, total: int) -> float | None:
-        """Seconds until ``total`` groups are taken and the last fetch is trained; None before the first fetch."""
+        """Seconds until ``total`` groups are taken and the last batch is trained; None before the first batch."""
         if len(self._marks) < 2:
             return None
         (begun, before), (_, last_but_one), (last, taken) = self._marks[0], self._marks[-2], self._marks[-1]
@@ -57,7 +57,7 @@ class Pace:
         left = max(total - taken, 0)
         if not left or waited <= fetch * per_group:
             return max((left + fetch) * per_group - waited, 0.0)
-        # The next fetch is overdue. If it came now, this would be the pace: it cannot be quicker.
+        # The next batch is overdue. If it came now, this would be the pace: it cannot be quicker.
         return left * (now - begun) / (taken - before + fetch)
 
 

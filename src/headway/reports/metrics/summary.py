@@ -48,7 +48,7 @@ class TimeShares:
     trained: float = 1.0
     """Share of the wall time in which the trainer computed."""
     between_steps: float = 0.0
-    """Share of the wall time in which the trainer had a fetch and computed nothing: advantages, rows, results."""
+    """Share of the wall time in which the trainer had a batch and computed nothing: advantages, rows, results."""
     saving: float = 0.0
     """Share of the wall time in which the trainer saved checkpoints and computed nothing."""
     idle_while_saving: float = 0.0
@@ -245,7 +245,7 @@ def summary(metrics: RunMetrics) -> dict[str, Any]:
 def time_shares(metrics: RunMetrics) -> TimeShares | None:
     """Shares of the wall time, by what it went to; None before the first optimizer step.
 
-    The wall time includes waiting after the last step for a fetch that never came.
+    The wall time includes waiting after the last step for a batch that never came.
     """
     if (window := metrics.window) is None:
         return None
@@ -288,7 +288,7 @@ def _one_process(metrics: RunMetrics) -> bool:
 
 
 def _waited_in_vain(metrics: RunMetrics, since: float) -> float:
-    """Seconds from ``since`` to the run's end that were spent waiting for a fetch that never came."""
+    """Seconds from ``since`` to the run's end that were spent waiting for a batch that never came."""
     if metrics.finished is None:
         return 0.0
     waits = metrics.occupancy.stage_waits((since, metrics.finished.time))

@@ -439,7 +439,7 @@ def _remarks(timeline: Timeline, resolution: float) -> Iterator[str]:
     )
     yield (
         "The table of idle time shares out every second in which nothing was computed. The sentence at the top adds up "
-        "the waits that fetches and updates told of, the one at the end for groups that never came among them, and "
+        "the waits that batches and updates told of, the one at the end for groups that never came among them, and "
         "leaves out what it blames on something else: its shares may differ by a few percent."
     )
     yield (

@@ -34,7 +34,7 @@ class SpanKind(StrEnum):
     STEP = "step"
     """An optimizer step."""
     FORWARD = "forward"
-    """A forward pass: log-probs, reference or values of a fetch."""
+    """A forward pass: log-probs, reference or values of a batch."""
     GATHER = "gather"
     """Gathering: the trainer assembles weights for an update."""
     DECODE = "decode"

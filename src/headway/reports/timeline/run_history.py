@@ -308,7 +308,7 @@ class GroupLog:
         if event.rewards and (line := self._changed(event.number)) is not None:
             line.reward = sum(event.rewards) / len(event.rewards)
 
-    def take(self, event: events.FetchTaken) -> None:
+    def take(self, event: events.BatchTaken) -> None:
         for number in event.numbers:
             if (line := self._changed(number)) is not None:
                 line.version = event.version

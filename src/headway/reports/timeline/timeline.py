@@ -1,7 +1,7 @@
 """Timelines: a run, real or simulated, as lanes on one time axis that show who did what, and why nothing was done.
 
     StageChanged ───────────────────────────────────────────▶ Stages: one lane each
-    TrainerBusy, FetchTaken, CheckpointSaved ───────────────▶ Trainer
+    TrainerBusy, BatchTaken, CheckpointSaved ───────────────▶ Trainer
     ReplicaActivity, ReplicaHalted ─────────────────────────▶ Replicas: one lane each, and the version that it serves
     TrajectoryFinished ─────────────────────────────────────▶ Environments: steps of programs, and what waits for them
     UpdatePhase ────────────────────────────────────────────▶ Parameter update: phases at the trainer and each replica
@@ -227,7 +227,7 @@ class TimelineBuilder:
                 self.stages.setdefault(event.stage, StageLog(event.stage)).change(event)
             case events.TrainerBusy():
                 self.trainer.work(event)
-            case events.FetchTaken():
+            case events.BatchTaken():
                 self.trainer.take(event)
                 self.counters.leave_queue(event.time, event.numbers)
                 self.groups.take(event)

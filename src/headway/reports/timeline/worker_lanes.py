@@ -263,16 +263,16 @@ class TrainerLanes:
     _work: list[LaneSpan] = field(default_factory=list)
     _saves: list[LaneSpan] = field(default_factory=list)
     _waits: list[Span] = field(default_factory=list)
-    _fetch: int | None = None
+    _batch: int | None = None
 
-    def take(self, event: events.FetchTaken) -> None:
-        self._fetch = event.fetch
+    def take(self, event: events.BatchTaken) -> None:
+        self._batch = event.fetch
         self._waits.append(event.waited)
 
     def work(self, event: events.TrainerBusy) -> None:
         if event.what in TRAINER_WORK:
-            fetch = "" if self._fetch is None or event.what == "gather" else f", fetch {self._fetch}"
-            self._work.append(LaneSpan(*event.span, TRAINER_KINDS[event.what], f"{event.what} v{event.version}{fetch}"))
+            batch = "" if self._batch is None or event.what == "gather" else f", batch {self._batch}"
+            self._work.append(LaneSpan(*event.span, TRAINER_KINDS[event.what], f"{event.what} v{event.version}{batch}"))
 
     def save(self, event: events.CheckpointSaved) -> None:
         self._saves.append(idle(event.span, SAVES, f"saves the checkpoint of v{event.version}", SpanKind.CHECKPOINT))

@@ -49,7 +49,7 @@ class FsdpCritic:
         """Take one optimizer step towards the ``returns`` of ``rows``, this rank's share of a mini-batch.
 
         Metrics: ``vf_loss``, ``vf_clipfrac``, ``vpred_mean``, ``returns_mean``, ``vf_explained_var`` (as in verl:
-        1 − Var(R − V)/Var(R), V being the values at the fetch's start), ``grad_norm``, ``lr``.
+        1 − Var(R − V)/Var(R), V being the values at the batch's start), ``grad_norm``, ``lr``.
         """
         report = self._learner.step(rows, self._part)
         metrics = report.metrics

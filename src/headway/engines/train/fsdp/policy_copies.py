@@ -98,7 +98,7 @@ class ProximalWeights:
         if self._known != version or not self._keeps_copy:
             raise RunError(
                 f"log-probs under the policy at the start of version {version} were asked for after its first "
-                "optimizer step, and nobody had asked before it; ask at the version's first fetch"
+                "optimizer step, and nobody had asked before it; ask at the version's first batch"
             )
         now = self._snapshot()  # before the write: the present weights are nowhere else
         self._write(self._copy)

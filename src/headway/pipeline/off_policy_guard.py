@@ -13,9 +13,9 @@ run.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
+from headway.config.sections.learning import GuardConfig
 from headway.data.interfaces.training import StepReport
 from headway.errors import NonFinite
 from headway.events import GuardActed, Note
@@ -28,22 +28,16 @@ TIGHTEST = 0.125
 """Smallest share of the configured trust region that tightening leaves."""
 
 
-@dataclass(frozen=True, slots=True)
-class GuardSettings:
-    min_ess: float | None
-    """Smallest effective sample size that is accepted; None: nothing is guarded."""
-    action: str
-    """Action below ``min_ess``: ``warn``, ``tighten``, ``lower_eta`` or ``stop``."""
-
-
 class Guard:
-    def __init__(self, settings: GuardSettings, state: RunState, stop: Callable[[str], None]) -> None:
+    def __init__(self, settings: GuardConfig, state: RunState, stop: Callable[[str], None]) -> None:
         """Create the guard. ``stop`` is called with a reason, and ends the run after the current version."""
         self.clip_scale = 1.0
         """Width of the trust region, as a multiple of the configured one."""
         self._settings = settings
         self._state = state
         self._stop = stop
+        self.lowers_eta = settings.action == "lower_eta"
+        """True where the guard may reduce the η that limits admission."""
         self._acted_at: int | None = None
         """Version for which the guard acted last."""
         self._version: int | None = None

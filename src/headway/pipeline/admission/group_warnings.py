@@ -8,7 +8,8 @@ a group's rewards ─▶ the same for all its answers?  (the same as in the othe
 from __future__ import annotations
 
 from collections import Counter, deque
-from math import ceil, sqrt
+from dataclasses import dataclass
+from math import ceil, inf, sqrt
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,46 +51,45 @@ class EqualRewards:
         self.limit = fewest(self.window)
         """Number of groups with equal rewards in a window that is enough for a warning."""
         self._within_groups = within_groups
-        self._groups: deque[float | None] = deque()
+        self._groups: deque[float | None] = deque(maxlen=self.window)
         """Common reward of each of the last groups; None for a group whose answers have different ones."""
-        self._equal: Counter[float] = Counter()
-        """Number of groups without variance in the window, by their reward."""
-        self._range: tuple[float, float] | None = None
-        """Lowest and highest reward seen so far; None before the first."""
+        self._range = RewardRange()
         self._warned = False
 
     def look(self, rewards: NDArray[np.float32]) -> str | None:
         """Count a group by its ``rewards`` [n], a baseline's among them. Returns a warning if that makes it due."""
         if self._warned:
             return None
-        low, high = float(rewards.min()), float(rewards.max())
-        self._range = (low, high) if self._range is None else (min(low, self._range[0]), max(high, self._range[1]))
-        self._see(low if low == high else None)
+        low, high = self._range.look(rewards)
+        self._groups.append(low if low == high else None)
         if len(self._groups) < self.window:
             return None
-        alike = self._equal if self._within_groups else Counter(dict(self._equal.most_common(1)))
+        equal = Counter(reward for reward in self._groups if reward is not None)
+        alike = equal if self._within_groups else Counter(dict(equal.most_common(1)))
         if alike.total() < self.limit:
             return None
         self._warned = True
-        return self._warning(alike, *self._range)
-
-    def _see(self, reward: float | None) -> None:
-        self._groups.append(reward)
-        if reward is not None:
-            self._equal[reward] += 1
-        if len(self._groups) > self.window and (left := self._groups.popleft()) is not None:
-            self._equal[left] -= 1
-            if not self._equal[left]:  # rewards may be of any number of values
-                del self._equal[left]
-
-    def _warning(self, alike: Counter[float], low: float, high: float) -> str:
         found = ", ".join(f"{times}× all {value:g}" for value, times in alike.most_common(SHOWN))
-        advice = _advice_on_equal(alike, low, high)
         others = OTHERS_ALONE if self._within_groups and alike.total() < self.window else ""
         return (
             f"in {alike.total()} of the last {self.window} groups ({alike.total() / self.window:.0%}) all answers got "
-            f"the same reward ({found}): there is nothing to learn from them. {advice}{others}"
+            f"the same reward ({found}): there is nothing to learn from them. "
+            f"{_advice_on_equal(alike, self._range)}{others}"
         )
+
+
+@dataclass(slots=True)
+class RewardRange:
+    """Lowest and highest reward seen so far."""
+
+    low: float = inf
+    high: float = -inf
+
+    def look(self, rewards: NDArray[np.float32]) -> tuple[float, float]:
+        """Widen the range by ``rewards`` [n]. Returns the lowest and highest of these."""
+        low, high = float(rewards.min()), float(rewards.max())
+        self.low, self.high = min(low, self.low), max(high, self.high)
+        return low, high
 
 
 def fewest(window: int) -> int:
@@ -98,10 +98,10 @@ def fewest(window: int) -> int:
     return ceil(window * min(max(FILTERED_FROM, by_chance), 1.0))
 
 
-def _advice_on_equal(alike: Counter[float], low: float, high: float) -> str:
-    """Return advice. ``alike`` counts groups of equal rewards by their reward; all rewards were in [low, high]."""
+def _advice_on_equal(alike: Counter[float], seen: RewardRange) -> str:
+    """Return advice. ``alike`` counts groups of equal rewards by their reward; all rewards were in ``seen``."""
     (value, times), *_ = alike.most_common(1)
-    if low == high:
+    if seen.low == seen.high:
         return (
             f"Every answer of the run got {value:g}: {CHECK}. If it is right, the prompts are all too hard, or too easy"
         )
@@ -110,11 +110,11 @@ def _advice_on_equal(alike: Counter[float], low: float, high: float) -> str:
             "Some prompts are too easy for the model, others too hard: take such of a difficulty between, a larger "
             "rollout.n or a higher rollout.temperature, so that answers to one prompt differ"
         )
-    if value == low:
+    if value == seen.low:
         return TOO_HARD
-    if value == high:
+    if value == seen.high:
         return TOO_EASY
-    return f"The reward gives nearly all of them {value:g}, out of {low:g} to {high:g}: {CHECK}"
+    return f"The reward gives nearly all of them {value:g}, out of {seen.low:g} to {seen.high:g}: {CHECK}"
 
 
 class FilteredGroups:
@@ -126,68 +126,49 @@ class FilteredGroups:
 
     def __init__(self, groups_per_version: int) -> None:
         self.window = max(WINDOW_VERSIONS * groups_per_version, LEAST_WINDOW)
-        self._groups: deque[tuple[str | None, float]] = deque()
+        self._groups: deque[tuple[str | None, float]] = deque(maxlen=self.window)
         """Pairs (reason for filtering or None, mean reward) of the last groups since the last warning."""
-        self._reasons: Counter[str] = Counter()
-        """Number of filtered groups in the window, by reason."""
-        self._sum = 0.0
-        """Sum of the mean rewards of the window's groups."""
         self._best: float | None = None
         """Highest mean reward of a window in which most groups passed the filter; None before the first."""
-        self._range: tuple[float, float] | None = None
-        """Lowest and highest reward seen so far; None before the first."""
+        self._range = RewardRange()
         self._told: float | None = None
         """Share of the groups that passed the filter at the last warning; None before the first."""
 
     def look(self, rewards: NDArray[np.float32], reason: str | None) -> str | None:
         """Count a group with ``rewards`` [n], filtered for ``reason`` if any. Returns a warning if one is due."""
-        mean = float(rewards.mean(dtype=np.float64))
-        self._see(reason, mean)
-        low, high = float(rewards.min()), float(rewards.max())
-        self._range = (low, high) if self._range is None else (min(low, self._range[0]), max(high, self._range[1]))
+        self._groups.append((reason, float(rewards.mean(dtype=np.float64))))
+        self._range.look(rewards)
         if len(self._groups) < self.window:
             return None
-        window_mean = self._sum / self.window
-        filtered = self._reasons.total()
+        mean = sum(one for _, one in self._groups) / self.window
+        reasons = Counter(why for why, _ in self._groups if why is not None)
+        filtered = reasons.total()
         if filtered < FILTERED_FROM * self.window:
-            self._best = window_mean if self._best is None else max(self._best, window_mean)
+            self._best = mean if self._best is None else max(self._best, mean)
             return None
         passed = 1 - filtered / self.window
         if self._told is not None and (self._told == 0 or passed * MUCH_WORSE > self._told):
             return None
         self._told = passed
-        text = self._warning(filtered, window_mean, self._best, self._range)
-        self._groups.clear()
-        self._reasons.clear()
-        self._sum = 0.0
+        text = self._warning(reasons, mean)
         self.window = min(self.window * LONGER, LONGEST_WINDOW)
+        self._groups = deque(maxlen=self.window)
         return text
 
-    def _see(self, reason: str | None, mean: float) -> None:
-        self._groups.append((reason, mean))
-        self._sum += mean
-        if reason is not None:
-            self._reasons[reason] += 1
-        if len(self._groups) > self.window:
-            left, its_mean = self._groups.popleft()
-            self._sum -= its_mean
-            if left is not None:
-                self._reasons[left] -= 1
-                if not self._reasons[left]:  # rewards may be of any number of values
-                    del self._reasons[left]
-
-    def _warning(self, filtered: int, mean: float, best: float | None, seen: tuple[float, float]) -> str:
-        reasons = ", ".join(f"{times}× {reason}" for reason, times in self._reasons.most_common(SHOWN))
+    def _warning(self, reasons: Counter[str], mean: float) -> str:
+        filtered = reasons.total()
+        counted = ", ".join(f"{times}× {reason}" for reason, times in reasons.most_common(SHOWN))
         passed = self.window - filtered
         costs = f"{self.window / passed:.0f} are generated for each one that trains" if passed else "none trains"
         return (
             f"of the last {self.window} groups {filtered} ({filtered / self.window:.0%}) were filtered, as all their "
-            f"answers got the same reward ({reasons}): {costs}. {_advice(mean, best, *seen)}"
+            f"answers got the same reward ({counted}): {costs}. {_advice(mean, self._best, self._range)}"
         )
 
 
-def _advice(mean: float, best: float | None, low: float, high: float) -> str:
-    """Return advice. ``mean``: the last groups' reward; ``best``: the best window's before; all were in [low, high]."""
+def _advice(mean: float, best: float | None, seen: RewardRange) -> str:
+    """Return advice. ``mean``: the last groups' reward; ``best``: the best window's before; all were in ``seen``."""
+    low, high = seen.low, seen.high
     if best is not None and mean - low < (best - low) / 2:
         return (
             f"The mean reward was {best:.3g}, and is {mean:.3g}: what the model had learned is lost. Stop the run, and "

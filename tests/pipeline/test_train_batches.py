@@ -13,12 +13,12 @@ import pytest
 from headway.data.interfaces.episode_groups import Group
 from headway.data.interfaces.rollout import SamplingParams
 from headway.data.types import Sample, TrajectoryId
-from headway.events import FetchTaken, GroupAdmitted, GroupRewarded, GroupSettled, OptimizerStepped, UpdateFinished
-from headway.pipeline.admission.fetches import Fetch, Fetches
+from headway.events import BatchTaken, GroupAdmitted, GroupRewarded, GroupSettled, OptimizerStepped, UpdateFinished
 from headway.pipeline.admission.ledger import Fate, Ledger
 from headway.pipeline.admission.message_queue import MessageQueue
 from headway.pipeline.admission.pipeline_state import RunState
 from headway.pipeline.admission.staleness import Staleness
+from headway.pipeline.admission.train_batches import TrainBatch, TrainBatches
 from headway.pipeline.run import Status
 from headway.planner.simulation.virtual_clock import Deadlock, run_virtual
 from tests.pipeline.books import Books, Rules
@@ -37,12 +37,12 @@ B = 4
 
 
 class Alone:
-    """`Fetches` over a queue that the test fills, and a trainer that the test is."""
+    """`TrainBatches` over a queue that the test fills, and a trainer that the test is."""
 
     def __init__(self, *, total: int | None = None, fill_first: bool = False, eta: int = 1) -> None:
         staleness = Staleness(Fraction(eta), B, 1, total, {"rollout-0": 0})
         self.state = RunState(staleness, Ledger(), MessageQueue(staleness), lambda _: None)
-        self.fetches = Fetches(self.state, 2, fill_first=fill_first)
+        self.fetches = TrainBatches(self.state, 2, fill_first=fill_first)
 
     async def comes(self, count: int) -> None:
         for _ in range(count):
@@ -56,19 +56,19 @@ class Alone:
         self.state.rewarded(number)
         await self.state.queue.send(Group(number, prompt(0, number), 1, SamplingParams(1)))
 
-    def trains(self, fetch: Fetch | None) -> None:
+    def trains(self, fetch: TrainBatch | None) -> None:
         assert fetch is not None
         for group in fetch.groups:
             self.state.consume(group.number, Fate.TRAINED, lag=0)
 
-    async def asks(self) -> asyncio.Future[Fetch | None]:
+    async def asks(self) -> asyncio.Future[TrainBatch | None]:
         """A request, after everything that can happen at once did."""
         asked = asyncio.ensure_future(self.fetches.get())
         await asyncio.sleep(1.0)
         return asked
 
 
-def numbers(fetch: Fetch | None) -> list[int] | None:
+def numbers(fetch: TrainBatch | None) -> list[int] | None:
     return None if fetch is None else [group.number for group in fetch.groups]
 
 
@@ -90,11 +90,11 @@ def test_a_version_is_taken_when_all_that_it_trains_is_and_not_all_of_it_consume
     consumed: int, fetching: int, took: bool
 ):
     state = Alone().state
-    state.consumed, state.fetching = consumed, fetching
+    state.consumed, state.in_training = consumed, fetching
     assert state.took_version is took
 
 
-def test_the_next_versions_fetch_waits_until_this_version_is_trained_to_its_end():
+def test_the_next_versions_batch_waits_until_this_version_is_trained_to_its_end():
     async def main() -> None:
         alone = Alone()
         await alone.comes(8)
@@ -112,7 +112,7 @@ def test_the_next_versions_fetch_waits_until_this_version_is_trained_to_its_end(
     run_virtual(main())
 
 
-def test_fetches_are_numbered_and_carry_the_version_that_trains_them():
+def test_batches_are_numbered_and_carry_the_version_that_trains_them():
     async def main() -> list[tuple[int, int]]:
         alone, seen = Alone(), []
         for _ in range(3):
@@ -131,9 +131,9 @@ def test_fetches_are_numbered_and_carry_the_version_that_trains_them():
 @pytest.mark.parametrize(
     ("come", "expected"),
     [(4, [[0, 1], [2, 3], None]), (5, [[0, 1], [2, 3], [4], None]), (6, [[0, 1], [2, 3], [4, 5], [], None])],
-    ids=["at a version's end", "inside a fetch", "at a fetch's end inside a version"],
+    ids=["at a version's end", "inside a batch", "at a batch's end inside a version"],
 )
-def test_an_empty_fetch_comes_only_where_the_data_leaves_a_version_short(come: int, expected: list[object]):
+def test_an_empty_batch_comes_only_where_the_data_leaves_a_version_short(come: int, expected: list[object]):
     async def main() -> list[list[int] | None]:
         alone, taken = Alone(), []
         await alone.comes(come)
@@ -148,7 +148,7 @@ def test_an_empty_fetch_comes_only_where_the_data_leaves_a_version_short(come: i
     assert run_virtual(main()) == expected
 
 
-def test_a_stop_ends_a_fetch_that_waits_and_one_that_is_not_asked_for_yet():
+def test_a_stop_ends_a_batch_that_waits_and_one_that_is_not_asked_for_yet():
     async def main() -> None:
         alone = Alone()
         await alone.comes(5)
@@ -183,7 +183,7 @@ def test_a_stop_within_a_version_still_gives_the_rest_of_it():
 # ---------------------------------------------------------------------------------------------- fill_queue
 
 
-def test_the_first_fetch_waits_for_all_that_may_run_ahead_and_later_ones_do_not():
+def test_the_first_batch_waits_for_all_that_may_run_ahead_and_later_ones_do_not():
     async def main() -> None:
         alone = Alone(fill_first=True)
         await alone.comes(6)
@@ -256,7 +256,7 @@ def test_a_stop_ends_the_wait_for_a_full_queue():
     run_virtual(main())
 
 
-def test_without_it_the_first_fetch_waits_for_itself_alone_and_an_empty_queue_keeps_it_waiting():
+def test_without_it_the_first_batch_waits_for_itself_alone_and_an_empty_queue_keeps_it_waiting():
     async def main() -> None:
         alone = Alone()
         await alone.comes(2)
@@ -274,14 +274,17 @@ def filled(mode: str = "async_stale", **more: object) -> Scenario:
 
 
 def queued(run: Run) -> int:
-    """Groups that were rewarded and kept before the first fetch."""
-    (first, *_), gone = run.of(FetchTaken), {e.number for e in run.of(GroupSettled) if e.fate in ("filtered", "failed")}
+    """Groups that were rewarded and kept before the first batch."""
+    (first, *_), gone = (
+        run.of(BatchTaken),
+        {e.number for e in run.of(GroupSettled) if e.fate in ("filtered", "failed")},
+    )
     before = run.events[: run.events.index(first)]
     return len({e.number for e in before if isinstance(e, GroupRewarded)} - gone)
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_in_every_mode_the_first_fetch_finds_one_plus_eta_versions_of_groups(mode: str):
+def test_in_every_mode_the_first_batch_finds_one_plus_eta_versions_of_groups(mode: str):
     run = check_everything(filled(mode, replicas=2, problems=2).run().assert_completed())
     config = run.pipeline.config
     assert queued(run) == floor((1 + config.async_training.staleness_threshold) * config.groups_per_version)
@@ -289,7 +292,7 @@ def test_in_every_mode_the_first_fetch_finds_one_plus_eta_versions_of_groups(mod
 
 @pytest.mark.parametrize("eta", ["0", "1", "7/3"])
 @pytest.mark.parametrize("mode", ["one_step_off", "async_partial"])
-def test_discards_are_refilled_before_the_first_fetch(mode: str, eta: str):
+def test_discards_are_refilled_before_the_first_batch(mode: str, eta: str):
     reward = FakeReward(lambda p: fails("unlucky") if p.row % 5 == 2 else [1.0, 1.0] if p.row % 7 == 3 else [0.0, 1.0])
     scenario = filled(mode, reward=reward, group_filter=without_variance)
     scenario.async_training["staleness_threshold"] = eta
@@ -316,11 +319,11 @@ def test_data_that_gives_out_before_the_queue_is_full_is_trained_all_the_same(ro
     assert run.groups["trained"] == kept
 
 
-def test_a_full_queue_changes_when_the_first_fetch_is_taken_and_lets_lag_come_to_its_bound():
+def test_a_full_queue_changes_when_the_first_batch_is_taken_and_lets_lag_come_to_its_bound():
     plain = Scenario("async_stale", async_training={"staleness_threshold": "2", "order": "fifo", "window": None})
     full = filled(async_training={"staleness_threshold": "2", "order": "fifo", "window": None})
     runs = [scenario.run().assert_completed() for scenario in (plain, full)]
-    assert runs[0].of(FetchTaken)[0].time < runs[1].of(FetchTaken)[0].time
+    assert runs[0].of(BatchTaken)[0].time < runs[1].of(BatchTaken)[0].time
     largest = [max(lag for step in run.of(OptimizerStepped) for lag in step.lags) for run in runs]
     assert largest[1] == floor(1 + 2 - Fraction(1, 16)) >= largest[0]
 
@@ -331,7 +334,7 @@ def test_everything_holds_in_every_run_that_fills_its_queue(share: float):
         scenario = case.scenario()
         scenario.async_training["fill_queue"] = True
         run = check_however_it_ended(scenario.run(), Books, check_everything)
-        if run.status is Status.COMPLETED and run.of(FetchTaken) and not case.faults:
+        if run.status is Status.COMPLETED and run.of(BatchTaken) and not case.faults:
             rules, kept = Rules.of(scenario), {e.number for e in run.of(GroupAdmitted)}
             kept -= {e.number for e in run.of(GroupSettled) if e.fate in ("filtered", "failed")}
             assert queued(run) == min(rules.limit(0), rules.total or len(kept), len(kept))
@@ -340,17 +343,17 @@ def test_everything_holds_in_every_run_that_fills_its_queue(share: float):
     for_each(faulty("stop", "dies", "joins"), share * 30, check)
 
 
-# ---------------------------------------------------------------------------------------------- the last fetch
+# ---------------------------------------------------------------------------------------------- the last batch
 
 
 @pytest.mark.parametrize("roles", [{}, {"logp_ranks": 1}, {"critic": True}], ids=["none", "logp", "critic"])
-def test_an_empty_last_fetch_makes_a_version_of_what_was_trained_and_is_told_to_nobody(roles: dict[str, object]):
+def test_an_empty_last_batch_makes_a_version_of_what_was_trained_and_is_told_to_nobody(roles: dict[str, object]):
     """Ten fetches of the data, four a version."""
     if "critic" in roles:
         roles = {"critic": FakeCritic()}
     run = Scenario("async_partial", rows=40, epochs=1, problems=1, **roles).run()  # type: ignore[arg-type]
     run.assert_completed()
-    assert [len(fetch.numbers) for fetch in run.of(FetchTaken)] == [4] * 10
+    assert [len(fetch.numbers) for fetch in run.of(BatchTaken)] == [4] * 10
     assert [update.version for update in run.of(UpdateFinished)] == [1, 2, 3]
     assert len(run.trainer.steps) == 10
     assert run.validated()[-1] == 3
@@ -364,10 +367,10 @@ def episodes(samples: Sequence[Sample]) -> list[TrajectoryId]:
 
 
 @pytest.mark.parametrize("mode", ["on_policy", "async_partial", "overlapped"])
-def test_the_ranks_are_told_of_a_fetch_before_anything_is_computed_and_forget_it_with_its_last_step(mode: str):
+def test_the_ranks_are_told_of_a_batch_before_anything_is_computed_and_forget_it_with_its_last_step(mode: str):
     sections = {"actor": {"ppo_epochs": 2}, "algorithm": {"use_kl_in_reward": True, "kl_ctrl": {"kl_coef": 0.1}}}
     run = Scenario(mode, async_training={"require_batches": 2}, sections=sections).run().assert_completed()
-    taken, steps = run.of(FetchTaken), run.trainer.steps
+    taken, steps = run.of(BatchTaken), run.trainer.steps
     assert len(run.trainer.fetches) == len(taken)
     for number, (mini_batches, begun, ended) in enumerate(run.trainer.fetches):
         assert (begun, ended) == (4 * number, 4 * number + 4), "two mini-batches, twice"
@@ -387,7 +390,7 @@ def progress(run: Run) -> list[list[float]]:
 @pytest.mark.parametrize("shape", [(1, 1), (3, 1), (2, 3)])
 @pytest.mark.parametrize("mode", ["async_partial", "overlapped", "colocate_async"])
 def test_progress_runs_through_the_steps_of_every_version(mode: str, shape: tuple[int, int]):
-    """``shape``: mini-batches per fetch and epochs."""
+    """``shape``: mini-batches per batch and epochs."""
     batches, epochs = shape
     scenario = Scenario(mode, async_training={"require_batches": batches}, sections={"actor": {"ppo_epochs": epochs}})
     scenario.mini_batch = 2

@@ -1,8 +1,8 @@
-"""Fetches: what the trainer takes from the queue at once, on its way through the stages behind it.
+"""Train batches: what the trainer takes from the queue at once, on its way through the stages behind it.
 
-    MessageQueue ──▶ Fetches ──▶ [LogProb] ──▶ [Values] ──▶ ActorTrain
+    MessageQueue ──▶ TrainBatches ──▶ [LogProb] ──▶ [Values] ──▶ ActorTrain
 
-A stage with ranks of its own may work on the next fetch while the trainer is busy with this one, but never on one of a
+A stage with ranks of its own may work on the next batch while the trainer is busy with this one, but never on one of a
 version that the trainer has not reached: there is no such policy yet. Within a version taking earlier changes no lag.
 """
 
@@ -11,31 +11,37 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Protocol
 
 import numpy as np
 
 from headway.data.interfaces.episode_groups import Group
 from headway.data.types import AnyColumn, Outcomes, Sample
+from headway.events import WAITS_FOR_GROUPS
 from headway.pipeline.admission.pipeline_state import RunState
 
 
 @dataclass(slots=True)
-class Fetch:
+class TrainBatch:
     """Groups that the trainer takes from the queue at once. Fewer than usual, or none, when the data has ended."""
 
     index: int
-    """Number of the fetch in the run, counted from 0."""
+    """Number of the batch in the run, counted from 0."""
     version: int
-    """Version of the trainer when it trains on the fetch."""
+    """Version of the trainer when it trains on the batch."""
     groups: list[Group]
+    is_last: bool = False
+    """True where the data has ended, and left the batch short of groups."""
+
+    def mini_batches(self, size: int) -> list[list[Group]]:
+        """Return the groups of each optimizer step, ``size`` of them."""
+        return [self.groups[i : i + size] for i in range(0, len(self.groups), size)]
 
     def samples(self, columns: Collection[str] = ()) -> list[Sample]:
-        """Return a sample for each row of the fetch, in order, with these ``columns``."""
+        """Return a sample for each row of the batch, in order, with these ``columns``."""
         return samples_of(self.groups, columns)
 
     def add(self, name: str, columns: Iterable[AnyColumn]) -> None:
-        """Set the column ``name`` of every row of the fetch, in order."""
+        """Set the column ``name`` of every row of the batch, in order."""
         add_column(self.groups, name, columns)
 
 
@@ -74,32 +80,21 @@ def outcomes(groups: Sequence[Group]) -> Outcomes:
     )
 
 
-class FetchSource(Protocol):
-    async def get(self) -> Fetch | None:
-        """Return the next fetch, or None when there will be none."""
+class TrainBatches:
+    """Source of train batches, which takes them from the message queue."""
 
-
-class Fetches:
-    """Source of fetches that takes them from the message queue."""
+    name = WAITS_FOR_GROUPS
 
     def __init__(self, state: RunState, size: int, *, fill_first: bool = False) -> None:
-        """Take fetches of ``size`` groups. ``fill_first``: the first one waits for all groups that may run ahead."""
+        """Take batches of ``size`` groups. ``fill_first``: the first one waits for all groups that may run ahead."""
+        self.taken = 0
+        """Number of batches that were taken; a resumed run goes on counting. ``fill_first`` applies again."""
         self._state = state
         self._size = size
-        self._count = 0
         self._fill_first = fill_first
         self._ended = False
 
-    @property
-    def taken(self) -> int:
-        """Number of fetches that were taken, for the checkpoint."""
-        return self._count
-
-    def restore(self, taken: int) -> None:
-        """Continue the count of fetches after ``taken``. The queue is empty then; `fill_first` applies again."""
-        self._count = taken
-
-    async def get(self) -> Fetch | None:
+    async def get(self) -> TrainBatch | None:
         state = self._state
         await state.changed.until(lambda: not state.took_version)
         if self._ended or not state.trains_more:
@@ -109,10 +104,10 @@ class Fetches:
             self._fill_first = False
         groups = await state.take(self._size)
         if not state.trains_more:
-            return None  # a stop was asked for meanwhile, and this fetch, or the rest of the version, abandoned
-        # With a number of groups as the run's length every fetch is full; a short one means that the data gave out.
+            return None  # a stop was asked for meanwhile, and this batch, or the rest of the version, abandoned
+        # With a number of groups as the run's length every batch is full; a short one means that the data gave out.
         self._ended = len(groups) < self._size
         if not groups and state.taken % state.staleness.groups_per_version == 0:
             return None
-        self._count += 1
-        return Fetch(self._count - 1, state.version, groups)
+        self.taken += 1
+        return TrainBatch(self.taken - 1, state.version, groups, is_last=self._ended)

@@ -1,4 +1,4 @@
-"""Advantages and returns of a fetch against scalar loops: ragged groups, holes, a KL penalty, the user's own."""
+"""Advantages and returns of a batch against scalar loops: ragged groups, holes, a KL penalty, the user's own."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from headway.config.sections.learning import AlgorithmConfig
 from headway.data.packing import CollatedRow
 from headway.data.types import Outcomes, TrajectoryId
-from headway.engines.train.batch_advantages import FetchAdvantages
+from headway.engines.train.batch_advantages import BatchAdvantages
 from headway.errors import ConfigError, RunError, UserCodeError
 from tests.engines.train.rows import without_column
 
@@ -57,7 +57,7 @@ def fetch(seed: int = 0, *, holes: bool = True, groups: Sequence[int] = GROUPS) 
 
 
 def compute(rows: Sequence[CollatedRow], outcomes: Outcomes, **algorithm: Any) -> dict[str, list[np.ndarray]]:
-    return FetchAdvantages(AlgorithmConfig.model_validate(algorithm))(rows, outcomes)
+    return BatchAdvantages(AlgorithmConfig.model_validate(algorithm))(rows, outcomes)
 
 
 # ---------------------------------------------------------------------------------------------- scalar loops
@@ -260,7 +260,7 @@ def test_without_a_penalty_log_probs_are_not_looked_at() -> None:
 
 @settings(deadline=None, max_examples=25)
 @given(st.permutations(range(len(GROUPS))), st.sampled_from(["grpo", "rloo", "gae"]))
-def test_trajectories_of_a_fetch_may_come_in_any_order(order: list[int], estimator: str) -> None:
+def test_trajectories_of_a_batch_may_come_in_any_order(order: list[int], estimator: str) -> None:
     rows, outcomes = fetch(7)
     algorithm = {"adv_estimator": estimator, "use_kl_in_reward": True, "kl_ctrl": {"kl_coef": 0.1}}
     expected = compute(rows, outcomes, **algorithm)
@@ -276,7 +276,7 @@ def test_trajectories_of_a_fetch_may_come_in_any_order(order: list[int], estimat
 
 
 @pytest.mark.parametrize("estimator", ["grpo", "rloo"])
-def test_a_group_gets_the_same_advantages_whatever_else_is_in_its_fetch(estimator: str) -> None:
+def test_a_group_gets_the_same_advantages_whatever_else_is_in_its_batch(estimator: str) -> None:
     rows, outcomes = fetch(8)
     whole = compute(rows, outcomes, adv_estimator=estimator)["advantages"]
     for number in set(GROUPS):
@@ -341,11 +341,11 @@ def test_one_advantage_per_token_and_returns_may_come_from_the_users_own(tmp_pat
         assert_equal(columns[name], expected)
 
 
-def test_an_estimator_that_is_not_there_is_an_error_before_any_fetch(tmp_path: Path) -> None:
+def test_an_estimator_that_is_not_there_is_an_error_before_any_batch(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="did you mean 'grpo'"):
-        FetchAdvantages(AlgorithmConfig(adv_estimator="grppo"))
+        BatchAdvantages(AlgorithmConfig(adv_estimator="grppo"))
     with pytest.raises(UserCodeError, match="there is no file"):
-        FetchAdvantages(AlgorithmConfig(adv_estimator=str(tmp_path / "missing.py:estimate")))
+        BatchAdvantages(AlgorithmConfig(adv_estimator=str(tmp_path / "missing.py:estimate")))
 
 
 # ---------------------------------------------------------------------------------------------- not finite

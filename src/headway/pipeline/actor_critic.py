@@ -1,0 +1,282 @@
+"""Actor and critic: the models that are trained, as the stages drive them, train batch by train batch.
+
+A batch is prepared before its first optimizer step, for all its mini-batches and epochs:
+
+    [reference] ▶ [π_prox] ▶ [critic's values] ▶ advantages, returns ▶ [critic's steps] ▶ the policy's steps
+
+Those in brackets happen here where the role shares the trainer's ranks. On ranks of its own the critic works beside the
+trainer, in the same turns, so that which critic a value comes from does not depend on who was faster:
+
+    values (b) ──▶ advantages, returns ──▶ train (b) ──▶ values (b + 1)
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from headway.config.schema import Config
+from headway.data.interfaces.episode_groups import Group
+from headway.data.interfaces.training import (
+    AdvantageFn,
+    CriticEngine,
+    LogProbEngine,
+    ProximalEngine,
+    StepContext,
+    StepReport,
+    TrainEngine,
+)
+from headway.data.types import ColumnName, Sample, Trajectory
+from headway.events import CriticStepped, Emit, OptimizerStepped, TrainerBusy
+from headway.pipeline.admission.pipeline_state import RunState, now
+from headway.pipeline.admission.train_batches import TrainBatch, outcomes, samples_of
+from headway.pipeline.channel import Signal
+from headway.pipeline.off_policy_guard import Guard, SkippedSteps
+from headway.pipeline.stage import WaitingFor
+
+COLUMNS = (ColumnName.ADVANTAGES, ColumnName.REF_LOGPROBS, ColumnName.PROX_LOGPROBS)
+"""Names of the columns that the loss may read."""
+SHOWN_COLUMNS = (*COLUMNS, ColumnName.VALUES, ColumnName.RETURNS)
+"""Names of the columns that a group brings whose rows are shown."""
+
+
+class Actor:
+    """Policy on the trainer's ranks, with the roles that share them: prepares a train batch and is trained on it.
+
+    await actor.prepare(batch, waiting_for)                 # its columns; the critic is trained, where it is here
+    trained = await actor.train(batch, lags, waiting_for)   # numbers of the groups that changed the weights
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        state: RunState,
+        trainer: TrainEngine,
+        advantages: AdvantageFn,
+        guard: Guard,
+        *,
+        reference: LogProbEngine | None = None,
+        proximal: ProximalEngine | None = None,
+        critic: Critic | None = None,
+    ) -> None:
+        """Create the actor. ``reference`` and ``proximal``: None where they have other ranks, or there are none."""
+        self.trainer = trainer
+        self.guard = guard
+        self.critic = critic
+        self._state = state
+        self._advantages = advantages
+        self._reference = reference
+        self._proximal = proximal
+        self._mini_batch_size = config.actor.ppo_mini_batch_size
+        self._epochs = config.actor.ppo_epochs
+        self._steps_per_version = config.groups_per_version // self._mini_batch_size * self._epochs
+        self._mask_cut_off = config.algorithm.overlong_filtering
+        self._skipped = SkippedSteps("actor.optim.lr")
+        self._steps = 0
+        self._version, self._steps_of_version = 0, 0
+        """Version of the last step, and number of steps of that version."""
+
+    def state(self) -> dict[str, Any]:
+        """Return the actor's part of a checkpoint, at a version boundary."""
+        return {"steps": self._steps, "skipped_in_row": self._skipped.state()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self._steps = state["steps"]
+        self._skipped.restore(state["skipped_in_row"])
+
+    async def prepare(self, batch: TrainBatch, waiting_for: WaitingFor) -> None:
+        """Set the batch's missing columns, ``advantages`` last, and give it to the critic."""
+        critic, columns = self.critic, (ColumnName.REF_LOGPROBS, ColumnName.PROX_LOGPROBS, ColumnName.VALUES)
+        await self.trainer.begin_batch([samples_of(groups) for groups in batch.mini_batches(self._mini_batch_size)])
+        if self._reference is not None:
+            with self._busy("forward", batch, waiting_for):
+                batch.add(ColumnName.REF_LOGPROBS, await self._reference.forward_logprobs(batch.samples()))
+        if self._proximal is not None:
+            with self._busy("forward", batch, waiting_for):
+                log_probs = await self._proximal.proximal_logprobs(batch.samples(), batch.version)
+                batch.add(ColumnName.PROX_LOGPROBS, log_probs)
+        if critic is not None and not critic.own_ranks:
+            with self._busy("critic", batch, waiting_for):
+                await critic.add_values(batch)
+        for name, values in (await self._advantages(batch.samples(columns), outcomes(batch.groups))).items():
+            batch.add(name, values)
+        if critic is not None:
+            critic.hand(batch)
+            if not critic.own_ranks:
+                with self._busy("critic", batch, waiting_for):
+                    await critic.train(batch)
+
+    async def train(self, batch: TrainBatch, lags: Mapping[int, int], waiting_for: WaitingFor) -> Collection[int]:
+        """Make the optimizer steps of a batch that is prepared. Returns the numbers of the groups of steps that were
+        not skipped. ``lags``: number → lag of each group.
+        """
+        trained: set[int] = set()
+        for epoch in range(self._epochs):
+            for groups in batch.mini_batches(self._mini_batch_size):
+                report = await self._step(batch, groups, waiting_for, first=epoch == 0)
+                self._report_step(report, batch, groups, lags)
+                if not report.skipped:
+                    trained.update(group.number for group in groups)
+        await self.trainer.end_batch()
+        return trained
+
+    async def _step(
+        self, batch: TrainBatch, groups: Sequence[Group], waiting_for: WaitingFor, *, first: bool
+    ) -> StepReport:
+        """Make one optimizer step. ``first``: in the first epoch, whose rows are shown where their groups are drawn."""
+        shown = frozenset(group.id for group in groups if first and group.shown)
+        rows = [
+            sample
+            for group in groups
+            for sample in group.samples(
+                SHOWN_COLUMNS if group.id in shown else COLUMNS, mask_cut_off=self._mask_cut_off
+            )
+        ]
+        if batch.version != self._version:
+            self._version, self._steps_of_version = batch.version, 0
+        progress = self._steps_of_version / self._steps_per_version
+        context = StepContext(batch.version, progress, self.guard.clip_scale, shown)
+        with self._busy("step", batch, waiting_for):
+            report = await self.trainer.train_step(rows, context)
+        if (samples := self._state.samples) is not None:
+            samples.trained(report.shown)
+        self._steps_of_version += 1
+        self.guard.look(report, batch.version)
+        return report
+
+    @contextmanager
+    def _busy(self, what: str, batch: TrainBatch, waiting_for: WaitingFor) -> Iterator[None]:
+        """Report, when the block ends, what the trainer's ranks computed in it."""
+        started = now()
+        try:
+            with waiting_for(f"the trainer's {what}"):
+                yield
+        finally:
+            self._state.emit(TrainerBusy(time=now(), what=what, version=batch.version, span=(started, now())))
+
+    def _report_step(
+        self, report: StepReport, batch: TrainBatch, groups: Sequence[Group], lags: Mapping[int, int]
+    ) -> None:
+        version = batch.version
+        trajectories = [t for group in groups for t in group.trajectories]
+        self._state.emit(
+            OptimizerStepped(
+                time=now(),
+                step=self._steps,
+                fetch=batch.index,
+                version=version,
+                skipped=report.skipped,
+                tokens=sum(t.length for t in trajectories),
+                trajectories=len(trajectories),
+                rows=sum(len(t.rows) for t in trajectories),
+                lags=[lags[group.number] for group in groups],
+                token_lag=_token_lags(trajectories, version),
+                stale_trajectories=sum(_is_older(t, version) for t in trajectories),
+                metrics=report.metrics,
+            )
+        )
+        self._steps += 1
+        self._skipped.count(report)
+
+
+def _is_older(trajectory: Trajectory, version: int) -> bool:
+    oldest = trajectory.oldest_version
+    return oldest is not None and oldest < version
+
+
+def _token_lags(trajectories: Sequence[Trajectory], version: int) -> dict[int, int]:
+    """Return a histogram of the tokens' lags: lag → number of tokens."""
+    counts: Counter[int] = Counter()
+    for trajectory in trajectories:
+        spans = trajectory.version_spans
+        ends = [start for start, _ in spans[1:]] + [trajectory.length] * bool(spans)
+        for (start, sampled_by), end in zip(spans, ends, strict=True):
+            counts[version - sampled_by] += end - start
+    return dict(sorted(counts.items()))
+
+
+class Critic:
+    """Critic of a run: gives the values of a train batch, then is trained on it."""
+
+    def __init__(self, config: Config, engine: CriticEngine, emit: Emit, *, own_ranks: bool) -> None:
+        """Create the critic. ``own_ranks``: False where it shares the trainer's, on which the actor begins and ends
+        batches.
+        """
+        self.own_ranks = own_ranks
+        self._engine = engine
+        self._emit = emit
+        self._mini_batch_size = config.actor.ppo_mini_batch_size
+        self._epochs = config.critic.ppo_epochs
+        self._mask_cut_off = config.algorithm.overlong_filtering
+        self._skipped = SkippedSteps("critic.optim.lr")
+        self._steps = 0
+        self._handed = self._trained = 0
+        """Number of batches handed to the critic, and number of those that it was trained on."""
+        self._changed = Signal()
+        self._ranks = asyncio.Lock()
+        """Lock held while the critic's ranks work: different stages request values and checkpoints."""
+
+    async def add_values(self, batch: TrainBatch) -> None:
+        """Set the ``values`` column of ``batch``, once the critic was trained on all batches before it."""
+        await self._changed.until(lambda: self._trained == batch.index)
+        async with self._ranks:
+            if self.own_ranks:
+                mini_batches = batch.mini_batches(self._mini_batch_size)
+                await self._engine.begin_batch([samples_of(mini_batch) for mini_batch in mini_batches])
+            batch.add(ColumnName.VALUES, await self._engine.forward_values(batch.samples()))
+
+    @property
+    def behind(self) -> bool:
+        """True while the critic was not trained on all batches that the trainer was."""
+        return self._trained != self._handed
+
+    def hand(self, batch: TrainBatch) -> None:
+        """Announce that ``batch`` has its returns and will be trained on."""
+        self._handed = batch.index + 1
+
+    async def train(self, batch: TrainBatch) -> None:
+        """Make optimizer steps towards the batch's ``returns``. Raises `NonFinite` after too many skips in a row."""
+        for _ in range(self._epochs):
+            for mini_batch in batch.mini_batches(self._mini_batch_size):
+                started = now()
+                report = await self._engine.train_step(self._samples(mini_batch))
+                self._emit(
+                    CriticStepped(
+                        time=now(),
+                        step=self._steps,
+                        fetch=batch.index,
+                        version=batch.version,
+                        skipped=report.skipped,
+                        span=(started, now()),
+                        metrics=report.metrics,
+                    )
+                )
+                self._steps += 1
+                self._skipped.count(report)
+        if self.own_ranks:
+            await self._engine.end_batch()
+        self._trained += 1
+        self._changed.changed()
+
+    def _samples(self, groups: Sequence[Group]) -> list[Sample]:
+        return samples_of(groups, (ColumnName.VALUES, ColumnName.RETURNS), mask_cut_off=self._mask_cut_off)
+
+    def state(self) -> dict[str, Any]:
+        """Return the critic's part of a checkpoint, once it was trained on all batches that the trainer was."""
+        return {"steps": self._steps, "skipped_in_row": self._skipped.state()}
+
+    def restore(self, state: Mapping[str, Any], batches: int) -> None:
+        """Restore a checkpoint's ``state``, made after training on so many ``batches``."""
+        self._steps = state["steps"]
+        self._skipped.restore(state["skipped_in_row"])
+        self._handed = self._trained = batches
+
+    async def save(self, path: Path) -> None:
+        """Save the critic's checkpoint, once it was trained on all batches that the trainer was."""
+        await self._changed.until(lambda: not self.behind)
+        async with self._ranks:
+            await self._engine.save(path)

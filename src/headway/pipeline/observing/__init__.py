@@ -1,1 +1,0 @@
-"""Observers of a run: guards, troubles, the profile window."""

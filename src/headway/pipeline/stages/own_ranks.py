@@ -1,0 +1,111 @@
+"""Stages of roles that have ranks of their own: RefLogProb, LogProb, Values, CriticTrain.
+
+    RefLogProb    rewarded groups, as many as wait ──▶ log-probs of the frozen reference policy ──▶ the message queue
+    LogProb       a train batch ──▶ log π_prox, under the version that trains it ──▶
+    Values        a train batch ──▶ the critic's values ──▶
+    CriticTrain   a train batch with returns, from ActorTrain ──▶ optimizer steps of the critic
+
+    waits for       its input; LogProb for its ranks to serve the batch's version, which they get with every update;
+                    Values for the critic to be trained on all earlier batches
+    is unblocked by the ranks, which answer; ParamUpdate, which loads the version; CriticTrain
+
+LogProb and Values work on a version's next batch while the trainer is busy with this one. A role on the trainer's ranks
+has no stage: `Actor` asks it, since two models driven at once would interleave their collectives differently on each
+rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+
+from headway.data.interfaces.episode_groups import Group
+from headway.data.interfaces.training import LogProbEngine, ProximalEngine
+from headway.data.types import ColumnName
+from headway.events import Emit
+from headway.pipeline.actor_critic import Critic
+from headway.pipeline.admission.message_queue import MessageQueue
+from headway.pipeline.admission.pipeline_state import RunState
+from headway.pipeline.admission.train_batches import TrainBatch, add_column
+from headway.pipeline.channel import Channel
+from headway.pipeline.stage import Stage, StageSource
+from headway.pipeline.update.replica_pool import ReplicaPool
+
+
+class RefLogProb(Stage[list[Group], Group]):
+    waits_for_output = None
+
+    def __init__(self, emit: Emit, input: Channel[Group], output: MessageQueue, reference: LogProbEngine) -> None:
+        super().__init__(emit, output=output)
+        self.waits_for_input = input.name
+        self._groups = input
+        self._reference = reference
+
+    async def get_input_data(self) -> list[Group] | None:
+        if (first := await self._groups.get()) is None:
+            return None
+        return [first, *self._groups.take_waiting()]
+
+    async def process_data(self, groups: list[Group]) -> AsyncGenerator[Group, None]:
+        samples = [sample for group in groups for sample in group.samples()]
+        with self._waiting_within("log-probs of the ranks of ref"):
+            columns = await self._reference.forward_logprobs(samples)
+        add_column(groups, ColumnName.REF_LOGPROBS, columns)
+        for group in groups:
+            yield group
+
+
+class LogProb(Stage[TrainBatch, TrainBatch]):
+    waits_for_output = "ActorTrain"
+
+    def __init__(
+        self,
+        state: RunState,
+        input: StageSource[TrainBatch],
+        output: Channel[TrainBatch],
+        engine: ProximalEngine,
+        pool: ReplicaPool,
+    ) -> None:
+        super().__init__(state.emit, input, output)
+        self._state = state
+        self._engine = engine
+        self._pool = pool
+
+    @property
+    def waiting_for(self) -> str | None:
+        waiting = super().waiting_for
+        return "ActorTrain, to end the version" if waiting and self._state.took_version else waiting
+
+    async def process_data(self, batch: TrainBatch) -> AsyncGenerator[TrainBatch, None]:
+        if batch.groups:
+            with self._waiting_within(f"version {batch.version} to be loaded"):
+                await self._state.changed.until(lambda: self._pool.others_serve(batch.version))
+            with self._waiting_within(f"log-probs under version {batch.version}, of the ranks of logp"):
+                columns = await self._engine.proximal_logprobs(batch.samples(), batch.version)
+            batch.add(ColumnName.PROX_LOGPROBS, columns)
+        yield batch
+
+
+class Values(Stage[TrainBatch, TrainBatch]):
+    waits_for_output = "ActorTrain"
+
+    def __init__(self, emit: Emit, input: StageSource[TrainBatch], output: Channel[TrainBatch], critic: Critic) -> None:
+        super().__init__(emit, input, output)
+        self._critic = critic
+
+    async def process_data(self, batch: TrainBatch) -> AsyncGenerator[TrainBatch, None]:
+        if batch.groups:
+            with self._waiting_within("the critic"):
+                await self._critic.add_values(batch)
+        yield batch
+
+
+class CriticTrain(Stage[TrainBatch, None]):
+    def __init__(self, emit: Emit, input: Channel[TrainBatch], critic: Critic) -> None:
+        super().__init__(emit, input)
+        self._critic = critic
+
+    async def process_data(self, batch: TrainBatch) -> AsyncGenerator[None, None]:
+        with self._waiting_within("the critic's step"):
+            await self._critic.train(batch)
+        return
+        yield
