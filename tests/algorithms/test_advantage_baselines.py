@@ -235,7 +235,7 @@ def test_a_reward_that_is_not_finite_is_refused_with_its_trajectory(name: str, b
         baselines=torch.zeros(4),
         states=torch.zeros(4, 2, dtype=torch.long),
     )
-    with pytest.raises(RunError, match=r"reward of trajectory 2 \(of 4 in the fetch\) is (nan|inf|-inf)"):
+    with pytest.raises(RunError, match=r"reward of trajectory 2 \(of 4 in the batch\) is (nan|inf|-inf)"):
         ADVANTAGES.get(name)(inputs)
 
 

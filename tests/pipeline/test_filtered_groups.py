@@ -78,7 +78,7 @@ def test_reasons_are_kept_for_the_groups_of_the_window_alone():
     filtered = FilteredGroups(1)
     for place in range(5 * filtered.window):
         filtered.look(np.array(MIXED, np.float32), None if place % 2 else f"all rewards are {place}")
-    assert len(filtered._reasons) == filtered.window // 2
+    assert len(filtered._groups) == filtered.window
 
 
 def test_it_is_told_again_only_when_much_fewer_groups_pass():

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from headway.api.run.profile_window import ProfileWindow, WindowLines
+from headway.api.profile_window import ProfileWindow, WindowLines
 from headway.errors import HeadwayError, RunError, UserError, WorkerDied
 from headway.events import Event, Note, ProfileTaken, RunFinished, RunStarted, VersionReached
 from headway.planner.simulation.virtual_clock import run_virtual

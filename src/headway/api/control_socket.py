@@ -20,7 +20,7 @@ from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from headway.api.run.profile_window import ProfileWindow
+from headway.api.profile_window import ProfileWindow
 from headway.errors import ConfigError, DataError, HeadwayError, RunError, StallError, UserError, said_by
 from headway.reports.record.events_file import look_through
 from headway.reports.run_directory import RunDirectory, is_trained

@@ -40,6 +40,7 @@ MOVED = {
 """Old path of a module → its path now."""
 RENAMED = {
     "Call": "GenerateRequest",
+    "FetchEngine": "BatchEngine",
     "FinishedGroup": "Group",
     "GroupRequest": "Group",
     "Incoming": "IncomingWeights",

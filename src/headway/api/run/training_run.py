@@ -23,7 +23,7 @@ from headway.agents.episodes.program_workers import variables
 from headway.agents.rewards.reward_workers import HOPELESS, RewardWorkers
 from headway.agents.rewards.scorers import RewardSpec
 from headway.api.control_socket import RunControl, listening
-from headway.api.run.profile_window import ProfileWindow
+from headway.api.profile_window import ProfileWindow
 from headway.config.schema import Config
 from headway.config.sizing.placement import CRITIC, LOGP, REF, needs_critic, needs_greedy_baseline
 from headway.data.sources import Rows, build_sources

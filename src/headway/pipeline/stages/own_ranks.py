@@ -5,9 +5,11 @@
     Values        a train batch ──▶ the critic's values ──▶
     CriticTrain   a train batch with returns, from ActorTrain ──▶ optimizer steps of the critic
 
+    consumes        groups that are rewarded, or train batches
     waits for       its input; LogProb for its ranks to serve the batch's version, which they get with every update;
                     Values for the critic to be trained on all earlier batches
     is unblocked by the ranks, which answer; ParamUpdate, which loads the version; CriticTrain
+    produces        the same groups or batches, with a column for each row; CriticTrain: a critic for the next batch
 
 LogProb and Values work on a version's next batch while the trainer is busy with this one. A role on the trainer's ranks
 has no stage: `Actor` asks it, since two models driven at once would interleave their collectives differently on each

@@ -113,8 +113,8 @@ class Validators:
             self._state.validation(name, running=False)
 
 
-Score = float | ScoringFailed
-"""Mean reward of a problem's answers, or the error why there is none, which counts as 0."""
+Answer = tuple[Group, Scores | ScoringFailed]
+"""Answers to a held-out problem and their scores, or the error why there are none, which counts as 0."""
 
 
 class Validate(Stage[Validation, None]):
@@ -182,65 +182,54 @@ class Validate(Stage[Validation, None]):
 
     async def _validate(self, validation: Validation, before: asyncio.Event) -> None:
         started, due, first = now(), validation.version, validation.version == 0
-        scored: dict[int, Scores] = {}
-        while (answers := await failing_as_one(partial(self._answers_to, validation, first, scored))) is None:
+        while (answers := await failing_as_one(partial(self._answers_to, validation, first))) is None:
             validation = await self._validators.order_when_served(due)
         trajectories = [t for finished, _ in answers for t in finished.trajectories]
-        scores = [score for _, score in answers]
+        failures = [scores for _, scores in answers if isinstance(scores, ScoringFailed)]
         by_source = {
-            name: _accuracy([score for finished, score in answers if finished.prompt.source == name])
+            name: _accuracy([answer for answer in answers if answer[0].prompt.source == name])
             for name in sorted({prompt.source for prompt in self._prompts})
         }
         await before.wait()
         version = due if validation.replica is None else _version_of(trajectories, due)
-        self._check_scored(scores, version, first=first)
+        if failures and len(failures) == len(answers):
+            self._none_scored(failures, version, first=first)
         self._emit(
             ValidationFinished(
                 time=now(),
                 version=version,
-                accuracy=_accuracy(scores),
-                problems=len(scores),
+                accuracy=_accuracy(answers),
+                problems=len(answers),
                 mean_tokens=sum(t.length for t in trajectories) / max(1, len(trajectories)),
-                failed=sum(isinstance(score, ScoringFailed) for score in scores),
+                failed=len(failures),
                 span=(started, now()),
                 failed_episodes=sum(t.failure is not None for t in trajectories),
                 versions=sorted({version for t in trajectories for _, version in t.version_spans}),
                 by_source=by_source if len(by_source) > 1 else {},
-                parts=means_of_parts(one.parts for one in scored.values()),
+                parts=means_of_parts(scores.parts for _, scores in answers if isinstance(scores, Scores)),
             )
         )
         if (samples := self._state.samples) is not None:
-            for finished in sorted((answer for answer, _ in answers), key=lambda answer: answer.number):
+            for finished, scores in sorted(answers, key=lambda answer: answer[0].number):
                 if finished.shown:
-                    samples.validated(version, finished, scored.get(finished.number), now())
+                    samples.validated(version, finished, scores if isinstance(scores, Scores) else None, now())
 
-    def _check_scored(self, scores: Sequence[Score], version: int, *, first: bool) -> None:
-        """Check whether all problems failed. If so, raises `NothingToTrain` for the ``first`` validation when it has
-        many problems, and warns otherwise.
-        """
-        reasons = [str(score) for score in scores if isinstance(score, ScoringFailed)]
-        if not reasons or len(reasons) < len(scores):
-            return
-        problems = f"the {len(scores)} held-out problems at version {version}"
+    def _none_scored(self, failures: Sequence[ScoringFailed], version: int, *, first: bool) -> None:
+        """Warn that all problems failed. Raises `NothingToTrain` for the ``first`` validation if it has many."""
+        reasons = [str(failure) for failure in failures]
+        problems = f"the {len(reasons)} held-out problems at version {version}"
         if len(reasons) >= FAILED_AT_VALIDATION and first:
             raise never_scored(problems, reasons)
-        text = cannot_be_scored(problems, reasons)
-        self._emit(Note(time=now(), level="warning", text=text))
+        self._emit(Note(time=now(), level="warning", text=cannot_be_scored(problems, reasons)))
 
-    async def _answers_to(
-        self, validation: Validation, first: bool, scored: dict[int, Scores], tasks: Tasks
-    ) -> list[tuple[Group, Score]] | None:
-        """Return the answers to all problems and their scores; None when the replica asked is lost and others remain.
-
-        ``scored``: where to leave all that the reward said of each problem.
-        """
+    async def _answers_to(self, validation: Validation, first: bool, tasks: Tasks) -> list[Answer] | None:
+        """Return the answers to all problems, with scores; None when the replica asked is lost and others remain."""
         requests = [
             Group(i, prompt, self._n, self._sampling, Priority.VALIDATION, shown=i in self._shown)
             for i, prompt in enumerate(self._prompts)
         ]
-        scored.clear()
         answers: list[Group] = []
-        scoring: list[asyncio.Task[Score]] = []
+        scoring: list[asyncio.Task[Scores | ScoringFailed]] = []
         timeouts = ValidationTimeouts() if first else None
         replica = validation.replica
 
@@ -248,7 +237,7 @@ class Validate(Stage[Validation, None]):
             async with aclosing(made) as groups:
                 async for finished in groups:
                     answers.append(finished)
-                    scoring.append(tasks.start(self._score(finished, timeouts, scored)))
+                    scoring.append(tasks.start(self._score(finished, timeouts)))
 
         try:
             with self._waiting_within("all replicas" if replica is None else replica.name):
@@ -277,22 +266,20 @@ class Validate(Stage[Validation, None]):
         self._validators.let_go(validation)  # it may load again while scores come in
         return [(answer, await score) for answer, score in zip(answers, scoring, strict=True)]
 
-    async def _score(self, finished: Group, timeouts: ValidationTimeouts | None, scored: dict[int, Scores]) -> Score:
+    async def _score(self, finished: Group, timeouts: ValidationTimeouts | None) -> Scores | ScoringFailed:
         made = [t for t in finished.trajectories if t.failure is None]
-        score: Score
+        scores: Scores | ScoringFailed
         try:
             if not made:
                 raise ScoringFailed(f"{EPISODE_FAILED}: {finished.trajectories[0].failure}")
             scores = await self._scoring.score(finished.prompt, made)
-            score = float(scores.rewards.mean())
-            scored[finished.number] = scores
         except ScoringAbandoned:
             raise
         except ScoringFailed as failure:
-            score = failure
+            scores = failure
         if timeouts is not None:
-            timeouts.look(score, len(self._prompts))
-        return score
+            timeouts.look(scores, len(self._prompts))
+        return scores
 
 
 class ValidationTimeouts:
@@ -302,20 +289,22 @@ class ValidationTimeouts:
         self._reasons: list[str] = []
         self._only = True
 
-    def look(self, score: Score, problems: int) -> None:
-        """Look at one of ``problems`` scores. Raises `NothingToTrain` when the first ones all timed out."""
-        self._only &= isinstance(score, ScoringFailed) and timed_out(str(score))
+    def look(self, scores: Scores | ScoringFailed, problems: int) -> None:
+        """Look at the scores of one of ``problems``. Raises `NothingToTrain` when the first ones all timed out."""
+        self._only &= isinstance(scores, ScoringFailed) and timed_out(str(scores))
         if not self._only:
             return
-        self._reasons.append(str(score))
+        self._reasons.append(str(scores))
         count = len(self._reasons)
         if count == FAILED_AT_VALIDATION:
             which = f"the {count}" if count == problems else f"the first {count} of {problems}"
             raise never_scored(f"{which} held-out problems at version 0", self._reasons)
 
 
-def _accuracy(scores: Sequence[Score]) -> float:
-    return sum(0.0 if isinstance(score, ScoringFailed) else score for score in scores) / max(1, len(scores))
+def _accuracy(answers: Sequence[Answer]) -> float:
+    """Return the mean reward of the problems, each of which has the mean reward of its answers."""
+    means = (float(scores.rewards.mean()) if isinstance(scores, Scores) else 0.0 for _, scores in answers)
+    return sum(means) / max(1, len(answers))
 
 
 def _version_of(trajectories: Sequence[Trajectory], otherwise: int) -> int:
