@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from headway.events import UpdateFinished
 from headway.reports.metrics.version_row import PhaseTimes
 
-VERSIONS, FETCHES = 2, 8
+VERSIONS, BATCHES = 2, 8
 """Least numbers of versions and of batches over which the pace is measured, so that it includes the updates and
 validations between batches."""
 
@@ -42,7 +42,7 @@ class Pace:
         marks = self._marks
         taken = (marks[-1][1] if marks else 0) + groups
         marks.append((time, taken))
-        while len(marks) > FETCHES + 1 and marks[1][1] <= taken - VERSIONS * per_version:
+        while len(marks) > BATCHES + 1 and marks[1][1] <= taken - VERSIONS * per_version:
             marks.popleft()
 
     def seconds_left(self, now: float, total: int) -> float | None:
@@ -52,13 +52,13 @@ class Pace:
         (begun, before), (_, last_but_one), (last, taken) = self._marks[0], self._marks[-2], self._marks[-1]
         if taken <= before or last <= begun:
             return None
-        fetch, waited = taken - last_but_one, max(now - last, 0.0)
+        batch, waited = taken - last_but_one, max(now - last, 0.0)
         per_group = (last - begun) / (taken - before)
         left = max(total - taken, 0)
-        if not left or waited <= fetch * per_group:
-            return max((left + fetch) * per_group - waited, 0.0)
+        if not left or waited <= batch * per_group:
+            return max((left + batch) * per_group - waited, 0.0)
         # The next batch is overdue. If it came now, this would be the pace: it cannot be quicker.
-        return left * (now - begun) / (taken - before + fetch)
+        return left * (now - begun) / (taken - before + batch)
 
 
 @dataclass(slots=True)
