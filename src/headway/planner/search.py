@@ -5,15 +5,13 @@ nearest measured setting of the preset ─▶ its training, generation and rest,
                                                ▼
                                          guess of a setting
 
-The baseline comes first, then one setting of each preset, then the best guess. What is left out, unless everything is
-asked for: splits that look slower than the best measured one of their preset, but for those beside the best of all, and
-what looks much slower than that. At
-last come η and trigger at the best splits of the best presets that run ahead.
+The baseline comes first, then one preset of each kind (synchronous or not), then splits that look quicker than what was
+measured of their preset, or are beside the best of their kind; further presets begin at the best split. At last come η
+and trigger at the best splits of the best presets that run ahead. What is left out looks slower.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from fractions import Fraction
 
@@ -22,8 +20,6 @@ from headway.planner.measure import Measurement
 
 MUCH_SLOWER = 1.25
 """Multiple of the best known step time beyond which a guess is not worth a simulation."""
-MAY_BE_QUICKER = 1.03
-"""Multiple of the best measured split's step time: one whose guess is below this may turn out to be quicker."""
 VARIED = 3
 """Number of presets whose η and trigger are varied."""
 
@@ -97,36 +93,48 @@ class Search:
         and trigger varied, leave out what is expected to be slower.
         """
         self._settings = list(dict.fromkeys(settings))
+        self._places = {each: place for place, each in enumerate(sorted(self._settings, key=_by_split))}
+        """Setting → its place among the splits of its preset, in order."""
+        self._quickest: dict[tuple[object, ...], PlanSetting] = {}
+        """The quickest measured setting of a preset's splits, of synchronous splits or others, and with η and trigger
+        varied of all synchronous settings or others."""
         self._guess = guess
         self._baseline = baseline
         self._around = around
 
     def next(self) -> PlanSetting | None:
         """The setting to simulate now; None when there is no other."""
-        return min(self._candidates(), key=self._rank, default=None)
+        return next(iter(self.open), None)
 
     @property
     def open(self) -> list[PlanSetting]:
         """Settings to simulate, as far as that can be said now; the next one first."""
-        return sorted(self._candidates(), key=self._rank)
+        return [setting for phase in self._phases() for setting in sorted(phase, key=self._rank)]
 
     @property
     def skipped(self) -> list[PlanSetting]:
         """Settings that are expected to be slower than others, and are not simulated for that reason."""
-        candidates, begun = {*self._candidates()}, self._begun
+        candidates, begun = {*self.open}, self._begun
         passed = (each for each in self._settings if each.preset in begun and self._unknown(each))
         return sorted((each for each in passed if each not in candidates), key=self._guess)
 
     @property
     def to_come(self) -> int:
         """Number of settings that are still to be simulated, roughly."""
-        known, presets = sum(1 for _ in self._candidates()), {each.preset for each in self._settings}
+        known, presets = sum(map(len, self._phases())), {each.preset for each in self._settings}
         if self._around is None or presets <= self._begun:
             return known
         return max(known, 2 * len(presets - self._begun)) + 2 * VARIED
 
     def measured(self, setting: PlanSetting, measurement: Measurement) -> None:
         self._guess.add(setting, measurement)
+        groups: list[tuple[object, ...]] = [("varied", setting.synchronous)]
+        if setting in self._places:
+            groups += [("split", setting.synchronous), ("preset", setting.preset)]
+        for group in groups:
+            before = self._quickest.get(group)
+            if before is None or measurement.step_s < self._step_s(before):
+                self._quickest[group] = setting
 
     def _rank(self, setting: PlanSetting) -> tuple[object, ...]:
         return setting.preset != self._baseline, setting.preset in self._begun, self._guess(setting)
@@ -135,57 +143,69 @@ class Search:
     def _begun(self) -> set[str]:
         return {setting.preset for setting in self._guess.measured}
 
-    def _candidates(self) -> Iterator[PlanSetting]:
+    def _phases(self) -> Iterator[list[PlanSetting]]:
+        """Settings to simulate, as far as that can be said now: those of a phase before those of the next one."""
         unknown = [setting for setting in self._settings if self._unknown(setting)]
         if self._around is None:
-            yield from unknown
+            yield unknown
             return
         begun = self._begun
-        fresh = dict.fromkeys(each.preset for each in unknown if each.preset not in begun)
-        for preset in fresh:
-            yield min((each for each in unknown if each.preset == preset), key=self._guess)
-        promising = [each for each in unknown if each.preset in begun and self._may_be_best(each)]
-        yield from promising
-        if fresh:
+        fresh = [
+            self._first_of(preset, unknown) for preset in {each.preset: None for each in unknown} if preset not in begun
+        ]
+        alone = [each for each in fresh if each.preset == self._baseline or not self._quickest_like(each)]
+        yield alone
+        varying = any(each not in self._places for each in self._guess.measured)
+        promising = [] if varying else [each for each in unknown if each.preset in begun and self._may_be_best(each)]
+        yield promising
+        yield [each for each in fresh if each not in alone]
+        if fresh or promising:
             return
-        best = [self._best_of(preset) for preset in {each.preset: None for each in self._settings}]
+        best = [top for group, top in self._quickest.items() if group[0] == "preset"]
         ahead = sorted((top for top in best if top.eta > 0 and self._worth(top)), key=self._step_s)
         for top in ahead[:VARIED]:
-            if not any(each.preset == top.preset for each in promising):
-                yield from (each for each in self._around(top) if self._unknown(each) and self._worth(each))
+            yield [each for each in self._around(top) if self._unknown(each) and self._worth(each)]
+
+    def _first_of(self, preset: str, unknown: Iterable[PlanSetting]) -> PlanSetting:
+        """The split of ``preset`` to begin with: the one that is the best of another preset, or looks like the best."""
+        splits = [each for each in unknown if each.preset == preset]
+        top = self._quickest_like(splits[0])
+        alike = (each for each in splits if top is not None and each.split == top.split)
+        return next(alike, None) or min(splits, key=self._guess)
+
+    def _quickest_like(self, setting: PlanSetting) -> PlanSetting | None:
+        """The quickest measured split of the settings that are synchronous as ``setting`` is, or that are not."""
+        return self._quickest.get(("split", setting.synchronous))
 
     def _may_be_best(self, setting: PlanSetting) -> bool:
         """Tell whether a split may be quicker than the best that was measured of its preset: it looks so, or it is
         beside the best of all presets of its kind.
         """
-        top = self._best_of(setting.preset)
-        quickest = min(self._kind_of(setting), key=self._step_s)
-        splits = sorted(each.split for each in self._settings if each.preset == setting.preset)
-        beside = top == quickest and abs(splits.index(setting.split) - splits.index(top.split)) == 1
-        return beside or (self._guess(setting) < MAY_BE_QUICKER * self._step_s(top) and self._worth(setting))
-
-    def _best_of(self, preset: str) -> PlanSetting:
-        known = (each for each in self._settings if each.preset == preset and not self._unknown(each))
-        return min(known, key=self._step_s)
-
-    def _kind_of(self, setting: PlanSetting) -> list[PlanSetting]:
-        """Measured settings that ``setting`` is held against: synchronous or not; splits among themselves, as another
-        η or trigger may do for others what it did for the best.
-        """
-        known = [each for each in self._guess.measured if each.synchronous == setting.synchronous]
-        return [each for each in known if each in self._settings or setting not in self._settings]
+        top = self._quickest["preset", setting.preset]
+        beside = abs(self._places[setting] - self._places[top]) == 1
+        if beside and top == self._quickest_like(setting):
+            return True
+        return self._guess(setting) < self._step_s(top) and self._worth(setting)
 
     def _worth(self, setting: PlanSetting) -> bool:
-        """Tell whether ``setting`` is not much slower than the best of its kind."""
-        best = min(map(self._step_s, self._kind_of(setting)), default=math.inf)
+        """Tell whether ``setting`` is not much slower than the best of its kind. Synchronous settings are one kind,
+        since others are held against them; splits are one, since another η or trigger may do for others what it did for
+        the best.
+        """
+        kind = "split" if setting in self._places else "varied"
+        best = self._quickest.get((kind, setting.synchronous))
         expected = self._guess(setting) if self._unknown(setting) else self._step_s(setting)
-        return expected <= MUCH_SLOWER * best
+        return best is None or expected <= MUCH_SLOWER * self._step_s(best)
 
     def _unknown(self, setting: PlanSetting) -> bool:
         return setting not in self._guess.measured
 
     def _step_s(self, setting: PlanSetting) -> float:
         return self._guess.measured[setting].step_s
+
+
+def _by_split(setting: PlanSetting) -> tuple[object, ...]:
+    return setting.preset, setting.split
 
 
 def _distance(one: PlanSetting, other: PlanSetting) -> tuple[int, Fraction, int]:

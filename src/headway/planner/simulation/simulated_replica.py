@@ -23,8 +23,13 @@ from headway.errors import DataError
 from headway.planner.profiles.costs import Contention, decode_cost
 from headway.planner.profiles.job_profile import RolloutProfile
 from headway.planner.profiles.lengths import LengthSampler, lengths_id
-from headway.planner.simulation.processor_sharing import ROUNDING, ProcessorSharing, SimulatedActivity, SimulatedCall
-from headway.planner.simulation.simulated_prefix_cache import SimulatedPrefixCache
+from headway.planner.simulation.processor_sharing import (
+    ROUNDING,
+    ProcessorSharing,
+    SimulatedActivity,
+    SimulatedCall,
+    SimulatedPrefixCache,
+)
 
 Deliver = Callable[[str, Sequence[FinishedCall]], None]
 """Takes a client's calls that are finished at one moment."""
