@@ -521,7 +521,7 @@ def _table(*sections: str) -> dict[str, Row]:
     for line in DOCUMENT.read_text(encoding="utf-8").splitlines():
         if found := re.match(r"## Exit code (\d+)", line):
             code = int(found[1])
-        if line.startswith("### "):
+        if line.startswith(("## ", "### ")):
             section = line.removeprefix("### ")
         cells = [cell.strip() for cell in line.strip("|").split(" | ")] if line.startswith("| <a id=") else []
         if section not in sections or len(cells) != 3:

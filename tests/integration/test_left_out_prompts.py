@@ -11,7 +11,7 @@ from tests.tiers import mostly_slow
 RAISES = "def score(response, answer):\n    raise ValueError('boom')\n"
 
 
-@mostly_slow(("reward", "code"), [("reward.py", 0), ("raises.py", 1)], quick=[("raises.py", 1)])
+@mostly_slow(("reward", "code"), [("reward.py", 0), ("raises.py", 3)], quick=[("raises.py", 3)])
 def test_training_prompts_that_were_too_long_are_told_of_where_the_run_fails_too(
     tmp_path: Path, reward: str, code: int
 ) -> None:

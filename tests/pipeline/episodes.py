@@ -196,7 +196,7 @@ class EpisodeCase:
         return scenario
 
     def _hosting(self, config: Config, told: list[Token]) -> Hosting:
-        programs = WatchedPrograms(told, self.programs, self.troubles, runners=self.runners)
+        programs = WatchedPrograms(told, self.programs, self.troubles, workers=self.runners)
         return Hosting(programs, IdRecord, limits_of(config), seed=config.run.seed)
 
 
