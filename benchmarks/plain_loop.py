@@ -18,9 +18,11 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from benchmarks.shapes import random_row
+from benchmarks.train_sides import next_token_logprobs
 from headway.cluster.machine.worker_setup import available_cores
 from headway.config.loading import load
-from headway.data.packing import token_budget_batches
+from headway.data.packing import CollatedRow, token_budget_batches
 from headway.data.sources import build_sources
 from headway.data.tasks import make_task
 from headway.data.types import Prompt
@@ -78,19 +80,23 @@ class PlainLoop:
         """Generate ``n`` answers to each prompt, score them, make one optimizer step."""
         started = time.perf_counter()
         prompts = sorted(prompts, key=lambda p: len(p.token_ids))
-        sequences, lengths = self._generate(prompts)
-        rewards = self._score(prompts, sequences, lengths)
+        answers = self._generate(prompts)
+        of = [prompts[row // self.n] for row in range(len(answers))]
+        texts = self.tokenizer.batch_decode(answers, skip_special_tokens=True)
+        rewards = torch.tensor([self.job.score(text, prompt) for text, prompt in zip(texts, of, strict=True)])
+        std, mean = torch.std_mean(rewards.view(-1, self.n), dim=1, keepdim=True)
+        advantages = ((rewards.view(-1, self.n) - mean) / (std + 1e-6)).flatten().tolist()
         generated = time.perf_counter()
-        std, mean = torch.std_mean(rewards, dim=1, keepdim=True)
-        self._train(sequences, lengths, ((rewards - mean) / (std + 1e-6)).flatten())
+        given = zip(of, answers, advantages, strict=True)
+        self._train([random_row(p.token_ids, answer.numpy(), advantage) for p, answer, advantage in given])
         self.generate_s += generated - started
         self.train_s += time.perf_counter() - generated
-        self.samples += len(sequences)
-        self.tokens += sum(len(s) - p for s, p in zip(sequences, lengths, strict=True))
+        self.samples += len(answers)
+        self.tokens += sum(map(len, answers))
 
     @torch.inference_mode()
-    def _generate(self, prompts: Sequence[Prompt]) -> tuple[list[torch.Tensor], list[int]]:
-        """Unpadded sequences, n per prompt in order, and their prompts' lengths."""
+    def _generate(self, prompts: Sequence[Prompt]) -> list[torch.Tensor]:
+        """Answers up to and with the end of sequence, n per prompt in order."""
         self.model.eval()
         pad, eos = self.tokenizer.pad_token_id, self.tokenizer.eos_token_id
         ids = [torch.from_numpy(p.token_ids).long() for p in prompts]
@@ -108,40 +114,20 @@ class PlainLoop:
             pad_token_id=pad,
             eos_token_id=eos,
         )
-        width = batch.shape[1]
-        sequences, lengths = [], []
-        for row, sequence in enumerate(out):
-            prompt = ids[row // self.n]
-            response = sequence[width:]
+        answers = []
+        for response in out[:, batch.shape[1] :]:
             ends = (response == eos).nonzero()
-            response = response[: int(ends[0]) + 1] if len(ends) else response
-            sequences.append(torch.cat([prompt, response]))
-            lengths.append(len(prompt))
-        return sequences, lengths
+            answers.append(response[: int(ends[0]) + 1] if len(ends) else response)
+        return answers
 
-    def _score(self, prompts: Sequence[Prompt], sequences: list[torch.Tensor], lengths: list[int]) -> torch.Tensor:
-        """[prompts, n] rewards."""
-        texts = self.tokenizer.batch_decode(
-            [s[p:] for s, p in zip(sequences, lengths, strict=True)], skip_special_tokens=True
-        )
-        scores = [self.job.score(text, prompts[i // self.n]) for i, text in enumerate(texts)]
-        return torch.tensor(scores).view(len(prompts), self.n)
-
-    def _train(self, sequences: list[torch.Tensor], prompt_lengths: list[int], advantages: torch.Tensor) -> None:
+    def _train(self, rows: Sequence[CollatedRow]) -> None:
         self.model.train()
-        total = sum(len(s) - p for s, p in zip(sequences, prompt_lengths, strict=True))
-        for rows in token_budget_batches([len(s) for s in sequences], self.job.config.actor.ppo_max_token_len_per_gpu):
-            ids = pad_sequence([sequences[r] for r in rows], batch_first=True)
-            lengths = torch.tensor([len(sequences[r]) for r in rows])
-            prompts = torch.tensor([prompt_lengths[r] for r in rows])
-            position = torch.arange(ids.shape[1] - 1)
-            valid = (position >= prompts[:, None] - 1) & (position < lengths[:, None] - 1)
-            logits = self.model(ids, use_cache=False).logits[:, :-1][valid]
-            logprobs = -torch.nn.functional.cross_entropy(logits.float(), ids[:, 1:][valid], reduction="none")
-            advantage = advantages[rows][:, None].expand_as(valid)[valid]
-            loss = -((logprobs - logprobs.detach()).exp() * advantage).sum() / total
-            loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.job.config.actor.grad_clip)
+        actor, total = self.job.config.actor, sum(len(row.logprobs) for row in rows)
+        for batch in token_budget_batches([len(row.input_ids) for row in rows], actor.ppo_max_token_len_per_gpu):
+            logprobs = next_token_logprobs(self.model, [rows[i] for i in batch])
+            advantages = torch.cat([torch.from_numpy(rows[i].columns["advantages"]) for i in batch])
+            (-((logprobs - logprobs.detach()).exp() * advantages).sum() / total).backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), actor.grad_clip)
         self.optimizer.step()
         self.optimizer.zero_grad()
 

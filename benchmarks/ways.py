@@ -14,20 +14,20 @@ Shapes are the data classes that hold a seed: those that were seen before the fi
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import io
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import numpy as np
+
+from benchmarks.runner import parser
 
 ROOT = Path(__file__).resolve().parent.parent
 HOUSE = str(ROOT / "src" / "headway") + "/"
@@ -88,11 +88,10 @@ class Way:
         code = frame.f_code
         if event not in ("call", "return") or not code.co_filename.startswith(HOUSE):
             return
+        values = [value]
         if event == "call":
             count = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & 4) + bool(code.co_flags & 8)
             values = [frame.f_locals.get(name) for name in code.co_varnames[:count]]
-        else:
-            values = [value]
         where = f"{code.co_filename.removeprefix(HOUSE)}:{code.co_qualname}"
         found = [self._holds(value, DEPTH) for value in values if value is not None]  # all of them, for their shapes
         crosses = frame.f_back is None or frame.f_back.f_code.co_filename != code.co_filename
@@ -107,21 +106,23 @@ class Way:
         data = type(value).__module__.startswith("headway.") and (is_dataclass(value) or hasattr(value, "_fields"))
         held = self._is_seed(value)
         if depth and not held:
-            inner: Any = ()
-            if is_dataclass(value) and data:
-                inner = [getattr(value, one.name, None) for one in fields(value)]
-            elif isinstance(value, (tuple, list)):
-                inner = value[:8]
-            elif isinstance(value, Mapping):
-                inner = list(value.values())[:8] + list(value)[:8]
-            held = bool(sum(self._holds(one, depth - 1) for one in inner))  # all of them, for their shapes
+            held = bool(
+                sum(self._holds(one, depth - 1) for one in _inside(value, data))
+            )  # all of them, for their shapes
         if held and data:
-            if name in ("SampledTokens", "FinishedCall"):
-                self._sampled = True
-            known = self.requests if not self._sampled else self.results
+            self._sampled |= name in ("SampledTokens", "FinishedCall")
             if name not in self.requests:
-                known.add(name)
+                (self.results if self._sampled else self.requests).add(name)
         return held
+
+
+def _inside(value: object, data: bool) -> Sequence[object]:
+    """Return what ``value`` holds; ``data``: it is of a data class of Headway's."""
+    if is_dataclass(value) and data:
+        return [getattr(value, one.name, None) for one in fields(value)]
+    if isinstance(value, Mapping):
+        return list(value.values())[:8] + list(value)[:8]
+    return value[:8] if isinstance(value, tuple | list) else ()
 
 
 @contextlib.contextmanager
@@ -222,10 +223,8 @@ WAYS = {"group": group, "tensor": tensor, "turn": turn}
 
 def main(arguments: list[str] | None = None) -> None:
     """Print a line for each way, and with ``--functions`` its functions and shapes."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.ways", description=__doc__.partition("\n")[0])
-    parser.add_argument("--only", choices=WAYS, action="append")
-    parser.add_argument("--functions", action="store_true")
-    given = parser.parse_args(arguments)
+    options = {"only": {"choices": WAYS, "action": "append"}, "functions": False}
+    given = parser("ways", __doc__.partition("\n")[0], **options).parse_args(arguments)
     for name in given.only or WAYS:
         with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
             way = WAYS[name](Path(folder))

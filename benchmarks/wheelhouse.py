@@ -18,7 +18,6 @@ import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from email.parser import HeaderParser
 from pathlib import Path
-from types import MappingProxyType
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -28,25 +27,34 @@ LIMIT_MB = 55.0
 """Megabytes (10⁶ bytes) that all wheels may have together."""
 PLATFORMS = ("manylinux2014_x86_64", *(f"manylinux_2_{minor}_x86_64" for minor in (28, 27, 24, 17, 12, 5)))
 IN_THE_IMAGE = frozenset(
-    {
+    [
         "torch",
-        *("filelock", "fsspec", "jinja2", "mpmath", "networkx", "setuptools", "sympy"),
-        *("huggingface-hub", "numpy", "packaging", "pyyaml", "regex", "safetensors", "tokenizers", "tqdm"),
-    }
+        "filelock",
+        "fsspec",
+        "jinja2",
+        "mpmath",
+        "networkx",
+        "setuptools",
+        "sympy",
+        "huggingface-hub",
+        "numpy",
+        "packaging",
+        "pyyaml",
+        "regex",
+        "safetensors",
+        "tokenizers",
+        "tqdm",
+    ]
 )
 """torch, and what any transformers beside it requires. transformers itself travels: images have older ones."""
-NOT_IMPORTED: Mapping[str, str] = MappingProxyType(
-    {
-        "ray": "cluster.backend=ray only",
-        "pyarrow": "Parquet files only",
-        "reasoning-gym": "tasks of reasoning_gym only",
-        "grpcio": "TensorBoard's server only",
-        "markdown": "TensorBoard's server only",
-        "pillow": "TensorBoard's server only",
-        "tensorboard-data-server": "TensorBoard's server only",
-        "werkzeug": "TensorBoard's server only",
-    }
-)
+NOT_IMPORTED: Mapping[str, str] = {
+    "ray": "cluster.backend=ray only",
+    "pyarrow": "Parquet files only",
+    "reasoning-gym": "tasks of reasoning_gym only",
+    **dict.fromkeys(
+        ("grpcio", "markdown", "pillow", "tensorboard-data-server", "werkzeug"), "TensorBoard's server only"
+    ),
+}
 """Packages that the inline path never imports, and who does."""
 
 
