@@ -1,6 +1,6 @@
 """``python -m benchmarks.gpu``: what works on this machine's GPUs and how fast, in eight minutes, without a network.
 
-    registry.CHECKS ─▶ a process each ─▶ answers ─▶ one table, build/bench/gpu.json
+    CHECKS ─▶ a process each ─▶ answers ─▶ one table, build/bench/gpu.json
 
 A check that fails, crashes or hangs never stops the next. The exit code is 0 when nothing failed, 1 when a check failed
 or could not be made in time, 2 when there is no GPU: then nothing is run or written. ``--device cpu --small`` runs the
@@ -25,8 +25,7 @@ from typing import Any
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from benchmarks.gpu_checks.process import ROOT, answer_of, command, end_all
-from benchmarks.gpu_checks.registry import CHECKS
+from benchmarks.gpu_checks.process import CHECKS, ROOT, answer_of, command, end_all
 from benchmarks.gpu_checks.setting import Setting
 from benchmarks.wheelhouse import NOT_IMPORTED
 

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from math import ceil
 from pathlib import Path
 from statistics import median
@@ -50,37 +51,33 @@ Pair = tuple[Measurement, Measurement]
 class Mode:
     """A mode on the demo's split, with B groups a version."""
 
-    setting: PlanSetting
+    name: str
+    eta: Fraction
+    trigger: int
 
     @classmethod
     def of(cls, name: str) -> Mode:
-        values = PRESETS[name]
-        trigger = values["async_training.trigger_parameter_sync_step"]
-        eta = exact_fraction(values["async_training.staleness_threshold"])
-        return cls(PlanSetting(name, SPLIT, eta, trigger, require_batches=MINI_BATCHES // trigger))
+        values, prefix = PRESETS[name], "async_training"
+        eta = exact_fraction(values[f"{prefix}.staleness_threshold"])
+        return cls(name, eta, values[f"{prefix}.trigger_parameter_sync_step"])
 
     @property
-    def name(self) -> str:
-        return self.setting.preset
+    def setting(self) -> PlanSetting:
+        return PlanSetting(self.name, SPLIT, self.eta, self.trigger, require_batches=MINI_BATCHES // self.trigger)
 
     @property
     def settings(self) -> tuple[str, ...]:
         return (
             f"mode={self.name}",
-            f"async_training.trigger_parameter_sync_step={self.setting.trigger}",
-            f"async_training.require_batches={self.setting.require_batches}",
+            f"async_training.trigger_parameter_sync_step={self.trigger}",
+            f"async_training.require_batches={MINI_BATCHES // self.trigger}",
             *COMMON,
         )
 
     @property
     def at_the_end(self) -> int:
         """Versions that are left out: at its end a run admits less and less."""
-        return 1 + ceil(self.setting.eta)
-
-    @property
-    def fewest_versions(self) -> int:
-        """Length of a run of which two versions can be measured."""
-        return fill_versions(self.setting.eta) + 2 + self.at_the_end
+        return 1 + ceil(self.eta)
 
     def passes(self) -> bool:
         """Return whether the doctor permits it."""
@@ -92,10 +89,12 @@ class Mode:
 
     def metered(self, events: Iterable[Event], versions: int) -> Measurement | None:
         """The planner's meter on the events of a run of so many versions."""
-        never = {"stop": lambda: None, "out_of_time": lambda versions: False}
-        meter = StepMeter(eta=self.setting.eta, steps_per_version=MINI_BATCHES, **never)
-        for event in _until_version(events, versions - self.at_the_end):
-            meter.on_event(event)
+        meter = StepMeter(eta=self.eta, steps_per_version=MINI_BATCHES, stop=lambda: None, out_of_time=lambda _: False)
+        steps = 0
+        for event in events:
+            steps += isinstance(event, OptimizerStepped)
+            if not isinstance(event, OptimizerStepped) or steps <= (versions - self.at_the_end) * MINI_BATCHES:
+                meter.on_event(event)
         return meter.measurement()
 
 
@@ -109,7 +108,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     chosen = options.parse_args(arguments)
     modes = trainable_modes(first=chosen.profiled)
-    if chosen.versions < (fewest := max(mode.fewest_versions for mode in modes)):
+    fewest = max(fill_versions(mode.eta) + 2 + mode.at_the_end for mode in modes)
+    if chosen.versions < fewest:
         options.error(f"--versions: got {chosen.versions}, expected at least {fewest}, so that two can be measured")
     found: dict[str, list[Pair]] = {mode.name: [] for mode in modes}
     with tempfile.TemporaryDirectory(prefix="headway-bench-") as scratch:
@@ -141,14 +141,6 @@ def trainable_modes(*, first: str) -> list[Mode]:
     if first not in (names := [mode.name for mode in trainable]):
         sys.exit(f"{first} cannot be profiled here; choose one of {', '.join(names)}")
     return sorted(trainable, key=lambda mode: mode.name != first)
-
-
-def _until_version(events: Iterable[Event], version: int) -> Iterator[Event]:
-    steps = 0
-    for event in events:
-        steps += isinstance(event, OptimizerStepped)
-        if not (isinstance(event, OptimizerStepped) and steps > version * MINI_BATCHES):
-            yield event
 
 
 def table(found: dict[str, list[Pair]]) -> Rows:

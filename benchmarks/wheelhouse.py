@@ -27,24 +27,11 @@ LIMIT_MB = 55.0
 """Megabytes (10⁶ bytes) that all wheels may have together."""
 PLATFORMS = ("manylinux2014_x86_64", *(f"manylinux_2_{minor}_x86_64" for minor in (28, 27, 24, 17, 12, 5)))
 IN_THE_IMAGE = frozenset(
-    [
+    {
         "torch",
-        "filelock",
-        "fsspec",
-        "jinja2",
-        "mpmath",
-        "networkx",
-        "setuptools",
-        "sympy",
-        "huggingface-hub",
-        "numpy",
-        "packaging",
-        "pyyaml",
-        "regex",
-        "safetensors",
-        "tokenizers",
-        "tqdm",
-    ]
+        *("filelock", "fsspec", "jinja2", "mpmath", "networkx", "setuptools", "sympy"),
+        *("huggingface-hub", "numpy", "packaging", "pyyaml", "regex", "safetensors", "tokenizers", "tqdm"),
+    }
 )
 """torch, and what any transformers beside it requires. transformers itself travels: images have older ones."""
 NOT_IMPORTED: Mapping[str, str] = {

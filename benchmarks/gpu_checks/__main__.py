@@ -14,7 +14,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_checks.registry import CHECKS
+from benchmarks.gpu_checks.process import CHECKS
 from benchmarks.gpu_checks.setting import CheckFailed, Passed, Setting, Skipped
 
 

@@ -1,4 +1,4 @@
-"""A check in a process of its own: whatever becomes of it, there is an answer, and nothing of it is left."""
+"""The checks, each in a process of its own: there is an answer whatever becomes of it, and nothing of it is left."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,36 @@ RUNNING: set[int] = set()
 """Process groups of the checks that are being made."""
 LAST_CHARACTERS = 300
 """The most that an answer quotes of a log."""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    function: str
+    """``module:name`` in this package; imported by the process that makes the check, and by no other."""
+    title: str
+    limit_s: float
+    """Seconds from the start of its process, or what is left of the run's."""
+    alone: bool = False
+    """It measures time, or the device's free memory: no other check is made beside it."""
+
+
+CHECKS: Mapping[str, Check] = {
+    "logprobs": Check("engine:logprobs", "the engine's log-probs are the trainer's", 90),
+    "decoding": Check("engine:decoding", "decoding, prefill, CUDA graphs: the same tokens", 90),
+    "training": Check("training:training", "gradient and step are the CPU's", 90),
+    "packing": Check("packing:gradients", "packed rows, shared prompts: the gradient of single rows", 120),
+    "compiled": Check("training:compiled", "compiled layers: the gradient is the CPU's", 120),
+    "fsdp": Check("training:fsdp", "FSDP2 on all GPUs", 90),
+    "transports": Check("transports:transports", "every transport, onto the device", 60),
+    "broadcast": Check("transports:broadcast", "broadcast between two processes", 90),
+    "update": Check("serving:update", "updates while a replica decodes", 90),
+    "demo": Check("demo:demo", "the demo, on this device", 150),
+    "sleep": Check("serving:sleep", "sleep frees memory, waking restores", 60, alone=True),
+    "training_speed": Check("speed:training_speed", "training, 0.5 B", 120, alone=True),
+    "packing_speed": Check("packing:speed", "training by the layout of rows, 0.5 B", 120, alone=True),
+    "decoding_speed": Check("speed:decoding_speed", "decoding, 0.5 B", 150, alone=True),
+}
+"""By name, in the order in which they are made: what has to be right first, how fast it is last."""
 
 
 def command(name: str, setting: Setting, answer: Path) -> list[str]:

@@ -22,8 +22,7 @@ import torch
 from benchmarks import gpu, table
 from benchmarks.gpu_checks import __main__ as one_check
 from benchmarks.gpu_checks import engine
-from benchmarks.gpu_checks.process import ROOT, answer_of, command
-from benchmarks.gpu_checks.registry import CHECKS
+from benchmarks.gpu_checks.process import CHECKS, ROOT, answer_of, command
 from benchmarks.gpu_checks.setting import CheckFailed, Passed, Setting, Skipped
 
 GOOD = {"outcome": "passed", "lines": ["all is well"], "figures": {"a": 1}, "seconds": 0.1}
