@@ -20,8 +20,8 @@
 # make bench-train    training steps, padded, packed and with shared prompts, about 22 minutes   (ARGS="--models 1m")
 # make bench-memory   memory of training processes against the doctor's arithmetic, about 5 minutes  (ARGS="--small")
 # make bench-update   what updates of the weights cost, about 25 minutes   (ARGS="--models 1m --only broadcast")
-# make bench-rollout  generation against its peers, about 30 minutes  (ARGS="--quick", "--full", "--update --models 1m")
-# make bench-episodes what episodes of several turns cost, about 3 minutes   (ARGS="--quick", "--only prefixes")
+# make bench-rollout  generation against its peers, about 30 minutes  (ARGS="--quick", "--update --models 1m")
+# make bench-episodes what episodes of several turns cost, about 3 minutes   (ARGS="--quick", "--only endpoint")
 # make ways     files and calls that a group, a weight tensor and a tool-calling turn pass, in half a minute
 # make study-staleness     what stale data costs, by loss, about 17 minutes        (ARGS="--quick" for two minutes)
 # make docs     docs/configuration.md, from the schema

@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 
 from benchmarks.gpu_checks.models import manifest_of, on_device, peaked_model, windows
 from benchmarks.gpu_checks.setting import Passed, Setting, Skipped, require
+from benchmarks.runner import timed
 from headway.config.transport_facts import TRANSPORTS
 from headway.devices import kind_of
 from headway.engines.weights.incoming_version import BackBuffer, InPlace
@@ -233,13 +234,9 @@ def payload(version: int, nbytes: int, device: str) -> torch.Tensor:
 
 def _send(sender: BroadcastSender, version: int, nbytes: int, setting: Setting) -> float:
     """Seconds, less what making digests took. The first version opens the connections."""
-    data = payload(version, nbytes, setting.device)
-    manifest = _flat_manifest(nbytes)
-    size = min(LARGE_BUCKET, nbytes // 4)
-    stream = Stream(manifest, ((start, data[start:stop]) for start, stop in buckets(nbytes, size)))
-    started = time.perf_counter()
-    sender.send(version, stream)
-    return time.perf_counter() - started - stream.gather_s
+    data, size = payload(version, nbytes, setting.device), min(LARGE_BUCKET, nbytes // 4)
+    stream = Stream(_flat_manifest(nbytes), ((start, data[start:stop]) for start, stop in buckets(nbytes, size)))
+    return timed(lambda: sender.send(version, stream)) - stream.gather_s
 
 
 def _peer(link: BroadcastLink, nbytes: int, pipe: Connection) -> None:
@@ -248,9 +245,14 @@ def _peer(link: BroadcastLink, nbytes: int, pipe: Connection) -> None:
     receiver = BroadcastReceiver(link, 0, HOST)
     buffer = BackBuffer(_flat_manifest(nbytes), pin=kind.pin)
     answer = "the same bits"
+
+    def receive(version: int, incoming: IncomingWeights) -> None:
+        (sink,) = incoming.shares
+        receiver.receive(version, sink)
+
     try:
         for version in (1, 2):
-            buffer.fill(version, partial(_receive, receiver, version))
+            buffer.fill(version, partial(receive, version))
             ((_, arrived),) = buffer.windows(nbytes)
             if not torch.equal(arrived, payload(version, nbytes, "cpu")):
                 answer = f"other bytes than were sent as version {version}"
@@ -259,11 +261,6 @@ def _peer(link: BroadcastLink, nbytes: int, pipe: Connection) -> None:
         answer = f"{type(error).__name__}: {error}"
     pipe.send(answer)
     receiver.close()
-
-
-def _receive(receiver: BroadcastReceiver, version: int, incoming: IncomingWeights) -> None:
-    (sink,) = incoming.shares
-    receiver.receive(version, sink)
 
 
 def _flat_manifest(nbytes: int) -> Manifest:
