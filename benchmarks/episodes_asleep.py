@@ -217,22 +217,22 @@ async def play(workload: Workload, run: Callable[..., Any]) -> Measured:
     return measured
 
 
-async def _with_runners(workload: Workload, processes: int) -> Measured:
-    spec = ProgramSpec(program=f"{Path(user_code.__file__)}:play").resolved()
-    runners = WorkerPool("runner", spec, processes=processes, at_once=None, stall_s=60.0, log_path=None)
-    try:
-        await runners.start()
-        before = sum(map(cpu_seconds, descendants(os.getpid())))
-        measured = await play(workload, runners.run)
-        measured.runners_s = sum(map(cpu_seconds, descendants(os.getpid()))) - before
-    finally:
-        await runners.close()
-    return measured
-
-
 def really(workload: Workload, processes: int = 2) -> Measured:
     """Run ``workload`` in real time, its program in ``processes`` runners."""
-    return asyncio.run(_with_runners(workload, processes))
+
+    async def run() -> Measured:
+        spec = ProgramSpec(program=f"{Path(user_code.__file__)}:play").resolved()
+        runners = WorkerPool("runner", spec, processes=processes, at_once=None, stall_s=60.0, log_path=None)
+        try:
+            await runners.start()
+            before = sum(map(cpu_seconds, descendants(os.getpid())))
+            measured = await play(workload, runners.run)
+            measured.runners_s = sum(map(cpu_seconds, descendants(os.getpid()))) - before
+        finally:
+            await runners.close()
+        return measured
+
+    return asyncio.run(run())
 
 
 def virtually(workload: Workload) -> Measured:

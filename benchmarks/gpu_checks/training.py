@@ -7,8 +7,7 @@ checked    FsdpEngine: padded micro-batches, chunked log-probs, FSDP2         (t
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing import get_context
@@ -307,23 +306,15 @@ def _in_processes(setting: Setting, folder: Path, rows: Sequence[CollatedRow], w
 def _rank(
     setting: Setting, folder: Path, share: Sequence[CollatedRow], rank: int, world: int, store: Path, answers: Path
 ) -> None:
-    with _group(setting, rank, world, store):
-        expected = torch.load(setting.scratch / "reference.pt", weights_only=False)
-        try:
-            said = on_each_rank(setting, folder, share, expected)
-        except CheckFailed as failure:
-            said = {"failed": str(failure)}
-        if rank == 0:
-            answers.write_text(json.dumps(said))
-
-
-@contextmanager
-def _group(setting: Setting, rank: int, world: int, store: Path) -> Iterator[None]:
     setting.kind.make_current(torch.device(setting.device, rank))
-    backend = setting.kind.process_groups
     file = dist.FileStore(str(store), world)
-    dist.init_process_group(backend, store=file, rank=rank, world_size=world, timeout=timedelta(seconds=MEET_S))
+    meeting = {"store": file, "rank": rank, "world_size": world, "timeout": timedelta(seconds=MEET_S)}
+    dist.init_process_group(setting.kind.process_groups, **meeting)
+    expected = torch.load(setting.scratch / "reference.pt", weights_only=False)
     try:
-        yield
-    finally:
-        dist.destroy_process_group()
+        said = on_each_rank(setting, folder, share, expected)
+    except CheckFailed as failure:
+        said = {"failed": str(failure)}
+    if rank == 0:
+        answers.write_text(json.dumps(said))
+    dist.destroy_process_group()
