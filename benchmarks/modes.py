@@ -8,13 +8,14 @@ cannot beat; on two cores the sides also slow each other down, so it is taken fr
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from benchmarks.runner import metrics_of, parser, say, summary_of, train, turns, warmed_up_model, words
+from benchmarks.runner import parser, say, summary_of, train, turns, warmed_up_model, words
 from benchmarks.table import Rows, medians, report
 from headway.config.presets import PRESETS
+from headway.events import FetchTaken, OptimizerStepped, ReplicaActivity, TrainerBusy, UpdatePhase
+from headway.reports.record.events_file import read_events
 
 PER = 64
 """Number of groups that times are given for."""
@@ -37,19 +38,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def figures(run: Path) -> Figures:
-    """Return held-out accuracy, and seconds per `PER` groups from the first version to the last."""
-    rows = [row for row in metrics_of(run) if "time/seconds" in row and "groups/trained" in row]
-    first, measured = rows[0], rows[1:]
-    groups = rows[-1]["groups/trained"] - first["groups/trained"]
+    """Return held-out accuracy, and seconds per `PER` groups from the first optimizer step to the last."""
+    events = list(read_events(run / "events.jsonl"))
+    steps = [event.time for event in events if isinstance(event, OptimizerStepped)]
+    start, end = steps[0], steps[-1]
+    groups = sum(len(event.numbers) for event in events if isinstance(event, FetchTaken) and start < event.time <= end)
 
-    def seconds(of: Callable[[dict[str, Any]], float]) -> float:
-        return sum(map(of, measured)) * PER / groups
+    def inside(span: tuple[float, float]) -> float:
+        return max(0.0, min(span[1], end) - max(span[0], start)) * PER / groups
 
-    step = seconds(lambda row: row["time/seconds"])
-    trained = seconds(lambda row: (1 - row["trainer/idle_ratio"]) * row["time/seconds"])
-    decoded = seconds(lambda row: (1 - row["rollouter/idle_ratio"]) * row["time/seconds"])
-    generated = decoded + seconds(lambda row: row.get("param_update/load_s", 0.0))
-    accuracy, bound = [entry["accuracy"] for entry in summary_of(run)["eval"]], max(trained, generated)
+    trained = sum(inside(e.span) for e in events if isinstance(e, TrainerBusy) and e.what != "checkpoint")
+    activity = [event for event in events if isinstance(event, ReplicaActivity)]
+    decoded = sum(inside(span) for event in activity for span in event.busy)
+    loads = [event for event in events if isinstance(event, UpdatePhase) and event.phase == "load"]
+    loaded = sum(load.seconds for load in loads if start < load.time <= end) * PER / groups
+    generated = (decoded + loaded) / len({event.replica for event in activity})
+    accuracy = [entry["accuracy"] for entry in summary_of(run)["eval"]]
+    step, bound = inside((start, end)), max(trained, generated)
     return {
         "accuracy before": accuracy[0],
         "after": accuracy[-1],
