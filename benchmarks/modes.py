@@ -14,7 +14,7 @@ from pathlib import Path
 from benchmarks.runner import parser, say, summary_of, train, turns, warmed_up_model, words
 from benchmarks.table import Rows, medians, report
 from headway.config.presets import PRESETS
-from headway.events import FetchTaken, OptimizerStepped, ReplicaActivity, TrainerBusy, UpdatePhase
+from headway.events import BatchTaken, OptimizerStepped, ReplicaActivity, TrainerBusy, UpdatePhase
 from headway.reports.record.events_file import read_events
 
 PER = 64
@@ -42,7 +42,7 @@ def figures(run: Path) -> Figures:
     events = list(read_events(run / "events.jsonl"))
     steps = [event.time for event in events if isinstance(event, OptimizerStepped)]
     start, end = steps[0], steps[-1]
-    groups = sum(len(event.numbers) for event in events if isinstance(event, FetchTaken) and start < event.time <= end)
+    groups = sum(len(event.numbers) for event in events if isinstance(event, BatchTaken) and start < event.time <= end)
 
     def inside(span: tuple[float, float]) -> float:
         return max(0.0, min(span[1], end) - max(span[0], start)) * PER / groups
