@@ -7,7 +7,7 @@ import pytest
 
 from headway.config.presets import PRESETS
 from headway.planner.grid import PlanSetting, Shares, around, forecast, own
-from headway.planner.search import MUCH_SLOWER, Guess, Search
+from headway.planner.search import MUCH_SLOWER, Guess, SettingSearch
 from tests.planner.planning import MEASURED, profile_of, setting
 
 PROFILE = profile_of(
@@ -22,13 +22,13 @@ def guess() -> Guess:
     return Guess(lambda each: forecast(PROFILE, each))
 
 
-def climb_of(settings: list[PlanSetting], *, vary: bool = False) -> Search:
-    return Search(
+def climb_of(settings: list[PlanSetting], *, vary: bool = False) -> SettingSearch:
+    return SettingSearch(
         settings, guess(), baseline="colocate_sync", around=lambda each: around(PROFILE, each) if vary else []
     )
 
 
-def take_all(search: Search, step_s: Seconds, **measured: float) -> list[PlanSetting]:
+def take_all(search: SettingSearch, step_s: Seconds, **measured: float) -> list[PlanSetting]:
     taken = []
     while (found := search.next()) is not None:
         assert found == search.open[0]
@@ -47,7 +47,7 @@ def train_devices(settings: list[PlanSetting]) -> list[int]:
 
 def test_everything_is_the_baseline_then_one_setting_of_every_preset_then_the_rest_each_once():
     settings = own(PROFILE)
-    search = Search(settings, guess(), baseline="colocate_sync")
+    search = SettingSearch(settings, guess(), baseline="colocate_sync")
     found = take_all(search, lambda each: 1.0 + each.split.train_devices % 3)
     first = [each.preset for each in found[: len(PRESETS)]]
     assert first[0] == "colocate_sync"

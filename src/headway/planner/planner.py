@@ -21,7 +21,7 @@ from headway.planner.measure import FEWEST_VERSIONS, Measurement, fill_versions,
 from headway.planner.plan_rows import Advice, PlanRow, advise, baseline_of, baseline_preset, row_of
 from headway.planner.plan_rows import to_json as row_to_json
 from headway.planner.profiles.job_profile import Profile
-from headway.planner.search import Guess, Search
+from headway.planner.search import Guess, SettingSearch
 
 ROUGHLY_KNOWN = 6
 """Number of versions that a row is given, however small its share of the time."""
@@ -146,11 +146,13 @@ def to_json(plan: PlanResult) -> dict[str, Any]:
     }
 
 
-def _search(profile: Profile, settings: Sequence[PlanSetting] | None, *, sweep: bool) -> Search:
+def _search(profile: Profile, settings: Sequence[PlanSetting] | None, *, sweep: bool) -> SettingSearch:
     guess, baseline = Guess(lambda setting: forecast(profile, setting)), baseline_preset()
     if settings is not None or sweep:
-        return Search(grid.full(profile) if settings is None else settings, guess, baseline=baseline)
-    return Search(grid.own(profile), guess, baseline=baseline, around=lambda setting: grid.around(profile, setting))
+        return SettingSearch(grid.full(profile) if settings is None else settings, guess, baseline=baseline)
+    return SettingSearch(
+        grid.own(profile), guess, baseline=baseline, around=lambda setting: grid.around(profile, setting)
+    )
 
 
 def _compare(rows: Iterable[PlanRow]) -> tuple[tuple[PlanRow, ...], PlanRow | None]:

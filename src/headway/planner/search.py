@@ -78,7 +78,7 @@ class Guess:
         return self._forecasts[setting]
 
 
-class Search:
+class SettingSearch:
     """The settings of a plan in the order in which they are simulated. All of them, or those that may be the best."""
 
     def __init__(
@@ -89,7 +89,7 @@ class Search:
         baseline: str,
         around: Callable[[PlanSetting], Sequence[PlanSetting]] | None = None,
     ) -> None:
-        """Search ``settings``, beginning with the preset ``baseline``. With ``around``, which returns a setting with η
+        """SettingSearch ``settings``, beginning with the preset ``baseline``. With ``around``, which returns a setting with η
         and trigger varied, leave out what is expected to be slower.
         """
         self._settings = list(dict.fromkeys(settings))
