@@ -89,7 +89,7 @@ class SettingSearch:
         baseline: str,
         around: Callable[[PlanSetting], Sequence[PlanSetting]] | None = None,
     ) -> None:
-        """SettingSearch ``settings``, beginning with the preset ``baseline``. With ``around``, which returns a setting with η
+        """Search ``settings``, beginning with the preset ``baseline``. With ``around``, which returns a setting with η
         and trigger varied, leave out what is expected to be slower.
         """
         self._settings = list(dict.fromkeys(settings))
