@@ -34,11 +34,11 @@ def lengths_of(profile: LengthsProfile, seed: int) -> LengthSampler:
     """Make the sampler of lengths that ``profile`` describes."""
     match profile:
         case ConstantLengths():
-            return _Constant(profile.tokens)
+            return lambda id: profile.tokens
         case LognormalLengths():
             return _Lognormal(profile, seed)
         case EmpiricalLengths():
-            return _RecordedLengths(profile.groups, _recorded(profile, seed))
+            return _recorded_lengths(profile.groups, _recorded(profile, seed))
 
 
 FilterSampler = Callable[[TrajectoryId], bool]
@@ -51,14 +51,6 @@ def filtered_of(profile: LengthsProfile, seed: int) -> FilterSampler | None:
         return None
     filtered, recorded = frozenset(profile.filtered), _recorded(profile, seed)
     return lambda id: recorded(id) in filtered
-
-
-class _Constant:
-    def __init__(self, tokens: int) -> None:
-        self._tokens = tokens
-
-    def __call__(self, id: TrajectoryId) -> int:
-        return self._tokens
 
 
 class _Lognormal:
@@ -91,16 +83,14 @@ class _Lognormal:
         return key, self._mu + self._common * _inverse_normal(_uniform(key, -1))
 
 
-class _RecordedLengths:
-    """Recorded lengths: all answers of a group take theirs from the same recorded group."""
+def _recorded_lengths(groups: list[list[int]], recorded: Callable[[TrajectoryId], int]) -> LengthSampler:
+    """Sample recorded lengths: all answers of a group take theirs from the same recorded group."""
 
-    def __init__(self, groups: list[list[int]], recorded: Callable[[TrajectoryId], int]) -> None:
-        self._groups = groups
-        self._recorded = recorded
-
-    def __call__(self, id: TrajectoryId) -> int:
-        lengths = self._groups[self._recorded(id)]
+    def length(id: TrajectoryId) -> int:
+        lengths = groups[recorded(id)]
         return lengths[id.k % len(lengths)]
+
+    return length
 
 
 def _recorded(profile: EmpiricalLengths, seed: int) -> Callable[[TrajectoryId], int]:
