@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -91,19 +92,23 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeSch
     return _Groups(config, log) if config.getvalue("dist") == "loadgroup" else None
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def one_thread_each() -> Iterator[None]:
-    """No test leaves torch with more threads than it found: they would spin beside other tests until the end.
+    """No test leaves torch with more threads than it found: new threads would share the cores worse than in turn.
 
-    A job of a test sets ``trainer.threads`` and ``rollout.threads``; their default is all cores of the machine.
+    A job of a test sets ``trainer.threads`` and ``rollout.threads``; their default is all cores of the machine. What a
+    thread sets holds for those that start later, and not for those that are there, this one among them.
     """
     yield
-    torch = sys.modules.get("torch")
+    if (torch := sys.modules.get("torch")) is None:
+        return
     there = int(os.environ["OMP_NUM_THREADS"])
-    if torch is not None and (left := torch.get_num_threads()) != there:
+    with ThreadPoolExecutor(1) as new:
+        left = new.submit(torch.get_num_threads).result()
+    if left != there:
         torch.set_num_threads(there)
         pytest.fail(
-            f"it leaves torch with {left} threads; give its job trainer.threads={there}, rollout.threads={there}"
+            f"a test leaves torch with {left} threads: give its job trainer.threads and rollout.threads={there}"
         )
 
 

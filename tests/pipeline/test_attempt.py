@@ -69,3 +69,13 @@ def test_receivers_that_are_silent_together_are_tried_by_their_copies_and_those_
     together = attempt_on(("a", "here"), ("b", "here"), ("c", "there"))
     assert names(judge(together).again) == [["a", "b"], ["c"]]
     assert names(judge(attempt_on(("a", "here"), ("b", "here"))).again) == [["a"], ["b"]]
+
+
+@pytest.mark.parametrize("failures", [0, 1])
+def test_a_receiver_that_is_silent_where_the_trainer_failed_is_tried_again_once_before_it_is_lost(failures: int):
+    attempt = attempt_on(("a", "here"), failures=failures)
+    attempt.sent = UpdateFailed("the store is full")
+    verdict = judge(attempt)
+    again, lost = names(verdict.again), [gone.remote.name for gone in verdict.lost]
+    assert (again, lost) == (([["a"]], []), ([], ["a"]))[failures]
+    assert [audience.failures for audience in verdict.again] == [1] * len(again)

@@ -6,7 +6,6 @@ import copy
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -278,19 +277,7 @@ def _nearest(model: PreTrainedModel, group: Group, k: int, logprobs: NDArray[np.
     plain = reference_logprobs(model, group, k)
     if model.dtype != torch.float32 or np.allclose(logprobs, plain, atol=TOLERANCE, rtol=0):
         return plain
-    exact = reference_logprobs(_in_float64(model), group, k)
+    exact_model = copy.deepcopy(model).double()
+    exact_model.set_experts_implementation("eager")  # others have no products of float64
+    exact = reference_logprobs(exact_model, group, k)
     return np.where(np.abs(logprobs - exact) < np.abs(logprobs - plain), exact, plain)
-
-
-def _in_float64(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy of ``model``, made again where its weights have been written to since."""
-    written = sum(parameter._version for parameter in model.parameters())
-    if (before := _EXACT.get(model)) is not None and before[0] == written:
-        return before[1]
-    exact = copy.deepcopy(model).double()
-    exact.set_experts_implementation("eager")  # others have no products of float64
-    _EXACT[model] = written, exact
-    return exact
-
-
-_EXACT: WeakKeyDictionary[PreTrainedModel, tuple[int, PreTrainedModel]] = WeakKeyDictionary()
