@@ -59,6 +59,12 @@ def test_an_unknown_key_gets_suggestions() -> None:
     assert outcome.stderr == "error: rollout.temprature: unknown key; did you mean rollout.temperature?\n"
 
 
+def test_a_key_that_is_gone_is_answered_with_what_holds() -> None:
+    outcome = CliRunner().invoke(cli, ["config", "reports.run_name"])
+    assert outcome.exit_code == ConfigError.exit_code
+    assert outcome.stderr.startswith("error: reports.run_name is no setting any more: trackers call the run as its")
+
+
 def test_the_doctors_texts_are_those_of_its_source() -> None:
     both = "model: model.path and model.make are both given; set one of them to null"
     assert both in checks_of("model.path")

@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from headway.config.migration.shell_scripts import missing, unresolved
+from headway.config.migration.shell_scripts import OPERATORS, missing, unresolved
 from headway.config.migration_tables.trl import CONFIG, REWARDS
 from headway.errors import ConfigError
 
@@ -24,13 +24,8 @@ TRAINERS = ("GRPOTrainer", "RLOOTrainer")
 POSITIONS = ("model", "reward_funcs", "args", "train_dataset", "eval_dataset")
 """Parameters of a trainer, in order."""
 _OPERATORS: Mapping[type, Callable[[Any, Any], Any]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
+    **OPERATORS,
     ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-    ast.Pow: lambda base, exponent: base**exponent if 0 <= exponent < 64 else unresolved(f"{base}**{exponent}"),
     ast.Eq: operator.eq,
     ast.NotEq: operator.ne,
 }

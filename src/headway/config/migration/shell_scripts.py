@@ -65,15 +65,24 @@ _SILENT = ("@", "*", "#", "?", "!", "$", "-")
 _COMPARISONS: Mapping[str, Callable[[int, int], Any]] = {
     f"-{name}": getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")
 }
-_OPERATORS: Mapping[type, Callable[[Any, Any], Any]] = {
+
+
+def _power(base: Any, exponent: Any) -> Any:
+    if not 0 <= exponent < 64:
+        raise ValueError(f"{base}**{exponent} is too large")
+    return base**exponent
+
+
+OPERATORS: Mapping[type, Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
     ast.Div: operator.floordiv,
     ast.FloorDiv: operator.floordiv,
     ast.Mod: operator.mod,
-    ast.Pow: operator.pow,
+    ast.Pow: _power,
 }
+"""Operators of whole numbers by their nodes."""
 
 
 @dataclass(slots=True)
@@ -413,11 +422,8 @@ def _number(node: ast.expr, script: ShellScript) -> int:
             return int(script.variables[name]) if name in script.variables else int("")
         case ast.UnaryOp(op=ast.USub(), operand=operand):
             return -_number(operand, script)
-        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
-            one, two = _number(left, script), _number(right, script)
-            if isinstance(op, ast.Pow) and not 0 <= two < 64:
-                raise ValueError(f"{one}**{two} is too large")
-            return int(_OPERATORS[type(op)](one, two))
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATORS:
+            return int(OPERATORS[type(op)](_number(left, script), _number(right, script)))
     raise ValueError(ast.unparse(node))
 
 
