@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from headway.cluster.machine.batch_cache import while_bytes_move
+from headway.cluster.worker_group import while_bytes_move
 from headway.config.sizing.timeouts import FILE_QUIET_S
 from headway.errors import RunError, StallError
 from headway.planner.simulation.virtual_clock import run_virtual

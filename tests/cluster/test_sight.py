@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from headway.cluster.roles.file_probe import FileProbe
+from headway.cluster.roles.role import FileProbe
 from headway.cluster.shared_filesystem import SharedFiles, SharedFilesystem
 from headway.cluster.worker_group import Worker
 from headway.cluster.worker_plan import ClusterPlan, Rank

@@ -1,11 +1,9 @@
-"""A run's control socket: the process that trains it listens there, and ``headway ctl`` asks it for things.
+"""A run's control socket and its commands: the process that trains it listens, and ``headway ctl`` asks it for things.
 
     RUN/control.sock    ◀── {"command": "profile", "versions": 1}                  one line
                         ──▶ {"say": "the window is open …"}, {"alive": true}, …    then {"end": true}, or an error
 
 Only the run's own user may connect. What was asked for goes on where whoever asked hangs up.
-
-Also here: the commands that a live run takes through its control socket.
 """
 
 from __future__ import annotations

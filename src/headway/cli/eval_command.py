@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 MOST_CHARACTERS = 300
 """Maximum length in characters of a prompt or response in the table, of which the end is shown."""
 
-FEWEST_FOR_A_LINE = 10
-"""Minimum number of problems between two lines of progress."""
 
 Model = Annotated[
     str, typer.Argument(metavar="MODEL", help="A Hugging Face folder or name on the hub, or a run's directory.")

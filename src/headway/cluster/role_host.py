@@ -3,10 +3,8 @@
 event loop ──coroutine methods──▶ role          (a rollout engine, which has a thread of its own)
     └──────blocking methods──▶ the role's one thread, in the order called     (a trainer's rank)
 
-Also here: errors of too little memory, a worker's or its device's: described in the user's words, with what needs less
-of it.
-
-Such errors have several classes: Python's, torch's on a GPU, and on the CPU a plain `RuntimeError` with a known text.
+Errors of too little memory are told in the user's words, with what needs less of it. They have several classes:
+Python's, torch's on a GPU, and on the CPU a plain `RuntimeError` with a known text.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from headway.cluster.roles.file_probe import FileProbe
+from headway.cluster.roles.role import FileProbe
 from headway.cluster.worker_group import Worker
 from headway.cluster.worker_plan import ClusterPlan
 from headway.config.transport_facts import TRANSPORTS

@@ -24,9 +24,9 @@ from headway.cluster.machine.token_files import (
 from headway.cluster.roles.actor_role import ActorRole
 from headway.cluster.roles.critic_role import CriticRole
 from headway.cluster.roles.episode_worker_role import EpisodeWorkerRole
-from headway.cluster.roles.file_probe import FileProbe
 from headway.cluster.roles.fused_role import FusedRole
 from headway.cluster.roles.logprob_role import LogpRole, RefRole
+from headway.cluster.roles.role import FileProbe
 from headway.cluster.roles.rollout_role import RolloutRole
 from headway.cluster.shared_filesystem import SharedFiles, SharedFilesystem
 from headway.cluster.weight_sync.host_weights import WithinProcesses

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from enum import StrEnum
@@ -21,16 +21,19 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn, Protocol, TypeVar, cast
 
-from headway.cluster.machine.batch_cache import while_bytes_move
+from headway.config.sizing.timeouts import FILE_QUIET_S, FILE_RATE, file_quiet_s
 from headway.data.assignment import Cost, assign, by_group, split
 from headway.data.interfaces.rollout import FinishedCall, GenerateRequest
 from headway.data.types import Column, Handle, Sample, TrajectoryId
-from headway.errors import RunError
-from headway.runtime.progress import Heartbeat
-from headway.runtime.task_groups import both, concurrently
+from headway.errors import RunError, StallError
+from headway.pipeline.admission.pipeline_state import now
+from headway.pipeline.recovery.run_monitor import SHORTEST_S, WorkerAnswers, ask
+from headway.runtime.progress import Heartbeat, Living
+from headway.runtime.task_groups import both, concurrently, failure_ignored
 
 F = TypeVar("F", bound=Callable[..., Any])
 P = TypeVar("P")
+T = TypeVar("T")
 NOTICE_S = 2.0
 """Seconds within which the end of a worker's process is known; only which error is raised depends on it."""
 BETWEEN_BATCHES_S = 0.01
@@ -367,3 +370,50 @@ class WorkerGroup:
             raise RunError(
                 f"{self.name}: episode {tuple(unknown.args[0])} is not of the batch that has begun; end that first"
             ) from None
+
+
+async def while_bytes_move(work: Coroutine[Any, Any, T], ranks: Sequence[Living], what: str) -> T:
+    """Return the result of ``work``, which ``ranks`` do with files. ``what``: the work in words, with the path.
+
+    Raises:
+        StallError: no rank made progress for as long as work with files may stand still. The ranks are not stopped.
+
+    The limit follows bytes and not the clock: work may take as long as it likes while bytes move. Nothing may stand
+    still for longer than two minutes plus the time that a disk of 20 MB/s takes for the bytes so far (`file_quiet_s`),
+    which may all have to leave the system's cache before the next one moves.
+    """
+
+    def stuck(answers: WorkerAnswers) -> str:
+        return (
+            f"{what} is stuck: nothing was read or written for longer than {FILE_QUIET_S:g} s and 1 s for "
+            f"each {FILE_RATE / 1e6:g} MB of it ({answers}). Look at the disk, or the file system of the "
+            "path, and at whether it answers on the worker's machine"
+        )
+
+    return await while_ranks_move(work, ranks, FILE_QUIET_S, file_quiet_s, stuck)
+
+
+async def while_ranks_move(
+    work: Coroutine[Any, Any, T],
+    ranks: Sequence[Living],
+    quiet_s: float,
+    with_files_s: Callable[[int], float],
+    stuck: Callable[[WorkerAnswers], str],
+) -> T:
+    """Return the result of ``work``, which ``ranks`` do. They may stand still as `WorkerAnswers.deadline` says.
+
+    Raises `StallError`, with what ``stuck`` says of the ranks' answers, where they do so for longer. They go on.
+    """
+    task = failure_ignored(asyncio.ensure_future(work))
+    deadline = now() + quiet_s
+    try:
+        while not task.done():
+            await asyncio.wait([task], timeout=max(SHORTEST_S, deadline - now()))
+            if not task.done() and now() >= deadline:
+                answers = await ask(ranks)
+                deadline = answers.deadline(quiet_s, with_files_s)
+                if not task.done() and now() >= deadline:
+                    raise StallError(stuck(answers))
+        return task.result()
+    finally:
+        task.cancel()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 SAME_S = 1.0
@@ -38,6 +38,28 @@ class Repeats:
             return True
         self._counted[number] = now
         return False
+
+
+@contextmanager
+def signals_handled(on_signal: Callable[[], object]) -> Iterator[None]:
+    """Have the running event loop call ``on_signal`` for SIGINT, SIGTERM and SIGHUP, once for one sent in two ways."""
+    import asyncio
+
+    loop, repeats = asyncio.get_running_loop(), Repeats()
+
+    def handle(number: int) -> None:
+        if not repeats.is_one(number):
+            on_signal()
+
+    before = {number: signal.getsignal(number) for number in interrupting_signals()}
+    for number in before:
+        loop.add_signal_handler(number, handle, number)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            loop.remove_signal_handler(number)  # this call leaves SIGTERM to the system
+            signal.signal(number, handler)
 
 
 class _Interrupt:

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
-from typing import TYPE_CHECKING, Protocol
+from itertools import count, islice
+from typing import TYPE_CHECKING
 
 from rich.text import Text
 
@@ -40,11 +40,8 @@ from headway.runtime.task_groups import Tasks, failing_as_one
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.progress import Progress
     from transformers import PreTrainedTokenizerBase
 
-    from headway.api.eval.evaluation_settings import EvaluationJob
-    from headway.api.eval.figures import Solved
     from headway.config.schema import Config
 
 FROM_A_RECIPE = "lower the lengths, or take them from the recipe that the model is trained by: --config RECIPE"
@@ -254,8 +251,6 @@ def carry_out(
     """
     for variable, value in math_environment(job.config.rollout.threads or available_cores()).items():
         os.environ.setdefault(variable, value)  # before torch is imported: the math libraries read these once
-    from headway.api.eval.scored_answers import read_questions, solve
-
     for note in job.notes:
         console.print(f"note: {note}", soft_wrap=True)
     if job.newer is not None:
@@ -267,15 +262,16 @@ def carry_out(
     questions = read_questions(job, limit)
     for note in questions.notes:
         console.print(f"note: {note}", soft_wrap=True)
-    with progress(console, len(questions.prompts)) as shown:
+    with progress(console, len(questions.prompts)) as show:
+        answered = count(1)
 
         def begin() -> None:
             ready()
-            shown.start()
+            show(0)
 
         def one_more(problem: Solved) -> None:
             solved(problem)
-            shown.advance()
+            show(next(answered))
 
         return questions, asyncio.run(solve(job.config, questions, begin, one_more))
 
@@ -284,81 +280,30 @@ FEWEST_FOR_A_LINE = 10
 """Minimum number of problems between two lines of progress."""
 
 
-class ProgressDisplay(Protocol):
-    """Shows how many problems are answered."""
-
-    def start(self) -> None:
-        """Show that answering begins."""
-
-    def advance(self) -> None:
-        """Show that one more problem is answered."""
-
-
-class Tenths:
-    """Progress as plain lines, where no terminal is attached: at the start, each tenth of the problems, and the end.
-
-    Lines come at least `FEWEST_FOR_A_LINE` problems apart.
-    """
-
-    def __init__(self, console: Console, total: int) -> None:
-        self._console, self._total, self._done = console, total, 0
-        self._every = max(FEWEST_FOR_A_LINE, -(-total // 10))
-
-    def start(self) -> None:
-        self._console.print(f"answering {self._total} problems", soft_wrap=True)
-
-    def advance(self) -> None:
-        self._done += 1
-        if self._done % self._every == 0 or self._done == self._total:
-            self._console.print(f"{self._done} of {self._total} problems", soft_wrap=True)
-
-
-class Bar:
-    """Progress as a bar on a terminal, which is removed at the end."""
-
-    def __init__(self, progress: Progress, total: int) -> None:
-        self._progress, self._total = progress, total
-        self._task = progress.add_task("loading the model", total=None)
-
-    def start(self) -> None:
-        self._progress.update(self._task, description="answering", total=self._total)
-
-    def advance(self) -> None:
-        self._progress.advance(self._task)
-
-
-class NotebookProgress:
-    """Progress as one line of a notebook's cell."""
-
-    def __init__(self, cell: Cell, total: int) -> None:
-        self._cell, self._total, self._done = cell, total, 0
-
-    def start(self) -> None:
-        self._cell.show(Text(f"{self._done} of {self._total} problems answered"))
-
-    def advance(self) -> None:
-        self._done += 1
-        self.start()
-
-
 @contextmanager
-def progress(console: Console, total: int) -> Iterator[ProgressDisplay]:
-    """Show on ``console`` how many of ``total`` problems are answered, as long as the block lasts."""
-    if isinstance(console, Cell):
-        yield NotebookProgress(console, total)
-        return
-    if not console.is_terminal:
-        yield Tenths(console, total)
-        return
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
+def progress(console: Console, total: int) -> Iterator[Callable[[int], None]]:
+    """Give a function that shows on ``console`` how many of ``total`` problems are answered, called with 0 at first.
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as bar:
-        yield Bar(bar, total)
+    A notebook's cell has one line, a terminal a bar, which is removed at the end. Elsewhere there are plain lines: at
+    the start, at each tenth of the problems (`FEWEST_FOR_A_LINE` apart at least), and at the end.
+    """
+    if isinstance(console, Cell):
+        yield lambda done: console.show(Text(f"{done} of {total} problems answered"))
+    elif console.is_terminal:
+        from rich import progress as bars
+
+        columns = (bars.TextColumn("{task.description}"), bars.BarColumn(), bars.MofNCompleteColumn())
+        times = (bars.TimeElapsedColumn(), bars.TimeRemainingColumn())
+        with bars.Progress(*columns, *times, console=console, transient=True) as bar:
+            task = bar.add_task("loading the model", total=None)
+            yield lambda done: bar.update(task, description="answering", total=total, completed=done)
+    else:
+        every = max(FEWEST_FOR_A_LINE, -(-total // 10))
+
+        def tell(done: int) -> None:
+            if not done:
+                console.print(f"answering {total} problems", soft_wrap=True)
+            elif done % every == 0 or done == total:
+                console.print(f"{done} of {total} problems", soft_wrap=True)
+
+        yield tell

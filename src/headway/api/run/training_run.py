@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -38,7 +37,7 @@ from headway.pipeline.wiring import Parts
 from headway.reports.checkpoint_folders import Checkpoints, Retention, version_of, write_version
 from headway.reports.report_manager import Reports
 from headway.reports.run_directory import RunDirectory
-from headway.runtime.signals import Repeats, interrupting_signals
+from headway.runtime.signals import signals_handled
 from headway.runtime.task_groups import end, failure_ignored
 
 if TYPE_CHECKING:
@@ -66,21 +65,15 @@ class Interrupts:
         """Task of the run; None once it leaves."""
         self._told = False
         """True once the user was informed that the workers are being ended; further signals print nothing."""
-        self._before: dict[int, Any] = {}
-        """Handlers that the signals had before."""
-        self._repeats = Repeats()
+        self._handled = signals_handled(self._on_signal)
 
     def __enter__(self) -> Interrupts:
-        self._task, loop = asyncio.current_task(), asyncio.get_running_loop()
-        for number in interrupting_signals():
-            self._before[number] = signal.getsignal(number)
-            loop.add_signal_handler(number, self._on_signal, number)
+        self._task = asyncio.current_task()
+        self._handled.__enter__()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        for number, before in self._before.items():
-            asyncio.get_running_loop().remove_signal_handler(number)  # this call leaves SIGTERM to the system
-            signal.signal(number, before)
+    def __exit__(self, *failure: Any) -> None:
+        self._handled.__exit__(*failure)
 
     @contextmanager
     def asking(self, pipeline: Pipeline) -> Iterator[None]:
@@ -94,9 +87,7 @@ class Interrupts:
     def leave_undisturbed(self) -> None:
         self._task = None
 
-    def _on_signal(self, number: int) -> None:
-        if self._repeats.is_one(number):
-            return
+    def _on_signal(self) -> None:
         if self._task is None:
             if not self._told:
                 note(self._reports, "ending the workers, which takes a few seconds")

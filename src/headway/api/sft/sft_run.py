@@ -12,7 +12,6 @@ import asyncio
 import json
 import logging
 import math
-import signal
 import time
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -27,7 +26,7 @@ from headway.agents.chat.chat_template import ChatRenderer
 from headway.agents.episodes.episode_tokens import Chats
 from headway.api.sft.sft_data import Example, SftExamples
 from headway.api.sft.warmup import SftSteps, trainer_of
-from headway.cluster.machine.batch_cache import while_ranks_move
+from headway.cluster.worker_group import while_ranks_move
 from headway.config.loading import LoadedConfig
 from headway.config.schema import Config
 from headway.config.sizing.timeouts import file_stall_s
@@ -48,7 +47,7 @@ from headway.reports.trackers.tracker_checks import check_trackers
 from headway.reports.trackers.tracker_client import TrackerMessages
 from headway.reports.trackers.tracker_set import Trackers, open_trackers
 from headway.runtime.logs import DriverLog
-from headway.runtime.signals import Repeats, interrupting_signals
+from headway.runtime.signals import signals_handled
 from headway.runtime.task_groups import end, failing_as_one
 
 if TYPE_CHECKING:
@@ -414,24 +413,15 @@ class _SftRun:
     @contextmanager
     def _interrupts(self) -> Iterator[None]:
         """Let the first signal end the run behind its step, with a checkpoint, and a second one at once."""
-        loop, task, repeats = asyncio.get_running_loop(), asyncio.current_task(), Repeats()
+        task = asyncio.current_task()
         assert task is not None
 
-        def on_signal(number: int) -> None:
-            if repeats.is_one(number):
-                return
+        def on_signal() -> None:
             if self._stopping:
                 task.cancel()
                 return
             self._stopping = True
             self._reports.note("stopping after this step, with a checkpoint; press Ctrl-C again to leave at once")
 
-        before = {number: signal.getsignal(number) for number in interrupting_signals()}
-        for number in before:
-            loop.add_signal_handler(number, on_signal, number)
-        try:
+        with signals_handled(on_signal):
             yield
-        finally:
-            for number, handler in before.items():
-                loop.remove_signal_handler(number)
-                signal.signal(number, handler)

@@ -1,10 +1,9 @@
-"""Network card by which this machine is reached under an address, for libraries that choose one themselves.
+"""Addresses of machines: the network card behind one, for libraries that choose a card, and a check that it answers.
 
 Gloo takes the address that the host's name resolves to, which on many machines is 127.0.0.1: ranks on two machines then
 wait for each other at the wrong place. Groups of torch.distributed's own read the card's name from the environment.
 
-Also here: a check that something answers at an address. Imports no Ray: a wrong address is found before anything waits
-for it.
+Imports no Ray: a wrong address is found before anything waits for it.
 """
 
 from __future__ import annotations

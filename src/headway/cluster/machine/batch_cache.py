@@ -3,30 +3,16 @@
 begin ─▶ rows, rows, …: each row and column is fetched when it is first asked for ─▶ end: all are forgotten
 
 Held are the rank's own rows of one batch, and no more. Without a batch a call's rows are forgotten with the call.
-
-Also here: time limits for work with files, by its progress: checkpoints that are saved or loaded, a model that is
-exported.
-
-The limit follows bytes and not the clock: work may take as long as it likes while bytes move. Nothing may stand still
-for longer than two minutes plus the time that a disk of 20 MB/s takes for the bytes so far (`file_quiet_s`), which may
-all have to leave the system's cache before the next one moves.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Coroutine, Hashable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any
 
 from headway.cluster.machine.token_files import TokenFile, TokenPart
-from headway.config.sizing.timeouts import FILE_QUIET_S, FILE_RATE, file_quiet_s
 from headway.data.packing import CollatedRow, row_of, with_columns
 from headway.data.types import Handle, Sample
-from headway.errors import StallError
-from headway.pipeline.admission.pipeline_state import now
-from headway.pipeline.recovery.run_monitor import SHORTEST_S, WorkerAnswers, ask
-from headway.runtime.progress import Living
-from headway.runtime.task_groups import failure_ignored
 
 Fetch = Callable[[Sequence[Handle[Any]]], list[Any]]
 """Function that returns the objects of handles, side by side."""
@@ -97,49 +83,3 @@ def _key(handle: Handle[Any]) -> Hashable:
     except TypeError:
         return id(handle)
     return handle
-
-
-T = TypeVar("T")
-
-
-async def while_bytes_move(work: Coroutine[Any, Any, T], ranks: Sequence[Living], what: str) -> T:
-    """Return the result of ``work``, which ``ranks`` do with files. ``what``: the work in words, with the path.
-
-    Raises:
-        StallError: no rank made progress for as long as work with files may stand still. The ranks are not stopped.
-    """
-
-    def stuck(answers: WorkerAnswers) -> str:
-        return (
-            f"{what} is stuck: nothing was read or written for longer than {FILE_QUIET_S:g} s and 1 s for "
-            f"each {FILE_RATE / 1e6:g} MB of it ({answers}). Look at the disk, or the file system of the "
-            "path, and at whether it answers on the worker's machine"
-        )
-
-    return await while_ranks_move(work, ranks, FILE_QUIET_S, file_quiet_s, stuck)
-
-
-async def while_ranks_move(
-    work: Coroutine[Any, Any, T],
-    ranks: Sequence[Living],
-    quiet_s: float,
-    with_files_s: Callable[[int], float],
-    stuck: Callable[[WorkerAnswers], str],
-) -> T:
-    """Return the result of ``work``, which ``ranks`` do. They may stand still as `WorkerAnswers.deadline` says.
-
-    Raises `StallError`, with what ``stuck`` says of the ranks' answers, where they do so for longer. They go on.
-    """
-    task = failure_ignored(asyncio.ensure_future(work))
-    deadline = now() + quiet_s
-    try:
-        while not task.done():
-            await asyncio.wait([task], timeout=max(SHORTEST_S, deadline - now()))
-            if not task.done() and now() >= deadline:
-                answers = await ask(ranks)
-                deadline = answers.deadline(quiet_s, with_files_s)
-                if not task.done() and now() >= deadline:
-                    raise StallError(stuck(answers))
-        return task.result()
-    finally:
-        task.cancel()

@@ -1,7 +1,4 @@
-"""Set-up of a worker process, before anything heavy is imported.
-
-Also here: the hardware that a worker computes on, for the record.
-"""
+"""Set-up of a worker process, before anything heavy is imported, and the hardware that it computes on."""
 
 from __future__ import annotations
 

@@ -3,8 +3,8 @@
 Ray itself leaves a folder of logs and sockets behind for each start, in its temporary directory. It is removed here
 after the last of its processes; where something went wrong in Ray, logs that may explain it go to the run's first.
 
-Also here: keeping signals with the driver, which ends a run in order: `ray.init` replaces SIGTERM's handler twice, and
-starts Ray's processes where signals to the driver's group end them.
+Signals stay with the driver, which ends a run in order: `ray.init` replaces SIGTERM's handler twice, and starts Ray's
+processes where signals to the driver's group end them.
 
 Ray's Python sets a handler that ends the process at once. Its core sets one beneath Python's, which prints a stack
 trace, goes on to Python's, and aborts the process three seconds later, in the middle of closing. No setting keeps Ray

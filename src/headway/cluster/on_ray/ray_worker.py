@@ -46,7 +46,7 @@ from headway.cluster.machine.token_files import TokenPart, read_rows
 from headway.cluster.machine.worker_setup import ProcessSettings, importing, set_up_process
 from headway.cluster.on_ray.ray_node import RayNode
 from headway.cluster.role_host import RoleHost
-from headway.cluster.roles.file_probe import place
+from headway.cluster.roles.role import place
 from headway.cluster.worker_plan import WorkerSpec
 from headway.config.sizing.timeouts import Timeouts, model_nbytes
 from headway.data.types import Handle, RowTokens

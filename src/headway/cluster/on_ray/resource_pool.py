@@ -8,8 +8,7 @@ strategies know nothing of roles, so that bundles are pinned by their nodes' lab
 in their order, so that ranks are in the node's order, and a replica's devices are neighbours. A worker whose node is
 gone gets a bundle of its own on another one, as Ray does not move what is pinned.
 
-Also here: the assignment of a run's devices to the nodes that a cluster has: which node share lies on which node.
-Arithmetic alone.
+Which node share lies on which node is arithmetic (`assign_nodes`):
 
 shares: trainer 0, trainer 1, rollout 0       nodes: a (8 free), b (4 free)
 ─▶ trainer 0 and rollout 0 on a, trainer 1 on b

@@ -33,8 +33,6 @@ class ActorRole(WithCritic):
     def __init__(
         self,
         *,
-        rank: int,
-        world_size: int,
         total_optimizer_steps: int,
         with_reference: bool,
         total_critic_steps: int | None,
@@ -42,13 +40,11 @@ class ActorRole(WithCritic):
     ) -> None:
         """Create the role. ``total_critic_steps``: None if the critic is absent or has separate ranks."""
         super().__init__(**common)
-        self._rank = rank
-        self._world_size = world_size
         self._total_optimizer_steps = total_optimizer_steps
         self._with_reference = with_reference
         self._total_critic_steps = total_critic_steps
         self._store: Any = None
-        self._outbox = WeightSendRole(self._config, rank=rank)
+        self._outbox = WeightSendRole(self._config, rank=self._rank)
         self._returns: list[NDArray[np.float32]] = []
         """Returns of a batch, from `advantages` until `returns` takes them."""
 
@@ -68,8 +64,7 @@ class ActorRole(WithCritic):
         from headway.engines.train.fsdp.engine import FsdpEngine
         from headway.engines.train.fsdp.policy_copies import ReferenceEngine
 
-        self._set_threads()
-        self._join_ranks(store, "actor", self._rank, self._world_size)
+        self._join_ranks(store, "actor")
         self._engine: FsdpEngine = FsdpEngine(
             model_path=self._model_path,
             config=self._config,
@@ -198,11 +193,7 @@ class ActorRole(WithCritic):
     @register(Dispatch.RANK_ZERO)
     def compute_dtype(self) -> str:
         """Dtype of the model's matrix products, as torch spells it without the prefix."""
-        import torch
-
-        from headway.models.pretrained import compute_dtype
-
-        return str(compute_dtype(self._config, torch.device(self._device))).removeprefix("torch.")
+        return self._computed_dtype()
 
     @register(Dispatch.ONE_TO_ALL, files="saving the checkpoint")
     def save(self, path: Path, driver_state: Mapping[str, Any]) -> None:

@@ -61,15 +61,12 @@ class WithCritic(Role):
 class CriticRole(WithCritic):
     """Role of one rank of a critic on separate ranks."""
 
-    def __init__(self, *, rank: int, world_size: int, total_critic_steps: int, **common: Any) -> None:
+    def __init__(self, *, total_critic_steps: int, **common: Any) -> None:
         super().__init__(**common)
-        self._rank = rank
-        self._world_size = world_size
         self._total_critic_steps = total_critic_steps
 
     @register(Dispatch.ONE_TO_ALL)
     def build(self, store: Address | None) -> None:
         """Join the ranks that meet at ``store``, and load the critic's model."""
-        self._set_threads()
-        self._join_ranks(store, "critic", self._rank, self._world_size)
+        self._join_ranks(store, "critic")
         self._build_critic(self._total_critic_steps)

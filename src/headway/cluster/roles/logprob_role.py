@@ -1,7 +1,4 @@
-"""Recomputes log π_prox on separate ranks that hold a copy of the policy and get every update.
-
-Also here: the role of the reference policy on separate ranks.
-"""
+"""Roles of separate ranks that compute log-probs: under a copy of the policy (log π_prox), or the reference policy."""
 
 from __future__ import annotations
 
@@ -29,25 +26,19 @@ class LogpRole(Role):
     part of new weights from its machine's copy.
     """
 
-    def __init__(self, *, rank: int, world_size: int, **common: Any) -> None:
+    def __init__(self, **common: Any) -> None:
         super().__init__(**common)
-        self._rank, self._world_size = rank, world_size
         self._inbox = WeightInbox(self.name)
 
     @register(Dispatch.ONE_TO_ALL)
     def build(self, store: Address | None) -> None:
         """Join the ranks that meet at ``store``."""
-        self._set_threads()
-        self._join_ranks(store, "logp", self._rank, self._world_size)
+        self._join_ranks(store, "logp")
 
     @register(Dispatch.RANK_ZERO)
     def served_dtype(self) -> str:
         """Dtype in which the rank receives weights, as torch spells it without the prefix."""
-        import torch
-
-        from headway.models.pretrained import compute_dtype
-
-        return str(compute_dtype(self._config, torch.device(self._device))).removeprefix("torch.")
+        return self._computed_dtype()
 
     async def connect(self, links: Sequence[Link]) -> None:
         """Open the receiver's end of ``links``. May wait for senders and receivers."""
@@ -100,18 +91,12 @@ class LogpRole(Role):
 class RefRole(Role):
     """Role of one rank of the frozen reference policy. Every registered method is collective over these ranks."""
 
-    def __init__(self, *, rank: int, world_size: int, **common: Any) -> None:
-        super().__init__(**common)
-        self._rank = rank
-        self._world_size = world_size
-
     @register(Dispatch.ONE_TO_ALL)
     def build(self, store: Address | None) -> None:
         """Join the ranks that meet at ``store``, and load the reference's model."""
         from headway.engines.train.fsdp.policy_copies import ReferenceEngine
 
-        self._set_threads()
-        self._join_ranks(store, "ref", self._rank, self._world_size)
+        self._join_ranks(store, "ref")
         self._engine: ReferenceEngine = ReferenceEngine(
             model_path=self._model_path, config=self._config, mesh=self._mesh
         )

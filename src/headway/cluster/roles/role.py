@@ -1,24 +1,88 @@
-"""Base class of all roles."""
+"""Base class of all roles, and their access to the files that a run's machines share."""
 
 from __future__ import annotations
 
+import asyncio
+import socket
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headway.cluster.machine.batch_cache import BatchCache
 from headway.cluster.machine.worker_setup import Hardware, hardware_here
 from headway.cluster.profiled_processes import ProcessProfile
-from headway.cluster.roles.file_probe import FileProbe
 from headway.config.schema import Config
 from headway.config.sizing.timeouts import Timeouts, model_nbytes
 from headway.data.types import Handle
 from headway.devices import kind_of
 from headway.engines.weights.transports.links import Address, EndContext
+from headway.models.model_folder import fingerprint
 
 if TYPE_CHECKING:
     from headway.engines.train.fsdp.device_mesh import TrainMesh
+
+
+class FileProbe:
+    """Access to files for every role and the driver, on another thread: also while a worker computes.
+
+    A mark is a small file with a text that nobody else would write: a process that reads that text sees the very
+    directory in which it was left, not one of the same path on another machine.
+    """
+
+    def __init__(self, host: str) -> None:
+        """Remember ``host``, this machine's address for the others."""
+        self._host = host
+
+    async def place(self) -> str:
+        """Return the name of this machine, and its address for the others."""
+        return place(self._host)
+
+    async def leave_mark(self, mark: Path, text: str, make_directory: bool = False) -> str | None:
+        """Write ``text`` to the file ``mark``. Returns why that failed, or None."""
+        return await asyncio.to_thread(_write, mark, text, make_directory)
+
+    async def sees_mark(self, mark: Path, text: str) -> bool:
+        """Tell whether the file ``mark`` is there, and holds ``text``."""
+        return await asyncio.to_thread(_holds, mark, text)
+
+    async def remove_mark(self, mark: Path) -> None:
+        """Remove the file ``mark``, if it is there and can be removed."""
+        await asyncio.to_thread(_remove, mark)
+
+    async def model_files(self, path: str) -> dict[str, str] | None:
+        """Return the `fingerprint` of the model's folder at ``path``; None where there is none."""
+        return await asyncio.to_thread(fingerprint, Path(path))
+
+
+def place(host: str) -> str:
+    """Name this machine for messages: its own name, and its address ``host``."""
+    return f"{socket.gethostname()} ({host})"
+
+
+def _write(mark: Path, text: str, make_directory: bool) -> str | None:
+    try:
+        if make_directory:
+            mark.parent.mkdir(parents=True, exist_ok=True)
+        mark.write_text(text, encoding="utf-8")
+    except OSError as error:
+        return error.strerror or str(error)
+    return None
+
+
+def _holds(mark: Path, text: str) -> bool:
+    try:
+        return mark.read_text(encoding="utf-8") == text
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
+def _remove(mark: Path) -> None:
+    try:
+        mark.unlink(missing_ok=True)
+    except OSError:
+        return  # some bytes under a hidden name are in nobody's way
 
 
 class Role:
@@ -39,7 +103,10 @@ class Role:
         fetch: Callable[[Sequence[Handle[Any]]], list[Any]],
         put: Callable[[Any], Handle[Any]],
         host: str = "127.0.0.1",
+        rank: int = 0,
+        world_size: int = 1,
     ) -> None:
+        self._rank, self._world_size = rank, world_size
         self._config = config
         self._model_path = model_path
         self.name = name
@@ -63,13 +130,24 @@ class Role:
 
         return memory_domain()
 
+    def _computed_dtype(self) -> str:
+        """Dtype of the model's matrix products, as torch spells it without the prefix."""
+        import torch
+
+        from headway.models.pretrained import compute_dtype
+
+        return str(compute_dtype(self._config, torch.device(self._device))).removeprefix("torch.")
+
     def _set_threads(self) -> None:
         import torch
 
         torch.set_num_threads(self._threads)
 
-    def _join_ranks(self, store: Address | None, role: str, rank: int, world_size: int) -> None:
-        """Make torch.distributed's default group of this role's ranks; without a store the process has one already."""
+    def _join_ranks(self, store: Address | None, role: str) -> None:
+        """Set the thread count, and make torch.distributed's default group of this role's ranks, which meet at
+        ``store``; without one the process has a group already.
+        """
+        self._set_threads()
         if store is None:
             return
         import torch.distributed as dist
@@ -79,8 +157,8 @@ class Role:
         dist.init_process_group(
             kind_of(self._device).process_groups,
             store=join_store(store, f"ranks/{role}", self._timeouts.start_s),
-            rank=rank,
-            world_size=world_size,
+            rank=self._rank,
+            world_size=self._world_size,
             timeout=timedelta(seconds=self._timeouts.ranks_s),
         )
 

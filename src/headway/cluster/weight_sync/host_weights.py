@@ -1,9 +1,7 @@
-"""New weights on a machine: one of its workers receives a version, and the others map the memory that it has.
+"""New weights on a machine: received once and mapped by its other workers, or handed over within a process.
 
 begin ─▶ stage, asked of each worker ─┬─ the owner ─▶ receives ──────────────────────┐
                                       └─ another ───▶ waits for it ─▶ maps its memory ┴▶ staged
-
-Also here: weights from training ranks to replicas in the same processes, on devices that they share in turns.
 """
 
 from __future__ import annotations
