@@ -325,6 +325,27 @@ def named(messages: Sequence[Message]) -> list[Message]:
 
 
 _ANY = object()
+_NEUTRAL: Mapping[str, Any] = {
+    "n": 1,
+    "best_of": 1,
+    "logprobs": 1,
+    "top_logprobs": 0,  # engines tell the log-probs of sampled tokens alone
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "typical_p": 1.0,
+    "tool_choice": "auto",
+    "parallel_tool_calls": True,
+    "modalities": ["text"],
+    "verbosity": "medium",
+    "text.verbosity": "medium",
+    "thinking": "adaptive",  # as the policy likes
+    "truncation": "disabled",
+    "add_generation_prompt": True,
+    "ignore_eos": False,
+    "use_beam_search": False,
+    "bad_words": [],
+}
+"""Settings that no run has → the values that change nothing."""
 
 
 def differences(asked: Mapping[str, Any], sampling: SamplingParams) -> list[str]:
@@ -339,38 +360,8 @@ def differences(asked: Mapping[str, Any], sampling: SamplingParams) -> list[str]
 
 
 def _of_the_run(name: str, sampling: SamplingParams) -> Any:
-    match name:
-        case "temperature" | "top_p" | "top_k" | "min_p" | "repetition_penalty" | "min_tokens":
-            return getattr(sampling, name)
-        case "logit_bias":
-            return {str(token): bias for token, bias in sampling.logit_bias}
-        case "n" | "best_of":
-            return 1
-        case "presence_penalty" | "frequency_penalty":
-            return 0.0
-        case "tool_choice":
-            return "auto"
-        case "top_logprobs":  # engines tell the log-probs of sampled tokens alone
-            return 0
-        case "logprobs":
-            return 1
-        case "modalities":
-            return ["text"]
-        case "verbosity" | "text.verbosity":
-            return "medium"
-        case "thinking":  # as the policy likes
-            return "adaptive"
-        case "truncation":
-            return "disabled"
-        case "add_generation_prompt":
-            return True
-        case "typical_p":
-            return 1.0
-        case "parallel_tool_calls":
-            return True
-        case "ignore_eos" | "use_beam_search":
-            return False
-        case "bad_words":
-            return []
-        case _:
-            return _ANY
+    if name == "logit_bias":
+        return {str(token): bias for token, bias in sampling.logit_bias}
+    if name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "min_tokens"):
+        return getattr(sampling, name)
+    return _NEUTRAL.get(name, _ANY)
