@@ -42,7 +42,7 @@ def test_gaps_before_between_and_after_the_work_of_a_batch_add_up_to_its_latency
         *step(24, 30),
         busy("gather", (38, 40)),
     )
-    (done,) = record.fetches
+    (done,) = record.batches
     assert (done.began, done.latency_s) == (10, 1 + 2 + 4 + 8)
     assert [(work.seconds, work.tokens) for work in record.forwards] == [(2, 10 + 20)]
     assert [(work.seconds, work.tokens) for work in record.steps] == [(5, 10), (6, 20)]
@@ -50,7 +50,7 @@ def test_gaps_before_between_and_after_the_work_of_a_batch_add_up_to_its_latency
 
 def test_without_an_update_a_batch_ends_where_the_wait_for_the_next_one_begins() -> None:
     record = recorded(fetch(at=0, asked=0, numbers=[0]), *step(1, 2), fetch(at=9, asked=4, numbers=[1]), *step(9, 10))
-    assert [done.latency_s for done in record.fetches] == [1 + 2]
+    assert [done.latency_s for done in record.batches] == [1 + 2]
 
 
 def test_the_wait_for_shared_devices_is_no_latency() -> None:
@@ -60,11 +60,11 @@ def test_the_wait_for_shared_devices_is_no_latency() -> None:
         *step(8, 9),
         busy("gather", (9, 10)),
     )
-    assert [done.latency_s for done in record.fetches] == [1]
+    assert [done.latency_s for done in record.batches] == [1]
 
 
 def test_a_batch_that_was_never_trained_is_not_among_them() -> None:
-    assert not recorded(fetch(at=0, asked=0, numbers=[0]), fetch(at=5, asked=5, numbers=[0])).fetches
+    assert not recorded(fetch(at=0, asked=0, numbers=[0]), fetch(at=5, asked=5, numbers=[0])).batches
 
 
 def test_with_several_ranks_work_is_that_of_the_rank_with_most_on_all_of_them() -> None:
