@@ -4,7 +4,8 @@ Each way is traced in a run in one process. A function of Headway is on a way wh
 something of it: a seed, or a data class, tuple, list or mapping that holds one at most three levels down. Each function
 counts once, however often it is called, and only where a function of another file calls it.
 
-- group: a run of one group of two answers; seeds are the prompt, the answers' ids, their tokens and their rows.
+- group: a run of one group of two answers, less its two validations, whose problems go a way of their own; seeds are
+  the prompt, the answers' ids, their tokens and their rows.
 - tensor: an update to one replica, from the optimizer's step on; seeds are tensors, buffers and the tensor's name.
 - turn: one call of a tool by a program in a process of its own, whose functions count, too; a scripted engine stands in
   for the replica. Seeds are the turn's request and answer, the call of the policy and the call of the tool.
@@ -20,10 +21,11 @@ import io
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import numpy as np
 
@@ -137,11 +139,31 @@ def traced(is_seed: Callable[[object], bool]) -> Iterator[Way]:
         threading.setprofile(None)  # type: ignore[arg-type]
 
 
-def is_of_a_group(value: object) -> bool:
-    name = type(value).__name__
-    if name in ("Prompt", "TrajectoryId"):
-        return value.epoch >= 0  # held-out problems, which a validation answers, have -1
-    return name in ("SampledTokens", "RowTokens")
+class TrainedGroup:
+    """Seeds of groups that are trained: not those of held-out problems, which validations before and after answer."""
+
+    def __init__(self, held_out: Collection[int] = ()) -> None:
+        """``held_out``: numbers of the rows that validations have."""
+        self._held_out = held_out
+        self._prompts: set[bytes] = set()
+        self._asked = False
+        """An answer was asked for. Before that, tokens are a validation's, which ends first."""
+
+    def __call__(self, value: Any) -> bool:
+        match type(value).__name__:
+            case "Prompt":
+                if value.row in self._held_out:
+                    return False
+                self._prompts.add(value.token_ids.tobytes())
+                return True
+            case "TrajectoryId":
+                self._asked |= value.row not in self._held_out
+                return value.row not in self._held_out
+            case "SampledTokens":
+                return self._asked
+            case "RowTokens":
+                return self._asked and value.prompt_ids.tobytes() in self._prompts
+        return False
 
 
 def is_of_a_turn(value: object) -> bool:
@@ -150,21 +172,33 @@ def is_of_a_turn(value: object) -> bool:
     return type(value).__name__ in ("TurnRequest", "TurnAnswer", "ToolCall", "GenerateRequest", "FinishedCall")
 
 
-def train(folder: Path) -> None:
-    """Train one group in this process."""
-    from headway.cli import cli
+def prepared(folder: Path) -> Path:
+    """Write the recipe, and the model that it names, into ``folder``."""
     from headway.config.sections.model_section import MakeModelConfig
     from headway.models.made_model import make_model
 
     make_model(MakeModelConfig(**SMALL), 0, folder / "model")
-    (folder / "recipe.yaml").write_text(RECIPE.replace("FOLDER", str(folder)))
-    cli(["train", str(folder / "recipe.yaml"), f"run.dir={folder / 'run'}"], standalone_mode=False)
+    recipe = folder / "recipe.yaml"
+    recipe.write_text(RECIPE.replace("FOLDER", str(folder)))
+    return recipe
+
+
+def train(recipe: Path) -> None:
+    """Train one group in this process."""
+    from headway.cli import cli
+
+    cli(["train", str(recipe), f"run.dir={recipe.parent / 'run'}"], standalone_mode=False)
 
 
 def group(folder: Path) -> Way:
-    """Trace a run of one group."""
-    with traced(is_of_a_group) as way:
-        train(folder)
+    """Trace a run of one group, without the validations before and after it."""
+    from headway.config.loading import load
+    from headway.data.rows import read_rows
+
+    recipe = prepared(folder)
+    rows = read_rows(load(recipe).config)
+    with traced(TrainedGroup(frozenset(rows.val_rows))) as way:
+        train(recipe)
     return way
 
 
@@ -179,8 +213,9 @@ def tensor(folder: Path) -> Way:
         return under_way and (isinstance(value, torch.Tensor) or (isinstance(value, str) and value == NAME))
 
     under_way = False
+    recipe = prepared(folder)
     with traced(is_seed) as way:
-        train(folder)
+        train(recipe)
     return way
 
 

@@ -16,10 +16,6 @@ from headway.devices import chosen, kind_of
 from headway.errors import ConfigError
 
 
-def _themselves(handles: Sequence[Handle[Any]]) -> list[Any]:
-    return list(handles)
-
-
 def _itself(value: Any) -> Handle[Any]:
     return value
 
@@ -28,9 +24,7 @@ class InlineWorker(RoleHost):
     """Implementation of `Worker` and `Peer` in this process: handles are the objects themselves."""
 
     def __init__(self, spec: WorkerSpec, device: str, threads: int) -> None:
-        role = spec.role(
-            **spec.arguments, name=spec.name, device=device, threads=threads, fetch=_themselves, put=_itself
-        )
+        role = spec.role(**spec.arguments, name=spec.name, device=device, threads=threads, fetch=list, put=_itself)
         super().__init__(role, spec.name)
 
     async def up(self) -> None:
