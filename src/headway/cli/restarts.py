@@ -1,4 +1,4 @@
-"""``headway train --restarts N``: a run in a process of its own, which another one resumes where that fails.
+"""Restarts of a failed run, for ``headway train --restarts N``: its process is watched, and another one resumes it.
 
     this process ── signals ─▶ headway train CONFIG       killed, or failed with exit code 1
           └── ends what that left ─▶ headway train --resume RUN       again, N times at the most
@@ -56,7 +56,7 @@ def keep_going(arguments: Sequence[str], run: Path, restarts: int, program: str 
 
 
 def _finish(command: Sequence[str]) -> tuple[int, bool]:
-    """Run ``command`` to its end. Returns its exit code, and whether this process was told to stop meanwhile.
+    """Run ``command`` to its end, and return its exit code and whether this process was told to stop meanwhile.
 
     Signals are passed on. The process is in a group of its own, so that a terminal's Ctrl-C reaches it once.
     """

@@ -43,7 +43,7 @@ class StageSource(Protocol[Given]):
 
     @property
     def name(self) -> str:
-        """What a stage without input waits for, in words for the user: a channel has the name of its producer."""
+        """Name of what a stage without input waits for, in words for the user: a channel has that of its producer."""
 
     async def get(self) -> Given | None:
         """Return the next item, or None when there will be none."""

@@ -31,7 +31,7 @@ CLOSE_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What an environment says to an answer, or at the beginning."""
+    """Reply of an environment to an answer, or its words at the beginning."""
 
     messages: Sequence[Message] = ()
     """Messages that the conversation goes on with."""

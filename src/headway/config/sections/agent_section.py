@@ -156,7 +156,7 @@ class AgentConfig(Section):
 def program_problems(
     agent: AgentConfig, *, n: int, by_program: bool, max_response_length: int, stall_timeout_s: float
 ) -> Iterator[str]:
-    """What is wrong with programs and their limits. ``n``: episodes of a group; ``by_program``: the reward is the
+    """Yield what is wrong with programs and their limits. ``n``: episodes of a group; ``by_program``: the reward is the
     program's own."""
     if agent.has_program and agent.step_timeout_s >= stall_timeout_s:
         yield (

@@ -87,7 +87,7 @@ def processes(config: Config, shape: ModelShape, *, on_cpu: bool, device_bytes: 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaRoom:
-    """What there is for a replica on each of its GPUs."""
+    """Room for a replica on each of its GPUs."""
 
     share: float
     """Part of the device that the replica may take, for vLLM's ``gpu_memory_utilization``."""
