@@ -31,15 +31,19 @@ from headway.devices import kind_of
 from headway.engines.weights.incoming_version import BackBuffer, InPlace
 from headway.engines.weights.outgoing_version import Staged, Stream
 from headway.engines.weights.protocols import (
+    EndContext,
     IncomingWeights,
     OutgoingWeights,
     StoredVersion,
+    TransportAddress,
     WeightReceiver,
     WeightSender,
+    make_link,
+    open_receiver,
+    open_sender,
 )
 from headway.engines.weights.served_weights import ServedWeights
 from headway.engines.weights.transports.broadcast import BroadcastLink, BroadcastReceiver, BroadcastSender
-from headway.engines.weights.transports.links import EndContext, TransportAddress, make_link, open_receiver, open_sender
 from headway.engines.weights.transports.process_group import StoreGroup, open_store
 from headway.engines.weights.weight_layout import Manifest, buckets, build_manifest
 

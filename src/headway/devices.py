@@ -13,8 +13,8 @@ import logging
 import os
 import subprocess
 import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from ctypes import CDLL, Structure, byref, c_uint, c_ulonglong, c_void_p, create_string_buffer
 from datetime import timedelta
 from pathlib import Path
@@ -348,6 +348,7 @@ class Cuda(Accelerator):
 
     def pin(self, memory: torch.Tensor) -> Callable[[], None]:
         runtime = self._torch.cudart()
+        # Registered where it is: `Tensor.pin_memory` makes a copy, which other processes do not write into.
         if int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) != 0:
             log.warning("the copy of the weights could not be page-locked: loading them takes longer")
             return _nothing
@@ -375,24 +376,37 @@ class Cuda(Accelerator):
 
 
 class DeviceStream:
-    """A stream of work on an accelerator, beside its default stream."""
+    """A stream of work on an accelerator, for a thread beside the one that computes on the default stream.
+
+        default stream    decode ▷ decode ▷ decode ▷ decode ▷ load ▷ decode
+        side stream          └▷ receive ▷ copy ▷ receive ▷ copy │ host waits, then reports the version as received
+
+    Work of one stream runs in order: buckets on the default stream would queue behind decoding steps, and steps behind
+    buckets.
+    """
 
     def __init__(self, module: Any, device: Device) -> None:
         """Make the stream. ``module``: torch's for this kind of device."""
         self._module, self._device = module, device
         self._stream = module.Stream(device)
 
-    def wait_for_default(self) -> None:
-        """Let what is given to this stream from now on begin behind what the default stream was given so far."""
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Run this thread's work on the stream; it has ended on the device when the block has.
+
+        It begins behind what the default stream was given so far, which may still read the tensors that are written.
+        Other streams need no event: they are only told of the tensors after the host has waited. For the same reason
+        no memory is recorded for a second stream: what was taken inside is given back to the stream that used it, and
+        no tensor of another stream can be freed and taken again while work here still writes it.
+        """
         self._stream.wait_stream(self._module.default_stream(self._device))
-
-    def working(self) -> AbstractContextManager[None]:
-        """Return a context in which this thread's work goes to this stream."""
-        context: AbstractContextManager[None] = self._module.stream(self._stream)
-        return context
-
-    def synchronize(self) -> None:
-        """Wait until the stream's work is done."""
+        try:
+            with self._module.stream(self._stream):
+                yield
+        except BaseException:
+            with suppress(RuntimeError):  # what went wrong first is the reason
+                self._stream.synchronize()
+            raise
         self._stream.synchronize()
 
 

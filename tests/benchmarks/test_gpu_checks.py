@@ -24,7 +24,7 @@ from headway.engines.rollout.native import model_runner
 from headway.engines.rollout.native.kv_cache import SlotCache
 from headway.engines.rollout.native.native_core import EngineCore
 from headway.engines.train.fsdp import engine as fsdp_engine
-from headway.engines.train.fsdp import learner, policy
+from headway.engines.train.fsdp import learner, sharded_module
 from headway.engines.train.fsdp.engine import FsdpEngine
 from headway.engines.weights.buckets import Tensors
 from headway.engines.weights.served_weights import WeightMemory
@@ -75,8 +75,8 @@ def test_every_transport_is_checked(setting: Setting) -> None:
 
 
 def trainer_forgets_the_temperature(patch: pytest.MonkeyPatch) -> None:
-    right = policy.chunked_logprobs
-    patch.setattr(policy, "chunked_logprobs", lambda *given, **named: right(*given[:4], 1.0, **named))
+    right = sharded_module.chunked_logprobs
+    patch.setattr(sharded_module, "chunked_logprobs", lambda *given, **named: right(*given[:4], 1.0, **named))
 
 
 def engine_serves_other_weights_in_bfloat16(patch: pytest.MonkeyPatch) -> None:

@@ -15,8 +15,7 @@ from headway.cluster.worker_group import Worker, WorkerGroup
 from headway.config.schema import Config
 from headway.config.sizing.timeouts import Timeouts
 from headway.data.interfaces.weights import ReceiveReport, SendReport
-from headway.engines.weights.protocols import HostCopy, StoredVersion
-from headway.engines.weights.transports.links import Link
+from headway.engines.weights.protocols import HostCopy, Link, StoredVersion
 from headway.engines.weights.weight_layout import Manifest, TensorSlot, combined
 from headway.errors import UpdateFailed, UpdateMissed, WorkerDied
 

@@ -16,8 +16,7 @@ from headway.cluster.roles import weight_roles
 from headway.cluster.roles.weight_roles import WeightInbox
 from headway.engines.weights.incoming_version import BackBuffer
 from headway.engines.weights.outgoing_version import Stream
-from headway.engines.weights.protocols import HostCopy, StoredVersion, WeightSink
-from headway.engines.weights.transports.links import EndContext, Link
+from headway.engines.weights.protocols import EndContext, HostCopy, Link, StoredVersion, WeightSink
 from headway.engines.weights.weight_layout import Manifest
 from headway.errors import UpdateFailed
 from tests.engines.weights.versions import MANIFEST, assert_same, contents, hand_over, put, weights, windows

@@ -36,7 +36,7 @@ from headway.data.interfaces.weights import ReceiveReport, SendReport
 from headway.data.packing import CollatedRow
 from headway.data.types import Column, GroupTokens, Outcomes, RowTokens, Sample, TrajectoryId
 from headway.engines.train.batch_advantages import BatchAdvantages
-from headway.engines.train.fsdp.critic_engine import FsdpCritic
+from headway.engines.train.fsdp.column_engines import FsdpCritic
 from headway.engines.train.fsdp.device_mesh import TrainMesh
 from headway.errors import ConfigError, RunError, WorkerDied
 from headway.models.pretrained import load_model

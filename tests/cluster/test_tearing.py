@@ -20,8 +20,14 @@ from headway.data.interfaces.episode_groups import Group
 from headway.data.interfaces.rollout import OnUpdate
 from headway.engines.weights.buckets import pack, whole
 from headway.engines.weights.outgoing_version import Window
-from headway.engines.weights.protocols import IncomingWeights, WeightReceiver
-from headway.engines.weights.transports.links import EndContext, TransportAddress, make_link, open_receiver
+from headway.engines.weights.protocols import (
+    EndContext,
+    IncomingWeights,
+    TransportAddress,
+    WeightReceiver,
+    make_link,
+    open_receiver,
+)
 from headway.engines.weights.transports.process_group import open_store
 from headway.engines.weights.weight_layout import Manifest, buckets
 from tests.engines.rollout.serving import WAIT_S, Source, collect, serving

@@ -30,7 +30,7 @@ from headway.config.sizing.process_memory import Mesh, TrainingStep, activations
 from headway.config.sizing.run_memory import made, processes
 from headway.data.packing import CollatedRow, Packing
 from headway.engines.train.fsdp.micro_batches import collate
-from headway.engines.train.fsdp.policy import PolicyModule
+from headway.engines.train.fsdp.sharded_module import PolicyModule
 from headway.models.attention.packed_attention import NAME
 
 SIZES: dict[str, Any] = {

@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from headway.data.packing import CollatedRow
-from headway.engines.rollout.native.model.policy_forward import ModuleForward
+from headway.engines.rollout.native.policy_forward import ModuleForward
 from headway.engines.train.fsdp.micro_batches import collate
-from headway.engines.train.fsdp.policy import PolicyModule
+from headway.engines.train.fsdp.sharded_module import PolicyModule
 from headway.models.logits import LogitRule, logit_rule
 from headway.models.logprobs import probe_rows, probe_vector
 from headway.models.output_layer import check_output_layer

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from headway.data.interfaces.weights import ReceiveReport
+from headway.devices import DeviceStream, kind_of
 from headway.engines.weights.incoming_version import Intake
 from headway.engines.weights.receiver_state import ReceiverState
-from headway.engines.weights.served_weights import SideStream, WeightUpdates, outcome
+from headway.engines.weights.served_weights import WeightUpdates, outcome
 from headway.engines.weights.weight_layout import Manifest
 
 
@@ -48,11 +49,17 @@ class Streams:
         self.calls.append("leave")
 
 
+def side_stream(device: str) -> DeviceStream:
+    stream = kind_of(device).side_stream(torch.device(device))
+    assert stream is not None
+    return stream
+
+
 def test_work_begins_behind_the_default_stream_and_has_ended_when_the_block_has(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     streams = Streams(monkeypatch)
-    side = SideStream(torch.device("cuda:1"))
+    side = side_stream("cuda:1")
     for _ in range(2):
         with side.working():
             streams.calls.append("receive")
@@ -65,15 +72,14 @@ def test_after_a_failure_the_host_waits_too_and_the_first_error_is_told(
     broken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     streams = Streams(monkeypatch, broken=broken)
-    with pytest.raises(KeyError, match="lost"), SideStream(torch.device("cuda")).working():
+    with pytest.raises(KeyError, match="lost"), side_stream("cuda").working():
         raise KeyError("lost")
     assert streams.calls[-1] == "host waits"
 
 
 def test_on_a_cpu_nothing_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
     streams = Streams(monkeypatch)
-    with SideStream(torch.device("cpu")).working():
-        pass
+    assert kind_of("cpu").side_stream("cpu") is None
     assert streams.calls == []
 
 
@@ -84,6 +90,8 @@ async def test_a_version_is_received_on_the_side_stream_of_the_engines_device(mo
         def take_in(self, version: int, receive: Any) -> ReceiveReport:
             streams.calls.append("fill")
             return ReceiveReport(recv_s=0.0, register_s=0.0, checksum=0, nbytes=0)
+
+        def _sink(self, share: Manifest, version: int) -> Any: ...
 
     intake = Noting(Manifest(()), ReceiverState("replica"))
     updates = WeightUpdates(intake, lambda version, sink: None, torch.device("cuda:0"))

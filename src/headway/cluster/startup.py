@@ -53,7 +53,7 @@ from headway.data.interfaces.rollout import Capabilities, OnUpdate
 from headway.data.interfaces.training import ProximalEngine
 from headway.data.interfaces.weights import PolicyReceiver
 from headway.devices import kind_of
-from headway.engines.weights.transports.links import Address
+from headway.engines.weights.protocols import Address
 from headway.engines.weights.weight_layout import Manifest
 from headway.errors import ConfigError
 from headway.models.model_folder import hidden_size

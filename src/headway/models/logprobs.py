@@ -167,7 +167,7 @@ def head_gradients(
             entropy_M[part],
             there_C,
         )
-        grad_CV = grad_CV.mul_(factor)
+        grad_CV = grad_CV.mul_(factor)  # before the cast, or it would be rounded twice
         if grad_bias_V is not None:
             grad_bias_V += grad_CV.sum(dim=0)
         grad_CV = grad_CV.to(hidden_MH.dtype)

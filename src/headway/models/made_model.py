@@ -49,6 +49,8 @@ def make_model(config: MakeModelConfig, seed: int, path: Path) -> None:
 
     tokenizer = make_tokenizer(config)
     architecture = _architecture(config, tokenizer)
+    # No devices: by default it saves the state of each GPU, which starts CUDA; a process that is forked afterwards, as
+    # vLLM forks its workers, cannot use a GPU any more.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(architecture, dtype=torch.float32)

@@ -91,7 +91,7 @@ def _as_a_whole(lm: PreTrainedModel, rule: LogitRule) -> tuple[Tensor, Tensor]:
 def _without_decoder(lm: PreTrainedModel) -> tuple[Tensor, Tensor] | None:
     """Logits by the model's own code, and the output layer's result; None where the code needs its decoder."""
     head = lm.get_output_embeddings()
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]):  # see `made_model.make_model`
         torch.manual_seed(0)
         small = nn.Linear(head.in_features, _LOGITS, bias=head.bias is not None)
         directions = torch.randn(len(_MAGNITUDES), head.in_features)

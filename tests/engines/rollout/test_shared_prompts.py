@@ -10,8 +10,16 @@ from transformers import PreTrainedModel
 
 from headway.data.interfaces.episode_groups import Group
 from headway.data.interfaces.rollout import OnUpdate
-from headway.engines.rollout.native.model.step_attention import AttentionShape, DecodeAttention, places_do_not_matter
-from headway.engines.rollout.native.model.step_layout import LEAST_CALLS, LEAST_TOKENS, TOGETHER, SharedPrompts, Windows
+from headway.engines.rollout.native.step_attention import (
+    LEAST_CALLS,
+    LEAST_TOKENS,
+    TOGETHER,
+    AttentionShape,
+    DecodeAttention,
+    SharedPrompts,
+    places_do_not_matter,
+)
+from headway.engines.rollout.native.supported_models import Windows
 from headway.engines.rollout.scheduler import CallRun
 from tests.engines.rollout.support import (
     VOCABULARY,
@@ -120,11 +128,10 @@ def test_a_row_that_moves_takes_its_prompt_with_it():
     for row, number in enumerate([0, 0, 1, 1]):
         prompts.add(row, run(number, row))
     prompts.remove(0, 3)
-    assert rows_by_prompt(prompts, 3) == [[1], [0, 2]]
+    assert rows_by_prompt(prompts, 3) == [[0, 2], [1]]
     prompts.remove(1, 2)
     prompts.add(2, run(0, 5))
     assert rows_by_prompt(prompts, 3) == [[0, 1], [2]]
-    assert len(prompts._known) == 2
 
 
 def test_calls_without_a_group_attend_to_their_context_whole():

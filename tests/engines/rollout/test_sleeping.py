@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from headway.data.interfaces.episode_groups import Group
 from headway.data.interfaces.rollout import OnUpdate
-from headway.engines.rollout.native.model.fused_forward import FusedForward
+from headway.engines.rollout.native.fused_forward import FusedForward
 from headway.engines.rollout.native.native_core import EngineCore
 from headway.engines.weights.served_weights import WeightMemory
 from headway.errors import RunError
@@ -87,7 +87,7 @@ def test_the_kv_cache_is_freed_and_taken_again(keep_weights: bool) -> None:
 
 @pytest.mark.parametrize("keep_weights", [True, False])
 def test_copies_of_the_weights_are_freed_and_made_again(keep_weights: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headway.engines.rollout.native.model.fused_forward.PACKED_FROM", 0)
+    monkeypatch.setattr("headway.engines.rollout.native.fused_forward.PACKED_FROM", 0)
     core = make_core(MODEL)
     forward = core._runner._forward
     assert isinstance(forward, FusedForward)

@@ -21,8 +21,8 @@ from transformers import PreTrainedModel
 
 from headway.data.interfaces.episode_groups import Group
 from headway.data.interfaces.rollout import OnUpdate
-from headway.engines.rollout.native.model.policy_forward import PolicyForward
 from headway.engines.rollout.native.native_core import EngineCore
+from headway.engines.rollout.native.policy_forward import PolicyForward
 from tests.engines.rollout.serving import WAIT_S, Source, collect, serving
 from tests.engines.rollout.support import VOCABULARY, make_model, make_request, served_tensors
 from tests.tiers import mostly_slow

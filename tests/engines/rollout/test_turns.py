@@ -14,11 +14,12 @@ from transformers import PreTrainedModel
 
 from headway.data.interfaces.rollout import FinishedCall, GenerateRequest, OnUpdate, Priority, SamplingParams
 from headway.data.types import FinishReason, TrajectoryId
-from headway.engines.rollout.native.model.fused_forward import FusedForward
-from headway.engines.rollout.native.model.policy_forward import ModuleForward
-from headway.engines.rollout.native.model.step_layout import PrefillContext, Windows
+from headway.engines.rollout.native.fused_forward import FusedForward
 from headway.engines.rollout.native.native_core import EngineCore
+from headway.engines.rollout.native.policy_forward import ModuleForward
 from headway.engines.rollout.native.prefix_cache import BLOCK
+from headway.engines.rollout.native.step_attention import PrefillContext
+from headway.engines.rollout.native.supported_models import Windows
 from tests.engines.rollout.support import FAMILIES, MIXTURES, TOLERANCE, VOCABULARY, activate, make_core, make_model
 from tests.engines.rollout.test_graphs import Replays
 
@@ -181,9 +182,9 @@ def test_where_prefills_are_not_cut_into_blocks_they_are_as_right(
 ) -> None:
     """As on a GPU: contexts attend in one call, whatever of them is there already."""
     for module in ("policy_forward", "fused_forward"):
-        monkeypatch.setattr(f"headway.engines.rollout.native.model.{module}.block_masks", lambda *_: None)
+        monkeypatch.setattr(f"headway.engines.rollout.native.{module}.block_masks", lambda *_: None)
     if not fused:
-        monkeypatch.setattr("headway.engines.rollout.native.model.fused_forward.FAMILY", frozenset())
+        monkeypatch.setattr("headway.engines.rollout.native.fused_forward.FAMILY", frozenset())
     model = long_model(family)
     core = long_core(model)
     played = episodes(3, turns=3)

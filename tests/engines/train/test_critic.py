@@ -20,7 +20,7 @@ from headway.config.sections.learning import ActorConfig, CriticConfig, OptimCon
 from headway.config.sections.model_section import ModelConfig
 from headway.data.interfaces.training import StepContext
 from headway.data.packing import CollatedRow
-from headway.engines.train.fsdp.critic_engine import FsdpCritic
+from headway.engines.train.fsdp.column_engines import FsdpCritic
 from headway.engines.train.fsdp.device_mesh import TrainMesh
 from headway.engines.train.fsdp.engine import FsdpEngine
 from headway.errors import ModelError

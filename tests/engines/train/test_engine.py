@@ -18,10 +18,10 @@ from headway.config.sections.learning import ActorConfig, AlgorithmConfig, Optim
 from headway.config.sections.model_section import ModelConfig
 from headway.data.interfaces.training import StepContext
 from headway.data.packing import CollatedRow
+from headway.engines.train.fsdp.column_engines import ReferenceEngine
 from headway.engines.train.fsdp.device_mesh import TrainMesh
 from headway.engines.train.fsdp.engine import FsdpEngine
 from headway.engines.train.fsdp.micro_batches import collate
-from headway.engines.train.fsdp.policy_copies import ReferenceEngine
 from headway.engines.weights.buckets import view
 from headway.errors import ModelError
 from headway.models.pretrained import load_model

@@ -19,9 +19,9 @@ from headway.config.sections.learning import ActorConfig, AlgorithmConfig, Paral
 from headway.config.sections.losses import LOSSES
 from headway.data.interfaces.training import StepContext, StepReport
 from headway.data.packing import CollatedRow, Pack, Packing
-from headway.engines.train.fsdp.collectives import as_metrics, count, merge
 from headway.engines.train.fsdp.device_mesh import TrainMesh
 from headway.engines.train.fsdp.engine import FsdpEngine
+from headway.engines.train.fsdp.learner import as_metrics, count, merge
 from headway.engines.train.fsdp.objective import Objective, SplitEpisodes, collate_columns
 from tests.engines.train.episodes import GROUPS, cut_anywhere, dealt, whole
 

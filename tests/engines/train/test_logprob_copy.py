@@ -17,9 +17,9 @@ from headway.config.sections.learning import ActorConfig, OptimConfig, ParallelC
 from headway.config.sections.model_section import ModelConfig
 from headway.data.interfaces.training import StepContext
 from headway.data.packing import CollatedRow
+from headway.engines.train.fsdp.column_engines import LogProbCopy
 from headway.engines.train.fsdp.device_mesh import TrainMesh
 from headway.engines.train.fsdp.engine import FsdpEngine
-from headway.engines.train.fsdp.policy_copies import LogProbCopy
 from headway.engines.weights.outgoing_version import Staged, Stream
 from headway.engines.weights.protocols import IncomingWeights, OutgoingWeights
 from headway.errors import ModelError, RunError, UpdateFailed

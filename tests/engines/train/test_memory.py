@@ -21,7 +21,7 @@ from headway.data.interfaces.training import StepContext
 from headway.data.packing import CollatedRow
 from headway.engines.train.fsdp.device_mesh import TrainMesh
 from headway.engines.train.fsdp.engine import FsdpEngine
-from headway.engines.train.fsdp.shard_boxes import local
+from headway.engines.train.fsdp.shards import local
 from headway.models.made_model import character_tokenizer
 
 OnMesh = Callable[..., list[Any]]

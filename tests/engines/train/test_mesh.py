@@ -24,12 +24,11 @@ from headway.config.sections.learning import ActorConfig, OptimConfig, ParallelC
 from headway.data.interfaces.training import StepContext
 from headway.data.packing import CollatedRow
 from headway.data.types import ColumnName
-from headway.engines.train.fsdp import policy as modules
-from headway.engines.train.fsdp.critic_engine import FsdpCritic
+from headway.engines.train.fsdp import sharded_module as modules
+from headway.engines.train.fsdp.column_engines import FsdpCritic, LogProbCopy, ReferenceEngine
 from headway.engines.train.fsdp.device_mesh import TrainMesh
 from headway.engines.train.fsdp.engine import FsdpEngine
-from headway.engines.train.fsdp.policy_copies import LogProbCopy, ReferenceEngine
-from headway.engines.train.fsdp.weight_gather import gather_everywhere, given_parts
+from headway.engines.train.fsdp.shards import gather_everywhere, given_parts
 from headway.engines.weights.outgoing_version import Stream
 from headway.engines.weights.protocols import IncomingWeights
 from headway.engines.weights.transports.disk import INDEX, write_files

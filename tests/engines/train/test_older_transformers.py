@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from headway.config.sections.learning import ParallelConfig
-from headway.engines.train.fsdp.sharding import _divide
+from headway.engines.train.fsdp.sharded_module import _divide
 from headway.errors import ModelError
 from tests.engines.train.families import FAMILIES
 

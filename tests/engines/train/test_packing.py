@@ -26,11 +26,10 @@ from headway.config.sections.model_section import ModelConfig
 from headway.data.interfaces.training import StepContext
 from headway.data.packing import CollatedRow, Packing
 from headway.data.types import TrajectoryId
-from headway.engines.train.fsdp.critic_engine import FsdpCritic
+from headway.engines.train.fsdp.column_engines import FsdpCritic, LogProbCopy, ReferenceEngine
 from headway.engines.train.fsdp.device_mesh import TrainMesh
 from headway.engines.train.fsdp.engine import FsdpEngine
 from headway.engines.train.fsdp.objective import NOTHING_APART, Objective
-from headway.engines.train.fsdp.policy_copies import LogProbCopy, ReferenceEngine
 from headway.engines.weights.weight_layout import build_manifest
 from headway.models.attention import packed_layout
 from headway.models.attention.packed_attention import NAME
@@ -257,7 +256,7 @@ def test_all_layers_attend_by_the_same_parts(
     engine, rows = built(model_path(), configured("shared")), fetch(3)
     made.clear()  # opening the model tries its attention
     engine.forward_logprobs(rows)
-    assert len(made) == len(engine._packing(rows)) < len(engine._policy.decoder_layers())
+    assert len(made) == len(engine._policy.packing(rows)) < len(engine._policy.decoder_layers())
 
 
 @pytest.mark.slow

@@ -30,9 +30,9 @@ from headway.config.sections.learning import (
 from headway.config.sections.losses import PpoClip
 from headway.data.interfaces.training import StepContext
 from headway.data.packing import CollatedRow
-from headway.engines.train.fsdp.collectives import count
 from headway.engines.train.fsdp.device_mesh import TrainMesh
 from headway.engines.train.fsdp.engine import FsdpEngine
+from headway.engines.train.fsdp.learner import count
 from headway.engines.train.fsdp.micro_batches import collate
 from headway.engines.train.fsdp.objective import Objective, collate_columns
 from tests.engines.train.rows import random_rows, with_columns

@@ -18,9 +18,9 @@ from headway.config.sections.learning import ActorConfig, OptimConfig, ParallelC
 from headway.config.sections.model_section import ModelConfig
 from headway.data.interfaces.training import StepContext
 from headway.data.packing import CollatedRow
+from headway.engines.train.fsdp.column_engines import ProximalWeights
 from headway.engines.train.fsdp.device_mesh import TrainMesh
 from headway.engines.train.fsdp.engine import FsdpEngine
-from headway.engines.train.fsdp.policy_copies import ProximalWeights
 from headway.errors import RunError
 from tests.engines.train.rows import random_rows as any_rows
 

@@ -14,16 +14,14 @@ from headway.config.transport_facts import TRANSPORTS
 from headway.data.interfaces.weights import ReceiveReport
 from headway.engines.weights.incoming_version import BackBuffer, InPlace, Receive
 from headway.engines.weights.protocols import (
+    EndContext,
     IncomingWeights,
+    Link,
     OutgoingWeights,
     StoredVersion,
+    TransportAddress,
     WeightReceiver,
     WeightSender,
-)
-from headway.engines.weights.transports.links import (
-    EndContext,
-    Link,
-    TransportAddress,
     make_link,
     open_receiver,
     open_sender,

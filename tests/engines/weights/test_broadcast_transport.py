@@ -18,10 +18,17 @@ import torch.distributed as dist
 
 from headway.data.interfaces.weights import ReceiveReport
 from headway.engines.weights.incoming_version import BackBuffer
-from headway.engines.weights.protocols import Chunk, OutgoingWeights, WeightSink
+from headway.engines.weights.protocols import (
+    Chunk,
+    EndContext,
+    Link,
+    OutgoingWeights,
+    WeightSink,
+    open_receiver,
+    open_sender,
+)
 from headway.engines.weights.transports import broadcast, process_group
 from headway.engines.weights.transports.broadcast import BroadcastLink
-from headway.engines.weights.transports.links import EndContext, Link, open_receiver, open_sender
 from headway.engines.weights.transports.process_group import StoreGroup, open_store
 from headway.engines.weights.weight_layout import build_manifest, combined
 from headway.errors import UpdateFailed

@@ -10,8 +10,7 @@ import torch
 
 from headway.data.interfaces.weights import ReceiveReport
 from headway.engines.weights.incoming_version import BackBuffer, Receive
-from headway.engines.weights.protocols import Chunk, OutgoingWeights
-from headway.engines.weights.transports.links import EndContext, open_receiver
+from headway.engines.weights.protocols import Chunk, EndContext, OutgoingWeights, open_receiver
 from headway.engines.weights.weight_layout import build_manifest
 from headway.errors import UpdateFailed
 from tests.engines.weights.ends import Site

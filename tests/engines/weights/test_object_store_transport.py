@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from headway.engines.weights.incoming_version import BackBuffer
-from headway.engines.weights.transports.links import EndContext, open_receiver, open_sender
+from headway.engines.weights.protocols import EndContext, open_receiver, open_sender
 from headway.errors import UpdateFailed
 from tests.engines.weights.ends import Site, arrival
 from tests.engines.weights.versions import MANIFEST, assert_same, contents, stream, weights

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from headway.engines.weights.incoming_version import BackBuffer
-from headway.engines.weights.protocols import StoredVersion
-from headway.engines.weights.transports.links import EndContext, Link, open_receiver, open_sender
+from headway.engines.weights.protocols import EndContext, Link, StoredVersion, open_receiver, open_sender
 from headway.errors import UpdateFailed
 from tests.engines.weights.ends import Site, arrival
 from tests.engines.weights.versions import MANIFEST, GivesUp, assert_same, contents, stream, weights

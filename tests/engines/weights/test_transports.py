@@ -15,8 +15,7 @@ from headway.data.interfaces.weights import ReceiveReport
 from headway.engines.weights.buckets import Tensors, whole
 from headway.engines.weights.incoming_version import BackBuffer, InPlace, Receive
 from headway.engines.weights.outgoing_version import Staged, Stream
-from headway.engines.weights.protocols import Header, WeightSink
-from headway.engines.weights.transports.links import TransportAddress, make_link
+from headway.engines.weights.protocols import Header, TransportAddress, WeightSink, make_link
 from headway.engines.weights.weight_layout import Manifest, combined
 from headway.errors import ConfigError, UpdateFailed
 from tests.engines.weights.ends import ALL, STORED, STREAMED, Site

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from headway.engines.weights.buckets import Parts, Tensors, pack, whole
 from headway.engines.weights.incoming_version import BackBuffer, InPlace
 from headway.engines.weights.outgoing_version import Staged, Stream, Window
-from headway.engines.weights.transports.links import EndContext, TransportAddress, make_link, open_receiver, open_sender
+from headway.engines.weights.protocols import EndContext, TransportAddress, make_link, open_receiver, open_sender
 from headway.engines.weights.weight_layout import buckets, build_manifest
 from tests.engines.weights.ends import arrival
 from tests.engines.weights.versions import hand_over

@@ -17,7 +17,7 @@ import pytest
 
 from headway.data.interfaces.rollout import OnUpdate
 from headway.engines.rollout.vllm import VllmEngine
-from headway.engines.rollout.vllm.launch import check_manifest, prepare_environment
+from headway.engines.rollout.vllm.engine import check_manifest, prepare_environment
 from headway.engines.weights.weight_layout import Manifest, TensorSlot
 from headway.errors import ConfigError, ModelError, RunError, UpdateFailed, WorkerDied
 from tests.engines.contract.harness import CONTEXT, endless, make_calls, tokens_of

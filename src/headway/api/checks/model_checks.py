@@ -15,8 +15,7 @@ from headway.config.sizing.placement import ACTOR, CRITIC, LOGP, REF, resolve_pl
 from headway.config.sizing.run_memory import replica_room
 from headway.devices import memory_listed_here
 from headway.errors import ConfigError, ModelError, boundary
-from headway.models.model_folder import find_folder, text_config
-from headway.models.stored_weights import compare, of_common_kinds, tensors_in_files
+from headway.models.model_folder import compare, find_folder, of_common_kinds, tensors_in_files, text_config
 
 
 def check_numbers(config: Config) -> None:
@@ -124,7 +123,7 @@ def check_kv_cache(config: Config, model_config: Any, device: str) -> None:
         return
     import torch
 
-    from headway.engines.rollout.native.kv_cache import KvGeometry
+    from headway.engines.rollout.native.supported_models import KvGeometry
     from headway.models.pretrained import served_dtype
 
     geometry = KvGeometry.of(model_config.get_text_config())
@@ -157,9 +156,7 @@ def check_engine(config: Config, model_config: Any) -> None:
     """Check that the native rollout engine can run the model, as far as its config tells; raise `ModelError` if not."""
     if config.rollout.name != "native":
         return
-    from headway.engines.rollout.native.kv_cache import KvGeometry
-    from headway.engines.rollout.native.model.step_layout import Windows
-    from headway.engines.rollout.native.supported_models import check_kind
+    from headway.engines.rollout.native.supported_models import KvGeometry, Windows, check_kind
 
     max_context = config.data.max_prompt_length + config.data.max_response_length
     check_kind(model_config, max_context)

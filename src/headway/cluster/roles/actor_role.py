@@ -18,13 +18,13 @@ from headway.data.interfaces.training import StepContext, StepReport, TokenLoss
 from headway.data.interfaces.weights import GatherReport
 from headway.data.types import ColumnName, Outcomes, Sample
 from headway.devices import kind_of
-from headway.engines.weights.transports.links import Address, Link, through_devices
+from headway.engines.weights.protocols import Address, Link, through_devices
 from headway.engines.weights.weight_layout import Manifest
 from headway.errors import RunError
 
 if TYPE_CHECKING:
+    from headway.engines.train.fsdp.column_engines import ReferenceEngine
     from headway.engines.train.fsdp.engine import FsdpEngine
-    from headway.engines.train.fsdp.policy_copies import ReferenceEngine
 
 
 class ActorRole(WithCritic):
@@ -61,8 +61,8 @@ class ActorRole(WithCritic):
     def build(self, store: Address | None) -> None:
         """Join the ranks that meet at ``store``, and load the trainer's model."""
         from headway.engines.train.batch_advantages import BatchAdvantages
+        from headway.engines.train.fsdp.column_engines import ReferenceEngine
         from headway.engines.train.fsdp.engine import FsdpEngine
-        from headway.engines.train.fsdp.policy_copies import ReferenceEngine
 
         self._join_ranks(store, "actor")
         self._engine: FsdpEngine = FsdpEngine(

@@ -13,11 +13,11 @@ from headway.cluster.roles.role import Role
 from headway.cluster.worker_group import Collect, Dispatch, register
 from headway.data.interfaces.training import StepReport
 from headway.data.types import Sample
-from headway.engines.weights.transports.links import Address
+from headway.engines.weights.protocols import Address
 from headway.errors import RunError
 
 if TYPE_CHECKING:
-    from headway.engines.train.fsdp.critic_engine import FsdpCritic
+    from headway.engines.train.fsdp.column_engines import FsdpCritic
 
 
 class WithCritic(Role):
@@ -26,7 +26,7 @@ class WithCritic(Role):
     _critic: FsdpCritic | None = None
 
     def _build_critic(self, total_optimizer_steps: int) -> None:
-        from headway.engines.train.fsdp.critic_engine import FsdpCritic
+        from headway.engines.train.fsdp.column_engines import FsdpCritic
 
         self._critic = FsdpCritic(
             model_path=self._model_path,

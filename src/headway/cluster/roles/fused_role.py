@@ -13,7 +13,7 @@ from headway.cluster.profiled_processes import ProcessProfile
 from headway.cluster.roles.actor_role import ActorRole
 from headway.cluster.roles.rollout_role import RolloutRole
 from headway.config.transport_facts import WITHIN_PROCESS
-from headway.engines.weights.transports.links import TransportAddress, make_link
+from headway.engines.weights.protocols import TransportAddress, make_link
 
 WITHIN = "within"
 """Key of the link between actor and replica in one process."""

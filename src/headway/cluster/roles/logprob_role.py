@@ -14,11 +14,11 @@ from headway.cluster.roles.weight_roles import Left, WeightInbox
 from headway.cluster.worker_group import Collect, Dispatch, register
 from headway.data.interfaces.weights import ReceiveReport
 from headway.data.types import Sample
-from headway.engines.weights.transports.links import Address, Link
+from headway.engines.weights.protocols import Address, Link
 from headway.engines.weights.weight_layout import Manifest
 
 if TYPE_CHECKING:
-    from headway.engines.train.fsdp.policy_copies import LogProbCopy, ReferenceEngine
+    from headway.engines.train.fsdp.column_engines import LogProbCopy, ReferenceEngine
 
 
 class LogpRole(Role):
@@ -47,7 +47,7 @@ class LogpRole(Role):
     @register(Dispatch.ONE_TO_ALL)
     def serve(self, manifest: Manifest) -> None:
         """Open the model, for updates in the layout ``manifest``."""
-        from headway.engines.train.fsdp.policy_copies import LogProbCopy
+        from headway.engines.train.fsdp.column_engines import LogProbCopy
 
         self._copy: LogProbCopy = LogProbCopy(
             model_path=self._model_path,
@@ -94,7 +94,7 @@ class RefRole(Role):
     @register(Dispatch.ONE_TO_ALL)
     def build(self, store: Address | None) -> None:
         """Join the ranks that meet at ``store``, and load the reference's model."""
-        from headway.engines.train.fsdp.policy_copies import ReferenceEngine
+        from headway.engines.train.fsdp.column_engines import ReferenceEngine
 
         self._join_ranks(store, "ref")
         self._engine: ReferenceEngine = ReferenceEngine(

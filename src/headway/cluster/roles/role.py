@@ -17,7 +17,7 @@ from headway.config.schema import Config
 from headway.config.sizing.timeouts import Timeouts, model_nbytes
 from headway.data.types import Handle
 from headway.devices import kind_of
-from headway.engines.weights.transports.links import Address, EndContext
+from headway.engines.weights.protocols import Address, EndContext
 from headway.models.model_folder import fingerprint
 
 if TYPE_CHECKING:

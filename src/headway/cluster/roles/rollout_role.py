@@ -13,7 +13,7 @@ from headway.cluster.worker_group import Dispatch, register
 from headway.data.interfaces.rollout import Capabilities, RolloutEngine
 from headway.data.interfaces.weights import ReceiveReport
 from headway.devices import kind_of
-from headway.engines.weights.transports.links import Address, Link
+from headway.engines.weights.protocols import Address, Link
 from headway.engines.weights.weight_layout import Manifest
 from headway.models.tokenizer import text_of
 

@@ -24,15 +24,18 @@ from numpy.typing import NDArray
 from headway.config.schema import Config
 from headway.data.interfaces.weights import GatherReport, SendReport, changed_of_all
 from headway.engines.weights.protocols import (
+    EndContext,
     HostCopy,
     IncomingWeights,
+    Link,
     OutgoingWeights,
     StoredVersion,
     WeightReceiver,
     WeightSender,
     WeightSink,
+    open_receiver,
+    open_sender,
 )
-from headway.engines.weights.transports.links import EndContext, Link, open_receiver, open_sender
 from headway.engines.weights.weight_layout import Manifest, bucket_bytes, combined
 from headway.errors import UpdateFailed
 

@@ -24,7 +24,7 @@ from headway.config.sizing.timeouts import Timeouts
 from headway.config.transport_facts import TRANSPORTS, transport_of
 from headway.data.interfaces.weights import GatherReport, ReceiveReport, SendReport
 from headway.devices import CPU
-from headway.engines.weights.transports.links import Address, Link, TransportAddress, make_link, through_devices
+from headway.engines.weights.protocols import Address, Link, TransportAddress, make_link, through_devices
 from headway.engines.weights.weight_layout import Manifest
 from headway.errors import UpdateFailed, WorkerDied
 from headway.runtime.task_groups import both, concurrently, failure_ignored

@@ -246,6 +246,7 @@ class Scheduler:
 
     def put_back(self, runs: Iterable[CallRun]) -> None:
         """Park calls that were decoding, ahead of everything that has not started."""
+        # The youngest first: each is put before the one put before it, and the oldest is to resume first.
         for run in sorted(runs, key=lambda run: -run.serial):
             self._queues[run.call.priority].appendleft(run)
 

@@ -72,9 +72,10 @@ def whole(tensors: Mapping[str, torch.Tensor]) -> dict[str, Sequence[Part]]:
 class Tensors:
     """Named tensors, or parts of them, as targets of flat bytes in buckets of any size."""
 
-    def __init__(self, manifest: Manifest, parts: Parts) -> None:
+    def __init__(self, manifest: Manifest, parts: Parts, device: torch.device | None = None) -> None:
         """Take ``parts`` of all tensors of the layout; their dtypes may differ: values are cast.
 
+        ``device``: what is written is brought there in one copy, and taken apart there; None: it is where they are.
         Raises `UpdateFailed` for a tensor that is not there, or is larger than the layout says.
         """
         for slot in manifest.slots:
@@ -85,11 +86,12 @@ class Tensors:
                 if len(ends) != len(slot.shape) or any(e > size for e, size in zip(ends, slot.shape, strict=True)):
                     raise UpdateFailed(f"tensor {slot.name!r} has shape {ends} here; the layout says {slot.shape}")
         self._slots = manifest.slots
-        self._parts = parts
+        self._parts, self._device = parts, device
 
     @torch.no_grad()
     def write(self, offset: int, data: torch.Tensor) -> None:
         """Copy ``data`` [n] uint8, the flat bytes from ``offset`` on, into the parts that they belong to."""
+        data = data if self._device is None else data.to(self._device)
         for values, here in meetings(self._slots, self._parts, offset, data):
             here.copy_(values)
 
@@ -110,6 +112,7 @@ def pack(
     for start, stop in spans:
         bucket = buffer[: stop - start]
         if not complete:
+            # The buffer has the last bucket's bytes, and the ranks' buckets are summed: what others give must be zero.
             bucket.zero_()
         for room, values in meetings(manifest.slots, parts, start, bucket):
             room.copy_(values)

@@ -13,7 +13,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from io import FileIO
 from pathlib import Path
 from threading import Lock
@@ -129,11 +129,16 @@ Pin = Callable[[torch.Tensor], Callable[[], None]]
 
 
 class Intake(ABC):
-    """The memory that versions arrive in, one at a time."""
+    """The memory that versions arrive in, one at a time. It is the `IncomingWeights` of the version that arrives."""
 
     def __init__(self, manifest: Manifest, state: ReceiverState) -> None:
         self.manifest = manifest
         self.state = state
+        self.shares: list[_Arrival] = []
+        self.torn = False
+        """True once a part of a version was written over the served weights, until all of it has come."""
+        self._copy: HostCopy | None = None
+        """The machine's copy that the version was mapped from; None where it was received, share by share."""
 
     def fill(self, version: int, receive: Receive) -> ReceiveReport:
         """Let ``receive`` put ``version`` in, all of it or nothing.
@@ -151,23 +156,35 @@ class Intake(ABC):
         self.state.complete()
         return report
 
-    @property
-    def torn(self) -> bool:
-        """True once a part of a version was written over the served weights, until all of it has come."""
-        return False
+    def take_in(self, version: int, receive: Receive) -> ReceiveReport:
+        """Do what `fill` does, for a caller that tells `state` of it."""
+        self._copy, self.shares = None, [self._sink(share, version) for share in self.manifest.shares()]
+        started = time.perf_counter()
+        receive(self)
+        arrived = time.perf_counter()
+        if self._copy is not None:
+            checksum = self._copy.checksum
+        else:
+            checksum = combined([digest for share in self.shares for digest in share.check()])
+        nbytes = sum(share.nbytes for share in self.shares)
+        return ReceiveReport(arrived - started, time.perf_counter() - arrived, nbytes, checksum)
+
+    def found(self, copy: HostCopy) -> None:
+        """Take the version from ``copy``."""
+        raise UpdateFailed(f"version {copy.version} was to be read from a copy, which needs rollout.enable_dual_buffer")
 
     @property
     def version(self) -> int | None:
         """The version that is staged, complete and checked."""
         return self.state.staged
 
-    @abstractmethod
-    def take_in(self, version: int, receive: Receive) -> ReceiveReport:
-        """Do what `fill` does, for a caller that tells `state` of it."""
-
     def loaded(self) -> None:
         """Unstage the version, which was loaded. Raises `UpdateFailed` when another one was received over it."""
         self.state.loaded()
+
+    @abstractmethod
+    def _sink(self, share: Manifest, version: int) -> _Arrival:
+        """Make the sink of a sender's share of ``version``."""
 
 
 class BackBuffer(Intake):
@@ -194,6 +211,8 @@ class BackBuffer(Intake):
         self._unpin: Callable[[], None] | None = None
         self._holds: int | None = None
         """The version that lies in memory of its own, complete."""
+        self._base: int | None = None
+        """The same, before the version that arrives: what a delta may be applied to."""
         self._mapping = Lock()
 
     @property
@@ -208,17 +227,28 @@ class BackBuffer(Intake):
         return str(self._staged_memory().path)
 
     def take_in(self, version: int, receive: Receive) -> ReceiveReport:
-        base, self._holds = self._holds, None
-        arriving = _IncomingVersion(
-            self.manifest, lambda share: _IntoBuffer(share, version, self._own, base), partial(self._adopt, version)
-        )
-        report = arriving.receive(receive)
+        self._base, self._holds = self._holds, None
+        report = super().take_in(version, receive)
         assert self._memory is not None
-        if arriving.copy is None:
+        if self._copy is None:
             # Only now, with all bytes checked: whoever maps the memory trusts the stamp.
-            self._memory.stamp = version
-            self._holds = version
+            self._memory.stamp = self._holds = version
         return replace(report, path=str(self._memory.path))
+
+    def found(self, copy: HostCopy) -> None:
+        if self._memory is None or not self._memory.is_at(copy.path):
+            self._map(SharedBytes.at(copy.path, self.manifest.nbytes), owns=False)
+            assert self._memory is not None
+        version = self.state.version
+        if not copy.version == version == self._memory.stamp:
+            raise UpdateFailed(
+                f"version {version} was to be read from a copy on this machine, which holds "
+                f"{'none' if self._memory.stamp == NOTHING else f'version {self._memory.stamp}'}"
+            )
+        self._copy = copy
+
+    def _sink(self, share: Manifest, version: int) -> _Arrival:
+        return _IntoBuffer(share, version, self._own, self._base)
 
     def windows(self, nbytes: int) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield ``(offset, bytes)`` of the staged version, at most ``nbytes`` at a time: views."""
@@ -242,16 +272,6 @@ class BackBuffer(Intake):
             # Before the first byte is written: another process that maps this memory would take it for the old version.
             self._memory.stamp = NOTHING
             return self._memory.flat
-
-    def _adopt(self, version: int, copy: HostCopy) -> None:
-        if self._memory is None or not self._memory.is_at(copy.path):
-            self._map(SharedBytes.at(copy.path, self.manifest.nbytes), owns=False)
-            assert self._memory is not None
-        if not copy.version == version == self._memory.stamp:
-            raise UpdateFailed(
-                f"version {version} was to be read from a copy on this machine, which holds "
-                f"{'none' if self._memory.stamp == NOTHING else f'version {self._memory.stamp}'}"
-            )
 
     def _map(self, memory: SharedBytes, *, owns: bool) -> None:
         if self._unpin is not None:  # before the old memory is let go: pages cannot be unlocked once they are unmapped
@@ -286,58 +306,20 @@ class InPlace(Intake):
         self._tensors = tensors
         self._window = window
         self._pinned = pinned
-        self._torn = False
-
-    @property
-    def torn(self) -> bool:
-        return self._torn
 
     def take_in(self, version: int, receive: Receive) -> ReceiveReport:
-        self._torn = False
-        arriving = _IncomingVersion(
-            self.manifest,
-            lambda share: _IntoTensors(share, version, self._write, pinned=self._pinned),
-            partial(self._adopt, version),
-        )
-        report = arriving.receive(receive)
-        self._torn = False
+        self.torn = False
+        report = super().take_in(version, receive)
+        self.torn = False
         return report
 
-    def _adopt(self, version: int, copy: HostCopy) -> None:
-        raise UpdateFailed(f"version {version} was to be read from a copy, which needs rollout.enable_dual_buffer")
+    def _sink(self, share: Manifest, version: int) -> _Arrival:
+        return _IntoTensors(share, version, self._write, pinned=self._pinned)
 
     def _write(self, offset: int, data: torch.Tensor) -> None:
-        self._torn = True
+        self.torn = True
         for start, stop in buckets(data.numel(), self._window):
             self._tensors.write(offset + start, data[start:stop])
-
-
-class _IncomingVersion:
-    """One version that is being received (`IncomingWeights`)."""
-
-    def __init__(
-        self, manifest: Manifest, sink: Callable[[Manifest], _Arrival], adopt: Callable[[HostCopy], None]
-    ) -> None:
-        self.shares = [sink(share) for share in manifest.shares()]
-        self.copy: HostCopy | None = None
-        """Copy of the machine that the version was mapped from; None where it was received, share by share."""
-        self._adopt = adopt
-
-    def found(self, copy: HostCopy) -> None:
-        self._adopt(copy)
-        self.copy = copy
-
-    def receive(self, receive: Receive) -> ReceiveReport:
-        """Let all shares come in, and compare them with the senders' digests: `UpdateFailed` names a wrong tensor."""
-        started = time.perf_counter()
-        receive(self)
-        arrived = time.perf_counter()
-        if self.copy is not None:
-            checksum = self.copy.checksum
-        else:
-            checksum = combined([digest for share in self.shares for digest in share.check()])
-        nbytes = sum(share.nbytes for share in self.shares)
-        return ReceiveReport(arrived - started, time.perf_counter() - arrived, nbytes, checksum)
 
 
 class _Arrival(ABC):

@@ -47,6 +47,7 @@ class Stream:
     def __iter__(self) -> Iterator[Chunk]:
         began = time.perf_counter()
         for index, (offset, data) in enumerate(self._windows):
+            # Before it is sent: the window's memory is the next one's as soon as that is drawn.
             self._digests.add(offset, data)
             self.nbytes += data.numel()
             self.gather_s += time.perf_counter() - began
@@ -102,6 +103,7 @@ class Staged:
                 whole.payload.copy_(host)
             else:
                 whole.payload.copy_(data)
+            # Of the copy, not of the window: what is sent is the copy, and a wrong copy is to be noticed.
             running.add(offset, whole.payload)
         self._digests = running.finished()
         self.version = version

@@ -3,15 +3,14 @@
 ServedWeights   the tensors that are served
 WeightMemory    their memory, which a sleeping engine gives back
 WeightUpdates   how new ones come, beside those that are served or over them; `ReceiverState` says how far they are
-SideStream      a stream of the device for the receiving thread, so that decoding does not wait for it
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import nullcontext
 from functools import partial
 from typing import TypeVar
 
@@ -19,13 +18,13 @@ import torch
 from transformers import PreTrainedModel
 
 from headway.data.interfaces.weights import ReceiveReport
-from headway.devices import DeviceStream, host_buffer, kind_of
+from headway.devices import host_buffer, kind_of
 from headway.engines.weights.buckets import Parts, Tensors, whole
 from headway.engines.weights.incoming_version import BackBuffer, InPlace, Intake
 from headway.engines.weights.protocols import IncomingWeights
 from headway.engines.weights.receiver_state import ReceiverState
-from headway.engines.weights.weight_layout import Manifest
-from headway.errors import ModelError, RunError, UpdateFailed, boundary
+from headway.engines.weights.weight_layout import Manifest, check_layout
+from headway.errors import RunError, UpdateFailed, boundary
 from headway.models.weight_files import FileTensor, file_tensors
 
 T = TypeVar("T")
@@ -68,27 +67,9 @@ class ServedWeights:
         tied = model.state_dict().keys() - parameters.keys()
         return cls(files, parts, WeightMemory(model.parameters()), model.device, name, tied)
 
-    def check_layout(self, manifest: Manifest) -> None:
-        """Raise `ModelError` unless ``manifest`` has every tensor of the model's files once, in its own shape."""
-        for slot in manifest.slots:
-            shape = self._shapes.get(slot.name)
-            if shape != slot.shape:
-                found = "no such tensor" if shape is None else f"shape {shape}"
-                if slot.name in self._tied:
-                    found = "none of its own, since it ties together what it reads and what it says"
-                raise ModelError(f"updates bring {slot.name!r} of shape {slot.shape}; the receiving model has {found}")
-        there = {slot.name for slot in manifest.slots}
-        missing = [name for name in self._shapes if name not in there]
-        if missing:
-            raise ModelError(
-                f"updates leave out {len(missing)} of the receiving model's weights, such as {missing[0]!r}"
-            )
-
     def target(self, manifest: Manifest) -> Tensors:
         """The tensors into which flat bytes in host memory are written."""
-        if self.device.type != "cpu":
-            return _ThroughDevice(manifest, self._parts, self.device)
-        return Tensors(manifest, self._parts)
+        return Tensors(manifest, self._parts, None if self.device.type == "cpu" else self.device)
 
     def updates(
         self,
@@ -105,7 +86,7 @@ class ServedWeights:
             receive: lets a version come in, blocking.
             window: bytes that are copied at a time, a multiple of the layout's alignment.
         """
-        self.check_layout(manifest)
+        check_layout(manifest, self._shapes, "the receiving model", self._tied)
         kind, target = kind_of(self.device), self.target(manifest)
 
         def write(buffer: BackBuffer) -> None:
@@ -128,17 +109,6 @@ class ServedWeights:
         elif self.device.type != "cpu":
             self.memory.move_out()
         kind_of(self.device).release_cached()  # or the memory would be free for this process alone
-
-
-class _ThroughDevice(Tensors):
-    """Tensors on a device: what is written is brought there in one copy, and taken apart there."""
-
-    def __init__(self, manifest: Manifest, parts: Parts, device: torch.device) -> None:
-        super().__init__(manifest, parts)
-        self._device = device
-
-    def write(self, offset: int, data: torch.Tensor) -> None:
-        super().write(offset, data.to(self._device))
 
 
 class WeightMemory:
@@ -206,6 +176,7 @@ class WeightMemory:
                 storage.resize_(size)
 
     def _release(self) -> None:
+        # In place: a new storage would leave all views (joined projections, tied weights, graphs) with the old memory.
         for storage in self._storages:
             storage.resize_(0)
 
@@ -218,45 +189,6 @@ def _flat(storage: torch.UntypedStorage) -> torch.Tensor:
 def _to_host(storage: torch.UntypedStorage) -> torch.Tensor:
     kept = host_buffer(storage.nbytes(), pinned=kind_of(storage.device).pins_host_memory)
     return kept.copy_(_flat(storage))
-
-
-class SideStream:
-    """A stream on ``device`` for a receiving thread, made when first used. On a CPU it does nothing.
-
-        default stream    decode ▷ decode ▷ decode ▷ decode ▷ load ▷ decode
-        side stream          └▷ receive ▷ copy ▷ receive ▷ copy │ host waits, then reports the version as received
-
-    Work of one stream runs in order: buckets on the default stream would queue behind decoding steps, and steps behind
-    buckets.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream: DeviceStream | None = None
-
-    @contextmanager
-    def working(self) -> Iterator[None]:
-        """Run the work inside on the side stream; it has ended on the device when the block has.
-
-        It begins behind what the default stream was given so far, which may still read the tensors that are written.
-        Other streams need no event: they are only told of the tensors after the host has waited. For the same reason
-        no memory is recorded for a second stream: what was taken inside is given back to the stream that used it, and
-        no tensor of another stream can be freed and taken again while work here still writes it.
-        """
-        if self._stream is None:
-            self._stream = kind_of(self._device).side_stream(self._device)
-        if self._stream is None:
-            yield
-            return
-        self._stream.wait_for_default()
-        try:
-            with self._stream.working():
-                yield
-        except BaseException:
-            with suppress(RuntimeError):  # what went wrong first is the reason
-                self._stream.synchronize()
-            raise
-        self._stream.synchronize()
 
 
 async def outcome(work: Future[T]) -> T:
@@ -300,7 +232,7 @@ class WeightUpdates:
         self._receive = receive
         self._take_memory = take_memory
         self._write = write
-        self._stream = SideStream(device)
+        self._stream = kind_of(device).side_stream(device)
         self._device = device
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"headway-receive-{self._state.name}")
 
@@ -321,7 +253,7 @@ class WeightUpdates:
         # The state changes here and not where `start` is awaited: who waits may be cancelled while the thread goes on.
         # It changes once the stream has ended, or a load would read bytes that are still being copied.
         try:
-            with self._stream.working():
+            with nullcontext() if self._stream is None else self._stream.working():
                 report = self._intake.take_in(version, partial(self._receive, version))
                 if self._state.in_place:
                     kind_of(self._device).synchronize(self._device)

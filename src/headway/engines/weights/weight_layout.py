@@ -13,7 +13,7 @@ Nothing here imports torch.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from struct import pack
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 import xxhash
 
-from headway.errors import UpdateFailed
+from headway.errors import ModelError, UpdateFailed
 
 if TYPE_CHECKING:
     import torch
@@ -105,6 +105,25 @@ def build_manifest(tensors: Iterable[tuple[str, tuple[int, ...], torch.dtype]]) 
         slots.append(TensorSlot(name, tuple(shape), str(dtype).removeprefix("torch."), offset, nbytes))
         offset += nbytes
     return Manifest(tuple(slots))
+
+
+def check_layout(
+    manifest: Manifest, shapes: Mapping[str, tuple[int, ...]], receiver: str, tied: Collection[str] = ()
+) -> None:
+    """Raise `ModelError` unless ``manifest`` has each tensor of ``shapes`` once: the weights of ``receiver``.
+
+    A receiver that lacks a weight, or gets another, would serve half a model. ``tied``: names that the receiver has
+    beside those, for the same memory.
+    """
+    for slot in manifest.slots:
+        if (shape := shapes.get(slot.name)) != slot.shape:
+            found = "no such tensor" if shape is None else f"shape {shape}"
+            if slot.name in tied:
+                found = "none of its own, since it ties together what it reads and what it says"
+            raise ModelError(f"updates bring {slot.name!r} of shape {slot.shape}; {receiver} has {found}")
+    there = {slot.name for slot in manifest.slots}
+    if missing := [name for name in shapes if name not in there]:
+        raise ModelError(f"updates leave out {len(missing)} weights of {receiver}, such as {missing[0]!r}")
 
 
 def bucket_bytes(megabytes: float) -> int:

@@ -90,5 +90,6 @@ class _Joined(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        # Not summed over the ranks: all compute the same loss from all values, and a sum would count it once for each.
         (places,) = ctx.saved_tensors
         return grads[0].index_select(0, places), None, None, None

@@ -7,7 +7,8 @@ decode_batch.py    calls that decode, each in a row
 model_runner.py    tensors of a step
 sampler.py         tokens from logits
 kv_cache.py        keys and values               prefix_cache.py    which contexts are kept where
-model/             the module as it is, or a faster forward pass for the Llama family; recorded steps
+policy_forward.py  the module as it is; recorded steps    fused_forward.py  a faster pass for the Llama family
+step_attention.py  a step, and who attends to what in it
 
 Every engine uses `engine_base`, `scheduler` and `engine_activity`; the weights and their updates are in
 `headway.engines.weights.served_weights`.

@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 
 from headway.data.types import FinishReason, SampledTokens
 from headway.engines.rollout.engine_activity import DecodeStep
-from headway.engines.rollout.native.model.step_layout import SharedPrompts
 from headway.engines.rollout.native.model_runner import ModelRunner
 from headway.engines.rollout.native.sampler import SeenTokens, completed, window
 from headway.engines.rollout.native.step_admission import Prefixes, Siblings, StepAdmission
+from headway.engines.rollout.native.step_attention import SharedPrompts
 from headway.engines.rollout.scheduler import CallRun, uniforms
 
 

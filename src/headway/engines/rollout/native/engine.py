@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -44,23 +43,14 @@ class NativeEngine(EngineBase):
 
     Args:
         model: a decoder on the device that it is to be served from; its first weights are version 0.
-        name: of the replica, in results and messages.
-        seed: of the run; with a trajectory's id, a call's key and a position it determines the uniform that a token is
-            sampled with.
-        slots: calls that decode at once.
-        max_context: most tokens of context and continuation together.
-        max_batched_tokens: prefilled in one step, unless one context alone is longer.
-        kv_cache_bytes: for rows that decode and contexts kept for later calls, together. Where they are short, contexts
-            are prefilled again, and calls wait or are parked. Default: enough for ``slots`` of either kind.
-        enforce_eager: on a GPU, decode without CUDA graphs (see `DecodeGraphs`).
-        decode: token ids to text, to find stop strings; it gets the stop token too.
         receive: lets a version come in, blocking; a transport's end. Without it there are no updates.
         manifest: the layout of what it brings.
         dual_buffer: weights arrive in a back buffer in host memory, which may be another process's, while decoding
             goes on. Else they are written over the served ones, for which the engine has to be paused or asleep.
         consume_bucket_bytes: copied at a time into the served weights; a multiple of
-        `engines.weights.weight_layout.ALIGNMENT`. temperature: of the run's sampling, for `probe`; each request has its
-        own. clock: seconds, the same clock as the events'.
+            `engines.weights.weight_layout.ALIGNMENT`.
+        enforce_eager: on a GPU, decode without CUDA graphs (see `DecodeGraphs`).
+        core: arguments of `EngineCore`.
 
     Raises `ModelError` for a model that it cannot serve, or whose tensors are not what ``manifest`` will bring, and
     `ConfigError` for a ``consume_bucket_bytes`` that does not fit.
@@ -72,40 +62,21 @@ class NativeEngine(EngineBase):
         self,
         model: PreTrainedModel,
         *,
-        name: str,
-        seed: int,
-        slots: int,
-        max_context: int,
-        max_batched_tokens: int,
-        kv_cache_bytes: int | None = None,
-        enforce_eager: bool = False,
-        decode: Callable[[Sequence[int]], str],
         receive: Callable[[int, IncomingWeights], None] | None = None,
         manifest: Manifest | None = None,
         dual_buffer: bool = True,
         consume_bucket_bytes: int = 64 * 2**20,
-        temperature: float = 1.0,
-        clock: Callable[[], float] = time.monotonic,
+        enforce_eager: bool = False,
+        **core: Any,
     ) -> None:
-        super().__init__(name, slots)
         if consume_bucket_bytes <= 0 or consume_bucket_bytes % ALIGNMENT:
             raise ConfigError(
                 f"weights are copied by a positive multiple of {ALIGNMENT} bytes; {consume_bucket_bytes} was given "
                 "(see rollout.param_update_consume_bucket_size_mb)"
             )
-        self._core = EngineCore(
-            model,
-            name=name,
-            seed=seed,
-            slots=slots,
-            max_context=max_context,
-            max_batched_tokens=max_batched_tokens,
-            kv_cache_bytes=kv_cache_bytes,
-            recorder=None if enforce_eager else kind_of(model.device).recorder(model.device),
-            decode=decode,
-            clock=clock,
-            temperature=temperature,
-        )
+        recorder = None if enforce_eager else kind_of(model.device).recorder(model.device)
+        self._core = EngineCore(model, recorder=recorder, **core)
+        super().__init__(self._core.name, self._core.slots)
         self.capabilities = replace(
             NativeEngine.capabilities, double_buffered=dual_buffer, reproducible=self._core.reproducible
         )
@@ -123,7 +94,7 @@ class NativeEngine(EngineBase):
         """Held to post a command, and to declare that none will be read any more."""
         self._ended: Callable[[], HeadwayError] | None = None
         self._closing = False
-        self._thread = threading.Thread(target=self._serve, name=f"headway-decode-{name}", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name=f"headway-decode-{self.name}", daemon=True)
         self._close_s = close_s(sum(parameter.nbytes for parameter in model.parameters()))
         self._thread.start()
 

@@ -12,46 +12,16 @@ blocks of contexts that do not decode (see `prefix_cache`), the first block at t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import PreTrainedConfig
 
 from headway.engines.rollout.native.prefix_cache import BLOCK, BlockCopy
-from headway.engines.rollout.native.supported_models import not_served
-from headway.errors import said_by
+from headway.engines.rollout.native.supported_models import KvGeometry
 
 ROOM_STEP = 64
 """Number of positions by which rows are lengthened at a time, unless more is asked for."""
-
-
-@dataclass(frozen=True, slots=True)
-class KvGeometry:
-    """The sizes of a decoder's keys and values."""
-
-    layers: int
-    kv_heads: int
-    head_dim: int
-
-    @classmethod
-    def of(cls, config: PreTrainedConfig) -> KvGeometry:
-        """Read the sizes off a Hugging Face config; raises `ModelError` where it does not state them."""
-        try:
-            heads = int(config.num_attention_heads)
-            kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
-            if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
-                kv_heads = 1  # Falcon, whose config gives no number
-            head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
-            return cls(int(config.num_hidden_layers), kv_heads, head_dim)
-        except (
-            AttributeError,
-            RuntimeError,
-        ) as missing:  # the latter where layers differ: transformers' own kind of it
-            raise not_served(
-                config, f"its config does not state one size of attention heads for all layers ({said_by(missing, 80)})"
-            ) from missing
 
 
 def enough(slots: int, context: int) -> int:
@@ -139,7 +109,7 @@ class SlotCache:
         order = range(len(lengths)) if needed < room else reversed(range(len(lengths)))
         for row in order:
             length = int(lengths[row])
-            # By way of a copy: a row's old and new place may overlap.
+            # By way of a copy: a row's old and new place may overlap, and `copy_` reads what it has written then.
             self._rows[:, row, :, :length] = before[:, row, :, :length].clone()
 
     def addresses(self, lengths: torch.Tensor) -> torch.Tensor:

@@ -29,12 +29,11 @@ from transformers import PreTrainedModel
 
 from headway.data.interfaces.rollout import SamplingParams
 from headway.devices import GraphRecorder, kind_of
-from headway.engines.rollout.native.kv_cache import ROOM_STEP, KvGeometry, SlotCache, enough
-from headway.engines.rollout.native.model import cuda_graphs
-from headway.engines.rollout.native.model.policy_forward import PolicyForward
-from headway.engines.rollout.native.model.step_layout import Decoding, PrefillContext, RowBlock, SharedPrompt, Windows
+from headway.engines.rollout.native.kv_cache import ROOM_STEP, SlotCache, enough
+from headway.engines.rollout.native.policy_forward import RECORDED_SPAN_STEP, DecodeGraphs, PolicyForward
 from headway.engines.rollout.native.sampler import BatchSampling, behaviour_logprobs, sample
-from headway.engines.rollout.native.supported_models import has_experts
+from headway.engines.rollout.native.step_attention import Decoding, PrefillContext, RowBlock, SharedPrompt
+from headway.engines.rollout.native.supported_models import KvGeometry, Windows, has_experts
 from headway.errors import ConfigError
 
 TOGETHER = 34
@@ -138,6 +137,8 @@ class ModelRunner:
         least_rows = self._least_invariant_rows()
         self.invariant = least_rows is not None
         """A row's logits do not depend on how many are beside it, or on which."""
+        # Before the cache is made, to whose rows it adds. On a CPU that was tried, the last bits of a row depended on
+        # how many were beside it wherever there were fewer than four, and so did what was sampled.
         self._least_rows = least_rows or self._fixed_rows(slots)
         self._mixes = self.invariant or self.device.type != "cpu"
         if not forward.recordable:
@@ -149,15 +150,13 @@ class ModelRunner:
             dtype=model.dtype,
             device=model.device,
             tokens=self._enough(slots) if kv_cache_bytes is None else self._tokens_in(kv_cache_bytes, slots),
-            room_step=ROOM_STEP
-            if recorder is None
-            else cuda_graphs.SPAN_STEP,  # another room is another shape to record
+            room_step=ROOM_STEP if recorder is None else RECORDED_SPAN_STEP,  # another room is another shape to record
         )
         self.roomy = self.cache.tokens >= slots * max_context
         """There is memory for a whole context in every slot."""
-        self._graphs: cuda_graphs.DecodeGraphs | None = None
+        self._graphs: DecodeGraphs | None = None
         if recorder is not None:
-            self._graphs = cuda_graphs.DecodeGraphs(forward, self.cache, recorder, self._window, self._dtype)
+            self._graphs = DecodeGraphs(forward, self.cache, recorder, self._window, self._dtype)
 
     def rows_of(self, rows: int) -> int:
         """Rows that a step of so many takes: fewer are filled up (see `least_invariant_rows`)."""

@@ -11,6 +11,7 @@ and on the steps made so far, never on the time. Commands run between two steps.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 import numpy as np
@@ -23,7 +24,7 @@ from headway.data.types import FinishReason, TrajectoryId
 from headway.devices import GraphRecorder
 from headway.engines.rollout.engine_activity import DecodeStep, NativeActivity
 from headway.engines.rollout.native.decode_batch import DecodeBatch
-from headway.engines.rollout.native.model.fused_forward import best_forward
+from headway.engines.rollout.native.fused_forward import best_forward
 from headway.engines.rollout.native.model_runner import ModelRunner
 from headway.engines.rollout.native.step_admission import StepAdmission
 from headway.engines.rollout.native.supported_models import prepare_model
@@ -37,7 +38,23 @@ Finished = tuple[str, FinishedCall]
 
 
 class EngineCore:
-    """Continuous batching over one model. Not thread-safe: one thread drives it."""
+    """Continuous batching over one model. Not thread-safe: one thread drives it.
+
+    Args:
+        model: a decoder on the device that it is to be served from; its first weights are version 0.
+        name: of the replica, in results and messages.
+        seed: of the run; with a trajectory's id, a call's key and a position it determines the uniform that a token is
+            sampled with.
+        slots: calls that decode at once.
+        max_context: most tokens of context and continuation together.
+        max_batched_tokens: prefilled in one step, unless one context alone is longer.
+        kv_cache_bytes: for rows that decode and contexts kept for later calls, together. Where they are short, contexts
+            are prefilled again, and calls wait or are parked. Default: enough for ``slots`` of either kind.
+        recorder: of decoding steps, which are then replayed.
+        decode: token ids to text, to find stop strings; it gets the stop token too.
+        clock: seconds, the same clock as the events'.
+        temperature: of the run's sampling, for `probe`; each request has its own.
+    """
 
     def __init__(
         self,
@@ -51,10 +68,10 @@ class EngineCore:
         kv_cache_bytes: int | None = None,
         recorder: GraphRecorder | None = None,
         decode: Callable[[Sequence[int]], str],
-        clock: Callable[[], float],
+        clock: Callable[[], float] = time.monotonic,
         temperature: float = 1.0,
     ) -> None:
-        self._name = name
+        self.name, self.slots = name, slots
         self._max_context = max_context
         self._temperature = temperature
         self._clock = clock
@@ -106,7 +123,7 @@ class EngineCore:
     def resume(self) -> None:
         """Resume decoding. Raises `RunError` while asleep, and while there is no whole version to sample from."""
         if self._asleep:
-            raise RunError(f"rollout engine {self._name} was told to resume while asleep; call wake() first")
+            raise RunError(f"rollout engine {self.name} was told to resume while asleep; call wake() first")
         self.weights.state.check("resume")
         self._scheduler.resume()
         self._in_place = True
@@ -115,7 +132,7 @@ class EngineCore:
         """Raise `UpdateFailed` unless nothing decodes, nor will before `resume`."""
         if self._scheduler.mode is not Mode.PAUSED:
             raise UpdateFailed(
-                f"rollout engine {self._name} was told to {doing}, which writes over the weights that it decodes with, "
+                f"rollout engine {self.name} was told to {doing}, which writes over the weights that it decodes with, "
                 "while it is not paused; call pause() first and wait for it, or set rollout.enable_dual_buffer"
             )
 
@@ -128,7 +145,7 @@ class EngineCore:
         self._activity.stop()
         start = self._clock()
         load()
-        self._runner.refresh()
+        self._runner.refresh()  # before anything is computed: copies of the weights are still the old version's
         self._batch.renew(in_place=self._in_place)
         self.version = version
         return self._clock() - start
@@ -154,7 +171,7 @@ class EngineCore:
     def sleep(self, *, keep_weights: bool = True) -> None:
         """Free the KV cache and the weights' memory; what was decoding is parked. Raises `RunError` unless paused."""
         if self._scheduler.mode is not Mode.PAUSED:
-            raise RunError(f"rollout engine {self._name} was told to sleep while decoding; pause it first")
+            raise RunError(f"rollout engine {self.name} was told to sleep while decoding; pause it first")
         self.weights.state.check_unwritten("sleep")
         if not self._asleep:
             self._park()
@@ -179,7 +196,7 @@ class EngineCore:
             return None
         self.weights.state.check("probe")
         if not self.weights.memory.there:
-            raise RunError(f"rollout engine {self._name} was told to probe while its weights sleep; call wake() first")
+            raise RunError(f"rollout engine {self.name} was told to probe while its weights sleep; call wake() first")
         self._activity.stop()
         return self._runner.score(sequences, PROBE_PREFILL, self._temperature).reshape(-1)
 
@@ -221,7 +238,7 @@ class EngineCore:
     def _postprocess(self, admission: StepAdmission, logits: torch.Tensor) -> list[Finished]:
         """Sample a token for every row, and take out the rows that it ends."""
         if not self._batch.sample(logits, self.version):
-            raise not_finite(self._name, self.version)
+            raise not_finite(self.name, self.version)
         now = self._clock()
         for run in admission.starting:
             run.begin(now, self.version)

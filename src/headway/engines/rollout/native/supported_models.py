@@ -1,14 +1,19 @@
-"""Models that the native engine can run: the check of a config before anything starts, and the preparation of a module.
+"""Models that the native engine can run: checks of a config before anything starts, and the preparation of a module.
+
+Also here: the sizes of its keys and values, and its attention's windows, as its config has them.
 
 What no config tells is found when the engine starts, by a short trial
-(`headway.engines.rollout.native.model.fused_forward`).
+(`headway.engines.rollout.native.fused_forward`).
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from headway.errors import ModelError
+from headway.errors import ModelError, said_by
 
 ALIBI = "biases of its attention (ALiBi), which its code makes from a mask of whole rows"
 LATENT = "latent attention, whose keys and values have heads of other sizes than the config's head_dim"
@@ -76,3 +81,71 @@ def prepare_model(model: PreTrainedModel, max_context: int) -> None:
             parameter.data = parameter.detach().clone()
     if model.config._attn_implementation not in ("sdpa", "eager"):
         model.set_attn_implementation("sdpa")
+
+
+@dataclass(frozen=True, slots=True)
+class KvGeometry:
+    """The sizes of a decoder's keys and values."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+
+    @classmethod
+    def of(cls, config: PreTrainedConfig) -> KvGeometry:
+        """Read the sizes off a Hugging Face config; raises `ModelError` where it does not state them."""
+        try:
+            heads = int(config.num_attention_heads)
+            kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
+            if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
+                kv_heads = 1  # Falcon, whose config gives no number
+            head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+            return cls(int(config.num_hidden_layers), kv_heads, head_dim)
+        except (AttributeError, RuntimeError) as missing:  # the latter, of transformers, where layers differ
+            raise not_served(
+                config, f"its config does not state one size of attention heads for all layers ({said_by(missing, 80)})"
+            ) from missing
+
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+@dataclass(frozen=True, slots=True)
+class Windows:
+    """The attention windows of a model, for contexts of some length: Mistral and some Qwen2 models have them.
+
+    A windowed layer's keys and values are kept as far as all others' are; what lies before the window is masked.
+    """
+
+    size: int | None
+    """Tokens that a windowed layer attends to, the newest included; None: no layer's window is ever full."""
+    layers: tuple[bool, ...]
+    """Flags of the layers that are windowed."""
+
+    @classmethod
+    def of(cls, config: PreTrainedConfig, max_context: int) -> Windows:
+        """Read them off a Hugging Face config. Raises `ModelError` for kinds of attention that are neither."""
+        whole, config = config, config.get_text_config()
+        size = getattr(config, "sliding_window", None)
+        kinds = getattr(config, "layer_types", None) or [FULL if size is None else SLIDING] * config.num_hidden_layers
+        if unknown := sorted(set(kinds) - {FULL, SLIDING}):
+            raise not_served(whole, f"some of its layers have {unknown[0]}, and the engine knows {FULL} and {SLIDING}")
+        layers = tuple(kind == SLIDING for kind in kinds)
+        if size is None or size >= max_context or not any(layers):
+            return cls(None, (False,) * len(layers))
+        return cls(int(size), layers)
+
+    @property
+    def mixed(self) -> bool:
+        """Some layers are windowed and some are not."""
+        return len(set(self.layers)) > 1
+
+    def causal(
+        self, queries: range, keys: int, dtype: torch.dtype, device: torch.device, *, windowed: bool
+    ) -> torch.Tensor:
+        """[Q, keys]: 0 where a query, at one of the positions ``queries``, attends, else -inf."""
+        ahead = torch.arange(keys, device=device) - torch.arange(queries.start, queries.stop, device=device)[:, None]
+        hidden = ahead > 0
+        if windowed and self.size is not None:
+            hidden |= ahead <= -self.size
+        return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, -torch.inf)

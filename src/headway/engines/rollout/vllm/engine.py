@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,22 +27,154 @@ from headway.config.doctor import check_vllm_installed
 from headway.config.sizing.timeouts import close_s, model_nbytes
 from headway.data.interfaces.rollout import Capabilities, OnUpdate
 from headway.data.types import TrajectoryId
+from headway.devices import CPU, kind_here
 from headway.engines.rollout.engine_activity import VllmActivity
 from headway.engines.rollout.engine_base import EngineBase, Work
-from headway.engines.rollout.vllm.launch import (
-    VllmSettings,
-    check_manifest,
-    is_cpu_build,
-    is_roomy,
-    start,
-)
 from headway.engines.rollout.vllm.vllm_core import VllmCore
 from headway.engines.weights.incoming_version import BackBuffer
 from headway.engines.weights.protocols import IncomingWeights
 from headway.engines.weights.receiver_state import ReceiverState
 from headway.engines.weights.served_weights import WeightUpdates, outcome
-from headway.engines.weights.weight_layout import Manifest
-from headway.errors import HeadwayError, RunError, StallError, WorkerDied
+from headway.engines.weights.weight_layout import Manifest, check_layout
+from headway.errors import ConfigError, HeadwayError, RunError, StallError, WorkerDied
+from headway.models.model_folder import tensors_in_files
+
+PACKAGE = __name__.rpartition(".")[0]
+KV_CACHE_GIB = 1.0
+"""GiB of the KV cache on a CPU, where vLLM would take nearly all memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class VllmSettings:
+    """The settings that vLLM is started with."""
+
+    model_path: Path
+    slots: int
+    max_context: int
+    dtype: str = "auto"
+    """The dtype of weights and arithmetic as torch spells it, without the prefix; ``auto``: the folder's."""
+    max_batched_tokens: int | None = None
+    """Tokens of one step, prompts and answers together. None: vLLM's own."""
+    kv_cache_gib: float | None = None
+    """Memory for keys and values. None: `KV_CACHE_GIB` on a CPU, a share of the device elsewhere."""
+    enforce_eager: bool = False
+    """Run without CUDA graphs; on a CPU that is always so."""
+    trust_remote_code: bool = False
+    """Run code that the model folder brings."""
+    sleep: bool = False
+    """The device's memory is given back on demand; not on a CPU."""
+    tensor_parallel: int = 1
+    """Devices that divide each layer, those that this process sees first: each has a process of vLLM's."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments of vLLM's ``AsyncEngineArgs``, by name."""
+
+
+def prepare_environment(on_cpu: bool) -> None:
+    """Set what vLLM reads from the environment when it is imported, and its processes when they start.
+
+    Nothing that the user has set is changed. On a CPU, without compilation: a first request for log-probs would else
+    compile for half a minute; and without binding to cores, which are shared with the trainer.
+    """
+    variables = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    if on_cpu:
+        variables |= {"TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    for variable, value in variables.items():
+        os.environ.setdefault(variable, value)
+
+
+def start_vllm(settings: VllmSettings, stat_logger: Callable[..., Any]) -> Any:
+    """Start vLLM's processes and load the model, blocking: an ``AsyncLLM`` of the running loop.
+
+    Raises `ConfigError` when vLLM is missing or refuses the settings, and `WorkerDied` when its processes end.
+    """
+    check_vllm_installed()
+    on_cpu = kind_here() is CPU
+    prepare_environment(on_cpu)
+    from vllm.config import WeightTransferConfig  # type: ignore[import-not-found]
+    from vllm.engine.arg_utils import AsyncEngineArgs  # type: ignore[import-not-found]
+    from vllm.v1.engine.async_llm import AsyncLLM  # type: ignore[import-not-found]
+
+    from headway.engines.rollout.vllm.extension import BACKEND
+
+    gib = settings.kv_cache_gib
+    if gib is None and on_cpu and "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
+        gib = KV_CACHE_GIB
+    arguments: dict[str, Any] = {
+        "model": str(settings.model_path),
+        "tokenizer": str(settings.model_path),
+        "trust_remote_code": settings.trust_remote_code,
+        "dtype": settings.dtype,
+        "max_model_len": settings.max_context,
+        "max_num_seqs": settings.slots + 1,  # the probe has a place of its own beside requests that stand still
+        "logprobs_mode": "processed_logprobs",
+        "generation_config": "vllm",  # what the folder recommends must not change the distribution
+        "enable_prefix_caching": True,
+        "enforce_eager": on_cpu or settings.enforce_eager,
+        "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
+        "worker_extension_cls": f"{PACKAGE}.extension.WorkerExtension",
+        "enable_sleep_mode": settings.sleep,
+        "enable_logging_iteration_details": True,  # what a step computed is told to nobody else
+    }
+    arguments |= _batching(settings, on_cpu)
+    if settings.tensor_parallel > 1:
+        # By processes of its own: within Ray's placement groups vLLM would start actors, beside the run's.
+        arguments |= {"tensor_parallel_size": settings.tensor_parallel, "distributed_executor_backend": "mp"}
+    if gib is not None:
+        arguments["kv_cache_memory_bytes"] = int(gib * 2**30)
+    try:
+        engine_arguments = AsyncEngineArgs(**{**arguments, **settings.options})
+    except (TypeError, ValueError) as cause:
+        raise ConfigError(f"vLLM does not take its settings: {cause}") from cause
+    try:
+        return AsyncLLM.from_engine_args(engine_arguments, stat_loggers=[stat_logger])
+    except ValueError as cause:  # pydantic's errors are among these
+        raise ConfigError(f"vLLM does not take its settings: {cause}") from cause
+    except RuntimeError as cause:
+        raise WorkerDied(f"vLLM did not start: {cause}; its own output says why") from cause
+
+
+def _batching(settings: VllmSettings, on_cpu: bool) -> dict[str, Any]:
+    """The settings that bound one step of vLLM's.
+
+    On a CPU a prompt is prefilled in one step, beside everything that decodes: vLLM turns a request's generator back
+    for each step that takes only a part of its prompt, and a CPU's generator cannot be turned back.
+    """
+    given, slots = settings.max_batched_tokens, settings.slots
+    if on_cpu:
+        return {
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": max(given or 0, settings.max_context + slots + 1),
+        }
+    if given is None:
+        return {}
+    return {"max_num_batched_tokens": max(slots + 1, min(given, slots * settings.max_context))}
+
+
+def is_cpu_build() -> bool:
+    """Tell whether the vLLM that is imported runs on a CPU."""
+    from vllm.platforms import current_platform  # type: ignore[import-not-found]
+
+    return bool(current_platform.is_cpu())
+
+
+def is_roomy(llm: Any, slots: int) -> bool:
+    """Tell whether vLLM's cache has a whole context per slot, so that it never preempts. False if that is unknown."""
+    contexts = getattr(llm.vllm_config.cache_config, "kv_cache_max_concurrency", None)
+    return bool(contexts and contexts > slots)  # just as many do not fit: one block is never given away
+
+
+def check_manifest(manifest: Manifest, model_path: Path) -> None:
+    """Raise `ModelError` unless ``manifest`` has each weight of the folder once, in its shape.
+
+    Folders without safetensors files are not looked at.
+    """
+    config = json.loads((model_path / "config.json").read_text())
+    # A tied output layer may be in the files, and need not come.
+    optional = {"lm_head.weight"} if config.get("tie_word_embeddings") else set()
+    optional -= {slot.name for slot in manifest.slots}
+    shapes = {one.name: tuple(one.shape) for one in tensors_in_files(model_path) if one.name not in optional}
+    if shapes:
+        check_layout(manifest, shapes, f"{model_path}, which vLLM serves,")
 
 
 class VllmEngine(EngineBase):
@@ -52,18 +186,11 @@ class VllmEngine(EngineBase):
         seed: of the run; with a call's episode and key it determines the seed of its request.
         slots: calls that decode at once: vLLM never has more of them.
         max_context: most tokens of a call's context and answer together.
-        dtype: of weights and arithmetic, as torch spells it without the prefix; ``auto``: the folder's.
         receive: puts a version into a sink, blocking; a transport's end. Without it there are no updates.
         manifest: the layout of what it brings.
         temperature: of the run's sampling, for `probe`; each request has its own.
         clock: seconds, the same clock as the events'.
-        max_batched_tokens: of one step of vLLM's; None: its own choice.
-        kv_cache_gib: memory for keys and values; None: 1 on a CPU, vLLM's own choice elsewhere.
-        enforce_eager: on a GPU, decode without CUDA graphs.
-        trust_remote_code: of the model folder.
-        sleep: the device's memory can be given back (GPUs).
-        tensor_parallel: devices that divide each layer.
-        options: further arguments of vLLM's ``AsyncEngineArgs``.
+        settings: further ones of `VllmSettings`.
 
     Reproducible: each call's request has a seed of its own, whose generator vLLM keeps through its pauses: what
     is sampled depends on when and with whom only where vLLM's logits do. The seeds are Headway's, what they draw is
@@ -89,35 +216,16 @@ class VllmEngine(EngineBase):
         seed: int,
         slots: int,
         max_context: int,
-        dtype: str = "auto",
         receive: Callable[[int, IncomingWeights], None] | None = None,
         manifest: Manifest | None = None,
         temperature: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
-        max_batched_tokens: int | None = None,
-        kv_cache_gib: float | None = None,
-        enforce_eager: bool = False,
-        trust_remote_code: bool = False,
-        sleep: bool = False,
-        tensor_parallel: int = 1,
-        options: Mapping[str, Any] | None = None,
+        **settings: Any,
     ) -> None:
         check_vllm_installed()
         self._close_s = close_s(model_nbytes(str(model_path)))
         super().__init__(name, slots)
-        self._settings = VllmSettings(
-            model_path=Path(model_path),
-            slots=slots,
-            max_context=max_context,
-            dtype=dtype,
-            max_batched_tokens=max_batched_tokens,
-            kv_cache_gib=kv_cache_gib,
-            enforce_eager=enforce_eager,
-            trust_remote_code=trust_remote_code,
-            sleep=sleep,
-            tensor_parallel=tensor_parallel,
-            options=options or {},
-        )
+        self._settings = VllmSettings(Path(model_path), slots, max_context, **settings)
         weights = ReceiverState(f"rollout engine {name}")
         self._core_settings: dict[str, Any] = {
             "name": name,
@@ -213,7 +321,7 @@ class VllmEngine(EngineBase):
 
     async def _live(self) -> None:
         activity = VllmActivity(self._clock)
-        llm = start(self._settings, activity.stat_logger)
+        llm = start_vllm(self._settings, activity.stat_logger)
         try:
             sleep = self._settings.sleep and not is_cpu_build()
             roomy = is_roomy(llm, self.slots)

@@ -154,7 +154,7 @@ class SharedMemoryTransfer(WeightTransferEngine):
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         finalize_layerwise_reload(self.model, self.model_config)
-        repack(self.model)
+        repack(self.model)  # behind the reload, which packs only what tensors were loaded into
 
     def shutdown(self) -> None:
         self._flat = torch.empty(0, dtype=torch.uint8)

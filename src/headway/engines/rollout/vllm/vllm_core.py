@@ -74,6 +74,7 @@ def sampling_of(run: CallRun) -> Any:
         include_stop_str_in_output=True,
         stop_token_ids=list(sampling.stop_token_ids) or None,
         ignore_eos=True,  # the model folder's: what ends an answer is in the request
+        # Without one all requests draw from one generator, in order of arrival.
         seed=run.key & ((1 << _SEED_BITS) - 1),
         logprobs=0,
         flat_logprobs=True,
@@ -200,7 +201,6 @@ class VllmCore:
 
     async def resume(self) -> None:
         """Resume decoding. Raises `RunError` while asleep, and while there is no whole version to sample from."""
-        self.check()
         async with self._alone():
             self._state.check("resume")
             await self._state.go_on()
@@ -215,7 +215,6 @@ class VllmCore:
         decoding keep the keys and values that they have. Raises `UpdateFailed`; the weights are then torn, if
         vLLM was told to load them.
         """
-        self.check()
         async with self._alone():
             start = self._clock()
             await self._state.halt(clear=False)
@@ -265,7 +264,6 @@ class VllmCore:
 
     async def wake(self) -> None:
         """Take the device's memory back; still paused."""
-        self.check()
         async with self._alone():
             await self._state.wake()
 

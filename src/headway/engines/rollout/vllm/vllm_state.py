@@ -63,6 +63,7 @@ class VllmLink:
                 self.end(attributed)
             raise attributed from cause
         finally:
+            # A dead vLLM never answers: each order would leave a task behind.
             answer.cancel()
             ended.cancel()
 

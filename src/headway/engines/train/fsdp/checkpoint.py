@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from headway.engines.train.fsdp.collectives import from_rank_zero, on_rank_zero
+from headway.engines.train.fsdp.device_mesh import from_rank_zero, on_rank_zero
 from headway.engines.train.state_file import REMOVE, STATE_FILE, files_of, read_state
 from headway.errors import ModelError, RunError, said_by
 from headway.models.pretrained import replace_folder

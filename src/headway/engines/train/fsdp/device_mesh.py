@@ -6,15 +6,17 @@
     inner    cp × tp neighbours                      compute the same rows, each a part of them
 
 tp is fastest, then cp: an inner mesh is a group of neighbours.
+
+Small collectives over the default process group are here, too. Every rank calls them, in the same order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -23,7 +25,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from headway.config.sections.learning import ParallelConfig
+from headway.errors import HeadwayError, RunError, said_by
 from headway.models.attention.ulysses import SequenceRanks
+
+T = TypeVar("T")
 
 REPLICATE, FSDP, TP, EFSDP, EP = "dp_replicate", "fsdp", "tp", "efsdp", "ep"
 """Names of the dimensions, those of `transformers`."""
@@ -122,3 +127,60 @@ def _own_group(groups: Sequence[Sequence[int]]) -> ProcessGroup:
     mine, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in groups])
     assert mine is not None
     return mine
+
+
+def reduce_numbers(
+    values: Sequence[float],
+    op: dist.ReduceOp.RedOpType,
+    device: torch.device,
+    group: dist.ProcessGroup | None = None,
+) -> list[float]:
+    """All-reduce ``values`` element by element in float64; every rank of ``group`` gets the same. Collective."""
+    reduced = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(reduced, op=op, group=group)
+    return reduced.tolist()
+
+
+def on_rank_zero(action: Callable[[], T]) -> T | None:
+    """Run ``action`` on rank zero while the others wait for it. Returns its result there, None elsewhere.
+
+    What it raises is raised on every rank: otherwise the others would wait in the next collective for ever.
+    """
+    result: T | None = None
+    outcome: list[Exception | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            result = action()
+        except Exception as error:
+            outcome = [error]
+    dist.broadcast_object_list(outcome, src=0)
+    if outcome[0] is not None:
+        raise outcome[0]
+    return result
+
+
+def on_all_ranks(action: Callable[[], T]) -> T:
+    """Run ``action`` on every rank, and return its result. What the first rank raises that fails is raised on all."""
+    result: T | None = None
+    failure: Exception | None = None
+    try:
+        result = action()
+    except HeadwayError as error:
+        failure = error
+    except Exception as error:  # of foreign code, which may not be one that can be sent
+        failure = RunError(said_by(error))
+        failure.__cause__ = error
+    failures: list[Exception | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(failures, failure)
+    first = failure or next((error for error in failures if error is not None), None)
+    if first is not None:
+        raise first
+    return cast(T, result)
+
+
+def from_rank_zero(action: Callable[[], T]) -> T:
+    """Run ``action`` on rank zero alone and return its result, pickled, on every rank. Errors as in `on_rank_zero`."""
+    shared: list[Any] = [on_rank_zero(action)]
+    dist.broadcast_object_list(shared, src=0)
+    result: T = shared[0]
+    return result

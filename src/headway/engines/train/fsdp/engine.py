@@ -31,15 +31,13 @@ from headway.data.assignment import GroupId
 from headway.data.interfaces.training import StepContext, StepReport, TrainedRow
 from headway.data.packing import CollatedRow, Tree
 from headway.engines.train.fsdp import objective
-from headway.engines.train.fsdp.collectives import BatchTotals, Sums, on_rank_zero, reduce_numbers
-from headway.engines.train.fsdp.device_mesh import TrainMesh
-from headway.engines.train.fsdp.learner import Learner
+from headway.engines.train.fsdp.column_engines import ProximalWeights
+from headway.engines.train.fsdp.device_mesh import TrainMesh, on_rank_zero, reduce_numbers
+from headway.engines.train.fsdp.learner import BatchTotals, Learner, Sums
 from headway.engines.train.fsdp.micro_batches import collate
 from headway.engines.train.fsdp.objective import NOTHING_APART, Objective, SplitEpisodes
-from headway.engines.train.fsdp.policy import forward_sharded
-from headway.engines.train.fsdp.policy_copies import ProximalWeights
-from headway.engines.train.fsdp.sharding import sharded_policy
-from headway.engines.train.fsdp.weight_gather import gather, gather_everywhere, given_parts
+from headway.engines.train.fsdp.sharded_module import forward_sharded, sharded_policy
+from headway.engines.train.fsdp.shards import gather, gather_everywhere, given_parts
 from headway.engines.weights.buckets import Parts
 from headway.engines.weights.outgoing_version import Window
 from headway.engines.weights.transports.disk import write_files
@@ -152,16 +150,13 @@ class FsdpEngine:
         self._mesh, self._device = mesh, mesh.device
         self._model_path = model_path
         self._policy = sharded_policy(model_path, config, mesh)
-        self._packing = self._policy.packing(config)
         self._files = file_tensors(self._policy.lm)
         self._objective = Objective(config)
         self._learner = Learner(
             self._policy,
             config.actor.optim,
             grad_clip=config.actor.grad_clip,
-            packing=self._packing,
             total_steps=total_optimizer_steps,
-            mesh=mesh,
         )
         keeps = config.async_training.trigger_parameter_sync_step > 1
         self._at_version = ProximalWeights(self._policy, keeps_copy=keeps)
@@ -170,7 +165,7 @@ class FsdpEngine:
 
     def forward_logprobs(self, rows: Sequence[CollatedRow]) -> list[NDArray[np.float32]]:
         """The [T] float32 log-probs of each of this rank's ``rows`` (nats, ``rollout.temperature`` applied)."""
-        return forward_sharded(self._policy, rows, self._packing, self._device)
+        return forward_sharded(self._policy, rows)
 
     def proximal_logprobs(self, rows: Sequence[CollatedRow], version: int) -> list[NDArray[np.float32]]:
         """Log-probs [T] of each of ``rows`` under the policy before the first optimizer step of ``version``.
@@ -194,7 +189,8 @@ class FsdpEngine:
 
     def _apart(self, rows: Sequence[CollatedRow]) -> SplitEpisodes:
         """Look at the episodes of ``rows`` that no micro-batch holds whole, in a pass without gradient."""
-        indices = self._packing.apart(rows, self._packing(rows, whole_episodes=True))
+        packing = self._policy.packing
+        indices = packing.apart(rows, packing(rows, whole_episodes=True))
         (most,) = reduce_numbers([len(indices)], dist.ReduceOp.MAX, self._device)
         if not most:
             return NOTHING_APART

@@ -4,38 +4,97 @@
                                                  │ gradients summed over ranks
               StepReport ◀── clip, step, or skip ◀── sums reduced over ranks
 
-What is computed is the caller's: the policy's loss, or the critic's.
+What is computed is the caller's: the policy's loss, or the critic's. Sums behind the metrics add up over micro-batches
+and ranks.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from headway.algorithms import health
 from headway.config.sections.learning import OptimConfig
 from headway.data.interfaces.training import StepReport
-from headway.data.packing import CollatedRow, Packing, Tree
+from headway.data.packing import CollatedRow, Tree, by_episode
+from headway.data.types import TrajectoryId
 from headway.engines.train.fsdp.checkpoint import load_checkpoint, save_checkpoint
-from headway.engines.train.fsdp.collectives import (
-    BatchTotals,
-    Sums,
-    as_metrics,
-    count,
-    merge,
-    reduce_numbers,
-    reduce_sums,
-)
-from headway.engines.train.fsdp.device_mesh import TrainMesh
-from headway.engines.train.fsdp.policy import micro_batches, rows_of
-from headway.engines.train.fsdp.shard_boxes import Pieces, copies, local
+from headway.engines.train.fsdp.device_mesh import reduce_numbers
+from headway.engines.train.fsdp.sharded_module import ShardedModule, micro_batches, rows_of
+from headway.engines.train.fsdp.shards import Pieces, copies, local
 from headway.runtime.progress import advance
+
+Sums = dict[str, Tensor]
+"""Sums for a step's metrics: float64 tensors by name. Those in `MAXIMA` are reduced by maximum, all others by sum."""
+
+HEALTH = "health/"
+MAXIMA = frozenset(HEALTH + name for name in health.MAX_REDUCED)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchTotals:
+    """Numbers of tokens and sequences that the loss counts in a whole mini-batch, over all ranks."""
+
+    tokens: float
+    """Number of tokens that the loss counts."""
+    sequences: float
+    """Number of episodes with at least one token that the loss counts."""
+    lengths: Mapping[TrajectoryId, int] = field(default_factory=dict)
+    """Numbers of tokens that the loss counts, of those episodes of this rank that have several rows."""
+
+
+def count(rows: Sequence[CollatedRow]) -> BatchTotals:
+    """Count the tokens and episodes of this rank's ``rows``: its share of the mini-batch's totals."""
+    tokens = [int(row.loss_mask.sum()) for row in rows]
+    episodes = by_episode(rows)
+    several = {rows[own[0]].episode: sum(tokens[i] for i in own) for own in episodes if len(own) > 1}
+    return BatchTotals(
+        tokens=float(sum(tokens)),
+        sequences=float(sum(any(tokens[i] for i in own) for own in episodes)),
+        lengths={episode: length for episode, length in several.items() if episode is not None},
+    )
+
+
+def merge(parts: Sequence[Sums]) -> Sums:
+    """Merge the sums of several micro-batches: by maximum for names in `MAXIMA`, by addition for all others."""
+    return {
+        name: torch.stack([part[name] for part in parts]).amax(0)
+        if name in MAXIMA
+        else torch.stack([part[name] for part in parts]).sum(0)
+        for name in parts[0]
+    }
+
+
+def as_metrics(sums: Mapping[str, Tensor]) -> dict[str, float]:
+    """Compute a step's metrics from sums that were reduced over micro-batches and ranks."""
+    metrics = {name: float(value) for name, value in sums.items() if not name.startswith(HEALTH)}
+    of_health = {n.removeprefix(HEALTH): v for n, v in sums.items() if n.startswith(HEALTH)}
+    if not of_health:
+        return metrics
+    of_lags = {name: value for name, value in of_health.items() if name.startswith("lag/")}
+    return metrics | health.health(of_health) | (health.lag_health(of_lags) if of_lags else {})
+
+
+def reduce_sums(sums: Sums, group: dist.ProcessGroup) -> Sums:
+    """Reduce the sums of ``group``'s ranks to one, on the host, in two collectives and one transfer."""
+    maxima = sorted(name for name in sums if name in MAXIMA)
+    added = sorted(name for name in sums if name not in MAXIMA)
+    names = [*maxima, *added]
+    flat = torch.cat([sums[name].reshape(-1) for name in names])
+    split = sum(sums[name].numel() for name in maxima)
+    if maxima:
+        dist.all_reduce(flat[:split], op=dist.ReduceOp.MAX, group=group)
+    dist.all_reduce(flat[split:], op=dist.ReduceOp.SUM, group=group)
+    parts = flat.cpu().split([sums[name].numel() for name in names])
+    return {name: part.view(sums[name].shape) for name, part in zip(names, parts, strict=True)}
 
 
 def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:
@@ -69,22 +128,20 @@ class Learner:
 
     def __init__(
         self,
-        module: nn.Module,
+        module: ShardedModule,
         optim: OptimConfig,
         *,
         grad_clip: float,
-        packing: Packing,
         total_steps: int,
-        mesh: TrainMesh,
     ) -> None:
-        """Set up the optimizer of ``module``, which lies on ``mesh``, and a schedule of ``total_steps``."""
+        """Set up the optimizer of ``module``, and a schedule of ``total_steps``."""
+        assert module.mesh is not None
+        self._module, self._mesh = module, module.mesh
         self._parameters = dict(module.named_parameters())
         assert all(isinstance(p, DTensor) for p in self._parameters.values()), "FSDP still has gathered parameters"
         self._optim = optim
         self._grad_clip = grad_clip
-        self._packing = packing
         self._total_steps = total_steps
-        self._mesh = mesh
         self._steps = 0
         self._shards = {name: nn.Parameter(local(parameter)) for name, parameter in self._parameters.items()}
         """This rank's part of each parameter, as the optimizer steps it: parameters lie on meshes of several kinds."""
@@ -166,7 +223,7 @@ class Learner:
     ) -> dict[str, float]:
         """Leave the mini-batch's gradient in the parameters; returns the metrics, equal on all ranks."""
         mine = count(rows)
-        packs = micro_batches(rows, self._packing, self._mesh.device, whole_episodes=whole_episodes)
+        packs = micro_batches(rows, self._module, whole_episodes=whole_episodes)
         tokens, sequences, computed, given = reduce_numbers(
             [
                 mine.tokens,
@@ -183,7 +240,7 @@ class Learner:
         for done, pack in enumerate(packs, 1):
             loss, sums = part(rows_of(rows, pack), pack.trees, totals)
             loss.backward()
-            parts.append(sums)
+            parts.append(sums)  # tensors of the device: `float` here would wait for it in each micro-batch
             advance(f"{done} of {len(packs)} micro-batches done")
         if not parts:
             raise ValueError("a training step needs rows on one rank at least")

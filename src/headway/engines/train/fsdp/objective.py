@@ -35,7 +35,7 @@ from headway.config.sections.learning import ActorConfig, CorrectionConfig
 from headway.data.interfaces.training import StepContext
 from headway.data.packing import CollatedRow, by_episode
 from headway.data.types import ColumnName, TrajectoryId
-from headway.engines.train.fsdp.collectives import HEALTH, BatchTotals, Sums
+from headway.engines.train.fsdp.learner import HEALTH, BatchTotals, Sums
 from headway.engines.train.fsdp.micro_batches import required_column, response_aligned
 from headway.runtime.user_code import names_user_code
 
@@ -107,7 +107,7 @@ def collate_columns(
 ) -> LossColumns:
     """Collate the loss's tensors for ``rows``: the columns that it always reads, and those that are asked for.
 
-    ``lengths``: see `metric_sums.BatchTotals`; without any, each row is an episode. Raises `ValueError` for a row that
+    ``lengths``: see `learner.BatchTotals`; without any, each row is an episode. Raises `ValueError` for a row that
     lacks a column.
     """
     labels = np.empty(len(rows), np.int64)
@@ -256,6 +256,7 @@ class Objective:
         means = {**per_token, "entropy": inputs.entropy, "offpolicy/clip_fraction": outside_M1}
         if inputs.ref_logprobs is not None:
             means["ref_kl"] = kl_penalty(current, inputs.ref_logprobs, "k3", mask_M1)
+        # Filled, not multiplied by the mask: a hole's number may be infinite, and 0 · inf is NaN.
         sums = {
             name: values_M1.double().masked_fill(~mask_M1, 0.0).sum() / max(of.tokens, 1.0)
             for name, values_M1 in means.items()

@@ -17,8 +17,18 @@ from enum import IntEnum
 
 import torch
 
-from headway.engines.weights.protocols import Chunk, Header, OutgoingWeights, StoredVersion, WeightSink
-from headway.engines.weights.transports.links import Address, EndContext, TransportAddress, needs, place_of
+from headway.engines.weights.protocols import (
+    Address,
+    Chunk,
+    EndContext,
+    Header,
+    OutgoingWeights,
+    StoredVersion,
+    TransportAddress,
+    WeightSink,
+    needs,
+    place_of,
+)
 from headway.engines.weights.transports.process_group import StoreGroup
 from headway.errors import UpdateFailed
 

@@ -17,17 +17,28 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-from headway.engines.weights.protocols import Header, OutgoingWeights, StoredVersion, WeightSink
-from headway.engines.weights.transports.links import EndContext, TransportAddress, needs
-from headway.engines.weights.transports.object_store import contents
+from headway.engines.weights.protocols import (
+    Chunk,
+    EndContext,
+    Header,
+    OutgoingWeights,
+    StoredReceiver,
+    StoredSender,
+    StoredVersion,
+    TransportAddress,
+    WeightSink,
+    needs,
+)
 from headway.engines.weights.weight_layout import Manifest, TensorSlot
 from headway.errors import UpdateFailed
 
 if TYPE_CHECKING:
+    import torch
+
     from headway.engines.weights.outgoing_version import Window
 
 
@@ -75,6 +86,44 @@ def header(slots: Sequence[TensorSlot], metadata: Mapping[str, str]) -> bytes:
     return len(text).to_bytes(LENGTH_BYTES, "little") + text
 
 
+class SafetensorsFile:
+    """A safetensors file that is written in pieces. It appears under its name when it is complete, or never.
+
+    Raises `OSError`.
+    """
+
+    def __init__(self, path: Path, slots: Sequence[TensorSlot], metadata: Mapping[str, str]) -> None:
+        """Begin the file at ``path``, which will have ``slots``, neighbours of a layout."""
+        self._path, self._partial = path, path.with_suffix(".partial")
+        first = header(slots, metadata)  # before there is a file: it may raise
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = self._partial.open("wb")
+        try:
+            self._file.write(first)
+        except BaseException:
+            self.discard()
+            raise
+
+    def write(self, data: memoryview) -> None:
+        """Append bytes of the tensors."""
+        self._file.write(data)
+
+    def finish(self) -> None:
+        """Have the file appear under its name."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        # After the sync: a machine that goes down in between must not leave a file of this name without its data.
+        self._partial.rename(self._path)
+
+    def discard(self) -> None:
+        """Remove what was written."""
+        with suppress(OSError):  # what could not be written before cannot be written now
+            self._file.close()
+        with suppress(OSError):
+            self._partial.unlink(missing_ok=True)
+
+
 def write_files(folder: Path, manifest: Manifest, windows: Iterable[Window], most: int = SHARD_BYTES) -> None:
     """Write weights to ``folder``, in one file or in shards of at most ``most`` bytes with an index.
 
@@ -85,24 +134,21 @@ def write_files(folder: Path, manifest: Manifest, windows: Iterable[Window], mos
     if len(shards) == 1:
         names = [SINGLE]
     files = iter([*zip(names, shards, strict=True)])
-    file: BinaryIO | None = None
+    file: SafetensorsFile | None = None
     end = 0
-    for offset, window in windows:
-        data = window.cpu().numpy().data
-        done = 0
-        while done < len(data):
-            if file is None or offset + done == end:
+    for start, window in windows:
+        at, data = start, window.cpu().numpy().data
+        while data:
+            if file is None or at == end:
                 if file is not None:
-                    _finish(file)
+                    file.finish()
                 name, slots = next(files)
-                file = (folder / name).open("wb")
-                file.write(header(slots, {}))
-                end = slots[-1].end
-            size = min(len(data) - done, end - offset - done)
-            file.write(data[done : done + size])
-            done += size
+                file, end = SafetensorsFile(folder / name, slots, {}), slots[-1].end
+            size = min(len(data), end - at)
+            file.write(data[:size])
+            at, data = at + size, data[size:]
     if file is not None:
-        _finish(file)
+        file.finish()
     if len(shards) > 1:
         places = {slot.name: name for name, slots in zip(names, shards, strict=True) for slot in slots}
         index = {"metadata": {"total_size": manifest.nbytes}, "weight_map": places}
@@ -117,12 +163,6 @@ def _shards(manifest: Manifest, most: int) -> list[list[TensorSlot]]:
             shards.append([])
         shards[-1].append(slot)
     return shards
-
-
-def _finish(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-    file.close()
 
 
 KEPT = 2
@@ -148,12 +188,14 @@ def open_receiver(link: Link, name: str, here: EndContext) -> DiskReceiver:
     return DiskReceiver(name)
 
 
-class DiskSender:
+class DiskSender(StoredSender):
     """The trainer's end of the disk transport (`WeightSender`). On disk: two sets of weights, three while writing."""
 
     def __init__(self, directory: Path, manifest: Manifest) -> None:
         self._directory = directory
         self._manifest = manifest
+        self._path = directory
+        self._file: SafetensorsFile | None = None
         # What an earlier sender has left here is older than whatever comes now.
         self._written = sorted(directory.glob("version_*.safetensors"), key=lambda path: path.stat().st_mtime_ns)
         for partial in directory.glob("version_*.partial"):
@@ -161,101 +203,66 @@ class DiskSender:
                 partial.unlink(missing_ok=True)
 
     def send(self, version: int, weights: OutgoingWeights) -> StoredVersion:
-        path = self._directory / f"version_{version}.safetensors"
-        file = _File(path, version)
-        headers = []
+        path = self._path = self._directory / f"version_{version}.safetensors"
+        with _writing(version, path):
+            file = self._file = SafetensorsFile(path, self._manifest.slots, {"version": str(version)})
         try:
-            file.write(header(self._manifest.slots, {"version": str(version)}))
-            for chunk in weights:
-                if chunk.header.base >= 0:
-                    raise UpdateFailed("param_update.transport=disk writes whole versions, not deltas")
-                file.write(chunk.payload.cpu().numpy().data)
-                headers.append(chunk.header)
-            file.finish()
+            stored = super().send(version, weights)
+            with _writing(version, path):
+                file.finish()
         except BaseException:
             file.discard()
             raise
-        self._keep(path)
-        return StoredVersion(version, tuple(headers), (str(path),) * len(headers), weights.digests)
-
-    def close(self) -> None:
-        """Leave the last versions on disk, for others."""
-
-    def _keep(self, path: Path) -> None:
         self._written = [*(p for p in self._written if p != path), path]
         for old in self._written[:-KEPT]:
             with suppress(OSError):  # the new version is there: an old file that stays costs only space
                 old.unlink(missing_ok=True)
         self._written = self._written[-KEPT:]
+        return stored
+
+    def _put(self, version: int, chunk: Chunk) -> str:
+        if chunk.header.base >= 0:
+            raise UpdateFailed("param_update.transport=disk writes whole versions, not deltas")
+        assert self._file is not None
+        with _writing(version, self._path):
+            self._file.write(chunk.payload.cpu().numpy().data)
+        return str(self._path)
 
 
-class DiskReceiver:
+class DiskReceiver(StoredReceiver):
     """A receiver's end of the disk transport (`WeightReceiver`)."""
 
     def __init__(self, name: str) -> None:
-        self._name = name
+        super().__init__(name)
+        self._file: BinaryIO | None = None
+        """The version's file. It stays open, and readable when the sender removes it, until all of it was read."""
 
     def receive(self, version: int, sink: WeightSink, parcel: StoredVersion | None) -> None:
-        pieces, digests = contents(parcel, version, self._name)
-        if pieces:
-            self._read(version, Path(pieces[0][1]), [header for header, _ in pieces], sink)
-        sink.ended(digests)
-
-    def _read(self, version: int, path: Path, headers: Sequence[Header], sink: WeightSink) -> None:
-        with ExitStack() as open_files:
-            with self._reading(version, path):
-                file = open_files.enter_context(path.open("rb"))
-                data = LENGTH_BYTES + int.from_bytes(file.read(LENGTH_BYTES), "little")
-            for header in headers:
-                room = sink.room(header)
-                with self._reading(version, path):
-                    file.seek(data + header.offset)
-                    read = file.readinto(room.numpy().data)
-                if read != room.numel():
-                    raise UpdateFailed(f"version {version}: {path} ends within bucket {header.index}")
-                sink.filled(header)
-
-    @contextmanager
-    def _reading(self, version: int, path: Path) -> Iterator[None]:
         try:
-            yield
+            super().receive(version, sink, parcel)
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _get(self, version: int, header: Header, content: str, room: torch.Tensor) -> None:
+        try:
+            if self._file is None:
+                self._file = Path(content).open("rb")  # noqa: SIM115  # open for all buckets
+            self._file.seek(0)
+            data = LENGTH_BYTES + int.from_bytes(self._file.read(LENGTH_BYTES), "little")
+            self._file.seek(data + header.offset)
+            read = self._file.readinto(room.numpy().data)  # type: ignore[attr-defined]
         except OSError as cause:
             raise UpdateFailed(
-                f"version {version}: {self._name} cannot read {path}: {cause.strerror or cause}; set "
+                f"version {version}: {self._name} cannot read {content}: {cause.strerror or cause}; set "
                 "param_update.directory to a place that all workers can write and read"
             ) from cause
-
-    def close(self) -> None: ...
-
-
-class _File:
-    """A file that appears under its name when it is complete, or never. Raises `UpdateFailed` for what goes wrong."""
-
-    def __init__(self, path: Path, version: int) -> None:
-        self._path = path
-        self._partial = path.with_suffix(".partial")
-        self._version = version
-        with _writing(version, path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self._partial.open("wb")
-
-    def write(self, data: bytes | memoryview) -> None:
-        with _writing(self._version, self._path):
-            self._file.write(data)
-
-    def finish(self) -> None:
-        with _writing(self._version, self._path):
-            self._file.flush()
-            os.fsync(self._file.fileno())
-            self._file.close()
-            # After the sync: a machine that goes down in between must not leave a file of this name without its data.
-            self._partial.rename(self._path)
-
-    def discard(self) -> None:
-        with suppress(OSError):  # what could not be written before cannot be written now
-            self._file.close()
-        with suppress(OSError):
-            self._partial.unlink(missing_ok=True)
+        if read != room.numel():
+            raise UpdateFailed(f"version {version}: {content} ends within bucket {header.index}")
 
 
 @contextmanager

@@ -13,8 +13,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from threading import Condition
 
-from headway.engines.weights.protocols import Chunk, OutgoingWeights, StoredVersion, WeightSink
-from headway.engines.weights.transports.links import EndContext, TransportAddress, place_of
+from headway.engines.weights.protocols import (
+    Chunk,
+    EndContext,
+    OutgoingWeights,
+    StoredVersion,
+    TransportAddress,
+    WeightSink,
+    place_of,
+)
 from headway.errors import UpdateFailed
 
 End = tuple[int, ...]

@@ -15,9 +15,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from headway.engines.weights.protocols import OutgoingWeights, StoredVersion, WeightSink
-from headway.engines.weights.transports.links import EndContext, TransportAddress, needs
-from headway.engines.weights.transports.object_store import contents
+from headway.engines.weights.protocols import (
+    Chunk,
+    EndContext,
+    Header,
+    OutgoingWeights,
+    StoredReceiver,
+    StoredSender,
+    StoredVersion,
+    TransportAddress,
+    needs,
+)
 from headway.errors import UpdateFailed
 
 
@@ -41,7 +49,7 @@ def open_receiver(link: SharedMemoryLink, name: str, here: EndContext) -> Shared
     return SharedMemoryReceiver(name)
 
 
-class SharedMemorySender:
+class SharedMemorySender(StoredSender):
     """The trainer's end of shared memory (`WeightSender`). Memory: one set of weights; two once one was sent again.
 
     A receiver that still reads the first sending of a version at its third has to read again: the digests tell.
@@ -59,38 +67,31 @@ class SharedMemorySender:
         self._version = version
         if self._turn not in self._files:
             self._files[self._turn] = _create(self._link)
-        path, memory = self._files[self._turn]
-        headers = []
-        for chunk in weights:
-            header = chunk.header
-            memory[header.offset : header.offset + header.payload_nbytes].copy_(chunk.payload)
-            headers.append(header)
-        return StoredVersion(version, tuple(headers), (str(path),) * len(headers), weights.digests)
+        return super().send(version, weights)
 
     def close(self) -> None:
         for path, _ in self._files.values():
             path.unlink(missing_ok=True)
         self._files.clear()
 
+    def _put(self, version: int, chunk: Chunk) -> str:
+        path, memory = self._files[self._turn]
+        memory[chunk.header.offset :][: chunk.header.payload_nbytes].copy_(chunk.payload)
+        return str(path)
 
-class SharedMemoryReceiver:
+
+class SharedMemoryReceiver(StoredReceiver):
     """A receiver's end of shared memory (`WeightReceiver`). The sender's memory stays mapped for the next version."""
 
     def __init__(self, name: str) -> None:
-        self._name = name
+        super().__init__(name)
         self._mapped: dict[str, NDArray[np.uint8]] = {}
-
-    def receive(self, version: int, sink: WeightSink, parcel: StoredVersion | None) -> None:
-        pieces, digests = contents(parcel, version, self._name)
-        for header, path in pieces:
-            memory = self._map(path, version)
-            room = sink.room(header)
-            np.copyto(room.numpy(), memory[header.offset : header.offset + header.payload_nbytes])
-            sink.filled(header)
-        sink.ended(digests)
 
     def close(self) -> None:
         self._mapped.clear()
+
+    def _get(self, version: int, header: Header, content: str, room: torch.Tensor) -> None:
+        np.copyto(room.numpy(), self._map(content, version)[header.offset :][: header.payload_nbytes])
 
     def _map(self, path: str, version: int) -> NDArray[np.uint8]:
         if path not in self._mapped:

@@ -1,29 +1,34 @@
-"""Copies of the policy beside the one that is trained.
+"""Models beside the policy that is trained, whose numbers rows get as columns.
 
 ReferenceEngine   the first weights, frozen
 ProximalWeights   the weights at the start of a version: the anchor of the trust region, while the policy moves on
 LogProbCopy       every update, on ranks of its own
+FsdpCritic        the initial model's decoder with a scalar head and its own optimizer
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
-from torch.distributed.tensor import DTensor
 
+from headway.algorithms.aggregation import token_weights
+from headway.algorithms.values import value_loss
 from headway.config.schema import Config
+from headway.data.interfaces.training import StepReport
 from headway.data.interfaces.weights import ReceiveReport
-from headway.data.packing import CollatedRow
+from headway.data.packing import CollatedRow, Tree
+from headway.data.types import ColumnName
 from headway.engines.train.fsdp.device_mesh import TrainMesh
-from headway.engines.train.fsdp.policy import forward_sharded
-from headway.engines.train.fsdp.shard_boxes import local
-from headway.engines.train.fsdp.sharding import sharded_policy
-from headway.engines.train.fsdp.weight_gather import parts_of_files
+from headway.engines.train.fsdp.learner import BatchTotals, Learner, Sums
+from headway.engines.train.fsdp.micro_batches import collate, required_column, response_aligned
+from headway.engines.train.fsdp.sharded_module import ValueModule, forward_sharded, sharded, sharded_policy
+from headway.engines.train.fsdp.shards import local, parts_of_files
 from headway.engines.weights.protocols import IncomingWeights
 from headway.engines.weights.served_weights import ServedWeights, WeightMemory, outcome
 from headway.engines.weights.weight_layout import Manifest, bucket_bytes
@@ -43,12 +48,10 @@ class ReferenceEngine:
         """
         self._policy = sharded_policy(model_path, config, mesh, compute_dtype(config, mesh.device))
         self._policy.requires_grad_(False)
-        self._packing = self._policy.packing(config)
-        self._device = mesh.device
 
     def forward_logprobs(self, rows: Sequence[CollatedRow]) -> list[NDArray[np.float32]]:
         """The [T] float32 log-probs of each of this rank's ``rows`` (nats, ``rollout.temperature`` applied)."""
-        return forward_sharded(self._policy, rows, self._packing, self._device)
+        return forward_sharded(self._policy, rows)
 
 
 class ProximalWeights:
@@ -117,8 +120,7 @@ class ProximalWeights:
             shard.copy_(value)
 
     def _shards(self) -> list[torch.Tensor]:
-        parameters = [parameter.detach() for parameter in self._module.parameters()]
-        return [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
+        return [local(parameter) for parameter in self._module.parameters()]
 
 
 class LogProbCopy:
@@ -148,10 +150,9 @@ class LogProbCopy:
         Raises:
             ModelError: the model cannot be used, or ``manifest`` is not its.
         """
-        self._name, self._device = name, mesh.device
+        self._name = name
         self._policy = sharded_policy(model_path, config, mesh, compute_dtype(config, mesh.device))
         self._policy.requires_grad_(False)
-        self._packing = self._policy.packing(config)
         self._vocabulary = int(self._policy.lm.get_input_embeddings().weight.shape[0])
         files, parameters = file_tensors(self._policy.lm), dict(self._policy.lm.named_parameters())
         memory = WeightMemory(local(parameter) for parameter in parameters.values())
@@ -194,4 +195,75 @@ class LogProbCopy:
         self._updates.close()
 
     def _logprobs(self, rows: Sequence[CollatedRow]) -> list[NDArray[np.float32]]:
-        return forward_sharded(self._policy, rows, self._packing, self._device)
+        return forward_sharded(self._policy, rows)
+
+
+class FsdpCritic:
+    """One rank of the critic. Collective like `engine.FsdpEngine`, beside which it may live."""
+
+    def __init__(self, *, model_path: str, config: Config, total_optimizer_steps: int, mesh: TrainMesh) -> None:
+        """Load and shard the model at ``model_path``. Raises `ModelError` on every rank when it cannot be used."""
+        self._cliprange = config.critic.cliprange_value
+        self._device = mesh.device
+        self._module = sharded(lambda lm: ValueModule(lm, mesh), model_path, config, mesh)
+        self._learner = Learner(
+            self._module,
+            config.critic.optim,
+            grad_clip=config.critic.grad_clip,
+            total_steps=total_optimizer_steps,
+        )
+
+    def forward_values(self, rows: Sequence[CollatedRow]) -> list[NDArray[np.float32]]:
+        """The [T] float32 values of each of this rank's ``rows``: V(s_t), before token t."""
+        return forward_sharded(self._module, rows)
+
+    def train_step(self, rows: Sequence[CollatedRow]) -> StepReport:
+        """Take one optimizer step towards the ``returns`` of ``rows``, this rank's share of a mini-batch.
+
+        Metrics: ``vf_loss``, ``vf_clipfrac``, ``vpred_mean``, ``returns_mean``, ``vf_explained_var`` (as in verl:
+        1 − Var(R − V)/Var(R), V being the values at the batch's start), ``grad_norm``, ``lr``.
+        """
+        report = self._learner.step(rows, self._part)
+        metrics = report.metrics
+        square = metrics.pop("returns_square")
+        error = metrics.pop("error_square") - metrics.pop("error_mean") ** 2
+        variance = square - metrics["returns_mean"] ** 2
+        # Returns that are all equal leave no exact zero, but what rounding makes of the difference.
+        metrics["vf_explained_var"] = 1.0 - error / variance if variance > 1e-12 * square else 0.0
+        return report
+
+    def save(self, path: Path) -> None:
+        """Write a checkpoint of model, optimizer and schedule. Atomic: a rename ends it."""
+        self._learner.save(path, {})
+
+    def load(self, path: Path) -> None:
+        """Restore what `save` wrote, on any number of ranks."""
+        self._learner.load(path)
+
+    def _part(
+        self, rows: Sequence[CollatedRow], trees: Sequence[Tree], totals: BatchTotals
+    ) -> tuple[torch.Tensor, Sums]:
+        batch = collate(rows, self._device, trees, self._module.ranks)
+
+        def floats(name: str) -> torch.Tensor:
+            return response_aligned(rows, lambda row: required_column(row, name), np.float32, self._device)
+
+        old_M1, returns_M1 = floats(ColumnName.VALUES), floats(ColumnName.RETURNS)
+        mask_M1 = response_aligned(rows, lambda row: row.loss_mask, np.bool_, self._device)
+        values_M1 = self._module(batch)[:, None]
+        losses_M1, per_token = value_loss(values_M1, old_M1, returns_M1, mask_M1, cliprange=self._cliprange)
+        weights_M1 = token_weights(mask_M1, "token-mean", total_tokens=totals.tokens, total_sequences=totals.sequences)
+        loss = (weights_M1 * losses_M1).sum()
+        with torch.no_grad():
+            means = {
+                **per_token,
+                "vpred_mean": values_M1,
+                "returns_mean": returns_M1,
+                "returns_square": returns_M1.double().square(),
+                "error_mean": (old_M1 - returns_M1).double(),
+                "error_square": (old_M1 - returns_M1).double().square(),
+            }
+            sums = {"loss": loss.detach().double(), "vf_loss": loss.detach().double()}
+            for name, values in means.items():
+                sums[name] = values.double().masked_fill(~mask_M1, 0.0).sum() / max(totals.tokens, 1.0)
+        return loss, sums

@@ -1,4 +1,7 @@
-"""Attention of a step's tokens in the fused forward: decoding rows to the cache, contexts to their past and themselves.
+"""A step and its attention: rows that decode, contexts to prefill, shared prompts, masks, and who attends to what.
+
+Decoding rows attend to the cache, contexts to their past and themselves. The fused forward pass runs the attention; the
+module's own takes rows, contexts and masks alone.
 
 Shape suffixes: A decoding rows, C contexts, N tokens, H query heads, K key-value heads, D head_dim.
 """
@@ -11,17 +14,169 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 
-from headway.engines.rollout.native.model.step_layout import (
-    LEAST_TOKENS,
-    TOGETHER,
-    BlockMasks,
-    Decoding,
-    PrefillContext,
-    Windows,
-    alike,
-)
+from headway.engines.rollout.native.kv_cache import SlotCache
 from headway.engines.rollout.native.prefix_cache import BLOCK
+from headway.engines.rollout.native.supported_models import Windows
+from headway.engines.rollout.scheduler import CallRun
+
+LEAST_TOKENS = 128
+"""Tokens of the shortest prompt that is attended to apart: below, another call costs more than is saved."""
+LEAST_CALLS = 4
+"""Calls of the smallest group whose prompt is attended to apart."""
+TOGETHER = 8
+"""Rows of one attention call to a prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPrompt:
+    """Some of the rows that have one prompt."""
+
+    rows: NDArray[np.int64]
+    """[1 … TOGETHER]"""
+    length: int
+    """Tokens of the prompt."""
+
+
+class SharedPrompts:
+    """The prompt of each row, where several rows have it in common: its keys are read once for all of them.
+
+    Each row keeps a copy of its prompt's keys and values, and any of the copies is as good as the others. A call of a
+    group attends to its prompt and to its own tokens apart, and the two are merged by their log-sum-exp. Whether it
+    does depends on the call alone, never on who decodes beside it, and the prompt's part is always computed for
+    `TOGETHER` rows, some of which nobody uses. What is sampled is then the same with the whole group and alone.
+    """
+
+    def __init__(self, slots: int) -> None:
+        self._prompts: list[tuple[int, bytes, int] | None] = [None] * slots
+        """The prompt of each row that is attended to apart: the weights' generation, its ids, its length."""
+        self._generation = 0
+
+    def add(self, row: int, run: CallRun) -> None:
+        """``run`` has got ``row``, in whose cache its prompt was prefilled under the weights that are served."""
+        ids = run.call.input_ids
+        apart = run.call.together >= LEAST_CALLS and len(ids) >= LEAST_TOKENS
+        self._prompts[row] = (self._generation, ids.tobytes(), len(ids)) if apart else None
+
+    def remove(self, row: int, last: int) -> None:
+        """The call in ``row`` has left; that in ``last`` takes its place."""
+        self._prompts[row] = self._prompts[last]
+
+    def renew(self) -> None:
+        """New weights are served: what starts from now on has other keys and values of the same prompt."""
+        self._generation += 1
+
+    def of(self, active: int) -> list[SharedPrompt]:
+        """The prompts of rows 0..active-1 that are attended to apart, each once for every `TOGETHER` rows."""
+        rows_of: dict[tuple[int, bytes, int], list[int]] = {}
+        for row, prompt in enumerate(self._prompts[:active]):
+            if prompt is not None:
+                rows_of.setdefault(prompt, []).append(row)
+        return [
+            SharedPrompt(np.array(rows[start : start + TOGETHER]), prompt[2])
+            for prompt, rows in rows_of.items()
+            for start in range(0, len(rows), TOGETHER)
+        ]
+
+
+class BlockMasks:
+    """The masks of blocks of queries at fixed places, each over all keys up to its own end: views of a single one.
+
+    A mask depends only on how far a key is before a query, so that of an early block is the end of that of a late one.
+    """
+
+    def __init__(self, windows: Windows, positions: int, block: int, dtype: torch.dtype, device: torch.device) -> None:
+        """``positions``: the most, a multiple of ``block``."""
+        last = range(positions - block, positions)
+        self._block, self._positions = block, positions
+        full = windows.causal(last, positions, dtype, device, windowed=False)
+        windowed = None if windows.size is None else windows.causal(last, positions, dtype, device, windowed=True)
+        self._masks = (full, full if windowed is None else windowed)
+        self._of: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def of(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Full and windowed mask [block, (index + 1) · block]: 0 where the ``index``-th block's queries attend."""
+        masks = self._of.get(index)
+        if masks is None:
+            start = self._positions - (index + 1) * self._block
+            full, windowed = self._masks
+            masks = self._of[index] = (full[:, start:], windowed[:, start:])
+        return masks
+
+
+@dataclass(frozen=True, slots=True)
+class RowBlock:
+    """Consecutive decoding rows that attend together: rows start..stop-1, over ``span`` positions from ``first`` on."""
+
+    start: int
+    stop: int
+    span: int
+    mask: torch.Tensor
+    """[stop - start, 1, 1, span], 0 where a row has a token (the new one included), else -inf."""
+    windowed: torch.Tensor
+    """Mask like ``mask`` for layers with a sliding window: 0 only for the last tokens of each row."""
+    first: int = 0
+    """Tokens of each row that come before: those of its prompt, which are attended to apart."""
+
+    @classmethod
+    def of(
+        cls, rows: range, span: int, lengths: torch.Tensor, window: int | None, dtype: torch.dtype, first: int = 0
+    ) -> RowBlock:
+        """Select ``rows`` of those whose new token is at ``lengths`` [A]."""
+        newest = lengths[rows.start : rows.stop, None]
+        positions = torch.arange(first, first + span, device=lengths.device)
+        zeros = torch.zeros(len(rows), span, dtype=dtype, device=lengths.device)
+        mask = zeros.masked_fill_(positions > newest, -torch.inf)
+        windowed = mask if window is None else mask.masked_fill(positions <= newest - window, -torch.inf)
+        return cls(rows.start, rows.stop, span, mask[:, None, None], windowed[:, None, None], first)
+
+
+@dataclass(frozen=True, slots=True)
+class Decoding:
+    """Rows 0..A-1 of a cache, which run one token each."""
+
+    tokens: torch.Tensor
+    """[A]"""
+    lengths: torch.Tensor
+    """[A] positions of the tokens."""
+    cache: SlotCache
+    """Cache that stores the rows' keys and values."""
+    blocks: list[RowBlock]
+    """Blocks that together have each row once."""
+    prompts: Sequence[SharedPrompt] = ()
+    """Prompts that rows attend to apart, where the forward pass `shares` them."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillContext:
+    """A context to prefill, or the rest of one."""
+
+    tokens: torch.Tensor
+    """[T], at least one."""
+    past: torch.Tensor | None = None
+    """[layers, 2·kv_heads, P, head_dim] keys and values of the P tokens before; None: there are none."""
+
+    @property
+    def start(self) -> int:
+        """P, the position of the first token."""
+        return 0 if self.past is None else self.past.shape[2]
+
+
+def alike(contexts: Sequence[PrefillContext], block: int | None) -> list[list[int]]:
+    """Indices of contexts that begin at the same place and end in the same block, together; None: at the same place."""
+    groups: dict[tuple[int, int], list[int]] = {}
+    for index, context in enumerate(contexts):
+        stop = context.start + len(context.tokens)
+        groups.setdefault((context.start, stop if block is None else -(-stop // block)), []).append(index)
+    return list(groups.values())
+
+
+def block_masks(windows: Windows, max_context: int, dtype: torch.dtype, device: torch.device) -> BlockMasks | None:
+    """The masks of a prefill that is cut into blocks; None where it is not."""
+    if device.type != "cpu":
+        return None
+    return BlockMasks(windows, -(-max_context // BLOCK) * BLOCK, BLOCK, dtype, device)
 
 
 @dataclass(frozen=True, slots=True)

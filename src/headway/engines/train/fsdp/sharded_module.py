@@ -1,4 +1,6 @@
-"""The modules that FSDP shards: a causal LM whose forward pass ends in log-probs, or in values, instead of logits.
+"""The modules that FSDP shards, and their way from a model's folder onto a mesh.
+
+A causal LM, whose forward pass ends in log-probs, or in values, instead of logits:
 
     input_ids ─▶ backbone ─▶ hidden states of the predicting positions ─▶ chunked head ─▶ log-prob and entropy per token
 
@@ -6,6 +8,13 @@ All of it lies in one forward call, because FSDP2 gathers parameters in hooks ar
 wraps: a head that was called on its own, after the root's forward, would find its weight sharded.
 
 `forward_sharded` runs passes without a gradient, one number per token, for trainer, critic and reference policy.
+
+`sharded` opens a model. No rank ever holds more of it than its part:
+
+    on meta ─▶ experts over ep, matrices over tp ─▶ fully_shard ─▶ each rank reads its own slices of the files
+            ─▶ tried on a few tokens, by all ranks together: output layer, packed attention
+
+Master weights are float32; FSDP casts them to the compute dtype as it gathers them.
 
 Shape suffixes: N rows, L padded length (packed: one row of L tokens), M response tokens, U those of them that are
 computed, H hidden size.
@@ -24,7 +33,7 @@ import torch.distributed as dist
 from jaxtyping import Float, Int
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils.checkpoint import checkpoint
@@ -32,15 +41,17 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from headway.config.schema import Config
+from headway.config.sections.learning import plan_problems
 from headway.data.packing import CollatedRow, Pack, Packing
-from headway.engines.train.fsdp.collectives import reduce_numbers
-from headway.engines.train.fsdp.device_mesh import TrainMesh
+from headway.devices import kind_of
+from headway.engines.train.fsdp.device_mesh import EP, TP, TrainMesh, on_all_ranks, reduce_numbers
 from headway.engines.train.fsdp.micro_batches import MicroBatch, collate, filler_row
 from headway.errors import ModelError
-from headway.models.attention.ulysses import SequenceRanks
+from headway.models.attention.packable import undivided, use_packed_attention
 from headway.models.logits import logit_rule
 from headway.models.logprobs import chunked_logprobs, default_chunk_tokens
 from headway.models.output_layer import check_output_layer
+from headway.models.pretrained import compute_dtype, load_model
 from headway.models.vocabulary_parallel import VocabularyPart, divided_logprobs
 from headway.runtime.progress import Progress, advance, progress_here
 
@@ -56,18 +67,16 @@ class ShardedModule(nn.Module):
         ``mesh``: what it is divided over; None where this process has all of it.
         """
         super().__init__()
+        self.mesh = mesh
         self.ranks = None if mesh is None else mesh.sequence
         """Ranks that divide lines of tokens."""
         self._layers = [m for m in decoder.modules() if isinstance(m, GradientCheckpointingLayer)]
         self._kind = type(decoder).__name__
+        self.packing: Packing
+        """How rows are put together for this model; `sharded` sets it."""
         self.padded: str | None = None
         """Reason why the model's rows have to be padded; None where they can be packed. Set before the first pass."""
         _count_layers(self._layers, progress_here())
-
-    def packing(self, config: Config) -> Packing:
-        """Return how rows are put together for this model."""
-        configured = Packing.of(config)
-        return configured if self.padded is None else replace(configured, packed=False)
 
     def per_token(self, batch: MicroBatch) -> Float[Tensor, " M"]:
         """Compute one number per response token: what a forward pass without gradient is run for."""
@@ -236,18 +245,18 @@ def _count_layers(layers: Sequence[nn.Module], progress: Progress) -> None:
         layer.register_forward_hook(forward)
 
 
-def micro_batches(
-    rows: Sequence[CollatedRow], packing: Packing, device: torch.device, *, whole_episodes: bool = False
-) -> list[Pack]:
+def micro_batches(rows: Sequence[CollatedRow], module: ShardedModule, *, whole_episodes: bool = False) -> list[Pack]:
     """Split this rank's ``rows`` into micro-batches, as many on every rank. Collective.
 
     A rank that has fewer of its own ends with empty ones, each of which stands for one `filler_row`.
     ``whole_episodes``: see `Packing`.
     """
-    packs = packing(rows, whole_episodes=whole_episodes)
-    (most,) = reduce_numbers([len(packs)], dist.ReduceOp.MAX, device)
+    assert module.mesh is not None
+    packs = module.packing(rows, whole_episodes=whole_episodes)
+    # FSDP gathers a layer with all ranks: one that is done earlier would leave the others waiting for ever.
+    (most,) = reduce_numbers([len(packs)], dist.ReduceOp.MAX, module.mesh.device)
     if len(packs) < most:
-        (filler,) = packing([filler_row()])
+        (filler,) = module.packing([filler_row()])
         packs += [Pack((), filler.trees)] * (int(most) - len(packs))
     return packs
 
@@ -257,36 +266,21 @@ def rows_of(rows: Sequence[CollatedRow], pack: Pack) -> list[CollatedRow]:
     return [rows[i] for i in pack.rows] or [filler_row()]
 
 
-Compute = Callable[[MicroBatch], torch.Tensor]
-"""Function that computes one number per response token [M] of a micro-batch."""
-
-
 @torch.no_grad()
-def forward_rows(
-    rows: Sequence[CollatedRow],
-    packs: Sequence[Pack],
-    compute: Compute,
-    device: torch.device,
-    ranks: SequenceRanks | None = None,
-) -> list[NDArray[np.float32]]:
-    """Compute [T] float32 numbers for each of ``rows``, micro-batch by micro-batch. Collective where ``compute`` is."""
-    results = [np.zeros(0, dtype=np.float32)] * len(rows)
-    for done, pack in enumerate(packs, 1):
-        values = compute(collate(rows_of(rows, pack), device, pack.trees, ranks)).float().cpu().numpy()
-        ends = np.cumsum([len(rows[i].logprobs) for i in pack.rows])[:-1]
-        for i, part in zip(pack.rows, np.split(values, ends), strict=False):
-            results[i] = part
-        advance(f"{done} of {len(packs)} micro-batches done")
-    return results
-
-
-def forward_sharded(
-    module: ShardedModule, rows: Sequence[CollatedRow], packing: Packing, device: torch.device
-) -> list[NDArray[np.float32]]:
+def forward_sharded(module: ShardedModule, rows: Sequence[CollatedRow]) -> list[NDArray[np.float32]]:
     """Compute [T] float32 numbers for each of this rank's ``rows``, by ``module.per_token``. Collective."""
+    assert module.mesh is not None
+    results = [np.zeros(0, dtype=np.float32)] * len(rows)
     try:
-        packs = micro_batches(rows, packing, device)
-        return forward_rows(rows, packs, module.per_token, device, module.ranks)
+        packs = micro_batches(rows, module)
+        for done, pack in enumerate(packs, 1):
+            batch = collate(rows_of(rows, pack), module.mesh.device, pack.trees, module.ranks)
+            values = module.per_token(batch).float().cpu().numpy()
+            ends = np.cumsum([len(rows[i].logprobs) for i in pack.rows])[:-1]
+            for i, part in zip(pack.rows, np.split(values, ends), strict=False):
+                results[i] = part
+            advance(f"{done} of {len(packs)} micro-batches done")
+        return results
     finally:
         # The root's parameters stay gathered after a forward pass, waiting for a backward pass that does not come here:
         # the next forward pass would take them as they are, even after the weights have changed.
@@ -298,3 +292,138 @@ def reshard(module: ShardedModule) -> None:
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.reshard()
+
+
+M = TypeVar("M", bound=ShardedModule)
+
+Wrap = Callable[[PreTrainedModel], M]
+
+EXPERTS = "ep_dispatch_experts"
+"""How `transformers`' plans call modules whose experts are divided over ep."""
+
+
+def sharded_policy(
+    model_path: str, config: Config, mesh: TrainMesh, dtype: torch.dtype = torch.float32
+) -> PolicyModule:
+    """Open the policy at ``model_path`` on ``mesh``, as `sharded` does. Collective."""
+    return sharded(lambda lm: PolicyModule(lm, config.rollout.temperature, mesh), model_path, config, mesh, dtype)
+
+
+def sharded(wrap: Wrap[M], model_path: str, config: Config, mesh: TrainMesh, dtype: torch.dtype = torch.float32) -> M:
+    """Open the model at ``model_path``, ``wrap`` it, and divide it over ``mesh``. Collective.
+
+    ``dtype``: of the weights as they are held. With ``actor.fsdp_config.param_offload`` on a GPU the shards stay in
+    host memory.
+
+    Raises:
+        ModelError: on every rank, when the model cannot be opened, has a head that this engine does not support, or
+            cannot be divided over the mesh.
+    """
+    wrapped: list[M] = []
+
+    def divide(lm: PreTrainedModel) -> None:
+        experts = _divide(lm, model_path, mesh)
+        lm.tie_weights()  # here, so that FSDP sees a tied weight as one
+        module = wrap(lm)
+        _shard(module, experts, config, mesh)
+        wrapped.append(module)
+
+    def load() -> PreTrainedModel:
+        trust = config.model.trust_remote_code
+        return load_model(model_path, dtype=dtype, trust_remote_code=trust, divide=divide)
+
+    lm = on_all_ranks(load)
+    lm.config.distributed_config = None
+    module = wrapped.pop()
+    # transformers puts what it reads for a mesh onto the mesh's device, and FSDP wants offloaded shards on the host.
+    module.to("cpu" if _offloads(config, mesh) else mesh.device)
+    for part in module.modules():  # buffers compute on the device, wherever the weights wait
+        for name, buffer in part.named_buffers(recurse=False):
+            part._buffers[name] = buffer.to(mesh.device)
+
+    packing = Packing.of(config)
+
+    def try_out() -> str | None:
+        module.check(model_path)
+        if not packing.packed:
+            return "model.packing=padded"
+        return use_packed_attention(lm, on_gpu=kind_of(mesh.device).flex_attention)
+
+    with torch.no_grad():
+        module.padded = _agreed(module, lm, lambda: module.run(try_out))
+    reshard(module)
+    module.packing = replace(packing, packed=packing.packed and module.padded is None)
+    if mesh.sequence is not None and module.padded is not None:
+        raise undivided(model_path, mesh.parallel.cp, module.padded)
+    if config.model.compile:
+        module.compile_layers()
+    if config.model.enable_gradient_checkpointing:
+        module.recompute_activations()
+    return module
+
+
+def _agreed(module: ShardedModule, lm: PreTrainedModel, try_out: Callable[[], str | None]) -> str | None:
+    """Return why rows are padded, on any rank: then all pad. What a rank raises is raised on all."""
+    before = lm.config._attn_implementation
+    own = on_all_ranks(try_out)
+    reasons: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(reasons, own)
+    reason = next((of for of in reasons if of is not None), None)
+    if own is None and reason is not None:
+        lm.set_attn_implementation(before)
+    return reason
+
+
+def _divide(lm: PreTrainedModel, model_path: str, mesh: TrainMesh) -> list[nn.Module]:
+    """Divide matrices over tp and experts over ep, by the plans that `transformers` has. Returns the latter's modules.
+
+    Raises:
+        ModelError: there is no plan for the model.
+    """
+    parallel = mesh.parallel
+    if parallel.tp == parallel.ep == 1:
+        return []
+    for problem in plan_problems(parallel, lm.config.get_text_config()):
+        raise ModelError(f"{model_path}: {problem}")
+    # Here, for vLLM holds an environment back at releases that have them elsewhere, or not at all.
+    from transformers.distributed.expert_parallel import apply_expert_parallelism
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+    try:
+        tp_plan, ep_plan, _ = lm._resolve_parallel_plans(mesh.plan())
+        tp_mesh = mesh.dense[TP]
+        if parallel.tp > 1:
+            apply_tensor_parallelism(lm, tp_mesh, tp_plan)
+        if parallel.ep > 1:
+            apply_expert_parallelism(lm, mesh.experts[EP], tp_mesh, ep_plan)
+    except (ValueError, KeyError, AttributeError) as cause:
+        raise ModelError(
+            f"{model_path}: a {lm.config.model_type!r} model cannot be divided with actor.parallel.tp={parallel.tp} "
+            f"and ep={parallel.ep}: {cause}"
+        ) from cause
+    return [lm.get_submodule(name) for name, style in ep_plan.items() if style == EXPERTS]
+
+
+def _offloads(config: Config, mesh: TrainMesh) -> bool:
+    return config.actor.fsdp_config.param_offload and mesh.device.type != "cpu"
+
+
+def _shard(module: ShardedModule, experts: list[nn.Module], config: Config, mesh: TrainMesh) -> None:
+    fsdp_config = config.actor.fsdp_config
+    mixed = MixedPrecisionPolicy(param_dtype=compute_dtype(config, mesh.device), reduce_dtype=torch.float32)
+    offload_policy = CPUOffloadPolicy() if _offloads(config, mesh) else OffloadPolicy()
+    # Innermost first: FSDP2 gives a module the parameters that no module inside it has been given yet.
+    for parts, over, free in (
+        (experts, mesh.sharding(experts=bool(experts)), fsdp_config.reshard_after_forward),
+        (module.decoder_layers(), mesh.sharding(), fsdp_config.reshard_after_forward),
+        # Embedding, final norm and head are the root's own group: a tied weight is one parameter there, gathered once.
+        # The backward pass starts with them, so they stay gathered in between.
+        ([module], mesh.sharding(), False),
+    ):
+        for part in parts:
+            fully_shard(part, mesh=over, mp_policy=mixed, offload_policy=offload_policy, reshard_after_forward=free)
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            # The loss is normalised globally, so gradients are summed over ranks and not averaged.
+            part.set_gradient_divide_factor(1.0)
+            part.set_force_sum_reduction_for_comms(True)

@@ -23,16 +23,19 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from headway.config.sizing.process_memory import PACKED_FROM
-from headway.engines.rollout.native.kv_cache import KvGeometry, SlotCache
-from headway.engines.rollout.native.model.policy_forward import ModuleForward, PolicyForward
-from headway.engines.rollout.native.model.step_attention import (
+from headway.engines.rollout.native.kv_cache import SlotCache
+from headway.engines.rollout.native.policy_forward import ModuleForward, PolicyForward
+from headway.engines.rollout.native.step_attention import (
     AttentionShape,
     DecodeAttention,
+    Decoding,
     PrefillAttention,
+    PrefillContext,
+    RowBlock,
+    block_masks,
     places_do_not_matter,
 )
-from headway.engines.rollout.native.model.step_layout import Decoding, PrefillContext, RowBlock, Windows, block_masks
-from headway.engines.rollout.native.supported_models import check_kind, not_served
+from headway.engines.rollout.native.supported_models import KvGeometry, Windows, check_kind, not_served
 from headway.errors import ModelError, said_by
 
 _DTYPES = (torch.float32, torch.bfloat16)
@@ -207,7 +210,7 @@ class _HeadNorms:
         self.joint = self._of_each_head()
 
     def refresh(self) -> None:
-        self.joint.copy_(self._of_each_head())
+        self.joint.copy_(self._of_each_head())  # not another tensor: a recorded step reads the old one's memory
 
     def _of_each_head(self) -> torch.Tensor:
         return torch.cat([self.query.expand(self.heads, -1), self.key.expand(self.kv_heads, -1)]).detach()
@@ -360,5 +363,8 @@ def _share(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
         return parameters[0].detach()
     joint = torch.cat([parameter.detach() for parameter in parameters])
     for parameter, part in zip(parameters, joint.split([len(p) for p in parameters]), strict=True):
+        # A view, so that what an update writes into the parameter is in the joint matrix. What is a copy of it (packed
+        # weights, joint norms) has to be made again by `refresh`, or the engine goes on with the old version's: that is
+        # what the probe of an update is there to notice.
         parameter.data = part
     return joint

@@ -1,1 +1,0 @@
-"""The model as the native engine runs it: forward passes, attention, recorded steps."""
