@@ -2,7 +2,7 @@
 
     observers ◀── emit ◀── state ◀── pool, checkpoints ◀── stages ◀── monitor
 
-Built from left to right, each part with what it needs in its constructor. `Wiring._wire` has the stages: what each
+Built from left to right, each part with what it needs in its constructor. `Wiring.wire` has the stages: what each
 reads, and what it writes.
 """
 
@@ -130,7 +130,7 @@ class Wiring:
             state, parts.source, self.batches, self.actor, checkpoints, timeouts, save_freq
         )
         self.validators = Validators(config, state, self.pool, parts.validation)
-        self._wire(config, parts)
+        self.wire(config, parts)
         restarts = config.cluster.max_replica_restarts
         self.replicas = Supervision(state, self.pool, parts.watch_replica, parts.replace_replica, restarts, timeouts)
         self.supervisions: Sequence[Supervision[Any]] = [
@@ -159,7 +159,7 @@ class Wiring:
         self.state.request_stop(reason)
         self.scoring.stop()
 
-    def _wire(self, config: Config, parts: Parts) -> None:
+    def wire(self, config: Config, parts: Parts) -> None:
         """Build the stages: what each reads, and what it writes. A channel has the name of its producer."""
         state, emit, queue, pool, lease = self.state, self.state.emit, self.state.queue, self.pool, self.lease
         scoring, validators, tokens, greedy = self.scoring, self.validators, parts.stop_token_ids, parts.greedy_baseline
