@@ -98,7 +98,7 @@ class Pipeline:
         """
         if self.config.cluster.placement == "shared":
             raise ValueError("cluster.placement=shared: every device is in use, a replica cannot join")
-        self._wiring.replicas.join(replica)
+        self._wiring.replica_supervision.join(replica)
 
     def request_stop(self) -> None:
         """Finish the version that was begun, save, and return from `run` within ``run.stop_timeout_s``.

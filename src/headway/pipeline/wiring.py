@@ -132,9 +132,11 @@ class Wiring:
         self.validators = Validators(config, state, self.pool, parts.validation)
         self.wire(config, parts)
         restarts = config.cluster.max_replica_restarts
-        self.replicas = Supervision(state, self.pool, parts.watch_replica, parts.replace_replica, restarts, timeouts)
+        self.replica_supervision = Supervision(
+            state, self.pool, parts.watch_replica, parts.replace_replica, restarts, timeouts
+        )
         self.supervisions: Sequence[Supervision[Any]] = [
-            self.replicas,
+            self.replica_supervision,
             Supervision(
                 state,
                 self.episode_workers,

@@ -133,7 +133,7 @@ class CheckpointManager:
         return not self._state.unfinished and (critic is None or not critic.behind)
 
     async def save_if_due(self, version: int) -> None:
-        """Save the checkpoint of ``version`` every ``save_freq`` versions, but not the last one, which `save` writes."""
+        """Save the checkpoint of ``version`` every ``save_freq`` versions, except the last, which `save` writes."""
         if self._save_freq > 0 and version % self._save_freq == 0 and self._state.trains_more:
             await self.save(version)
 

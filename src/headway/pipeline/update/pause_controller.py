@@ -89,7 +89,7 @@ class PauseController:
         async with self._turns.setdefault(replica.name, asyncio.Lock()):
             if (halted := self._halts.get(replica.name)) is not None:
                 halted.by.append(why)
-                return ReplicaPause([why], stopped=halted.stopped)
+                return ReplicaPause([why], stopped=now())
             asked = now()
             validated = partial(self._state.changed.until, lambda: replica.name not in self._state.validating)
             await validated()

@@ -22,6 +22,7 @@ from headway.errors import UpdateFailed
 from headway.events import UpdatePhase
 from headway.pipeline.admission.pipeline_state import RunState, now
 from headway.pipeline.stage import WaitingFor
+from headway.pipeline.update.pause_controller import ReplicaPause
 from headway.pipeline.update.replica_pool import ReplicaPool
 from headway.pipeline.weight_receiver import ReceiverClient, Replica, WorkerUnavailable
 from headway.runtime.task_groups import concurrently
@@ -41,15 +42,6 @@ class LoadCost:
     interrupted: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Stopped:
-    """Record of a replica that is halted for new weights: since when, and at what cost."""
-
-    since: float
-    validation_s: float
-    interrupted: int
-
-
 class WeightLoading:
     def __init__(
         self,
@@ -64,7 +56,8 @@ class WeightLoading:
         self._pauses = pool.pauses
         self._waiting_for = waiting_for
         self._on_loaded = on_loaded
-        self._stopped: dict[str, _Stopped] = {}
+        self._stopped: dict[str, ReplicaPause] = {}
+        """Halts of the replicas that stand for new weights, by name."""
 
     async def make_ready(self, receivers: Sequence[ReceiverClient]) -> None:
         """Halt those replicas among ``receivers`` that receive weights into the memory they serve from."""
@@ -103,8 +96,7 @@ class WeightLoading:
 
     async def _stop(self, replica: Replica) -> None:
         with self._waiting_for(f"{replica.name} to {self._pauses.policy}"):
-            halt = await self._pauses.halt(replica, "load")
-        self._stopped[replica.name] = _Stopped(now(), halt.validation_s, halt.interrupted)
+            self._stopped[replica.name] = await self._pauses.halt(replica, "load")
 
     async def _swap(self, replica: Replica, version: int, expected: Probe | None) -> LoadCost:
         if replica.name not in self._stopped:
@@ -121,7 +113,8 @@ class WeightLoading:
         await self._on_loaded(replica, version)
         self._pool.serve(replica, version)
         await self._pauses.release(replica, "load")
-        return LoadCost(stopped.validation_s, now() - stopped.since, stopped.interrupted)
+        assert stopped.stopped is not None, f"{replica.name} was halted, and has not stopped"
+        return LoadCost(stopped.validation_s, now() - stopped.stopped, stopped.interrupted)
 
     async def _activate(self, receiver: ReceiverClient, version: int) -> float:
         with self._waiting_for(f"{receiver.name} to load"):
