@@ -30,8 +30,8 @@ from headway.data.types import (
     Prompt,
     RowAt,
     RowTokens,
-    Sample,
     SampledTokens,
+    TrainSample,
     Trajectory,
 )
 from headway.engines.train.batch_advantages import BatchAdvantages
@@ -80,7 +80,7 @@ def advantages(groups: Sequence[Group]) -> None:
     add_column(groups, "advantages", computed[of.episode_of].tolist())
 
 
-def read(samples: Sequence[Sample]) -> tuple[float, int]:
+def read(samples: Sequence[TrainSample]) -> tuple[float, int]:
     """Read a rank's rows, in the rank's process; returns its seconds, and the bytes of its own memory with the rows."""
     before, cache = (
         memory_of_process()["RssAnon"],

@@ -35,7 +35,7 @@ from headway.agents.episodes.program_episode import Hosting, Turn
 from headway.agents.interface.program_chat import Chat, Tally
 from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart, said
 from headway.data.interfaces.episode_groups import Group
-from headway.data.interfaces.rollout import FinishedCall, GenerateRequest, SamplingParams
+from headway.data.interfaces.rollout import Completion, GenerateRequest, SamplingParams
 from headway.data.types import FinishReason, Prompt, SampledTokens, TrajectoryId
 from headway.errors import RunError
 from headway.planner.simulation.virtual_clock import run_virtual
@@ -78,7 +78,7 @@ class SleepingEngine:
     def __init__(self, seconds: Callable[[GenerateRequest], float], answer: Sequence[int]) -> None:
         self._seconds, n = seconds, len(answer)
         self._tokens = SampledTokens(np.array(answer, np.int32), np.zeros(n, np.float32), np.zeros(n, np.int32))
-        self._done: list[FinishedCall] = []
+        self._done: list[Completion] = []
         self._any = asyncio.Event()
 
     async def submit(self, client: str, calls: Sequence[GenerateRequest]) -> None:
@@ -87,10 +87,10 @@ class SleepingEngine:
 
     def _finish(self, number: int) -> None:
         now, tokens = asyncio.get_running_loop().time(), self._tokens
-        self._done.append(FinishedCall(number, len(tokens.ids), [[0, 0]], FinishReason.STOP, now, now, tokens))
+        self._done.append(Completion(number, len(tokens.ids), [[0, 0]], FinishReason.STOP, now, now, tokens))
         self._any.set()
 
-    async def finished(self, client: str) -> AsyncIterator[Sequence[FinishedCall]]:
+    async def finished(self, client: str) -> AsyncIterator[Sequence[Completion]]:
         while True:
             await self._any.wait()
             self._any.clear()

@@ -112,7 +112,7 @@ class Way:
                 sum(self._holds(one, depth - 1) for one in _inside(value, data))
             )  # all of them, for their shapes
         if held and data:
-            self._sampled |= name in ("SampledTokens", "FinishedCall")
+            self._sampled |= name in ("SampledTokens", "Completion")
             if name not in self.requests:
                 (self.results if self._sampled else self.requests).add(name)
         return held
@@ -169,7 +169,7 @@ class TrainedGroup:
 def is_of_a_turn(value: object) -> bool:
     if isinstance(value, bytes | bytearray | memoryview):
         return any(name in bytes(value) for name in (b"TurnRequest", b"TurnAnswer"))
-    return type(value).__name__ in ("TurnRequest", "TurnAnswer", "ToolCall", "GenerateRequest", "FinishedCall")
+    return type(value).__name__ in ("TurnRequest", "TurnAnswer", "ToolCall", "GenerateRequest", "Completion")
 
 
 def prepared(folder: Path) -> Path:

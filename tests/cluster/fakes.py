@@ -17,7 +17,7 @@ from headway.cluster.roles.role import Role
 from headway.cluster.worker_group import Collect, Dispatch, register
 from headway.cluster.worker_plan import ClusterPlan, WorkerSpec
 from headway.config.sizing.placement import node_shares
-from headway.data.types import Column, GroupTokens, RowTokens, Sample, SampledTokens, TrajectoryId
+from headway.data.types import Column, GroupTokens, RowTokens, SampledTokens, TrainSample, TrajectoryId
 from headway.errors import UpdateFailed
 
 
@@ -30,8 +30,8 @@ def group_tokens(length: int, fill: float) -> GroupTokens:
     return (RowTokens.answer(np.array([1, 2], np.int32), sampled),)
 
 
-def sample(tokens: Any, length: int, k: int = 0) -> Sample:
-    return Sample(tokens=tokens, index=0, prompt_length=2, length=length, episode=TrajectoryId(0, 0, 0, k))
+def sample(tokens: Any, length: int, k: int = 0) -> TrainSample:
+    return TrainSample(tokens=tokens, index=0, prompt_length=2, length=length, episode=TrajectoryId(0, 0, 0, k))
 
 
 class EchoRole(Role):
@@ -58,15 +58,15 @@ class EchoRole(Role):
         return self._rank
 
     @register(Dispatch.SPLIT, Collect.COLUMNS)
-    def logprobs_plus(self, samples: Sequence[Sample], offset: float) -> list[NDArray[np.float32]]:
+    def logprobs_plus(self, samples: Sequence[TrainSample], offset: float) -> list[NDArray[np.float32]]:
         return [row.logprobs + np.float32(offset) for row in self.batch.rows(samples)]
 
     @register(Dispatch.SPLIT)
-    def lengths(self, samples: Sequence[Sample]) -> list[int]:
+    def lengths(self, samples: Sequence[TrainSample]) -> list[int]:
         return [s.length for s in samples]
 
     @register(Dispatch.SPLIT)
-    def columns_seen(self, samples: Sequence[Sample]) -> list[float]:
+    def columns_seen(self, samples: Sequence[TrainSample]) -> list[float]:
         return [float(row.columns["ref_logprobs"][0]) for row in self.batch.rows(samples)]
 
     @register(Dispatch.ONE_TO_ALL)
@@ -94,7 +94,7 @@ class EchoRole(Role):
         return time.monotonic()
 
     @register(Dispatch.SPLIT)
-    def lengths_fetched(self, samples: Sequence[Sample]) -> list[int]:
+    def lengths_fetched(self, samples: Sequence[TrainSample]) -> list[int]:
         return [len(row.logprobs) for row in self.batch.rows(samples)]
 
     async def numbers(self, count: int) -> AsyncGenerator[int, None]:

@@ -15,7 +15,7 @@ from headway.data.interfaces.episode_groups import Group
 from headway.data.interfaces.rollout import OnUpdate, SamplingParams
 from headway.data.interfaces.training import StepContext
 from headway.data.interfaces.weights import ReceiveReport, SendReport
-from headway.data.types import Outcomes, Prompt, Sample
+from headway.data.types import Outcomes, Prompt, TrainSample
 
 N = 4
 
@@ -81,7 +81,7 @@ async def one_version(workers: Workers) -> Outcome:
     """Raises whatever an engine raises."""
     groups = await generate(workers, range(2))
     trajectories = [(group, t) for group in groups for t in group.trajectories]
-    samples = [Sample(group.tokens, t.id.k, t.prompt_length, t.length, t.id) for group, t in trajectories]
+    samples = [TrainSample(group.tokens, t.id.k, t.prompt_length, t.length, t.id) for group, t in trajectories]
     outcomes = Outcomes(
         ids=tuple(t.id for _, t in trajectories),
         rewards=np.array([t.id.k - 1.5 for _, t in trajectories], np.float32),

@@ -19,7 +19,7 @@ from headway.cluster.machine.batch_cache import BatchCache
 from headway.cluster.machine.token_files import TokenFiles, TokenPart, TokenPlace, read_rows
 from headway.cluster.roles.role import Role
 from headway.cluster.worker_group import Collect, Dispatch, WorkerGroup, register
-from headway.data.types import Column, RowTokens, Sample, SampledTokens, TrajectoryId
+from headway.data.types import Column, RowTokens, SampledTokens, TrainSample, TrajectoryId
 from tests.cluster.fakes import group_tokens, sample
 
 RANKS = 4
@@ -29,11 +29,11 @@ class TrainerLike(Role):
     """Calls of a trainer's rank, which only read."""
 
     @register(Dispatch.SPLIT, Collect.COLUMNS)
-    def forward(self, samples: Sequence[Sample]) -> list[NDArray[np.float32]]:
+    def forward(self, samples: Sequence[TrainSample]) -> list[NDArray[np.float32]]:
         return [row.logprobs + 1 for row in self.batch.rows(samples)]
 
     @register(Dispatch.SPLIT)
-    def step(self, samples: Sequence[Sample]) -> None:
+    def step(self, samples: Sequence[TrainSample]) -> None:
         for row in self.batch.rows(samples):
             assert (row.columns["prox_logprobs"] == row.logprobs + 1).all()
             assert (row.columns["advantages"] == np.float32(0.1)).all()
@@ -71,7 +71,7 @@ def bytes_read() -> int:
     return int(Path("/proc/self/io").read_text().split()[1])
 
 
-def fetch_of(groups: Sequence[tuple[int, Sequence[int]]], files: TokenFiles) -> list[list[Sample]]:
+def fetch_of(groups: Sequence[tuple[int, Sequence[int]]], files: TokenFiles) -> list[list[TrainSample]]:
     """The samples of each group, whose tokens are in a file."""
     rng = np.random.default_rng(0)
     made = []
@@ -85,7 +85,7 @@ def fetch_of(groups: Sequence[tuple[int, Sequence[int]]], files: TokenFiles) -> 
             for n in lengths
         ]
         tokens = files.write(tuple(rows))
-        made.append([Sample(tokens, k, prompt, n, TrajectoryId(0, number, 0, k)) for k, n in enumerate(lengths)])
+        made.append([TrainSample(tokens, k, prompt, n, TrajectoryId(0, number, 0, k)) for k, n in enumerate(lengths)])
     return made
 
 

@@ -28,7 +28,7 @@ from headway.cluster.on_ray.resource_pool import Node, ResourcePool
 from headway.cluster.worker_group import WorkerGroup
 from headway.config.schema import Config
 from headway.config.sizing.placement import node_shares
-from headway.data.types import Sample
+from headway.data.types import TrainSample
 from headway.errors import ConfigError, ModelError, RunError, StallError, UpdateFailed, WorkerDied
 from tests.cluster.fakes import EchoRole, echo_plan, echo_specs, group_tokens, sample
 from tests.cluster.one_version import tiny_config
@@ -60,7 +60,7 @@ def shown_by_ps(worker: RayWorker) -> str:
     return Path(f"/proc/{worker.pid}/cmdline").read_text()
 
 
-def put_samples(*lengths: int) -> list[Sample]:
+def put_samples(*lengths: int) -> list[TrainSample]:
     return [sample(ray.put(group_tokens(n, float(n))), n, k) for k, n in enumerate(lengths)]
 
 

@@ -34,7 +34,7 @@ from headway.data.interfaces.rollout import OnUpdate
 from headway.data.interfaces.training import StepContext, StepReport
 from headway.data.interfaces.weights import ReceiveReport, SendReport
 from headway.data.packing import CollatedRow
-from headway.data.types import Column, GroupTokens, Outcomes, RowTokens, Sample, TrajectoryId
+from headway.data.types import Column, GroupTokens, Outcomes, RowTokens, TrainSample, TrajectoryId
 from headway.engines.train.batch_advantages import BatchAdvantages
 from headway.engines.train.fsdp.column_engines import FsdpCritic
 from headway.engines.train.fsdp.device_mesh import TrainMesh
@@ -126,7 +126,7 @@ async def one_version(workers: Workers, cfg: Config, get: Get) -> Outcome:
     assert workers.ref is not None and workers.critic is not None and workers.proximal is not None
     groups = await generate(workers, range(2))
     trajectories = [(group, t) for group in groups for t in group.trajectories]
-    samples = [Sample(group.tokens, t.id.k, t.prompt_length, t.length, t.id) for group, t in trajectories]
+    samples = [TrainSample(group.tokens, t.id.k, t.prompt_length, t.length, t.id) for group, t in trajectories]
     outcomes = Outcomes(
         ids=tuple(t.id for _, t in trajectories),
         rewards=np.array([t.id.k - 1.5 + group.number for group, t in trajectories], np.float32),
@@ -159,7 +159,7 @@ async def one_version(workers: Workers, cfg: Config, get: Get) -> Outcome:
     )
 
 
-def with_columns(samples: Sequence[Sample], columns: dict[str, list[Column]]) -> list[Sample]:
+def with_columns(samples: Sequence[TrainSample], columns: dict[str, list[Column]]) -> list[TrainSample]:
     return [replace(s, columns={name: of[i] for name, of in columns.items()}) for i, s in enumerate(samples)]
 
 
@@ -296,7 +296,9 @@ async def test_the_critic_is_the_engine_that_it_is_made_of_and_comes_back_from_a
         assert critic is not None
         await critic.save(tmp_path / "critic")
         samples = [
-            Sample(as_group(row), 0, row.prompt_length, len(row.logprobs), episode_of(row), columns=as_columns(row))
+            TrainSample(
+                as_group(row), 0, row.prompt_length, len(row.logprobs), episode_of(row), columns=as_columns(row)
+            )
             for row in outcome.rows
         ]
         second = await critic.train_step(samples)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.cluster.worker_group import Collect, Dispatch, WorkerGroup, register, registered
-from headway.data.types import Column, Handle, Sample, TrajectoryId
+from headway.data.types import Column, Handle, TrainSample, TrajectoryId
 from headway.errors import RunError, StallError, WorkerDied
 from headway.planner.simulation.virtual_clock import run_virtual
 from headway.runtime.progress import Heartbeat
@@ -25,13 +25,13 @@ class Doubler:
     def first(self, value: int) -> None: ...
 
     @register(Dispatch.SPLIT)
-    def total(self, samples: Sequence[Sample], factor: int) -> None: ...
+    def total(self, samples: Sequence[TrainSample], factor: int) -> None: ...
 
     @register(Dispatch.SPLIT, Collect.JOINED)
-    def joined(self, samples: Sequence[Sample]) -> None: ...
+    def joined(self, samples: Sequence[TrainSample]) -> None: ...
 
     @register(Dispatch.SPLIT, Collect.COLUMNS)
-    def columns(self, samples: Sequence[Sample]) -> None: ...
+    def columns(self, samples: Sequence[TrainSample]) -> None: ...
 
     @register(Dispatch.ONE_TO_ALL, files="exporting the model to")
     def export(self, path: Path) -> None: ...
@@ -81,9 +81,10 @@ def group(*workers: Scripted) -> WorkerGroup:
     return WorkerGroup(Doubler, workers)
 
 
-def samples(*lengths: int) -> list[Sample]:
+def samples(*lengths: int) -> list[TrainSample]:
     return [
-        Sample(i, index=0, prompt_length=0, length=n, episode=TrajectoryId(0, i, 0, 0)) for i, n in enumerate(lengths)
+        TrainSample(i, index=0, prompt_length=0, length=n, episode=TrajectoryId(0, i, 0, 0))
+        for i, n in enumerate(lengths)
     ]
 
 

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from headway.data.packing import CollatedRow, row_of, with_columns
-from headway.data.types import Handle, Sample
+from headway.data.types import Handle, TrainSample
 
 
-def resolve(samples: Sequence[Sample], get: Callable[[Handle[Any]], Any]) -> list[CollatedRow]:
+def resolve(samples: Sequence[TrainSample], get: Callable[[Handle[Any]], Any]) -> list[CollatedRow]:
     """Fetch what the samples' handles point to. ``get`` is the backend's (identity when inline)."""
     behind: dict[int, Any] = {}
 

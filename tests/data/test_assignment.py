@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.data.assignment import Cost, assign, by_group, split
-from headway.data.types import Sample, TrajectoryId
+from headway.data.types import TrainSample, TrajectoryId
 
 COST = Cost(64)
 Groups = Sequence[tuple[int, Sequence[int]]]
@@ -19,15 +19,17 @@ Groups = Sequence[tuple[int, Sequence[int]]]
 groups_of = st.lists(st.tuples(st.integers(1, 200), st.lists(st.integers(0, 200), min_size=1, max_size=5)), max_size=6)
 
 
-def samples_of(groups: Groups, first: int = 0) -> list[Sample]:
+def samples_of(groups: Groups, first: int = 0) -> list[TrainSample]:
     return [
-        Sample(None, k, prompt, length, TrajectoryId(0, first + number, 0, k))
+        TrainSample(None, k, prompt, length, TrajectoryId(0, first + number, 0, k))
         for number, (prompt, lengths) in enumerate(groups)
         for k, length in enumerate(lengths)
     ]
 
 
-def loads(samples: Sequence[Sample], owners: Mapping[TrajectoryId, int], ranks: int, cost: Cost = COST) -> list[float]:
+def loads(
+    samples: Sequence[TrainSample], owners: Mapping[TrajectoryId, int], ranks: int, cost: Cost = COST
+) -> list[float]:
     """The cost of each rank's work, each prompt of a group once."""
     result = []
     for share in split(samples, owners, ranks):
@@ -40,7 +42,7 @@ def loads(samples: Sequence[Sample], owners: Mapping[TrajectoryId, int], ranks: 
     return result
 
 
-def ranks_of_groups(samples: Sequence[Sample], owners: Mapping[TrajectoryId, int]) -> list[int]:
+def ranks_of_groups(samples: Sequence[TrainSample], owners: Mapping[TrajectoryId, int]) -> list[int]:
     """The number of ranks that each group is on."""
     return [len({owners[samples[i].episode] for i in group}) for group in by_group(samples)]
 
@@ -67,12 +69,12 @@ def test_each_episode_is_on_one_rank_and_each_sample_in_one_share(one: Groups, t
 
 def test_the_rows_of_an_episode_are_on_one_rank_however_long_they_are() -> None:
     episode = TrajectoryId(0, 0, 0, 0)
-    rows = [Sample(None, i, prompt, 1000, episode) for i, prompt in enumerate((10, 1200, 2300))]
+    rows = [TrainSample(None, i, prompt, 1000, episode) for i, prompt in enumerate((10, 1200, 2300))]
     owners = assign([[*rows, *samples_of([(10, [5, 5])], first=1)]], 3, COST)
     assert len(split(rows, owners, 3)[owners[episode]]) == 3
 
 
-def whole_loads(samples: Sequence[Sample], ranks: int) -> float:
+def whole_loads(samples: Sequence[TrainSample], ranks: int) -> float:
     """The least makespan of whole groups, by trying all placements."""
     groups = by_group(samples)
     return min(
@@ -156,7 +158,7 @@ Unit = tuple[tuple[int, int, int], list[TrajectoryId], float, dict[int, float]]
 """A group's id, episodes of it, the cost of their responses, and of each prompt."""
 
 
-def plain_assign(mini_batches: Sequence[Sequence[Sample]], ranks: int, cost: Cost) -> dict[TrajectoryId, int]:
+def plain_assign(mini_batches: Sequence[Sequence[TrainSample]], ranks: int, cost: Cost) -> dict[TrajectoryId, int]:
     """The same assignment, in which every division is tried to its end, and every rank is looked at for every unit."""
     owners: dict[TrajectoryId, int] = {}
     totals = [0.0] * ranks
@@ -181,7 +183,7 @@ def joined(units: Sequence[Unit]) -> Unit:
     return units[0][0], [episode for unit in units for episode in unit[1]], responses, prompts
 
 
-def plain_groups(samples: Sequence[Sample], cost: Cost) -> list[list[Unit]]:
+def plain_groups(samples: Sequence[TrainSample], cost: Cost) -> list[list[Unit]]:
     groups: dict[tuple[int, int, int], dict[TrajectoryId, Unit]] = {}
     for s in samples:
         group, own, responses, prompts = groups.setdefault(s.episode[:3], {}).get(
@@ -247,7 +249,7 @@ def test_an_assignment_is_that_of_the_plain_reference(
 ) -> None:
     mini_batches = [
         [
-            Sample(None, 0, prompt * longer, length, TrajectoryId(batch, row, 0, k))
+            TrainSample(None, 0, prompt * longer, length, TrajectoryId(batch, row, 0, k))
             for row, group in enumerate(groups)
             for k, rows in enumerate(group)
             for prompt, length in rows

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.data.packing import CollatedRow, by_episode, token_budget_batches
-from headway.data.types import RowTokens, Sample, TrajectoryId, TurnSpan
+from headway.data.types import RowTokens, TrainSample, TrajectoryId, TurnSpan
 from tests.data.resolving import resolve
 
 episodes = st.lists(st.lists(st.integers(1, 30), min_size=1, max_size=5), max_size=12)
@@ -56,7 +56,7 @@ def test_a_row_has_the_tokens_the_episode_and_the_turns_of_its_sample() -> None:
     turns = (TurnSpan(0, 0, 1), TurnSpan(2, 3, 4))
     tokens = RowTokens(prompt, ids, np.float32([-1, 0, 0, -2]), versions, mask, turns)
     whose = TrajectoryId(0, 4, 0, 1)
-    samples = [Sample("at", 1, 2, 4, whose), Sample("at", 1, 2, 4, whose, masked=True)]
+    samples = [TrainSample("at", 1, 2, 4, whose), TrainSample("at", 1, 2, 4, whose, masked=True)]
     row, masked = resolve(samples, {"at": (tokens, tokens)}.__getitem__)
     assert row.input_ids.tolist() == [1, 2, 5, 6, 7, 8]
     assert (row.prompt_length, row.episode, row.turns) == (2, whose, turns)

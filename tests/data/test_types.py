@@ -17,8 +17,8 @@ from headway.data.types import (
     Prompt,
     RowAt,
     RowTokens,
-    Sample,
     SampledTokens,
+    TrainSample,
     Trajectory,
     TrajectoryId,
 )
@@ -166,7 +166,7 @@ def test_sampled_tokens_are_pickled_as_they_were(length: int) -> None:
 
 def test_a_sample_is_pickled_as_it_was() -> None:
     columns = {"advantages": 0.5, "ref_logprobs": Column("a handle", 4), "values": Column("another", 0)}
-    sample = Sample("tokens", 2, 5, 7, TrajectoryId(0, 1, 2, 3), columns, finished=False, masked=True)
+    sample = TrainSample("tokens", 2, 5, 7, TrajectoryId(0, 1, 2, 3), columns, finished=False, masked=True)
     back = pickle.loads(pickle.dumps(sample))
     assert back == sample
     assert type(back.episode) is TrajectoryId

@@ -21,7 +21,7 @@ from headway.agents.episodes.program_workers import limits_of
 from headway.agents.episodes.token_tree import TokenTree, call_key
 from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart, Message, TurnAnswer, TurnRequest, said
 from headway.config.schema import Config
-from headway.data.interfaces.rollout import FinishedCall, GenerateRequest
+from headway.data.interfaces.rollout import Completion, GenerateRequest
 from headway.data.types import FinishReason, RowTokens, SampledTokens, TrajectoryId
 from headway.planner.profiles.job_profile import ProgramProfile, RecordedNumber
 from headway.planner.simulation.simulated_programs import NO_TROUBLES, SimulatedPrograms, Troubles
@@ -47,7 +47,7 @@ class TellingRollout(FakeRollout):
     def __init__(self, name: str, *, told: list[Token], **arguments: Any) -> None:
         super().__init__(name, **arguments)
         self.told = told
-        self.answered: list[FinishedCall] = []
+        self.answered: list[Completion] = []
         """Finished calls with at least one token."""
         self._calls: dict[tuple[str, int], GenerateRequest] = {}
 
@@ -55,7 +55,7 @@ class TellingRollout(FakeRollout):
         self._calls.update(((client, call.number), call) for call in calls)
         await super().submit(client, calls)
 
-    async def finished(self, client: str) -> AsyncIterator[Sequence[FinishedCall]]:
+    async def finished(self, client: str) -> AsyncIterator[Sequence[Completion]]:
         async for batch in super().finished(client):
             yield [self._with_tokens(client, finished) for finished in batch]
 
@@ -64,7 +64,7 @@ class TellingRollout(FakeRollout):
         """Number of calls that it never finished."""
         return len(self._calls)
 
-    def _with_tokens(self, client: str, finished: FinishedCall) -> FinishedCall:
+    def _with_tokens(self, client: str, finished: Completion) -> Completion:
         trajectory = self._calls.pop((client, finished.number)).trajectory
         versions = np.empty(finished.length, np.int32)
         for start, version in finished.version_spans:
@@ -86,7 +86,7 @@ class IdRecord:
         ids = context_of(request)
         return TurnContext(ids, call_key(ids, taken))
 
-    def answered(self, prompted: TurnContext, request: TurnRequest, finished: FinishedCall, number: int) -> TurnAnswer:
+    def answered(self, prompted: TurnContext, request: TurnRequest, finished: Completion, number: int) -> TurnAnswer:
         assert finished.tokens is not None
         self._transcript.add(prompted.ids, finished.tokens, number)
         reason = "stop" if finished.finish_reason is FinishReason.STOP else "length"

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from headway.data.interfaces.training import StepContext, StepReport
 from headway.data.interfaces.weights import GatherReport, ReceiveReport, SendReport
-from headway.data.types import Column, Outcomes, Sample
+from headway.data.types import Column, Outcomes, TrainSample
 from headway.errors import RunError
 from headway.planner.profiles.costs import TrainCost
 from headway.planner.profiles.job_profile import UpdateProfile
@@ -79,7 +79,7 @@ class FakeTrainer(SimulatedTrainer):
         """Steps that never end, and in which nothing moves."""
         self.raises_at: dict[int, BaseException] = {}
         """Step → what `train_step` raises there."""
-        self.steps: list[list[Sample]] = []
+        self.steps: list[list[TrainSample]] = []
         self.contexts: list[StepContext] = []
         """Of every step."""
         self.proximal: list[tuple[int, int]] = []
@@ -97,7 +97,7 @@ class FakeTrainer(SimulatedTrainer):
         """What the next sends raise at once, while others still receive."""
         self.probes: Probe | None = None
         """What its probe finds under a version."""
-        self.fetches: list[tuple[list[list[Sample]], int, int | None]] = []
+        self.fetches: list[tuple[list[list[TrainSample]], int, int | None]] = []
         """Mini-batches of each batch that was begun, steps made until then, and until its end."""
         self.reports: dict[str, Any] = {}
         """Values of every `SendReport`."""
@@ -106,7 +106,7 @@ class FakeTrainer(SimulatedTrainer):
         self._ess = ess
         self._forward_s = forward_s
 
-    async def begin_batch(self, mini_batches: Sequence[Sequence[Sample]]) -> None:
+    async def begin_batch(self, mini_batches: Sequence[Sequence[TrainSample]]) -> None:
         assert not self.fetches or self.fetches[-1][2] is not None, "the batch before has not ended"
         self.fetches.append(([list(samples) for samples in mini_batches], len(self.steps), None))
 
@@ -115,7 +115,7 @@ class FakeTrainer(SimulatedTrainer):
         assert ended is None, "it was ended before"
         self.fetches.append((mini_batches, begun, len(self.steps)))
 
-    async def forward_logprobs(self, samples: Sequence[Sample]) -> list[Column]:
+    async def forward_logprobs(self, samples: Sequence[TrainSample]) -> list[Column]:
         self.forwards.append((now(), len(samples)))
         await self._compute("a forward pass", self._forward_s)
         return [Column(None, index) for index in range(len(samples))]
@@ -125,11 +125,11 @@ class FakeTrainer(SimulatedTrainer):
         await super()._compute(doing, seconds)
         self.computed.append((doing, (started, now())))
 
-    async def proximal_logprobs(self, samples: Sequence[Sample], version: int) -> list[Column]:
+    async def proximal_logprobs(self, samples: Sequence[TrainSample], version: int) -> list[Column]:
         self.proximal.append((version, len(self.steps)))
         return [replace(column, handle=version) for column in await self.forward_logprobs(samples)]
 
-    async def train_step(self, samples: Sequence[Sample], context: StepContext) -> StepReport:
+    async def train_step(self, samples: Sequence[TrainSample], context: StepContext) -> StepReport:
         step = len(self.steps)
         self.steps.append(list(samples))
         self.contexts.append(context)
@@ -177,7 +177,7 @@ class FakeReference:
         self._seconds = seconds
         self.batches: list[int] = []
 
-    async def forward_logprobs(self, samples: Sequence[Sample]) -> list[Column]:
+    async def forward_logprobs(self, samples: Sequence[TrainSample]) -> list[Column]:
         self.batches.append(len(samples))
         await asyncio.sleep(self._seconds)
         return [Column(None, index) for index in range(len(samples))]
@@ -204,7 +204,7 @@ class FakeLogProb:
         self._receivers = receivers
         self._computes = False
 
-    async def proximal_logprobs(self, samples: Sequence[Sample], version: int) -> list[Column]:
+    async def proximal_logprobs(self, samples: Sequence[TrainSample], version: int) -> list[Column]:
         """Its columns have the version for their handle."""
         self.answers()
         if self.hangs:
@@ -251,7 +251,7 @@ class FakeCritic:
     ) -> None:
         self.turns: list[Turn] = []
         self.saved: list[tuple[Path, Time]] = []
-        self.trained: list[list[Sample]] = []
+        self.trained: list[list[TrainSample]] = []
         """The samples of every step."""
         self.ranks: Callable[[str, float], Any] = self._compute
         """Takes the time; the trainer's where it shares their ranks."""
@@ -264,20 +264,20 @@ class FakeCritic:
         self.fetches: list[str] = []
         """What was said of fetches, in order: ``begin`` and ``end``."""
 
-    async def begin_batch(self, mini_batches: Sequence[Sequence[Sample]]) -> None:
+    async def begin_batch(self, mini_batches: Sequence[Sequence[TrainSample]]) -> None:
         self.fetches.append("begin")
 
     async def end_batch(self) -> None:
         self.fetches.append("end")
 
-    async def forward_values(self, samples: Sequence[Sample]) -> list[Column]:
+    async def forward_values(self, samples: Sequence[TrainSample]) -> list[Column]:
         fetch, started = self._valued, now()
         self._valued += 1
         await self.ranks("values", self._value_s)
         self.turns.append(Turn("values", fetch, (started, now())))
         return [Column(fetch, index) for index in range(len(samples))]
 
-    async def advantages(self, samples: Sequence[Sample], outcomes: Outcomes) -> dict[str, list[Column]]:
+    async def advantages(self, samples: Sequence[TrainSample], outcomes: Outcomes) -> dict[str, list[Column]]:
         (fetch,) = {sample.columns["values"].handle for sample in samples}
         assert [sample.columns["values"].index for sample in samples] == list(range(len(samples)))
         assert len(outcomes.ids) == len(samples)
@@ -285,7 +285,7 @@ class FakeCritic:
         columns = [Column(fetch, index) for index in range(len(samples))]
         return {"advantages": columns, "returns": columns}
 
-    async def train_step(self, samples: Sequence[Sample]) -> StepReport:
+    async def train_step(self, samples: Sequence[TrainSample]) -> StepReport:
         (fetch,) = {sample.columns[name].handle for sample in samples for name in ("values", "returns")}
         started, step = now(), len(self.trained)
         self.trained.append(list(samples))

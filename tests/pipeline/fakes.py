@@ -20,7 +20,7 @@ from headway.agents.episodes.episode_worker import EpisodeWorker
 from headway.agents.episodes.program_episode import Hosting
 from headway.agents.episodes.request_dispatcher import CallEngine
 from headway.data.interfaces.episode_groups import Group, Scores
-from headway.data.interfaces.rollout import EngineStats, FinishedCall, GenerateRequest, OnUpdate, Paused, Priority
+from headway.data.interfaces.rollout import Completion, EngineStats, GenerateRequest, OnUpdate, Paused, Priority
 from headway.data.interfaces.weights import ReceiveReport
 from headway.data.types import Prompt, TrajectoryId
 from headway.errors import HeadwayError, RunError, ScoringFailed, UpdateFailed, WorkerDied
@@ -367,7 +367,7 @@ class FakeRollout(SimulatedRollout):
         self._takes({(client, call.number) for call in calls})
         await super().submit(client, calls)
 
-    async def finished(self, client: str) -> AsyncIterator[Sequence[FinishedCall]]:
+    async def finished(self, client: str) -> AsyncIterator[Sequence[Completion]]:
         async for batch in super().finished(client):
             self.work += [(call.finished, -1) for call in batch]
             calls = {(client, call.number) for call in batch}
@@ -471,5 +471,5 @@ class FakeRollout(SimulatedRollout):
         return await super().stats()
 
 
-def _of_version_0(finished: FinishedCall) -> FinishedCall:
+def _of_version_0(finished: Completion) -> Completion:
     return replace(finished, version_spans=[[0, 0]])

@@ -14,7 +14,7 @@ from headway.data.interfaces.episode_groups import Group, Scores
 from headway.data.interfaces.rollout import SamplingParams
 from headway.data.interfaces.training import StepContext, StepReport, TrainedRow
 from headway.data.mixing import drawn_problems, place_of_group, share_of
-from headway.data.types import Conversation, Sample, TrajectoryId
+from headway.data.types import Conversation, TrainSample, TrajectoryId
 from headway.events import BatchTaken, GroupAdmitted, GroupRewarded, GroupSettled, RunFinished, ValidationFinished
 from headway.pipeline.admission.ledger import Fate
 from headway.pipeline.admission.sample_collector import SampleOutlet, Samples, plain, rounded, storable
@@ -57,7 +57,7 @@ def shows(run: Run) -> None:
     """Have the trainer of a run show a row of each episode that it is asked to."""
     step = run.trainer.train_step
 
-    async def train_step(samples: Sequence[Sample], context: StepContext) -> StepReport:
+    async def train_step(samples: Sequence[TrainSample], context: StepContext) -> StepReport:
         report = await step(samples, context)
         rows = [trained(s.episode) for s in samples if s.episode[:3] in context.shown]
         return replace(report, shown=tuple(rows))

@@ -12,7 +12,7 @@ import pytest
 
 from headway.data.interfaces.episode_groups import Group
 from headway.data.interfaces.rollout import SamplingParams
-from headway.data.types import Sample, TrajectoryId
+from headway.data.types import TrainSample, TrajectoryId
 from headway.events import BatchTaken, GroupAdmitted, GroupRewarded, GroupSettled, OptimizerStepped, UpdateFinished
 from headway.pipeline.admission.ledger import Fate, Ledger
 from headway.pipeline.admission.message_queue import MessageQueue
@@ -362,7 +362,7 @@ def test_an_empty_last_batch_makes_a_version_of_what_was_trained_and_is_told_to_
 # ---------------------------------------------------------------------------------------------- on the ranks
 
 
-def episodes(samples: Sequence[Sample]) -> list[TrajectoryId]:
+def episodes(samples: Sequence[TrainSample]) -> list[TrajectoryId]:
     return [sample.episode for sample in samples]
 
 

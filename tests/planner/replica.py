@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from itertools import count
 
-from headway.data.interfaces.rollout import FinishedCall, GenerateRequest, OnUpdate, Priority, SamplingParams
+from headway.data.interfaces.rollout import Completion, GenerateRequest, OnUpdate, Priority, SamplingParams
 from headway.data.interfaces.weights import ReceiveReport
 from headway.data.types import TrajectoryId
 from headway.planner.profiles.job_profile import RolloutProfile
@@ -85,8 +85,8 @@ async def generate(
     engine: SimulatedRollout,
     *calls: Sequence[GenerateRequest],
     client: str | None = None,
-    into: list[FinishedCall] | None = None,
-) -> list[FinishedCall]:
+    into: list[Completion] | None = None,
+) -> list[Completion]:
     """The finished calls in the order in which they come, as one that leaves when it has all. ``into``: take this list
     for them."""
     client, got = client or next(_strangers), [] if into is None else into
@@ -104,11 +104,11 @@ async def generate(
 
 def submit(
     engine: SimulatedRollout, *calls: Sequence[GenerateRequest], client: str | None = None
-) -> asyncio.Task[list[FinishedCall]]:
+) -> asyncio.Task[list[Completion]]:
     return asyncio.ensure_future(generate(engine, *calls, client=client))
 
 
-def in_order(done: Sequence[FinishedCall]) -> list[FinishedCall]:
+def in_order(done: Sequence[Completion]) -> list[Completion]:
     """In order of number."""
     return sorted(done, key=lambda call: call.number)
 

@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.data.types import Sample, TrajectoryId
+from headway.data.types import TrainSample, TrajectoryId
 from headway.planner.profiles.costs import Division
 
 
-def samples(*groups: list[int], prompt: int = 0) -> list[Sample]:
+def samples(*groups: list[int], prompt: int = 0) -> list[TrainSample]:
     return [
-        Sample(None, k, prompt, length, TrajectoryId(0, row, 0, k))
+        TrainSample(None, k, prompt, length, TrajectoryId(0, row, 0, k))
         for row, lengths in enumerate(groups)
         for k, length in enumerate(lengths)
     ]

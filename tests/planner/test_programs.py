@@ -15,7 +15,7 @@ from headway.agents.episodes.episode_worker import local_episode_worker
 from headway.agents.episodes.program_episode import Hosting
 from headway.agents.interface.program_messages import TurnRequest
 from headway.data.interfaces.episode_groups import Group
-from headway.data.interfaces.rollout import FinishedCall, SamplingParams
+from headway.data.interfaces.rollout import Completion, SamplingParams
 from headway.data.types import FinishReason, Prompt, RowAt, Trajectory
 from headway.events import ReplicaActivity, TrajectoryFinished
 from headway.planner.grid import setting_of, split_of
@@ -81,7 +81,7 @@ def test_a_turn_finds_in_the_cache_what_its_context_goes_on_from(forks: float, f
     engine = replica(lambda row, k: 4, slots=8, decode=[(1, 1.0)])
     cached: list[int] = []
 
-    def tell(client: str, batch: Sequence[FinishedCall]) -> None:
+    def tell(client: str, batch: Sequence[Completion]) -> None:
         cached.extend(call.cached for call in batch)
         deliver(client, batch)
 
@@ -162,8 +162,8 @@ def test_parallel_turns_are_rows_of_their_own():
 # ---------------------------------------------------------------------------------------------- the record
 
 
-def finished(call: int, tokens: int) -> FinishedCall:
-    return FinishedCall(call, tokens, [[0, 0]], FinishReason.STOP, 0.0, 0.0)
+def finished(call: int, tokens: int) -> Completion:
+    return Completion(call, tokens, [[0, 0]], FinishReason.STOP, 0.0, 0.0)
 
 
 def test_keys_of_calls_tell_contexts_apart_and_are_the_same_at_every_try():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headway.data.types import Sample, TrajectoryId
+from headway.data.types import TrainSample, TrajectoryId
 from headway.events import BatchTaken, Event, LeaseChanged, OptimizerStepped, Span, TrainerBusy
 from headway.planner.measurement.recording import TrainingRecord
 from headway.planner.profiles.costs import Division
@@ -25,8 +25,8 @@ def step(start: float, end: float) -> list[Event]:
 
 
 def recorded(*events: Event, mini_batch: int = 1, ranks: int = 1) -> TrainingRecord:
-    def samples(number: int) -> list[Sample]:
-        return [Sample(None, 0, prompt_length=4, length=10 * number + 6, episode=TrajectoryId(0, number, 0, 0))]
+    def samples(number: int) -> list[TrainSample]:
+        return [TrainSample(None, 0, prompt_length=4, length=10 * number + 6, episode=TrajectoryId(0, number, 0, 0))]
 
     record = TrainingRecord(mini_batch, samples, Division(ranks))
     for event in events:

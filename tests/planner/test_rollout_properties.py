@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.data.interfaces.rollout import EngineStats, FinishedCall, GenerateRequest, OnUpdate, Priority
+from headway.data.interfaces.rollout import Completion, EngineStats, GenerateRequest, OnUpdate, Priority
 from headway.data.types import FinishReason
 from headway.events import Span
 from headway.planner.profiles.lengths import lengths_id
@@ -103,7 +103,7 @@ def curve(points: Sequence[tuple[int, float]], active: int) -> float:
     return quicker if fewer == more else quicker + (slower - quicker) * (active - fewer) / (more - fewer)
 
 
-async def on_the_engine(job: Job) -> tuple[list[FinishedCall], EngineStats]:
+async def on_the_engine(job: Job) -> tuple[list[Completion], EngineStats]:
     engine = replica(
         lambda row, k: job.lengths[row],
         slots=job.slots,
@@ -180,7 +180,7 @@ class Session:
         """Numbers of all calls by client."""
         self.lengths: dict[int, int] = {}
         """Tokens that each call will have, by its number."""
-        self.got: dict[str, list[FinishedCall]] = {}
+        self.got: dict[str, list[Completion]] = {}
         self.left: set[str] = set()
         """Clients that left before they had everything."""
         self.stats: list[EngineStats] = []
@@ -259,7 +259,7 @@ def sessions() -> list[Session]:
     return made
 
 
-def all_of(session: Session) -> list[FinishedCall]:
+def all_of(session: Session) -> list[Completion]:
     return [done for got in session.got.values() for done in got]
 
 
@@ -319,7 +319,7 @@ def test_reported_tokens_are_those_of_the_trajectories(sessions: list[Session]):
 
 
 def test_the_same_commands_give_the_same_answers():
-    def run() -> dict[str, list[FinishedCall]]:
+    def run() -> dict[str, list[Completion]]:
         session = Session(seed=42)
         run_virtual(session.run())
         return session.got

@@ -7,7 +7,7 @@ import pytest
 
 from headway.data.interfaces.training import OverlappingTrainEngine, StepContext
 from headway.data.interfaces.weights import GatherReport, SendReport
-from headway.data.types import Sample, TrajectoryId
+from headway.data.types import TrainSample, TrajectoryId
 from headway.errors import RunError
 from headway.planner.profiles.costs import TrainCost
 from headway.planner.profiles.job_profile import UpdateProfile
@@ -20,7 +20,8 @@ UPDATE = UpdateProfile.model_validate(
 )
 """gather takes 1 s, send 2 s, register 1 s."""
 SAMPLES = [
-    Sample(None, k, prompt_length=3, length=length, episode=TrajectoryId(0, 0, 0, k)) for k, length in enumerate((5, 9))
+    TrainSample(None, k, prompt_length=3, length=length, episode=TrajectoryId(0, 0, 0, k))
+    for k, length in enumerate((5, 9))
 ]
 """20 tokens."""
 

@@ -22,7 +22,7 @@ from headway.data.interfaces.episode_groups import EpisodeWorkerProtocol, Group
 from headway.data.interfaces.rollout import Capabilities, RolloutEngine
 from headway.data.interfaces.training import CriticEngine, LogProbEngine, TrainEngine
 from headway.data.interfaces.weights import GatherReport, ReceiveReport, SendReport
-from headway.data.types import AnyColumn, ColumnName, Outcomes, Sample
+from headway.data.types import AnyColumn, ColumnName, Outcomes, TrainSample
 from headway.errors import HeadwayError
 from headway.runtime.task_groups import concurrently
 
@@ -40,7 +40,7 @@ class TrainGroup:
         self._paths = paths
         self._with_returns = with_returns
 
-    async def advantages(self, samples: Sequence[Sample], outcomes: Outcomes) -> dict[str, Sequence[AnyColumn]]:
+    async def advantages(self, samples: Sequence[TrainSample], outcomes: Outcomes) -> dict[str, Sequence[AnyColumn]]:
         """Return advantages as an `AdvantageFn` does, computed on rank zero: no token comes to the driver, nor to rank
         zero where outcomes are enough.
         """

@@ -23,8 +23,8 @@ from typing import Any, NoReturn, Protocol, TypeVar, cast
 
 from headway.config.sizing.timeouts import FILE_QUIET_S, FILE_RATE, file_quiet_s
 from headway.data.assignment import Cost, assign, by_group, split
-from headway.data.interfaces.rollout import FinishedCall, GenerateRequest
-from headway.data.types import Column, Handle, Sample, TrajectoryId
+from headway.data.interfaces.rollout import Completion, GenerateRequest
+from headway.data.types import Column, Handle, TrainSample, TrajectoryId
 from headway.errors import RunError, StallError
 from headway.pipeline.admission.pipeline_state import now
 from headway.pipeline.recovery.run_monitor import SHORTEST_S, WorkerAnswers, ask
@@ -198,7 +198,7 @@ class ReplicaCalls:
     async def submit(self, client: str, calls: Sequence[GenerateRequest]) -> None:
         await self._peer.call("engine.submit", client, list(calls))
 
-    async def finished(self, client: str) -> AsyncGenerator[Sequence[FinishedCall], None]:
+    async def finished(self, client: str) -> AsyncGenerator[Sequence[Completion], None]:
         async with aclosing(self._peer.each("engine.finished", client, apart_s=BETWEEN_BATCHES_S)) as batches:
             async for batch in batches:
                 yield batch
@@ -277,7 +277,7 @@ class WorkerGroup:
         called: Awaitable[Any] = getattr(self, method)(*args)
         return called
 
-    async def begin_batch(self, mini_batches: Sequence[Sequence[Sample]]) -> None:
+    async def begin_batch(self, mini_batches: Sequence[Sequence[TrainSample]]) -> None:
         """Assign a batch to the data ranks, which hold what they read of it until `end_batch`."""
         self._owners = await self._assigned(mini_batches)
         await concurrently(worker.call("batch.begin") for worker in self.workers)
@@ -319,7 +319,7 @@ class WorkerGroup:
             case Dispatch.SPLIT:
                 return await self._split(method, registration.collect, *args)
 
-    async def _split(self, method: str, collect: Collect, samples: Sequence[Sample], *args: Any) -> Any:
+    async def _split(self, method: str, collect: Collect, samples: Sequence[TrainSample], *args: Any) -> Any:
         shares = await self._shares(samples)
         if collect is Collect.COLUMNS:
             return await self._columns(method, shares, samples, *args)
@@ -328,7 +328,7 @@ class WorkerGroup:
         (first, *others), _ = await both(concurrently(firsts), self._beside(method, own, *args))
         return first.joined(others) if collect is Collect.JOINED else first
 
-    async def _beside(self, method: str, shares: Sequence[Sequence[Sample]], *args: Any) -> None:
+    async def _beside(self, method: str, shares: Sequence[Sequence[TrainSample]], *args: Any) -> None:
         """Call the ranks of inner meshes other than the first ones, with the same ``shares``. Their results, which are
         those of the first ones, stay where they are.
         """
@@ -339,7 +339,7 @@ class WorkerGroup:
         )
 
     async def _columns(
-        self, method: str, shares: Sequence[Sequence[int]], samples: Sequence[Sample], *args: Any
+        self, method: str, shares: Sequence[Sequence[int]], samples: Sequence[TrainSample], *args: Any
     ) -> list[Column]:
         """Call the first data ranks with their ``shares`` of the samples, and return the columns of all."""
         own = [[samples[i] for i in share] for share in shares]
@@ -358,11 +358,11 @@ class WorkerGroup:
                 columns.update((share[at], Column(handle, place)) for place, at in enumerate(part))
         return [columns[index] for index in range(len(samples))]
 
-    async def _assigned(self, mini_batches: Sequence[Sequence[Sample]]) -> dict[TrajectoryId, int]:
+    async def _assigned(self, mini_batches: Sequence[Sequence[TrainSample]]) -> dict[TrajectoryId, int]:
         """Assign ``mini_batches`` in a thread: thousands of samples on a hundred ranks would hold up the loop."""
         return await asyncio.to_thread(assign, mini_batches, len(self._meshes), self._cost)
 
-    async def _shares(self, samples: Sequence[Sample]) -> list[list[int]]:
+    async def _shares(self, samples: Sequence[TrainSample]) -> list[list[int]]:
         owners = await self._assigned([samples]) if self._owners is None else self._owners
         try:
             return split(samples, owners, len(self._meshes))

@@ -14,7 +14,7 @@ from heapq import heappop, heappush, heapreplace
 from math import inf
 from operator import attrgetter
 
-from headway.data.types import Sample, TrajectoryId
+from headway.data.types import TrainSample, TrajectoryId
 
 WORTH = 0.01
 """Least share by which cutting groups must shorten the longest rank's work: each piece computes the prompt again."""
@@ -47,7 +47,7 @@ GroupId = tuple[int, int, int]
 """Identity of a group: what the ids of its episodes begin with."""
 
 
-def group_of(sample: Sample) -> GroupId:
+def group_of(sample: TrainSample) -> GroupId:
     """Return the identity of the group that the sample is of."""
     return sample.episode[:3]
 
@@ -89,7 +89,7 @@ class _Placed:
         return max(self.loads)
 
 
-def assign(mini_batches: Sequence[Sequence[Sample]], ranks: int, cost: Cost) -> dict[TrajectoryId, int]:
+def assign(mini_batches: Sequence[Sequence[TrainSample]], ranks: int, cost: Cost) -> dict[TrajectoryId, int]:
     """Assign the episodes of a batch to data ranks, whole groups where possible; a function of its arguments alone.
 
     Each mini-batch is balanced by ``cost``, since ranks wait for each other at each optimizer step; so is the batch as
@@ -110,7 +110,7 @@ def assign(mini_batches: Sequence[Sequence[Sample]], ranks: int, cost: Cost) -> 
     return owners
 
 
-def split(samples: Sequence[Sample], owners: Mapping[TrajectoryId, int], ranks: int) -> list[list[int]]:
+def split(samples: Sequence[TrainSample], owners: Mapping[TrajectoryId, int], ranks: int) -> list[list[int]]:
     """Return the indices of each rank's ``samples``, ascending. Raises `KeyError` for an episode without an owner."""
     shares: list[list[int]] = [[] for _ in range(ranks)]
     for index, sample in enumerate(samples):
@@ -118,7 +118,7 @@ def split(samples: Sequence[Sample], owners: Mapping[TrajectoryId, int], ranks: 
     return shares
 
 
-def by_group(samples: Sequence[Sample]) -> list[list[int]]:
+def by_group(samples: Sequence[TrainSample]) -> list[list[int]]:
     """Return the indices of each group's ``samples``, in the order of their first ones."""
     groups: dict[GroupId, list[int]] = {}
     for index, sample in enumerate(samples):
@@ -126,7 +126,7 @@ def by_group(samples: Sequence[Sample]) -> list[list[int]]:
     return list(groups.values())
 
 
-def _groups(samples: Sequence[Sample], cost: Cost) -> list[list[_Work]]:
+def _groups(samples: Sequence[TrainSample], cost: Cost) -> list[list[_Work]]:
     """The work of each episode, by group; the costliest group first."""
     groups: dict[GroupId, dict[TrajectoryId, _Work]] = {}
     for sample in samples:

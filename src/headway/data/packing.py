@@ -31,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.config.schema import Config
-from headway.data.types import Column, RowTokens, Sample, TrajectoryId, TurnSpan
+from headway.data.types import Column, RowTokens, TrainSample, TrajectoryId, TurnSpan
 
 LEAST_SHARED = 4
 """Least number of tokens for which a segment of their own is made: each costs attention a part of its own."""
@@ -165,7 +165,7 @@ class CollatedRow:
     loss_mask: NDArray[np.bool_]
     """True for response tokens that the row trains, [T]."""
     columns: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
-    """Further numbers for each response token, by name, [T] each. See `headway.data.types.Sample`."""
+    """Further numbers for each response token, by name, [T] each. See `headway.data.types.TrainSample`."""
     finished: bool = True
     """False where the episode was cut off."""
     episode: TrajectoryId | None = None
@@ -174,7 +174,7 @@ class CollatedRow:
     """The turns that are trained in the row, in order; empty for one turn, which is the whole response."""
 
 
-def row_of(sample: Sample, tokens: RowTokens) -> CollatedRow:
+def row_of(sample: TrainSample, tokens: RowTokens) -> CollatedRow:
     """Make the row of ``sample`` from its tokens, as they were sampled: without columns, and not masked."""
     return CollatedRow(
         input_ids=np.concatenate([tokens.prompt_ids, tokens.ids]),
@@ -188,7 +188,7 @@ def row_of(sample: Sample, tokens: RowTokens) -> CollatedRow:
     )
 
 
-def with_columns(row: CollatedRow, sample: Sample, get: Callable[[Column], NDArray[np.float32]]) -> CollatedRow:
+def with_columns(row: CollatedRow, sample: TrainSample, get: Callable[[Column], NDArray[np.float32]]) -> CollatedRow:
     """Return ``row`` with the columns of ``sample``, and in no loss where the sample is masked."""
     columns = {
         name: get(column) if isinstance(column, Column) else spread(column, row.loss_mask)

@@ -303,7 +303,7 @@ AnyColumn = Column | float
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class TrainSample:
     """One row of an episode on its way through a forward or training step.
 
     It is pickled as one object with plain tuples in it: the pickler that calls on Ray go through takes microseconds of
@@ -325,7 +325,7 @@ class Sample:
     masked: bool = False
     """True if the sample is in no loss: none of its tokens counts."""
 
-    def __reduce__(self) -> tuple[Callable[..., Sample], tuple[Any, ...]]:
+    def __reduce__(self) -> tuple[Callable[..., TrainSample], tuple[Any, ...]]:
         columns = {
             name: (column.handle, column.index) if isinstance(column, Column) else column
             for name, column in self.columns.items()
@@ -348,6 +348,6 @@ def _sample(
     columns: Mapping[str, tuple[Handle[Any], int] | float],
     finished: bool,
     masked: bool,
-) -> Sample:
+) -> TrainSample:
     named = {name: Column(*column) if isinstance(column, tuple) else column for name, column in columns.items()}
-    return Sample(tokens, index, prompt_length, length, TrajectoryId(*episode), named, finished, masked)
+    return TrainSample(tokens, index, prompt_length, length, TrajectoryId(*episode), named, finished, masked)

@@ -30,7 +30,7 @@ from headway.data.interfaces.training import (
     StepReport,
     TrainEngine,
 )
-from headway.data.types import ColumnName, Sample, Trajectory
+from headway.data.types import ColumnName, TrainSample, Trajectory
 from headway.events import CriticStepped, Emit, OptimizerStepped, TrainerBusy
 from headway.pipeline.admission.pipeline_state import RunState, now
 from headway.pipeline.admission.train_batches import TrainBatch, outcomes, samples_of
@@ -262,7 +262,7 @@ class Critic:
         self._trained += 1
         self._changed.changed()
 
-    def _samples(self, groups: Sequence[Group]) -> list[Sample]:
+    def _samples(self, groups: Sequence[Group]) -> list[TrainSample]:
         return samples_of(groups, (ColumnName.VALUES, ColumnName.RETURNS), mask_cut_off=self._mask_cut_off)
 
     def state(self) -> dict[str, Any]:

@@ -41,6 +41,7 @@ MOVED = {
 RENAMED = {
     "Call": "GenerateRequest",
     "FetchEngine": "BatchEngine",
+    "FinishedCall": "Completion",
     "FinishedGroup": "Group",
     "GroupRequest": "Group",
     "Incoming": "IncomingWeights",

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from headway.agents.chat.chat_template import ChatRenderer
 from headway.agents.episodes.episode_limits import EpisodeLimits
-from headway.data.interfaces.rollout import FinishedCall, GenerateRequest
+from headway.data.interfaces.rollout import Completion, GenerateRequest
 from headway.data.types import FinishReason, RowTokens, SampledTokens, Trajectory
 from tests.agents.endpoint.served import Agent, served
 from tests.agents.episodes.conftest import renderer_of
@@ -41,7 +41,7 @@ class Scripted(Policy):
         logprobs = -np.random.default_rng(version).random(n, np.float32)
         tokens = SampledTokens(ids, logprobs, np.full(n, version, np.int32))
         self.record.append((call, tokens))
-        self._batches.put_nowait([FinishedCall(call.number, n, [[0, version]], reason, now, now, tokens)])
+        self._batches.put_nowait([Completion(call.number, n, [[0, version]], reason, now, now, tokens)])
 
     def _sampled(self, call: GenerateRequest) -> tuple[NDArray[np.int32], FinishReason]:
         """The tokens up to the first that ends them, by itself or with a string."""

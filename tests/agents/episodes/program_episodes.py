@@ -14,7 +14,7 @@ from headway.agents.episodes.episode_worker import EpisodeWorker, local_episode_
 from headway.agents.episodes.program_episode import Hosting, Turn
 from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart, Message, TurnRequest, said
 from headway.data.interfaces.episode_groups import Group
-from headway.data.interfaces.rollout import FinishedCall, GenerateRequest, SamplingParams
+from headway.data.interfaces.rollout import Completion, GenerateRequest, SamplingParams
 from headway.data.types import FinishReason, Prompt, RowTokens, SampledTokens, TrajectoryId
 from headway.errors import EpisodeOver, RunnerLost
 from headway.planner.simulation.virtual_clock import run_virtual
@@ -37,14 +37,14 @@ class Policy:
         """What each call was answered with."""
         self.dead = False
         self.says: Callable[[GenerateRequest], str] = lambda call: f"turn {len(call.input_ids)}"
-        self._batches: asyncio.Queue[list[FinishedCall]] = asyncio.Queue()
+        self._batches: asyncio.Queue[list[Completion]] = asyncio.Queue()
 
     async def submit(self, client: str, calls: Sequence[GenerateRequest]) -> None:
         for call in calls:
             self.calls.append(call)
             asyncio.get_running_loop().call_later(self.seconds, self._answer, call)
 
-    async def finished(self, client: str) -> AsyncIterator[Sequence[FinishedCall]]:
+    async def finished(self, client: str) -> AsyncIterator[Sequence[Completion]]:
         while True:
             yield await self._batches.get()
 
@@ -58,7 +58,7 @@ class Policy:
         """End calls after so many tokens of ``version``, all at once."""
         self._batches.put_nowait(
             [
-                FinishedCall(call.number, n, [[0, version]], FinishReason.ABORTED, 0.0, 0.0)
+                Completion(call.number, n, [[0, version]], FinishReason.ABORTED, 0.0, 0.0)
                 for call, n in zip(calls, lengths, strict=True)
             ]
         )
@@ -71,7 +71,7 @@ class Policy:
         tokens = SampledTokens(ids, -np.arange(n, dtype=np.float32), np.full(n, version, np.int32))
         self.said[call.number] = tokens
         if not self.dead:
-            self._batches.put_nowait([FinishedCall(call.number, n, [[0, version]], reason, now, now, tokens)])
+            self._batches.put_nowait([Completion(call.number, n, [[0, version]], reason, now, now, tokens)])
 
     def dies(self) -> None:
         """Answer nothing any more."""

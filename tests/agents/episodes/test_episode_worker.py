@@ -11,7 +11,7 @@ import pytest
 
 from headway.agents.episodes.episode_worker import EpisodeWorker
 from headway.data.interfaces.episode_groups import Group
-from headway.data.interfaces.rollout import FinishedCall, GenerateRequest, Priority, SamplingParams
+from headway.data.interfaces.rollout import Completion, GenerateRequest, Priority, SamplingParams
 from headway.data.types import FinishReason, Prompt, SampledTokens, TrajectoryId
 from headway.errors import DataError, RunError, WorkerDied
 from headway.planner.simulation.virtual_clock import run_virtual
@@ -30,7 +30,7 @@ class ScriptedEngine:
         """Numbers of the calls of each `submit`."""
         self.aborted: list[int] = []
         self.refuses: DataError | None = None
-        self._batches: asyncio.Queue[list[FinishedCall] | WorkerDied] = asyncio.Queue()
+        self._batches: asyncio.Queue[list[Completion] | WorkerDied] = asyncio.Queue()
 
     async def submit(self, client: str, calls: Sequence[GenerateRequest]) -> None:
         if self.refuses is not None:
@@ -38,7 +38,7 @@ class ScriptedEngine:
         self.messages.append([call.number for call in calls])
         self.calls.update((call.number, call) for call in calls)
 
-    async def finished(self, client: str) -> AsyncIterator[Sequence[FinishedCall]]:
+    async def finished(self, client: str) -> AsyncIterator[Sequence[Completion]]:
         while True:
             batch = await self._batches.get()
             if isinstance(batch, WorkerDied):
@@ -58,7 +58,7 @@ class ScriptedEngine:
             id = self.calls.pop(number).trajectory
             ids = np.array([id.row, id.k], np.int32)
             tokens = SampledTokens(ids, np.zeros(2, np.float32), np.full(2, version, np.int32))
-            batch.append(FinishedCall(number, 2, [[0, version]], reason, 0.0, 1.0, tokens))
+            batch.append(Completion(number, 2, [[0, version]], reason, 0.0, 1.0, tokens))
         self._batches.put_nowait(batch)
 
     def finish_all(self, version: int = 0) -> None:

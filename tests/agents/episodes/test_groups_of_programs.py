@@ -11,7 +11,7 @@ import pytest
 from headway.agents.episodes.episode_worker import EpisodeWorker, local_episode_worker
 from headway.agents.episodes.program_episode import Turn
 from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart
-from headway.data.interfaces.rollout import FinishedCall, GenerateRequest, Priority
+from headway.data.interfaces.rollout import Completion, GenerateRequest, Priority
 from headway.data.types import FinishReason, SampledTokens
 from headway.errors import DataError, RunError
 from headway.planner.simulation.virtual_clock import run_virtual
@@ -75,7 +75,7 @@ def test_a_call_that_an_engine_ends_aborts_its_group():
     async def abort(worker: EpisodeWorker) -> None:
         await asyncio.sleep(1.5)
         nothing = SampledTokens.nothing()
-        finished = FinishedCall(policy.calls[-1].number, 0, [], FinishReason.ABORTED, 0.0, 0.0, nothing)
+        finished = Completion(policy.calls[-1].number, 0, [], FinishReason.ABORTED, 0.0, 0.0, nothing)
         policy._batches.put_nowait([finished])
 
     (episode,) = made(talk, [policy], meanwhile=abort).trajectories

@@ -15,7 +15,7 @@ from headway.agents.episodes.program_episode import Turn
 from headway.agents.episodes.token_tree import TokenTree, state_key
 from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart, Message, TurnRequest, said, tool_result
 from headway.data.interfaces.episode_groups import Group
-from headway.data.interfaces.rollout import FinishedCall
+from headway.data.interfaces.rollout import Completion
 from headway.data.types import FinishReason, RowTokens, SampledTokens
 from tests.agents.episodes.conftest import renderer_of
 from tests.agents.episodes.program_episodes import Here, made
@@ -92,7 +92,7 @@ def of_messages(template: str, *chats: Sequence[Message]) -> list[int]:
         prompted = asyncio.run(record.prompt(request := TurnRequest(list(chat))))
         ids = np.append(renderer.encode(f"<think>{n}</think>well"), min(renderer.end_ids)).astype(np.int32)
         tokens = SampledTokens(ids, np.zeros(len(ids), np.float32), np.zeros(len(ids), np.int32))
-        finished = FinishedCall(n, len(ids), [[0, 0]], FinishReason.STOP, 0.0, 0.0, tokens)
+        finished = Completion(n, len(ids), [[0, 0]], FinishReason.STOP, 0.0, 0.0, tokens)
         record.answered(prompted, request, finished, n)
     found = {turn.number: turn.state for row in record.rows() for turn in row.turns}
     return [found[n] for n in range(len(chats))]

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from headway.data.interfaces.rollout import (
     Capabilities,
-    FinishedCall,
+    Completion,
     GenerateRequest,
     OnUpdate,
     Priority,
@@ -205,7 +205,7 @@ class Answer:
     """A call, and what came of it."""
 
     call: GenerateRequest
-    done: FinishedCall
+    done: Completion
 
     @property
     def id(self) -> TrajectoryId:

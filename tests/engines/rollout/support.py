@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from headway.data.interfaces.episode_groups import Group
-from headway.data.interfaces.rollout import FinishedCall, GenerateRequest, Priority, SamplingParams
+from headway.data.interfaces.rollout import Completion, GenerateRequest, Priority, SamplingParams
 from headway.data.types import Prompt, RowAt, RowTokens, Trajectory
 from headway.engines.rollout.native.native_core import EngineCore, Finished
 from headway.models.weight_files import file_tensors
@@ -107,7 +107,7 @@ class Asked:
 
     request: Group
     client: str
-    done: dict[int, FinishedCall] = field(default_factory=dict)
+    done: dict[int, Completion] = field(default_factory=dict)
 
     def trajectory(self, k: int) -> Trajectory:
         call = self.done[k]

@@ -6,14 +6,14 @@ import asyncio
 
 import pytest
 
-from headway.data.interfaces.rollout import FinishedCall
+from headway.data.interfaces.rollout import Completion
 from headway.data.types import FinishReason
 from headway.engines.rollout.engine_base import CallInbox
 from headway.errors import RunError
 
 
-def call(number: int) -> FinishedCall:
-    return FinishedCall(number, 1, [], FinishReason.STOP, 0.0, 0.0)
+def call(number: int) -> Completion:
+    return Completion(number, 1, [], FinishReason.STOP, 0.0, 0.0)
 
 
 async def test_batches_that_gathered_come_as_one():

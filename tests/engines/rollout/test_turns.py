@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from headway.data.interfaces.rollout import FinishedCall, GenerateRequest, OnUpdate, Priority, SamplingParams
+from headway.data.interfaces.rollout import Completion, GenerateRequest, OnUpdate, Priority, SamplingParams
 from headway.data.types import FinishReason, TrajectoryId
 from headway.engines.rollout.native.fused_forward import FusedForward
 from headway.engines.rollout.native.native_core import EngineCore
@@ -47,7 +47,7 @@ class Episode:
     words: tuple[int, int] = (3, 12)
     """Least and most tokens of an answer of the environment."""
     answer: int = 8
-    calls: list[FinishedCall] = field(default_factory=list)
+    calls: list[Completion] = field(default_factory=list)
     contexts: list[NDArray[np.int32]] = field(default_factory=list)
     goes_on: bool = True
 
@@ -64,7 +64,7 @@ class Episode:
         settings = {"input_ids": self.context, "sampling": sampling, "key": len(self.calls), "goes_on": self.goes_on}
         return GenerateRequest(**{"number": self.k, "trajectory": self.id, **settings, **changes})
 
-    def take(self, call: FinishedCall) -> None:
+    def take(self, call: Completion) -> None:
         """The call's tokens, and what the environment says to that."""
         self.contexts.append(self.context)
         self.calls.append(call)
@@ -82,7 +82,7 @@ def episodes(count: int, *, prompt: int = 40, turns: int = 6, **changes: Any) ->
     return [Episode(k, ids, turns, **changes) for k in range(count)]
 
 
-def step(core: EngineCore) -> list[FinishedCall]:
+def step(core: EngineCore) -> list[Completion]:
     with torch.inference_mode():
         return [call for _, call in core.step()]
 
@@ -102,7 +102,7 @@ def play(core: EngineCore, playing: Sequence[Episode], *, at_once: int = 10**6, 
                 core.release([episode.id])
 
 
-def reference(model: PreTrainedModel, context: NDArray[np.int32], call: FinishedCall) -> NDArray[np.float32]:
+def reference(model: PreTrainedModel, context: NDArray[np.int32], call: Completion) -> NDArray[np.float32]:
     """[T] log-probs of a call's tokens by a plain forward over context and continuation."""
     ids = torch.from_numpy(np.concatenate([context, call.tokens.ids]).astype(np.int64))
     with torch.no_grad():

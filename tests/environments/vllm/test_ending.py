@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from headway.data.interfaces.rollout import FinishedCall, OnUpdate
+from headway.data.interfaces.rollout import Completion, OnUpdate
 from headway.engines.rollout.engine_activity import VllmActivity
 from headway.engines.rollout.vllm.vllm_core import VllmCore
 from headway.engines.weights.receiver_state import ReceiverState
 from headway.errors import HeadwayError, NonFinite, RunError, WorkerDied
 from tests.engines.contract.harness import VOCABULARY, make_calls, numbers_of
 
-Told = list[tuple[str, Sequence[FinishedCall]] | HeadwayError]
+Told = list[tuple[str, Sequence[Completion]] | HeadwayError]
 """Batches of clients, and the engine's end."""
 
 SOON_S = 60.0

@@ -22,7 +22,7 @@ from headway.agents.episodes.episode_limits import EpisodeLimits, EpisodeTime, P
 from headway.agents.episodes.episode_tokens import EpisodeTokens, TurnContext
 from headway.agents.episodes.request_dispatcher import Affinity, PendingRequest, RequestDispatcher
 from headway.agents.interface.program_messages import EpisodeEnd, Message, TurnRequest
-from headway.data.interfaces.rollout import FinishedCall, GenerateRequest, Priority, SamplingParams
+from headway.data.interfaces.rollout import Completion, GenerateRequest, Priority, SamplingParams
 from headway.data.types import Conversation, FinishReason, RowAt, RowTokens, SampledTokens, TrajectoryId
 from headway.errors import EpisodeOver, HeadwayError, ProgramFailed, UserCodeError, WorkerDied, boundary
 from headway.runtime.task_groups import failure_ignored
@@ -32,7 +32,7 @@ from headway.runtime.task_groups import failure_ignored
 class _LoggedCall:
     """A call that some attempt of the program has made."""
 
-    result: asyncio.Future[FinishedCall]
+    result: asyncio.Future[Completion]
     asked: PendingRequest | None = None
     """The call while it is not finished; afterwards None, since it holds the whole context."""
 
@@ -57,7 +57,7 @@ class CallLog:
             on_failed: called when no engine takes a call of this episode, with the reason.
         """
         self.id, self.sampling = id, sampling
-        self.cut: list[FinishedCall] = []
+        self.cut: list[Completion] = []
         """Results of calls that engines ended themselves."""
         self._priority = priority
         self._calls = calls
@@ -76,7 +76,7 @@ class CallLog:
 
     def call(
         self, prompted: TurnContext, max_tokens: int, stop: tuple[str, ...] = (), stop_token_ids: tuple[int, ...] = ()
-    ) -> asyncio.Future[FinishedCall]:
+    ) -> asyncio.Future[Completion]:
         """Call the policy, or return the logged call. Cancelling the wait does not cancel the call.
 
         ``stop``, ``stop_token_ids``: strings and tokens that end it, beside the sampling's own.
@@ -122,7 +122,7 @@ class CallLog:
         elif not logged.result.done():
             logged.result.set_exception(error)
 
-    def _finished(self, logged: _LoggedCall, asked: PendingRequest, finished: FinishedCall) -> None:
+    def _finished(self, logged: _LoggedCall, asked: PendingRequest, finished: Completion) -> None:
         logged.asked = None
         self._replicas[asked.replica] = None
         if self._home.on is None:
@@ -155,7 +155,7 @@ class EpisodeAttempt:
         self.steps = ProgramSteps(time, self._end_step)
         self.asked = 0
         """Turns that the program asked for, refused ones and those that it gave up included."""
-        self.calls: list[FinishedCall] = []
+        self.calls: list[Completion] = []
         self.numbers: list[int] = []
         """Numbers of the answered turns, among all that were asked for."""
         self.text = ""
@@ -280,7 +280,7 @@ class EpisodeAttempt:
             self._answered(request.messages, answer.message)
         return MadeTurn(number, answer, len(prompted.ids), finished.tokens or SampledTokens.nothing())
 
-    async def _asked(self, request: TurnRequest) -> tuple[TurnContext, asyncio.Future[FinishedCall], int | None]:
+    async def _asked(self, request: TurnRequest) -> tuple[TurnContext, asyncio.Future[Completion], int | None]:
         """The context of a turn, the result of its call, and the turn's own limit where the run has room for more.
 
         Raises `EpisodeOver` where a limit refuses the turn.

@@ -22,7 +22,7 @@ from headway.agents.chat.tool_call_formats import HARMONY_MARK, harmony
 from headway.agents.chat.tool_calls import AUTO, ToolParser, choose_parser
 from headway.agents.episodes.token_tree import TokenRow, TokenTree, call_key, state_key
 from headway.agents.interface.program_messages import TurnAnswer, TurnRequest, said
-from headway.data.interfaces.rollout import FinishedCall
+from headway.data.interfaces.rollout import Completion
 from headway.data.thoughts import opened_thought
 from headway.data.types import FinishReason, RowAt, RowTokens
 from headway.errors import RunError
@@ -60,7 +60,7 @@ class EpisodeTokens(Protocol):
             HeadwayError: the messages are none, or the template refuses them.
         """
 
-    def answered(self, prompted: TurnContext, request: TurnRequest, finished: FinishedCall, number: int) -> TurnAnswer:
+    def answered(self, prompted: TurnContext, request: TurnRequest, finished: Completion, number: int) -> TurnAnswer:
         """Store the result of a call, the turn ``number`` of the episode, and read it for the program."""
 
     def rows(self) -> Sequence[RowTokens | RowAt]:
@@ -140,7 +140,7 @@ class ChatRecord:
         key = call_key(chat.ids, taken, request.ends)
         return TurnContext(chat.ids, key, chat, _state(request), opened_thought(draft.text))
 
-    def answered(self, prompted: TurnContext, request: TurnRequest, finished: FinishedCall, number: int) -> TurnAnswer:
+    def answered(self, prompted: TurnContext, request: TurnRequest, finished: Completion, number: int) -> TurnAnswer:
         """See `EpisodeTokens.answered`."""
         chat, tokens = prompted.chat, finished.tokens
         if tokens is None:
@@ -222,7 +222,7 @@ def row_tokens(row: TokenRow) -> RowTokens:
     )
 
 
-def spans_of(calls: Sequence[FinishedCall]) -> list[list[int]]:
+def spans_of(calls: Sequence[Completion]) -> list[list[int]]:
     """``[[start, version], …]`` of the tokens of several calls, one after the other."""
     spans: list[list[int]] = []
     offset = 0

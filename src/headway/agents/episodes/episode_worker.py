@@ -2,7 +2,7 @@
 
     generate ─▶ group ─▶ n episodes ─call─▶ Calls ─▶ a replica
                   ▲            ▲                       │
-      Group, made              └────── FinishedCall ◀──┘
+      Group, made              └─────── Completion ◀───┘
 
 An episode of the program of one turn is one call with the prompt's ids; one of a user's program is a
 `headway.agents.episodes.program_episode.ProgramEpisode`. All of it runs on one event loop: the driver's where roles run
@@ -27,7 +27,7 @@ from headway.agents.episodes.request_dispatcher import (
     nothing_sampled,
 )
 from headway.data.interfaces.episode_groups import Group
-from headway.data.interfaces.rollout import FinishedCall, GenerateRequest, Priority, SamplingParams
+from headway.data.interfaces.rollout import Completion, GenerateRequest, Priority, SamplingParams
 from headway.data.types import (
     FinishReason,
     RowAt,
@@ -49,7 +49,7 @@ class _OpenGroup:
     """Episodes that are not over."""
     done: dict[int, MadeEpisode] = field(default_factory=dict)
     """Finished episodes of programs, by k."""
-    answers: dict[int, tuple[PendingRequest, FinishedCall]] = field(default_factory=dict)
+    answers: dict[int, tuple[PendingRequest, Completion]] = field(default_factory=dict)
     """Finished episodes of one turn, by k."""
     calls: dict[int, PendingRequest] = field(default_factory=dict)
     """Calls of episodes of one turn, by k."""
@@ -227,7 +227,7 @@ class EpisodeWorker:
         )
         self._calls.ask(asked)
 
-    def _on_finished(self, group: _OpenGroup, k: int, asked: PendingRequest, finished: FinishedCall) -> None:
+    def _on_finished(self, group: _OpenGroup, k: int, asked: PendingRequest, finished: Completion) -> None:
         del group.calls[k]
         if finished.finish_reason is FinishReason.ABORTED:
             self._abort([group])

@@ -24,7 +24,7 @@ from headway.agents.episodes.episode_limits import EpisodeClock, EpisodeLimits, 
 from headway.agents.episodes.episode_tokens import EpisodeTokens, spans_of
 from headway.agents.interface.program_messages import EpisodeEnd, EpisodeStart, TurnAnswer, TurnRequest
 from headway.data.interfaces.episode_groups import Group
-from headway.data.interfaces.rollout import FinishedCall, Priority, SamplingParams
+from headway.data.interfaces.rollout import Completion, Priority, SamplingParams
 from headway.data.tokenize import template_kwargs
 from headway.data.types import FinishReason, RowAt, RowTokens, Trajectory, TrajectoryId
 from headway.errors import (
@@ -319,7 +319,7 @@ class ProgramEpisode:
         )
         return trajectory, [row for row in rows if isinstance(row, RowTokens)]
 
-    def _trajectory(self, calls: Sequence[FinishedCall], finish_reason: FinishReason) -> Trajectory:
+    def _trajectory(self, calls: Sequence[Completion], finish_reason: FinishReason) -> Trajectory:
         """The trajectory of ``calls`` so far, without rows."""
         now = asyncio.get_running_loop().time()
         return Trajectory(

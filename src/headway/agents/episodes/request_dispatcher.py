@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, 
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from headway.data.interfaces.rollout import FinishedCall, GenerateRequest
+from headway.data.interfaces.rollout import Completion, GenerateRequest
 from headway.data.types import FinishReason, TrajectoryId
 from headway.errors import DataError, HeadwayError, RunError, WorkerDied, boundary
 from headway.runtime.task_groups import concurrently, end
@@ -90,7 +90,7 @@ class CallEngine(Protocol):
 
     async def submit(self, client: str, calls: Sequence[GenerateRequest]) -> None: ...
 
-    def finished(self, client: str) -> AsyncIterator[Sequence[FinishedCall]]: ...
+    def finished(self, client: str) -> AsyncIterator[Sequence[Completion]]: ...
 
     async def abort(self, client: str, numbers: Sequence[int]) -> None: ...
 
@@ -105,7 +105,7 @@ class ReplicaClient:
         client: str,
         engine: CallEngine,
         *,
-        on_finished: Callable[[str, Sequence[FinishedCall]], None],
+        on_finished: Callable[[str, Sequence[Completion]], None],
         on_refused: Callable[[str, Sequence[GenerateRequest], DataError], None],
         on_failed: Callable[[str, HeadwayError], None],
     ) -> None:
@@ -202,7 +202,7 @@ class PendingRequest:
     request: GenerateRequest
     """What a replica is asked for; its number is chosen when it is sent."""
     home: Affinity
-    done: Callable[[PendingRequest, FinishedCall], None]
+    done: Callable[[PendingRequest, Completion], None]
     """Called with the result, that of an aborted call too."""
     failed: Callable[[PendingRequest, HeadwayError], None]
     """Called instead where an engine does not take the call, or the one replica for it is gone."""
@@ -324,7 +324,7 @@ class RequestDispatcher:
         lines, self._lines = self._lines, {}
         await concurrently(line.close() for line in lines.values())
 
-    def _on_finished(self, replica: str, batch: Sequence[FinishedCall]) -> None:
+    def _on_finished(self, replica: str, batch: Sequence[Completion]) -> None:
         for finished in batch:
             if (asked := self._open.pop(finished.number, None)) is None:
                 continue  # it was dropped
@@ -339,7 +339,7 @@ class RequestDispatcher:
                 asked.failed(asked, error)
 
 
-def nothing_sampled() -> FinishedCall:
+def nothing_sampled() -> Completion:
     """Result of a call that was aborted before any replica had it."""
     now = asyncio.get_running_loop().time()
-    return FinishedCall(0, 0, [], FinishReason.ABORTED, now, now)
+    return Completion(0, 0, [], FinishReason.ABORTED, now, now)

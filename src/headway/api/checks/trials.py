@@ -39,7 +39,7 @@ from headway.api.checks.preflight import (
 from headway.config.schema import Config
 from headway.data.files import Record
 from headway.data.interfaces.episode_groups import Group
-from headway.data.interfaces.rollout import FinishedCall, GenerateRequest
+from headway.data.interfaces.rollout import Completion, GenerateRequest
 from headway.data.rows import by_source
 from headway.data.sources import DataBundle, Rows
 from headway.data.types import Outcomes, Prompt, TrajectoryId
@@ -253,7 +253,7 @@ class _Unanswered:
         if not self.asked.done():
             self.asked.set_result(len(calls[0].input_ids))
 
-    async def finished(self, client: str) -> AsyncIterator[Sequence[FinishedCall]]:
+    async def finished(self, client: str) -> AsyncIterator[Sequence[Completion]]:
         await asyncio.Event().wait()
         yield ()
 

@@ -27,7 +27,7 @@ from headway.agents.interface.program_messages import Message, ToolSchema, TurnR
 from headway.config.schema import Config, TaskConfig
 from headway.config.sections.model_section import GiveUpConfig, WarmupConfig
 from headway.data.files import Messages, Record, Row, checked_prompt, read_chat, without_nulls
-from headway.data.interfaces.rollout import FinishedCall
+from headway.data.interfaces.rollout import Completion
 from headway.data.tasks import COLLISION_TRIES, make_task
 from headway.data.tokenize import LeftOut, LeftOutRows, PromptTokenizer, Reason, template_kwargs, tools_of
 from headway.data.types import FinishReason, RowTokens, SampledTokens
@@ -61,7 +61,7 @@ def demonstrated(
         prompted = record.prompted(request, draft, chats.renderer.encode(draft.text))
         ids = _answer_ids(chats.renderer, chat[: at + 1], tools)
         tokens = SampledTokens(ids, np.zeros(len(ids), np.float32), np.zeros(len(ids), np.int32))
-        finished = FinishedCall(at, len(ids), [[0, 0]], FinishReason.STOP, 0.0, 0.0, tokens)
+        finished = Completion(at, len(ids), [[0, 0]], FinishReason.STOP, 0.0, 0.0, tokens)
         record.answered(prompted, request, finished, number)
     return record.rows()
 

@@ -35,7 +35,7 @@ from headway.data.interfaces.episode_groups import Group
 from headway.data.interfaces.rollout import SamplingParams
 from headway.data.interfaces.training import StepContext, StepReport, TokenLoss
 from headway.data.tasks import make_task
-from headway.data.types import ColumnName, Prompt, Sample, TrajectoryId
+from headway.data.types import ColumnName, Prompt, TrainSample, TrajectoryId
 from headway.engines.rollout.native.engine import NativeEngine
 from headway.errors import ModelError, UserCodeError, boundary
 from headway.models.pretrained import load_model
@@ -68,12 +68,12 @@ class SftSteps:
         """Return the loss of a batch under the current weights. ``number``: one that no other batch has."""
         return await self.engine.token_loss(self._samples(number, batch))
 
-    def _samples(self, number: int, batch: Sequence[Example]) -> list[Sample]:
-        samples: list[Sample] = []
+    def _samples(self, number: int, batch: Sequence[Example]) -> list[TrainSample]:
+        samples: list[TrainSample] = []
         for place, rows in enumerate(batch):
             handle = carried(rows, f"sft/{number}/{place}") if self._separate else rows
             samples += [
-                Sample(
+                TrainSample(
                     tokens=handle,
                     index=index,
                     prompt_length=len(row.prompt_ids),

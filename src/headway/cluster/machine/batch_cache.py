@@ -12,7 +12,7 @@ from typing import Any
 
 from headway.cluster.machine.token_files import TokenFile, TokenPart
 from headway.data.packing import CollatedRow, row_of, with_columns
-from headway.data.types import Handle, Sample
+from headway.data.types import Handle, TrainSample
 
 Fetch = Callable[[Sequence[Handle[Any]]], list[Any]]
 """Function that returns the objects of handles, side by side."""
@@ -40,12 +40,12 @@ class BatchCache:
         self._holds = False
         self._rows, self._columns, self._borrowed = {}, {}, {}
 
-    def rows(self, samples: Sequence[Sample], *, once: bool = False) -> list[CollatedRow]:
+    def rows(self, samples: Sequence[TrainSample], *, once: bool = False) -> list[CollatedRow]:
         """Return the samples with their arrays. What is not held is fetched at once; ``once``: and not held then."""
         rows, columns = self._rows, self._columns
         if once or not self._holds:
             rows, columns = dict(rows), dict(columns)
-        tokens: dict[Hashable, tuple[Handle[Any], dict[int, Sample]]] = {}
+        tokens: dict[Hashable, tuple[Handle[Any], dict[int, TrainSample]]] = {}
         handles: dict[Hashable, Handle[Any]] = {}
         for sample in samples:
             key = _key(sample.tokens)

@@ -16,7 +16,7 @@ from headway.cluster.worker_group import Collect, Dispatch, register
 from headway.config.transport_facts import TRANSPORTS, transport_of
 from headway.data.interfaces.training import StepContext, StepReport, TokenLoss
 from headway.data.interfaces.weights import GatherReport
-from headway.data.types import ColumnName, Outcomes, Sample
+from headway.data.types import ColumnName, Outcomes, TrainSample
 from headway.devices import kind_of
 from headway.engines.weights.protocols import Address, Link, through_devices
 from headway.engines.weights.weight_layout import Manifest
@@ -108,17 +108,17 @@ class ActorRole(WithCritic):
         self._outbox.open_link(key, link, self._here())
 
     @register(Dispatch.SPLIT, Collect.COLUMNS)
-    def forward_logprobs(self, samples: Sequence[Sample]) -> list[NDArray[np.float32]]:
+    def forward_logprobs(self, samples: Sequence[TrainSample]) -> list[NDArray[np.float32]]:
         return self._engine.forward_logprobs(self.batch.rows(samples))
 
     @register(Dispatch.SPLIT, Collect.COLUMNS)
-    def reference_logprobs(self, samples: Sequence[Sample]) -> list[NDArray[np.float32]]:
+    def reference_logprobs(self, samples: Sequence[TrainSample]) -> list[NDArray[np.float32]]:
         if self._reference is None:
             raise RunError("this run has no reference policy: nothing in its algorithm asks for one")
         return self._reference.forward_logprobs(self.batch.rows(samples))
 
     @register(Dispatch.SPLIT, Collect.COLUMNS)
-    def proximal_logprobs(self, samples: Sequence[Sample], version: int) -> list[NDArray[np.float32]]:
+    def proximal_logprobs(self, samples: Sequence[TrainSample], version: int) -> list[NDArray[np.float32]]:
         return self._engine.proximal_logprobs(self.batch.rows(samples), version)
 
     @register(Dispatch.RANK_ZERO)
@@ -127,24 +127,24 @@ class ActorRole(WithCritic):
         return self._advantages.of_outcomes(outcomes)
 
     @register(Dispatch.RANK_ZERO, Collect.COLUMNS)
-    def advantages(self, samples: Sequence[Sample], outcomes: Outcomes) -> list[NDArray[np.float32]]:
+    def advantages(self, samples: Sequence[TrainSample], outcomes: Outcomes) -> list[NDArray[np.float32]]:
         """Return the advantages of each sample of a whole batch, all of whose tokens are looked at here."""
         columns = self._advantages(self.batch.rows(samples, once=True), outcomes)
         self._returns = columns.get(ColumnName.RETURNS, [])
         return columns[ColumnName.ADVANTAGES]
 
     @register(Dispatch.RANK_ZERO, Collect.COLUMNS)
-    def returns(self, samples: Sequence[Sample]) -> list[NDArray[np.float32]]:
+    def returns(self, samples: Sequence[TrainSample]) -> list[NDArray[np.float32]]:
         """Return what `advantages` was called for last: the returns of each of its samples. There is a critic."""
         returns, self._returns = self._returns, []
         return returns
 
     @register(Dispatch.SPLIT, Collect.JOINED)
-    def train_step(self, samples: Sequence[Sample], context: StepContext) -> StepReport:
+    def train_step(self, samples: Sequence[TrainSample], context: StepContext) -> StepReport:
         return self._engine.train_step(self.batch.rows(samples), context)
 
     @register(Dispatch.SPLIT, Collect.JOINED)
-    def token_loss(self, samples: Sequence[Sample]) -> TokenLoss:
+    def token_loss(self, samples: Sequence[TrainSample]) -> TokenLoss:
         """Return the loss of the tokens that the samples train, under the current weights."""
         rows = self.batch.rows(samples)
         logprobs = self._engine.forward_logprobs(rows)

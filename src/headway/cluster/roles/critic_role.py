@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from headway.cluster.roles.role import Role
 from headway.cluster.worker_group import Collect, Dispatch, register
 from headway.data.interfaces.training import StepReport
-from headway.data.types import Sample
+from headway.data.types import TrainSample
 from headway.engines.weights.protocols import Address
 from headway.errors import RunError
 
@@ -36,11 +36,11 @@ class WithCritic(Role):
         )
 
     @register(Dispatch.SPLIT, Collect.COLUMNS)
-    def forward_values(self, samples: Sequence[Sample]) -> list[NDArray[np.float32]]:
+    def forward_values(self, samples: Sequence[TrainSample]) -> list[NDArray[np.float32]]:
         return self._the_critic.forward_values(self.batch.rows(samples))
 
     @register(Dispatch.SPLIT)
-    def critic_step(self, samples: Sequence[Sample]) -> StepReport:
+    def critic_step(self, samples: Sequence[TrainSample]) -> StepReport:
         return self._the_critic.train_step(self.batch.rows(samples))
 
     @register(Dispatch.ONE_TO_ALL, files="saving the critic's checkpoint")

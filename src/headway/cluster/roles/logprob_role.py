@@ -13,7 +13,7 @@ from headway.cluster.roles.role import Role
 from headway.cluster.roles.weight_roles import Left, WeightInbox
 from headway.cluster.worker_group import Collect, Dispatch, register
 from headway.data.interfaces.weights import ReceiveReport
-from headway.data.types import Sample
+from headway.data.types import TrainSample
 from headway.engines.weights.protocols import Address, Link
 from headway.engines.weights.weight_layout import Manifest
 
@@ -64,7 +64,7 @@ class LogpRole(Role):
         return self._copy.padded
 
     @register(Dispatch.SPLIT, Collect.COLUMNS)
-    def proximal_logprobs(self, samples: Sequence[Sample], version: int) -> list[NDArray[np.float32]]:
+    def proximal_logprobs(self, samples: Sequence[TrainSample], version: int) -> list[NDArray[np.float32]]:
         return self._copy.proximal_logprobs(self.batch.rows(samples), version)
 
     async def stage_weights(self, version: int, left: Left) -> ReceiveReport:
@@ -102,5 +102,5 @@ class RefRole(Role):
         )
 
     @register(Dispatch.SPLIT, Collect.COLUMNS)
-    def reference_logprobs(self, samples: Sequence[Sample]) -> list[NDArray[np.float32]]:
+    def reference_logprobs(self, samples: Sequence[TrainSample]) -> list[NDArray[np.float32]]:
         return self._engine.forward_logprobs(self.batch.rows(samples))

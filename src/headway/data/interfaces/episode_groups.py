@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.data.interfaces.rollout import Priority, RolloutEngine, SamplingParams
-from headway.data.types import AnyColumn, Conversation, GroupTokens, Handle, Prompt, Sample, Trajectory
+from headway.data.types import AnyColumn, Conversation, GroupTokens, Handle, Prompt, TrainSample, Trajectory
 from headway.errors import HeadwayError, RunError
 from headway.runtime.pickling import pickled_by_fields
 
@@ -46,8 +46,7 @@ class Group:
     baseline: float | None = None
     """The score of the policy's greedy episode, those of its turns included, where one was generated (ReMax)."""
     columns: dict[str, tuple[AnyColumn, ...]] = field(default_factory=dict)
-    """The numbers computed per token, by name: one [T] column per row, in the order of `samples`. See `Sample.columns`.
-    """
+    """The numbers computed per token, by name: one [T] column per row, in the order of `samples`."""
 
     @property
     def episodes(self) -> int:
@@ -59,20 +58,20 @@ class Group:
         """The group's identity: epoch, row and attempt, with which the ids of its trajectories begin."""
         return self.prompt.epoch, self.prompt.row, self.prompt.attempt
 
-    def samples(self, columns: Collection[str] = (), *, mask_cut_off: bool = False) -> list[Sample]:
+    def samples(self, columns: Collection[str] = (), *, mask_cut_off: bool = False) -> list[TrainSample]:
         """The samples of the group for a forward or training step, with those of ``columns`` that it has.
 
         There is one for each row of each trajectory, in order. ``mask_cut_off``: episodes that did not end by
         themselves are in no loss (overlong filtering).
         """
-        samples: list[Sample] = []
+        samples: list[TrainSample] = []
         present = {name: self.columns[name] for name in columns if name in self.columns}
         for trajectory in self.trajectories:
             complete = trajectory.complete
             for at in trajectory.rows:
                 place = len(samples)
                 samples.append(
-                    Sample(
+                    TrainSample(
                         tokens=self.tokens,
                         index=at.index,
                         prompt_length=at.prompt_length,

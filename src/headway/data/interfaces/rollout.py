@@ -85,7 +85,7 @@ class GenerateRequest:
 
 @pickled_by_fields
 @dataclass(frozen=True, slots=True)
-class FinishedCall:
+class Completion:
     """The result of one call."""
 
     number: int
@@ -187,7 +187,7 @@ class RolloutEngine(PolicyReceiver, Protocol):
         or parameters that make no sense.
         """
 
-    def finished(self, client: str) -> AsyncIterator[Sequence[FinishedCall]]:
+    def finished(self, client: str) -> AsyncIterator[Sequence[Completion]]:
         """Yield the finished calls of ``client``: each time all that are finished by then, one at least.
 
         One iterator for each client. It ends with the engine, by raising; leaving it drops the client's other calls:

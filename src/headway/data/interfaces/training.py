@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from headway.data.assignment import GroupId
 from headway.data.interfaces.weights import GatherReport, SendReport
-from headway.data.types import AnyColumn, Column, Outcomes, Sample, TrajectoryId
+from headway.data.types import AnyColumn, Column, Outcomes, TrainSample, TrajectoryId
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,7 @@ class BatchEngine(Protocol):
     Calls in between are about samples of that batch alone.
     """
 
-    async def begin_batch(self, mini_batches: Sequence[Sequence[Sample]]) -> None:
+    async def begin_batch(self, mini_batches: Sequence[Sequence[TrainSample]]) -> None:
         """Assign the samples of a batch to ranks. ``mini_batches``: those of each optimizer step."""
 
     async def end_batch(self) -> None:
@@ -129,14 +129,14 @@ class BatchEngine(Protocol):
 class LogProbEngine(Protocol):
     """Engine that recomputes log-probs: a frozen or separately served copy of the policy."""
 
-    async def forward_logprobs(self, samples: Sequence[Sample]) -> list[Column]:
+    async def forward_logprobs(self, samples: Sequence[TrainSample]) -> list[Column]:
         """Return the [T] float32 log-probs of each sample (nats, ``rollout.temperature`` applied)."""
 
 
 class ProximalEngine(Protocol):
     """Engine for log π_prox: log-probs under the policy as it was before the first optimizer step of a version."""
 
-    async def proximal_logprobs(self, samples: Sequence[Sample], version: int) -> list[Column]:
+    async def proximal_logprobs(self, samples: Sequence[TrainSample], version: int) -> list[Column]:
         """Return the [T] float32 log-probs of each sample under ``version`` (nats, ``rollout.temperature`` applied).
 
         Raises `RunError` when the engine does not have exactly that version.
@@ -146,10 +146,10 @@ class ProximalEngine(Protocol):
 class SupervisedEngine(BatchEngine, Protocol):
     """Training engine, as supervised fine-tuning drives it: the trainer's ranks, driven as one."""
 
-    async def train_step(self, samples: Sequence[Sample], context: StepContext) -> StepReport:
+    async def train_step(self, samples: Sequence[TrainSample], context: StepContext) -> StepReport:
         """Make one optimizer step on a mini-batch. The gradient does not depend on how the mini-batch is split."""
 
-    async def token_loss(self, samples: Sequence[Sample]) -> TokenLoss:
+    async def token_loss(self, samples: Sequence[TrainSample]) -> TokenLoss:
         """Return the loss of the tokens that the samples train, under the current weights."""
 
     async def save(self, path: Path, driver_state: Mapping[str, Any]) -> None:
@@ -177,7 +177,7 @@ class TrainEngine(BatchEngine, LogProbEngine, ProximalEngine, Protocol):
     be asked again.
     """
 
-    async def train_step(self, samples: Sequence[Sample], context: StepContext) -> StepReport:
+    async def train_step(self, samples: Sequence[TrainSample], context: StepContext) -> StepReport:
         """Make one optimizer step on a mini-batch. The gradient does not depend on how the mini-batch is split."""
 
     async def reach(self, receivers: Sequence[str]) -> None:
@@ -226,10 +226,10 @@ class OverlappingTrainEngine(TrainEngine, Protocol):
 class CriticEngine(BatchEngine, Protocol):
     """Critic's ranks, driven as one: V(s_t), an estimate of the rewards from token t on, before token t."""
 
-    async def forward_values(self, samples: Sequence[Sample]) -> list[Column]:
+    async def forward_values(self, samples: Sequence[TrainSample]) -> list[Column]:
         """Return the [T] float32 values of each sample."""
 
-    async def train_step(self, samples: Sequence[Sample]) -> StepReport:
+    async def train_step(self, samples: Sequence[TrainSample]) -> StepReport:
         """Make one optimizer step towards the samples' ``returns``, from their ``values``."""
 
     async def save(self, path: Path) -> None:
@@ -241,7 +241,7 @@ class CriticEngine(BatchEngine, Protocol):
 class AdvantageFn(Protocol):
     """Function that computes the advantages of one batch, once, where the batch's tokens are."""
 
-    async def __call__(self, samples: Sequence[Sample], outcomes: Outcomes) -> Mapping[str, Sequence[AnyColumn]]:
+    async def __call__(self, samples: Sequence[TrainSample], outcomes: Outcomes) -> Mapping[str, Sequence[AnyColumn]]:
         """Return ``advantages`` and, where there is a critic, ``returns``: for each sample a [T] float32 column, or the
         one number that all its tokens share.
 

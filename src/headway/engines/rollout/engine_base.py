@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.data.interfaces.rollout import Capabilities, EngineStats, FinishedCall, GenerateRequest, OnUpdate, Paused
+from headway.data.interfaces.rollout import Capabilities, Completion, EngineStats, GenerateRequest, OnUpdate, Paused
 from headway.data.interfaces.weights import ReceiveReport
 from headway.data.types import TrajectoryId
 from headway.engines.weights.served_weights import WeightUpdates, outcome
@@ -40,16 +40,16 @@ class CallInbox:
 
     client: str
     loop: asyncio.AbstractEventLoop
-    batches: asyncio.Queue[Sequence[FinishedCall] | HeadwayError] = field(default_factory=asyncio.Queue)
+    batches: asyncio.Queue[Sequence[Completion] | HeadwayError] = field(default_factory=asyncio.Queue)
 
-    def put(self, batch: Sequence[FinishedCall] | HeadwayError) -> None:
+    def put(self, batch: Sequence[Completion] | HeadwayError) -> None:
         """Add a batch. Does nothing where the client's loop was closed: nobody there waits any more."""
         with suppress(RuntimeError):
             self.loop.call_soon_threadsafe(self.batches.put_nowait, batch)
 
-    async def next(self) -> Sequence[FinishedCall]:
+    async def next(self) -> Sequence[Completion]:
         """All calls that are done by now, one at least. Raises what the engine ended with, once they are returned."""
-        done: list[FinishedCall] = []
+        done: list[Completion] = []
         while not done or not self.batches.empty():
             batch = await self.batches.get()
             if isinstance(batch, HeadwayError):
@@ -100,7 +100,7 @@ class EngineBase(ABC):
         """
         await self._ask(partial(self._submit, self._inbox(client), calls))
 
-    async def finished(self, client: str) -> AsyncIterator[Sequence[FinishedCall]]:
+    async def finished(self, client: str) -> AsyncIterator[Sequence[Completion]]:
         """Yield the finished calls of ``client``, in batches. Leaving it drops the client's other calls.
 
         Raises `RunError` where another iterator of this client is open: each batch comes once.
@@ -221,7 +221,7 @@ class EngineBase(ABC):
         core.check_paused(f"receive version {version}")
         return updates.start(version)
 
-    def _deliver(self, client: str, batch: Sequence[FinishedCall]) -> None:
+    def _deliver(self, client: str, batch: Sequence[Completion]) -> None:
         """Put a batch into the inbox of ``client``, unless it has left."""
         if (inbox := self._clients.get(client)) is not None:
             inbox.put(batch)

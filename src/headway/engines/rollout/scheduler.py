@@ -27,7 +27,7 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.data.interfaces.rollout import FinishedCall, GenerateRequest, OnUpdate, Priority, SamplingParams
+from headway.data.interfaces.rollout import Completion, GenerateRequest, OnUpdate, Priority, SamplingParams
 from headway.data.types import FinishReason, SampledTokens, TrajectoryId, version_spans
 from headway.errors import DataError, NonFinite
 
@@ -138,9 +138,9 @@ class CallRun:
         if self.started is None:
             self.started, self.oldest_version = now, version
 
-    def finish(self, reason: FinishReason, finished: float) -> FinishedCall:
+    def finish(self, reason: FinishReason, finished: float) -> Completion:
         """The result of the call, whose ``written`` is up to date."""
-        return FinishedCall(
+        return Completion(
             number=self.call.number,
             length=len(self.written.ids),
             version_spans=version_spans(self.written.versions),

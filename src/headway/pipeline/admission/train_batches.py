@@ -15,7 +15,7 @@ from itertools import islice
 import numpy as np
 
 from headway.data.interfaces.episode_groups import Group
-from headway.data.types import AnyColumn, Outcomes, Sample
+from headway.data.types import AnyColumn, Outcomes, TrainSample
 from headway.events import WAITS_FOR_GROUPS
 from headway.pipeline.admission.pipeline_state import RunState
 
@@ -36,7 +36,7 @@ class TrainBatch:
         """Return the groups of each optimizer step, ``size`` of them."""
         return [self.groups[i : i + size] for i in range(0, len(self.groups), size)]
 
-    def samples(self, columns: Collection[str] = ()) -> list[Sample]:
+    def samples(self, columns: Collection[str] = ()) -> list[TrainSample]:
         """Return a sample for each row of the batch, in order, with these ``columns``."""
         return samples_of(self.groups, columns)
 
@@ -45,7 +45,9 @@ class TrainBatch:
         add_column(self.groups, name, columns)
 
 
-def samples_of(groups: Sequence[Group], columns: Collection[str] = (), *, mask_cut_off: bool = False) -> list[Sample]:
+def samples_of(
+    groups: Sequence[Group], columns: Collection[str] = (), *, mask_cut_off: bool = False
+) -> list[TrainSample]:
     """Return a sample for each row of ``groups``, in order. See `Group.samples`."""
     return [sample for group in groups for sample in group.samples(columns, mask_cut_off=mask_cut_off)]
 

@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Protocol, TypeVar
 
-from headway.data.types import Sample, TrajectoryId
+from headway.data.types import TrainSample, TrajectoryId
 from headway.events import (
     BatchTaken,
     Event,
@@ -78,7 +78,7 @@ class TrainingRecord:
     """Collects the trainer's work from the events of a run, which `add` takes in order."""
 
     mini_batch: int
-    samples_of: Callable[[int], Sequence[Sample]]
+    samples_of: Callable[[int], Sequence[TrainSample]]
     """Function from a group's number to its trajectories; to none where the group is not on record."""
     division: Division
     """Division of each batch over the trainer's data ranks."""
@@ -143,7 +143,7 @@ class TrainingRecord:
         size = self.mini_batch
         return [self._numbers[i : i + size] for i in range(0, len(self._numbers), size)]
 
-    def _samples(self, numbers: Iterable[int]) -> list[Sample]:
+    def _samples(self, numbers: Iterable[int]) -> list[TrainSample]:
         return [sample for number in numbers for sample in self.samples_of(number)]
 
     def _tokens(self, numbers: Iterable[int]) -> int:
@@ -306,11 +306,11 @@ class RecordedGroup:
     def began(self) -> float:
         return self.arrived
 
-    def samples(self, number: int) -> list[Sample]:
+    def samples(self, number: int) -> list[TrainSample]:
         """The group's trajectories as a training step takes them, without contents; ``number`` is the group's."""
         read = {k: round(episode.step_tokens) for k, episode in self.episodes.items()}
         return [
-            Sample(None, k, self.prompt_tokens, tokens + read.get(k, 0), TrajectoryId(0, number, 0, k))
+            TrainSample(None, k, self.prompt_tokens, tokens + read.get(k, 0), TrajectoryId(0, number, 0, k))
             for k, tokens in self.answer_tokens.items()
         ]
 
@@ -340,7 +340,7 @@ class Recording:
         """Number of parameter updates that finished."""
         return self.updates.versions
 
-    def _samples_of(self, number: int) -> list[Sample]:
+    def _samples_of(self, number: int) -> list[TrainSample]:
         return self.groups[number].samples(number) if number in self.groups else []
 
     def add(self, event: Event) -> None:

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from headway.data.assignment import Cost, assign, split
-from headway.data.types import Sample, TrajectoryId
+from headway.data.types import TrainSample, TrajectoryId
 from headway.planner.profiles.job_profile import (
     ContentionProfile,
     PhaseProfile,
@@ -133,7 +133,7 @@ class Division:
         self._ranks = ranks
         self._owners: Mapping[TrajectoryId, int] | None = None
 
-    def begin(self, mini_batches: Sequence[Sequence[Sample]]) -> None:
+    def begin(self, mini_batches: Sequence[Sequence[TrainSample]]) -> None:
         """Assign a batch. Without one, samples are assigned by themselves."""
         if self._ranks > 1:
             self._owners = self._assigned(mini_batches)
@@ -142,7 +142,7 @@ class Division:
         """Forget the batch."""
         self._owners = None
 
-    def tokens(self, samples: Sequence[Sample]) -> int:
+    def tokens(self, samples: Sequence[TrainSample]) -> int:
         """Number of ranks times the tokens, prompts and answers, of the one that has most: how many it would take to
         keep all ranks at work for as long. Without uneven loads, the tokens of ``samples``.
         """
@@ -151,11 +151,11 @@ class Division:
         owners = self._owners if self._owners is not None else self._assigned([samples])
         return self._ranks * max(_tokens([samples[i] for i in share]) for share in split(samples, owners, self._ranks))
 
-    def _assigned(self, mini_batches: Sequence[Sequence[Sample]]) -> Mapping[TrajectoryId, int]:
+    def _assigned(self, mini_batches: Sequence[Sequence[TrainSample]]) -> Mapping[TrajectoryId, int]:
         return assign(mini_batches, self._ranks, Cost())
 
 
-def _tokens(samples: Sequence[Sample]) -> int:
+def _tokens(samples: Sequence[TrainSample]) -> int:
     return sum(sample.total_length for sample in samples)
 
 

@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from headway.data.interfaces.rollout import FinishedCall, GenerateRequest, Priority
+from headway.data.interfaces.rollout import Completion, GenerateRequest, Priority
 from headway.data.types import FinishReason, TrajectoryId
 from headway.events import DecodeSteps, PrefillSteps, Span, add_prefill
 from headway.planner.profiles.costs import DecodeCost
@@ -92,10 +92,10 @@ class SimulatedCall:
             self.tokens += tokens
             self.context += tokens
 
-    def finished(self, reason: FinishReason, now: float) -> FinishedCall:
+    def finished(self, reason: FinishReason, now: float) -> Completion:
         """The call as it is now."""
         started = now if self.started is None else self.started
-        return FinishedCall(self.call.number, self.tokens, self.spans, reason, started, now, cached=self.found)
+        return Completion(self.call.number, self.tokens, self.spans, reason, started, now, cached=self.found)
 
 
 ROUNDING = 1e-6

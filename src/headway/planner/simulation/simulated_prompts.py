@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 
 from headway.agents.episodes.episode_tokens import TurnContext
 from headway.agents.interface.program_messages import Message, TurnAnswer, TurnRequest, said
-from headway.data.interfaces.rollout import FinishedCall
-from headway.data.types import Column, ColumnName, FinishReason, Outcomes, Prompt, RowAt, Sample, TrajectoryId
+from headway.data.interfaces.rollout import Completion
+from headway.data.types import Column, ColumnName, FinishReason, Outcomes, Prompt, RowAt, TrainSample, TrajectoryId
 from headway.planner.profiles.lengths import FilterSampler, LengthSampler
 
 HELD_OUT = -1
@@ -100,7 +100,7 @@ def same_ids(length: int, value: int) -> NDArray[np.int32]:
     return np.ndarray((length,), np.int32, value.to_bytes(4, sys.byteorder), 0, (0,)) if value else zero_ids(length)
 
 
-async def zero_advantages(samples: Sequence[Sample], outcomes: Outcomes) -> dict[str, list[Column]]:
+async def zero_advantages(samples: Sequence[TrainSample], outcomes: Outcomes) -> dict[str, list[Column]]:
     """Return advantages without contents, for a simulated trainer, which never reads them. An `AdvantageFn`."""
     return {ColumnName.ADVANTAGES: [Column(None, index) for index in range(len(samples))]}
 
@@ -155,7 +155,7 @@ class SimulatedRecord:
         known = answers[-1] + 1 if answers else _common(path, self._first)
         return TurnContext(same_ids(sum(lengths), sum(lengths[:known]) if self._turns else 0), key, path)
 
-    def answered(self, prompted: TurnContext, request: TurnRequest, finished: FinishedCall, number: int) -> TurnAnswer:
+    def answered(self, prompted: TurnContext, request: TurnRequest, finished: Completion, number: int) -> TurnAnswer:
         """See `headway.agents.episodes.episode_tokens.EpisodeTokens.answered`."""
         path: Path = prompted.chat
         context, row = len(prompted.ids), self._continued(path)

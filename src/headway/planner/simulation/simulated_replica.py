@@ -17,7 +17,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
-from headway.data.interfaces.rollout import EngineStats, FinishedCall, GenerateRequest, OnUpdate
+from headway.data.interfaces.rollout import Completion, EngineStats, GenerateRequest, OnUpdate
 from headway.data.types import FinishReason, TrajectoryId
 from headway.errors import DataError
 from headway.planner.profiles.costs import Contention, decode_cost
@@ -31,7 +31,7 @@ from headway.planner.simulation.processor_sharing import (
     SimulatedPrefixCache,
 )
 
-Deliver = Callable[[str, Sequence[FinishedCall]], None]
+Deliver = Callable[[str, Sequence[Completion]], None]
 """Takes a client's calls that are finished at one moment."""
 
 
@@ -65,7 +65,7 @@ class DecodingReplica:
         self._serial = 0
         self._runs: dict[tuple[str, int], SimulatedCall] = {}
         """Unfinished calls by client and number, in order of submission."""
-        self._ended: dict[str, list[FinishedCall]] = {}
+        self._ended: dict[str, list[Completion]] = {}
         """Calls that have just ended, by client."""
         self._validation: deque[SimulatedCall] = deque()
         self._training: deque[SimulatedCall] = deque()

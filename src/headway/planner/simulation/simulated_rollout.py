@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from headway.data.interfaces.rollout import Capabilities, EngineStats, FinishedCall, GenerateRequest, OnUpdate, Paused
+from headway.data.interfaces.rollout import Capabilities, Completion, EngineStats, GenerateRequest, OnUpdate, Paused
 from headway.data.interfaces.weights import ReceiveReport
 from headway.data.types import TrajectoryId
 from headway.errors import ClientGone, RunError, UpdateFailed
@@ -26,7 +26,7 @@ T = TypeVar("T")
 Receive = Callable[[str, int], Awaitable[ReceiveReport]]
 """(replica's name, version) → the transport's report, once that version is staged."""
 
-Outbox = asyncio.Queue[Sequence[FinishedCall] | BaseException]
+Outbox = asyncio.Queue[Sequence[Completion] | BaseException]
 """Queue from which a client takes the calls that were finished at one moment, or the error that ended the engine."""
 
 
@@ -102,7 +102,7 @@ class SimulatedRollout:
         self._outboxes.setdefault(client, asyncio.Queue())
         self._replica.submit(client, calls)
 
-    async def finished(self, client: str) -> AsyncIterator[Sequence[FinishedCall]]:
+    async def finished(self, client: str) -> AsyncIterator[Sequence[Completion]]:
         """Yield the calls of ``client`` that were finished at one moment; leaving drops the others.
 
         Raises `RunError` where somebody iterates over them already: each batch comes once.
@@ -126,7 +126,7 @@ class SimulatedRollout:
             if self._died is None:
                 self._replica.drop(client)
 
-    def _deliver(self, client: str, batch: Sequence[FinishedCall]) -> None:
+    def _deliver(self, client: str, batch: Sequence[Completion]) -> None:
         self._outboxes[client].put_nowait(batch)
 
     async def abort(self, client: str, numbers: Sequence[int]) -> None:

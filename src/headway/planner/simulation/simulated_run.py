@@ -27,7 +27,7 @@ from headway.config.presets import preset
 from headway.config.schema import Config
 from headway.config.sizing.placement import concurrent, needs_logp, needs_reference
 from headway.config.transport_facts import TRANSPORTS
-from headway.data.types import Column, Outcomes, Sample
+from headway.data.types import Column, Outcomes, TrainSample
 from headway.errors import ConfigError
 from headway.events import Observer
 from headway.pipeline.run import Pipeline, Status
@@ -157,7 +157,7 @@ def _hosting(profile: Profile, config: Config, replicas: Sequence[SimulatedRollo
 
 
 async def _advantages(
-    trainer: SimulatedTrainer, samples: Sequence[Sample], outcomes: Outcomes
+    trainer: SimulatedTrainer, samples: Sequence[TrainSample], outcomes: Outcomes
 ) -> dict[str, list[Column]]:
     """Tell the trainer that a batch is prepared, and return advantages without contents. Called once for each batch."""
     trainer.batch_prepared()

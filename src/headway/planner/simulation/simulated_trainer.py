@@ -29,7 +29,7 @@ from typing import Any
 
 from headway.data.interfaces.training import StepContext, StepReport
 from headway.data.interfaces.weights import GatherReport, ReceiveReport, SendReport
-from headway.data.types import Column, Sample
+from headway.data.types import Column, TrainSample
 from headway.errors import RunError
 from headway.planner.profiles.costs import Contention, Division, TrainCost, phase_seconds
 from headway.planner.profiles.job_profile import UpdateProfile
@@ -197,21 +197,21 @@ class SimulatedTrainer:
         """Note that a batch's advantages were computed: the next step is the first one of a batch."""
         self._owed_s = self._fetch_s
 
-    async def begin_batch(self, mini_batches: Sequence[Sequence[Sample]]) -> None:
+    async def begin_batch(self, mini_batches: Sequence[Sequence[TrainSample]]) -> None:
         """Divide the batch over the data ranks. They have no tokens, and hold none."""
         self._division.begin(mini_batches)
 
     async def end_batch(self) -> None:
         self._division.end()
 
-    async def forward_logprobs(self, samples: Sequence[Sample]) -> list[Column]:
+    async def forward_logprobs(self, samples: Sequence[TrainSample]) -> list[Column]:
         await self._work("a forward pass", self._cost.forward_token_s * self._division.tokens(samples))
         return [_COLUMN] * len(samples)
 
-    async def proximal_logprobs(self, samples: Sequence[Sample], version: int) -> list[Column]:
+    async def proximal_logprobs(self, samples: Sequence[TrainSample], version: int) -> list[Column]:
         return await self.forward_logprobs(samples)
 
-    async def train_step(self, samples: Sequence[Sample], context: StepContext) -> StepReport:
+    async def train_step(self, samples: Sequence[TrainSample], context: StepContext) -> StepReport:
         latency_s, self._owed_s = self._owed_s, 0.0
         step_s = self._cost.step_s + self._cost.token_s * self._division.tokens(samples)
         await self._work("an optimizer step", latency_s + step_s)

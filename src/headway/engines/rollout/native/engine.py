@@ -25,7 +25,7 @@ import torch
 from transformers import PreTrainedModel
 
 from headway.config.sizing.timeouts import close_s
-from headway.data.interfaces.rollout import Capabilities, FinishedCall, OnUpdate, Paused
+from headway.data.interfaces.rollout import Capabilities, Completion, OnUpdate, Paused
 from headway.devices import kind_of
 from headway.engines.rollout.engine_base import EngineBase, Work
 from headway.engines.rollout.native.native_core import EngineCore, Finished
@@ -181,7 +181,7 @@ class NativeEngine(EngineBase):
         return answer
 
     def _collect(self, finished: list[Finished]) -> None:
-        batches: dict[str, list[FinishedCall]] = {}
+        batches: dict[str, list[Completion]] = {}
         for client, call in finished:
             batches.setdefault(client, []).append(call)
         for client, batch in batches.items():

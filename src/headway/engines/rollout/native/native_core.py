@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from headway.data.interfaces.rollout import EngineStats, FinishedCall, GenerateRequest, OnUpdate, Paused
+from headway.data.interfaces.rollout import Completion, EngineStats, GenerateRequest, OnUpdate, Paused
 from headway.data.types import FinishReason, TrajectoryId
 from headway.devices import GraphRecorder
 from headway.engines.rollout.engine_activity import DecodeStep, NativeActivity
@@ -33,7 +33,7 @@ from headway.engines.weights.served_weights import ServedWeights
 from headway.errors import RunError, UpdateFailed
 from headway.models.logprobs import PROBE_PREFILL, probe_sequences
 
-Finished = tuple[str, FinishedCall]
+Finished = tuple[str, Completion]
 """A finished call and its client."""
 
 

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.data.interfaces.rollout import EngineStats, FinishedCall, GenerateRequest, OnUpdate, Paused
+from headway.data.interfaces.rollout import Completion, EngineStats, GenerateRequest, OnUpdate, Paused
 from headway.data.types import FinishReason, SampledTokens
 from headway.engines.rollout.engine_activity import VllmActivity
 from headway.engines.rollout.scheduler import CallRun, Mode, OpenCalls, Scheduler, not_finite
@@ -112,7 +112,7 @@ def reason_of(output: Any) -> FinishReason | None:
     return reasons.get(output.outputs[0].finish_reason)
 
 
-Deliver = Callable[[str, Sequence[FinishedCall]], None]
+Deliver = Callable[[str, Sequence[Completion]], None]
 """Takes the calls of a client that one step has finished."""
 
 
@@ -159,7 +159,7 @@ class VllmCore:
         self._running: dict[str, CallRun] = {}
         """The calls that vLLM has, by request id."""
         self._following: dict[str, asyncio.Task[None]] = {}
-        self._done: dict[str, list[FinishedCall]] = {}
+        self._done: dict[str, list[Completion]] = {}
         """Calls that have just been finished, by client: what vLLM tells in one turn of the loop is one step's."""
         self._turn = asyncio.Lock()
         """Held while vLLM is told to pause, to load or to resume."""
