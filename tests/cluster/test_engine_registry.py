@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import Qwen2Config
 
 from headway.cluster.roles.engine_registry import ReplicaSpec, start_vllm
 from headway.config.schema import Config
@@ -71,3 +72,21 @@ async def test_vllm_on_gpus_of_its_own_chooses_by_itself(options: Any) -> None:
 async def test_a_replica_without_room_beside_the_trainer_is_refused(options: Any) -> None:
     with pytest.raises(ConfigError, match=r"training rank on it holds 121\.8"):
         await options(**{**SHARED, "trainer": {"n_gpus_per_node": 1}})
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+def test_a_model_that_is_a_name_on_the_hub_has_no_folder_to_be_read(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def load_config(path: str, **_: Any) -> Any:
+        asked.append(path)
+        return Qwen2Config(**{name: value for name, value in SHAPE.items() if name != "model_type"})
+
+    monkeypatch.setattr("headway.models.pretrained.load_config", load_config)
+    monkeypatch.setattr(Cuda, "memory_listed", lambda self: 80 * 10**9)
+    named = Config.model_validate({"model": {"path": "Qwen/Qwen2.5-7B"}, "cluster": {"placement": "split"}})
+    room = ReplicaSpec(named, "Qwen/Qwen2.5-7B", "rollout-0", device, str, "bfloat16", None, None, lambda: 0.0).room()
+    assert (room is None) == (device == "cpu")
+    assert asked == ([] if device == "cpu" else ["Qwen/Qwen2.5-7B"])

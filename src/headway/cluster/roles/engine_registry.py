@@ -17,7 +17,6 @@ from headway.devices import CPU, kind_of
 from headway.engines.weights.protocols import IncomingWeights
 from headway.engines.weights.weight_layout import Manifest, bucket_bytes
 from headway.errors import ConfigError
-from headway.models.model_folder import read_object
 
 Receive = Callable[[int, IncomingWeights], None]
 
@@ -60,10 +59,14 @@ class ReplicaSpec:
 
         Raises `ConfigError` where there is no room for one whole answer.
         """
+        from headway.models.pretrained import load_config
+
         kind = kind_of(self.device)
-        nbytes = None if kind is CPU else kind.memory_listed()
-        shape = ModelShape.of(read_object(Path(self.model_path) / "config.json"))
-        return None if nbytes is None or shape is None else replica_room(self.config, shape, nbytes)
+        if kind is CPU or (nbytes := kind.memory_listed()) is None:
+            return None
+        model = load_config(self.model_path, trust_remote_code=self.config.model.trust_remote_code)
+        shape = ModelShape.of(model.get_text_config().to_dict())
+        return None if shape is None else replica_room(self.config, shape, nbytes)
 
 
 async def start_native(replica: ReplicaSpec) -> Any:
