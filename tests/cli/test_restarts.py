@@ -118,7 +118,7 @@ def test_a_signal_is_passed_on_and_the_run_that_it_ends_is_not_resumed(tmp_path:
 
 def test_the_command_names_the_runs_directory_in_advance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[tuple[list[str], Path, int]] = []
-    monkeypatch.setattr(restarts, "keep_going", lambda *call: given.append(call) or 0)
+    monkeypatch.setattr(restarts, "keep_going", lambda *call, debug: given.append(call) or 0)
     monkeypatch.chdir(tmp_path)
     assert CliRunner().invoke(cli, ["train", "demo", "--restarts", "2", "run.seed=3"]).exit_code == 0
     ((arguments, run, most),) = given
@@ -126,6 +126,18 @@ def test_the_command_names_the_runs_directory_in_advance(tmp_path: Path, monkeyp
     assert run.parent == Path("runs")
     assert most == 2
     assert not list(tmp_path.iterdir())
+
+
+def test_the_option_for_tracebacks_and_a_directory_of_any_name_are_passed_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands: list[list[str]] = []
+    monkeypatch.setattr(restarts, "_finish", lambda command: commands.append(command) or (0, False))
+    monkeypatch.setattr(restarts, "adopt_orphans", lambda: None)
+    asked = ["train", "demo", "--restarts", "1", "--debug", f"run.dir='{tmp_path}/a: b'"]
+    assert CliRunner().invoke(cli, asked).exit_code == 0
+    (command,) = commands
+    assert command[command.index("demo") + 1 :][:3] == [asked[-1], asked[-1], "--debug"]
 
 
 def test_a_wrong_number_of_restarts_is_refused() -> None:

@@ -29,15 +29,18 @@ HEADWAY = (
 """Program of the process that trains: the command, which saves and ends, as after SIGTERM, when this process ends."""
 
 
-def keep_going(arguments: Sequence[str], run: Path, restarts: int, program: str = HEADWAY) -> int:
+def keep_going(
+    arguments: Sequence[str], run: Path, restarts: int, program: str = HEADWAY, *, debug: bool = False
+) -> int:
     """Run ``program`` with ``arguments``; after each failure with ``train --resume RUN``, ``restarts`` times at most.
 
-    A run that was interrupted, given wrong input, or stopped by its own settings is not resumed. Returns the exit code
-    of the last process, as a shell gives it.
+    A run that was interrupted, given wrong input, or stopped by its own settings is not resumed. ``debug``: processes
+    show the tracebacks of errors. Returns the exit code of the last process, as a shell gives it.
     """
+    options = ["--debug"] if debug else []
     adopt_orphans()
     for restart in range(restarts + 1):
-        code, interrupted = _finish(python_command(program, *arguments))
+        code, interrupted = _finish(python_command(program, *arguments, *options))
         if interrupted or (code >= 0 and code != EXIT_FAILED):
             break
         if sys.platform == "linux":

@@ -239,11 +239,11 @@ def train(
     with errors_as_messages(debug):
         if resume is not None:
             given = [] if config is None else [str(config)]
-            _resume(resume, [*given, *(overrides or [])], dry_run, static, 0 if dry_run else restarts)
+            _resume(resume, [*given, *(overrides or [])], dry_run, static, 0 if dry_run else restarts, debug)
         elif config is None:
             raise ConfigError("expected CONFIG, a YAML file or a recipe's name, like demo, or --resume RUN")
         else:
-            _train(config, overrides or [], dry_run, static, 0 if dry_run else restarts)
+            _train(config, overrides or [], dry_run, static, 0 if dry_run else restarts, debug)
 
 
 def demo(overrides: Overrides = None, dry_run: DryRun = False, static: Static = False, debug: Debug = False) -> None:
@@ -254,15 +254,19 @@ def demo(overrides: Overrides = None, dry_run: DryRun = False, static: Static = 
         _train(recipes()["demo"], overrides or [], dry_run, static)
 
 
-def _train(config: Path, overrides: list[str], dry_run: bool, static: bool, restarts: int = 0) -> None:
+def _train(
+    config: Path, overrides: list[str], dry_run: bool, static: bool, restarts: int = 0, debug: bool = False
+) -> None:
     loaded = load_checked(config, overrides)
     if restarts:
         from headway.cli.restarts import keep_going
+        from headway.config.schema_keys import spelled
         from headway.reports.run_directory import free_names
 
         chosen = loaded.config.run
         place = chosen.dir or next(path for path in free_names(chosen.name) if not path.exists())
-        raise typer.Exit(keep_going(["train", str(config), *overrides, f"run.dir={place}"], place, restarts))
+        arguments = ["train", str(config), *overrides, f"run.dir={spelled(str(place))}"]
+        raise typer.Exit(keep_going(arguments, place, restarts, debug=debug))
     if dry_run:
         _dry_run(loaded, static)
         return
@@ -274,7 +278,7 @@ def _train(config: Path, overrides: list[str], dry_run: bool, static: bool, rest
     raise typer.Exit(run(loaded))
 
 
-def _resume(run: Path, overrides: list[str], dry_run: bool, static: bool, restarts: int) -> None:
+def _resume(run: Path, overrides: list[str], dry_run: bool, static: bool, restarts: int, debug: bool) -> None:
     from headway.api.python_settings import load_resumed
     from headway.config.loading import check_changes
 
@@ -284,7 +288,7 @@ def _resume(run: Path, overrides: list[str], dry_run: bool, static: bool, restar
     if restarts:
         from headway.cli.restarts import keep_going
 
-        raise typer.Exit(keep_going(["train", "--resume", str(run), *overrides], run, restarts))
+        raise typer.Exit(keep_going(["train", "--resume", str(run), *overrides], run, restarts, debug=debug))
     if dry_run:
         check_changes(before, loaded.config, version=0)  # what depends on the checkpoint, resuming tells
         _dry_run(loaded, static)

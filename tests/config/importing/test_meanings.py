@@ -299,3 +299,8 @@ def test_a_dataset_whose_columns_the_file_does_not_say_asks_for_them() -> None:
     found = imported("areal", {"train_dataset.path": "some/rows", "actor.path": "m"})
     assert any(line.startswith("data.prompt_key, data.answer_key") for line in found.unknown)
     assert not imported("areal", {"train_dataset.path": "openai/gsm8k"}).unknown
+
+
+@pytest.mark.parametrize(("project", "key"), [("trl", "run_name"), ("openrlhf", "wandb_run_name")])
+def test_a_run_without_a_name_is_not_called_none(project: str, key: str) -> None:
+    assert "run.name" not in imported(project, {key: None}).values

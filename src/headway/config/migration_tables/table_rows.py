@@ -202,8 +202,10 @@ def path(value: Any, given: Given) -> Any:
     return _HOME.sub("${oc.env:HOME}", str(value))
 
 
-def file_name(value: Any, given: Given) -> str:
-    """Return a run's name, without what cannot stand in the name of a directory."""
+def file_name(value: Any, given: Given) -> Any:
+    """Return a run's name, without what cannot stand in the name of a directory; nothing where there is none."""
+    if value is None:
+        return taken()
     name = re.sub(r"(\$\{oc\.env:[^}]*\})|[^\w.+=-]+", lambda at: at[1] or "-", str(value))
     return name.strip("-.")[:100] or "imported"
 
