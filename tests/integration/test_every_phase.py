@@ -254,6 +254,8 @@ class Deaths:
 
         async def mortal_call(worker: InlineWorker, method: str, *args: Any) -> Any:
             self._moments.called(worker.name, method)
+            if method == "close":  # of `kill`, which ends what a process's death would
+                return await call(worker, method, *args)
             if self._of(worker.name).is_set():
                 raise _death(worker.name)
             return await self._unless_dead(worker.name, call(worker, method, *args))
