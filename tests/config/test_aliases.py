@@ -221,7 +221,7 @@ def test_verls_keys_of_its_agent_loops_are_still_verls() -> None:
     assert "verl's rollout.agent.num_workers has no counterpart" in refusal("rollout.agent.num_workers=8")
 
 
-def test_a_setting_that_is_no_more_is_refused_with_what_holds_and_dropped_from_the_file_of_a_run(
+def test_a_setting_that_is_no_more_is_refused_with_what_holds_and_told_where_the_file_is_of_a_run(
     tmp_path: Path,
 ) -> None:
     assert refusal("data.prefetch=8", "sandbox.processes=8").startswith("data.prefetch is no setting any more: 64 ")
@@ -231,7 +231,11 @@ def test_a_setting_that_is_no_more_is_refused_with_what_holds_and_dropped_from_t
         load(file)
     (tmp_path / "metrics.jsonl").touch()
     loaded = load(file)
-    assert (loaded.config.data.train, loaded.config.cluster.placement, loaded.notes) == ("a.jsonl", "split", [])
+    assert (loaded.config.data.train, loaded.config.cluster.placement) == ("a.jsonl", "split")
+    told = [note.split(": ")[1] for note in loaded.notes]
+    assert told == ["data.prefetch=8 does not hold any more", "sandbox.cpu_s=3 does not hold any more"]
+    file.write_text("data: {train: a.jsonl, prefetch: 64}\nplacement: {kind: split}\n")
+    assert load(file).notes == []
 
 
 GONE_AT_THEIR_DEFAULTS = """

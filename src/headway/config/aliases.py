@@ -129,15 +129,24 @@ def _without_prefixes(key: str) -> str:
     return key.removeprefix("+").removeprefix(IGNORED_PREFIX)
 
 
-def notes_on_old_keys(values: Mapping[str, Any], where: str) -> list[str]:
-    """Return notes on keys of earlier releases among flat settings that are written ``where``."""
+def notes_on_old_keys(values: Mapping[str, Any], where: str, *, of_a_run: bool = False) -> list[str]:
+    """Return notes on keys of earlier releases among flat settings that are written ``where``. ``of_a_run``: on values
+    alone that held for the run so far, and do not any more.
+    """
     plain = {_without_prefixes(key): value for key, value in values.items()}
+    if of_a_run:
+        lost = {key: value for key, value in plain.items() if _is_lost(key, value)}
+        return [f"{where}: {key}={value} does not hold any more: {GONE[key][1]}" for key, value in lost.items()]
     told = [f"{old} is {new} now" for old in plain if (new := canonical_key(old)) != old]
     told += [f"{ALSO} is the rest of a list at algorithm.rollout_correction now"] if plain.get(ALSO) else []
     notes = [f"{where}: {', '.join(told)}; the old name works in this release only"] if told else []
     gone = [f"{key} is no setting any more: {GONE[key][1]}" for key in plain if key in GONE]
     gone += [f"{key} is no section any more" for key, value in plain.items() if _is_empty_old_section(key, value)]
     return [*notes, *(f"{where}: {one}; drop it" for one in gone)]
+
+
+def _is_lost(key: str, value: Any) -> bool:
+    return key in GONE and value not in (None, GONE[key][0])
 
 
 def _is_empty_old_section(key: str, value: Any) -> bool:
@@ -154,7 +163,7 @@ def translate(values: Mapping[str, Any], *, of_a_run: bool = False) -> dict[str,
             is `GONE` and has another value than its default.
     """
     gone = {key: value for spelled, value in values.items() if (key := _without_prefixes(spelled)) in GONE}
-    if lost := [key for key, value in gone.items() if value not in (None, GONE[key][0]) and not of_a_run]:
+    if lost := [key for key, value in gone.items() if _is_lost(key, value) and not of_a_run]:
         raise ConfigError("\n".join(f"{key} is no setting any more: {GONE[key][1]}; drop it" for key in lost))
     result: dict[str, Any] = {}
     for spelled, given in values.items():

@@ -186,7 +186,7 @@ def _read(path: Path, including: tuple[Path, ...]) -> Iterator[Layer]:
         flat[key] = value
     try:
         own = _is_a_runs(path)
-        notes = () if own else tuple(notes_on_old_keys(flat, f"in {path}"))
+        notes = tuple(notes_on_old_keys(flat, f"in {path}", of_a_run=own))
         yield Layer(f"in {path}", translate(flat, of_a_run=own), path, notes)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
