@@ -295,8 +295,8 @@ def _visible(gpus: list[Gpu], asked: str | None) -> list[Gpu]:
 
 
 OWN_NCCL_ERRORS = {
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",  # by default NCCL's watchdog ends the process when another member died
-    "TORCH_NCCL_BLOCKING_WAIT": "0",  # it would switch the line above off
+    "TORCH_NCCL_BLOCKING_WAIT": "1",  # `wait` returns when the collective has ended, or raises after its time-out
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # by default NCCL's watchdog ends the process when another member died
     "TORCH_NCCL_ENABLE_MONITORING": "0",  # ends the process when the watchdog hangs in a call to a dead member
 }
 """Variables that a group of NCCL reads when it is made, so that a failure ends its collectives and nothing else."""

@@ -70,13 +70,13 @@ def test_a_run_is_not_resumed_more_often_than_asked_for(tmp_path: Path) -> None:
     code, told, said = after(tmp_path, "1 1 -9 0", 2)
     assert code == 128 + 9
     assert len(told) == 3
-    assert "after 2 restarts (--restarts)" in said
+    assert "after 2 restarts (--restarts); go on from version 2 with: headway train --resume" in said
 
 
 def test_a_run_without_a_checkpoint_is_not_resumed(tmp_path: Path) -> None:
     code, said = kept_going(tmp_path, 3, "sys.exit(1)")
     assert code == 1
-    assert "before its first checkpoint (trainer.save_freq)" in said
+    assert "before its first checkpoint (trainer.save_freq), and is not restarted; start it over" in said
 
 
 def test_workers_that_a_killed_driver_left_are_ended_before_it_is_resumed(tmp_path: Path) -> None:
@@ -132,12 +132,41 @@ def test_the_option_for_tracebacks_and_a_directory_of_any_name_are_passed_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     commands: list[list[str]] = []
-    monkeypatch.setattr(restarts, "_finish", lambda command: commands.append(command) or (0, False))
+    monkeypatch.setattr(restarts._Attended, "finish", lambda self, command: commands.append(command) or 0)
     monkeypatch.setattr(restarts, "adopt_orphans", lambda: None)
     asked = ["train", "demo", "--restarts", "1", "--debug", f"run.dir='{tmp_path}/a: b'"]
     assert CliRunner().invoke(cli, asked).exit_code == 0
     (command,) = commands
     assert command[command.index("demo") + 1 :][:3] == [asked[-1], asked[-1], "--debug"]
+
+
+def test_restarts_of_a_run_that_saves_at_its_end_alone_are_refused() -> None:
+    refused = CliRunner().invoke(cli, ["train", "demo", "--restarts", "2", "trainer.save_freq=-1"])
+    assert refused.exit_code == 2
+    assert "--restarts=2 has no effect with trainer.save_freq=-1" in refused.output
+
+
+def test_a_run_that_is_killed_as_it_is_told_to_stop_says_how_to_go_on(tmp_path: Path) -> None:
+    """What it left behind is ended, too."""
+    asks = (
+        "import os, pathlib, signal, subprocess, time\n"
+        f"run = pathlib.Path({str(tmp_path)!r})\n"
+        "signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getpid(), signal.SIGKILL))\n"
+        "(run / 'checkpoints' / 'version_3').mkdir(parents=True)\n"
+        "(run / 'left').write_text(str(subprocess.Popen(['sleep', '60'], start_new_session=True).pid))\n"
+        "(run / 'ready').touch()\n"
+        "time.sleep(60)\n"
+    )
+    attending = attend(tmp_path, 3, asks)
+    until = time.monotonic() + 60
+    while not (tmp_path / "ready").exists():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    attending.send_signal(signal.SIGTERM)
+    said = attending.communicate(timeout=60)[1]
+    assert attending.returncode == 128 + 9
+    assert "(SIGKILL) as it was told to stop; go on from version 3 with: headway train --resume" in said
+    assert not Path("/proc", (tmp_path / "left").read_text()).exists()
 
 
 def test_a_wrong_number_of_restarts_is_refused() -> None:

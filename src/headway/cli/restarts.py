@@ -14,6 +14,8 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from shlex import quote
+from typing import Self
 
 from headway.cli.common import EXIT_FAILED, say
 from headway.reports.checkpoint_folders import Checkpoints
@@ -38,43 +40,69 @@ def keep_going(
     show the tracebacks of errors. Returns the exit code of the last process, as a shell gives it.
     """
     options = ["--debug"] if debug else []
+    directory, restart = RunDirectory(run), 0
+    written = _changed(directory.config)
     adopt_orphans()
-    for restart in range(restarts + 1):
-        code, interrupted = _finish(python_command(program, *arguments, *options))
-        if interrupted or (code >= 0 and code != EXIT_FAILED):
-            break
-        if sys.platform == "linux":
-            end_children()  # workers of a driver that was killed hold devices and ports, some for a minute
-        if restart == restarts:
-            if restarts:
-                say(f"the run ended ({end_text(code)}) after {restarts} restarts (--restarts)")
-            break
-        saved = Checkpoints(RunDirectory(run).checkpoints).complete(with_critic=False)
-        if not saved:
-            say(f"the run ended ({end_text(code)}) before its first checkpoint (trainer.save_freq): not restarted")
-            break
-        say(f"the run ended ({end_text(code)}); going on from version {saved[-1]}, restart {restart + 1} of {restarts}")
-        arguments = ("train", "--resume", str(run))
-    return code if code >= 0 else 128 - code
+    with _Attended() as attended:
+        while True:
+            code = attended.finish(python_command(program, *arguments, *options))
+            if code and sys.platform == "linux":
+                end_children()  # workers of a driver that was killed hold devices and ports, some for a minute
+            if code >= 0 and code != EXIT_FAILED:
+                return code
+            if code < 0 and sys.stdout.isatty():
+                print("\x1b[?25h")  # the live view hides the cursor
+            ended = f"the run ended ({end_text(code)})"
+            saved = Checkpoints(directory.checkpoints).complete(with_critic=False)
+            by_hand = f"go on from version {saved[-1]} with: headway train --resume {quote(str(run))}" if saved else ""
+            if attended.told:
+                say(f"{ended} as it was told to stop; {by_hand or 'it has no checkpoint'}")
+            elif not saved:
+                say(f"{ended} before its first checkpoint (trainer.save_freq), and is not restarted; start it over")
+            elif restart == restarts:
+                say(f"{ended} after {restarts} restart{'s' * (restarts != 1)} (--restarts); {by_hand}")
+            else:
+                restart += 1
+                say(f"{ended}; going on from version {saved[-1]}, restart {restart} of {restarts}")
+                if "--resume" not in arguments or _changed(directory.config) != written:  # it has the settings given
+                    arguments = ("train", "--resume", str(run))
+                continue
+            return code if code >= 0 else 128 - code
 
 
-def _finish(command: Sequence[str]) -> tuple[int, bool]:
-    """Run ``command`` to its end, and return its exit code and whether this process was told to stop meanwhile.
+def _changed(file: Path) -> int | None:
+    """Return when ``file`` was written, in ns; None where there is none."""
+    return file.stat().st_mtime_ns if file.exists() else None
 
-    Signals are passed on. The process is in a group of its own, so that a terminal's Ctrl-C reaches it once.
+
+class _Attended:
+    """Processes that run one after the other, to which this one passes its signals on.
+
+    Each is in a group of its own, so that a terminal's Ctrl-C reaches it once.
     """
-    told: list[int] = []
-    repeats = Repeats()
-    process = subprocess.Popen(command, process_group=0)
 
-    def pass_on(number: int, frame: object) -> None:
-        told.append(number)
-        if not repeats.is_one(number):
-            process.send_signal(number)
+    def __init__(self) -> None:
+        self.told = False
+        """True once this process was told to stop."""
+        self._process: subprocess.Popen[bytes] | None = None
+        self._repeats = Repeats()
 
-    before = {number: signal.signal(number, pass_on) for number in interrupting_signals()}
-    try:
-        return process.wait(), bool(told)
-    finally:
-        for number, handler in before.items():
+    def __enter__(self) -> Self:
+        self._before = {number: signal.signal(number, self._pass_on) for number in interrupting_signals()}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
             signal.signal(number, handler)
+
+    def finish(self, command: Sequence[str]) -> int:
+        """Run ``command`` to its end, and return its exit code."""
+        self._process = subprocess.Popen(command, process_group=0)
+        if self.told:  # between two processes
+            self._process.terminate()
+        return self._process.wait()
+
+    def _pass_on(self, number: int, frame: object) -> None:
+        self.told = True
+        if self._process is not None and not self._repeats.is_one(number):
+            self._process.send_signal(number)

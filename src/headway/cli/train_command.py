@@ -258,6 +258,11 @@ def _train(
     config: Path, overrides: list[str], dry_run: bool, static: bool, restarts: int = 0, debug: bool = False
 ) -> None:
     loaded = load_checked(config, overrides)
+    if restarts and loaded.config.trainer.save_freq < 0:
+        raise ConfigError(
+            f"--restarts={restarts} has no effect with trainer.save_freq={loaded.config.trainer.save_freq}: a run that "
+            "fails has no checkpoint then; let it save more often"
+        )
     if restarts:
         from headway.cli.restarts import keep_going
         from headway.config.schema_keys import spelled

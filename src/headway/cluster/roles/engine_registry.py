@@ -97,7 +97,7 @@ async def start_vllm(replica: ReplicaSpec) -> Any:
 
     config = replica.config
     options = config.rollout.engine_kwargs
-    if config.cluster.placement == "shared" and (room := replica.room()) is not None:
+    if config.cluster.placement == "shared" and (room := replica.room()) is not None and room.share > 0:
         # By default vLLM wants nearly all of the device, which after the first training step it finds taken.
         options = {"gpu_memory_utilization": room.share, **options}
     engine = VllmEngine(

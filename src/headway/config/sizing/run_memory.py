@@ -85,6 +85,10 @@ def processes(config: Config, shape: ModelShape, *, on_cpu: bool, device_bytes: 
     return found
 
 
+SIZES = frozenset({"gpu_memory_utilization", "kv_cache_memory_bytes", "cpu_offload_gb"})
+"""Arguments of vLLM's with which the user says what it takes of a GPU."""
+
+
 @dataclass(frozen=True, slots=True)
 class ReplicaRoom:
     """Room for a replica on each of its GPUs."""
@@ -99,7 +103,7 @@ def replica_room(config: Config, shape: ModelShape, device_bytes: int) -> Replic
     """Return what is left for a replica on a GPU of ``device_bytes``: beside a training rank that shares it, less.
 
     Raises:
-        ConfigError: there is no room for one whole answer.
+        ConfigError: there is no room for one whole answer, and the user has not chosen the room.
     """
     placement = resolve_placement(config)
     held = 0
@@ -112,7 +116,8 @@ def replica_room(config: Config, shape: ModelShape, device_bytes: int) -> Replic
     alone = _replica(config, shape, len(placement.devices[ACTOR]), on_cpu=False, cache_bytes=0).device
     context = config.data.max_prompt_length + config.data.max_response_length
     answer = context * shape.cache(_served(config, on_cpu=False), config.rollout.tensor_model_parallel_size)
-    if left < alone + answer:
+    chosen = config.rollout.kv_cache_gib is not None or not SIZES.isdisjoint(config.rollout.engine_kwargs)
+    if left < alone + answer and not chosen:
         beside = f", of which the training rank on it holds {held / 1e9:.1f}" if held else ""
         offload = "actor.fsdp_config.param_offload=true, " if held else ""
         raise ConfigError(
