@@ -493,11 +493,7 @@ class Config(Section):
     @property
     def window(self) -> int | None:
         """The window W: 1 for fifo, None (no limit) for ready."""
-        match self.async_training.order:
-            case Order.FIFO:
-                return 1
-            case Order.READY:
-                return None
-            case Order.WINDOW:
-                w = self.async_training.window
-                return w if isinstance(w, int) else self.groups_per_version
+        order, groups = self.async_training.order, self.async_training.window
+        if order is Order.WINDOW:
+            return groups if isinstance(groups, int) else self.groups_per_version
+        return 1 if order is Order.FIFO else None
