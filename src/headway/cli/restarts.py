@@ -9,19 +9,17 @@ the run's own limits.
 
 from __future__ import annotations
 
-import signal
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from shlex import quote
-from typing import Self
 
 from headway.cli.common import EXIT_FAILED, say
 from headway.reports.checkpoint_folders import Checkpoints
 from headway.reports.run_directory import RunDirectory
 from headway.runtime.process_tree import IMPORTS_AS_HERE, adopt_orphans, end_children, python_command
-from headway.runtime.signals import Repeats, interrupting_signals
+from headway.runtime.signals import Repeats, handled, interrupting_signals
 from headway.runtime.workers.worker_process import end_text
 
 HEADWAY = (
@@ -43,7 +41,8 @@ def keep_going(
     directory, restart = RunDirectory(run), 0
     written = _changed(directory.config)
     adopt_orphans()
-    with _Attended() as attended:
+    attended = _Attended()
+    with handled(attended.pass_on, interrupting_signals()):
         while True:
             code = attended.finish(python_command(program, *arguments, *options))
             if code and sys.platform == "linux":
@@ -87,14 +86,6 @@ class _Attended:
         self._process: subprocess.Popen[bytes] | None = None
         self._repeats = Repeats()
 
-    def __enter__(self) -> Self:
-        self._before = {number: signal.signal(number, self._pass_on) for number in interrupting_signals()}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
     def finish(self, command: Sequence[str]) -> int:
         """Run ``command`` to its end, and return its exit code."""
         self._process = subprocess.Popen(command, process_group=0)
@@ -102,7 +93,8 @@ class _Attended:
             self._process.terminate()
         return self._process.wait()
 
-    def _pass_on(self, number: int, frame: object) -> None:
+    def pass_on(self, number: int, frame: object) -> None:
+        """Handle a signal."""
         self.told = True
         if self._process is not None and not self._repeats.is_one(number):
             self._process.send_signal(number)

@@ -115,7 +115,6 @@ def _too_large(config: Config, processes: list[RunProcess], *, on_cpu: bool) -> 
 def _room(config: Config, shape: ModelShape, *, on_cpu: bool) -> Iterator[str]:
     """Say what is left for a replica on a GPU, where it takes what it finds."""
     from headway.config.sizing.run_memory import replica_room
-    from headway.errors import ConfigError
 
     there = _device_bytes(config, on_cpu=on_cpu)
     if there is None or on_cpu:

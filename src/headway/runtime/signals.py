@@ -9,8 +9,9 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from types import FrameType
 
 SAME_S = 1.0
 """Seconds within which a repeated SIGTERM or SIGHUP counts as the same signal, sent in two ways."""
@@ -62,6 +63,17 @@ def signals_handled(on_signal: Callable[[], object]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
+@contextmanager
+def handled(handler: Callable[[int, FrameType | None], object], numbers: Collection[int]) -> Iterator[None]:
+    """Have ``handler`` called for these signals, outside of event loops. The handlers before are there again after."""
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
+
+
 class _Interrupt:
     """Signal handler that raises `KeyboardInterrupt`, once for a signal that is sent in two ways."""
 
@@ -79,14 +91,6 @@ def terminations_as_interrupts() -> Iterator[None]:
 
     Within another such block this does nothing: one handler counts what is sent in two ways, wherever it arrives.
     """
-    interrupt = _Interrupt()
-    before = {
-        number: signal.signal(number, interrupt)
-        for number in interrupting_signals()
-        if number != signal.SIGINT and not isinstance(signal.getsignal(number), _Interrupt)
-    }
-    try:
+    others = [number for number in interrupting_signals() if number != signal.SIGINT]
+    with handled(_Interrupt(), [one for one in others if not isinstance(signal.getsignal(one), _Interrupt)]):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
