@@ -51,13 +51,13 @@ class Asking:
 
 
 def ops(path: Path) -> dict[str, list[dict[str, Any]]]:
-    """Spans of a trace, by the names of their threads."""
+    """Spans of a trace, by the names of their threads. A thread that ended before the profile did may have no name."""
     found = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
     names = {event["tid"]: event["args"]["name"] for event in found if event["name"] == "thread_name"}
     spans: dict[str, list[dict[str, Any]]] = {}
     for event in found:
         if event.get("cat") == "cpu_op":
-            spans.setdefault(names[event["tid"]].partition(" ")[0], []).append(event)
+            spans.setdefault(names.get(event["tid"], "").partition(" ")[0], []).append(event)
     return spans
 
 
