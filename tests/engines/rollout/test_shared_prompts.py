@@ -127,9 +127,9 @@ def test_a_row_that_moves_takes_its_prompt_with_it():
     prompts = SharedPrompts(8)
     for row, number in enumerate([0, 0, 1, 1]):
         prompts.add(row, run(number, row))
-    prompts.remove(0, 3)
+    prompts.move(3, 0)
     assert rows_by_prompt(prompts, 3) == [[0, 2], [1]]
-    prompts.remove(1, 2)
+    prompts.move(2, 1)
     prompts.add(2, run(0, 5))
     assert rows_by_prompt(prompts, 3) == [[0, 1], [2]]
 

@@ -24,16 +24,21 @@ from headway.engines.rollout.native.step_admission import Prefixes, Siblings, St
 from headway.engines.rollout.native.step_attention import SharedPrompts
 from headway.engines.rollout.scheduler import CallRun, uniforms
 
+ALIKE = 32
+"""Rows whose lengths differ by less are not told apart: to attend to so few positions costs less than to move a row."""
+
 
 class DecodeRows:
     """Decoding rows as a struct of arrays over the slots, so that a step touches Python once per batch.
 
-    Rows 0..active-1 decode. A finished row is filled from the end: since rows start short at the end and grow at the
-    same pace, long ones gather at the front, which keeps neighbouring rows of similar length (see `ModelRunner`).
+    Rows 0..active-1 decode. New rows are added at the end, and all grow at the same pace. Where a row has finished, the
+    last one takes its place; where the rows are ``ordered``, a few of those behind it move up instead, so that long
+    rows stay in front and neighbours, which attend together (see `blocks_of`), are of similar length.
     """
 
-    def __init__(self, slots: int, max_context: int) -> None:
+    def __init__(self, slots: int, max_context: int, *, ordered: bool = False) -> None:
         self.slots = slots
+        self._ordered = ordered
         self.runs: list[CallRun] = []
         self.tokens = np.zeros(slots, np.int64)
         """Last sampled token: the input of the next step."""
@@ -107,26 +112,41 @@ class DecodeRows:
             (int(row), FinishReason.STOP if stopped[row] else FinishReason.LENGTH) for row in np.flatnonzero(over)[::-1]
         ]
 
-    def remove(self, row: int) -> tuple[CallRun, int]:
-        """Free ``row``; the last row takes its place.
+    def remove(self, row: int) -> tuple[CallRun, list[tuple[int, int]]]:
+        """Free ``row``, which rows behind it take.
 
-        Returns the call, its ``written`` up to date, and the number of the row that moved (``row`` if none did).
+        Returns the call, its ``written`` up to date, and the rows that moved, as (from, to), in this order.
         """
-        run, last = self.runs[row], self.active - 1
+        run = self.runs[row]
         end = int(self._written[row])
         run.written = SampledTokens(
             self._ids[row, :end].copy(), self._logprobs[row, :end].copy(), self._versions[row, :end].copy()
         )
-        self.runs[row] = self.runs[last]
+        moves = []
+        while row < self.active - 1:
+            source = self._next(row)
+            self._move(source, row)
+            moves.append((source, row))
+            row = source
         self.runs.pop()
-        if row != last:
-            state: NDArray[Any]
-            for state in (self.tokens, self.lengths, self._written, self._limits, self._keys, self._stops):
-                state[row] = state[last]
-            end = int(self._written[last])
-            for state in (self._ids, self._logprobs, self._versions):
-                state[row, :end] = state[last, :end]
-        return run, last
+        return run, moves
+
+    def _next(self, free: int) -> int:
+        """The row that moves to a ``free`` one: the last that is hardly shorter than the longest behind it."""
+        if not self._ordered:
+            return self.active - 1
+        behind = self.lengths[free + 1 : self.active]
+        longest = int(behind.max())
+        return free + 1 + int(np.flatnonzero(behind >= longest - max(longest // 10, ALIKE))[-1])
+
+    def _move(self, source: int, target: int) -> None:
+        self.runs[target] = self.runs[source]
+        state: NDArray[Any]
+        for state in (self.tokens, self.lengths, self._written, self._limits, self._keys, self._stops):
+            state[target] = state[source]
+        end = int(self._written[source])
+        for state in (self._ids, self._logprobs, self._versions):
+            state[target, :end] = state[source, :end]
 
     def _set_stops(self, row: int, stops: Sequence[int]) -> None:
         if len(stops) > self._stops.shape[1]:
@@ -152,7 +172,7 @@ class DecodeBatch:
         max_batched_tokens: int,
         decode: Callable[[Sequence[int]], str],
     ) -> None:
-        self.rows = DecodeRows(slots, max_context)
+        self.rows = DecodeRows(slots, max_context, ordered=runner.in_blocks)
         self.prefixes = Prefixes(runner.cache)
         self.siblings = Siblings(max(max_context, runner.cache.tokens // KEPT_SHARE))
         self._prompts = SharedPrompts(slots)
@@ -267,7 +287,7 @@ class DecodeBatch:
 
     def take_out(self, row: int) -> CallRun:
         """Free the row of a finished call; its context is kept if its episode may call again."""
-        # Read before the row is freed: the last row is copied into its place, over the keys and values.
+        # Read before the row is freed: another row is copied into its place, over the keys and values.
         ending = self.prefixes.ending(self.rows.runs[row], row, self.rows.context)
         run = self.remove(row)
         if ending is not None:
@@ -275,13 +295,13 @@ class DecodeBatch:
         return run
 
     def remove(self, row: int) -> CallRun:
-        """Free a row; the last one moves into its place, in the cache too."""
-        run, moved = self.rows.remove(row)
-        self._prompts.remove(row, moved)
+        """Free a row; rows behind it move up, in the cache too."""
+        run, moves = self.rows.remove(row)
         self.prefixes.end(run)
-        if moved != row:
-            self._runner.cache.move(moved, row, int(self.rows.lengths[row]))
-            self._seen.move(moved, row)
+        for source, target in moves:
+            self._prompts.move(source, target)
+            self._runner.cache.move(source, target, int(self.rows.lengths[target]))
+            self._seen.move(source, target)
         return run
 
     def _start(self, admission: StepAdmission, step: DecodeStep) -> torch.Tensor:

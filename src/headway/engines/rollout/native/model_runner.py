@@ -69,7 +69,7 @@ BLOCK_COST = 256
 def blocks_of(spans: NDArray[np.int64]) -> list[tuple[int, int, int]]:
     """Partition rows that need ``spans`` [A] positions into (start, stop, span), where splitting pays.
 
-    Rows are not moved: this relies on neighbours being of similar length.
+    This relies on neighbours being of similar length (see `DecodeRows`).
     """
     blocks: list[tuple[int, int, int]] = []
     for start in range(0, len(spans), BLOCK_ROWS):
@@ -128,6 +128,8 @@ class ModelRunner:
         self._forward = forward
         self.device, self._dtype = model.device, model.dtype
         self._pins = kind_of(self.device).pins_host_memory
+        self.in_blocks = self.device.type == "cpu"
+        """Rows attend in blocks of neighbours. On a GPU the time of a step is the number of its kernels: one block."""
         self._max_context = max_context
         self._window = Windows.of(model.config, max_context).size
         self._least_rows = 1
@@ -348,7 +350,7 @@ class ModelRunner:
         self, lengths: NDArray[np.int64], on_device: torch.Tensor, room: int, prompts: Sequence[SharedPrompt]
     ) -> list[RowBlock]:
         """Partition the rows into neighbours that attend together, each over its own longest row."""
-        if self.device.type != "cpu":  # on a GPU the time of a step is the number of its kernels: one block
+        if not self.in_blocks:
             span = self._span(int(lengths.max()) + 1, room)
             return [RowBlock.of(range(len(lengths)), span, on_device, self._window, self._dtype)]
         firsts = np.zeros(len(lengths), np.int64)

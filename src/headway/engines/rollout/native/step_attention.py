@@ -59,9 +59,9 @@ class SharedPrompts:
         apart = run.call.together >= LEAST_CALLS and len(ids) >= LEAST_TOKENS
         self._prompts[row] = (self._generation, ids.tobytes(), len(ids)) if apart else None
 
-    def remove(self, row: int, last: int) -> None:
-        """The call in ``row`` has left; that in ``last`` takes its place."""
-        self._prompts[row] = self._prompts[last]
+    def move(self, source: int, target: int) -> None:
+        """The call in ``source`` takes the place of the one in ``target``, which has left."""
+        self._prompts[target] = self._prompts[source]
 
     def renew(self) -> None:
         """New weights are served: what starts from now on has other keys and values of the same prompt."""
