@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
 
+import numpy as np
 import pytest
 import torch
 
@@ -24,6 +25,7 @@ from headway.devices import (
     ACCELERATORS,
     CPU,
     KINDS,
+    Cpu,
     Cuda,
     DeviceKind,
     chosen,
@@ -32,6 +34,8 @@ from headway.devices import (
     kind_of,
     listed_here,
     memory_listed_here,
+    to_device,
+    to_host,
 )
 from headway.errors import ConfigError
 
@@ -171,8 +175,8 @@ def driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Non
                 raise FileNotFoundError("nvidia-smi")
             return subprocess.CompletedProcess([], 0, stdout=smi)
 
-        monkeypatch.setattr("headway.devices.CDLL", load)
-        monkeypatch.setattr("headway.devices.subprocess.run", run)
+        monkeypatch.setattr("headway.gpu_listing.CDLL", load)
+        monkeypatch.setattr("headway.gpu_listing.subprocess.run", run)
         monkeypatch.setattr(Cuda, "nvidia", (tmp_path,) if node else ())
         monkeypatch.setattr(Cuda, "amd", tmp_path / "kfd")
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -396,3 +400,23 @@ def test_a_failure_in_a_group_of_nccl_for_weights_does_not_end_the_process(monke
     CUDA.own_group(None, 0, 1, timedelta(seconds=1))
     assert made == [["0", "0", "1"]]
     assert [os.environ.get(name) for name in names[:2]] == [None, "1"]
+
+
+@pytest.mark.parametrize("kind", [CPU, Cpu()], ids=["shared", "copied"])
+def test_numbers_of_all_kinds_come_to_a_device_and_back_as_they_are(kind: Cpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(KINDS, "cpu", kind)
+    numbers = np.random.default_rng(0)
+    arrays = [
+        numbers.integers(0, 2**62, (3, 5)),
+        numbers.random((1, 3)),
+        np.zeros((0, 4), np.float32),
+        numbers.random((4, 1)).astype(np.float32),
+        numbers.random(7) < 0.5,
+    ]
+    tensors = to_device(arrays, torch.device("cpu"))
+    for back, tensor, array in zip(to_host(tensors)(), tensors, arrays, strict=True):
+        assert tensor.numpy().dtype == back.dtype == array.dtype
+        np.testing.assert_array_equal(tensor.numpy(), array, strict=True)
+        np.testing.assert_array_equal(back, array, strict=True)
+    assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == (len(arrays) if kind is CPU else 1)
+    assert to_device([], torch.device("cpu")) == []

@@ -11,27 +11,25 @@ from __future__ import annotations
 
 import logging
 import os
-import subprocess
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from ctypes import CDLL, Structure, byref, c_uint, c_ulonglong, c_void_p, create_string_buffer
 from datetime import timedelta
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from headway.errors import ConfigError
+from headway.gpu_listing import Gpu, listed_gpus, visible
 
 if TYPE_CHECKING:
     import torch
+    from numpy.typing import NDArray
 
     Device = torch.device | str
     """A device of some kind, as torch names it: ``cuda:1``, or ``cuda`` for the current one."""
 
 log = logging.getLogger(__name__)
-
-SMI_TIMEOUT_S = 10.0
-"""Seconds within which the driver has to say how much memory its devices have."""
 
 Compute = Callable[[], None]
 
@@ -71,6 +69,8 @@ class DeviceKind(Protocol):
     """Name under which torch's profiler records the devices beside the CPU (``use_device``)."""
     pins_host_memory: bool
     """True where buffers in host memory are page-locked, since copies to the devices are quicker from there."""
+    runs_ahead: int = 0
+    """Decoding steps that are launched before the tokens of the one before are read; 0 where work is done at once."""
     flex_attention: bool
     """True where attention over packed lines is FlexAttention, compiled for the device; without, all of its scores are
     in memory at once, but on CPUs, which have kernels of their own."""
@@ -112,6 +112,10 @@ class DeviceKind(Protocol):
     def side_stream(self, device: Device) -> DeviceStream | None:
         """Return a new stream of work on ``device``, beside its default one. None where there are no streams."""
         return None
+
+    def mark(self, device: Device) -> Callable[[], None]:
+        """Return a function that waits until ``device`` has done what this thread's stream was given up to now."""
+        return _nothing
 
     def recorder(self, device: Device) -> GraphRecorder | None:
         """Return a recorder of work on ``device``, to be replayed in one launch. None where nothing can be recorded."""
@@ -194,6 +198,8 @@ def _nothing() -> None:
 class Accelerator(DeviceKind):
     """Kind of device with a torch module `name`, used through the functions that such modules share."""
 
+    runs_ahead = 1
+
     @property
     def _torch(self) -> Any:
         import torch
@@ -218,6 +224,12 @@ class Accelerator(DeviceKind):
     def side_stream(self, device: Device) -> DeviceStream | None:
         return DeviceStream(self._torch, device)
 
+    def mark(self, device: Device) -> Callable[[], None]:
+        event = self._torch.Event()
+        event.record(self._torch.current_stream(device))
+        wait: Callable[[], None] = event.synchronize
+        return wait
+
     def total_memory(self, device: Device) -> int | None:
         return int(self._torch.get_device_properties(device).total_memory)
 
@@ -235,63 +247,6 @@ class Accelerator(DeviceKind):
 
     def pin(self, memory: torch.Tensor) -> Callable[[], None]:
         return _nothing  # copies are slower then, and right
-
-
-Gpu = tuple[str, int | None]
-"""A GPU's UUID, and its bytes of memory where they are known."""
-
-
-class _DeviceMemory(Structure):
-    _fields_ = [("total", c_ulonglong), ("free", c_ulonglong), ("used", c_ulonglong)]
-
-
-def _gpus_of_library() -> list[Gpu] | None:
-    """Return the GPUs that the driver's management library (NVML) names. None without library or driver."""
-    try:
-        nvml = CDLL("libnvidia-ml.so.1")
-        if nvml.nvmlInit_v2() != 0:
-            return None
-    except (OSError, AttributeError):
-        return None
-    gpus: list[Gpu] = []
-    count, gpu, name, memory = c_uint(), c_void_p(), create_string_buffer(96), _DeviceMemory()
-    known = nvml.nvmlDeviceGetCount_v2(byref(count)) == 0
-    for i in range(count.value):
-        known = known and nvml.nvmlDeviceGetHandleByIndex_v2(c_uint(i), byref(gpu)) == 0
-        known = known and nvml.nvmlDeviceGetUUID(gpu, name, c_uint(96)) == 0
-        sized = known and nvml.nvmlDeviceGetMemoryInfo(gpu, byref(memory)) == 0
-        gpus.append((name.value.decode(), int(memory.total) if sized else None))
-    nvml.nvmlShutdown()
-    return gpus if known else None
-
-
-def _gpus_of_command() -> list[Gpu] | None:
-    """Return the GPUs that ``nvidia-smi`` names. None where it does not run."""
-    asked = ["nvidia-smi", "--query-gpu=uuid,memory.total", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(asked, capture_output=True, text=True, timeout=SMI_TIMEOUT_S, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    rows = [line.partition(",")[::2] for line in done.stdout.splitlines() if line.strip()]
-    return [(name.strip(), int(size) * 2**20 if size.strip().isdigit() else None) for name, size in rows]
-
-
-def _visible(gpus: list[Gpu], asked: str | None) -> list[Gpu]:
-    """Return the GPUs that ``CUDA_VISIBLE_DEVICES`` leaves: indices or UUIDs, up to the first wrong one."""
-    if asked is None:
-        return gpus
-    chosen: list[Gpu] = []
-    for name in map(str.strip, asked.split(",")):
-        if name.startswith("MIG-"):
-            found: Gpu | None = (name, None)  # a part of a GPU, whose size is its own
-        elif name.isdigit():
-            found = gpus[int(name)] if int(name) < len(gpus) else None
-        else:
-            found = next((gpu for gpu in gpus if name and gpu[0].startswith(name)), None)
-        if found is None or found in chosen:
-            break
-        chosen.append(found)
-    return chosen
 
 
 OWN_NCCL_ERRORS = {
@@ -337,11 +292,9 @@ class Cuda(Accelerator):
         """Return the GPUs that a process may use. None where they cannot be listed."""
         if self.amd.exists():
             return None
-        found = _gpus_of_library()
-        found = _gpus_of_command() if found is None else found
-        if found is None:
+        if (found := listed_gpus()) is None:
             return None if any(path.exists() for path in self.nvidia) else []
-        return _visible(found, os.environ.get("CUDA_VISIBLE_DEVICES"))
+        return visible(found, os.environ.get("CUDA_VISIBLE_DEVICES"))
 
     def recorder(self, device: Device) -> GraphRecorder | None:
         return CudaRecorder(device)
@@ -466,6 +419,49 @@ def host_buffer(nbytes: int, *, pinned: bool) -> torch.Tensor:
             raise
         log.warning("%.1f GB of host memory could not be page-locked, copies take longer: %s", nbytes / 1e9, refused)
         return torch.empty(nbytes, dtype=torch.uint8)
+
+
+def to_device(arrays: Sequence[NDArray[Any]], device: Device) -> list[torch.Tensor]:
+    """Bring ``arrays`` to ``device`` by one copy, from page-locked memory where that is quicker; nothing waits for it.
+
+    Returns a tensor of each one's shape and dtype. On a CPU they share the arrays' memory.
+    """
+    import torch
+
+    kind, parts = kind_of(device), [torch.from_numpy(array) for array in arrays]
+    if kind is CPU or not parts:
+        return parts
+    ends = list(accumulate(-(-part.nbytes // 16) * 16 for part in parts))  # views of any dtype begin there
+    buffer = host_buffer(ends[-1], pinned=kind.pins_host_memory)
+    there = torch.empty_like(buffer, device=device)
+    places = [slice(start, start + part.nbytes) for start, part in zip([0, *ends], parts, strict=False)]
+    for place, part in zip(places, parts, strict=True):
+        buffer[place].view(part.dtype).view(part.shape).copy_(part)
+    there.copy_(buffer, non_blocking=True)
+    return [there[place].view(part.dtype).view(part.shape) for place, part in zip(places, parts, strict=True)]
+
+
+def to_host(tensors: Sequence[torch.Tensor]) -> Callable[[], list[NDArray[Any]]]:
+    """Begin to copy ``tensors`` of one device to host memory, by one copy, page-locked where that is quicker.
+
+    Tensors of wider dtypes come first. Returns a function that waits, and gives an array for each.
+    """
+    import torch
+
+    kind = kind_of(device := tensors[0].device)
+    if kind is CPU:
+        return lambda: [tensor.numpy() for tensor in tensors]
+    joined = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors])
+    buffer = host_buffer(joined.nbytes, pinned=kind.pins_host_memory)
+    buffer.copy_(joined, non_blocking=True)
+    wait = kind.mark(device)
+
+    def arrays() -> list[NDArray[Any]]:
+        wait()
+        parts = buffer.split([tensor.nbytes for tensor in tensors])
+        return [part.view(of.dtype).view(of.shape).numpy() for part, of in zip(parts, tensors, strict=True)]
+
+    return arrays
 
 
 def kind_here() -> DeviceKind:
