@@ -12,6 +12,8 @@
 # make frameworks-env  their packages alone, an environment of about 650 MB without torch
 # make test-trackers  W&B, MLflow, trackio and Prometheus by their own packages, 3 minutes    (ARGS="-k mlflow")
 # make trackers-env   their packages alone, an environment of about 1.1 GB without torch
+# make test-fake-cuda what a GPU would be asked to do, counted on fake tensors, 4 minutes    (ARGS="-k decode")
+# make fake-cuda-env  torch's CUDA build and Headway's packages alone, an environment of about 4.7 GB
 # make test-gpu what works on this machine's GPUs, and how fast, in 8 minutes    (ARGS="--only logprobs,demo")
 # make wheelhouse PYTHON_VERSION=3.12    wheels for a machine that has torch, transformers and no network
 # make bench    the main job against a plain loop and TRL, about 8 minutes, into build/bench/
@@ -47,6 +49,8 @@ FRAMEWORKS_BIN := .venv-frameworks/bin
 FRAMEWORKS_STAMP := .venv-frameworks/.installed
 TRACKERS_BIN := .venv-trackers/bin
 TRACKERS_STAMP := .venv-trackers/.installed
+FAKE_CUDA_BIN := .venv-fake-cuda/bin
+FAKE_CUDA_STAMP := .venv-fake-cuda/.installed
 SITE_BIN := .venv-site/bin
 SITE_STAMP := .venv-site/.installed
 TRL_BIN := .venv-trl/bin
@@ -57,10 +61,10 @@ TRL_STAMP := .venv-trl/.installed
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PYTHONDONTWRITEBYTECODE=
 
 # Each has a target test-NAME, and NAME-env that builds its environment alone.
-ENVIRONMENTS := vllm agents verifiers frameworks trackers
+ENVIRONMENTS := vllm agents verifiers frameworks trackers fake-cuda
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-gpu wheelhouse test-slow test-all environments vllm-env test-vllm agents-env test-agents verifiers-env test-verifiers frameworks-env test-frameworks trackers-env test-trackers lint types layers pytest bench trl-env bench-trl bench-train bench-memory bench-update bench-rollout bench-episodes ways study-staleness docs site site-env format clean
+.PHONY: help setup demo test test-gpu wheelhouse test-slow test-all environments vllm-env test-vllm agents-env test-agents verifiers-env test-verifiers frameworks-env test-frameworks trackers-env test-trackers fake-cuda-env test-fake-cuda lint types layers pytest bench trl-env bench-trl bench-train bench-memory bench-update bench-rollout bench-episodes ways study-staleness docs site site-env format clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -192,6 +196,21 @@ $(TRACKERS_STAMP): constraints-trackers.txt
 		numpy omegaconf pydantic pyyaml rich tensorboard typer hypothesis pytest pytest-asyncio pytest-timeout pytest-xdist
 	@touch $@
 
+# A machine with a GPU counts like one without: devices that are there would be used.
+test-fake-cuda: fake-cuda-env
+	CUDA_VISIBLE_DEVICES= PYTHONPATH=src $(TEST_ENV) $(FAKE_CUDA_BIN)/python -m pytest -m '' tests/environments/fake_cuda $(ARGS)
+
+fake-cuda-env: $(FAKE_CUDA_STAMP)
+
+$(FAKE_CUDA_STAMP): pyproject.toml constraints-fake-cuda.txt
+	@{ { test -x $(FAKE_CUDA_BIN)/pip || $(PYTHON) -m venv .venv-fake-cuda || { $(PYTHON) -m venv --clear --without-pip .venv-fake-cuda && \
+		$(PYTHON) -m pip --python $(FAKE_CUDA_BIN)/python install pip; }; } && \
+	$(FAKE_CUDA_BIN)/python -m pip install --quiet --no-compile $(PIP_ARGS) -c constraints-fake-cuda.txt torch transformers \
+		aiohttp cloudpickle jaxtyping jsonschema math-verify numpy omegaconf pyarrow pydantic pyyaml reasoning-gym rich \
+		safetensors tenacity tensorboard tokenizers typer xxhash hypothesis psutil pytest pytest-asyncio pytest-timeout pytest-xdist && \
+	$(FAKE_CUDA_BIN)/python -c 'import torch; assert torch.version.cuda, torch.__version__' && touch $@; } || { echo "make fake-cuda-env: \
+	torch's CUDA build could not be installed here (constraints-fake-cuda.txt: x86-64 Linux); nothing was counted" >&2; exit 1; }
+
 test-gpu: setup
 	$(BIN)/python -m benchmarks.gpu $(ARGS)
 
@@ -258,5 +277,5 @@ format: setup
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf .venv .venv-vllm .venv-agents .venv-verifiers .venv-frameworks .venv-site .venv-trackers .venv-trl build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-vllm .venv-agents .venv-verifiers .venv-frameworks .venv-site .venv-trackers .venv-fake-cuda .venv-trl build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,19 @@
+"""Configs of models whose operations are counted."""
+
+from __future__ import annotations
+
+from transformers import Qwen2Config
+
+
+def qwen(layers: int = 24) -> Qwen2Config:
+    """The shape of Qwen2 with 0.5 B parameters."""
+    return Qwen2Config(
+        vocab_size=151_936,
+        hidden_size=896,
+        num_hidden_layers=layers,
+        num_attention_heads=14,
+        num_key_value_heads=2,
+        intermediate_size=4864,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+    )

@@ -1,0 +1,59 @@
+"""What the trainer asks of a GPU in a micro-batch. A bound is what it is today: a change that needs less lowers it."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from transformers import Qwen2ForCausalLM
+
+from headway.config.schema import Config
+from headway.config.sections.learning import ActorConfig
+from headway.data.interfaces.training import StepContext
+from headway.engines.train.fsdp.micro_batches import collate
+from headway.engines.train.fsdp.sharded_module import PolicyModule
+from headway.models.attention.packed_attention import NAME
+from tests.environments.fake_cuda.counting import META, Counts, fake_model, on_fake_cuda
+from tests.environments.fake_cuda.models import qwen
+from tests.environments.fake_cuda.training import Packing, rows_of, trainer
+
+CONFIG = Config(actor=ActorConfig.model_validate({"ppo_max_token_len_per_gpu": 1024}))
+
+
+def step_of(lengths: list[int]) -> Counts:
+    """One optimizer step on rows with so many response tokens, two of which fill a micro-batch."""
+    with on_fake_cuda() as counts, trainer(Qwen2ForCausalLM, qwen(2), CONFIG) as engine:
+        counts.clear()
+        engine._learner.step(rows_of(lengths), partial(engine._part, StepContext()))
+    return counts
+
+
+def test_copies_and_waits_of_a_micro_batch_are_few() -> None:
+    two, four = step_of([300] * 4), step_of([300] * 8)
+    assert len(four.attention) - len(two.attention) == 2 * 2, "there are not two micro-batches more, of two layers"
+    assert len(four.pageable) - len(two.pageable) <= 2 * 14
+    assert len(four.uploads) - len(two.uploads) <= 2 * 14
+    assert len(four.waits) - len(two.waits) <= 2 * (14 + 6)
+    assert len(four.downloads) - len(two.downloads) <= 2 * 1
+
+
+def forward_backward(layers: int) -> tuple[int, int]:
+    """Operations of a packed line, forward and backward, in the dtype that GPUs compute in."""
+    with on_fake_cuda() as counts:
+        lm = fake_model(Qwen2ForCausalLM, qwen(layers), torch.bfloat16, META)
+        lm.set_attn_implementation(NAME)
+        policy = PolicyModule(lm, 1.0)
+        rows = rows_of([300] * 2)
+        (pack,) = Packing.of(CONFIG)(rows)
+        batch = collate(rows, META, pack.trees)
+        counts.clear()
+        logprobs, _ = policy(batch)
+        forward = counts.total
+        logprobs.sum().backward()
+        return forward, counts.total - forward
+
+
+def test_operations_of_a_layer_forward_and_backward_are_few() -> None:
+    (forward_2, backward_2), (forward_4, backward_4) = forward_backward(2), forward_backward(4)
+    assert (forward_4 - forward_2) / 2 <= 39
+    assert (backward_4 - backward_2) / 2 <= 74
